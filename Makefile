@@ -1,0 +1,48 @@
+# Every command sets itself up: Python 3.11, make and git are enough.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check test fmt build chaos bench clean
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+UV_DIR := .uv
+UV := $(shell command -v uv || echo $(UV_DIR)/bin/uv)
+RUN := $(UV) run --frozen --all-extras
+
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(UV_DIR)/bin/uv:
+	@$(PYTHON) -m venv $(UV_DIR) 2>/dev/null || $(PYTHON) -m venv --without-pip $(UV_DIR)
+	@$(PYTHON) -m pip --python $(UV_DIR)/bin/python install -q uv || $(UV_DIR)/bin/python -m pip install -q uv
+
+setup: $(if $(findstring $(UV_DIR),$(UV)),$(UV_DIR)/bin/uv) ## uv, the locked environment, bubblewrap
+	@$(UV) sync -q --frozen --all-extras
+	@infra/setup/bubblewrap
+
+demo: setup ## real instances, three agents, a result table: under three minutes
+	@$(RUN) perdure demo
+
+check: setup ## ruff, format, mypy --strict, import contracts
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+	@$(RUN) mypy
+	@$(RUN) lint-imports
+
+test: check ## check, then every suite that CI runs
+	@$(RUN) pytest tests/unit tests/contracts tests/workflows tests/integration
+
+fmt: setup ## format and fix
+	@$(RUN) ruff check --fix -q .
+	@$(RUN) ruff format .
+
+build: setup ## the wheel, installed bare, its client imported
+	@$(UV) build -q --wheel
+	@infra/setup/check_wheel
+
+chaos: setup ## kill -9, SIGTERM and lost answers, with real processes (slow)
+	@$(RUN) pytest tests/chaos
+
+bench: setup ## every committed benchmark, one after the other (slow)
+	@for b in overhead crash sandbox; do $(RUN) python -m benchmarks.$$b || exit 1; done
+
+clean: ## remove the environment and everything local
+	rm -rf .venv .uv dist .perdure .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""The temporal shells: each calls the library once and writes one checkpoint."""

@@ -1,0 +1,1 @@
+"""Perdure: durable SWE coding-agent rollouts that become graded, token-exact training episodes."""

@@ -1,0 +1,85 @@
+"""The agent contract: what to install, how to start it, how to tell how it ended.
+
+An agent is the unmodified CLI or library from its registry. It runs inside the sandbox, detached,
+under the exec id `agent`; starting it is idempotent, watching it is re-attachable.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from pydantic import JsonValue
+
+from perdure.sandboxes.base import ExecStatus, Mount
+from perdure.types import AgentEnd, Instance, Sampling
+
+EXEC_ID = "agent"
+HOME = "/home/agent"
+"""Home of the agent inside every sandbox; outside the repository, so nothing lands in the diff."""
+EVIDENCE = f"{HOME}/evidence"
+"""Where an agent leaves its own logs and trajectory."""
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """Everything an agent may know. The hidden tests are not here; `gold_patch` only for oracle."""
+
+    instance: Instance
+    workdir: str
+    gateway_url: str | None
+    """Base URL without `/v1`, as seen from inside the sandbox."""
+    session_key: str
+    model: str
+    sampling: Sampling
+    budget_s: float
+    options: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start the agent inside the sandbox. Files are written first."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    cwd: str | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What remains when the process is over: never trusted, only classified and kept."""
+
+    status: ExecStatus
+    stdout_tail: bytes
+    stderr_tail: bytes
+    files: Mapping[str, bytes]
+    """Contents of `Agent.artifacts` that existed."""
+    turns: int
+    """Model calls the gateway recorded for this session."""
+
+
+class Agent(Protocol):
+    """One coding-agent harness."""
+
+    name: ClassVar[str]
+    needs_model: ClassVar[bool]
+    """False for agents that never call the model (oracle, nop)."""
+    artifacts: ClassVar[tuple[str, ...]]
+    """Files inside the sandbox to keep as evidence."""
+
+    async def install(self, tools: Path) -> tuple[Mount, ...]:
+        """Make the agent's program available on this host and say what to mount.
+
+        `tools` is the host's tool cache. Safe to call at the same time from many processes.
+        Raises: AgentError when the registry does not deliver it, MissingDependency.
+        """
+        ...
+
+    def launch(self, task: AgentTask) -> Launch:
+        """Raises: ConfigurationError naming an unknown or invalid option."""
+        ...
+
+    def classify(self, evidence: Evidence) -> AgentEnd:
+        """How it ended, by this agent's own rules."""
+        ...

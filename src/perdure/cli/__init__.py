@@ -1,0 +1,1 @@
+"""The `perdure` command: parses before it imports anything heavy."""

@@ -1,0 +1,1 @@
+"""The SDK for training loops: async first, with a sync twin."""

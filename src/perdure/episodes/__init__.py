@@ -1,0 +1,1 @@
+"""Segments, episodes and the shapes trainers consume."""

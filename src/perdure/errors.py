@@ -1,0 +1,122 @@
+"""Every failure Perdure raises, typed by what to do next.
+
+PerdureError
+├── RetryHere            the call failed, nothing happened, or repeating it is safe: try again here
+│   ├── ControlPlaneError    a provider answered 429, 5xx, or a passing 401; `retry_after` in seconds
+│   ├── StoreUnavailable     the store could not be reached
+│   └── GatewayUnavailable   the gateway or every engine behind it could not be reached
+├── OutcomeUnknown       the request may have been carried out: look by identity, then repeat
+├── SandboxLost          this sandbox is gone or condemned: boot a new attempt
+├── GiveUp               this rollout cannot succeed as specified: finish it with a status
+│   ├── InstanceError        the row, its environment or its tests are defective (data)
+│   └── AgentError           the agent could not be installed or launched
+├── ActionNeeded         a person must act: stop the run
+│   ├── ConfigurationError   a setting, flag or request field is wrong; the message names it and the fix
+│   ├── MissingDependency    a program or package is absent; the message says how to install it
+│   └── QuotaExceeded        an account limit that retries cannot cure
+├── NotFound             no such key, sandbox, instance or run
+└── PreconditionFailed   a conditional write lost to another writer
+
+A command that exits non-zero is a value (`ExecStatus`), never an exception. An infrastructure
+failure is never reward 0: it is raised as one of these and ends as `reward: null`.
+"""
+
+from enum import StrEnum
+
+
+class Boundary(StrEnum):
+    """Where a failure crossed into the rollout; recorded once, in the episode."""
+
+    REQUEST = "request"
+    INSTANCE = "instance"
+    SANDBOX = "sandbox"
+    AGENT = "agent"
+    GATEWAY = "gateway"
+    ENGINE = "engine"
+    GRADER = "grader"
+    STORE = "store"
+    WORKER = "worker"
+
+
+class PerdureError(Exception):
+    """Base of all failures that Perdure raises on purpose."""
+
+    boundary: Boundary = Boundary.WORKER
+
+    def __init__(self, message: str, *, boundary: Boundary | None = None) -> None:
+        super().__init__(message)
+        if boundary is not None:
+            self.boundary = boundary
+
+
+class RetryHere(PerdureError):
+    """Nothing happened, or repeating is safe.
+
+    `retry_after`: seconds the other side asked us to wait, or None.
+    """
+
+    def __init__(
+        self, message: str, *, retry_after: float | None = None, boundary: Boundary | None = None
+    ) -> None:
+        super().__init__(message, boundary=boundary)
+        self.retry_after = retry_after
+
+
+class ControlPlaneError(RetryHere):
+    boundary = Boundary.SANDBOX
+
+
+class StoreUnavailable(RetryHere):
+    boundary = Boundary.STORE
+
+
+class GatewayUnavailable(RetryHere):
+    boundary = Boundary.GATEWAY
+
+
+class OutcomeUnknown(PerdureError):
+    """The request may have committed; resolve by identity before repeating it."""
+
+
+class SandboxLost(PerdureError):
+    """Terminal for this sandbox; the workflow boots a new attempt and keeps the old evidence."""
+
+    boundary = Boundary.SANDBOX
+
+
+class GiveUp(PerdureError):
+    """The rollout cannot succeed as specified."""
+
+
+class InstanceError(GiveUp):
+    boundary = Boundary.INSTANCE
+
+
+class AgentError(GiveUp):
+    boundary = Boundary.AGENT
+
+
+class ActionNeeded(PerdureError):
+    """A person must act; retrying would fail the same way."""
+
+    boundary = Boundary.REQUEST
+
+
+class ConfigurationError(ActionNeeded):
+    pass
+
+
+class MissingDependency(ActionNeeded):
+    pass
+
+
+class QuotaExceeded(ActionNeeded):
+    boundary = Boundary.SANDBOX
+
+
+class NotFound(PerdureError):
+    pass
+
+
+class PreconditionFailed(PerdureError):
+    boundary = Boundary.STORE

@@ -1,0 +1,1 @@
+"""The token-capturing endpoint that agents talk to."""

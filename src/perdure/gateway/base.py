@@ -1,0 +1,86 @@
+"""What the gateway promises: sessions, their control calls, and the engine seam.
+
+A session belongs to one attempt of one rollout. Its key is the bearer token the agent sends; it is
+derived (`session_key`), never stored, so any gateway process accepts it and a re-attached worker
+finds it again. Control calls carry the control token and are not reachable with a session key.
+
+    PUT  /sessions/{session_id}        SessionSpec    -> SessionSummary   open; repeating is joining
+    GET  /sessions/{session_id}                       -> SessionSummary
+    POST /sessions/{session_id}/close                 -> SessionSummary   seal, write turns to the store
+    POST /v1/chat/completions, GET /v1/models         (Authorization: Bearer <session key>)
+    GET  /healthz, GET /metrics
+"""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from perdure.types import FinishReason, Frozen, Sampling, VersionSpan
+
+
+class SessionSpec(Frozen):
+    """One attempt's sampling rules and where its turns go when it is closed."""
+
+    session_id: str
+    model: str = "policy"
+    sampling: Sampling = Sampling()
+    turns_key: str
+    """Store key of the turns (parquet, `perdure.episodes.turns`), written at close."""
+    labels: dict[str, str] = {}
+
+
+class SessionSummary(Frozen):
+    session_id: str
+    open: bool
+    turns: int = 0
+    tokens: int = 0
+    """Sampled tokens."""
+    trainable: bool = True
+    engine_seconds: float = 0.0
+    policy_version_min: int | None = None
+    policy_version_max: int | None = None
+    bridge_misses: dict[str, int] = {}
+
+
+def session_key(secret: bytes, session_id: str) -> str:
+    """`<session_id>.<hmac>`: verified in constant time by any process that has the secret."""
+    mac = hmac.new(secret, f"session:{session_id}".encode(), hashlib.sha256).hexdigest()
+    return f"{session_id}.{mac}"
+
+
+def control_token(secret: bytes) -> str:
+    return hmac.new(secret, b"control", hashlib.sha256).hexdigest()
+
+
+class Completion(NamedTuple):
+    """What an engine sampled. Shapes: token_ids [C], logprobs [C]."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: FinishReason
+    versions: Sequence[VersionSpan]
+    engine: str
+
+
+class TokenEngine(Protocol):
+    """An engine that takes token ids and gives token ids."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: dict[str, Any],
+        *,
+        session_id: str,
+        request_id: str,
+    ) -> Completion:
+        """Raises: GatewayUnavailable (nothing usable came back; ask again)."""
+        ...
+
+
+class ChatEngine(Protocol):
+    """A hosted API without token ids: good for evaluation, `trainable: false`."""
+
+    async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
+        """One OpenAI chat completion object, not streamed. Raises: GatewayUnavailable."""
+        ...

@@ -1,0 +1,1 @@
+"""The wire formats agents speak, one file per dialect."""

@@ -1,0 +1,43 @@
+"""The grader contract: a fresh sandbox, a captured diff, one verdict.
+
+Everything hidden (tests, lists, gold) arrives from the host and is parsed on the host; nothing
+the agent or the code under test produced is believed on its own word.
+"""
+
+from typing import ClassVar, NamedTuple, Protocol
+
+from perdure.sandboxes.base import Sandbox
+from perdure.types import Grade, Instance
+
+
+class Graded(NamedTuple):
+    """The verdict and the raw output of the test run, kept beside it."""
+
+    grade: Grade
+    log: bytes
+    junit: bytes | None = None
+
+
+class Grader(Protocol):
+    """One grading protocol, routed to by `Instance.grading.protocol`."""
+
+    name: ClassVar[str]
+    version: ClassVar[int]
+
+    def validate(self, instance: Instance) -> None:
+        """Everything the protocol needs is in the row.
+
+        Raises: InstanceError naming the field and the fix; called before any sandbox boots.
+        """
+        ...
+
+    async def grade(
+        self, sandbox: Sandbox, instance: Instance, patch: bytes, *, timeout_s: float
+    ) -> Graded:
+        """Apply `patch` (empty = the base as it is) in a fresh sandbox, run the hidden tests.
+
+        Every verdict, timeouts and tampering included, is returned.
+        Raises: SandboxLost, RetryHere (infrastructure: grade again in a new sandbox),
+        InstanceError (the row's own tests cannot be applied).
+        """
+        ...

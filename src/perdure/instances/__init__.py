@@ -1,0 +1,1 @@
+"""Rows of each dataset become an Instance; builders and environments live here too."""

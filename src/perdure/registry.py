@@ -1,0 +1,50 @@
+"""Names of every variant, as dotted paths: a new one is one file and one line here.
+
+Strings only, so that importing this costs nothing and the rooms do not import each other.
+"""
+
+import importlib
+from typing import Any
+
+from perdure.errors import ConfigurationError
+
+SANDBOXES = {
+    "bubblewrap": "perdure.sandboxes.bubblewrap:BubblewrapProvider",
+    "local": "perdure.sandboxes.local:LocalProvider",
+}
+
+AGENTS = {
+    "mini_swe_agent": "perdure.agents.mini_swe_agent:MiniSweAgent",
+    "nop": "perdure.agents.nop:Nop",
+    "oracle": "perdure.agents.oracle:Oracle",
+}
+
+GRADERS = {
+    "eval_cmd": "perdure.graders.eval_cmd:EvalCmdGrader",
+    "swebench": "perdure.graders.swebench:SwebenchGrader",
+}
+
+STORES = {
+    "file": "perdure.storage.local:LocalStore",
+    "s3": "perdure.storage.s3:S3Store",
+}
+
+
+def load(kind: str, table: dict[str, str], name: str) -> Any:
+    """The object that `name` stands for: a registered name, or a dotted path `package.module:Name`.
+
+    Raises:
+        ConfigurationError: the name is unknown (the message lists the known ones), or the dotted
+            path cannot be imported.
+    """
+    path = table.get(name, name)
+    if ":" not in path:
+        known = ", ".join(sorted(table))
+        raise ConfigurationError(
+            f"unknown {kind} {name!r}: use one of {known}, or a dotted path package.module:Name"
+        )
+    module_name, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"cannot load {kind} {name!r} from {path!r}: {error}") from error

@@ -1,0 +1,1 @@
+"""Where the agent or the grader runs: one contract, one file per provider."""

@@ -1,0 +1,96 @@
+"""One settings model for every process: `PERDURE_*` variables, or `perdure.toml`.
+
+Each field is explained by the string under it; `perdure doctor` and docs/settings.md print these.
+Temporal's own address, namespace, TLS and profile come from the CLI's variables and files
+(`TEMPORAL_ADDRESS`, `TEMPORAL_NAMESPACE`, `TEMPORAL_PROFILE`, ...), not from here.
+"""
+
+import os
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+
+class Settings(BaseSettings):
+    """Resolved once per process; `run.json` keeps the resolved copy beside each run."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PERDURE_",
+        toml_file=os.environ.get("PERDURE_CONFIG", "perdure.toml"),
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
+    home: Path = Path(".perdure")
+    """Folder of everything local: Temporal's database, logs, pids, sandboxes, caches, journal."""
+    store: str = ""
+    """Where results lie: a folder, or `s3://bucket/prefix`. Empty = `<home>/store`."""
+    s3_endpoint_url: str | None = None
+    """S3 API to talk to, when it is not AWS. Credentials come from AWS_* variables."""
+    ui_port: int = Field(8233, ge=1, le=65535)
+    """Port of the Temporal web UI that `perdure up` starts."""
+    temporal_port: int = Field(7233, ge=1, le=65535)
+    """Port of the Temporal server that `perdure up` starts."""
+    gateway_port: int = Field(18001, ge=0, le=65535)
+    """TCP port of the gateway (document 002: SHIM_PORT)."""
+    gateway_host: str = "127.0.0.1"
+    """Address the gateway listens on (document 002: SHIM_BIND_HOST)."""
+    gateway_url: str = ""
+    """Gateway as the workers reach it. Empty = `http://<gateway_host>:<gateway_port>`."""
+    engine_url: str = ""
+    """Inference server behind the gateway. Empty = OPENAI_BASE_URL, else ANTHROPIC_BASE_URL, else none."""
+    engine_kind: str = "auto"
+    """`vllm` (token endpoint), `openai` or `anthropic` (hosted, trainable: false), or `auto`."""
+    engine_model: str = "policy"
+    """Model name sent to the engine."""
+    engine_api_key_env: str = ""
+    """Name of the variable that holds the engine's key. Empty = OPENAI_API_KEY / ANTHROPIC_API_KEY."""
+    tokenizer: str = "qwen3"
+    """Tokenizer of the served model: `qwen3`, or a folder with tokenizer.json."""
+    boot_slots: int = Field(8, ge=1)
+    """Sandboxes that one worker boots at once (document 002: SWE_BOOT_CONCURRENCY)."""
+    agent_slots: int = Field(64, ge=1)
+    """Agent runs that one worker watches at once."""
+    grade_slots: int = Field(8, ge=1)
+    """Gradings that one worker runs at once."""
+    io_slots: int = Field(32, ge=1)
+    """Captures, episodes and clean-ups that one worker runs at once."""
+    heartbeat_timeout_s: float = Field(30.0, ge=2)
+    """A dead worker's agent is re-attached after this long, at the latest."""
+    sandbox_ttl_s: float = Field(3600.0, ge=60)
+    """A sandbox nobody heartbeats for this long is killed by its provider or the reaper."""
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Prometheus port of a process; 0 = none."""
+    log_json: bool = True
+    """Log one JSON object a line; False prints for people."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+    @property
+    def store_url(self) -> str:
+        return self.store or str(self.home.absolute() / "store")
+
+    @property
+    def gateway_base_url(self) -> str:
+        return self.gateway_url or f"http://{self.gateway_host}:{self.gateway_port}"
+
+    @property
+    def gateway_socket(self) -> Path:
+        """The gateway's unix socket, bound into local sandboxes."""
+        return self.home.absolute() / "run" / "gateway.sock"

@@ -1,0 +1,73 @@
+"""The store contract: durable, conditional, content-addressed. Keys are in `storage/keys.py`.
+
+Every implementation passes `perdure.testing.store_contract`.
+"""
+
+import hashlib
+from collections.abc import AsyncIterator
+from typing import NamedTuple, Protocol
+
+from perdure.settings import Settings
+
+
+class Stored(NamedTuple):
+    """An object read back: its bytes and the tag to name it by in a conditional write."""
+
+    data: bytes
+    etag: str
+
+
+class Store(Protocol):
+    """Objects under `/`-separated keys.
+
+    All methods raise `StoreUnavailable` when the store cannot be reached (repeat the call), and
+    `ConfigurationError` when it refuses us for good (bad credentials, no such bucket).
+    """
+
+    url: str
+    """`file:///...` or `s3://bucket/prefix`; `url + "/" + key` is what people see."""
+
+    async def get(self, key: str) -> Stored:
+        """Raises: NotFound."""
+        ...
+
+    async def put(self, key: str, data: bytes, *, if_match: str | None = None) -> str:
+        """Write atomically and return the new etag.
+
+        `if_match`: overwrite only the version with this etag.
+        Raises: PreconditionFailed when another version is there (or none).
+        """
+        ...
+
+    async def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Write unless the key exists. True = written; False = somebody was first, nothing changed."""
+        ...
+
+    async def exists(self, key: str) -> bool: ...
+
+    def list(self, prefix: str) -> AsyncIterator[str]:
+        """Keys that start with `prefix`, in lexical order."""
+        ...
+
+    async def delete(self, key: str) -> None:
+        """Absent = success."""
+        ...
+
+
+async def put_blob(store: Store, data: bytes) -> str:
+    """Store bytes under their own digest and return the key; storing them again changes nothing."""
+    digest = hashlib.sha256(data).hexdigest()
+    key = f"blobs/sha256/{digest[:2]}/{digest}"
+    await store.put_if_absent(key, data)
+    return key
+
+
+def open_store(settings: Settings) -> Store:
+    """The store that the settings name: a folder, or `s3://bucket/prefix`."""
+    if settings.store_url.startswith("s3://"):
+        from perdure.storage.s3 import S3Store
+
+        return S3Store(settings.store_url, endpoint_url=settings.s3_endpoint_url)
+    from perdure.storage.local import LocalStore
+
+    return LocalStore(settings.store_url.removeprefix("file://"))

@@ -1,0 +1,51 @@
+"""The layout of the store, in one place (DESIGN section 7). Deterministic: no clocks, no uuids."""
+
+from perdure.types import RolloutRequest
+
+
+def instance(ref: str) -> str:
+    """`first-steps/click-8.1.3` -> `instances/first-steps/click-8.1.3.json`."""
+    return f"instances/{ref}.json"
+
+
+def dataset_prefix(dataset: str) -> str:
+    return f"instances/{dataset}/"
+
+
+def run(run_id: str) -> str:
+    return f"runs/{run_id}/run.json"
+
+
+def run_instances(run_id: str) -> str:
+    """JSON list of instance refs of a run, in order: what RunWorkflow pages through."""
+    return f"runs/{run_id}/instances.json"
+
+
+def manifest(run_id: str) -> str:
+    """Written last: the run's episodes and totals."""
+    return f"runs/{run_id}/manifest.json"
+
+
+def rollout(run_id: str, instance_id: str, sample_index: int) -> str:
+    return f"runs/{run_id}/rollouts/{instance_id}/{sample_index}"
+
+
+def rollout_of(request: RolloutRequest) -> str:
+    return rollout(request.run_id, request.instance_id, request.sample_index)
+
+
+def episode(request: RolloutRequest) -> str:
+    """The readable episode; `episode.parquet` beside it holds the token arrays."""
+    return f"{rollout_of(request)}/episode.json"
+
+
+def episode_tokens(request: RolloutRequest) -> str:
+    return f"{rollout_of(request)}/episode.parquet"
+
+
+def attempt(request: RolloutRequest, attempt: int) -> str:
+    return f"{rollout_of(request)}/attempts/{attempt}"
+
+
+def journal(session_id: str) -> str:
+    return f"journal/{session_id}/"

@@ -1,0 +1,511 @@
+"""The nouns of Perdure as frozen data: what crosses a process, a workflow or the store.
+
+Owns shapes only. Behaviour lives in the rooms (`sandboxes`, `agents`, `graders`, ...).
+"""
+
+import base64
+import re
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    StringConstraints,
+    model_validator,
+)
+
+from perdure.errors import Boundary
+
+
+class Frozen(BaseModel):
+    """Data Perdure wrote itself: immutable; unknown fields of a later version are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+
+class Request(BaseModel):
+    """Data a person or a program hands us: immutable; an unknown field is refused by name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _bytes_in(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape")
+    if isinstance(value, dict) and set(value) == {"base64"}:
+        return base64.b64decode(value["base64"])
+    return value
+
+
+def _bytes_out(value: bytes) -> Any:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(value).decode("ascii")}
+
+
+Bytes = Annotated[bytes, BeforeValidator(_bytes_in), PlainSerializer(_bytes_out, when_used="json")]
+"""Bytes that read as text in JSON where they are UTF-8 (CRLF kept), as {"base64": ...} otherwise."""
+
+SLUG = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+Slug = Annotated[str, StringConstraints(pattern=SLUG)]
+"""A name that is safe in keys, paths and workflow ids: letters, digits, dot, dash, underscore."""
+
+INSTANCE_REF = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}/[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
+InstanceRef = Annotated[str, StringConstraints(pattern=INSTANCE_REF)]
+"""`<dataset>/<instance_id>`, e.g. `first-steps/click-8.1.3`: names an instance in the store."""
+
+
+# --- instances -------------------------------------------------------------------------------
+
+
+class SourceKind(StrEnum):
+    PYPI_SDIST = "pypi-sdist"
+    """`requirement` names a released source distribution; its tree becomes the base repository."""
+    BLOB = "blob"
+    """`key` names a tar.gz of the base tree in the store."""
+    DIRECTORY = "directory"
+    """`path` names a tree on the worker's host (laptop and tests only)."""
+    IMAGE = "image"
+    """The tree is already in the environment's image, at `workdir`."""
+
+
+class Source(Frozen):
+    """Where the base tree comes from. It becomes a repository of exactly one commit."""
+
+    kind: SourceKind
+    requirement: str | None = None
+    key: str | None = None
+    path: str | None = None
+
+
+class Environment(Frozen):
+    """What the repository needs to run; prepared once per instance, shared read-only.
+
+    `install` are shell lines run once, with network, in a sandbox where `$VENV`, `$REPO` and
+    `$WORK` (a scratch directory) are set, in `$REPO`. `env` is set for the agent and the tests.
+    """
+
+    image: str | None = None
+    python: str = "3.11"
+    install: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+    workdir: str = "/testbed"
+
+
+class Grading(Frozen):
+    """What the grader needs. Everything here is hidden from the agent's sandbox.
+
+    `protocol` names a grader of the registry: `swebench` (F2P / P2P lists) or `eval_cmd`
+    (exit code 0 = resolved).
+    """
+
+    protocol: str = "swebench"
+    test_patch: Bytes = b""
+    test_cmd: str | None = None
+    log_parser: str = "pytest"
+    eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
+    fail_to_pass: tuple[str, ...] = ()
+    pass_to_pass: tuple[str, ...] = ()
+    eval_cmd: str | None = None
+    pre_commands: tuple[str, ...] = ()
+    timeout_s: float = 1800.0
+
+
+class Instance(Frozen):
+    """One problem: repository state, problem statement, environment and grader.
+
+    Stored at `instances/<dataset>/<instance_id>.json`. `gold_patch` and `grading` never enter
+    the agent's sandbox (except for the `oracle` agent, whose whole point is the gold patch).
+
+    Example:
+        Instance(instance_id="click-8.1.3", dataset="first-steps", data_source="release-pair",
+                 problem_statement="...", source=Source(kind="blob", key="blobs/sha256/ab/..."),
+                 environment=Environment(install=("uv pip install -e .",)),
+                 grading=Grading(test_cmd="pytest -rA tests/test_x.py", fail_to_pass=(...,)),
+                 gold_patch=b"diff --git ...")
+    """
+
+    instance_id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+    dataset: Slug
+    data_source: str = "swebench"
+    """Routes the instance to its grader (document 003); `swebench` when a row names none."""
+    repo: str = ""
+    base_commit: str | None = None
+    problem_statement: str
+    source: Source
+    environment: Environment = Environment()
+    grading: Grading = Grading()
+    gold_patch: Bytes = b""
+    created_at: str | None = None
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @property
+    def ref(self) -> str:
+        return f"{self.dataset}/{self.instance_id}"
+
+
+# --- requests (what `temporal workflow start --input` carries) ---------------------------------
+
+
+class Limits(Request):
+    """Resource limits of one sandbox."""
+
+    memory_mb: int = Field(4096, ge=64)
+    cpus: float = Field(2.0, gt=0)
+    pids: int = Field(512, ge=16)
+    disk_mb: int = Field(2048, ge=16)
+    output_mb: int = Field(64, ge=1)
+    """Cap on each command's captured stdout and stderr; a command that exceeds it is killed."""
+
+
+class Sampling(Request):
+    """How the policy is sampled; passed to the engine unless the agent's own request says otherwise."""
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens_per_turn: int = Field(8192, ge=1)
+    """Per-turn cap (document 002: --rollout-max-response-len)."""
+    max_context_tokens: int = Field(96_000, ge=1)
+    """Prompt + response budget, enforced only in generation (document 002)."""
+
+
+class RolloutRequest(Request):
+    """One attempt of an agent at one instance: the input of `RolloutWorkflow`.
+
+    Example:
+        {"run_id": "try-1", "instance": "first-steps/click-8.1.3", "agent": "oracle"}
+    """
+
+    run_id: Slug
+    instance: InstanceRef
+    sample_index: int = Field(0, ge=0)
+    group_id: str | None = None
+    agent: str = "mini_swe_agent"
+    """A name of the agent registry, or a dotted path `package.module:Class`."""
+    agent_options: dict[str, JsonValue] = Field(default_factory=dict)
+    sandbox: str = "bubblewrap"
+    """A name of the sandbox registry, or a dotted path."""
+    model: str = "policy"
+    policy_version: int | None = None
+    """The policy version the caller expects at start; recorded, and used for staleness."""
+    sampling: Sampling = Sampling()
+    limits: Limits = Limits()
+    agent_budget_s: float = Field(1800.0, gt=0)
+    """Wall-clock budget of the agent (document 002: SWE_TIME_BUDGET_SEC)."""
+    grade_timeout_s: float | None = Field(None, gt=0)
+    """Limit of the test run; the instance's own when absent (document 002: SWE_EVAL_TIMEOUT_SEC)."""
+    max_attempts: int = Field(3, ge=1, le=10)
+    """Sandboxes a rollout may lose before it fails."""
+    grade_empty_patch: bool = False
+    """Grade even when the agent changed nothing (document 003: allow_skip_eval=False)."""
+    expires_at: float | None = None
+    """Unix seconds after which a rollout that has not booted ends as `expired`."""
+    schema_version: Literal[1] = 1
+
+    @property
+    def instance_id(self) -> str:
+        return self.instance.split("/", 1)[1]
+
+    @property
+    def workflow_id(self) -> str:
+        """Deterministic, so that starting twice is joining."""
+        return f"rollout/{self.run_id}/{self.instance_id}/{self.sample_index}"
+
+
+Straggler = Literal["cancel", "keep"]
+
+
+class GroupRequest(Request):
+    """n rollouts of one instance under one baseline: the input of `RolloutGroupWorkflow`."""
+
+    rollout: RolloutRequest
+    """The template; `sample_index` and `group_id` are filled in per sample."""
+    n_samples: int = Field(8, ge=1, le=512)
+    quorum: int | None = Field(None, ge=1)
+    """Finish when this many rollouts are graded; all of them when absent."""
+    deadline_s: float | None = Field(None, gt=0)
+    stragglers: Straggler = "cancel"
+    schema_version: Literal[1] = 1
+
+    @model_validator(mode="after")
+    def _quorum_fits(self) -> "GroupRequest":
+        if self.quorum is not None and self.quorum > self.n_samples:
+            raise ValueError(f"quorum {self.quorum} exceeds n_samples {self.n_samples}")
+        return self
+
+    @property
+    def group_id(self) -> str:
+        return self.rollout.group_id or f"{self.rollout.run_id}/{self.rollout.instance_id}"
+
+    @property
+    def workflow_id(self) -> str:
+        return f"group/{self.rollout.run_id}/{self.rollout.instance_id}"
+
+
+class RunRequest(Request):
+    """A set of instances x n samples under one config: the input of `RunWorkflow`.
+
+    Give `instances` (a short list) or `dataset` (all of it, filtered by `include` / `exclude`
+    globs and cut by `limit`).
+    """
+
+    run_id: Slug
+    instances: tuple[InstanceRef, ...] = ()
+    dataset: Slug | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    limit: int | None = Field(None, ge=1)
+    n_samples: int = Field(1, ge=1, le=512)
+    rollout: dict[str, JsonValue] = Field(default_factory=dict)
+    """Fields of RolloutRequest shared by every rollout (not run_id, instance, sample_index)."""
+    concurrency: int = Field(8, ge=1, le=2000)
+    """Rollouts in flight at most; can be resized while the run is open."""
+    quorum: int | None = Field(None, ge=1)
+    deadline_s: float | None = Field(None, gt=0)
+    stragglers: Straggler = "cancel"
+    schema_version: Literal[1] = 1
+
+    @model_validator(mode="after")
+    def _something_to_run(self) -> "RunRequest":
+        if bool(self.instances) == (self.dataset is not None):
+            raise ValueError("give exactly one of 'instances' and 'dataset'")
+        for fixed in ("run_id", "instance", "sample_index"):
+            if fixed in self.rollout:
+                raise ValueError(f"'rollout.{fixed}' is set by the run itself; remove it")
+        return self
+
+    @property
+    def workflow_id(self) -> str:
+        return f"run/{self.run_id}"
+
+    def rollout_request(self, instance: str, sample_index: int = 0) -> RolloutRequest:
+        """The request of one sample. Raises pydantic.ValidationError on a bad `rollout` field."""
+        fields = {"run_id": self.run_id, "instance": instance, "sample_index": sample_index}
+        return RolloutRequest.model_validate({**self.rollout, **fields})
+
+
+# --- results ---------------------------------------------------------------------------------
+
+
+class RolloutStatus(StrEnum):
+    """How a rollout ended. Only GRADED carries a reward."""
+
+    GRADED = "graded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    def is_error(self) -> bool:
+        return self is RolloutStatus.FAILED
+
+
+class AgentEnd(StrEnum):
+    """How the agent's process ended, judged by the agent's own rules (never by exit code alone)."""
+
+    FINISHED = "finished"
+    GAVE_UP = "gave_up"
+    LIMIT = "limit"
+    """Its own turn, cost or context limit, or our wall-clock budget."""
+    CRASHED = "crashed"
+    NEVER_CALLED_MODEL = "never_called_model"
+
+    def is_truncated(self) -> bool:
+        return self is AgentEnd.LIMIT
+
+    def is_error(self) -> bool:
+        return self in (AgentEnd.CRASHED, AgentEnd.NEVER_CALLED_MODEL)
+
+
+class Outcome(StrEnum):
+    """The verdict on a patch (DESIGN section 4). INFRA_ERROR is raised, never stored as a grade."""
+
+    RESOLVED = "resolved"
+    UNRESOLVED = "unresolved"
+    APPLY_FAILED = "apply_failed"
+    EMPTY_PATCH = "empty_patch"
+    TIMEOUT = "timeout"
+    TAMPERED = "tampered"
+
+
+class TestStatus(StrEnum):
+    __test__ = False  # a noun of grading, not a pytest class
+
+    PASSED = "PASSED"
+    FAILED = "FAILED"
+    ERROR = "ERROR"
+    SKIPPED = "SKIPPED"
+    XFAIL = "XFAIL"
+    XPASS = "XPASS"
+    MISSING = "MISSING"
+
+
+class Rewards(Frozen):
+    """All rewards of one grade; `binary` is the default, the others for dense training.
+
+    `partial` = (f2p passed + p2p passed) / (f2p total + p2p total); empty F2P counts 0,
+    empty P2P counts 1. All are 0 for tampered, apply_failed and empty_patch.
+    """
+
+    binary: float
+    f2p_fraction: float = 0.0
+    p2p_fraction: float = 0.0
+    partial: float = 0.0
+
+
+class Grade(Frozen):
+    """The verdict on a patch, with everything needed to audit it."""
+
+    outcome: Outcome
+    reason: str = ""
+    rewards: Rewards
+    fail_to_pass: dict[str, TestStatus] = Field(default_factory=dict)
+    pass_to_pass: dict[str, TestStatus] = Field(default_factory=dict)
+    exit_code: int | None = None
+    seconds: float = 0.0
+    dropped_paths: tuple[str, ...] = ()
+    """Paths of the patch that were left out before grading, by rule; never silently."""
+    flagged_paths: tuple[str, ...] = ()
+    """Applied, but worth a look: configuration and plugin files outside the fix's scope."""
+    patch_sha256: str = ""
+    grader: str = ""
+    grader_version: int = 1
+    log_key: str | None = None
+
+    @property
+    def reward(self) -> float:
+        return self.rewards.binary
+
+
+class PatchRef(Frozen):
+    """A captured diff in the store. Its bytes are exactly what git wrote."""
+
+    key: str
+    sha256: str
+    size: int
+    empty: bool
+    files: int = 0
+    ignored_files: int = 0
+    too_large: bool = False
+
+
+class Failure(Frozen):
+    """Why a rollout has no reward: the boundary, the type to act on, one readable sentence."""
+
+    boundary: Boundary
+    type: str
+    message: str
+
+
+class EpisodeRef(Frozen):
+    """What a workflow returns for a rollout: under 500 bytes, the rest lies in the store."""
+
+    uri: str
+    instance_id: str
+    sample_index: int
+    agent: str
+    status: RolloutStatus
+    outcome: Outcome | None = None
+    reward: float | None = None
+    attempts: int = 0
+    seconds: float = 0.0
+    agent_end: AgentEnd | None = None
+    turns: int = 0
+    tokens: int = 0
+    """Sampled tokens."""
+    trainable: bool = False
+    failure: Failure | None = None
+    policy_version_min: int | None = None
+    policy_version_max: int | None = None
+
+
+# --- trajectories ----------------------------------------------------------------------------
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class VersionSpan(Frozen):
+    """Tokens [start, end) of a completion were sampled by policy version `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Turn(Frozen):
+    """One model call, exactly as the engine consumed and produced it.
+
+    Shapes: prompt_ids [P], completion_ids [C], logprobs [C]. A hosted API gives no ids: then all
+    three are empty and `trainable` is False.
+    """
+
+    index: int
+    chain: str = "main"
+    prompt_ids: tuple[int, ...] = ()
+    completion_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[VersionSpan, ...] = ()
+    finish_reason: FinishReason = FinishReason.STOP
+    engine: str = ""
+    bridged: bool = False
+    """The prompt extends the previous turn's prompt + completion, built from recorded ids."""
+    bridge_miss: str | None = None
+    """Why a bridge was impossible (`first`, `prefix_changed`, `echo_edited`, ...)."""
+    trainable: bool = True
+    started_at: float = 0.0
+    engine_seconds: float = 0.0
+    seconds: float = 0.0
+    request_sha256: str = ""
+
+    @model_validator(mode="after")
+    def _one_logprob_per_token(self) -> "Turn":
+        if len(self.logprobs) != len(self.completion_ids):
+            raise ValueError(
+                f"turn {self.index}: {len(self.logprobs)} logprobs for "
+                f"{len(self.completion_ids)} sampled tokens"
+            )
+        return self
+
+
+class SegmentKind(StrEnum):
+    SUBAGENT = "subagent"
+    WIPE = "wipe"
+    FINAL = "final"
+
+
+class Segment(Frozen):
+    """One linear, trainable token sequence cut from the trajectory.
+
+    Shapes: prompt_ids [P]; response_ids, loss_mask, logprobs, versions all [R].
+    loss_mask is 1 only on sampled tokens; logprob is 0.0 and version -1 where the mask is 0.
+    """
+
+    kind: SegmentKind
+    index: int
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+    turns: tuple[int, ...]
+    reward_share: float = 1.0
+    """This segment's share of the rollout's reward; 1/K by default (document 002)."""
+
+
+_SAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def slugify(text: str) -> str:
+    """Turn any text into a Slug: unsafe runs become one dash, 128 characters at most."""
+    slug = _SAFE.sub("-", text).strip("-._")[:128]
+    return slug or "x"

@@ -1,0 +1,3 @@
+from typing import Any
+
+def load_dataset(path: str, *args: Any, **kwargs: Any) -> Any: ...

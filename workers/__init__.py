@@ -1,0 +1,1 @@
+"""What polls which task queue with how many slots."""

@@ -1,0 +1,1 @@
+"""Deterministic ordering of the activities, and nothing else."""
