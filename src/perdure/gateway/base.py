@@ -16,6 +16,8 @@ import hmac
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from pydantic import Field
+
 from perdure.types import FinishReason, Frozen, Sampling, VersionSpan
 
 
@@ -27,7 +29,7 @@ class SessionSpec(Frozen):
     sampling: Sampling = Sampling()
     turns_key: str
     """Store key of the turns (parquet, `perdure.episodes.turns`), written at close."""
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = Field(default_factory=dict)
 
 
 class SessionSummary(Frozen):
@@ -40,7 +42,7 @@ class SessionSummary(Frozen):
     engine_seconds: float = 0.0
     policy_version_min: int | None = None
     policy_version_max: int | None = None
-    bridge_misses: dict[str, int] = {}
+    bridge_misses: dict[str, int] = Field(default_factory=dict)
 
 
 def session_key(secret: bytes, session_id: str) -> str:

@@ -256,7 +256,7 @@ class SandboxProvider(ABC):
         """Raises: NotFound when it never was, SandboxLost when it is dead."""
 
     @abstractmethod
-    async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
+    async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
         """Every sandbox of ours with these labels, in any state."""
 
     @abstractmethod
@@ -264,5 +264,5 @@ class SandboxProvider(ABC):
         """The sandbox and its disk are gone. Absent = success."""
 
     @abstractmethod
-    def check(self) -> list[str]:
+    def check(self) -> Sequence[str]:
         """What is missing on this host, one readable line with the fix each; empty = ready."""
