@@ -7,7 +7,11 @@ import hashlib
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
 
+from perdure.errors import ConfigurationError
 from perdure.settings import Settings
+
+MAX_KEY, MAX_NAME = 1024, 255
+"""Bytes of a whole key (S3's limit) and of one `/`-separated part (a file system's limit)."""
 
 
 class Stored(NamedTuple):
@@ -52,6 +56,21 @@ class Store(Protocol):
     async def delete(self, key: str) -> None:
         """Absent = success."""
         ...
+
+
+def check_key(key: str) -> str:
+    """The key itself, if it means the same in every store.
+
+    Raises: ConfigurationError naming the key.
+    """
+    parts = key.split("/")
+    fits = len(key.encode()) <= MAX_KEY and all(len(part.encode()) <= MAX_NAME for part in parts)
+    if not fits or any(part in ("", ".", "..") for part in parts) or "\0" in key:
+        raise ConfigurationError(
+            f"store key {key[:80]!r} is not usable: parts separated by single slashes, "
+            f"none of them '.' or '..', each at most {MAX_NAME} bytes and {MAX_KEY} in all"
+        )
+    return key
 
 
 async def put_blob(store: Store, data: bytes) -> str:

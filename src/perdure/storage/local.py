@@ -1,0 +1,216 @@
+"""The store in a local folder: one file per key, written whole or not at all.
+
+Safe for many processes on one file system that has hard links and locks. Own files lie in
+`.perdure/` under the root: half-written objects in `tmp`, the locks of conditional writes in `locks`.
+"""
+
+import asyncio
+import errno
+import fcntl
+import hashlib
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from perdure.errors import ConfigurationError, NotFound, PreconditionFailed, StoreUnavailable
+from perdure.storage.base import Stored, check_key
+
+OWN = ".perdure"
+INLINE_READ = 1 << 18
+"""Bytes below which reading on the event loop (about 0.05 ms) is cheaper than a thread."""
+LIST_BATCH = 1000
+STALE_TMP_S = 86_400.0
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
+
+
+class LocalStore:
+    """Objects as files under `root`; the etag of an object is the sha256 of its bytes.
+
+    A write is durable when it returns: file and folder entries are fsynced. One limit that S3 does
+    not have: an object cannot lie under another object's key (`a` and `a/b`).
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        """Raises: ConfigurationError when the folder cannot be made."""
+        self.root = Path(root).absolute()
+        self.url = self.root.as_uri()
+        self._tmp = self.root / OWN / "tmp"
+        self._locks = self.root / OWN / "locks"
+        with self._readable_errors(str(self.root)):
+            for folder in (self._tmp, self._locks):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+
+    async def get(self, key: str) -> Stored:
+        path = self._path(key)
+        with self._readable_errors(key):
+            try:
+                inline = path.stat().st_size < INLINE_READ
+                return _read(path) if inline else await asyncio.to_thread(_read, path)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                raise NotFound(f"no {key!r} in {self.url}") from None
+
+    async def exists(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    async def put(self, key: str, data: bytes, *, if_match: str | None = None) -> str:
+        return await asyncio.to_thread(self._put, key, data, if_match)
+
+    async def put_if_absent(self, key: str, data: bytes) -> bool:
+        return await asyncio.to_thread(self._put_if_absent, key, data)
+
+    async def delete(self, key: str) -> None:
+        await asyncio.to_thread(self._delete, key)
+
+    async def list(self, prefix: str) -> AsyncIterator[str]:
+        keys = self._walk(prefix)
+        while batch := await asyncio.to_thread(lambda: [*itertools.islice(keys, LIST_BATCH)]):
+            for key in batch:
+                yield key
+
+    # -- one object on the disk ----------------------------------------------------------------
+
+    def _put(self, key: str, data: bytes, if_match: str | None) -> str:
+        path = self._path(key)
+        with self._readable_errors(key), self._written(data) as temporary, self._locked(key):
+            if if_match is not None and self._etag(path) != if_match:
+                raise PreconditionFailed(f"{key!r} was changed by another writer")
+            _make_parents(path)
+            temporary.rename(path)
+            _sync_folder(path.parent)
+        return hashlib.sha256(data).hexdigest()
+
+    def _put_if_absent(self, key: str, data: bytes) -> bool:
+        path = self._path(key)
+        if path.is_file():  # the common repeat costs no write
+            return False
+        with self._readable_errors(key), self._written(data) as temporary:
+            _make_parents(path)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                if path.is_file():
+                    return False
+                raise
+            _sync_folder(path.parent)
+            return True
+
+    def _delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._readable_errors(key), self._locked(key):
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                return
+            _sync_folder(path.parent)
+
+    def _etag(self, path: Path) -> str | None:
+        try:
+            return _read(path).etag
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def _path(self, key: str) -> Path:
+        if check_key(key).split("/", 1)[0] == OWN:
+            raise ConfigurationError(f"store key {key!r}: {OWN!r} is the store's own folder")
+        return self.root / key
+
+    # -- how it is done ------------------------------------------------------------------------
+
+    @contextmanager
+    def _written(self, data: bytes) -> Iterator[Path]:
+        """A complete, synced file in `tmp`; removed afterwards if it is still there."""
+        descriptor, name = tempfile.mkstemp(dir=self._tmp)
+        try:
+            with open(descriptor, "wb", buffering=0) as file:
+                view = memoryview(data)
+                while view:
+                    view = view[file.write(view) :]
+                os.fchmod(file.fileno(), 0o644)
+                os.fsync(file.fileno())
+            yield Path(name)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+
+    @contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        """Only one writer of this key at a time, across threads and processes; ends with us."""
+        stripe = hashlib.sha256(key.encode()).hexdigest()[:2]
+        with open(self._locks / stripe, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _walk(self, prefix: str) -> Iterator[str]:
+        """Keys in the order of their text, which is not the order of a depth-first walk."""
+        folder, _, _ = prefix.rpartition("/")
+        if folder:
+            check_key(folder)
+        with self._readable_errors(prefix):
+            yield from self._walk_folder(f"{folder}/" if folder else "", prefix)
+
+    def _walk_folder(self, base: str, prefix: str) -> Iterator[str]:
+        try:
+            with os.scandir(self.root / base) as entries:
+                names = sorted(e.name + "/" * e.is_dir() for e in entries)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for name in names:
+            key = base + name
+            if key == f"{OWN}/" or not (key.startswith(prefix) or prefix.startswith(key)):
+                continue
+            if name.endswith("/"):
+                yield from self._walk_folder(key, prefix)
+            else:
+                yield key
+
+    def _sweep(self) -> None:
+        """Remove what writers that were killed left half-written, a day ago or longer."""
+        for entry in os.scandir(self._tmp):
+            with suppress(FileNotFoundError):
+                if time.time() - entry.stat().st_mtime > STALE_TMP_S:
+                    os.unlink(entry)
+
+    @contextmanager
+    def _readable_errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = f"store {self.root}, {what!r}: {error.strerror}"
+            if error.errno in FULL:
+                raise StoreUnavailable(f"{reason}; free space there, the write repeats") from error
+            if error.errno in REFUSED:
+                raise ConfigurationError(f"{reason}; give this user write access") from error
+            if error.errno in IN_THE_WAY:
+                raise ConfigurationError(
+                    f"{reason}; an object cannot lie under another object's key"
+                ) from error
+            raise StoreUnavailable(reason) from error
+
+
+def _read(path: Path) -> Stored:
+    data = path.read_bytes()
+    return Stored(data, hashlib.sha256(data).hexdigest())
+
+
+def _make_parents(path: Path) -> None:
+    """Make missing folders durably: each new one is synced into its parent."""
+    missing = list(itertools.takewhile(lambda folder: not folder.is_dir(), path.parents))
+    for folder in reversed(missing):
+        with suppress(FileExistsError):
+            folder.mkdir()
+        _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
