@@ -62,8 +62,6 @@ class Settings(BaseSettings):
     """Gradings that one worker runs at once."""
     io_slots: int = Field(32, ge=1)
     """Captures, episodes and clean-ups that one worker runs at once."""
-    heartbeat_timeout_s: float = Field(30.0, ge=2)
-    """A dead worker's agent is re-attached after this long, at the latest."""
     sandbox_ttl_s: float = Field(3600.0, ge=60)
     """A sandbox nobody heartbeats for this long is killed by its provider or the reaper."""
     metrics_port: int = Field(0, ge=0, le=65535)

@@ -202,6 +202,8 @@ class RolloutRequest(Request):
     """Limit of the test run; the instance's own when absent (document 002: SWE_EVAL_TIMEOUT_SEC)."""
     max_attempts: int = Field(3, ge=1, le=10)
     """Sandboxes a rollout may lose before it fails."""
+    heartbeat_timeout_s: float = Field(30.0, ge=2)
+    """A dead worker's agent is re-attached after this long, at the latest."""
     grade_empty_patch: bool = False
     """Grade even when the agent changed nothing (document 003: allow_skip_eval=False)."""
     expires_at: float | None = None

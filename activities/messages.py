@@ -1,0 +1,147 @@
+"""What crosses between the workflows and the activities: references and verdicts, never blobs."""
+
+from pydantic import Field
+
+from perdure.types import (
+    AgentEnd,
+    EpisodeRef,
+    Failure,
+    Frozen,
+    InstanceRef,
+    Outcome,
+    RolloutRequest,
+    RolloutStatus,
+    RunRequest,
+)
+
+WORKER_EVICTED = "WorkerEvicted"
+"""The worker was told to stop: dispatch the same work again, no attempt burned."""
+SANDBOX_LOST = "SandboxLost"
+"""Boot a new attempt."""
+ACTION_NEEDED = frozenset({"ConfigurationError", "MissingDependency", "QuotaExceeded"})
+"""Failures that a person must cure: the run pauses instead of failing every rollout."""
+
+
+class Attempt(Frozen):
+    """One attempt of one rollout: everything else is derived from it."""
+
+    request: RolloutRequest
+    attempt: int
+    workflow_run_id: str = ""
+    """Tells a reset workflow's grading from the one before it."""
+
+
+class Booted(Frozen):
+    """A sandbox is up (or need not be). `host`: only workers there reach it; None = any worker."""
+
+    host: str | None = None
+    uri: str = ""
+    """Where this rollout's evidence lies, for people."""
+    data_source: str = ""
+    done: EpisodeRef | None = None
+    """The rollout had finished before: nothing to do."""
+    expired: bool = False
+
+
+class AgentRun(Frozen):
+    end: AgentEnd
+    turns: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    detail: str = ""
+
+
+class Captured(Frozen):
+    size: int
+    files: int
+    empty: bool
+    too_large: bool = False
+
+
+class GradedPatch(Frozen):
+    outcome: Outcome
+    reward: float
+    seconds: float = 0.0
+    reason: str = ""
+
+
+class Ending(Frozen):
+    """Everything the episode needs that is not in the store yet."""
+
+    request: RolloutRequest
+    workflow_run_id: str
+    status: RolloutStatus
+    attempts: int
+    evictions: int = 0
+    failure: Failure | None = None
+    started_at: float
+    """Unix seconds at which the workflow started."""
+
+
+class PreparedRun(Frozen):
+    total: int
+    uri: str = ""
+
+
+class PageRequest(Frozen):
+    run_id: str
+    start: int
+    stop: int
+
+
+class Page(Frozen):
+    instances: tuple[InstanceRef, ...]
+
+
+class RunSummary(Frozen):
+    """What RunWorkflow returns: totals; the episodes are listed in the manifest."""
+
+    run_id: str
+    uri: str
+    rollouts: int
+    graded: int = 0
+    resolved: int = 0
+    mean_reward: float | None = None
+    by_status: dict[str, int] = Field(default_factory=dict)
+    by_outcome: dict[str, int] = Field(default_factory=dict)
+
+
+class GroupResult(Frozen):
+    group_id: str
+    graded: int
+    quorum_met: bool
+    episodes: tuple[EpisodeRef, ...]
+
+
+class SweepRequest(Frozen):
+    grace_s: float = 600.0
+
+
+class Swept(Frozen):
+    found: int = 0
+    kept: int = 0
+    killed: int = 0
+
+
+class RunStatus(Frozen):
+    """Answer of the run's `status` query."""
+
+    run_id: str
+    state: str
+    """starting, running, paused, attention, finishing."""
+    total: int
+    started: int = 0
+    done: int = 0
+    running: int = 0
+    concurrency: int = 0
+    attention: str = ""
+    by_status: dict[str, int] = Field(default_factory=dict)
+    by_outcome: dict[str, int] = Field(default_factory=dict)
+
+
+class ShardRequest(Frozen):
+    run: RunRequest
+    start: int
+    stop: int
+    concurrency: int
+    paused: bool = False

@@ -1,0 +1,38 @@
+"""One way to connect to Temporal: the CLI's own variables and profiles, our data converter."""
+
+from temporalio.client import Client
+from temporalio.contrib.pydantic import PydanticPayloadConverter, ToJsonOptions
+from temporalio.converter import DataConverter
+from temporalio.envconfig import ClientConfig
+from temporalio.runtime import Runtime
+from temporalio.service import RPCError
+
+from perdure.errors import ConfigurationError
+
+
+class CompactConverter(PydanticPayloadConverter):
+    """Pydantic in and out; fields nobody set stay out of the history."""
+
+    def __init__(self) -> None:
+        super().__init__(ToJsonOptions(exclude_unset=True))
+
+
+DATA_CONVERTER = DataConverter(payload_converter_class=CompactConverter)
+
+
+async def connect(address: str | None = None, *, runtime: Runtime | None = None) -> Client:
+    """Connect to `address`, or to what TEMPORAL_ADDRESS / TEMPORAL_PROFILE / the TOML file name.
+
+    Raises: ConfigurationError when nothing answers there.
+    """
+    config = ClientConfig.load_client_connect_config()
+    if address is not None:
+        config["target_host"] = address
+    target = config.get("target_host") or "localhost:7233"
+    try:
+        return await Client.connect(**config, data_converter=DATA_CONVERTER, runtime=runtime)
+    except (RuntimeError, RPCError) as error:
+        raise ConfigurationError(
+            f"no Temporal server answers at {target}: run `perdure up`, or set TEMPORAL_ADDRESS"
+            f" ({str(error)[:200]})"
+        ) from error

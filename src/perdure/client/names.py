@@ -1,0 +1,18 @@
+"""Names that a caller and the workers must agree on: workflow types, task queues, signals."""
+
+ROLLOUT = "RolloutWorkflow"
+GROUP = "RolloutGroupWorkflow"
+RUN = "RunWorkflow"
+SHARD = "RunShardWorkflow"
+REAPER = "ReaperWorkflow"
+
+WORKFLOWS_QUEUE = "rollout-workflows"
+BOOT_QUEUE = "sandbox-boot"
+AGENT_QUEUE = "agent-runs"
+GRADE_QUEUE = "grading"
+IO_QUEUE = "rollout-io"
+
+
+def host_queue(host: str) -> str:
+    """Where the watchers of one host poll: sandboxes that are processes of that host need them."""
+    return f"{AGENT_QUEUE}@{host}"

@@ -1,0 +1,71 @@
+"""Starting a rollout as a child: the same id, attributes and summary as when a person starts it."""
+
+import asyncio
+
+from temporalio import workflow
+from temporalio.common import WorkflowIDReusePolicy
+from temporalio.exceptions import (
+    ChildWorkflowError,
+    FailureError,
+    WorkflowAlreadyStartedError,
+    is_cancelled_exception,
+)
+from temporalio.workflow import ParentClosePolicy
+
+with workflow.unsafe.imports_passed_through():
+    from perdure.client import names
+    from perdure.client import search_attributes as attributes
+    from perdure.errors import Boundary
+    from perdure.types import EpisodeRef, Failure, RolloutRequest, RolloutStatus
+
+
+def summary_of(rollout: RolloutRequest) -> str:
+    """The line the Web UI lists: `click-8.1.3 #0 · oracle`."""
+    version = f" · policy {rollout.policy_version}" if rollout.policy_version is not None else ""
+    return f"{rollout.instance_id} #{rollout.sample_index} · {rollout.agent}{version}"
+
+
+async def play_rollout(rollout: RolloutRequest, *, abandon: bool = False) -> EpisodeRef:
+    """Run one rollout to its episode. Whatever happens to the child, an EpisodeRef comes back.
+
+    `abandon`: the child outlives its parent (kept stragglers).
+    """
+    try:
+        episode: EpisodeRef = await workflow.execute_child_workflow(
+            names.ROLLOUT,
+            rollout,
+            id=rollout.workflow_id,
+            result_type=EpisodeRef,
+            id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+            parent_close_policy=(
+                ParentClosePolicy.ABANDON if abandon else ParentClosePolicy.REQUEST_CANCEL
+            ),
+            search_attributes=attributes.of_rollout(rollout),
+            static_summary=summary_of(rollout),
+        )
+        return episode
+    except WorkflowAlreadyStartedError:
+        return _without_result(
+            rollout, RolloutStatus.FAILED, "this rollout is already running under another parent"
+        )
+    except (FailureError, asyncio.CancelledError) as error:
+        if is_cancelled_exception(error):
+            return _without_result(rollout, RolloutStatus.CANCELLED, "")
+        cause = error.cause if isinstance(error, ChildWorkflowError) else error
+        return _without_result(rollout, RolloutStatus.FAILED, f"the workflow failed: {cause}")
+
+
+def _without_result(rollout: RolloutRequest, status: RolloutStatus, message: str) -> EpisodeRef:
+    failure = (
+        Failure(boundary=Boundary.WORKER, type="WorkflowFailed", message=message[:500])
+        if message
+        else None
+    )
+    return EpisodeRef(
+        uri="",
+        instance_id=rollout.instance_id,
+        sample_index=rollout.sample_index,
+        agent=rollout.agent,
+        status=status,
+        failure=failure,
+    )

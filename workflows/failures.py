@@ -1,0 +1,89 @@
+"""Reading what came in and what went wrong: refusals by field name, causes by boundary."""
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from temporalio.exceptions import ActivityError, ApplicationError, TimeoutError, TimeoutType
+
+from perdure.errors import Boundary
+from perdure.types import Failure
+
+Model = TypeVar("Model", bound=BaseModel)
+
+MESSAGE_LIMIT = 500
+
+
+def parse(model: type[Model], raw: Any) -> Model:
+    """The request as `model`; otherwise the workflow fails at once, naming every wrong field.
+
+    The input is decoded as plain JSON first, because an input that the converter cannot decode
+    would fail the workflow *task* for ever instead of the workflow.
+    """
+    if isinstance(raw, model):
+        return raw
+    if not isinstance(raw, dict):
+        fields = ", ".join(model.model_fields)
+        raise ApplicationError(
+            f"{model.__name__}: the input must be one JSON object with the fields {fields}",
+            type="InvalidRequest",
+            non_retryable=True,
+        )
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise ApplicationError(
+            f"{model.__name__}: {explain(error, model)}", type="InvalidRequest", non_retryable=True
+        ) from None
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """One sentence a wrong field, e.g. "unknown field 'agnet' (known: agent, ...)"."""
+    return "; ".join(_explain_one(dict(item), model) for item in error.errors()[:5])
+
+
+def _explain_one(item: dict[str, Any], model: type[BaseModel]) -> str:
+    field = ".".join(str(part) for part in item["loc"]) or model.__name__
+    if item["type"] == "extra_forbidden":
+        known = ", ".join(model.model_fields) if len(item["loc"]) == 1 else ""
+        return f"unknown field '{field}'" + (f" (known: {known})" if known else "")
+    if item["type"] == "missing":
+        return f"field '{field}' is missing"
+    return f"field '{field}': {item['msg']}, got {str(item.get('input'))[:80]!r}"
+
+
+def failure_of(error: ActivityError) -> Failure:
+    """The cause of a failed activity, with the boundary it crossed."""
+    cause = error.cause
+    if isinstance(cause, ApplicationError):
+        boundary = next((d for d in cause.details if isinstance(d, str)), Boundary.WORKER.value)
+        return Failure(
+            boundary=Boundary(boundary) if boundary in set(Boundary) else Boundary.WORKER,
+            type=cause.type or "UnexpectedError",
+            message=cause.message[:MESSAGE_LIMIT],
+        )
+    if isinstance(cause, TimeoutError):
+        return _timed_out(error, cause)
+    return Failure(
+        boundary=Boundary.WORKER, type="UnexpectedError", message=str(cause)[:MESSAGE_LIMIT]
+    )
+
+
+def _timed_out(error: ActivityError, cause: TimeoutError) -> Failure:
+    if cause.type is TimeoutType.SCHEDULE_TO_START:
+        return Failure(
+            boundary=Boundary.SANDBOX,
+            type="SandboxLost",
+            message=f"no worker of the sandbox's host answered ({error.activity_type})",
+        )
+    last = cause.cause
+    detail = f": {last.message}" if isinstance(last, ApplicationError) else ""
+    kind = cause.type.name.lower() if cause.type else "timeout"
+    return Failure(
+        boundary=Boundary.WORKER,
+        type="ActivityTimeout",
+        message=f"{error.activity_type} ran out of time ({kind}){detail}"[:MESSAGE_LIMIT],
+    )
+
+
+def type_of(error: ActivityError) -> str | None:
+    return error.cause.type if isinstance(error.cause, ApplicationError) else None

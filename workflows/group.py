@@ -1,0 +1,103 @@
+"""RolloutGroupWorkflow: the n rollouts of one instance that share a baseline (GRPO)."""
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+from temporalio import workflow
+
+with workflow.unsafe.imports_passed_through():
+    from activities.messages import GroupResult
+    from perdure.client import names
+    from perdure.client import search_attributes as attributes
+    from perdure.types import EpisodeRef, GroupRequest, RolloutStatus
+    from workflows.children import play_rollout
+    from workflows.failures import parse
+
+MAX_WAIT_S = 30.0
+
+
+@workflow.defn(name=names.GROUP)
+class RolloutGroupWorkflow:
+    """Finishes at its quorum or deadline; stragglers are cancelled, or kept running on their own."""
+
+    def __init__(self) -> None:
+        self.episodes: list[EpisodeRef] = []
+        self.total = 0
+
+    @workflow.run
+    async def run(self, request: Any = None) -> GroupResult:
+        group = parse(GroupRequest, request)
+        self.total = group.n_samples
+        workflow.set_current_details(f"**{group.rollout.instance}** · {group.n_samples} samples")
+        if not attributes.are_set(workflow.info().typed_search_attributes):
+            workflow.upsert_search_attributes(attributes.updates_of(group.rollout))
+        quorum = group.quorum or group.n_samples
+        tasks = [asyncio.create_task(self._play(group, k)) for k in range(group.n_samples)]
+        try:
+            await self._until(quorum, group.deadline_s)
+        finally:
+            await self._settle(tasks, group)
+        await workflow.wait_condition(workflow.all_handlers_finished)
+        return GroupResult(
+            group_id=group.group_id,
+            graded=self._graded(),
+            quorum_met=self._graded() >= quorum,
+            episodes=tuple(sorted(self.episodes, key=lambda e: e.sample_index)),
+        )
+
+    @workflow.query
+    def progress(self) -> dict[str, Any]:
+        return {
+            "total": self.total,
+            "done": len(self.episodes),
+            "graded": self._graded(),
+            "episodes": [e.model_dump(mode="json", exclude_defaults=True) for e in self.episodes],
+        }
+
+    @workflow.update
+    async def wait_progress(self, cursor: int) -> list[EpisodeRef]:
+        """Episodes that finished after the first `cursor` ones; waits up to 30 s for one."""
+        try:
+            await workflow.wait_condition(
+                lambda: len(self.episodes) > cursor or len(self.episodes) >= self.total,
+                timeout=timedelta(seconds=MAX_WAIT_S),
+            )
+        except TimeoutError:
+            return []
+        return self.episodes[cursor:]
+
+    @wait_progress.validator
+    def _cursor_is_sane(self, cursor: int) -> None:
+        if cursor < 0:
+            raise ValueError("cursor must be 0 or more")
+
+    async def _play(self, group: GroupRequest, sample_index: int) -> None:
+        rollout = group.rollout.model_copy(
+            update={"sample_index": sample_index, "group_id": group.group_id}
+        )
+        keep = group.stragglers == "keep"
+        self.episodes.append(await play_rollout(rollout, abandon=keep))
+
+    async def _until(self, quorum: int, deadline_s: float | None) -> None:
+        timeout = timedelta(seconds=deadline_s) if deadline_s is not None else None
+        try:
+            await workflow.wait_condition(
+                lambda: self._graded() >= quorum or len(self.episodes) >= self.total,
+                timeout=timeout,
+            )
+        except TimeoutError:
+            workflow.logger.info("deadline reached with %d graded", self._graded())
+
+    async def _settle(self, tasks: list[asyncio.Task[None]], group: GroupRequest) -> None:
+        """Cancel what still runs and wait for its episodes, unless stragglers are kept."""
+        open_tasks = [task for task in tasks if not task.done()]
+        if group.stragglers == "keep":
+            return
+        for task in open_tasks:
+            task.cancel()
+        if open_tasks:
+            await asyncio.gather(*open_tasks, return_exceptions=True)
+
+    def _graded(self) -> int:
+        return sum(e.status is RolloutStatus.GRADED for e in self.episodes)

@@ -1,0 +1,198 @@
+"""RolloutWorkflow: one attempt of an agent at one instance, from boot to episode.
+
+Ordering only. A rollout that fails *completes*, with its status and the boundary that failed; the
+workflow itself fails only on a refused input or a bug, so a red line means: someone must look.
+"""
+
+import asyncio
+from typing import Any, TypeVar
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError, is_cancelled_exception
+
+with workflow.unsafe.imports_passed_through():
+    from activities.messages import (
+        SANDBOX_LOST,
+        WORKER_EVICTED,
+        AgentRun,
+        Attempt,
+        Booted,
+        Captured,
+        Ending,
+        GradedPatch,
+    )
+    from perdure.client import names
+    from perdure.errors import Boundary
+    from perdure.types import AgentEnd, EpisodeRef, Failure, RolloutRequest, RolloutStatus
+    from workflows import policies
+    from workflows.failures import failure_of, parse, type_of
+    from workflows.story import Story
+
+Result = TypeVar("Result")
+
+MAX_EVICTIONS = 50
+
+
+@workflow.defn(name=names.ROLLOUT)
+class RolloutWorkflow:
+    """boot_sandbox -> run_agent -> capture_diff -> grade_in_fresh_sandbox -> emit_episode."""
+
+    def __init__(self) -> None:
+        self.story = Story()
+        self.evictions = 0
+        self.attempt = 0
+
+    @workflow.run
+    async def run(self, request: Any = None) -> EpisodeRef:
+        rollout = parse(RolloutRequest, request)
+        self.story.open(rollout)
+        cancelled = False
+        try:
+            ending = await self._play(rollout)
+        except (ActivityError, asyncio.CancelledError) as error:
+            if not is_cancelled_exception(error):
+                raise
+            cancelled = True
+            ending = RolloutStatus.CANCELLED, None
+        if isinstance(ending, EpisodeRef):
+            self.story.close(ending)
+            return ending
+        episode = await self._emit(rollout, *ending)
+        self.story.close(episode)
+        if cancelled:
+            raise asyncio.CancelledError("the rollout was cancelled; its episode is in the store")
+        return episode
+
+    @workflow.query
+    def state(self) -> dict[str, Any]:
+        """Where the rollout stands: for people and for `perdure status`."""
+        return self.story.state()
+
+    async def _play(
+        self, rollout: RolloutRequest
+    ) -> EpisodeRef | tuple[RolloutStatus, Failure | None]:
+        failure: Failure | None = None
+        for number in range(1, rollout.max_attempts + 1):
+            self.attempt = number
+            try:
+                return await self._play_attempt(rollout, number)
+            except ActivityError as error:
+                if is_cancelled_exception(error):
+                    raise
+                failure = failure_of(error)
+                self.story.lost(number, failure)
+                if failure.type != SANDBOX_LOST:
+                    break
+        return RolloutStatus.FAILED, failure
+
+    async def _play_attempt(
+        self, rollout: RolloutRequest, number: int
+    ) -> EpisodeRef | tuple[RolloutStatus, Failure | None]:
+        attempt = Attempt(request=rollout, attempt=number)
+        host: str | None = None
+        captured: Captured | None = None
+        booted_or_trying = True
+        try:
+            self.story.stage("boot", number)
+            booted = await self._boot(attempt)
+            host = booted.host
+            if booted.done is not None or booted.expired:
+                booted_or_trying = False
+                return booted.done or (RolloutStatus.EXPIRED, None)
+            self.story.booted(booted)
+            run = await self._run_agent(attempt, host)
+            captured = await self._capture(attempt, host)
+            if run.end.is_error():
+                return RolloutStatus.FAILED, _agent_failure(run)
+            await self._grade(attempt)
+            return RolloutStatus.GRADED, None
+        finally:
+            if booted_or_trying and captured is None:
+                await self._destroy(attempt, host)
+
+    async def _boot(self, attempt: Attempt) -> Booted:
+        summary = f"{attempt.request.sandbox} · attempt {attempt.attempt}"
+        options = policies.described(policies.boot(), summary, f"boot-{attempt.attempt}")
+        return await self._do("boot_sandbox", attempt, Booted, options)
+
+    async def _run_agent(self, attempt: Attempt, host: str | None) -> AgentRun:
+        rollout = attempt.request
+        self.story.stage("agent", attempt.attempt)
+        summary = f"{rollout.agent} · {rollout.agent_budget_s:.0f} s budget"
+        options = policies.described(
+            policies.run_agent(rollout, host), summary, f"agent-{attempt.attempt}"
+        )
+        run = await self._do("run_agent", attempt, AgentRun, options)
+        self.story.agent(run)
+        return run
+
+    async def _capture(self, attempt: Attempt, host: str | None) -> Captured:
+        options = policies.described(
+            policies.capture(host), "git diff against the base", f"capture-{attempt.attempt}"
+        )
+        captured = await self._do("capture_diff", attempt, Captured, options)
+        self.story.captured(captured)
+        return captured
+
+    async def _grade(self, attempt: Attempt) -> GradedPatch:
+        self.story.stage("grade", attempt.attempt)
+        # A reset workflow has a new run id, and so grades anew instead of finding the old verdict.
+        attempt = attempt.model_copy(update={"workflow_run_id": workflow.info().run_id})
+        options = policies.described(
+            policies.grade(attempt.request), "hidden tests in a fresh sandbox", "grade"
+        )
+        graded = await self._do("grade_in_fresh_sandbox", attempt, GradedPatch, options)
+        self.story.graded(graded)
+        return graded
+
+    async def _emit(
+        self, rollout: RolloutRequest, status: RolloutStatus, failure: Failure | None
+    ) -> EpisodeRef:
+        ending = Ending(
+            request=rollout,
+            workflow_run_id=workflow.info().run_id,
+            status=status,
+            attempts=self.attempt,
+            evictions=self.evictions,
+            failure=failure,
+            started_at=workflow.info().start_time.timestamp(),
+        )
+        options = policies.described(policies.emit(), status.value, "emit")
+        return await self._do("emit_episode", ending, EpisodeRef, options)
+
+    async def _destroy(self, attempt: Attempt, host: str | None) -> None:
+        options = policies.described(
+            policies.destroy(host), "leave no sandbox behind", f"destroy-{attempt.attempt}"
+        )
+        try:
+            await self._do("destroy_sandbox", attempt, type(None), options)
+        except ActivityError as error:
+            workflow.logger.warning("sandbox left to its TTL and the reaper: %s", error.cause)
+
+    async def _do(
+        self, activity: str, argument: Any, result: type[Result], options: dict[str, Any]
+    ) -> Result:
+        """Run an activity; when its worker is told to stop, dispatch it again elsewhere."""
+        while True:
+            try:
+                done: Result = await workflow.execute_activity(
+                    activity, argument, result_type=result, **options
+                )
+                return done
+            except ActivityError as error:
+                if type_of(error) != WORKER_EVICTED or self.evictions >= MAX_EVICTIONS:
+                    raise
+                self.evictions += 1
+                self.story.evicted(self.evictions)
+
+
+def _agent_failure(run: AgentRun) -> Failure:
+    said = {
+        AgentEnd.NEVER_CALLED_MODEL: "the agent ended without one model call",
+        AgentEnd.CRASHED: "the agent crashed",
+    }[run.end]
+    return Failure(
+        boundary=Boundary.AGENT,
+        type="AgentError",
+        message=f"{said}: {run.detail}" if run.detail else said,
+    )

@@ -1,0 +1,115 @@
+"""What the Temporal Web UI tells about a rollout: details in Markdown, attributes to filter by.
+
+Details cost no history; each upsert of search attributes costs one event, so stages share them.
+"""
+
+from typing import Any
+
+from temporalio import workflow
+
+with workflow.unsafe.imports_passed_through():
+    from activities.messages import AgentRun, Booted, Captured, GradedPatch
+    from perdure.client import search_attributes as attributes
+    from perdure.types import EpisodeRef, Failure, Outcome, RolloutRequest, RolloutStatus
+
+MARKS = {Outcome.RESOLVED: "✅", Outcome.TAMPERED: "🚨", Outcome.EMPTY_PATCH: "⬜"}
+
+
+class Story:
+    """Collects one line per event and keeps the current details up to date."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.headline = ""
+        self.current = "starting"
+        self.number = 0
+        self.evidence = ""
+
+    def open(self, rollout: RolloutRequest) -> None:
+        self.headline = (
+            f"**{rollout.instance}** · sample {rollout.sample_index} · agent `{rollout.agent}`"
+            f" · run `{rollout.run_id}`"
+        )
+        self._tell()
+        if attributes.are_set(workflow.info().typed_search_attributes):
+            return  # whoever started us said it all: one event less
+        workflow.upsert_search_attributes(attributes.updates_of(rollout))
+
+    def stage(self, name: str, attempt: int) -> None:
+        if (name, attempt) == ("boot", 1):  # already set by open()
+            self.current, self.number = name, attempt
+            self._tell()
+            return
+        changed: list[Any] = [attributes.STAGE.value_set(name)]
+        if attempt != self.number:
+            changed.append(attributes.ATTEMPT.value_set(attempt))
+        self.current, self.number = name, attempt
+        workflow.upsert_search_attributes(changed)
+        self._tell()
+
+    def booted(self, booted: Booted) -> None:
+        self.evidence = booted.uri
+        self._add(f"sandbox up{f' on {booted.host}' if booted.host else ''}")
+
+    def agent(self, run: AgentRun) -> None:
+        detail = f" ({run.detail})" if run.detail else ""
+        self._add(
+            f"agent {run.end.value}{detail}: {run.turns} turns, {run.tokens} sampled tokens,"
+            f" {run.seconds:.1f} s"
+        )
+
+    def captured(self, captured: Captured) -> None:
+        size = "empty" if captured.empty else f"{captured.size} bytes in {captured.files} files"
+        self._add(f"diff captured: {size}{' (over the size cap)' if captured.too_large else ''}")
+
+    def graded(self, graded: GradedPatch) -> None:
+        mark = MARKS.get(graded.outcome, "❌")
+        reason = f": {graded.reason}" if graded.reason else ""
+        self._add(f"{mark} **{graded.outcome.value}**, reward {graded.reward:g}{reason}")
+
+    def lost(self, attempt: int, failure: Failure) -> None:
+        self._add(f"⚠️ attempt {attempt}, {failure.boundary.value}: {failure.message}")
+
+    def evicted(self, count: int) -> None:
+        self._add(f"worker told to stop, handed over ({count})")
+
+    def close(self, episode: EpisodeRef) -> None:
+        outcome = episode.outcome.value if episode.outcome else episode.status.value
+        final: list[Any] = [
+            attributes.STAGE.value_set("done"),
+            attributes.OUTCOME.value_set(outcome),
+            attributes.ATTEMPT.value_set(episode.attempts),
+        ]
+        if episode.reward is not None:
+            final.append(attributes.REWARD.value_set(episode.reward))
+        if episode.failure is not None:
+            final.append(
+                attributes.FAILURE.value_set(
+                    f"{episode.failure.boundary.value}:{episode.failure.type}"
+                )
+            )
+        workflow.upsert_search_attributes(final)
+        workflow.upsert_memo({"episode": episode.model_dump(mode="json", exclude_defaults=True)})
+        self.current = "done"
+        self.evidence = episode.uri
+        if episode.status is not RolloutStatus.GRADED:
+            self._add(f"ended as **{episode.status.value}**, reward: none")
+        self._tell()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "stage": self.current,
+            "attempt": self.number,
+            "evidence": self.evidence,
+            "story": self.lines,
+        }
+
+    def _add(self, line: str) -> None:
+        self.lines.append(line)
+        self._tell()
+
+    def _tell(self) -> None:
+        body = "\n".join(f"- {line}" for line in self.lines)
+        stage = f"stage **{self.current}**, attempt {max(self.number, 1)}"
+        where = f"\n\nEvidence: `{self.evidence}`" if self.evidence else ""
+        workflow.set_current_details(f"{self.headline}\n\n{stage}\n\n{body}{where}")
