@@ -242,6 +242,8 @@ class SandboxProvider(ABC):
     name: str
     isolated: bool = True
     """False only for `local`, which says so loudly."""
+    host_bound: bool = False
+    """True when a sandbox is a process of this host: only workers here can reach it."""
 
     @abstractmethod
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
