@@ -1,0 +1,63 @@
+"""The catalog: instances in the store, by reference.
+
+Owns how an instance is kept and found again. Making instances is left to `rows` and `release_pairs`.
+"""
+
+import difflib
+import re
+
+from perdure.errors import ConfigurationError, InstanceError, NotFound
+from perdure.storage import keys
+from perdure.storage.base import Store
+from perdure.types import INSTANCE_REF, Instance
+
+SUFFIX = ".json"
+HOW_TO_ADD = "`perdure instances build` or `perdure instances import` adds it"
+
+
+async def save(store: Store, instance: Instance) -> None:
+    """Keep the instance under its reference; an older version of it is replaced."""
+    await store.put(keys.instance(instance.ref), instance.model_dump_json(indent=1).encode())
+
+
+async def load(store: Store, ref: str) -> Instance:
+    """The instance that `<dataset>/<instance_id>` names.
+
+    Raises: ConfigurationError when `ref` has another form; NotFound naming what comes close and
+    what adds it; InstanceError when what is stored is no instance.
+    """
+    if not re.match(INSTANCE_REF, ref):
+        raise ConfigurationError(f"instance {ref!r} is not of the form <dataset>/<instance_id>")
+    try:
+        stored = await store.get(keys.instance(ref))
+    except NotFound:
+        raise NotFound(await _not_found(store, ref)) from None
+    try:
+        return Instance.model_validate_json(stored.data)
+    except ValueError as error:
+        raise InstanceError(f"{keys.instance(ref)} is not an instance: {error}") from error
+
+
+async def refs(store: Store, dataset: str) -> list[str]:
+    """References of a dataset's instances in lexical order; empty when there is no such dataset."""
+    prefix = keys.dataset_prefix(dataset)
+    return [
+        f"{dataset}/{key.removeprefix(prefix).removesuffix(SUFFIX)}"
+        async for key in store.list(prefix)
+    ]
+
+
+async def datasets(store: Store) -> list[str]:
+    """Names of the datasets that have at least one instance."""
+    root = keys.dataset_prefix("").removesuffix("/")
+    return sorted({key.removeprefix(root).split("/", 1)[0] async for key in store.list(root)})
+
+
+async def _not_found(store: Store, ref: str) -> str:
+    dataset = ref.split("/", 1)[0]
+    known = await refs(store, dataset)
+    if not known:
+        names = ", ".join(await datasets(store)) or "none yet"
+        return f"no instance {ref!r}: the store has no dataset {dataset!r} ({names}); {HOW_TO_ADD}"
+    close = difflib.get_close_matches(ref, known, n=3, cutoff=0.5) or known[:3]
+    return f"no instance {ref!r} in {store.url}: did you mean {', '.join(close)}? {HOW_TO_ADD}"

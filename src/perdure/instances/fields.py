@@ -1,0 +1,110 @@
+"""One row's fields, read in every form the public datasets use.
+
+Every complaint names the row, the field and the fix; what the fields mean is left to the formats.
+"""
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import JsonValue, ValidationError
+
+from perdure.errors import InstanceError
+
+STRINGS_FIX = "give a list of strings, or a JSON or Python literal of one"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row's fields, with the number that complaints name. All readers raise InstanceError."""
+
+    number: int
+    fields: Mapping[str, Any]
+
+    def lacks(self, name: str, fix: str) -> InstanceError:
+        return InstanceError(f"row {self.number} lacks `{name}`: {fix}")
+
+    def wrong(self, name: str, problem: str) -> InstanceError:
+        return InstanceError(f"row {self.number} has a bad `{name}`: {problem}")
+
+    def refused(self, problem: str) -> InstanceError:
+        return InstanceError(f"row {self.number}: {problem}")
+
+    def has(self, name: str) -> bool:
+        return self.fields.get(name) not in (None, "", [], {}, ())
+
+    def text(self, name: str, fix: str) -> str:
+        """A string that must be there and say something."""
+        value = self.optional_text(name)
+        if not value.strip():
+            raise self.lacks(name, fix)
+        return value
+
+    def optional_text(self, name: str, default: str = "") -> str:
+        value = self.fields.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.wrong(name, f"it is {type(value).__name__}, not a string")
+        return value or default
+
+    def patch(self, name: str, fix: str | None = None) -> bytes:
+        """A diff, its line ends untouched; required when `fix` says what to do about it."""
+        text = self.text(name, fix) if fix else self.optional_text(name)
+        return text.encode("utf-8", "surrogateescape")
+
+    def strings(self, name: str) -> tuple[str, ...]:
+        """A list of strings in any form; absent, null and "" are the empty list."""
+        value = self.fields.get(name)
+        if value is None or value == "":
+            return ()
+        values = _literal(value) if isinstance(value, str) else value
+        if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) for v in values):
+            raise self.wrong(name, STRINGS_FIX)
+        return tuple(values)
+
+    def lines(self, name: str) -> tuple[str, ...]:
+        """Shell lines: a list in any form, or one string, cut at its line ends.
+
+        Some rows escaped them: a string without a single real line end is cut at literal \\n.
+        """
+        value = self.fields.get(name)
+        if isinstance(value, str) and not isinstance(_literal(value), (list, tuple)):
+            split = value.split("\n" if "\n" in value else "\\n")
+            return tuple(line for line in split if line.strip())
+        return self.strings(name)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """An object, or JSON text of one; empty when absent. Null members are left out."""
+        value = self.fields.get(name)
+        if value is None or value == "":
+            return {}
+        value = _literal(value) if isinstance(value, str) else value
+        if not isinstance(value, Mapping):
+            raise self.wrong(name, "give an object, or JSON text of one")
+        return {key: member for key, member in value.items() if member is not None}
+
+    def kept(self, *names: str) -> dict[str, JsonValue]:
+        """The named plain values, for an instance's metadata."""
+        values = {name: self.fields.get(name) for name in names}
+        return {k: v for k, v in values.items() if isinstance(v, (str, int, float)) and v != ""}
+
+    def invalid(self, error: ValidationError, prefix: str = "") -> InstanceError:
+        """The first complaint of a model, in this row's words."""
+        first = error.errors(include_url=False)[0]
+        name = ".".join([*([prefix] if prefix else []), *(str(part) for part in first["loc"])])
+        return self.wrong(name or "row", first["msg"])
+
+
+def _literal(text: str) -> Any:
+    """JSON, else a Python literal, else None. Never evaluates anything."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None

@@ -1,0 +1,123 @@
+"""Rows out of files and the Hugging Face hub, exactly as they are stored.
+
+Owns the containers (JSONL, JSON, parquet, hub); what the fields mean is left to `rows`.
+"""
+
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from perdure.errors import ConfigurationError, MissingDependency
+
+HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
+DEFAULT_SPLIT = "test"
+
+
+class NumberedRow(NamedTuple):
+    """A row as read. `number` counts from 1; in JSONL it is the line, so that an editor finds it.
+
+    `problem` says why there are no fields: one bad line must not hide the next one.
+    """
+
+    number: int
+    fields: dict[str, Any]
+    problem: str = ""
+
+
+def read_rows(source: str | Path) -> Iterator[NumberedRow]:
+    """Rows of a .jsonl, .json or .parquet file, or of a hub name `owner/name[:split]`.
+
+    Raises: ConfigurationError when the source is none of these; MissingDependency.
+    """
+    path = Path(source)
+    if path.is_file():
+        return _read_file(path)
+    if not path.suffix and HUB_NAME.match(str(source)):
+        return _read_hub(str(source))
+    raise ConfigurationError(
+        f"no rows at {str(source)!r}: give a .jsonl, .json or .parquet file that exists, "
+        "or a Hugging Face name owner/name[:split]"
+    )
+
+
+def _read_file(path: Path) -> Iterator[NumberedRow]:
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigurationError(
+            f"{path.name}: cannot read {path.suffix or 'this'} files; "
+            "rows come as .jsonl, .json or .parquet"
+        )
+    return reader(path)
+
+
+def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
+    # Lines are cut in bytes, at \n only: text-mode reading would also turn \r\n into \n.
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _parsed(number, line)
+
+
+def _parsed(number: int, line: bytes) -> NumberedRow:
+    try:
+        return _checked(number, json.loads(line.decode("utf-8-sig")))
+    except ValueError as error:
+        return NumberedRow(number, {}, f"row {number} is not valid JSON: {error}")
+
+
+def _read_json(path: Path) -> Iterator[NumberedRow]:
+    try:
+        document = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except ValueError as error:
+        raise ConfigurationError(f"{path.name} is not valid JSON: {error}") from error
+    rows = document if isinstance(document, list) else [document]
+    for number, row in enumerate(rows, start=1):
+        yield _checked(number, row)
+
+
+def _read_parquet(path: Path) -> Iterator[NumberedRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigurationError(f"{path.name} is not a parquet file: {error}") from error
+    number = 0
+    with file:
+        for batch in file.iter_batches(batch_size=64):
+            for row in batch.to_pylist():
+                number += 1
+                yield _checked(number, row)
+
+
+def _read_hub(name: str) -> Iterator[NumberedRow]:
+    repository, _, split = name.partition(":")
+    try:
+        importlib.metadata.version("datasets")  # the folder datasets/ must not pass for it
+    except importlib.metadata.PackageNotFoundError:
+        raise MissingDependency(
+            "reading from the Hugging Face hub needs the package `datasets`: "
+            "pip install 'perdure[instances]'"
+        ) from None
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(repository, split=split or DEFAULT_SPLIT)
+    except Exception as error:  # the library raises anything from ValueError to its own HTTP errors
+        raise ConfigurationError(
+            f"cannot load {repository!r} (split {split or DEFAULT_SPLIT!r}) "
+            f"from the Hugging Face hub: {error}"
+        ) from error
+    for number, row in enumerate(rows, start=1):
+        yield _checked(number, row)
+
+
+def _checked(number: int, row: Any) -> NumberedRow:
+    if not isinstance(row, dict):
+        return NumberedRow(number, {}, f"row {number} is not an object but {type(row).__name__}")
+    return NumberedRow(number, row)

@@ -1,0 +1,120 @@
+"""Rows to instances: which format a row has, and importing a whole source into the catalog.
+
+A new row format is one file with `to_instance(row, dataset)` and one line in `FORMATS`.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from perdure.errors import InstanceError
+from perdure.instances import catalog, slime_rows, swe_gym_rows, swebench_rows
+from perdure.instances.fields import Row
+from perdure.instances.readers import NumberedRow, read_rows
+from perdure.storage.base import Store
+from perdure.types import Instance, slugify
+
+FORMATS: dict[str, Callable[[Row, str], Instance]] = {
+    "swebench": swebench_rows.to_instance,
+    "swe-gym": swe_gym_rows.to_instance,
+    "swegym": swe_gym_rows.to_instance,
+    "slime": slime_rows.to_instance,
+}
+"""By `data_source`. A row with another one, or none, is told by its fields."""
+
+NOT_BUILT = {
+    "before_repo_set_cmd": "SWE-bench Pro",
+    "expected_output_json": "R2E-Gym",
+    "install_config": "SWE-rebench",
+    "fix_patch": "Multi-SWE-bench",
+}
+"""Fields that give away a format which cannot be graded yet: better refused than graded wrongly."""
+
+
+class ImportReport(NamedTuple):
+    """What an import did: references in row order, and one line for each row left out."""
+
+    dataset: str
+    refs: list[str]
+    problems: list[str]
+
+
+def to_instance(row: Mapping[str, Any], dataset: str, row_number: int) -> Instance:
+    """The instance that a row describes.
+
+    Raises: InstanceError with the row's number, the field and the fix.
+    """
+    read = Row(row_number, row)
+    try:
+        return _format_of(read)(read, dataset)
+    except ValidationError as error:
+        raise read.invalid(error) from error
+
+
+async def import_rows(
+    store: Store,
+    source: str | Path,
+    dataset: str | None = None,
+    limit: int | None = None,
+    validate: Callable[[Instance], None] | None = None,
+) -> ImportReport:
+    """Keep every row of `source` in the catalog; a bad row is reported and left out.
+
+    `dataset`: its name in the catalog, by default the file's name. `limit`: rows read at most.
+    `validate`: a further check (the grader's), which raises InstanceError.
+    Raises: ConfigurationError or MissingDependency when the source cannot be read at all.
+    """
+    report = ImportReport(dataset or dataset_name(source), [], [])
+    for row in islice(read_rows(source), limit):
+        try:
+            instance = _instance_of(row, report, validate)
+        except InstanceError as error:
+            report.problems.append(str(error))
+            continue
+        await catalog.save(store, instance)
+        report.refs.append(instance.ref)
+    return report
+
+
+def dataset_name(source: str | Path) -> str:
+    """`data/My rows.jsonl` -> `My-rows`; `owner/name:dev` -> `name-dev`."""
+    name = Path(source).name
+    return slugify(re.sub(r"\.(jsonl|json|parquet)$", "", name, flags=re.IGNORECASE))
+
+
+def _instance_of(
+    row: NumberedRow, report: ImportReport, validate: Callable[[Instance], None] | None
+) -> Instance:
+    if row.problem:
+        raise InstanceError(row.problem)
+    instance = to_instance(row.fields, report.dataset, row.number)
+    if instance.ref in report.refs:
+        raise InstanceError(
+            f"row {row.number} repeats the `instance_id` {instance.instance_id!r} of an earlier row"
+        )
+    if validate is not None:
+        try:
+            validate(instance)
+        except InstanceError as error:
+            raise InstanceError(f"row {row.number}: {error}") from error
+    return instance
+
+
+def _format_of(row: Row) -> Callable[[Row, str], Instance]:
+    named = FORMATS.get(row.optional_text("data_source").lower())
+    if named is not None:
+        return named
+    for field, name in NOT_BUILT.items():
+        if row.has(field):
+            raise row.refused(f"{name} rows are not built yet (it has `{field}`)")
+    if row.optional_text("repo").startswith("swesmith/"):
+        raise row.refused("SWE-smith rows are not built yet (their `patch` adds the bug)")
+    if row.has("metadata") and not row.has("instance_id"):
+        return slime_rows.to_instance
+    if row.has("test_script"):
+        return swe_gym_rows.to_instance
+    return swebench_rows.to_instance

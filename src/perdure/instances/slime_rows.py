@@ -1,0 +1,110 @@
+"""slime's rows: `prompt`, `label` and a `metadata` object with the image and the grader.
+
+Flat fields of `metadata` win over those of `metadata.remote_env_info`. Graders in slime's order of
+precedence: `swepro`, `eval_cmd`, `remote_env_info.f2p_script`.
+"""
+
+from typing import Any
+
+from perdure.errors import InstanceError
+from perdure.instances import swebench_rows
+from perdure.instances.fields import Row
+from perdure.types import Grading, Instance, slugify
+
+SCRIPT_PATH = "test_fail_to_pass.py"
+
+
+def to_instance(row: Row, dataset: str) -> Instance:
+    """Raises: InstanceError naming row, field and fix."""
+    flat = _flattened(row)
+    return Instance(
+        instance_id=_instance_id(row, flat),
+        dataset=dataset,
+        data_source=flat.optional_text("data_source", "slime"),
+        repo=flat.optional_text("repo"),
+        base_commit=flat.optional_text("base_commit") or None,
+        problem_statement=flat.optional_text("problem_statement") or _prompt(row),
+        source=swebench_rows.source_of(flat, _image),
+        environment=swebench_rows.environment_of(flat, _image),
+        grading=_grading(flat),
+        gold_patch=flat.patch("patch"),
+        metadata=flat.kept("version", "difficulty"),
+    )
+
+
+def _flattened(row: Row) -> Row:
+    metadata = row.mapping("metadata")
+    remote = Row(row.number, metadata).mapping("remote_env_info")
+    return Row(row.number, {**remote, **metadata})
+
+
+def _instance_id(row: Row, flat: Row) -> str:
+    name = flat.optional_text("instance_id") or row.optional_text("label")
+    if not name.strip():
+        raise row.lacks("label", "give the row an id there, or in `metadata.instance_id`")
+    return slugify(name)
+
+
+def _prompt(row: Row) -> str:
+    """The prompt as text; of a chat, what the user said last."""
+    prompt = row.fields.get("prompt")
+    if isinstance(prompt, list):
+        said = [turn.get("content") for turn in prompt if _is_user_turn(turn)]
+        prompt = said[-1] if said else None
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise row.lacks("metadata.problem_statement", "the text that the agent is given")
+    return prompt
+
+
+def _is_user_turn(turn: Any) -> bool:
+    return isinstance(turn, dict) and turn.get("role") == "user"
+
+
+def _image(row: Row) -> str | None:
+    return row.optional_text("image") or row.optional_text("image_url") or None
+
+
+def _grading(row: Row) -> Grading:
+    if row.has("swepro"):
+        raise row.refused("the grader `metadata.swepro` is not built yet; use `metadata.eval_cmd`")
+    if row.has("eval_cmd"):
+        return swebench_rows.eval_cmd_grading(row)
+    if row.has("f2p_script"):
+        return _script_grading(row)
+    raise _no_grader(row)
+
+
+def _script_grading(row: Row) -> Grading:
+    """The script as a hidden file and the command that runs it.
+
+    Not inlined in the command as old slime does: an argument ends at 128 KiB.
+    """
+    script = row.text("f2p_script", "")
+    return Grading(
+        protocol="eval_cmd",
+        eval_cmd=f"python {SCRIPT_PATH}",
+        test_patch=added_file(SCRIPT_PATH, script.encode("utf-8", "surrogateescape")),
+        pre_commands=row.lines("pre_commands"),
+    )
+
+
+def _no_grader(row: Row) -> InstanceError:
+    if row.has("test_patch"):
+        return row.refused(
+            "it has `test_patch` but no grader of slime's (protocol mismatch): "
+            "add `metadata.eval_cmd`, or import it as a SWE-bench row"
+        )
+    return row.lacks("metadata.eval_cmd", "the command whose exit code 0 means solved")
+
+
+def added_file(path: str, data: bytes) -> bytes:
+    """A git diff that adds one text file."""
+    lines = data.split(b"\n")
+    ends_clean = lines[-1] == b""
+    lines = lines[:-1] if ends_clean else lines
+    head = (
+        f"diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n"
+        f"@@ -0,0 +1,{len(lines)} @@\n"
+    )
+    body = b"".join(b"+" + line + b"\n" for line in lines)
+    return head.encode() + body + (b"" if ends_clean else b"\\ No newline at end of file\n")

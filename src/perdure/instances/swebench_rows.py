@@ -1,0 +1,134 @@
+"""SWE-bench rows, schemas 4.x and 5.x, and rows whose base tree is a released sdist.
+
+Also the home of what other formats share: where the tree comes from, what it needs to run.
+"""
+
+import re
+from collections.abc import Callable
+
+from pydantic import ValidationError
+
+from perdure.instances.fields import Row
+from perdure.types import Environment, Grading, Instance, Source, SourceKind
+
+START = ">>>>> Start Test Output"
+END = ">>>>> End Test Output"
+EXIT_CODE = re.compile(r"^(SWEBENCH_TEST_EXIT_CODE=\$\?|echo .*Test Exit Code.*)$")
+CONDA = "source /opt/miniconda3/bin/activate && conda activate testbed"
+ImageRule = Callable[[Row], str | None]
+"""The image of a row: given, derived from its id, or none."""
+NEEDED_BY_KIND = {
+    SourceKind.PYPI_SDIST: "requirement",
+    SourceKind.BLOB: "key",
+    SourceKind.DIRECTORY: "path",
+}
+
+
+def to_instance(row: Row, dataset: str) -> Instance:
+    """Raises: InstanceError naming row, field and fix."""
+    return Instance(
+        instance_id=row.text("instance_id", "every row needs its own"),
+        dataset=dataset,
+        data_source=row.optional_text("data_source", "swebench"),
+        repo=row.optional_text("repo"),
+        base_commit=row.optional_text("base_commit") or None,
+        problem_statement=row.text("problem_statement", "the text that the agent is given"),
+        source=source_of(row, _official_image),
+        environment=environment_of(row, _official_image),
+        grading=eval_cmd_grading(row) if row.has("eval_cmd") else lists_grading(row),
+        gold_patch=row.patch("patch", "the reference solution, as a unified diff"),
+        created_at=row.optional_text("created_at") or None,
+        metadata=row.kept("version", "difficulty", "environment_setup_commit"),
+    )
+
+
+def source_of(row: Row, image_of: ImageRule) -> Source:
+    """The row's own `source`, else the tree in its image."""
+    given = row.mapping("source")
+    if not given:
+        if not image_of(row):
+            raise row.lacks("source", "say where the base tree comes from, or give an `image`")
+        return Source(kind=SourceKind.IMAGE)
+    try:
+        source = Source.model_validate(given)
+    except ValidationError as error:
+        raise row.invalid(error, "source") from error
+    needed = NEEDED_BY_KIND.get(source.kind)
+    if needed and not getattr(source, needed):
+        raise row.lacks(f"source.{needed}", f"a source of kind {source.kind.value} needs it")
+    return source
+
+
+def environment_of(row: Row, image_of: ImageRule) -> Environment:
+    """What the tree needs to run; an image only when the tree does not come from elsewhere."""
+    fields = {
+        "image": None if row.has("source") else image_of(row),
+        "python": row.optional_text("python", "3.11"),
+        "install": row.lines("install"),
+        "env": {key: str(value) for key, value in row.mapping("env").items()},
+        "workdir": row.optional_text("workdir", "/testbed"),
+    }
+    try:
+        return Environment.model_validate(fields)
+    except ValidationError as error:
+        raise row.invalid(error) from error
+
+
+def lists_grading(row: Row) -> Grading:
+    """F2P / P2P lists over a test command."""
+    fields = {
+        "test_patch": row.patch("test_patch", "the diff that adds the hidden tests"),
+        "test_cmd": test_command(row),
+        "log_parser": row.optional_text("log_parser", "pytest").removeprefix("parse_log_"),
+        "eval_type": row.optional_text("eval_type", "pass_and_fail"),
+        "fail_to_pass": row.strings("FAIL_TO_PASS"),
+        "pass_to_pass": row.strings("PASS_TO_PASS"),
+    }
+    if not fields["fail_to_pass"]:
+        raise row.lacks("FAIL_TO_PASS", "list the tests that the fix makes pass")
+    try:
+        return Grading.model_validate(fields)
+    except ValidationError as error:
+        raise row.invalid(error) from error
+
+
+def eval_cmd_grading(row: Row) -> Grading:
+    """One command whose exit code decides."""
+    return Grading(
+        protocol="eval_cmd",
+        eval_cmd=row.text("eval_cmd", "the command whose exit code 0 means solved"),
+        test_patch=row.patch("test_patch"),
+        pre_commands=row.lines("pre_commands"),
+    )
+
+
+def test_command(row: Row) -> str:
+    """`test_cmd`, else what the 5.x `eval_script` runs between its markers."""
+    if row.has("test_cmd"):
+        return row.text("test_cmd", "")
+    script = row.optional_text("eval_script")
+    if not script:
+        raise row.lacks(
+            "test_cmd",
+            "add the command that runs the tests, or `eval_script` from the 5.x rows of the dataset",
+        )
+    between = re.search(f"^: '{START}'\n(.*?)^: '{END}'", script, re.DOTALL | re.MULTILINE)
+    if between is None:
+        raise row.wrong("eval_script", f"it has no {START!r} and {END!r} markers; give `test_cmd`")
+    lines = [line for line in between[1].splitlines() if line.strip() and not EXIT_CODE.match(line)]
+    return in_conda("\n".join(lines), script)
+
+
+def in_conda(command: str, script: str) -> str:
+    """The command in the environment that the script activates for it, if it does."""
+    return f"{CONDA} && {command}" if "conda activate testbed" in script else command
+
+
+def _official_image(row: Row) -> str | None:
+    """The row's image, or the one which SWE-bench publishes for its instance ids."""
+    given = row.optional_text("image") or row.optional_text("image_name")
+    instance_id = row.optional_text("instance_id")
+    if given or "__" not in instance_id or not row.has("version"):
+        return given or None
+    name = instance_id.lower().replace("__", "_1776_")
+    return f"docker.io/swebench/sweb.eval.x86_64.{name}:latest"
