@@ -1,0 +1,62 @@
+"""capture_diff: take the diff as bytes, then let sandbox A go."""
+
+import hashlib
+import signal
+
+from activities import checkpoints
+from activities.messages import Attempt, Captured
+from activities.services import Services
+from activities.shell import shell
+from perdure.agents.base import EXEC_ID
+from perdure.errors import NotFound, SandboxLost
+from perdure.graders import patch
+from perdure.sandboxes.base import Sandbox
+from perdure.storage import keys
+from perdure.types import PatchRef
+
+
+class CaptureDiff:
+    def __init__(self, services: Services) -> None:
+        self.services = services
+
+    @shell("capture_diff")
+    async def capture(self, attempt: Attempt) -> Captured:
+        folder = keys.attempt(attempt.request, attempt.attempt)
+        found = await checkpoints.read(self.services.store, f"{folder}/patch.json", PatchRef)
+        if found is None:
+            found = await self._take(attempt, folder)
+        # Released at once after the run, before grading (document 003).
+        identity = self.services.agent_identity(attempt.request, attempt.attempt)
+        await self.services.provider(attempt.request.sandbox).kill(identity)
+        return Captured(
+            size=found.size, files=found.files, empty=found.empty, too_large=found.too_large
+        )
+
+    async def _take(self, attempt: Attempt, folder: str) -> PatchRef:
+        sandbox = await self._attach(attempt)
+        # Nothing of the agent may race the capture.
+        await sandbox.signal(EXEC_ID, signal.SIGKILL)
+        instance = await self.services.instance(attempt.request)
+        prepared = await self.services.environments(attempt.request.sandbox).prepare(instance)
+        base_git = prepared.tree / ".git" if prepared.tree is not None else None
+        captured = await patch.capture(sandbox, base_git)
+        key = f"{folder}/patch.diff"
+        if not await self.services.store.put_if_absent(key, captured.data):
+            captured = captured.with_data((await self.services.store.get(key)).data)
+        ref = PatchRef(
+            key=key,
+            sha256=hashlib.sha256(captured.data).hexdigest(),
+            size=len(captured.data),
+            empty=not captured.data,
+            files=captured.files,
+            ignored_files=captured.ignored_files,
+            too_large=captured.too_large,
+        )
+        return await checkpoints.write(self.services.store, f"{folder}/patch.json", ref)
+
+    async def _attach(self, attempt: Attempt) -> Sandbox:
+        identity = self.services.agent_identity(attempt.request, attempt.attempt)
+        try:
+            return await self.services.provider(attempt.request.sandbox).attach(identity)
+        except NotFound as error:
+            raise SandboxLost(f"sandbox {identity} is gone before its diff was taken") from error

@@ -1,0 +1,101 @@
+"""grade_in_fresh_sandbox: the hidden tests, in sandbox B, which nobody has touched."""
+
+import time
+
+from activities import checkpoints
+from activities.messages import Attempt, GradedPatch
+from activities.services import Services
+from activities.shell import shell
+from perdure.errors import NotFound, RetryHere, SandboxLost
+from perdure.graders.base import Graded
+from perdure.sandboxes.base import SandboxSpec
+from perdure.storage import keys
+from perdure.types import Grade, Instance, Outcome, PatchRef, Rewards
+
+
+class GradeInFreshSandbox:
+    def __init__(self, services: Services) -> None:
+        self.services = services
+
+    @shell("grade_in_fresh_sandbox")
+    async def grade(self, attempt: Attempt) -> GradedPatch:
+        folder = keys.attempt(attempt.request, attempt.attempt)
+        key = grade_key(attempt)
+        found = await checkpoints.read(self.services.store, key, Grade)
+        if found is None:
+            patch = await checkpoints.read(self.services.store, f"{folder}/patch.json", PatchRef)
+            if patch is None:
+                raise NotFound(f"no captured patch at {folder}/patch.json")
+            found = await checkpoints.write(
+                self.services.store, key, await self._verdict(attempt, patch, folder)
+            )
+        return GradedPatch(
+            outcome=found.outcome,
+            reward=found.reward,
+            seconds=round(found.seconds, 3),
+            reason=found.reason[:200],
+        )
+
+    async def _verdict(self, attempt: Attempt, patch: PatchRef, folder: str) -> Grade:
+        if patch.too_large:
+            return _without_tests(patch, Outcome.APPLY_FAILED, "patch_too_large")
+        if patch.empty and not attempt.request.grade_empty_patch:
+            return _without_tests(patch, Outcome.EMPTY_PATCH, "the agent changed nothing")
+        data = (await self.services.store.get(patch.key)).data
+        instance = await self.services.instance(attempt.request)
+        started = time.monotonic()
+        graded = await self._run_tests(attempt, instance, data)
+        log_key = f"{folder}/tests-{_generation(attempt)}.log"
+        await self.services.store.put_if_absent(log_key, graded.log)
+        return graded.grade.model_copy(
+            update={
+                "log_key": log_key,
+                "patch_sha256": patch.sha256,
+                "seconds": time.monotonic() - started,
+            }
+        )
+
+    async def _run_tests(self, attempt: Attempt, instance: Instance, patch: bytes) -> Graded:
+        request = attempt.request
+        provider = self.services.provider(request.sandbox)
+        identity = self.services.grade_identity(request, attempt.attempt)
+        timeout_s = request.grade_timeout_s or instance.grading.timeout_s
+        try:
+            await provider.kill(identity)  # a half-used one of an earlier try is not fresh
+            sandbox = await provider.create(
+                await self._spec(attempt, instance, timeout_s), identity
+            )
+            async with sandbox:
+                grader = self.services.grader(instance.grading.protocol)
+                return await grader.grade(sandbox, instance, patch, timeout_s=timeout_s)
+        except SandboxLost as error:
+            raise RetryHere(f"the grading sandbox was lost: {error}") from error
+
+    async def _spec(self, attempt: Attempt, instance: Instance, timeout_s: float) -> SandboxSpec:
+        prepared = await self.services.environments(attempt.request.sandbox).prepare(instance)
+        return SandboxSpec(
+            workdir=prepared.workdir,
+            tree=prepared.tree,
+            image=prepared.image,
+            mounts=prepared.mounts,
+            env=prepared.env,
+            limits=attempt.request.limits,
+            labels=self.services.labels(attempt.request, attempt.attempt, "grade"),
+            ttl_s=max(self.services.settings.sandbox_ttl_s, timeout_s + 600),
+        )
+
+
+def _generation(attempt: Attempt) -> str:
+    """Differs after a reset, so that a reset workflow grades again."""
+    return attempt.workflow_run_id[:8] or "0"
+
+
+def grade_key(attempt: Attempt) -> str:
+    folder = keys.attempt(attempt.request, attempt.attempt)
+    return f"{folder}/grade-{_generation(attempt)}.json"
+
+
+def _without_tests(patch: PatchRef, outcome: Outcome, reason: str) -> Grade:
+    return Grade(
+        outcome=outcome, reason=reason, rewards=Rewards(binary=0.0), patch_sha256=patch.sha256
+    )

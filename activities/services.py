@@ -1,0 +1,75 @@
+"""What the activities are built with: one of each per worker process, made once."""
+
+import functools
+import socket
+from pathlib import Path
+
+from perdure import registry
+from perdure.agents.base import Agent
+from perdure.gateway.control import GatewayControl, load_secret
+from perdure.graders.base import Grader
+from perdure.instances import catalog
+from perdure.instances.environments import Environments
+from perdure.sandboxes.base import SandboxProvider, identity_of
+from perdure.settings import Settings
+from perdure.storage.base import Store, open_store
+from perdure.types import Instance, RolloutRequest
+
+
+class Services:
+    """Lazily made parts, shared by all activities of a process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.host = socket.gethostname()
+        self.home: Path = settings.home.absolute()
+        self.tools: Path = self.home / "tools"
+
+    @functools.cached_property
+    def store(self) -> Store:
+        return open_store(self.settings)
+
+    @functools.cached_property
+    def gateway(self) -> GatewayControl:
+        return GatewayControl(self.settings.gateway_base_url, load_secret(self.settings))
+
+    @functools.cache  # noqa: B019  one Services per process, for its whole life
+    def provider(self, name: str) -> SandboxProvider:
+        """Raises: ConfigurationError for an unknown name."""
+        make = registry.load("sandbox", registry.SANDBOXES, name)
+        provider: SandboxProvider = make(self.home / "sandboxes" / name.replace(":", "-"))
+        return provider
+
+    @functools.cache  # noqa: B019
+    def environments(self, sandbox: str) -> Environments:
+        return Environments(self.home / "environments", self.store, self.provider(sandbox))
+
+    @functools.cache  # noqa: B019
+    def agent(self, name: str) -> Agent:
+        agent: Agent = registry.load("agent", registry.AGENTS, name)()
+        return agent
+
+    @functools.cache  # noqa: B019
+    def grader(self, protocol: str) -> Grader:
+        grader: Grader = registry.load("grader", registry.GRADERS, protocol)()
+        return grader
+
+    async def instance(self, request: RolloutRequest) -> Instance:
+        """Raises: NotFound naming the instance and how to get it."""
+        return await catalog.load(self.store, request.instance)
+
+    def agent_identity(self, request: RolloutRequest, attempt: int) -> str:
+        return identity_of(request.run_id, request.workflow_id, "agent", attempt)
+
+    def grade_identity(self, request: RolloutRequest, attempt: int) -> str:
+        return identity_of(request.run_id, request.workflow_id, "grade", attempt)
+
+    def labels(self, request: RolloutRequest, attempt: int, purpose: str) -> dict[str, str]:
+        return {
+            "app": "perdure",
+            "run": request.run_id,
+            "rollout": request.workflow_id,
+            "attempt": str(attempt),
+            "purpose": purpose,
+            "owner": self.host,
+        }

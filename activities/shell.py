@@ -1,0 +1,127 @@
+"""What every activity shares: heartbeats, hand-over at a spot notice, errors typed for Temporal.
+
+Temporal retries, and only Temporal. An error's type says what happens next: `RetryHere` and
+`OutcomeUnknown` repeat this activity, `SandboxLost` and `GiveUp` go to the workflow, a bug is
+repeated a few times and then reported.
+"""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from temporalio import activity
+from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
+
+from activities.messages import WORKER_EVICTED
+from perdure.errors import OutcomeUnknown, PerdureError, RetryHere
+
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
+BUG_ATTEMPTS = 5
+"""An error nobody foresaw is tried this often, then the rollout ends with it."""
+MESSAGE_LIMIT = 1000
+
+
+def shell(
+    name: str,
+) -> Callable[
+    [Callable[[Any, Argument], Awaitable[Result]]], Callable[[Any, Argument], Awaitable[Result]]
+]:
+    """Make a method the activity `name`."""
+
+    def wrap(
+        method: Callable[[Any, Argument], Awaitable[Result]],
+    ) -> Callable[[Any, Argument], Awaitable[Result]]:
+        @functools.wraps(method)
+        async def run(self: Any, argument: Argument) -> Result:
+            _progress.set({})
+            async with _heartbeats():
+                try:
+                    return await method(self, argument)
+                except asyncio.CancelledError:
+                    raise _of_cancellation() from None
+                except PerdureError as error:
+                    raise _of_failure(error) from error
+                except ApplicationError:
+                    raise
+                except Exception as error:
+                    raise _of_bug(error) from error
+
+        return activity.defn(name=name)(run)
+
+    return wrap
+
+
+@contextlib.asynccontextmanager
+async def _heartbeats() -> AsyncIterator[None]:
+    """Beat at a third of the time-out: this is also how a cancellation reaches us."""
+    timeout = activity.info().heartbeat_timeout
+    if timeout is None:
+        yield
+        return
+    task = asyncio.create_task(_beat(timeout.total_seconds() / 3))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _beat(interval: float) -> None:
+    while True:
+        progress = _progress.get()
+        activity.heartbeat(*([progress] if progress else []))
+        await asyncio.sleep(min(interval, 5.0))
+
+
+_progress: ContextVar[dict[str, Any]] = ContextVar("progress")
+
+
+def report(**progress: Any) -> None:
+    """Show this in the Web UI (pending activity) with the next heartbeat. Keep it tiny."""
+    _progress.get().update(progress)
+
+
+def _of_cancellation() -> BaseException:
+    details = activity.cancellation_details()
+    if details is not None and details.worker_shutdown:
+        return ApplicationError(
+            "the worker was told to stop; the work goes on elsewhere",
+            type=WORKER_EVICTED,
+            non_retryable=True,
+            category=ApplicationErrorCategory.BENIGN,
+        )
+    return asyncio.CancelledError()
+
+
+def cancelled_by_user() -> bool:
+    """Inside `except CancelledError`: a person or the workflow asked, so the work must be undone."""
+    details = activity.cancellation_details()
+    return details is not None and details.cancel_requested
+
+
+def _of_failure(error: PerdureError) -> ApplicationError:
+    retryable = isinstance(error, RetryHere | OutcomeUnknown)
+    after = getattr(error, "retry_after", None)
+    return ApplicationError(
+        str(error)[:MESSAGE_LIMIT],
+        error.boundary.value,
+        type=type(error).__name__,
+        non_retryable=not retryable,
+        next_retry_delay=timedelta(seconds=after) if after is not None else None,
+        category=ApplicationErrorCategory.BENIGN
+        if not retryable
+        else ApplicationErrorCategory.UNSPECIFIED,
+    )
+
+
+def _of_bug(error: Exception) -> ApplicationError:
+    return ApplicationError(
+        f"{type(error).__name__}: {error}"[:MESSAGE_LIMIT],
+        type="UnexpectedError",
+        non_retryable=activity.info().attempt >= BUG_ATTEMPTS,
+    )

@@ -1,0 +1,50 @@
+"""sweep_sandboxes: the reaper. Who owns a sandbox is decided by its workflow, not by memory."""
+
+import time
+
+from temporalio import activity
+from temporalio.client import WorkflowExecutionStatus
+from temporalio.service import RPCError, RPCStatusCode
+
+from activities.messages import SweepRequest, Swept
+from activities.services import Services
+from activities.shell import shell
+from perdure import registry
+from perdure.errors import PerdureError
+from perdure.sandboxes import reaper
+from perdure.sandboxes.base import SandboxInfo, SandboxProvider
+
+
+class SweepSandboxes:
+    def __init__(self, services: Services) -> None:
+        self.services = services
+
+    @shell("sweep_sandboxes")
+    async def sweep(self, request: SweepRequest) -> Swept:
+        swept = await reaper.sweep(
+            self._providers(), self._is_owned, grace_s=request.grace_s, now=time.time()
+        )
+        return Swept(found=swept.found, kept=swept.kept, killed=swept.killed)
+
+    def _providers(self) -> list[SandboxProvider]:
+        """An unconfigured provider is skipped, not an alarm."""
+        found = []
+        for name in registry.SANDBOXES:
+            try:
+                found.append(self.services.provider(name))
+            except PerdureError:
+                continue
+        return found
+
+    async def _is_owned(self, info: SandboxInfo) -> bool:
+        """Open workflow = owned. Asked from the server itself, never from lagging visibility."""
+        workflow_id = info.labels.get("rollout")
+        if workflow_id is None:
+            return True  # not one of ours
+        try:
+            described = await activity.client().get_workflow_handle(workflow_id).describe()
+        except RPCError as error:
+            if error.status is RPCStatusCode.NOT_FOUND:
+                return False
+            raise
+        return described.status is WorkflowExecutionStatus.RUNNING

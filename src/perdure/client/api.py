@@ -1,0 +1,348 @@
+"""The SDK for training loops: start runs and groups, wait durably, read episodes.
+
+Waits survive a restart of the server or of the caller: ids are deterministic, so starting the same
+request twice joins it. The sync twin is `perdure.client.sync`.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import Field
+from temporalio.client import (
+    Client,
+    WorkflowExecution,
+    WorkflowExecutionStatus,
+    WorkflowHandle,
+    WorkflowUpdateRPCTimeoutOrCancelledError,
+)
+from temporalio.common import (
+    Priority,
+    SearchAttributePair,
+    TypedSearchAttributes,
+    WorkflowIDConflictPolicy,
+    WorkflowIDReusePolicy,
+)
+from temporalio.exceptions import WorkflowAlreadyStartedError
+from temporalio.service import RPCError, RPCStatusCode
+
+from perdure.client import names
+from perdure.client import search_attributes as attributes
+from perdure.client.connection import connect
+from perdure.errors import NotFound
+from perdure.types import EpisodeRef, Frozen, GroupRequest, RolloutRequest, RunRequest
+
+Result = TypeVar("Result")
+
+PASSING = {
+    RPCStatusCode.UNAVAILABLE,
+    RPCStatusCode.RESOURCE_EXHAUSTED,
+    RPCStatusCode.DEADLINE_EXCEEDED,
+}
+"""Statuses that say "not now": the wait goes on."""
+
+
+class RunProgress(Frozen):
+    """How far a run is. `state`: starting, running, paused, attention, finishing, done, cancelled."""
+
+    run_id: str
+    state: str
+    total: int = 0
+    started: int = 0
+    done: int = 0
+    running: int = 0
+    concurrency: int = 0
+    attention: str = ""
+    by_status: dict[str, int] = Field(default_factory=dict)
+    by_outcome: dict[str, int] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutInfo:
+    """One rollout as Temporal lists it."""
+
+    workflow_id: str
+    instance: str
+    sample_index: int
+    agent: str
+    stage: str
+    execution: str
+    """Temporal's own word: Running, Completed, Canceled, Failed, Terminated."""
+    outcome: str
+    attempt: int
+    seconds: float
+    episode: EpisodeRef | None
+
+
+class Perdure:
+    """A connection. Make one per process and share it."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    @classmethod
+    async def connect(cls, address: str | None = None) -> "Perdure":
+        """Raises: ConfigurationError when no server answers."""
+        return cls(await connect(address))
+
+    async def start_run(self, request: RunRequest) -> "RunHandle":
+        """Start the run, or join it when it exists."""
+        return RunHandle(
+            self,
+            request.run_id,
+            await self._start(
+                names.RUN,
+                request,
+                request.workflow_id,
+                TypedSearchAttributes([SearchAttributePair(attributes.RUN, request.run_id)]),
+                summary=f"run {request.run_id} · {request.rollout.get('agent', 'mini_swe_agent')}",
+                fairness=request.run_id,
+            ),
+        )
+
+    async def start_group(self, request: GroupRequest) -> "GroupHandle":
+        """Start n samples of one instance, or join them."""
+        handle = await self._start(
+            names.GROUP,
+            request,
+            request.workflow_id,
+            attributes.of_rollout(request.rollout),
+            summary=f"{request.rollout.instance_id} · group of {request.n_samples}",
+            fairness=request.rollout.run_id,
+        )
+        return GroupHandle(self, request.n_samples, handle)
+
+    async def start_rollout(self, request: RolloutRequest) -> "RolloutHandle":
+        handle = await self._start(
+            names.ROLLOUT,
+            request,
+            request.workflow_id,
+            attributes.of_rollout(request),
+            summary=f"{request.instance_id} #{request.sample_index} · {request.agent}",
+            fairness=request.run_id,
+        )
+        return RolloutHandle(self, handle)
+
+    async def run(self, run_id: str) -> "RunHandle":
+        """Attach to a run by its id. Raises: NotFound."""
+        handle = self.client.get_workflow_handle(f"run/{run_id}")
+        await _described(handle, f"run '{run_id}'")
+        return RunHandle(self, run_id, handle)
+
+    def rollout(self, workflow_id: str) -> "RolloutHandle":
+        return RolloutHandle(self, self.client.get_workflow_handle(workflow_id))
+
+    async def runs(self, limit: int = 50) -> list[WorkflowExecution]:
+        """The newest runs first."""
+        query = f"WorkflowType = '{names.RUN}'"
+        return [w async for w in self.client.list_workflows(query, limit=limit)]
+
+    async def rollouts(self, run_id: str) -> list[RolloutInfo]:
+        """Every rollout of a run that has started, in any state."""
+        query = f"WorkflowType = '{names.ROLLOUT}' AND PerdureRun = '{run_id}'"
+        found = [await _info(w) async for w in self.client.list_workflows(query, page_size=1000)]
+        return sorted(found, key=lambda r: (r.instance, r.sample_index))
+
+    async def _start(
+        self,
+        workflow: str,
+        request: Any,
+        workflow_id: str,
+        known: TypedSearchAttributes,
+        *,
+        summary: str,
+        fairness: str,
+    ) -> WorkflowHandle[Any, Any]:
+        try:
+            return await self.client.start_workflow(
+                workflow,
+                request,
+                id=workflow_id,
+                task_queue=names.WORKFLOWS_QUEUE,
+                id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+                id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
+                search_attributes=known,
+                static_summary=summary,
+                priority=Priority(fairness_key=fairness[:64]),
+            )
+        except WorkflowAlreadyStartedError:
+            return self.client.get_workflow_handle(workflow_id)
+
+
+class RunHandle:
+    """A run that was started or joined."""
+
+    def __init__(self, perdure: Perdure, run_id: str, handle: WorkflowHandle[Any, Any]) -> None:
+        self.perdure = perdure
+        self.run_id = run_id
+        self.handle = handle
+
+    async def progress(self) -> RunProgress:
+        """Where the run stands. A closed run answers from its result."""
+        described = await _described(self.handle, f"run '{self.run_id}'")
+        if described.status is WorkflowExecutionStatus.RUNNING:
+            try:
+                status = await self.handle.query("status", result_type=dict)
+                return RunProgress.model_validate(status)
+            except RPCError as error:
+                if error.status not in PASSING:
+                    raise
+                return RunProgress(run_id=self.run_id, state="no worker answers")
+        return await self._closed(described.status)
+
+    async def _closed(self, status: WorkflowExecutionStatus | None) -> RunProgress:
+        state = "done" if status is WorkflowExecutionStatus.COMPLETED else _word(status).lower()
+        if state != "done":
+            return RunProgress(run_id=self.run_id, state=state)
+        summary = await self.handle.result()
+        return RunProgress(
+            run_id=self.run_id,
+            state=state,
+            total=summary["rollouts"],
+            started=summary["rollouts"],
+            done=summary["rollouts"],
+            by_status=summary.get("by_status", {}),
+            by_outcome=summary.get("by_outcome", {}),
+        )
+
+    async def result(self) -> dict[str, Any]:
+        """Wait to the end, through restarts of the server. The run's summary.
+
+        Raises: temporalio WorkflowFailureError when the run failed or was cancelled.
+        """
+        summary: dict[str, Any] = await _durably(self.handle.result)
+        return summary
+
+    async def pause(self) -> RunProgress:
+        return RunProgress.model_validate(await self._update("pause"))
+
+    async def resume(self) -> RunProgress:
+        return RunProgress.model_validate(await self._update("resume"))
+
+    async def resize(self, concurrency: int) -> RunProgress:
+        return RunProgress.model_validate(await self._update("resize", concurrency))
+
+    async def cancel(self) -> None:
+        """Every rollout in flight is cancelled and still leaves its episode."""
+        await self.handle.cancel()
+
+    async def rollouts(self) -> list[RolloutInfo]:
+        return await self.perdure.rollouts(self.run_id)
+
+    async def _update(self, name: str, *arguments: Any) -> Any:
+        return await self.handle.execute_update(name, args=list(arguments), result_type=dict)
+
+
+class GroupHandle:
+    """n samples of one instance."""
+
+    def __init__(self, perdure: Perdure, n_samples: int, handle: WorkflowHandle[Any, Any]) -> None:
+        self.perdure = perdure
+        self.n_samples = n_samples
+        self.handle = handle
+
+    async def episodes(self) -> AsyncIterator[EpisodeRef]:
+        """Episodes as they finish. Use one waiter per group."""
+        cursor = 0
+        while cursor < self.n_samples:
+            described = await _durably(self.handle.describe)
+            if described.status is not WorkflowExecutionStatus.RUNNING:
+                for episode in (await self._result_episodes())[cursor:]:
+                    yield episode
+                return
+            for episode in await self._new_since(cursor):
+                cursor += 1
+                yield episode
+
+    async def result(self) -> dict[str, Any]:
+        result: dict[str, Any] = await _durably(self.handle.result)
+        return result
+
+    async def cancel(self) -> None:
+        await self.handle.cancel()
+
+    async def _new_since(self, cursor: int) -> list[EpisodeRef]:
+        try:
+            found = await _durably(
+                lambda: self.handle.execute_update("wait_progress", cursor, result_type=list)
+            )
+        except RPCError as error:
+            if error.status is RPCStatusCode.NOT_FOUND:  # closed in the meantime
+                return []
+            raise
+        return [EpisodeRef.model_validate(item) for item in found]
+
+    async def _result_episodes(self) -> list[EpisodeRef]:
+        progress = await self.handle.query("progress", result_type=dict)
+        return [EpisodeRef.model_validate(item) for item in progress["episodes"]]
+
+
+class RolloutHandle:
+    def __init__(self, perdure: Perdure, handle: WorkflowHandle[Any, Any]) -> None:
+        self.perdure = perdure
+        self.handle = handle
+
+    async def result(self) -> EpisodeRef:
+        return EpisodeRef.model_validate(await _durably(self.handle.result))
+
+    async def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = await self.handle.query("state", result_type=dict)
+        return state
+
+    async def cancel(self) -> None:
+        """Raises: NotFound."""
+        try:
+            await self.handle.cancel()
+        except RPCError as error:
+            if error.status is RPCStatusCode.NOT_FOUND:
+                raise NotFound(f"no rollout '{self.handle.id}' is running") from error
+            raise
+
+
+async def _durably(call: Callable[[], Awaitable[Result]]) -> Result:
+    """Wait through restarts of the server: its own retries give up after ten seconds."""
+    pause = 0.5
+    while True:
+        try:
+            return await call()
+        except WorkflowUpdateRPCTimeoutOrCancelledError:
+            pass
+        except RPCError as error:
+            if error.status not in PASSING:
+                raise
+        await asyncio.sleep(pause)
+        pause = min(pause * 2, 15.0)
+
+
+async def _described(handle: WorkflowHandle[Any, Any], what: str) -> WorkflowExecution:
+    try:
+        return await handle.describe()
+    except RPCError as error:
+        if error.status is RPCStatusCode.NOT_FOUND:
+            raise NotFound(f"{what} does not exist: `perdure status` lists the runs") from error
+        raise
+
+
+def _word(status: WorkflowExecutionStatus | None) -> str:
+    return status.name.title().replace("_", "") if status is not None else "Unknown"
+
+
+async def _info(found: WorkflowExecution) -> RolloutInfo:
+    known = found.typed_search_attributes
+    memo = await found.memo()
+    episode = EpisodeRef.model_validate(memo["episode"]) if "episode" in memo else None
+    end = found.close_time.timestamp() if found.close_time else time.time()
+    return RolloutInfo(
+        workflow_id=found.id,
+        instance=known.get(attributes.INSTANCE) or "",
+        sample_index=known.get(attributes.SAMPLE) or 0,
+        agent=known.get(attributes.AGENT) or "",
+        stage=known.get(attributes.STAGE) or "",
+        execution=_word(found.status),
+        outcome=known.get(attributes.OUTCOME) or "",
+        attempt=known.get(attributes.ATTEMPT) or 1,
+        seconds=round(end - found.start_time.timestamp(), 3),
+        episode=episode,
+    )

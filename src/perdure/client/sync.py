@@ -1,0 +1,114 @@
+"""The sync twin: the same calls for trainers without an event loop.
+
+One background thread runs one event loop and one connection per process; every call here is a
+thin shell over `perdure.client.api`.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+from perdure.client import api
+from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RunRequest
+
+Result = TypeVar("Result")
+
+
+class _Loop:
+    """A running event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="perdure-client", daemon=True).start()
+
+    def do(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+
+class Perdure:
+    """See `perdure.client.api.Perdure`."""
+
+    def __init__(self, address: str | None = None) -> None:
+        self._loop = _Loop()
+        self._api = self._loop.do(api.Perdure.connect(address))
+
+    def start_run(self, request: RunRequest) -> "RunHandle":
+        return RunHandle(self._loop, self._loop.do(self._api.start_run(request)))
+
+    def start_group(self, request: GroupRequest) -> "GroupHandle":
+        return GroupHandle(self._loop, self._loop.do(self._api.start_group(request)))
+
+    def start_rollout(self, request: RolloutRequest) -> "RolloutHandle":
+        return RolloutHandle(self._loop, self._loop.do(self._api.start_rollout(request)))
+
+    def run(self, run_id: str) -> "RunHandle":
+        return RunHandle(self._loop, self._loop.do(self._api.run(run_id)))
+
+
+class RunHandle:
+    """See `perdure.client.api.RunHandle`."""
+
+    def __init__(self, loop: _Loop, handle: api.RunHandle) -> None:
+        self._loop, self._handle = loop, handle
+
+    def progress(self) -> api.RunProgress:
+        return self._loop.do(self._handle.progress())
+
+    def result(self) -> dict[str, Any]:
+        return self._loop.do(self._handle.result())
+
+    def rollouts(self) -> list[api.RolloutInfo]:
+        return self._loop.do(self._handle.rollouts())
+
+    def pause(self) -> api.RunProgress:
+        return self._loop.do(self._handle.pause())
+
+    def resume(self) -> api.RunProgress:
+        return self._loop.do(self._handle.resume())
+
+    def resize(self, concurrency: int) -> api.RunProgress:
+        return self._loop.do(self._handle.resize(concurrency))
+
+    def cancel(self) -> None:
+        self._loop.do(self._handle.cancel())
+
+
+class GroupHandle:
+    """See `perdure.client.api.GroupHandle`."""
+
+    def __init__(self, loop: _Loop, handle: api.GroupHandle) -> None:
+        self._loop, self._handle = loop, handle
+
+    def episodes(self) -> Iterator[EpisodeRef]:
+        """Episodes as they finish."""
+        stream = self._handle.episodes()
+        while (episode := self._loop.do(_next(stream))) is not None:
+            yield episode
+
+    def result(self) -> dict[str, Any]:
+        return self._loop.do(self._handle.result())
+
+    def cancel(self) -> None:
+        self._loop.do(self._handle.cancel())
+
+
+class RolloutHandle:
+    """See `perdure.client.api.RolloutHandle`."""
+
+    def __init__(self, loop: _Loop, handle: api.RolloutHandle) -> None:
+        self._loop, self._handle = loop, handle
+
+    def result(self) -> EpisodeRef:
+        return self._loop.do(self._handle.result())
+
+    def cancel(self) -> None:
+        self._loop.do(self._handle.cancel())
+
+
+async def _next(stream: Any) -> EpisodeRef | None:
+    try:
+        episode: EpisodeRef = await anext(stream)
+    except StopAsyncIteration:
+        return None
+    return episode

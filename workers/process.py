@@ -1,0 +1,96 @@
+"""A worker process: connects, polls its stages, hands over at SIGTERM, never loses work at SIGKILL."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+
+import structlog
+from temporalio.client import (
+    Client,
+    Schedule,
+    ScheduleActionStartWorkflow,
+    ScheduleAlreadyRunningError,
+    ScheduleIntervalSpec,
+    ScheduleOverlapPolicy,
+    SchedulePolicy,
+    ScheduleSpec,
+)
+from temporalio.worker import Worker
+
+from activities.services import Services
+from perdure.client import names
+from perdure.client.connection import connect
+from perdure.errors import PerdureError
+from perdure.settings import Settings
+from perdure.telemetry import configure_logging, temporal_runtime
+from workers.queues import STAGES, activity_worker, queues, workflow_worker
+
+REAP_EVERY = timedelta(minutes=10)
+
+log = structlog.get_logger("perdure.worker")
+
+
+async def serve(settings: Settings, stages: Sequence[str]) -> None:
+    """Poll until SIGTERM or SIGINT, then hand over and return."""
+    client = await connect(runtime=temporal_runtime(settings))
+    services = Services(settings)
+    workers = _workers(client, services, stages)
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    if "agent" in stages:
+        await _ensure_reaper(client, services.host)
+    async with contextlib.AsyncExitStack() as stack:
+        for worker in workers:
+            await stack.enter_async_context(worker)
+        log.info("polling", stages=list(stages), host=services.host, pid=os.getpid())
+        await stop.wait()
+        log.info("handing over")
+        await asyncio.gather(*(worker.shutdown() for worker in workers))
+
+
+def _workers(client: Client, services: Services, stages: Sequence[str]) -> list[Worker]:
+    workers = []
+    for stage in stages:
+        if stage == "workflows":
+            workers.append(workflow_worker(client, services.settings))
+        else:
+            workers += [activity_worker(client, queue) for queue in queues(stage, services)]
+    return workers
+
+
+async def _ensure_reaper(client: Client, host: str) -> None:
+    """One schedule per host: only its own workers can see its local sandboxes."""
+    schedule = Schedule(
+        action=ScheduleActionStartWorkflow(
+            names.REAPER, host, id=f"reaper/{host}", task_queue=names.WORKFLOWS_QUEUE
+        ),
+        spec=ScheduleSpec(intervals=[ScheduleIntervalSpec(every=REAP_EVERY)]),
+        # The default catches up a whole year of missed sweeps.
+        policy=SchedulePolicy(
+            overlap=ScheduleOverlapPolicy.SKIP, catchup_window=timedelta(minutes=10)
+        ),
+    )
+    with contextlib.suppress(ScheduleAlreadyRunningError):
+        await client.create_schedule(f"perdure-reaper/{host}", schedule)
+
+
+def main(*stages: str) -> None:
+    """Entry of every `python -m workers.<name>`. Exit code 1 with one line when it cannot start."""
+    chosen = stages or STAGES
+    settings = Settings()
+    configure_logging(settings, f"worker-{chosen[0] if len(chosen) == 1 else 'all'}")
+    code = 0
+    try:
+        asyncio.run(serve(settings, chosen))
+    except PerdureError as error:
+        log.error("cannot start", reason=str(error))
+        code = 1
+    # The SDK's native threads can crash a Python that is tearing down.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,107 @@
+"""Which activities each queue serves and with how many slots; one Worker per queue."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from temporalio.client import Client
+from temporalio.worker import PollerBehaviorAutoscaling, Worker
+from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
+
+from activities.boot_sandbox import BootSandbox
+from activities.capture_diff import CaptureDiff
+from activities.destroy_sandbox import DestroySandbox
+from activities.emit_episode import EmitEpisode
+from activities.grade import GradeInFreshSandbox
+from activities.run_agent import RunAgent
+from activities.runs import Runs
+from activities.services import Services
+from activities.sweep_sandboxes import SweepSandboxes
+from perdure.client import names
+from perdure.settings import Settings
+from workflows.group import RolloutGroupWorkflow
+from workflows.reaper import ReaperWorkflow
+from workflows.rollout import RolloutWorkflow
+from workflows.run import RunShardWorkflow, RunWorkflow
+
+STAGES = ("workflows", "boot", "agent", "grade", "io")
+
+WORKFLOWS: Sequence[type] = (
+    RolloutWorkflow,
+    RolloutGroupWorkflow,
+    RunWorkflow,
+    RunShardWorkflow,
+    ReaperWorkflow,
+)
+
+PASSTHROUGH = ("perdure", "activities", "workflows", "pydantic_settings", "structlog")
+
+# A spot notice gives 30 s or more; activities hand over at once, so this is only the last bound.
+GRACE = timedelta(seconds=10)
+
+
+@dataclass(frozen=True)
+class Queue:
+    """One task queue: what runs there and how many at once."""
+
+    name: str
+    activities: Sequence[Callable[..., Any]]
+    slots: int
+
+
+def queues(stage: str, services: Services) -> list[Queue]:
+    """The queues that a worker of `stage` polls; an agent worker also polls its own host's."""
+    settings = services.settings
+    if stage == "boot":
+        return [Queue(names.BOOT_QUEUE, [BootSandbox(services).boot], settings.boot_slots)]
+    if stage == "grade":
+        return [
+            Queue(names.GRADE_QUEUE, [GradeInFreshSandbox(services).grade], settings.grade_slots)
+        ]
+    if stage == "agent":
+        here = [
+            RunAgent(services).run,
+            CaptureDiff(services).capture,
+            DestroySandbox(services).destroy,
+            SweepSandboxes(services).sweep,
+        ]
+        return [
+            Queue(names.AGENT_QUEUE, here, settings.agent_slots),
+            Queue(names.host_queue(services.host), here, settings.agent_slots),
+        ]
+    runs = Runs(services)
+    io = [
+        EmitEpisode(services).emit,
+        DestroySandbox(services).destroy,
+        SweepSandboxes(services).sweep,
+        runs.prepare,
+        runs.page,
+        runs.finish,
+    ]
+    return [Queue(names.IO_QUEUE, io, settings.io_slots)]
+
+
+def activity_worker(client: Client, queue: Queue) -> Worker:
+    return Worker(
+        client,
+        task_queue=queue.name,
+        activities=queue.activities,
+        max_concurrent_activities=queue.slots,
+        graceful_shutdown_timeout=GRACE,
+        # Unsent heartbeats die with a SIGKILL: send them soon.
+        max_heartbeat_throttle_interval=timedelta(seconds=5),
+        activity_task_poller_behavior=PollerBehaviorAutoscaling(minimum=1, initial=2, maximum=16),
+    )
+
+
+def workflow_worker(client: Client, settings: Settings) -> Worker:
+    restrictions = SandboxRestrictions.default.with_passthrough_modules(*PASSTHROUGH)
+    return Worker(
+        client,
+        task_queue=names.WORKFLOWS_QUEUE,
+        workflows=WORKFLOWS,
+        workflow_runner=SandboxedWorkflowRunner(restrictions=restrictions),
+        max_cached_workflows=2000,
+        workflow_task_poller_behavior=PollerBehaviorAutoscaling(minimum=2, initial=4, maximum=16),
+    )
