@@ -1,0 +1,278 @@
+"""Environments: an instance's base repository and what it needs to run, built once per worker.
+
+Built in a sandbox with network, then shared read-only by every sandbox of every rollout. Owns the
+cache and its locking; making the sandboxes that use it is left to the activities.
+"""
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from perdure.errors import Boundary, ConfigurationError, InstanceError, RetryHere
+from perdure.instances import repository, sources, uv
+from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, SandboxSpec
+from perdure.storage.base import Store
+from perdure.types import Instance, Limits, SourceKind
+
+FORMAT = 1
+"""Part of every key: raise it when what is built changes."""
+
+VENV = "/opt/perdure/venv"
+WORK = "/opt/perdure/work"
+UV_CACHE = "/opt/perdure/uv-cache"
+UV_FOLDER = "/opt/perdure/bin"
+SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+FIXED = {"PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8"}
+
+INSTALL_TIMEOUT_S = 1800.0
+INSTALL_LIMITS = Limits(memory_mb=8192, cpus=4, pids=2048, disk_mb=16_384, output_mb=64)
+TAIL_LINES = 15
+LOCK_POLL_S = (0.02, 0.5)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a sandbox of this instance is made of: the fields of a SandboxSpec, and the base."""
+
+    workdir: str
+    tree: Path | None
+    """The base repository, one commit; None when it is already in the image."""
+    image: str | None
+    mounts: tuple[Mount, ...]
+    env: dict[str, str]
+    base_commit: str | None
+
+
+class Environments:
+    """The cache below `root`: `ready/<key>`, and beside it locks, logs and half-built ones.
+
+    Any number of processes may share it; each environment is built by one of them at a time.
+    """
+
+    def __init__(self, root: Path, store: Store, provider: SandboxProvider) -> None:
+        self.root = root.absolute()
+        self._store = store
+        self._provider = provider
+        for folder in ("ready", "building", "locks", "logs", "uv-cache"):
+            (self.root / folder).mkdir(parents=True, exist_ok=True)
+
+    async def prepare(self, instance: Instance) -> Prepared:
+        """The instance's environment, built now unless it already was.
+
+        Raises: InstanceError (no such release, or an install line fails: the message holds its last
+        lines and the log's path), RetryHere (registry unreachable), ConfigurationError (this
+        sandbox cannot build it), and what making a sandbox raises.
+        """
+        if instance.source.kind is SourceKind.IMAGE:
+            return _from_image(instance)
+        if instance.environment.install and not self._provider.isolated:
+            raise ConfigurationError(
+                f"{instance.ref} has install lines, which need a sandbox that can mount "
+                f"{VENV}: use --sandbox bubblewrap instead of {self._provider.name}"
+            )
+        key = await asyncio.to_thread(environment_key, instance)
+        ready = self.root / "ready" / key
+        if not ready.is_dir():
+            async with self._locked(key):
+                if not ready.is_dir():
+                    await self._build(instance, key, ready)
+        return await asyncio.to_thread(_prepared, instance, ready)
+
+    @asynccontextmanager
+    async def _locked(self, key: str) -> AsyncIterator[None]:
+        """One builder per key among all processes; the kernel frees the lock of a dead one.
+
+        Polled: a blocking flock would take one of the event loop's few threads for each waiter.
+        """
+        with (self.root / "locks" / key).open("w") as file:
+            pause, longest = LOCK_POLL_S
+            while not _try_lock(file.fileno()):
+                await asyncio.sleep(pause)
+                pause = min(pause * 1.5, longest)
+            yield
+
+    async def _build(self, instance: Instance, key: str, ready: Path) -> None:
+        """Build aside and rename: a ready folder is a whole one, whoever is killed when."""
+        await self._sweep(key)
+        folder = self.root / "building" / f"{key}-{uuid4().hex[:8]}"
+        for part in ("tree", "venv", "work"):
+            (folder / part).mkdir(parents=True)
+        try:
+            await sources.fetch(instance.source, folder / "tree", self._store)
+            if instance.environment.install:
+                await self._install(instance, key, folder)
+            commit = await asyncio.to_thread(_commit, folder / "tree")
+            (folder / "base_commit").write_text(commit)
+            folder.rename(ready)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _sweep(self, key: str) -> None:
+        """What a killed builder of this environment left: its sandbox first, then its folder."""
+        for left in await self._provider.list({"environment": key}):
+            await self._provider.kill(left.identity)
+        for folder in (self.root / "building").glob(f"{key}-*"):
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _install(self, instance: Instance, key: str, folder: Path) -> None:
+        """Run the install lines where paths are the ones that every later sandbox sees."""
+        spec = await asyncio.to_thread(self._build_spec, instance, key, folder)
+        identity = f"p-{key[:24]}-build-{uuid4().hex[:8]}"
+        async with await self._provider.create(spec, identity) as sandbox:
+            script = install_script(instance.environment.install)
+            await sandbox.put(f"{WORK}/install.sh", script.encode())
+            done = await sandbox.exec(
+                ["bash", f"{WORK}/install.sh"],
+                cwd=instance.environment.workdir,
+                timeout=INSTALL_TIMEOUT_S,
+            )
+        log = self.root / "logs" / f"{key}.log"
+        await asyncio.to_thread(log.write_bytes, done.stdout + done.stderr)
+        if not done.status.ok:
+            raise _install_error(instance, done, log)
+
+    def _build_spec(self, instance: Instance, key: str, folder: Path) -> SandboxSpec:
+        environment = instance.environment
+        binary, prefix = uv.find_binary(), uv.find_python(environment.python)
+        registry_env, registry_files = uv.registry_settings()
+        return SandboxSpec(
+            workdir=environment.workdir,
+            mounts=(
+                Mount(folder / "tree", environment.workdir, writable=True),
+                Mount(folder / "venv", VENV, writable=True),
+                Mount(folder / "work", WORK, writable=True),
+                Mount(self.root / "uv-cache", UV_CACHE, writable=True),
+                Mount(binary, f"{UV_FOLDER}/uv"),
+                *registry_files,
+                *_python_mounts(prefix),
+            ),
+            env={
+                **registry_env,
+                "UV_CACHE_DIR": UV_CACHE,
+                "UV_LINK_MODE": "copy",  # the cache and the environment are different mounts
+                "UV_PYTHON_DOWNLOADS": "never",
+                "VIRTUAL_ENV": VENV,
+                **_environment_variables(instance),
+                "PATH": f"{VENV}/bin:{UV_FOLDER}:{prefix}/bin:{SYSTEM_PATH}",
+            },
+            limits=INSTALL_LIMITS,
+            network=Network.HOST,
+            labels={"purpose": "environment", "environment": key},
+            ttl_s=INSTALL_TIMEOUT_S + 60,
+        )
+
+
+def environment_key(instance: Instance) -> str:
+    """Digest of all that decides what is built: instances that agree in it share one build."""
+    source = instance.source
+    parts = [
+        FORMAT,
+        source.model_dump(mode="json"),
+        instance.environment.model_dump(mode="json"),
+        str(uv.find_python(instance.environment.python)),
+    ]
+    if source.kind is SourceKind.DIRECTORY and source.path:
+        parts.append(_fingerprint(Path(source.path)))
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:40]
+
+
+def install_script(lines: tuple[str, ...]) -> str:
+    """One shell for all lines, so that what one exports the next one sees; the first failure ends it."""
+    echoed = [f"printf '%s\\n' {shlex.quote('+ ' + line)}\n{line}" for line in lines]
+    return "exec 2>&1\nset -e\n" + "\n".join(echoed) + "\n"
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _commit(tree: Path) -> str:
+    """Commit after the install: build output is part of the base, so it is never an agent's edit."""
+    for folder in tree.rglob("__pycache__"):
+        shutil.rmtree(folder, ignore_errors=True)
+    return repository.commit_all(tree)
+
+
+def _prepared(instance: Instance, ready: Path) -> Prepared:
+    os.utime(ready)  # used now: what an age-based clean-up of the cache goes by
+    environment = instance.environment
+    prefix = uv.find_python(environment.python)
+    mounts = _python_mounts(prefix)
+    path = f"{prefix}/bin:{SYSTEM_PATH}"
+    variables = _environment_variables(instance)
+    if environment.install:
+        mounts += (Mount(ready / "venv", VENV), Mount(ready / "work", WORK))
+        path = f"{VENV}/bin:{path}"
+        variables["VIRTUAL_ENV"] = VENV
+    return Prepared(
+        workdir=environment.workdir,
+        tree=ready / "tree",
+        image=environment.image,
+        mounts=mounts,
+        env={**variables, "PATH": path},
+        base_commit=(ready / "base_commit").read_text(),
+    )
+
+
+def _from_image(instance: Instance) -> Prepared:
+    if instance.environment.install:
+        raise InstanceError(
+            f"{instance.ref} has `install` lines for a tree inside an image: install them in the "
+            "image, or give the tree as a `source`"
+        )
+    environment = instance.environment
+    if not environment.image:
+        raise InstanceError(f"{instance.ref} lacks `environment.image`, where its tree should be")
+    variables = {**FIXED, **environment.env}
+    return Prepared(
+        environment.workdir, None, environment.image, (), variables, instance.base_commit
+    )
+
+
+def _environment_variables(instance: Instance) -> dict[str, str]:
+    environment = instance.environment
+    places = {"REPO": environment.workdir}
+    if environment.install:
+        places |= {"VENV": VENV, "WORK": WORK}
+    return {**FIXED, **places, **environment.env}
+
+
+def _python_mounts(prefix: Path) -> tuple[Mount, ...]:
+    """The interpreter's own folder; every sandbox already has /usr, and ours Perdure's Python."""
+    return () if prefix in (Path("/usr"), Path(sys.base_prefix)) else (Mount(prefix, str(prefix)),)
+
+
+def _fingerprint(folder: Path) -> str:
+    """Digest of names, sizes, modes and times below a folder on this host."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if ".git" not in path.parts:
+            stat = path.lstat()
+            digest.update(f"{path}\0{stat.st_size}\0{stat.st_mode}\0{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _install_error(instance: Instance, done: ExecResult, log: Path) -> InstanceError | RetryHere:
+    output = done.stdout + done.stderr
+    tail = "\n".join(output.decode("utf-8", "replace").splitlines()[-TAIL_LINES:])
+    how = f"exit code {done.status.code}" if done.status.code is not None else done.status.cause
+    if uv.UNREACHABLE.search(output):
+        return RetryHere(
+            f"{instance.ref}: the package index failed during install ({how}); log: {log}\n{tail}",
+            boundary=Boundary.INSTANCE,
+        )
+    return InstanceError(f"{instance.ref}: `install` failed ({how}); log: {log}\n{tail}")

@@ -1,0 +1,106 @@
+"""Git on the host, without anybody's configuration: one-commit repositories and diffs of trees.
+
+Bytes in, bytes out. Capturing and applying an agent's diff is left to `graders`.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from perdure.errors import InstanceError, MissingDependency
+
+SETTINGS = {
+    "core.hooksPath": "/dev/null",
+    "core.fsmonitor": "",
+    "core.autocrlf": "false",
+    "core.quotePath": "false",
+    "safe.directory": "*",
+    "gc.auto": "0",
+}
+IDENTITY = {
+    f"GIT_{who}_{what}": value
+    for who in ("AUTHOR", "COMMITTER")
+    for what, value in (
+        ("NAME", "perdure"),
+        ("EMAIL", "perdure@localhost"),
+        ("DATE", "2000-01-01T00:00:00Z"),
+    )
+}
+"""Always the same, so that the same tree has the same commit on every worker."""
+
+ATTRIBUTES = "* -text -ident -filter !eol !working-tree-encoding\n"
+"""Beats the tree's own .gitattributes: what is committed is what lies on disk, CRLF included."""
+
+EXCLUDE = "__pycache__/\n*.py[co]\n.pytest_cache/\n.hypothesis/\n.mypy_cache/\n.ruff_cache/\n"
+"""Running tests must not look like an edit; released trees often come without a .gitignore."""
+
+
+def commit_all(tree: Path) -> str:
+    """Make `tree` a repository of exactly one commit that holds every file; return its id.
+
+    Git's own folders that were in the tree are removed first.
+    """
+    for folder in sorted(tree.rglob(".git")):
+        shutil.rmtree(folder) if folder.is_dir() and not folder.is_symlink() else folder.unlink()
+    git(tree, "init", "-q", "--template=", "--initial-branch=main")
+    info = tree / ".git" / "info"
+    info.mkdir(exist_ok=True)
+    (info / "attributes").write_text(ATTRIBUTES)
+    git(tree, "add", "-A", "-f")
+    git(tree, "commit", "-q", "--allow-empty", "--no-verify", "-m", "base")
+    git(tree, "repack", "-adq")
+    (info / "exclude").write_text(EXCLUDE)
+    return git(tree, "rev-parse", "HEAD").decode().strip()
+
+
+def changed_paths(repository: Path, tree: Path) -> list[str]:
+    """Paths that differ between the repository's commit and `tree`. Stages `tree` as a side effect."""
+    _stage(repository, tree)
+    names = _diff(repository, ["--name-only", "-z"])
+    return [os.fsdecode(name) for name in names.split(b"\0") if name]
+
+
+def diff(repository: Path, tree: Path, paths: Sequence[str]) -> bytes:
+    """The binary-safe diff from the repository's commit to `tree`, of these paths alone."""
+    if not paths:
+        return b""
+    _stage(repository, tree)
+    return _diff(repository, ["--binary", "--full-index", "--no-color"], paths)
+
+
+def git(tree: Path, *arguments: str, work_tree: Path | None = None) -> bytes:
+    """Run git in a repository. Raises: InstanceError with what git said; MissingDependency."""
+    settings = [part for name, value in SETTINGS.items() for part in ("-c", f"{name}={value}")]
+    place = [f"--git-dir={tree / '.git'}", f"--work-tree={work_tree or tree}"]
+    where = [] if arguments[0] == "init" else place
+    try:
+        result = subprocess.run(
+            ["git", *settings, *where, *arguments],
+            cwd=work_tree or tree,
+            env=_environment(),
+            capture_output=True,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise MissingDependency("git is not here: apt-get install git") from error
+    if result.returncode != 0:
+        said = result.stderr.decode("utf-8", "replace").strip()
+        raise InstanceError(f"git {arguments[0]} failed in the instance's tree: {said}")
+    return result.stdout
+
+
+def _environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    alone = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C.UTF-8"}
+    return {**kept, **alone, **IDENTITY, "GIT_LITERAL_PATHSPECS": "1"}
+
+
+def _stage(repository: Path, tree: Path) -> None:
+    git(repository, "add", "-A", "-f", work_tree=tree)
+
+
+def _diff(repository: Path, options: Sequence[str], paths: Sequence[str] = ()) -> bytes:
+    fixed = ["diff", "--cached", "--no-ext-diff", "--no-textconv", "--no-renames"]
+    return git(repository, *fixed, *options, "HEAD", "--", *paths)

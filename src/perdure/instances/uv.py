@@ -1,0 +1,116 @@
+"""The host's uv: where its binary is, which interpreter a version means, where an sdist lies.
+
+Index, mirror and certificate settings are uv's own (files and variables); nothing here names a host.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from perdure.errors import Boundary, InstanceError, MissingDependency, RetryHere
+from perdure.sandboxes.base import Mount
+
+UNREACHABLE = re.compile(
+    rb"Failed to fetch|Request failed|error sending request|tcp connect error|dns error"
+    rb"|Temporary failure in name resolution|Connection refused|timed out|operation timed out"
+)
+"""What uv and pip say when the registry, not the request, is at fault."""
+
+REGISTRY_VARIABLES = re.compile(
+    r"^(UV_(DEFAULT_INDEX|INDEX.*|EXTRA_INDEX_URL|FIND_LINKS|INSECURE_HOST|NATIVE_TLS|SYSTEM_CERTS"
+    r"|HTTP_TIMEOUT|KEYRING_PROVIDER)"
+    r"|PIP_(INDEX_URL|EXTRA_INDEX_URL|FIND_LINKS|TRUSTED_HOST|CERT|DEFAULT_TIMEOUT)"
+    r"|SSL_CERT_FILE|SSL_CERT_DIR|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE"
+    r"|https?_proxy|no_proxy|all_proxy)$",
+    re.IGNORECASE,
+)
+
+
+class Sdist(NamedTuple):
+    """A source distribution as the index describes it."""
+
+    url: str
+    sha256: str
+
+
+def find_binary() -> Path:
+    """uv itself. Raises: MissingDependency."""
+    try:
+        from uv import find_uv_bin
+
+        return Path(find_uv_bin())
+    except (ImportError, FileNotFoundError):
+        found = shutil.which("uv")
+    if found is None:
+        raise MissingDependency("uv builds environments and is not here: pip install uv")
+    return Path(found)
+
+
+def locate_sdist(requirement: str) -> Sdist:
+    """Ask the configured index where the sdist of a pinned requirement lies.
+
+    Raises: InstanceError when there is none; RetryHere when the index cannot be reached.
+    """
+    # The first answer proves that a wheel has the metadata: without one, uv would run the sdist's
+    # setup.py on this host to learn it.
+    _compile(requirement, "--no-build")
+    package = tomllib.loads(_compile(requirement).decode())["packages"][0]
+    sdist = package.get("sdist", {})
+    if "url" not in sdist:
+        raise InstanceError(f"`source.requirement` {requirement!r} has no source distribution")
+    return Sdist(sdist["url"], sdist["hashes"]["sha256"])
+
+
+def find_python(version: str) -> Path:
+    """The prefix of an interpreter of this version, without ever downloading one.
+
+    Raises: InstanceError when this machine has none.
+    """
+    if version.split(".")[:2] == [str(part) for part in sys.version_info[:2]]:
+        return Path(sys.base_prefix)
+    find = ["python", "find", "--no-project", "--system", "--no-python-downloads", version]
+    found = _run(find)
+    if found.returncode != 0:
+        raise InstanceError(
+            f"`environment.python` is {version!r}, which this machine does not have: "
+            f"install Python {version} here, or leave the instance out"
+        )
+    asked = [found.stdout.decode().strip(), "-c", "import sys; print(sys.base_prefix)"]
+    return Path(subprocess.run(asked, capture_output=True, check=True).stdout.decode().strip())
+
+
+def registry_settings() -> tuple[dict[str, str], tuple[Mount, ...]]:
+    """What a build sandbox needs to reach the same registry as this host: variables and files."""
+    env = {name: value for name, value in os.environ.items() if REGISTRY_VARIABLES.match(name)}
+    config = Path(os.environ.get("XDG_CONFIG_HOME", "~/.config")).expanduser()
+    mounts = []
+    for variable, file in (("UV_CONFIG_FILE", "uv/uv.toml"), ("PIP_CONFIG_FILE", "pip/pip.conf")):
+        path = Path(os.environ.get(variable, config / file))
+        if path.is_file():
+            env[variable] = f"/opt/perdure/config/{path.name}"
+            mounts.append(Mount(path, env[variable]))
+    return env, tuple(mounts)
+
+
+def _compile(requirement: str, *options: str) -> bytes:
+    command = ["pip", "compile", "-", "--no-deps", "--format", "pylock.toml", "-q", *options]
+    result = _run(command, requirement.encode())
+    if result.returncode == 0:
+        return result.stdout
+    said = " ".join(result.stderr.decode("utf-8", "replace").split())
+    if UNREACHABLE.search(result.stderr):
+        raise RetryHere(f"the package index cannot be reached: {said}", boundary=Boundary.INSTANCE)
+    raise InstanceError(f"`source.requirement` {requirement!r} cannot be used: {said}")
+
+
+def _run(arguments: Sequence[str], stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    # From the root folder: the project or workspace that Perdure runs in must not have a say.
+    return subprocess.run(
+        [find_binary(), *arguments], input=stdin, capture_output=True, cwd="/", check=False
+    )
