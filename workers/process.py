@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,13 +22,13 @@ from temporalio.client import (
 )
 from temporalio.worker import Worker
 
-from activities.services import Services
 from perdure.client import names
 from perdure.client.connection import connect
 from perdure.errors import PerdureError
 from perdure.settings import Settings
 from perdure.telemetry import configure_logging, temporal_runtime
-from workers.queues import STAGES, activity_worker, queues, workflow_worker
+
+STAGES = ("workflows", "boot", "agent", "grade", "io")
 
 REAP_EVERY = timedelta(minutes=10)
 
@@ -37,28 +38,36 @@ log = structlog.get_logger("perdure.worker")
 async def serve(settings: Settings, stages: Sequence[str]) -> None:
     """Poll until SIGTERM or SIGINT, then hand over and return."""
     client = await connect(runtime=temporal_runtime(settings))
-    services = Services(settings)
-    workers = _workers(client, services, stages)
+    workers = _workers(client, settings, stages)
+    host = socket.gethostname()
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     if "agent" in stages:
-        await _ensure_reaper(client, services.host)
+        await _ensure_reaper(client, host)
     async with contextlib.AsyncExitStack() as stack:
         for worker in workers:
             await stack.enter_async_context(worker)
-        log.info("polling", stages=list(stages), host=services.host, pid=os.getpid())
+        log.info("polling", stages=list(stages), host=host, pid=os.getpid())
         await stop.wait()
         log.info("handing over")
         await asyncio.gather(*(worker.shutdown() for worker in workers))
 
 
-def _workers(client: Client, services: Services, stages: Sequence[str]) -> list[Worker]:
+def _workers(client: Client, settings: Settings, stages: Sequence[str]) -> list[Worker]:
+    """Imports only what the stages need: a workflow worker loads no sandbox, grader or store."""
     workers = []
-    for stage in stages:
-        if stage == "workflows":
-            workers.append(workflow_worker(client, services.settings))
-        else:
+    if "workflows" in stages:
+        from workers.orchestration import workflow_worker
+
+        workers.append(workflow_worker(client))
+    others = [stage for stage in stages if stage != "workflows"]
+    if others:
+        from activities.services import Services
+        from workers.queues import activity_worker, queues
+
+        services = Services(settings)
+        for stage in others:
             workers += [activity_worker(client, queue) for queue in queues(stage, services)]
     return workers
 

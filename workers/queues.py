@@ -7,7 +7,6 @@ from typing import Any
 
 from temporalio.client import Client
 from temporalio.worker import PollerBehaviorAutoscaling, Worker
-from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
 from activities.boot_sandbox import BootSandbox
 from activities.capture_diff import CaptureDiff
@@ -19,23 +18,6 @@ from activities.runs import Runs
 from activities.services import Services
 from activities.sweep_sandboxes import SweepSandboxes
 from perdure.client import names
-from perdure.settings import Settings
-from workflows.group import RolloutGroupWorkflow
-from workflows.reaper import ReaperWorkflow
-from workflows.rollout import RolloutWorkflow
-from workflows.run import RunShardWorkflow, RunWorkflow
-
-STAGES = ("workflows", "boot", "agent", "grade", "io")
-
-WORKFLOWS: Sequence[type] = (
-    RolloutWorkflow,
-    RolloutGroupWorkflow,
-    RunWorkflow,
-    RunShardWorkflow,
-    ReaperWorkflow,
-)
-
-PASSTHROUGH = ("perdure", "activities", "workflows", "pydantic_settings", "structlog")
 
 # A spot notice gives 30 s or more; activities hand over at once, so this is only the last bound.
 GRACE = timedelta(seconds=10)
@@ -92,16 +74,4 @@ def activity_worker(client: Client, queue: Queue) -> Worker:
         # Unsent heartbeats die with a SIGKILL: send them soon.
         max_heartbeat_throttle_interval=timedelta(seconds=5),
         activity_task_poller_behavior=PollerBehaviorAutoscaling(minimum=1, initial=2, maximum=16),
-    )
-
-
-def workflow_worker(client: Client, settings: Settings) -> Worker:
-    restrictions = SandboxRestrictions.default.with_passthrough_modules(*PASSTHROUGH)
-    return Worker(
-        client,
-        task_queue=names.WORKFLOWS_QUEUE,
-        workflows=WORKFLOWS,
-        workflow_runner=SandboxedWorkflowRunner(restrictions=restrictions),
-        max_cached_workflows=2000,
-        workflow_task_poller_behavior=PollerBehaviorAutoscaling(minimum=2, initial=4, maximum=16),
     )

@@ -1,0 +1,108 @@
+"""Stand-ins for the activities, replaced by name, on a real server with the real workflows."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from temporalio import activity
+
+from activities.messages import (
+    AgentRun,
+    Attempt,
+    Booted,
+    Captured,
+    Ending,
+    GradedPatch,
+    Page,
+    PageRequest,
+    PreparedRun,
+    RunSummary,
+)
+from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutStatus, RunRequest
+
+
+class Stages:
+    """Stand-ins for the activities, replaced by name; each test overrides what it is about.
+
+    Every call is recorded as (activity, attempt number).
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.endings: list[Ending] = []
+        self.override: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+        self.instances: tuple[str, ...] = ()
+
+    async def _do(self, name: str, argument: Any, default: Any) -> Any:
+        self.calls.append((name, getattr(argument, "attempt", 0)))
+        if name in self.override:
+            return await self.override[name](argument)
+        return default
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+    @activity.defn(name="boot_sandbox")
+    async def boot(self, attempt: Attempt) -> Booted:
+        booted: Booted = await self._do("boot_sandbox", attempt, Booted(uri="file:///x"))
+        return booted
+
+    @activity.defn(name="run_agent")
+    async def run_agent(self, attempt: Attempt) -> AgentRun:
+        default = AgentRun(end=AgentEnd.FINISHED, turns=4, tokens=100, seconds=1.0)
+        run: AgentRun = await self._do("run_agent", attempt, default)
+        return run
+
+    @activity.defn(name="capture_diff")
+    async def capture(self, attempt: Attempt) -> Captured:
+        default = Captured(size=10, files=1, empty=False)
+        captured: Captured = await self._do("capture_diff", attempt, default)
+        return captured
+
+    @activity.defn(name="grade_in_fresh_sandbox")
+    async def grade(self, attempt: Attempt) -> GradedPatch:
+        default = GradedPatch(outcome=Outcome.RESOLVED, reward=1.0)
+        graded: GradedPatch = await self._do("grade_in_fresh_sandbox", attempt, default)
+        return graded
+
+    @activity.defn(name="emit_episode")
+    async def emit(self, ending: Ending) -> EpisodeRef:
+        self.endings.append(ending)
+        graded = ending.status is RolloutStatus.GRADED
+        default = EpisodeRef(
+            uri="file:///x/episode.json",
+            instance_id=ending.request.instance_id,
+            sample_index=ending.request.sample_index,
+            agent=ending.request.agent,
+            status=ending.status,
+            outcome=Outcome.RESOLVED if graded else None,
+            reward=1.0 if graded else None,
+            attempts=ending.attempts,
+            failure=ending.failure,
+        )
+        episode: EpisodeRef = await self._do("emit_episode", ending, default)
+        return episode
+
+    @activity.defn(name="destroy_sandbox")
+    async def destroy(self, attempt: Attempt) -> None:
+        await self._do("destroy_sandbox", attempt, None)
+
+    @activity.defn(name="prepare_run")
+    async def prepare(self, run: RunRequest) -> PreparedRun:
+        prepared: PreparedRun = await self._do(
+            "prepare_run", run, PreparedRun(total=len(self.instances), uri="file:///run")
+        )
+        return prepared
+
+    @activity.defn(name="load_page")
+    async def page(self, request: PageRequest) -> Page:
+        self.calls.append(("load_page", 0))
+        return Page(instances=self.instances[request.start : request.stop])
+
+    @activity.defn(name="finish_run")
+    async def finish(self, run: RunRequest) -> RunSummary:
+        summary: RunSummary = await self._do(
+            "finish_run",
+            run,
+            RunSummary(run_id=run.run_id, uri="file:///m", rollouts=len(self.endings)),
+        )
+        return summary

@@ -1,0 +1,213 @@
+"""RolloutGroupWorkflow and RunWorkflow on a real server."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from temporalio import activity
+from temporalio.client import Client, WorkflowFailureError
+from temporalio.exceptions import ApplicationError, CancelledError
+
+from activities.messages import AgentRun
+from perdure.client.api import Perdure
+from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RolloutStatus, RunRequest
+from tests.workflows.stages import Stages
+
+ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", heartbeat_timeout_s=2.0)
+
+
+class Gate:
+    """Agents that finish only when told to, and say when they have started."""
+
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+        self.most = 0
+        self.open = asyncio.Event()
+        self.changed = asyncio.Condition()
+
+    async def agent(self, attempt: Any) -> AgentRun:
+        name = f"{attempt.request.instance_id}#{attempt.request.sample_index}"
+        self.running.add(name)
+        self.most = max(self.most, len(self.running))
+        async with self.changed:
+            self.changed.notify_all()
+        try:
+            while not self.open.is_set():
+                activity.heartbeat()
+                await asyncio.wait([asyncio.ensure_future(self.open.wait())], timeout=0.2)
+        finally:
+            self.running.discard(name)
+        return AgentRun(end=AgentEnd.FINISHED)
+
+    async def until_running(self, n: int) -> None:
+        async with asyncio.timeout(30), self.changed:
+            await self.changed.wait_for(lambda: len(self.running) >= n)
+
+
+async def test_a_group_yields_every_episode_once(client: Client, stages: Stages) -> None:
+    """Four samples, four episodes with their own index, as they finish."""
+    group = await Perdure(client).start_group(GroupRequest(rollout=ROLLOUT, n_samples=4))
+
+    seen = [episode.sample_index async for episode in group.episodes()]
+
+    assert sorted(seen) == [0, 1, 2, 3]
+
+
+async def test_a_quorum_ends_the_group_and_cancels_stragglers(
+    client: Client, stages: Stages
+) -> None:
+    """Two of three graded are enough: the third is cancelled and still leaves an episode."""
+
+    async def slow_third(attempt: Any) -> AgentRun:
+        while attempt.request.sample_index == 2:
+            activity.heartbeat()
+            await asyncio.sleep(0.1)
+        return AgentRun(end=AgentEnd.FINISHED)
+
+    stages.override["run_agent"] = slow_third
+    group = await Perdure(client).start_group(GroupRequest(rollout=ROLLOUT, n_samples=3, quorum=2))
+
+    result = await group.result()
+
+    assert (result["graded"], result["quorum_met"]) == (2, True)
+    assert {e.request.sample_index: e.status for e in stages.endings}[2] is RolloutStatus.CANCELLED
+
+
+async def test_a_deadline_ends_the_group(client: Client, stages: Stages) -> None:
+    """Nobody finishes in time: the group ends anyway and says that its quorum was not met."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    group = await Perdure(client).start_group(
+        GroupRequest(rollout=ROLLOUT, n_samples=2, deadline_s=1.0)
+    )
+
+    result = await group.result()
+
+    assert (result["graded"], result["quorum_met"]) == (0, False)
+
+
+async def test_starting_a_group_twice_joins_it(client: Client, stages: Stages) -> None:
+    """A restarted trainer asks again for the same group: same workflow, no second rollout."""
+    request = GroupRequest(rollout=ROLLOUT, n_samples=2)
+    perdure = Perdure(client)
+    await (await perdure.start_group(request)).result()
+    again = await perdure.start_group(request)
+
+    episodes = [e async for e in again.episodes()]
+
+    assert (len(episodes), stages.names().count("run_agent")) == (2, 2)
+
+
+async def test_a_run_plays_everything_within_its_window(client: Client, stages: Stages) -> None:
+    """Six instances, two at a time at most, all done; resized to four, then four at once."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = tuple(f"toy/add-{k}" for k in range(6))
+    run = await Perdure(client).start_run(_run(concurrency=2))
+    await gate.until_running(2)
+    before = gate.most
+    await run.resize(4)
+    await gate.until_running(4)
+    gate.open.set()
+
+    summary = await run.result()
+
+    assert (before, gate.most, summary["rollouts"]) == (2, 4, 6)
+
+
+async def test_a_paused_run_starts_nothing_new(client: Client, stages: Stages) -> None:
+    """Paused: what runs goes on, nothing starts; resumed: the rest is played."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = tuple(f"toy/add-{k}" for k in range(3))
+    run = await Perdure(client).start_run(_run(concurrency=1))
+    await gate.until_running(1)
+    paused = await run.pause()
+    gate.open.set()
+    async with asyncio.timeout(30):
+        while (await run.progress()).done < 1:
+            await asyncio.sleep(0.05)
+    progress = await run.progress()
+    await run.resume()
+    summary = await run.result()
+
+    assert (paused.state, progress.started, summary["rollouts"]) == ("paused", 1, 3)
+
+
+async def test_a_failure_that_needs_a_person_pauses_the_run(client: Client, stages: Stages) -> None:
+    """One missing program must not fail thousands of rollouts: the run stops and says why."""
+
+    async def refuse(_: Any) -> Any:
+        raise ApplicationError("no bwrap", "sandbox", type="MissingDependency", non_retryable=True)
+
+    stages.override["boot_sandbox"] = refuse
+    stages.instances = tuple(f"toy/add-{k}" for k in range(5))
+    run = await Perdure(client).start_run(_run(concurrency=1))
+    async with asyncio.timeout(30):
+        while (progress := await run.progress()).state != "attention":
+            await asyncio.sleep(0.05)
+
+    assert (progress.attention, progress.started) == ("no bwrap", 1)
+
+
+async def test_cancelling_a_run_ends_it_with_a_manifest(client: Client, stages: Stages) -> None:
+    """Every rollout in flight leaves a cancelled episode, and the manifest is written."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-0", "toy/add-1", "toy/add-2")
+    run = await Perdure(client).start_run(_run(concurrency=2))
+    await gate.until_running(2)
+    await run.cancel()
+
+    with pytest.raises(WorkflowFailureError) as ended:
+        await run.result()
+
+    assert isinstance(ended.value.cause, CancelledError)
+    assert [e.status for e in stages.endings] == [RolloutStatus.CANCELLED] * 2
+    assert stages.names()[-1] == "finish_run"
+
+
+async def test_a_large_run_is_cut_into_shards(
+    client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More instances than one shard holds: every one is played exactly once, counts add up."""
+    monkeypatch.setattr("workflows.run.SHARD", 4)
+    stages.instances = tuple(f"toy/add-{k}" for k in range(10))
+    run = await Perdure(client).start_run(_run(concurrency=4))
+    await run.result()
+
+    played = sorted(e.request.instance_id for e in stages.endings)
+    shards = [w.id async for w in client.list_workflows("WorkflowType = 'RunShardWorkflow'")]
+    assert played == sorted(f"add-{k}" for k in range(10))
+    assert len(shards) == 3
+
+
+async def test_the_same_run_twice_joins(client: Client, stages: Stages) -> None:
+    """Starting a finished run again does no work and gives the same totals."""
+    stages.instances = ("toy/add-0",)
+    perdure = Perdure(client)
+    first = await (await perdure.start_run(_run())).result()
+    again = await (await perdure.start_run(_run())).result()
+
+    assert (first, stages.names().count("run_agent")) == (again, 1)
+
+
+async def test_a_run_refuses_a_wrong_rollout_field(client: Client, stages: Stages) -> None:
+    """A mistake inside `rollout` is named before the first instance is even listed."""
+    request = RunRequest(run_id="r1", instances=("toy/add-0",), rollout={"agnet": "nop"})
+    run = await Perdure(client).start_run(request)
+
+    with pytest.raises(WorkflowFailureError) as failed:
+        await run.result()
+
+    assert "agnet" in str(failed.value.cause)
+    assert stages.calls == []
+
+
+def _run(concurrency: int = 8) -> RunRequest:
+    return RunRequest(
+        run_id="r1",
+        dataset="toy",
+        concurrency=concurrency,
+        rollout={"agent": "nop", "heartbeat_timeout_s": 2.0},
+    )

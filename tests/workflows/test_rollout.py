@@ -1,0 +1,249 @@
+"""RolloutWorkflow on a real server: what it promises whatever the activities do."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
+from temporalio.exceptions import ApplicationError, CancelledError
+
+from activities.messages import AgentRun, Booted
+from perdure.client import names
+from perdure.client import search_attributes as attributes
+from perdure.types import AgentEnd, EpisodeRef, RolloutRequest, RolloutStatus
+from tests.workflows.stages import Stages
+
+REQUEST = {"run_id": "r1", "instance": "toy/add-1", "agent": "nop"}
+
+
+async def _start(client: Client, request: Any, **options: Any) -> WorkflowHandle[Any, EpisodeRef]:
+    return await client.start_workflow(
+        names.ROLLOUT,
+        request,
+        id="rollout/r1/add-1/0",
+        task_queue=names.WORKFLOWS_QUEUE,
+        result_type=EpisodeRef,
+        **options,
+    )
+
+
+async def test_a_good_rollout_runs_each_stage_once(client: Client, stages: Stages) -> None:
+    """Five stages in a line, nothing destroyed twice, a graded episode at the end."""
+    handle = await _start(client, REQUEST)
+
+    episode = await handle.result()
+
+    assert stages.names() == [
+        "boot_sandbox",
+        "run_agent",
+        "capture_diff",
+        "grade_in_fresh_sandbox",
+        "emit_episode",
+    ]
+    assert (episode.status, episode.reward) == (RolloutStatus.GRADED, 1.0)
+
+
+async def test_history_stays_within_its_budget(client: Client, stages: Stages) -> None:
+    """At most 60 events and 12 KB without failures, for a full request started as the SDK does."""
+    request = RolloutRequest(
+        run_id="r1", instance="toy/add-1", agent="nop", group_id="r1/add-1", policy_version=7
+    )
+    handle = await _start(
+        client,
+        request,
+        search_attributes=attributes.of_rollout(request),
+        static_summary="add-1 #0 · nop",
+    )
+    await handle.result()
+
+    history = await handle.fetch_history()
+    size = sum(event.ByteSize() for event in history.events)
+
+    assert (len(history.events) <= 60, size <= 12_000) == (True, True), (len(history.events), size)
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        ({**REQUEST, "agnet": "nop"}, "agnet"),
+        ({"run_id": "r1", "agent": "nop"}, "instance"),
+        ({**REQUEST, "limits": {"memory_mb": 1}}, "limits.memory_mb"),
+        ({**REQUEST, "max_attempts": "many"}, "max_attempts"),
+        ("toy/add-1", "instance"),
+    ],
+)
+async def test_a_wrong_field_is_refused_by_name(
+    client: Client, stages: Stages, request_: Any, named: str
+) -> None:
+    """A hand-written input with a mistake fails at once, naming the field; nothing boots."""
+    handle = await _start(client, request_)
+
+    with pytest.raises(WorkflowFailureError) as failed:
+        await handle.result()
+
+    cause = failed.value.cause
+    assert isinstance(cause, ApplicationError)
+    assert named in cause.message
+    assert stages.calls == []
+
+
+async def test_a_lost_sandbox_means_a_new_attempt(client: Client, stages: Stages) -> None:
+    """SandboxLost on attempt 1: destroyed, booted again as attempt 2, graded."""
+
+    async def lose_the_first(attempt: Any) -> AgentRun:
+        if attempt.attempt == 1:
+            raise ApplicationError("gone", "sandbox", type="SandboxLost", non_retryable=True)
+        return AgentRun(end=AgentEnd.FINISHED, turns=1)
+
+    stages.override["run_agent"] = lose_the_first
+    episode = await (await _start(client, REQUEST)).result()
+
+    assert [c for c in stages.calls if c[0] in ("boot_sandbox", "destroy_sandbox")] == [
+        ("boot_sandbox", 1),
+        ("destroy_sandbox", 1),
+        ("boot_sandbox", 2),
+    ]
+    assert (episode.status, episode.attempts) == (RolloutStatus.GRADED, 2)
+
+
+async def test_losing_every_sandbox_is_a_failed_episode(client: Client, stages: Stages) -> None:
+    """After max_attempts the workflow completes, as failed at the sandbox boundary, reward none."""
+
+    async def lose(_: Any) -> AgentRun:
+        raise ApplicationError("gone", "sandbox", type="SandboxLost", non_retryable=True)
+
+    stages.override["run_agent"] = lose
+    episode = await (await _start(client, {**REQUEST, "max_attempts": 2})).result()
+
+    assert episode.failure is not None
+    assert (episode.status, episode.reward, episode.failure.boundary.value) == (
+        RolloutStatus.FAILED,
+        None,
+        "sandbox",
+    )
+
+
+async def test_an_eviction_burns_no_attempt(client: Client, stages: Stages) -> None:
+    """A worker told to stop hands over: the same attempt goes on, and the episode counts it."""
+    evictions = 2
+
+    async def evict(_: Any) -> AgentRun:
+        nonlocal evictions
+        if evictions:
+            evictions -= 1
+            raise ApplicationError("stop", type="WorkerEvicted", non_retryable=True)
+        return AgentRun(end=AgentEnd.FINISHED)
+
+    stages.override["run_agent"] = evict
+    episode = await (await _start(client, REQUEST)).result()
+
+    assert (episode.attempts, stages.endings[0].evictions) == (1, 2)
+
+
+async def test_an_agent_that_never_called_the_model_has_no_reward(
+    client: Client, stages: Stages
+) -> None:
+    """No model call is a failure at the agent boundary, not a zero; nothing is graded."""
+
+    async def silent(_: Any) -> AgentRun:
+        return AgentRun(end=AgentEnd.NEVER_CALLED_MODEL, detail="exited 1")
+
+    stages.override["run_agent"] = silent
+    episode = await (await _start(client, REQUEST)).result()
+
+    assert episode.failure is not None
+    assert (episode.reward, episode.failure.boundary.value) == (None, "agent")
+    assert "grade_in_fresh_sandbox" not in stages.names()
+
+
+async def test_bad_configuration_ends_the_rollout_without_retries(
+    client: Client, stages: Stages
+) -> None:
+    """What a person must cure is reported once, at its boundary."""
+
+    async def refuse(_: Any) -> Booted:
+        raise ApplicationError("no bwrap", "sandbox", type="MissingDependency", non_retryable=True)
+
+    stages.override["boot_sandbox"] = refuse
+    episode = await (await _start(client, REQUEST)).result()
+
+    assert episode.failure is not None
+    assert (episode.failure.type, stages.names().count("boot_sandbox")) == ("MissingDependency", 1)
+
+
+async def test_cancel_still_leaves_an_episode(client: Client, stages: Stages) -> None:
+    """Cancelled while the agent runs: sandbox destroyed, episode emitted as cancelled."""
+    running = asyncio.Event()
+
+    async def forever(_: Any) -> AgentRun:
+        from temporalio import activity
+
+        running.set()
+        while True:
+            activity.heartbeat()
+            await asyncio.sleep(0.1)
+
+    stages.override["run_agent"] = forever
+    handle = await _start(client, {**REQUEST, "heartbeat_timeout_s": 2})
+    await asyncio.wait_for(running.wait(), 30)
+    await handle.cancel()
+
+    with pytest.raises(WorkflowFailureError) as ended:
+        await handle.result()
+
+    assert isinstance(ended.value.cause, CancelledError)
+    assert stages.names()[-2:] == ["destroy_sandbox", "emit_episode"]
+    assert stages.endings[0].status is RolloutStatus.CANCELLED
+
+
+async def test_a_finished_rollout_is_not_done_again(client: Client, stages: Stages) -> None:
+    """The episode in the store answers: no agent, no grading, no second episode."""
+    done = EpisodeRef(
+        uri="file:///old", instance_id="add-1", sample_index=0, agent="nop",
+        status=RolloutStatus.GRADED, reward=1.0,
+    )  # fmt: skip
+
+    async def finished(_: Any) -> Booted:
+        return Booted(done=done)
+
+    stages.override["boot_sandbox"] = finished
+    episode = await (await _start(client, REQUEST)).result()
+
+    assert (episode.uri, stages.names()) == ("file:///old", ["boot_sandbox"])
+
+
+async def test_expired_before_boot_ends_as_expired(client: Client, stages: Stages) -> None:
+    """Queue time past `expires_at`: no sandbox, an episode that says so."""
+
+    async def expired(_: Any) -> Booted:
+        return Booted(expired=True)
+
+    stages.override["boot_sandbox"] = expired
+    episode = await (await _start(client, REQUEST)).result()
+
+    assert (episode.status, stages.names()) == (
+        RolloutStatus.EXPIRED,
+        ["boot_sandbox", "emit_episode"],
+    )
+
+
+async def test_stages_follow_the_sandbox_to_its_host(client: Client, stages: Stages) -> None:
+    """A sandbox that is a process of host-1 is watched by host-1's own workers."""
+
+    async def here(_: Any) -> Booted:
+        return Booted(host="host-1")
+
+    stages.override["boot_sandbox"] = here
+    handle = await _start(client, REQUEST)
+    await handle.result()
+
+    scheduled = {
+        event.activity_task_scheduled_event_attributes.activity_type.name:
+        event.activity_task_scheduled_event_attributes.task_queue.name
+        for event in (await handle.fetch_history()).events
+        if event.HasField("activity_task_scheduled_event_attributes")
+    }  # fmt: skip
+    assert (scheduled["run_agent"], scheduled["capture_diff"]) == (
+        names.host_queue("host-1"),
+        names.host_queue("host-1"),
+    )

@@ -1,0 +1,35 @@
+"""The worker of the workflow queue: decides, does no I/O, imports no provider."""
+
+from collections.abc import Sequence
+
+from temporalio.client import Client
+from temporalio.worker import PollerBehaviorAutoscaling, Worker
+from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
+
+from perdure.client import names
+from workflows.group import RolloutGroupWorkflow
+from workflows.reaper import ReaperWorkflow
+from workflows.rollout import RolloutWorkflow
+from workflows.run import RunShardWorkflow, RunWorkflow
+
+WORKFLOWS: Sequence[type] = (
+    RolloutWorkflow,
+    RolloutGroupWorkflow,
+    RunWorkflow,
+    RunShardWorkflow,
+    ReaperWorkflow,
+)
+
+PASSTHROUGH = ("perdure", "activities", "workflows", "pydantic_settings", "structlog")
+
+
+def workflow_worker(client: Client) -> Worker:
+    restrictions = SandboxRestrictions.default.with_passthrough_modules(*PASSTHROUGH)
+    return Worker(
+        client,
+        task_queue=names.WORKFLOWS_QUEUE,
+        workflows=WORKFLOWS,
+        workflow_runner=SandboxedWorkflowRunner(restrictions=restrictions),
+        max_cached_workflows=2000,
+        workflow_task_poller_behavior=PollerBehaviorAutoscaling(minimum=2, initial=4, maximum=16),
+    )
