@@ -66,6 +66,8 @@ class Settings(BaseSettings):
     """A sandbox nobody heartbeats for this long is killed by its provider or the reaper."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Prometheus port of a process; 0 = none."""
+    metrics_host: str = "127.0.0.1"
+    """Address that port listens on; `0.0.0.0` in a container."""
     log_json: bool = True
     """Log one JSON object a line; False prints for people."""
 

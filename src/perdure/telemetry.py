@@ -1,0 +1,167 @@
+"""What a process says about itself: structured log lines, metrics, Temporal's own runtime.
+
+Owns names and set-up. Everything logs to stderr, so that stdout stays a command's answer; the SDK
+is imported only where a runtime is asked for.
+"""
+
+import logging
+import sys
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import structlog
+
+from perdure.settings import Settings
+
+if TYPE_CHECKING:
+    from temporalio.common import MetricMeter
+    from temporalio.runtime import Runtime
+
+SECONDS = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0]
+
+
+class Metric(NamedTuple):
+    """One thing a worker counts. The gateway's own are in `perdure.gateway.metrics`."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    help: str
+
+
+METRICS = {
+    "perdure_stage_seconds": Metric("histogram", "s", "Time in a stage, by stage and outcome."),
+    "perdure_queue_seconds": Metric("histogram", "s", "Wait for a free slot, by stage."),
+    "perdure_attempts": Metric("counter", "", "Stages that did not succeed, by cause."),
+    "perdure_rollouts": Metric("counter", "", "Finished rollouts, by agent, status and outcome."),
+    "perdure_tokens": Metric("counter", "", "Sampled tokens of finished rollouts, by agent."),
+    "perdure_sandboxes_alive": Metric("gauge", "", "Live sandboxes of this host, by provider."),
+    "perdure_environment_ms": Metric("counter", "ms", "Agent time outside model calls."),
+    "perdure_model_ms": Metric("counter", "ms", "Agent time inside model calls."),
+}
+"""Environment over model time sets how many agents one engine can feed (document 001)."""
+
+
+class Metrics:
+    """Counts into Temporal's meter: one port serves its metrics and ours. Without one, nothing."""
+
+    def __init__(self) -> None:
+        self._instruments: dict[str, Any] = {}
+
+    def use(self, meter: "MetricMeter") -> None:
+        """Count into `meter` from now on."""
+        make = {
+            "counter": meter.create_counter,
+            "gauge": meter.create_gauge,
+            "histogram": meter.create_histogram_float,
+        }
+        self._instruments = {
+            name: make[metric.kind](name, metric.help, metric.unit)
+            for name, metric in METRICS.items()
+        }
+
+    def stage(self, stage: str, seconds: float, queued_s: float, cause: str = "") -> None:
+        """One stage is over. `cause`: why it did not succeed; empty = it did."""
+        outcome = "failed" if cause else "ok"
+        self._call("perdure_stage_seconds", seconds, stage=stage, outcome=outcome)
+        self._call("perdure_queue_seconds", max(queued_s, 0.0), stage=stage)
+        if cause:
+            self._call("perdure_attempts", 1, stage=stage, cause=cause)
+
+    def rollout(self, agent: str, status: str, outcome: str, tokens: int) -> None:
+        """A rollout has its episode."""
+        self._call("perdure_rollouts", 1, agent=agent, status=status, outcome=outcome)
+        self._call("perdure_tokens", tokens, agent=agent)
+
+    def agent_time(self, total_s: float, model_s: float) -> None:
+        """An agent ran for `total_s` seconds, `model_s` of them inside model calls."""
+        self._call("perdure_environment_ms", round(max(total_s - model_s, 0.0) * 1000))
+        self._call("perdure_model_ms", round(model_s * 1000))
+
+    def sandboxes_alive(self, provider: str, count: int) -> None:
+        self._call("perdure_sandboxes_alive", count, provider=provider)
+
+    def _call(self, name: str, value: float, **labels: str) -> None:
+        verb = {"counter": "add", "gauge": "set", "histogram": "record"}[METRICS[name].kind]
+        if instrument := self._instruments.get(name):
+            getattr(instrument, verb)(value, labels)
+
+
+metrics = Metrics()
+"""The process's own; `temporal_runtime` puts a meter behind it."""
+
+
+def temporal_runtime(settings: Settings) -> "Runtime":
+    """The SDK's runtime: its logs join ours, its metrics share `metrics_port` with ours.
+
+    One per process, made before the first client; otherwise the SDK logs to stdout.
+    """
+    from temporalio import activity, workflow
+    from temporalio.runtime import (
+        LogForwardingConfig,
+        LoggingConfig,
+        PrometheusConfig,
+        TelemetryConfig,
+        TelemetryFilter,
+    )
+    from temporalio.runtime import Runtime as TemporalRuntime
+
+    # The context is in the record's fields already; in the message it would stand twice.
+    workflow.logger.workflow_info_on_message = False
+    activity.logger.activity_info_on_message = False
+    log_config = LoggingConfig(
+        filter=TelemetryFilter(core_level="WARN", other_level="ERROR"),
+        forwarding=LogForwardingConfig(logger=logging.getLogger("temporal.core")),
+    )
+    prometheus = None
+    if settings.metrics_port:
+        prometheus = PrometheusConfig(
+            bind_address=f"{settings.metrics_host}:{settings.metrics_port}",
+            counters_total_suffix=True,
+            durations_as_seconds=True,
+            histogram_bucket_overrides={
+                name: SECONDS for name, metric in METRICS.items() if metric.kind == "histogram"
+            },
+        )
+    runtime = TemporalRuntime(telemetry=TelemetryConfig(logging=log_config, metrics=prometheus))
+    if prometheus is not None:
+        metrics.use(runtime.metric_meter)
+    return runtime
+
+
+def configure_logging(settings: Settings, process: str) -> None:
+    """Send structlog's and the standard library's records to stderr, one line each."""
+    renderer: Any = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    if settings.log_json:
+        renderer = structlog.processors.JSONRenderer()
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+        structlog.processors.format_exc_info,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
+    # Libraries that tell of every request would drown what happens to rollouts.
+    for noisy in ("httpx", "httpcore", "botocore", "urllib3", "uvicorn.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    structlog.contextvars.bind_contextvars(process=process)
+
+
+def bind(run: str, rollout: str, attempt: int) -> AbstractContextManager[None]:
+    """Every line logged inside the block says which rollout it is about."""
+    return structlog.contextvars.bound_contextvars(run=run, rollout=rollout, attempt=attempt)
