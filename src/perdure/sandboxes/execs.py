@@ -1,0 +1,166 @@
+"""The durable record of one command: one folder on the host, outside the sandbox's reach.
+
+Written by `Sandbox.start` (spec.json, run, in, token) and by keeper.sh (pid, cause, rc).
+
+    no folder                   never started
+    rc ends in a newline        over: exited or killed, as the kernel told the keeper
+    pid names a live process    running
+    neither                     lost
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+from uuid import uuid4
+
+from perdure.errors import ConfigurationError
+from perdure.sandboxes.base import ExecState, ExecStatus, KillCause
+from perdure.sandboxes.process import ProcessId, is_alive, read_process_id
+
+EXEC_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+LAUNCH_GRACE_S = 10.0
+"""A command whose keeper has not picked it up after this long never will."""
+
+_EXITED = re.compile(r"\b(?:Done|Exit) ?(?:\((\d+)\)|(\d+))?")
+_FACT = re.compile(r" (oom|holder)=(\w+)")
+_SIGNALS = {text: s.value for s in signal.Signals if (text := signal.strsignal(s))}
+
+
+@dataclass(frozen=True)
+class ExecRecord:
+    """Reads and writes one exec folder."""
+
+    path: Path
+
+    @property
+    def exists(self) -> bool:
+        return self.path.is_dir()
+
+    def prepare(self, argv: Sequence[str], run: bytes, token: str, stdin: bytes | None) -> None:
+        """Make the folder at once and whole; a known exec id must carry the same argv.
+
+        Raises: ConfigurationError when it does not.
+        """
+        digest = argv_digest(argv)
+        draft = self.path.with_name(f".{uuid4().hex}")
+        draft.mkdir(mode=0o700)
+        (draft / "spec.json").write_text(json.dumps({"argv_sha256": digest}))
+        (draft / "run").write_bytes(run)
+        (draft / "token").write_text(f"{token}\n")
+        for name, data in (("in", stdin or b""), ("out", b""), ("err", b"")):
+            (draft / name).write_bytes(data)
+        try:
+            draft.rename(self.path)
+        except OSError:
+            shutil.rmtree(draft, ignore_errors=True)
+            self.check_same(argv)
+
+    def check_same(self, argv: Sequence[str]) -> None:
+        known = json.loads((self.path / "spec.json").read_text())["argv_sha256"]
+        if known != argv_digest(argv):
+            raise ConfigurationError(
+                f"exec_id {self.path.name!r} was started with another argv; use a new exec_id"
+            )
+
+    @property
+    def process(self) -> ProcessId | None:
+        """The keeper's process that waits for the command and outlives it by its report."""
+        return read_process_id(self.path / "pid")
+
+    @property
+    def group(self) -> Path | None:
+        """The command's own cgroup, where there is one."""
+        fields = (self.path / "pid").read_text().split()
+        return Path(fields[2]) if fields[2] != "-" else None
+
+    @property
+    def token(self) -> str:
+        return (self.path / "token").read_text().strip()
+
+    def claim_cause(self, cause: KillCause) -> None:
+        """Say why it will be killed; the first cause stays."""
+        with contextlib.suppress(FileExistsError), open(self.path / "cause", "x") as file:
+            file.write(f"{cause}\n")
+
+    def longest_output(self) -> int:
+        """Bytes."""
+        return max(os.stat(self.path / name).st_size for name in ("out", "err"))
+
+    def truncate(self, size: int) -> None:
+        for name in ("out", "err"):
+            if os.stat(self.path / name).st_size > size:
+                os.truncate(self.path / name, size)
+
+    def status(self) -> ExecStatus:
+        if (over := self._over()) is not None:
+            return over
+        if not (self.path / "pid").exists() and not self._abandoned():
+            return ExecStatus(ExecState.RUNNING)
+        if is_alive(self.process):
+            return ExecStatus(ExecState.RUNNING)
+        return self._over() or ExecStatus(ExecState.LOST)  # it may have ended in between
+
+    def _abandoned(self) -> bool:
+        """True once we have taken the guard ourselves, so that nobody can run it any more."""
+        if time.time() - self.path.stat().st_mtime < LAUNCH_GRACE_S:
+            return False
+        try:
+            with open(self.path / "pid", "x") as file:
+                file.write("0 0 - 0\n")
+        except FileExistsError:
+            return False
+        return True
+
+    def _over(self) -> ExecStatus | None:
+        try:
+            text = (self.path / "rc").read_text()
+        except FileNotFoundError:
+            return None
+        if not text.endswith("\n"):
+            return None
+        seconds = (self.path / "rc").stat().st_mtime - (self.path / "pid").stat().st_mtime
+        return self._verdict(text, max(0.0, seconds))
+
+    def _verdict(self, text: str, seconds: float) -> ExecStatus:
+        facts = dict(_FACT.findall(text))
+        ooms_before = int((self.path / "pid").read_text().split()[3])
+        oom = int(facts.get("oom", 0)) > ooms_before
+        exited = _EXITED.search(text)
+        code = int(exited[1] or exited[2] or 0) if exited else None
+        claimed = self._claimed_cause()
+        # a shell reports its child's death by oom as its own exit code; too much output is
+        # cut off, however the command then ended
+        hidden = (oom and code == 128 + signal.SIGKILL) or claimed == "output"
+        if code is not None and not hidden:
+            return ExecStatus(ExecState.EXITED, code=code, seconds=seconds)
+        signum = next((n for name, n in _SIGNALS.items() if name in text), None)
+        if code is not None:
+            signum = signal.SIGKILL
+        cause = claimed or self._cause(signum, oom, facts)
+        return ExecStatus(ExecState.KILLED, cause=cause, signal=signum, seconds=seconds)
+
+    def _claimed_cause(self) -> KillCause | None:
+        try:
+            return cast(KillCause, (self.path / "cause").read_text().strip())
+        except FileNotFoundError:
+            return None
+
+    def _cause(self, signum: int | None, oom: bool, facts: dict[str, str]) -> KillCause:
+        if facts.get("holder") == "gone":
+            return "sandbox"
+        if oom and signum == signal.SIGKILL:
+            return "oom"
+        return "output" if signum == signal.SIGXFSZ else "signal"
+
+
+def argv_digest(argv: Sequence[str]) -> str:
+    return hashlib.sha256(b"\0".join(map(os.fsencode, argv))).hexdigest()

@@ -1,0 +1,145 @@
+"""The `local` provider: no isolation at all, for people who cannot install bubblewrap.
+
+Commands run as you, on your files, with your network. The workdir and the mount targets of the
+spec are replaced by their host paths wherever they stand in argv, env, cwd and file paths.
+"""
+
+import asyncio
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import structlog
+
+from perdure.errors import ConfigurationError, MissingDependency
+from perdure.sandboxes import cgroups
+from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.box import Box, BoxMeta
+from perdure.sandboxes.files import read_file, write_file
+from perdure.sandboxes.host import (
+    SYSTEM_PATH,
+    HostProvider,
+    HostSandbox,
+    command_in,
+    gateway_command,
+    program,
+    start_keeper,
+)
+from perdure.types import Limits
+
+log = structlog.get_logger()
+
+
+class LocalSandbox(HostSandbox):
+    """A folder and a keeper. `workdir` is the real folder, not the path that the spec names."""
+
+    @cached_property
+    def _named(self) -> re.Pattern[str]:
+        longest_first = sorted(self.meta.paths, key=len, reverse=True)
+        return re.compile(
+            rf"(?<![\w./~-])({'|'.join(map(re.escape, longest_first))})(?![\w.-])", re.ASCII
+        )
+
+    def _real(self, text: str) -> str:
+        return self._named.sub(lambda match: self.meta.paths[match[1]], text)
+
+    def _command(self, argv: Sequence[str], cwd: str | None) -> list[str]:
+        folder = str(self._host_path(cwd or "."))
+        return command_in(folder, [self._real(part) for part in argv], self.enforced)
+
+    def _environment(self, env: Mapping[str, str]) -> Mapping[str, str]:
+        return {name: self._real(value) for name, value in env.items()}
+
+    def _host_path(self, path: str) -> Path:
+        return Path(self.workdir) / self._real(path)
+
+    async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
+        self._check_alive()
+        await asyncio.to_thread(write_file, Path("/"), str(self._host_path(path)), data, mode)
+
+    async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
+        self._check_alive()
+        return await asyncio.to_thread(
+            read_file, Path("/"), str(self._host_path(path)), offset, limit
+        )
+
+
+class LocalProvider(HostProvider):
+    """Copies the tree into a folder and runs there. For trusted agents on your own machine."""
+
+    name = "local"
+    isolated = False
+
+    def check(self) -> Sequence[str]:
+        missing = []
+        for name in ("env", "prlimit", "setsid"):
+            try:
+                program(name)
+            except MissingDependency as error:
+                missing.append(str(error))
+        return missing
+
+    async def _boot(self, spec: SandboxSpec, box: Box) -> LocalSandbox:
+        log.warning(
+            "sandbox without isolation: agent code runs as you, with your files and network",
+            provider=self.name,
+            identity=box.identity,
+        )
+        plan = cgroups.plan(box.identity, spec.limits)
+        meta = self._meta(
+            spec,
+            box,
+            plan,
+            workdir=str(box.path / "tree"),
+            env={**_environment(box), **spec.env},
+            enforced=_enforced(plan, spec.limits),
+            paths=_paths(spec, box),
+        )
+        gateway = {"gateway": gateway_command(0, spec.gateway)} if spec.gateway else {}
+        box.lay_out(meta, spec.ttl_s, gateway)
+        for name in ("home", "tmp"):
+            (box.path / name).mkdir()
+        await asyncio.to_thread(_copy_tree, spec.tree, box.path / "tree")
+        await start_keeper(box, plan, boot=None)
+        return self._handle(box, meta)
+
+    def _handle(self, box: Box, meta: BoxMeta) -> LocalSandbox:
+        return LocalSandbox(box, meta)
+
+
+def _environment(box: Box) -> Mapping[str, str]:
+    return {
+        "HOME": str(box.path / "home"),
+        "LANG": "C.UTF-8",
+        "PATH": SYSTEM_PATH,
+        "TMPDIR": str(box.path / "tmp"),
+    }
+
+
+def _paths(spec: SandboxSpec, box: Box) -> dict[str, str]:
+    paths = {spec.workdir: str(box.path / "tree")}
+    for mount in spec.mounts:
+        if not mount.source.exists():
+            raise ConfigurationError(f"mount source {str(mount.source)!r} does not exist")
+        paths[mount.target] = str(mount.source)
+    return paths
+
+
+def _enforced(plan: cgroups.Plan, limits: Limits) -> Mapping[str, str]:
+    fallback = {
+        "memory": f"prlimit --data={limits.memory_mb << 20}",
+        "pids": "none",
+        "cpu": "none",
+        "disk": "none",
+        "output": "watched",
+    }
+    return {**fallback, **plan.enforced}
+
+
+def _copy_tree(tree: Path | None, target: Path) -> None:
+    if tree is None:
+        target.mkdir()
+    else:
+        shutil.copytree(tree, target, symlinks=True)
