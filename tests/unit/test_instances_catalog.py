@@ -1,0 +1,64 @@
+"""Instances are found again as they were kept, and a wrong name says what comes close."""
+
+from pathlib import Path
+
+import pytest
+
+from perdure.errors import ConfigurationError, NotFound
+from perdure.instances import catalog
+from perdure.storage.local import LocalStore
+from perdure.types import Grading, Instance, Source, SourceKind
+
+INSTANCE = Instance(
+    instance_id="click-8.1.3",
+    dataset="first-steps",
+    problem_statement="Fix it.",
+    source=Source(kind=SourceKind.IMAGE),
+    gold_patch=b"+a\r\n",
+    grading=Grading(test_patch=b"+caf\xe9\r\n", fail_to_pass=("tests/t.py::a[x y]",)),
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+async def test_what_is_saved_is_loaded(store: LocalStore) -> None:
+    """An instance survives the store byte for byte: CRLF and bytes that are not UTF-8 too."""
+    await catalog.save(store, INSTANCE)
+
+    assert await catalog.load(store, "first-steps/click-8.1.3") == INSTANCE
+
+
+async def test_refs_are_the_datasets_own(store: LocalStore) -> None:
+    """A dataset lists its own instances, in order, and no other's."""
+    for dataset, instance_id in [("d", "b"), ("d", "a"), ("d2", "c")]:
+        changed = {"dataset": dataset, "instance_id": instance_id}
+        await catalog.save(store, INSTANCE.model_copy(update=changed))
+
+    assert await catalog.refs(store, "d") == ["d/a", "d/b"]
+
+
+async def test_misspelt_instance_names_the_right_one(store: LocalStore) -> None:
+    """A typing error is answered with what was probably meant, and how instances are added."""
+    await catalog.save(store, INSTANCE)
+
+    with pytest.raises(
+        NotFound, match=r"'first-steps/clik-8\.1\.3'.*first-steps/click-8\.1\.3.*perdure"
+    ):
+        await catalog.load(store, "first-steps/clik-8.1.3")
+
+
+async def test_unknown_dataset_names_the_known_ones(store: LocalStore) -> None:
+    """Asking for a dataset that is not there lists those that are."""
+    await catalog.save(store, INSTANCE)
+
+    with pytest.raises(NotFound, match=r"no dataset 'other' \(first-steps\)"):
+        await catalog.load(store, "other/x")
+
+
+async def test_reference_of_another_form_is_refused(store: LocalStore) -> None:
+    """A bare instance id is told the form a reference has."""
+    with pytest.raises(ConfigurationError, match="<dataset>/<instance_id>"):
+        await catalog.load(store, "click-8.1.3")

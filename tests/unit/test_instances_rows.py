@@ -1,0 +1,232 @@
+"""Every public row format becomes an instance, or one line naming row, field and fix."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.errors import InstanceError
+from perdure.instances import catalog
+from perdure.instances.rows import dataset_name, import_rows, to_instance
+from perdure.storage.local import LocalStore
+from perdure.types import Instance, SourceKind
+
+TASKS = Path(__file__).parents[2].parent / "shared" / "data" / "tasks"
+PATCH = "diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-a\r\n+b\r\n"
+ROW: dict[str, Any] = {
+    "instance_id": "psf__requests-1",
+    "repo": "psf/requests",
+    "problem_statement": "It breaks.",
+    "patch": PATCH,
+    "test_patch": PATCH,
+    "FAIL_TO_PASS": ["tests/t.py::a"],
+    "PASS_TO_PASS": [],
+    "source": {"kind": "pypi-sdist", "requirement": "requests==2.27.0", "fetch": "ignored"},
+    "python": "3.11",
+    "install": ["uv venv $VENV", "uv pip install -e ."],
+    "env": {"A": "1"},
+    "test_cmd": "pytest -rA tests/t.py",
+}
+SLIME: dict[str, Any] = {
+    "prompt": "Fix the thing.",
+    "label": "thing 1",
+    "metadata": {"image": "img:1", "workdir": "/workspace/thing", "eval_cmd": "pytest -x tests"},
+}
+
+
+def read(row: dict[str, Any], **changes: Any) -> Instance:
+    return to_instance({**row, **changes}, "d", 17)
+
+
+def test_sdist_row() -> None:
+    """A row with a source keeps all that its tree and environment need."""
+    instance = read(ROW)
+
+    assert instance.source.requirement == "requests==2.27.0"
+    assert instance.environment.install == ("uv venv $VENV", "uv pip install -e .")
+    assert instance.environment.env == {"A": "1"}
+    assert instance.environment.image is None
+    assert instance.grading.test_cmd == "pytest -rA tests/t.py"
+    assert instance.data_source == "swebench"
+
+
+def test_patches_keep_crlf() -> None:
+    """A patch's bytes are the row's: CR LF stays CR LF."""
+    instance = read(ROW)
+
+    assert instance.gold_patch == instance.grading.test_patch == PATCH.encode()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [["t::a[x, 'y']", "t::b"], '["t::a[x, \'y\']", "t::b"]', "[\"t::a[x, 'y']\", 't::b']"],
+    ids=["list", "JSON", "Python literal"],
+)
+def test_lists_in_every_form(form: Any) -> None:
+    """Test lists are the same whether given as a list, as JSON text or as a Python literal."""
+    assert read(ROW, FAIL_TO_PASS=form).grading.fail_to_pass == ("t::a[x, 'y']", "t::b")
+
+
+def test_test_command_out_of_eval_script() -> None:
+    """Without test_cmd, the command between eval_script's markers is taken, in its environment."""
+    script = (
+        "#!/bin/bash\nset -uxo pipefail\nsource /opt/miniconda3/bin/activate\nconda activate testbed\n"
+        ": '>>>>> Start Test Output'\nA='x' pytest -rA t.py\nSWEBENCH_TEST_EXIT_CODE=$?\n"
+        ": '>>>>> End Test Output'\ngit checkout x\n"
+    )
+    command = read(ROW, test_cmd=None, eval_script=script).grading.test_cmd
+
+    assert command == (
+        "source /opt/miniconda3/bin/activate && conda activate testbed && A='x' pytest -rA t.py"
+    )
+
+
+def test_plain_swebench_row_uses_the_published_image() -> None:
+    """A row without a source has its tree in the image that SWE-bench publishes for its id."""
+    instance = read(ROW, source=None, version="2.27")
+
+    assert instance.source.kind is SourceKind.IMAGE
+    assert instance.environment.image == (
+        "docker.io/swebench/sweb.eval.x86_64.psf_1776_requests-1:latest"
+    )
+
+
+def test_data_source_is_kept_for_routing() -> None:
+    """The row's own data_source is what graders are routed by."""
+    assert read(ROW, data_source="my-company").data_source == "my-company"
+
+
+def test_slime_row() -> None:
+    """slime's metadata becomes image, workdir and an exit-code grader; prompt is the fallback text."""
+    instance = read(SLIME)
+
+    assert instance.instance_id == "thing-1"
+    assert instance.problem_statement == "Fix the thing."
+    assert (instance.environment.image, instance.environment.workdir) == (
+        "img:1",
+        "/workspace/thing",
+    )
+    assert (instance.grading.protocol, instance.grading.eval_cmd) == ("eval_cmd", "pytest -x tests")
+
+
+def test_slime_flat_fields_win() -> None:
+    """What stands in metadata itself beats remote_env_info; commands cut at literal line ends."""
+    remote = {"image_url": "other:2", "image": "other:1", "pre_commands": "git a\\ngit b"}
+    instance = read(SLIME, metadata={**SLIME["metadata"], "remote_env_info": remote})
+
+    assert instance.environment.image == "img:1"
+    assert instance.grading.pre_commands == ("git a", "git b")
+
+
+@pytest.mark.parametrize("script", ["import sys\nsys.exit(0)\n", "print('caf\u00e9')\r\nx = 1"])
+def test_slime_script_becomes_a_hidden_file(tmp_path: Path, script: str) -> None:
+    """remote_env_info.f2p_script arrives as a file of exactly its bytes, run by eval_cmd."""
+    metadata = {"image": "i", "remote_env_info": {"f2p_script": script}}
+    grading = read(SLIME, metadata=metadata).grading
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "apply"], cwd=tmp_path, input=grading.test_patch, check=True)
+
+    assert grading.eval_cmd == "python test_fail_to_pass.py"
+    assert (tmp_path / "test_fail_to_pass.py").read_bytes() == script.encode()
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "field", "fix"),
+    [
+        (ROW, {"patch": ""}, "lacks `patch`", "unified diff"),
+        (ROW, {"instance_id": None}, "lacks `instance_id`", "its own"),
+        (ROW, {"instance_id": "a b"}, "bad `instance_id`", "pattern"),
+        (ROW, {"problem_statement": " "}, "lacks `problem_statement`", "agent is given"),
+        (ROW, {"FAIL_TO_PASS": "[]"}, "lacks `FAIL_TO_PASS`", "list the tests"),
+        (ROW, {"FAIL_TO_PASS": "t::a"}, "bad `FAIL_TO_PASS`", "give a list"),
+        (ROW, {"PASS_TO_PASS": "__import__('os')"}, "bad `PASS_TO_PASS`", "give a list"),
+        (ROW, {"test_cmd": ""}, "lacks `test_cmd`", "`eval_script`"),
+        (ROW, {"test_cmd": "", "eval_script": "x"}, "bad `eval_script`", "give `test_cmd`"),
+        (ROW, {"source": None, "version": None}, "lacks `source`", "`image`"),
+        (ROW, {"source": {"kind": "ftp"}}, "bad `source.kind`", "pypi-sdist"),
+        (ROW, {"source": {"kind": "blob"}}, "lacks `source.key`", "needs it"),
+        (ROW, {"env": "x"}, "bad `env`", "object"),
+        (ROW, {"eval_type": "maybe"}, "bad `eval_type`", "fail_only"),
+        (ROW, {"patch": 3}, "bad `patch`", "not a string"),
+        (ROW, {"before_repo_set_cmd": "git"}, "SWE-bench Pro", "not built yet"),
+        (ROW, {"repo": "swesmith/x"}, "SWE-smith", "not built yet"),
+        (SLIME, {"metadata": {"image": "i", "swepro": {"a": 1}}}, "`metadata.swepro`", "eval_cmd"),
+        (SLIME, {"metadata": {"image": "i"}}, "lacks `metadata.eval_cmd`", "exit code 0"),
+        (SLIME, {"metadata": {"image": "i", "test_patch": "x"}}, "`test_patch`", "mismatch"),
+        (SLIME, {"metadata": {"eval_cmd": "x"}}, "lacks `source`", "`image`"),
+        (SLIME, {"label": ""}, "lacks `label`", "metadata.instance_id"),
+    ],
+)
+def test_error_names_row_field_and_fix(
+    row: dict[str, Any], changes: dict[str, Any], field: str, fix: str
+) -> None:
+    """Whatever is wrong with a row is one line with its number, the field and what to do."""
+    with pytest.raises(InstanceError) as caught:
+        read(row, **changes)
+    message = str(caught.value)
+
+    assert message.startswith("row 17")
+    assert field in message
+    assert fix in message
+    assert "\n" not in message
+
+
+async def test_import_reports_every_bad_row(tmp_path: Path) -> None:
+    """Good rows are kept, each bad one is reported, and the caller's own check counts too."""
+    rows = [ROW, {**ROW, "patch": ""}, ROW, {**ROW, "instance_id": "refused"}]
+    path = tmp_path / "My rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
+
+    def validate(instance: Instance) -> None:
+        if instance.instance_id == "refused":
+            raise InstanceError("`log_parser` is unknown")
+
+    store = LocalStore(tmp_path / "store")
+    report = await import_rows(store, path, validate=validate)
+
+    assert report.refs == ["My-rows/psf__requests-1"]
+    assert await catalog.refs(store, "My-rows") == report.refs
+    assert [problem.split(":")[0] for problem in report.problems] == [
+        "row 2 lacks `patch`",
+        "row 3 repeats the `instance_id` 'psf__requests-1' of an earlier row",
+        "row 4",
+        "row 5 is not valid JSON",
+    ]
+
+
+async def test_import_stops_at_the_limit(tmp_path: Path) -> None:
+    """`limit` is how many rows are read."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({**ROW, "instance_id": f"i{n}"}) + "\n" for n in range(3)))
+    report = await import_rows(LocalStore(tmp_path / "store"), path, dataset="d", limit=2)
+
+    assert report.refs == ["d/i0", "d/i1"]
+
+
+@pytest.mark.parametrize(
+    ("source", "name"), [("a/My rows.JSONL", "My-rows"), ("owner/name:dev", "name-dev")]
+)
+def test_dataset_is_named_after_its_source(source: str, name: str) -> None:
+    """A file or hub name gives a dataset name that is safe in keys."""
+    assert dataset_name(source) == name
+
+
+@pytest.mark.skipif(not TASKS.is_dir(), reason="the real rows are not here")
+@pytest.mark.parametrize(
+    ("file", "good", "bad"),
+    [
+        ("swebench_sdist.jsonl", 7, 0),
+        ("swebench_rows.jsonl", 13, 0),
+        ("swe_gym_rows.jsonl", 3, 0),
+        ("swebench_pro_rows.jsonl", 0, 6),
+        ("swe_smith_row.json", 0, 1),
+        ("swe_rebench_row.json", 0, 1),
+    ],
+)
+async def test_real_rows(tmp_path: Path, file: str, good: int, bad: int) -> None:
+    """Real rows of the formats that are built import without a complaint; others are refused."""
+    report = await import_rows(LocalStore(tmp_path), TASKS / file)
+
+    assert (len(report.refs), len(report.problems)) == (good, bad)
