@@ -20,6 +20,10 @@ from perdure.storage.base import Store
 from perdure.types import Source, SourceKind
 
 DOWNLOAD_TIMEOUT_S = 60.0
+DAMAGED = (
+    *(tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile),
+    *(FileExistsError, IsADirectoryError, NotADirectoryError),  # one name, a file and a folder
+)
 
 
 async def fetch(source: Source, tree: Path, store: Store) -> None:
@@ -71,10 +75,10 @@ def unpack(archive: bytes, tree: Path, strip: int = 0) -> None:
                     links.append((path, member.linkname))
                 else:
                     _write_member(tar, member, path)
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        for path, target in links:  # last, so that no member is written through a link
+            _link(tree, path, target)
+    except DAMAGED as error:
         raise InstanceError(f"the source archive cannot be unpacked: {error}") from error
-    for path, target in links:  # last, so that no member is written through a link
-        _link(tree, path, target)
 
 
 def _given(source: Source, name: str) -> str:

@@ -1,0 +1,134 @@
+"""Archives become plain trees, trees become repositories of one commit, bytes stay bytes."""
+
+import io
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from perdure.errors import InstanceError
+from perdure.instances import repository, sources
+from perdure.storage.local import LocalStore
+from perdure.types import Source, SourceKind
+
+
+def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for member, data in members:
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def file(name: str, mode: int = 0o600) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.mode = mode
+    return member
+
+
+def link(name: str, target: str) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = tarfile.SYMTYPE, target
+    return member
+
+
+def commit_of(tree: Path, files: dict[str, bytes]) -> str:
+    for name, data in files.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_bytes(data)
+    return repository.commit_all(tree)
+
+
+def git(tree: Path, *arguments: str) -> bytes:
+    return subprocess.run(["git", *arguments], cwd=tree, check=True, capture_output=True).stdout
+
+
+def test_unpack_keeps_bytes_and_the_executable_bit(tmp_path: Path) -> None:
+    """Content is untouched and the top folder dropped; of modes only executable survives."""
+    data = archive((file("p-1/a.txt"), b"x\r\n\xff"), (file("p-1/run", 0o4711), b""))
+    sources.unpack(data, tmp_path, strip=1)
+
+    assert (tmp_path / "a.txt").read_bytes() == b"x\r\n\xff"
+    assert (tmp_path / "a.txt").stat().st_mode & 0o7777 == 0o644
+    assert (tmp_path / "run").stat().st_mode & 0o7777 == 0o755
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        file("p/../../evil"),
+        file("/evil"),
+        link("p/out", "../../evil"),
+        link("p/out", "/etc/passwd"),
+    ],
+    ids=["dots", "absolute", "link up", "link to the host"],
+)
+def test_unpack_refuses_what_reaches_outside(tmp_path: Path, member: tarfile.TarInfo) -> None:
+    """No member of an archive is written, or points, outside the tree."""
+    with pytest.raises(InstanceError, match="outside"):
+        sources.unpack(archive((member, b"")), tmp_path / "tree")
+
+    assert not (tmp_path / "evil").exists()
+
+
+def test_unpack_writes_through_no_link(tmp_path: Path) -> None:
+    """A file below the name of a link cannot be used to write where the link points."""
+    data = archive((link("d", "elsewhere"), b""), (file("d/x"), b"x"), (file("elsewhere/y"), b"y"))
+
+    with pytest.raises(InstanceError, match="cannot be unpacked"):
+        sources.unpack(data, tmp_path)
+
+
+def test_damaged_archive_is_the_instances_fault(tmp_path: Path) -> None:
+    """A cut archive is an InstanceError, not a crash."""
+    whole = archive((file("a"), b"x" * 100_000))
+
+    with pytest.raises(InstanceError, match="cannot be unpacked"):
+        sources.unpack(whole[: len(whole) // 2], tmp_path)
+
+
+async def test_unpinned_release_is_refused(tmp_path: Path) -> None:
+    """A requirement that may mean another release tomorrow is no base tree."""
+    source = Source(kind=SourceKind.PYPI_SDIST, requirement="requests")
+
+    with pytest.raises(InstanceError, match="name==version"):
+        await sources.fetch(source, tmp_path / "tree", LocalStore(tmp_path / "store"))
+
+
+def test_same_tree_same_commit(tmp_path: Path) -> None:
+    """Two workers that unpack the same tree have the same base commit, whatever their git says."""
+    files = {"a.py": b"x = 1\n", "b/c.txt": b"\r\n"}
+
+    assert commit_of(tmp_path / "one", files) == commit_of(tmp_path / "two", files)
+
+
+def test_one_commit_holds_everything(tmp_path: Path) -> None:
+    """The base is one commit without remotes; ignored files and foreign history are handled."""
+    tree = tmp_path / "tree"
+    files = {".gitignore": b"*.log\n", "kept.log": b"x", "nested/.git/HEAD": b"ref", "n/x.py": b""}
+    commit_of(tree, files)
+
+    assert git(tree, "rev-list", "--all").count(b"\n") == 1
+    assert git(tree, "ls-files").split() == [b".gitignore", b"kept.log", b"n/x.py"]
+    assert git(tree, "status", "--porcelain", "--ignored") == b""
+
+
+def test_attributes_change_no_bytes(tmp_path: Path) -> None:
+    """A tree's own .gitattributes cannot make git normalise line ends."""
+    tree = tmp_path / "tree"
+    commit_of(tree, {".gitattributes": b"* text=auto eol=lf\n", "a.txt": b"a\r\nb\r\n"})
+
+    assert git(tree, "show", "HEAD:a.txt") == b"a\r\nb\r\n"
+
+
+def test_running_tests_is_no_edit(tmp_path: Path) -> None:
+    """Caches of Python and pytest do not show up as changes, though released trees ignore nothing."""
+    tree = tmp_path / "tree"
+    commit_of(tree, {"a.py": b""})
+    for name in ("__pycache__/a.pyc", ".pytest_cache/v", "b.py"):
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).write_bytes(b"")
+
+    assert git(tree, "status", "--porcelain") == b"?? b.py\n"
