@@ -20,6 +20,8 @@ from perdure.errors import ConfigurationError
 from perdure.sandboxes.execs import EXEC_ID, ExecRecord
 from perdure.sandboxes.process import ProcessId, is_alive, read_process_id
 
+STANDBYS_AHEAD = 3
+
 IDENTITY = re.compile(r"[a-z0-9-]{1,63}")
 
 
@@ -93,8 +95,10 @@ class Box:
         draft.mkdir(mode=0o700, parents=True)
         for name in ("execs", "slots"):
             (draft / name).mkdir()
-        for name in ("requests", "slot", "up", "go"):
+        for name in ("requests", "up", "go"):
             os.mkfifo(draft / name, 0o600)
+        for number in range(STANDBYS_AHEAD):
+            _make_slot(draft / "slots" / f"x{number}")
         (draft / "meta.json").write_text(json.dumps(asdict(meta)))
         for name, text in (scripts or {}).items():
             (draft / name).write_text(text, errors="surrogateescape")
@@ -120,6 +124,14 @@ class Box:
             )
         return ExecRecord(self.path / "execs" / exec_id)
 
+    def make_ahead(self, exec_groups: str | None) -> None:
+        """Keep the keeper supplied with slots x0, x1, ...: it would have to spawn mkdir itself."""
+        count = len(os.listdir(self.path / "slots"))
+        _make_slot(self.path / "slots" / f"x{count}")
+        if exec_groups is not None:
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                os.mkdir(f"{exec_groups}/x{count}")
+
     def request(self, exec_id: str, timeout_s: float | None) -> None:
         """Ask the keeper to run it. Raises OSError when there is no keeper."""
         line = f"{exec_id} {'-' if timeout_s is None else f'{timeout_s:.3f}'}\n"
@@ -128,6 +140,12 @@ class Box:
             os.write(pipe, line.encode())  # atomic: far below PIPE_BUF
         finally:
             os.close(pipe)
+
+
+def _make_slot(path: Path) -> None:
+    with contextlib.suppress(FileExistsError, FileNotFoundError):
+        path.mkdir()
+        os.mkfifo(path / "request", 0o600)
 
 
 def check_identity(identity: str) -> None:

@@ -92,7 +92,7 @@ def _v1_plan(found: Hierarchies, name: str, limits: Limits) -> Plan:
     )
 
 
-def make(plan: Plan) -> None:
+def make(plan: Plan, exec_groups_ahead: int) -> None:
     """Make the groups and set their limits. A kernel without swap accounting lacks those files."""
     for folder in plan.folders:
         folder.mkdir(exist_ok=True)
@@ -100,16 +100,8 @@ def make(plan: Plan) -> None:
         with contextlib.suppress(FileNotFoundError):
             path.write_text(value)
     if plan.exec_groups is not None:
-        for child in ("holder", "x0", "x1", "x2"):
+        for child in ("holder", *(f"x{number}" for number in range(exec_groups_ahead))):
             (plan.exec_groups / child).mkdir(exist_ok=True)
-
-
-def make_next_exec_group(exec_groups: str | None) -> None:
-    """Keep the keeper supplied: it takes x0, x1, ... and would have to spawn mkdir itself."""
-    if exec_groups is not None:
-        count = os.stat(exec_groups).st_nlink - 2  # one link per child, and `holder` is one
-        with contextlib.suppress(FileExistsError, FileNotFoundError):
-            os.mkdir(f"{exec_groups}/x{count - 1}")
 
 
 def members(group: Path) -> list[int]:

@@ -36,7 +36,7 @@ from perdure.sandboxes.base import (
     SandboxProvider,
     SandboxSpec,
 )
-from perdure.sandboxes.box import Box, BoxMeta, check_identity, locked
+from perdure.sandboxes.box import STANDBYS_AHEAD, Box, BoxMeta, check_identity, locked
 from perdure.sandboxes.execs import ExecRecord
 from perdure.sandboxes.process import (
     below,
@@ -136,7 +136,7 @@ class HostSandbox(Sandbox):
 
     async def _launch(self, record: ExecRecord, timeout_s: float | None) -> None:
         """Repeating it is safe: the keeper runs a folder once, however often it is asked."""
-        cgroups.make_next_exec_group(self.meta.exec_groups)
+        self.box.make_ahead(self.meta.exec_groups)
         try:
             self.box.request(record.path.name, timeout_s)
         except OSError as error:
@@ -396,7 +396,7 @@ async def start_keeper(box: Box, plan: cgroups.Plan, boot: Path | None) -> None:
 
     Raises: RetryHere with the last words of the boot, when it does not.
     """
-    cgroups.make(plan)
+    cgroups.make(plan, exec_groups_ahead=STANDBYS_AHEAD)
     reader, writer = os.pipe()
     try:
         pid = _spawn_keeper(box, plan, boot, writer)

@@ -34,12 +34,12 @@ run() {  # joins, waits for a request, becomes the command
         echo 0 >"$procs" || joined=no
     done
     [ "$group" = - ] || echo 0 >"$group/cgroup.procs" || joined=no
-    read -r id <slot
+    read -r id <"$slot/request"
     oom_kills
     set -C # the guard: whoever creates `pid` runs the command, a second request does nothing
     echo "$me $group $kills" >"execs/$id/pid" || exit 0
     set +C
-    echo "$id" >"slots/$n.id"
+    echo "$id" >"$slot/id"
     if [ $joined = no ]; then # never run without its limits
         echo sandbox >"execs/$id/cause"
         read -r self rest </proc/self/stat
@@ -49,9 +49,9 @@ run() {  # joins, waits for a request, becomes the command
 }
 
 report() {  # `jobs` tells an exit code from a signal, `$?` does not
-    [ -f "slots/$n.id" ] || exit 0
-    read -r id <"slots/$n.id"
-    IFS= read -r how <"slots/$n"
+    [ -f "$slot/id" ] || exit 0
+    read -r id <"$slot/id"
+    IFS= read -r how <"$slot/end"
     case $how in
     *Done | *"Done "*) facts= ;;
     *)
@@ -72,7 +72,9 @@ holder_lives() {  # a dying holder takes its processes along before it is gone i
     [ "${22}" = "$started" ] && [ "$3" != Z ] && [ "$3" != X ]
 }
 
-standby() {
+standby() {  # its pipe and its cgroup are made ahead by `start`, which is cheaper than here
+    slot=slots/x$n
+    [ -p "$slot/request" ] || { mkdir -p "$slot" && mkfifo "$slot/request"; }
     group=-
     if [ "$groups" != - ]; then
         group=$groups/x$n
@@ -81,7 +83,7 @@ standby() {
     (
         whoami
         (run "$@") &
-        { wait; jobs; } >"slots/$n" 2>&1
+        { wait; jobs; } >"$slot/end" 2>&1
         report
     ) </dev/null >/dev/null 2>>log &
 }
@@ -164,13 +166,13 @@ standby "$@"
 [ ! -f gateway ] || carry
 echo yes >ready
 echo ready
-exec 1<>slot 2>>log # held open at both ends, so that no request falls between two standbys
+exec >/dev/null 2>>log
 while read -r id timeout; do
     if [ "$timeout" != - ]; then
         watch "$id" "$timeout" </dev/null >/dev/null &
         echo $! >"execs/$id/watch"
     fi
-    echo "$id"
+    echo "$id" >"$slot/request" # waits until the standby has joined its cgroups
     n=$((n + 1))
     standby "$@"
     jobs >/dev/null # reaps what has ended
