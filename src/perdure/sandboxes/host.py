@@ -84,14 +84,10 @@ _PACKAGES = {
 
 
 def command_in(folder: str, argv: Sequence[str], enforced: Mapping[str, str]) -> list[str]:
-    """The last part of every command: own session, own limits, default signals, its folder.
-
-    A shell starts background jobs with INT and QUIT ignored; a command must not inherit that.
-    """
+    """The last part of every command: a session of its own, rlimits, its folder."""
     rlimits = [how.split(maxsplit=1)[1] for how in enforced.values() if how.startswith("prlimit")]
     limited = [program("prlimit"), *rlimits] if rlimits else []
-    plain = [program("env"), "--default-signal=INT,QUIT", f"--chdir={folder}"]
-    return [program("setsid"), *limited, *plain, *argv]
+    return [program("setsid"), *limited, program("env"), f"--chdir={folder}", *argv]
 
 
 class HostSandbox(Sandbox):
@@ -249,7 +245,8 @@ class HostSandbox(Sandbox):
             "unset PERDURE_BOX PATH PWD OLDPWD",
             f"export PERDURE_EXEC={token}",
             *(f"export {name}={shlex.quote(value)}" for name, value in _checked(env).items()),
-            f"exec {shlex.join(self._command(argv, cwd))}",
+            # the keeper's shell ignores INT and QUIT in background jobs; commands must not
+            f"exec {shlex.join([program('env'), '--default-signal=INT,QUIT', *self._command(argv, cwd)])}",
         ]
         return os.fsencode("\n".join(lines) + "\n")
 
@@ -391,15 +388,19 @@ class HostProvider(SandboxProvider):
         )
 
 
-async def start_keeper(box: Box, plan: cgroups.Plan, boot: Path | None) -> None:
+async def start_keeper(
+    box: Box, plan: cgroups.Plan, boot: Path | None, *, as_root_of_own: bool = False
+) -> None:
     """Spawn the keeper, detached, and wait until it takes commands.
+
+    `as_root_of_own`: in a user namespace of its own, where it may mount.
 
     Raises: RetryHere with the last words of the boot, when it does not.
     """
     cgroups.make(plan, exec_groups_ahead=STANDBYS_AHEAD)
     reader, writer = os.pipe()
     try:
-        pid = _spawn_keeper(box, plan, boot, writer)
+        pid = _spawn_keeper(box, plan, boot, writer, as_root_of_own)
     finally:
         os.close(writer)
     try:
@@ -415,14 +416,17 @@ async def start_keeper(box: Box, plan: cgroups.Plan, boot: Path | None) -> None:
         )
 
 
-def _spawn_keeper(box: Box, plan: cgroups.Plan, boot: Path | None, ready: int) -> int:
+def _spawn_keeper(
+    box: Box, plan: cgroups.Plan, boot: Path | None, ready: int, as_root_of_own: bool
+) -> int:
     groups = str(plan.exec_groups) if plan.exec_groups else "-"
     oom = str(plan.oom_file) if plan.oom_file else "-"
-    argv = ["sh", str(_KEEPER), str(box.path), groups, oom, str(boot) if boot else "-"]
+    own = [program("unshare"), "--user", "--map-root-user"] if as_root_of_own else []
+    keeper = [*own, "/bin/sh", str(_KEEPER), str(box.path), groups, oom]
     log = str(box.path / "log")
     return os.posix_spawn(
-        "/bin/sh",
-        [*argv, *map(str, plan.joins)],
+        keeper[0],
+        [*keeper, str(boot) if boot else "-", *map(str, plan.joins)],
         {"PATH": SYSTEM_PATH, "PERDURE_BOX": str(box.path)},
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),

@@ -57,7 +57,7 @@ report() {  # `jobs` tells an exit code from a signal, `$?` does not
     *)
         oom_kills
         facts=" oom=$kills"
-        [ "$boot" = - ] || holder_lives || facts="$facts holder=gone"
+        [ "$boot" = - ] || [ -f "execs/$id/cause" ] || holder_lives || facts="$facts holder=gone"
         ;;
     esac
     echo "$how$facts" >"execs/$id/rc"

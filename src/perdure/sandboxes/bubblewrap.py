@@ -1,0 +1,340 @@
+"""The `bubblewrap` provider: own user, pid, ipc, uts, cgroup, mount and net namespaces.
+
+Boots a holder (pid 1 of the namespaces) over an overlay of the tree; every command enters by
+nsenter from its keeper. All mounts live in the holder's mount namespace and die with it.
+"""
+
+import asyncio
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from perdure.errors import ConfigurationError, MissingDependency
+from perdure.sandboxes import cgroups
+from perdure.sandboxes.base import Mount, Network, SandboxSpec
+from perdure.sandboxes.box import Box, BoxMeta
+from perdure.sandboxes.files import INLINE_BYTES, read_file, write_file
+from perdure.sandboxes.host import (
+    SYSTEM_PATH,
+    HostProvider,
+    HostSandbox,
+    command_in,
+    gateway_command,
+    program,
+    start_keeper,
+)
+
+USER_ID = 1000
+HOME = "/home/agent"
+GATEWAY_PORT = 18001
+CAP_SYS_ADMIN = 21
+
+ENVIRONMENT = {
+    "HOME": HOME,
+    "LANG": "C.UTF-8",
+    "LOGNAME": "agent",
+    "PATH": SYSTEM_PATH,
+    "SHELL": "/bin/bash",
+    "USER": "agent",
+}
+
+ETC = {
+    "group": f"root:x:0:\nagent:x:{USER_ID}:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost\n::1 localhost\n127.0.1.1 sandbox\n",
+    "hostname": "sandbox\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+    "passwd": (
+        "root:x:0:0:root:/root:/usr/sbin/nologin\n"
+        f"agent:x:{USER_ID}:{USER_ID}:agent:{HOME}:/bin/bash\n"
+        "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+    ),
+}
+"""Written by us. Everything else of /etc is the host's only where it is named below."""
+
+ETC_OF_HOST = (
+    "alternatives", "ca-certificates", "crypto-policies", "debian_version", "gai.conf",
+    "java-11-openjdk", "java-17-openjdk", "java-21-openjdk", "ld.so.cache", "ld.so.conf",
+    "ld.so.conf.d", "localtime", "magic", "mime.types", "os-release", "perl", "pki/ca-trust",
+    "pki/tls/certs", "protocols", "python3", f"python3.{sys.version_info.minor}", "redhat-release",
+    "services", "ssl/certs", "ssl/openssl.cnf", "timezone",
+)  # fmt: skip
+
+# pid 1 reaps what is orphaned, and outlives a `sleep` that the agent kills
+INIT = (
+    "echo up; read -r go; echo held; while :; do sleep infinity </dev/null >/dev/null & wait; done"
+)
+
+
+class BubblewrapSandbox(HostSandbox):
+    """Namespaces held by pid 1, entered through descriptors that its keeper holds open."""
+
+    def _command(self, argv: Sequence[str], cwd: str | None) -> list[str]:
+        keeper = self.box.keeper
+        if keeper is None:
+            raise self._lost()
+        enter = _enter(f"/proc/{keeper.pid}/fd")
+        return [*enter, *command_in(cwd or self.workdir, argv, self.enforced)]
+
+    def _in_sandbox(self, pid: int) -> bool:
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            return False
+        ours, theirs = (_namespace_depth(text) for text in (_own_status(), status))
+        return theirs > ours
+
+    async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
+        root = self._root()
+        if isinstance(data, bytes) and len(data) <= INLINE_BYTES:
+            write_file(root, self._absolute(path), data, mode)
+        else:
+            await asyncio.to_thread(write_file, root, self._absolute(path), data, mode)
+
+    async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
+        root = self._root()
+        return await asyncio.to_thread(read_file, root, self._absolute(path), offset, limit)
+
+    def _absolute(self, path: str) -> str:
+        return path if path.startswith("/") else f"{self.workdir}/{path}"
+
+    def _root(self) -> Path:
+        self._check_alive()
+        holder = self.box.holder
+        if holder is None:
+            raise self._lost()
+        return Path(f"/proc/{holder.pid}/root")
+
+
+class BubblewrapProvider(HostProvider):
+    """The default on one machine: works as root and as an ordinary user."""
+
+    name = "bubblewrap"
+
+    def check(self) -> Sequence[str]:
+        missing = []
+        for name in ("bwrap", "env", "mount", "nsenter", "prlimit", "setsid", "unshare"):
+            try:
+                program(name)
+            except MissingDependency as error:
+                missing.append(str(error))
+        if not missing and (refusal := _refusal()):
+            missing.append(refusal)
+        return missing
+
+    async def _boot(self, spec: SandboxSpec, box: Box) -> BubblewrapSandbox:
+        _check_spec(spec)
+        plan = cgroups.plan(box.identity, spec.limits)
+        meta = self._meta(
+            spec,
+            box,
+            plan,
+            workdir=spec.workdir,
+            env={**ENVIRONMENT, **spec.env},
+            enforced=_enforced(plan, spec),
+        )
+        box.lay_out(meta, spec.ttl_s, _scripts(spec, box, self._etc()))
+        await start_keeper(box, plan, boot=box.path / "boot", as_root_of_own=_needs_own_users())
+        return self._handle(box, meta)
+
+    def _handle(self, box: Box, meta: BoxMeta) -> BubblewrapSandbox:
+        return BubblewrapSandbox(box, meta)
+
+    def _etc(self) -> Path:
+        """Our own files of /etc, once per provider folder."""
+        folder = self.root / ".etc"
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        for name, text in ETC.items():
+            if not (folder / name).exists():
+                draft = folder / f".{name}.{os.getpid()}"
+                draft.write_text(text)
+                draft.replace(folder / name)
+        return folder
+
+
+# -- what keeper.sh runs to boot ------------------------------------------------------------------
+
+
+def _scripts(spec: SandboxSpec, box: Box, etc: Path) -> dict[str, str]:
+    private = [program("unshare"), "--mount", "--propagation", "private", "/bin/sh", "./mount"]
+    scripts = {
+        "boot": f"{shlex.join(private)} <>go >up 3>info &\n",
+        "mount": _mount_script(spec, box, etc),
+    }
+    if spec.gateway is not None:
+        into_net = [program("nsenter"), "--net=/proc/self/fd/6"]
+        scripts["gateway"] = gateway_command(GATEWAY_PORT, spec.gateway, into_net)
+    return scripts
+
+
+def _mount_script(spec: SandboxSpec, box: Box, etc: Path) -> str:
+    disk = f"size={spec.limits.disk_mb}m,mode=0755,nosuid,nodev"
+    folders = ["disk/upper", "disk/work", "disk/tree", "disk/home", "disk/shm"]
+    lines = [
+        "set -e",
+        "mkdir disk",
+        f"mount -t tmpfs -o {disk} tmpfs disk",
+        f"mkdir {' '.join(folders)}",
+        "mkdir -m 1777 disk/tmp",
+    ]
+    if spec.tree is not None:
+        # without redirects a folder of the tree cannot be renamed, only copied
+        extra = "userxattr" if _needs_own_users() else "redirect_dir=on"
+        options = f"lowerdir={spec.tree},upperdir=disk/upper,workdir=disk/work,{extra}"
+        lines.append(f"mount -t overlay -o {shlex.quote(options)} overlay disk/tree")
+    lines.append(f"exec {shlex.join(_bwrap(spec, box, etc))}")
+    return "\n".join(lines) + "\n"
+
+
+def _bwrap(spec: SandboxSpec, box: Box, etc: Path) -> list[str]:
+    disk = box.path / "disk"
+    share = ["--share-net"] if spec.network is Network.HOST else []
+    who = ["--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox"]
+    own = (
+        *_bind(disk / "tmp", "/tmp", writable=True),
+        *_bind(disk / "home", HOME, writable=True),
+        *_bind(disk / "shm", "/dev/shm", writable=True),
+        *_bind(disk / "tree", spec.workdir, writable=True),
+    )
+    return [
+        *(program("bwrap"), "--unshare-all", "--unshare-user", *share, *who),
+        *("--new-session", "--clearenv", "--setenv", "PATH", SYSTEM_PATH, "--info-fd", "3"),
+        *_base(),
+        *_etc_binds(etc, spec.network),
+        *("--proc", "/proc", "--dev", "/dev", "--dir", "/run", "--dir", "/var"),
+        *("--symlink", "/tmp", "/var/tmp", *own, "--chmod", "1777", "/dev/shm"),
+        *_mount_binds(spec.mounts),
+        *("--remount-ro", "/dev", "--remount-ro", "/"),
+        *("--chdir", "/", "--", "/bin/sh", "-c", INIT),
+    ]
+
+
+def _bind(source: Path, target: str, *, writable: bool = False) -> tuple[str, str, str]:
+    return ("--bind" if writable else "--ro-bind", str(source), target)
+
+
+@cache
+def _base() -> tuple[str, ...]:
+    """The host's programs and libraries, and this Python where it lives outside /usr."""
+    binds = [*_bind(Path("/usr"), "/usr")]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        path = Path("/", name)
+        if path.is_symlink():
+            binds += ["--symlink", os.readlink(path), str(path)]
+        elif path.is_dir():
+            binds += _bind(path, str(path))
+    for prefix in dict.fromkeys((sys.base_prefix, os.path.realpath(sys.base_prefix))):
+        outside = not prefix.startswith("/usr/") and prefix != "/usr"
+        if outside and os.access(prefix, os.R_OK | os.X_OK):
+            binds += _bind(Path(prefix), prefix)
+    return tuple(binds)
+
+
+def _etc_binds(etc: Path, network: Network) -> list[str]:
+    binds: list[str] = []
+    for name in ETC:
+        binds += _bind(etc / name, f"/etc/{name}")
+    for name in ETC_OF_HOST:
+        path = Path("/etc", name)
+        if path.exists():
+            binds += _bind(path, str(path))
+    if network is Network.HOST:
+        binds += _bind(Path(os.path.realpath("/etc/resolv.conf")), "/etc/resolv.conf")
+    return binds
+
+
+def _mount_binds(mounts: Iterable[Mount]) -> list[str]:
+    binds: list[str] = []
+    for mount in sorted(mounts, key=lambda mount: mount.target.count("/")):
+        binds += _bind(mount.source, mount.target, writable=mount.writable)
+    return binds
+
+
+def _check_spec(spec: SandboxSpec) -> None:
+    for target in (spec.workdir, *(mount.target for mount in spec.mounts)):
+        if not target.startswith("/") or target == "/":
+            raise ConfigurationError(f"{target!r} is no absolute path below /; give one")
+    for mount in spec.mounts:
+        if not mount.source.is_absolute() or not mount.source.exists():
+            raise ConfigurationError(f"mount source {str(mount.source)!r} is no existing path")
+    if spec.tree is not None and not spec.tree.is_dir():
+        raise ConfigurationError(f"tree {str(spec.tree)!r} is no folder")
+    if spec.tree is not None and (
+        set(str(spec.tree)) & set(',:\\"') or not spec.tree.is_absolute()
+    ):
+        raise ConfigurationError(
+            f"tree {str(spec.tree)!r} must be absolute, without comma, colon, quote or backslash"
+        )
+
+
+def _enforced(plan: cgroups.Plan, spec: SandboxSpec) -> Mapping[str, str]:
+    """Limit -> mechanism. The kernel exempts root's processes from the pids rlimit."""
+    fallback = {
+        "memory": f"prlimit --data={spec.limits.memory_mb << 20}",
+        "pids": f"prlimit --nproc={spec.limits.pids}" if os.geteuid() else "none",
+        "cpu": "none",
+        "disk": "tmpfs",
+        "output": "watched",
+    }
+    return {**fallback, **plan.enforced}
+
+
+def _enter(fds: str) -> list[str]:
+    """The keeper opened these in this order (keeper.sh, hold)."""
+    names = ("user", "mount", "pid", "net", "ipc", "uts", "cgroup")
+    namespaces = [f"--{name}={fds}/{number}" for number, name in enumerate(names, start=3)]
+    return [program("nsenter"), *namespaces, "--preserve-credentials"]
+
+
+# -- what this host allows ------------------------------------------------------------------------
+
+
+@cache
+def _own_status() -> str:
+    return Path("/proc/self/status").read_text()
+
+
+def _namespace_depth(status: str) -> int:
+    line = next(line for line in status.splitlines() if line.startswith("NSpid:"))
+    return len(line.split())
+
+
+@cache
+def _needs_own_users() -> bool:
+    """True when this process may not mount: then the keeper becomes root of a user namespace."""
+    line = next(line for line in _own_status().splitlines() if line.startswith("CapEff:"))
+    return not int(line.split()[1], 16) >> CAP_SYS_ADMIN & 1
+
+
+def _refusal() -> str | None:
+    """Try the namespaces and the overlay once; the reason in one line where they are refused."""
+    users = ["--user", "--map-root-user"] if _needs_own_users() else []
+    extra = "userxattr" if users else "redirect_dir=on"
+    script = (
+        "cd /tmp && mount -t tmpfs tmpfs /tmp && mkdir /tmp/l /tmp/u /tmp/w /tmp/t && "
+        f"mount -t overlay -o lowerdir=/tmp/l,upperdir=/tmp/u,workdir=/tmp/w,{extra} o /tmp/t && "
+        "bwrap --unshare-all --ro-bind / / --proc /proc --dev /dev true"
+    )
+    argv = [program("unshare"), *users, "--mount", "--propagation", "private", "sh", "-c", script]
+    tried = subprocess.run(argv, capture_output=True, check=False, env={"PATH": SYSTEM_PATH})
+    if tried.returncode == 0:
+        return None
+    words = tried.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no reason given"]
+    return f"bubblewrap cannot make a sandbox: {words[0]}; {_fix()}"
+
+
+def _fix() -> str:
+    for name, wanted in (
+        ("kernel/unprivileged_userns_clone", "1"),
+        ("kernel/apparmor_restrict_unprivileged_userns", "0"),
+    ):
+        path = Path("/proc/sys", name)
+        if path.exists() and path.read_text().strip() != wanted:
+            return f"enable user namespaces: sysctl -w {name.replace('/', '.')}={wanted}"
+    limit = Path("/proc/sys/user/max_user_namespaces")
+    if limit.exists() and limit.read_text().strip() == "0":
+        return "enable user namespaces: sysctl -w user.max_user_namespaces=15000"
+    return "it needs user namespaces and overlayfs (Linux 5.11 or later), also inside containers"
