@@ -1,0 +1,65 @@
+"""Grades by one command: exit code 0 in the workdir means resolved.
+
+The weakest protocol: there is no canary, so code under test that exits 0 early wins, and nothing
+checks what used to pass. Prefer lists (`swebench`) wherever a row has them.
+"""
+
+from typing import ClassVar
+
+from perdure.errors import InstanceError
+from perdure.graders.base import Graded
+from perdure.graders.judgement import (
+    Judgement,
+    judge_filtered,
+    judge_killed,
+    judge_refusal,
+    last_line,
+    make_grade,
+)
+from perdure.graders.patch import filter_patch
+from perdure.graders.test_run import Command, TestRun, run_tests, scratch_folder
+from perdure.sandboxes.base import Sandbox
+from perdure.types import Instance, Outcome, Rewards
+
+
+class EvalCmdGrader:
+    name: ClassVar[str] = "eval_cmd"
+    version: ClassVar[int] = 1
+
+    def validate(self, instance: Instance) -> None:
+        """Raises: InstanceError."""
+        if not instance.grading.eval_cmd:
+            raise InstanceError(
+                f"{instance.ref}: dataset row lacks `eval_cmd`: a shell line, exit code 0 = solved"
+            )
+        filter_patch(b"", instance)  # reads the row's own diffs
+
+    async def grade(
+        self, sandbox: Sandbox, instance: Instance, patch: bytes, *, timeout_s: float
+    ) -> Graded:
+        """Raises: InstanceError, RetryHere, SandboxLost."""
+        self.validate(instance)
+        filtered = filter_patch(patch, instance)
+        if (early := judge_filtered(filtered)) is not None:
+            return Graded(make_grade(self, early, patch, filtered), b"")
+        command = Command(instance.grading.eval_cmd or "", {})
+        run = await run_tests(
+            sandbox,
+            instance,
+            filtered.data,
+            command,
+            scratch=scratch_folder(),
+            timeout_s=timeout_s,
+        )
+        return Graded(make_grade(self, _judge(run), patch, filtered, run), run.log)
+
+
+def _judge(run: TestRun) -> Judgement:
+    if run.refusal is not None:
+        return judge_refusal(run)
+    if (ended := judge_killed(run)) is not None:
+        return ended
+    if run.status.code == 0:
+        won = Rewards(binary=1.0, f2p_fraction=1.0, p2p_fraction=1.0, partial=1.0)
+        return Judgement(Outcome.RESOLVED, rewards=won)
+    return Judgement(Outcome.UNRESOLVED, f"exit code {run.status.code}: {last_line(run)}")

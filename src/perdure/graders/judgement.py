@@ -1,0 +1,86 @@
+"""Verdicts that do not depend on the protocol: what the filter, git and the provider decide."""
+
+import hashlib
+from dataclasses import dataclass
+
+from perdure.graders import verdict
+from perdure.graders.base import Grader
+from perdure.graders.patch import FilteredPatch
+from perdure.graders.test_run import Refusal, TestRun
+from perdure.sandboxes.base import ExecState
+from perdure.types import Grade, Outcome, Rewards
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict before it becomes a Grade."""
+
+    outcome: Outcome
+    reason: str = ""
+    rewards: Rewards = verdict.ZERO
+    score: verdict.Score | None = None
+
+
+def judge_filtered(filtered: FilteredPatch) -> Judgement | None:
+    """The verdict, when the filter already decided. A patch that was empty is run on the base."""
+    if filtered.tampered:
+        return Judgement(Outcome.TAMPERED, filtered.tampered)
+    if filtered.refused:
+        return Judgement(Outcome.APPLY_FAILED, filtered.refused)
+    if not filtered.data and not filtered.was_empty:
+        dropped = ", ".join(filtered.dropped_paths[:5])
+        return Judgement(Outcome.EMPTY_PATCH, f"nothing left after dropping {dropped}")
+    return None
+
+
+def judge_refusal(run: TestRun) -> Judgement:
+    how = "git apply" if run.refusal is Refusal.DOES_NOT_APPLY else "conflicts with hidden tests"
+    return Judgement(Outcome.APPLY_FAILED, f"{how}: {run.refusal_text}")
+
+
+def judge_killed(run: TestRun) -> Judgement | None:
+    """The verdict on tests that did not end by themselves; None when they did.
+
+    All of these are verdicts: a sandbox is sized for the tests, so what exhausts it, or kills its
+    own runner, is the code under test. Trying again would only let it farm a lucky run.
+    """
+    if run.status.state is not ExecState.KILLED:
+        return None
+    cause = run.status.cause
+    if cause == "timeout":
+        return Judgement(Outcome.TIMEOUT, "the tests ran into their time limit")
+    why = {
+        "oom": "the tests exceeded the sandbox's memory limit",
+        "output": "the tests exceeded the sandbox's output limit",
+    }.get(cause or "", f"the test run was killed by signal {run.status.signal}")
+    return Judgement(Outcome.UNRESOLVED, why)
+
+
+def last_line(run: TestRun) -> str:
+    lines = run.log.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1][:200] if lines else "no output"
+
+
+def make_grade(
+    grader: Grader,
+    judgement: Judgement,
+    patch: bytes,
+    filtered: FilteredPatch,
+    run: TestRun | None = None,
+) -> Grade:
+    """The verdict with everything needed to audit it."""
+    score = judgement.score
+    return Grade(
+        outcome=judgement.outcome,
+        reason=judgement.reason,
+        rewards=judgement.rewards,
+        fail_to_pass=score.fail_to_pass if score else {},
+        pass_to_pass=score.pass_to_pass if score else {},
+        exit_code=run.status.code if run else None,
+        seconds=(run.status.seconds or 0.0) if run else 0.0,
+        dropped_paths=filtered.dropped_paths,
+        flagged_paths=filtered.flagged_paths,
+        patch_sha256=hashlib.sha256(patch).hexdigest(),
+        grader=grader.name,
+        grader_version=grader.version,
+    )

@@ -1,0 +1,122 @@
+"""Grades by lists: FAIL_TO_PASS must pass, PASS_TO_PASS must go on passing (SWE-bench and kin)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from perdure.errors import InstanceError
+from perdure.graders import tampering, verdict
+from perdure.graders.base import Graded
+from perdure.graders.git_diff import MalformedDiff, parse
+from perdure.graders.judgement import (
+    Judgement,
+    judge_filtered,
+    judge_killed,
+    judge_refusal,
+    last_line,
+    make_grade,
+)
+from perdure.graders.junit import JunitReport, UnusableJunit, parse_junit
+from perdure.graders.log_parsers import LogParser, parser_named
+from perdure.graders.patch import filter_patch
+from perdure.graders.tampering import Reading
+from perdure.graders.test_run import TestRun, run_tests, scratch_folder
+from perdure.sandboxes.base import Sandbox
+from perdure.types import Instance, Outcome, TestStatus
+
+
+@dataclass(frozen=True)
+class SuiteRun:
+    """A run of the row's test command, and what its output says; no reading when nothing ran."""
+
+    run: TestRun
+    reading: Reading | None = None
+
+
+class SwebenchGrader:
+    name: ClassVar[str] = "swebench"
+    version: ClassVar[int] = 1
+
+    def validate(self, instance: Instance) -> None:
+        """Raises: InstanceError."""
+        validate_suite(instance)
+        if not instance.grading.fail_to_pass:
+            raise InstanceError(
+                f"{instance.ref}: dataset row lacks `FAIL_TO_PASS`; calibrate it, or give the list"
+            )
+
+    async def grade(
+        self, sandbox: Sandbox, instance: Instance, patch: bytes, *, timeout_s: float
+    ) -> Graded:
+        """Raises: InstanceError, RetryHere, SandboxLost."""
+        self.validate(instance)
+        filtered = filter_patch(patch, instance)
+        if (early := judge_filtered(filtered)) is not None:
+            return Graded(make_grade(self, early, patch, filtered), b"")
+        suite = await run_suite(sandbox, instance, filtered.data, timeout_s=timeout_s)
+        grade = make_grade(self, judge(suite, instance), patch, filtered, suite.run)
+        return Graded(grade, suite.run.log, suite.run.junit)
+
+
+def validate_suite(instance: Instance) -> None:
+    """All that running the hidden tests needs; the lists may still be missing (calibration).
+
+    Raises: InstanceError naming the field and the fix.
+    """
+    grading = instance.grading
+    if not grading.test_cmd:
+        raise InstanceError(f"{instance.ref}: dataset row lacks `test_cmd`: how to run its tests")
+    try:
+        parse(grading.test_patch)
+    except MalformedDiff as error:
+        raise InstanceError(f"{instance.ref}: `test_patch` is not a git diff: {error}") from error
+    parser_named(grading.log_parser)
+    tampering.guarded_command(grading, scratch_folder())
+
+
+async def run_suite(
+    sandbox: Sandbox, instance: Instance, patch: bytes, *, timeout_s: float
+) -> SuiteRun:
+    """Run the row's test command, guarded, on the base tree plus `patch` (already filtered).
+
+    Raises: InstanceError, RetryHere, SandboxLost.
+    """
+    scratch = scratch_folder()
+    command, canary = tampering.guarded_command(instance.grading, scratch)
+    run = await run_tests(sandbox, instance, patch, command, scratch=scratch, timeout_s=timeout_s)
+    if run.refusal is not None:
+        return SuiteRun(run)
+    parser = parser_named(instance.grading.log_parser)
+    canary_status, statuses = canary.take(parser.statuses(run.log))
+    junit = _junit(run, parser) if command.junit_path else None
+    return SuiteRun(run, Reading(canary, canary_status, statuses, junit))
+
+
+def _junit(run: TestRun, parser: LogParser) -> JunitReport:
+    """A file that is absent or unusable vouches for no test at all."""
+    try:
+        return parse_junit(run.junit or b"", parser.rename)
+    except UnusableJunit:
+        return JunitReport({}, parser.rename)
+
+
+def judge(suite: SuiteRun, instance: Instance) -> Judgement:
+    """From how the run went to the verdict."""
+    if suite.reading is None:
+        return judge_refusal(suite.run)
+    if (ended := judge_killed(suite.run)) is not None:
+        return ended
+    grading, reading = instance.grading, suite.reading
+    code = suite.run.status.code
+    score = verdict.score(
+        reading.statuses, grading.fail_to_pass, grading.pass_to_pass, grading.eval_type
+    )
+    passed = any(status in verdict.F2P_PASSES for status in reading.statuses.values())
+    claims = code == 0 or (passed and score.outcome is Outcome.RESOLVED)
+    if reading.canary_status is TestStatus.MISSING and not claims:
+        # An honest end before the last test: the diff broke collection, or crashed the runner.
+        reason = f"the test run broke off (exit code {code}): {last_line(suite.run)}"
+        return Judgement(Outcome.UNRESOLVED, reason, score=score)
+    tests = (*grading.fail_to_pass, *grading.pass_to_pass)
+    if forged := tampering.distrust(reading, code, tests):
+        return Judgement(Outcome.TAMPERED, forged, score=score)
+    return Judgement(score.outcome, score.reason, score.rewards, score)

@@ -1,0 +1,197 @@
+"""One exec in a fresh sandbox: apply the diff, put the hidden tests in place, run a command.
+
+The host learns what happened from three things the code under test cannot talk its way around:
+whether the marker came (nothing hostile runs before it), how the command ended as the provider
+says, and what was written, which `tampering.py` weighs. Verdicts are left to the protocols.
+"""
+
+import io
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from secrets import token_hex
+from typing import Literal
+
+from perdure.errors import Boundary, InstanceError, RetryHere, SandboxLost
+from perdure.graders.git_diff import parse
+from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox
+from perdure.types import Instance
+
+
+class Refusal(IntEnum):
+    """Why the tests never started: the script's exit code, believed only while no marker came."""
+
+    UPLOAD = 91
+    NO_REPOSITORY = 92
+    PRE_COMMANDS = 93
+    TESTS_DO_NOT_FIT = 94
+    DOES_NOT_APPLY = 95
+    CONFLICT = 96
+
+
+@dataclass(frozen=True)
+class TestRun:
+    """How it went. With a `refusal`, `log` is what git said and nothing was run."""
+
+    __test__ = False  # a noun of grading, not a pytest class
+
+    status: ExecStatus
+    log: bytes
+    junit: bytes | None = None
+    refusal: Refusal | None = None
+
+    @property
+    def refusal_text(self) -> str:
+        """git's last words, in one line."""
+        lines = self.log.decode("utf-8", "replace").strip().splitlines()
+        return "; ".join(lines[-3:])[:500]
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to run, in the workdir, after the diff and the hidden tests are in place."""
+
+    shell: str
+    extra_files: Mapping[str, bytes]
+    """Path below the workdir -> content; written last, over whatever the diff put there."""
+    junit_path: str = ""
+    """Where the runner writes its junit file; empty when it writes none."""
+
+
+def scratch_folder() -> str:
+    """A name for the grader's own folder in the sandbox, outside the repository, not guessable."""
+    return f"/tmp/.perdure-{token_hex(12)}"
+
+
+async def run_tests(
+    sandbox: Sandbox,
+    instance: Instance,
+    patch: bytes,
+    command: Command,
+    *,
+    scratch: str,
+    timeout_s: float,
+) -> TestRun:
+    """`patch` was filtered; its failure to apply is a result. `timeout_s` bounds everything.
+
+    Raises: InstanceError when the row's own tests or `pre_commands` fail on the base tree;
+    RetryHere, SandboxLost when the sandbox failed.
+    """
+    marker = token_hex(24)
+    exec_id = f"grade-{token_hex(8)}"
+    await sandbox.start(
+        exec_id,
+        ["bash", "-c", _SCRIPT, "grade", scratch, marker, command.junit_path],
+        cwd=sandbox.workdir,
+        stdin=_upload(instance, patch, command),
+        timeout_s=timeout_s,
+    )
+    status = await sandbox.wait(exec_id, timeout_s + _GRACE_S)
+    if status.state in (ExecState.LOST, ExecState.RUNNING) or status.cause == "sandbox":
+        raise SandboxLost(f"the test run in {sandbox.identity} has no result: {status}")
+    written = await _everything(sandbox, exec_id, "stdout")
+    setup, started, log = written.partition(f"\n{marker}\n".encode())
+    if not started:
+        return _refused(instance, status, setup)
+    junit = await _everything(sandbox, exec_id, "stderr") if command.junit_path else b""
+    return TestRun(status, log, junit or None)
+
+
+_GRACE_S = 60.0
+"""A provider that has not ended a command this long after its limit has lost it."""
+
+# The row's tests are tried on the pristine tree first: when they fail later, the diff is to blame,
+# never the row. Uploads are gone, and the marker is out, before any code under test runs.
+_SCRIPT = r"""
+dir=$1 marker=$2 junit=$3
+exec 8>&2 2>&1  # junit leaves on stderr, everything else on stdout
+run_git() {
+  GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_LITERAL_PATHSPECS=1 LC_ALL=C \
+  git -c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.autocrlf=false \
+    -c core.attributesFile=/dev/null -c gc.auto=0 \
+    --git-dir="$PWD/.git" --work-tree="$PWD" "$@" </dev/null
+}
+trap 'rm -rf "$dir"' EXIT
+mkdir -m 700 "$dir" && mkdir "$dir/out" && tar -xmf - -C "$dir" || exit 91
+[ -d .git ] || { echo "no git repository at $PWD"; exit 92; }
+if [ -s "$dir/pre.sh" ]; then bash -e "$dir/pre.sh" </dev/null || exit 93; fi
+if [ -s "$dir/tests.patch" ]; then
+  run_git apply --check --whitespace=nowarn "$dir/tests.patch" || exit 94
+fi
+if [ -s "$dir/model.patch" ]; then
+  run_git apply --whitespace=nowarn "$dir/model.patch" || exit 95
+fi
+if [ -s "$dir/tests.patch" ]; then
+  mapfile -d '' paths <"$dir/tests.paths"
+  rm -rf -- "${paths[@]}"
+  if [ -s "$dir/tests.known" ]; then
+    run_git checkout -q HEAD --pathspec-from-file="$dir/tests.known" --pathspec-file-nul || exit 96
+  fi
+  run_git apply --whitespace=nowarn "$dir/tests.patch" || exit 96
+fi
+tar -xmf "$dir/extra.tar" || exit 96
+mv "$dir/run.sh" "$dir/out/run.sh"
+rm -f "$dir"/*.patch "$dir"/tests.* "$dir"/extra.tar "$dir"/pre.sh
+printf '\n%s\n' "$marker"
+bash "$dir/out/run.sh" </dev/null 8>&-
+code=$?
+if [ -n "$junit" ] && [ -f "$junit" ] && [ ! -L "$junit" ]; then cat "$junit" >&8; fi
+exit $code
+"""
+
+
+def _upload(instance: Instance, patch: bytes, command: Command) -> bytes:
+    grading = instance.grading
+    tests = parse(grading.test_patch)
+    known = {file.old_path for file in tests if not file.added}
+    return _tar(
+        {
+            "model.patch": patch,
+            "tests.patch": grading.test_patch,
+            "tests.paths": b"\0".join(sorted({path for file in tests for path in file.paths})),
+            "tests.known": b"\0".join(sorted(known)),
+            "pre.sh": "\n".join(grading.pre_commands).encode(),
+            "run.sh": command.shell.encode() + b"\n",
+            "extra.tar": _tar(command.extra_files),
+        }
+    )
+
+
+def _tar(files: Mapping[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    return packed.getvalue()
+
+
+async def _everything(sandbox: Sandbox, exec_id: str, stream: Literal["stdout", "stderr"]) -> bytes:
+    parts: list[bytes] = []
+    offset = 0
+    while part := await sandbox.output(exec_id, stream, offset):
+        parts.append(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def _refused(instance: Instance, status: ExecStatus, said: bytes) -> TestRun:
+    codes = {refusal.value: refusal for refusal in Refusal}
+    refusal = codes.get(status.code) if status.code is not None else None
+    run = TestRun(status, said, refusal=refusal)
+    if refusal in (Refusal.DOES_NOT_APPLY, Refusal.CONFLICT):
+        return run
+    if refusal is Refusal.TESTS_DO_NOT_FIT:
+        raise InstanceError(
+            f"{instance.ref}: `test_patch` does not apply to the base tree: {run.refusal_text}"
+        )
+    if refusal is Refusal.PRE_COMMANDS:
+        raise InstanceError(f"{instance.ref}: `pre_commands` failed: {run.refusal_text}")
+    if refusal is Refusal.NO_REPOSITORY:
+        raise InstanceError(f"{instance.ref}: `environment.workdir`: {run.refusal_text}")
+    raise RetryHere(
+        f"the grading sandbox could not be set up ({status}): {run.refusal_text}",
+        boundary=Boundary.GRADER,
+    )

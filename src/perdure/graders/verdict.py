@@ -1,0 +1,75 @@
+"""What statuses are worth: lookups by published id, the pass rules of each list, the rewards."""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+from perdure.types import Outcome, Rewards, TestStatus
+
+ZERO = Rewards(binary=0.0)
+
+F2P_PASSES = frozenset((TestStatus.PASSED, TestStatus.XFAIL))
+P2P_PASSES = frozenset((TestStatus.PASSED, TestStatus.XFAIL, TestStatus.SKIPPED))
+
+EvalType = Literal["pass_and_fail", "fail_only"]
+
+
+class Score(NamedTuple):
+    """The two lists, looked up, and what they come to."""
+
+    fail_to_pass: dict[str, TestStatus]
+    pass_to_pass: dict[str, TestStatus]
+    outcome: Outcome
+    rewards: Rewards
+
+    @property
+    def reason(self) -> str:
+        """Which tests decided, in one line."""
+        failed = [f"FAIL_TO_PASS {test} {status}" for test, status in self.fail_to_pass.items() if status not in F2P_PASSES]  # fmt: skip
+        failed += [f"PASS_TO_PASS {test} {status}" for test, status in self.pass_to_pass.items() if status not in P2P_PASSES]  # fmt: skip
+        more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
+        return "" if self.outcome is Outcome.RESOLVED else "; ".join(failed[:3]) + more
+
+
+def score(
+    statuses: Mapping[str, TestStatus],
+    fail_to_pass: Iterable[str],
+    pass_to_pass: Iterable[str],
+    eval_type: EvalType = "pass_and_fail",
+) -> Score:
+    """RESOLVED or UNRESOLVED from the statuses of a run that is believed."""
+    f2p = {test: status_of(test, statuses) for test in fail_to_pass}
+    p2p = {test: status_of(test, statuses) for test in pass_to_pass}
+    f2p_passed = sum(_passes(status, F2P_PASSES, eval_type) for status in f2p.values())
+    p2p_passed = sum(_passes(status, P2P_PASSES, eval_type) for status in p2p.values())
+    resolved = bool(f2p) and f2p_passed == len(f2p) and p2p_passed == len(p2p)
+    rewards = Rewards(
+        binary=float(resolved),
+        f2p_fraction=f2p_passed / len(f2p) if f2p else 0.0,
+        p2p_fraction=p2p_passed / len(p2p) if p2p else 1.0,
+        partial=(f2p_passed + p2p_passed) / (len(f2p) + len(p2p)) if f2p or p2p else 0.0,
+    )
+    return Score(f2p, p2p, Outcome.RESOLVED if resolved else Outcome.UNRESOLVED, rewards)
+
+
+def status_of(test: str, statuses: Mapping[str, TestStatus]) -> TestStatus:
+    """The status under a published id. MISSING when the run has none, or several that disagree."""
+    found = {statuses[name] for name in names_of(test, statuses)}
+    if not found or (found & F2P_PASSES and found - F2P_PASSES):
+        return TestStatus.MISSING
+    return sorted(found)[0]
+
+
+def names_of(test: str, statuses: Mapping[str, TestStatus]) -> list[str]:
+    """The tests of a run that a published id stands for.
+
+    One with more `[` than `]` was cut at a space: it stands for every test that starts so.
+    """
+    if test in statuses or test.count("[") <= test.count("]"):
+        return [test] if test in statuses else []
+    return [name for name in statuses if name.startswith(test)]
+
+
+def _passes(status: TestStatus, passes: frozenset[TestStatus], eval_type: EvalType) -> bool:
+    if eval_type == "fail_only":
+        return status not in (TestStatus.FAILED, TestStatus.ERROR)
+    return status in passes
