@@ -4,7 +4,6 @@ Boots a holder (pid 1 of the namespaces) over an overlay of the tree; every comm
 nsenter from its keeper. All mounts live in the holder's mount namespace and die with it.
 """
 
-import asyncio
 import os
 import shlex
 import subprocess
@@ -17,7 +16,7 @@ from perdure.errors import ConfigurationError, MissingDependency
 from perdure.sandboxes import cgroups
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
 from perdure.sandboxes.box import Box, BoxMeta
-from perdure.sandboxes.files import INLINE_BYTES, read_file, write_file
+from perdure.sandboxes.files import read_file, write_file
 from perdure.sandboxes.host import (
     SYSTEM_PATH,
     HostProvider,
@@ -88,15 +87,10 @@ class BubblewrapSandbox(HostSandbox):
         return theirs > ours
 
     async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
-        root = self._root()
-        if isinstance(data, bytes) and len(data) <= INLINE_BYTES:
-            write_file(root, self._absolute(path), data, mode)
-        else:
-            await asyncio.to_thread(write_file, root, self._absolute(path), data, mode)
+        await write_file(self._root(), self._absolute(path), data, mode)
 
     async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
-        root = self._root()
-        return await asyncio.to_thread(read_file, root, self._absolute(path), offset, limit)
+        return await read_file(self._root(), self._absolute(path), offset, limit)
 
     def _absolute(self, path: str) -> str:
         return path if path.startswith("/") else f"{self.workdir}/{path}"

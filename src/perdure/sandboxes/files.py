@@ -4,12 +4,14 @@ Paths are resolved by the kernel inside that root (openat2): a symlink to /etc/s
 root's own /etc/shadow. FIFOs and devices are refused, so nothing in there can block a worker.
 """
 
+import asyncio
 import ctypes
 import errno
 import os
 import shutil
 import stat
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 from uuid import uuid4
 
 from perdure.errors import Boundary, ConfigurationError, NotFound, RetryHere
@@ -43,8 +45,8 @@ def open_in_root(root: int, path: str, flags: int) -> int:
     return fd
 
 
-def read_file(root: Path, path: str, offset: int, limit: int | None) -> bytes:
-    """Bytes [offset, offset + limit) of the file. Raises: NotFound."""
+def open_file(root: Path, path: str) -> BinaryIO:
+    """The regular file at `path`, for reading. Raises: NotFound."""
     root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY)
     try:
         fd = open_in_root(root_fd, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -52,18 +54,43 @@ def read_file(root: Path, path: str, offset: int, limit: int | None) -> bytes:
         raise NotFound(f"cannot read {path!r} in the sandbox: {error.strerror}") from None
     finally:
         os.close(root_fd)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise NotFound(f"cannot read {path!r} in the sandbox: not a regular file")
-        file.seek(offset)
-        return file.read(-1 if limit is None else limit)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise NotFound(f"cannot read {path!r} in the sandbox: not a regular file")
+    return open(fd, "rb", buffering=0)
 
 
-def write_file(root: Path, path: str, data: bytes | Path, mode: int) -> None:
+async def read_file(root: Path, path: str, offset: int, limit: int | None) -> bytes:
+    """Bytes [offset, offset + limit) of the file. Raises: NotFound."""
+    with open_file(root, path) as file:
+        left = max(0, os.fstat(file.fileno()).st_size - offset)
+        size = left if limit is None else min(left, limit)
+        if size <= INLINE_BYTES:
+            return _read_at(file, offset, size)
+        return await asyncio.to_thread(_read_at, file, offset, size)
+
+
+def _read_at(file: BinaryIO, offset: int, size: int) -> bytes:
+    pieces = []
+    while size > 0 and (piece := os.pread(file.fileno(), min(size, 1 << 20), offset)):
+        pieces.append(piece)
+        offset += len(piece)
+        size -= len(piece)
+    return b"".join(pieces)
+
+
+async def write_file(root: Path, path: str, data: bytes | Path, mode: int) -> None:
     """Write beside the target, check the size, rename. Parents are made.
 
     Raises: ConfigurationError when the sandbox has no room or the place is read-only.
     """
+    if isinstance(data, bytes) and len(data) <= INLINE_BYTES:
+        _write_file(root, path, data, mode)
+    else:
+        await asyncio.to_thread(_write_file, root, path, data, mode)
+
+
+def _write_file(root: Path, path: str, data: bytes | Path, mode: int) -> None:
     target = PurePosixPath(path)
     root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY)
     try:

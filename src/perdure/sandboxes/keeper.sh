@@ -89,7 +89,7 @@ standby() {  # its pipe and its cgroup are made ahead by `start`, which is cheap
 }
 
 watch() {  # $1 exec id, $2 seconds
-    trap 'kill $!; exit' TERM
+    trap 'kill $! 2>/dev/null; exit' TERM
     sleep "$2" &
     wait
     [ -s "execs/$1/rc" ] && exit

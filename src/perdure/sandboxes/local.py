@@ -57,13 +57,11 @@ class LocalSandbox(HostSandbox):
 
     async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
         self._check_alive()
-        await asyncio.to_thread(write_file, Path("/"), str(self._host_path(path)), data, mode)
+        await write_file(Path("/"), str(self._host_path(path)), data, mode)
 
     async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
         self._check_alive()
-        return await asyncio.to_thread(
-            read_file, Path("/"), str(self._host_path(path)), offset, limit
-        )
+        return await read_file(Path("/"), str(self._host_path(path)), offset, limit)
 
 
 class LocalProvider(HostProvider):

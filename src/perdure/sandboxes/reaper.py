@@ -1,0 +1,84 @@
+"""The sweep that ends sandboxes nobody owns any more.
+
+Owns the rules; when it runs, and how an owner is looked up, is the caller's business.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+import structlog
+
+from perdure.errors import PerdureError
+from perdure.sandboxes.base import SandboxInfo, SandboxProvider
+
+OWNER_LABELS = frozenset({"run", "rollout"})
+
+log = structlog.get_logger()
+
+OwnerIsAlive = Callable[[SandboxInfo], Awaitable[bool]]
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """What one sweep did. `found` = kept + killed + failed."""
+
+    found: int = 0
+    kept: int = 0
+    killed: int = 0
+    failed: int = 0
+    """Sandboxes that could not be killed or judged this time, and providers that did not answer."""
+
+
+async def sweep(
+    providers: Iterable[SandboxProvider],
+    owner_is_alive: OwnerIsAlive,
+    *,
+    grace_s: float,
+    now: float,
+) -> SweepReport:
+    """Kill what has expired, and orphans older than `grace_s` (longer than the slowest create).
+
+    A sandbox without owner labels is not ours to judge: only its own deadline ends it. One that
+    cannot be killed does not keep the others alive. `now`: unix seconds.
+    """
+    fates: list[str] = []
+    for provider in providers:
+        try:
+            found = await provider.list()
+        except PerdureError as error:
+            log.warning("provider not swept", provider=provider.name, reason=str(error))
+            fates.append("failed")
+            continue
+        for info in found:
+            fates.append(await _settle(provider, info, owner_is_alive, grace_s, now))
+    counts = {fate: fates.count(fate) for fate in ("kept", "killed", "failed")}
+    return SweepReport(found=len(fates), **counts)
+
+
+async def _settle(
+    provider: SandboxProvider,
+    info: SandboxInfo,
+    owner_is_alive: OwnerIsAlive,
+    grace_s: float,
+    now: float,
+) -> str:
+    try:
+        reason = await _reason_to_kill(info, owner_is_alive, grace_s, now)
+        if reason is None:
+            return "kept"
+        log.info("sandbox swept", identity=info.identity, reason=reason, **info.labels)
+        await provider.kill(info.identity)
+    except PerdureError as error:
+        log.warning("sandbox not swept", identity=info.identity, reason=str(error))
+        return "failed"
+    return "killed"
+
+
+async def _reason_to_kill(
+    info: SandboxInfo, owner_is_alive: OwnerIsAlive, grace_s: float, now: float
+) -> str | None:
+    if info.expires <= now:
+        return "expired"
+    if not info.labels.keys() >= OWNER_LABELS or now - info.created < grace_s:
+        return None
+    return None if await owner_is_alive(info) else "orphaned"
