@@ -1,0 +1,24 @@
+"""Where the root folders (workers/, workflows/, activities/) lie: they are not in the wheel."""
+
+from pathlib import Path
+
+import perdure
+from perdure.errors import MissingDependency
+
+NEEDED = ("workers/all.py", "workflows/__init__.py", "activities/__init__.py")
+
+
+def find_root() -> Path:
+    """The checkout to run service processes from: here or above, else the editable install's.
+
+    Raises: MissingDependency saying how to get one.
+    """
+    here = Path.cwd()
+    installed = Path(str(perdure.__file__)).resolve().parents[2]
+    for root in (here, *here.parents, installed):
+        if all((root / name).is_file() for name in NEEDED):
+            return root
+    raise MissingDependency(
+        f"the workers are not in the wheel and {here} is no checkout of perdure: "
+        "run this inside a clone of the repository, or use the container image"
+    )

@@ -1,0 +1,78 @@
+"""Settings for commands: resolved once, every complaint names the variable and the fix."""
+
+import difflib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from perdure.errors import ConfigurationError
+from perdure.settings import Settings
+
+PREFIX = "PERDURE_"
+NOT_SETTINGS = {
+    "PERDURE_CONFIG": "the TOML file to read",
+    "PERDURE_DEBUG": "1 shows tracebacks",
+    "PERDURE_SECRET": "what session keys derive from, where gateway and workers share no home",
+    "PERDURE_BOX": "set inside sandboxes",
+    "PERDURE_EXEC": "set inside sandboxes",
+}
+
+
+class Origin(NamedTuple):
+    """Where a value came from, in words: `default`, a variable's name, or the TOML file."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def load_settings() -> Settings:
+    """Raises: ConfigurationError naming the variable or the TOML key, and the fix."""
+    _refuse_unknown_variables()
+    try:
+        return Settings()
+    except ValidationError as error:
+        raise ConfigurationError(_complaint(error)) from error
+    except ValueError as error:  # the TOML file does not parse
+        raise ConfigurationError(f"{toml_file()}: {error}") from error
+
+
+def toml_file() -> Path:
+    """The file that would be read; it need not exist."""
+    return Path(str(Settings.model_config.get("toml_file"))).absolute()
+
+
+def origin(name: str, settings: Settings) -> Origin:
+    """Where the value of one field came from."""
+    variable = PREFIX + name.upper()
+    if variable in {key.upper() for key in os.environ}:
+        return Origin("environment", variable)
+    if name in settings.model_fields_set:
+        return Origin("file", toml_file().name)
+    return Origin("default", "default")
+
+
+def _refuse_unknown_variables() -> None:
+    known = [PREFIX + name.upper() for name in Settings.model_fields]
+    for variable in os.environ:
+        if variable.startswith(PREFIX) and variable not in {*known, *NOT_SETTINGS}:
+            close = difflib.get_close_matches(variable, known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}?" if close else "`perdure settings` lists them"
+            raise ConfigurationError(f"{variable} is no setting: {hint} Otherwise unset it")
+
+
+def _complaint(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(name, Settings.model_fields, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else "`perdure settings` lists them"
+        return f"{toml_file().name}: {name!r} is no setting: {hint}"
+    where = PREFIX + name.upper()
+    if where not in os.environ:
+        where = f"{toml_file().name}: {name}"
+    return f"{where}={first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}"

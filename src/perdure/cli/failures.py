@@ -1,0 +1,40 @@
+"""Failures as one line each: what is wrong and what to do, never a traceback."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from perdure.errors import ActionNeeded, InstanceError, PerdureError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+USAGE, FAILURE = 2, 1
+
+
+def explain(error: Exception) -> tuple[int, str]:
+    """Exit code and line for any exception."""
+    from pydantic import ValidationError
+
+    if isinstance(error, click.ClickException):
+        return error.exit_code, error.format_message()
+    if isinstance(error, ValidationError):
+        return USAGE, validation(error)
+    if isinstance(error, PerdureError):
+        code = USAGE if isinstance(error, ActionNeeded | InstanceError) else FAILURE
+        return code, str(error)
+    if type(error).__name__ == "RPCError":
+        return FAILURE, f"Temporal refused: {str(error)[:300]}"
+    return FAILURE, f"{type(error).__name__}: {error} (a bug; PERDURE_DEBUG=1 shows where)"
+
+
+def validation(error: "ValidationError") -> str:
+    """Every wrong field of a model by its dotted name, on one line."""
+    complaints = []
+    for wrong in error.errors(include_url=False):
+        name = ".".join(str(part) for part in wrong["loc"])
+        message = wrong["msg"].removeprefix("Value error, ")
+        if wrong["type"] == "extra_forbidden":
+            message = "there is no such field"
+        complaints.append(f"{name}: {message}" if name else message)
+    return "; ".join(complaints)

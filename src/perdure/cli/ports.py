@@ -1,0 +1,42 @@
+"""Which TCP ports a stack uses: the set ones, else the usual ones, else free ones."""
+
+import socket
+from collections.abc import Sequence
+
+from perdure.errors import ConfigurationError
+from perdure.settings import Settings
+
+LOOPBACK = "127.0.0.1"
+
+
+def choose(settings: Settings, name: str, taken: Sequence[int] = (), host: str = LOOPBACK) -> int:
+    """The port of setting `name`, or a free one when nobody set it and it is occupied.
+
+    Raises: ConfigurationError when a port that was set explicitly is occupied.
+    """
+    wanted: int = getattr(settings, name)
+    if wanted and wanted not in taken and is_free(wanted, host):
+        return wanted
+    if wanted and name in settings.model_fields_set:
+        raise ConfigurationError(
+            f"PERDURE_{name.upper()}={wanted} is occupied on {host}: "
+            "stop what listens there, choose another port, or unset it (a free one is picked)"
+        )
+    return free_port(host)
+
+
+def is_free(port: int, host: str = LOOPBACK) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,118 @@
+"""Is it up? Asks the thing itself, never the clock: Temporal, its search attributes, its pollers.
+
+Each `wait_*` returns when the answer is yes; whoever calls bounds it.
+"""
+
+import asyncio
+import socket
+import urllib.error
+import urllib.request
+from datetime import timedelta
+
+from google.protobuf.duration_pb2 import Duration
+from temporalio.api.enums.v1 import IndexedValueType, TaskQueueType
+from temporalio.api.namespace.v1 import NamespaceConfig
+from temporalio.api.operatorservice.v1 import (
+    AddSearchAttributesRequest,
+    ListSearchAttributesRequest,
+)
+from temporalio.api.taskqueue.v1 import TaskQueue
+from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest, UpdateNamespaceRequest
+from temporalio.client import Client
+
+from perdure.client import names, search_attributes
+from perdure.client.connection import connect
+from perdure.errors import ConfigurationError
+
+PAUSE_S = 0.05
+RETENTION = timedelta(days=7)
+"""The dev server keeps closed workflows for a day; resuming by id should work for a week."""
+
+ACTIVITY_QUEUES = (names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE)
+
+
+async def wait_for_temporal(address: str | None) -> Client:
+    """The first connection that is answered."""
+    while True:
+        try:
+            return await connect(address)
+        except ConfigurationError:
+            await asyncio.sleep(PAUSE_S)
+
+
+async def register_search_attributes(client: Client) -> list[str]:
+    """Add the missing ones; return their names. Raises: RPCError when that is not allowed."""
+    missing = await _missing(client)
+    if missing:
+        types = {name: _value_type(search_attributes.TYPE_NAMES[name]) for name in missing}
+        await client.operator_service.add_search_attributes(
+            AddSearchAttributesRequest(search_attributes=types, namespace=client.namespace)
+        )
+        while await _missing(client):
+            await asyncio.sleep(PAUSE_S)
+    return missing
+
+
+async def keep_closed_workflows(client: Client) -> None:
+    """Set the namespace's retention to a week."""
+    await client.workflow_service.update_namespace(
+        UpdateNamespaceRequest(
+            namespace=client.namespace,
+            config=NamespaceConfig(
+                workflow_execution_retention_ttl=Duration(seconds=int(RETENTION.total_seconds()))
+            ),
+        )
+    )
+
+
+async def wait_for_pollers(client: Client, pid: int) -> None:
+    """The worker process `pid` of this host polls every queue of ours."""
+    for queue in ACTIVITY_QUEUES:
+        await _wait_for_poller(client, queue, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, pid)
+    queue = names.WORKFLOWS_QUEUE
+    await _wait_for_poller(client, queue, TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW, pid)
+
+
+async def wait_for_http(url: str) -> None:
+    """`url` answers 200."""
+    while not await answers(url):
+        await asyncio.sleep(PAUSE_S)
+
+
+async def answers(url: str, timeout_s: float = 5.0) -> bool:
+    return await asyncio.to_thread(_get, url, timeout_s)
+
+
+def _get(url: str, timeout_s: float) -> bool:
+    # No proxy: these addresses are ours, and loopback as a rule.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=timeout_s) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+async def _wait_for_poller(
+    client: Client, queue: str, kind: "TaskQueueType.ValueType", pid: int
+) -> None:
+    ours = f"{pid}@{socket.gethostname()}"  # the SDK's default identity
+    request = DescribeTaskQueueRequest(
+        namespace=client.namespace, task_queue=TaskQueue(name=queue), task_queue_type=kind
+    )
+    while True:
+        answer = await client.workflow_service.describe_task_queue(request)
+        if any(poller.identity == ours for poller in answer.pollers):
+            return
+        await asyncio.sleep(PAUSE_S)
+
+
+async def _missing(client: Client) -> list[str]:
+    known = await client.operator_service.list_search_attributes(
+        ListSearchAttributesRequest(namespace=client.namespace)
+    )
+    return [name for name in search_attributes.TYPE_NAMES if name not in known.custom_attributes]
+
+
+def _value_type(name: str) -> "IndexedValueType.ValueType":
+    return IndexedValueType.Value(f"INDEXED_VALUE_TYPE_{name.upper()}")
