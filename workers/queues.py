@@ -42,7 +42,7 @@ def queues(stage: str, services: Services) -> list[Queue]:
             Queue(names.GRADE_QUEUE, [GradeInFreshSandbox(services).grade], settings.grade_slots)
         ]
     if stage == "agent":
-        here = [
+        here: list[Callable[..., Any]] = [
             RunAgent(services).run,
             CaptureDiff(services).capture,
             DestroySandbox(services).destroy,
@@ -53,7 +53,7 @@ def queues(stage: str, services: Services) -> list[Queue]:
             Queue(names.host_queue(services.host), here, settings.agent_slots),
         ]
     runs = Runs(services)
-    io = [
+    io: list[Callable[..., Any]] = [
         EmitEpisode(services).emit,
         DestroySandbox(services).destroy,
         SweepSandboxes(services).sweep,

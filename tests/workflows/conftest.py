@@ -2,8 +2,9 @@
 
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from temporalio.client import Client
@@ -41,7 +42,7 @@ async def client() -> AsyncIterator[Client]:
 async def stages(client: Client) -> AsyncIterator[Stages]:
     """Workers on every queue: the real workflow worker, stand-in activities."""
     stages = Stages()
-    everything = [
+    everything: list[Callable[..., Any]] = [
         stages.boot,
         stages.run_agent,
         stages.capture,
