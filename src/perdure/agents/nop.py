@@ -1,0 +1,26 @@
+"""The agent that does nothing: no sound instance may come out resolved."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from perdure.agents import options
+from perdure.agents.base import AgentTask, Evidence, Launch
+from perdure.sandboxes.base import Mount
+from perdure.types import AgentEnd
+
+
+class Nop:
+    name: ClassVar[str] = "nop"
+    needs_model: ClassVar[bool] = False
+    artifacts: ClassVar[tuple[str, ...]] = ()
+
+    async def install(self, tools: Path) -> tuple[Mount, ...]:
+        return ()
+
+    def launch(self, task: AgentTask) -> Launch:
+        """Raises: ConfigurationError on any option."""
+        options.parse(self.name, options.NoOptions, task.options)
+        return Launch(argv=("true",))
+
+    def classify(self, evidence: Evidence) -> AgentEnd:
+        return AgentEnd.FINISHED if evidence.status.ok else AgentEnd.CRASHED

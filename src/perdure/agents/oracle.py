@@ -1,0 +1,34 @@
+"""The oracle: applies the gold patch, so every sound instance must come out resolved."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from perdure.agents import options
+from perdure.agents.base import HOME, AgentTask, Evidence, Launch
+from perdure.errors import InstanceError
+from perdure.sandboxes.base import Mount
+from perdure.types import AgentEnd
+
+GOLD = f"{HOME}/gold.patch"
+
+
+class Oracle:
+    """The only agent that is given the solution."""
+
+    name: ClassVar[str] = "oracle"
+    needs_model: ClassVar[bool] = False
+    artifacts: ClassVar[tuple[str, ...]] = ()
+
+    async def install(self, tools: Path) -> tuple[Mount, ...]:
+        return ()
+
+    def launch(self, task: AgentTask) -> Launch:
+        """Raises: ConfigurationError on any option; InstanceError without a gold patch."""
+        options.parse(self.name, options.NoOptions, task.options)
+        if not task.instance.gold_patch:
+            raise InstanceError(f"{task.instance.ref} has no gold_patch, which the oracle applies")
+        argv = ("git", "apply", "--whitespace=nowarn", GOLD)
+        return Launch(argv=argv, files={GOLD: task.instance.gold_patch})
+
+    def classify(self, evidence: Evidence) -> AgentEnd:
+        return AgentEnd.FINISHED if evidence.status.ok else AgentEnd.CRASHED

@@ -1,0 +1,89 @@
+"""The host's tool cache: each agent's program built once, whoever asks first, and never changed.
+
+A tool is a folder named by the digest of its recipe; it appears by rename, complete or not at all.
+"""
+
+import asyncio
+import fcntl
+import hashlib
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from perdure.errors import AgentError, MissingDependency
+
+INSTALL_TIMEOUT_S = 900
+
+
+async def built(tools: Path, name: str, recipe: str, build: Callable[[Path], None]) -> Path:
+    """The finished folder `<tools>/<name>-<digest of recipe>`, built now if it is not there.
+
+    Safe from many processes at once: one builds, the others wait off the event loop.
+    """
+    digest = hashlib.sha256(recipe.encode()).hexdigest()[:16]
+    folder = tools / f"{name}-{digest}"
+    if not folder.is_dir():
+        await asyncio.to_thread(_build_once, folder, build)
+    return folder
+
+
+def _build_once(folder: Path, build: Callable[[Path], None]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f"{folder.name}.lock"), "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.is_dir():
+            return
+        partial = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        build(partial)
+        partial.rename(folder)
+
+
+def python_identity() -> str:
+    """What a virtual environment depends on besides its requirements."""
+    return f"{sys.base_prefix} {sys.version} {platform.machine()}"
+
+
+def make_virtual_environment(folder: Path, lock: Path) -> None:
+    """A relocatable virtual environment on this interpreter, exactly as locked, hashes checked.
+
+    Raises: MissingDependency without uv; AgentError when the registry does not deliver.
+    """
+    uv = _uv()
+    interpreter = f"{sys.base_prefix}/bin/python3.{sys.version_info.minor}"
+    _run([uv, "venv", "--quiet", "--relocatable", "--python", interpreter, str(folder)])
+    exact = ["--require-hashes", "--no-deps", "--only-binary", ":all:", "--compile-bytecode"]
+    python = str(folder / "bin" / "python")
+    _run([uv, "pip", "install", "--quiet", "--python", python, *exact, "-r", str(lock)])
+
+
+def _uv() -> str:
+    try:
+        import uv
+    except ImportError:
+        found = shutil.which("uv")
+        if found is None:
+            raise MissingDependency(
+                "uv is missing, which installs agents; install it: pip install uv"
+            ) from None
+        return found
+    return str(uv.find_uv_bin())
+
+
+def _run(argv: list[str]) -> None:
+    try:
+        subprocess.run(
+            argv,
+            check=True,
+            capture_output=True,
+            timeout=INSTALL_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode("utf-8", "replace").strip()[-1000:]
+        raise AgentError(f"installing the agent failed: {' '.join(argv[:4])}: {said}") from error
+    except subprocess.TimeoutExpired as error:
+        raise AgentError(f"installing the agent took over {INSTALL_TIMEOUT_S} s") from error
