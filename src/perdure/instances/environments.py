@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from perdure.errors import Boundary, ConfigurationError, InstanceError, RetryHere
+from perdure.errors import Boundary, ConfigurationError, InstanceError, RetryHere, SandboxLost
 from perdure.instances import repository, sources, uv
 from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, SandboxSpec
 from perdure.storage.base import Store
@@ -128,14 +128,17 @@ class Environments:
         """Run the install lines where paths are the ones that every later sandbox sees."""
         spec = await asyncio.to_thread(self._build_spec, instance, key, folder)
         identity = f"p-{key[:24]}-build-{uuid4().hex[:8]}"
-        async with await self._provider.create(spec, identity) as sandbox:
-            script = install_script(instance.environment.install)
-            await sandbox.put(f"{WORK}/install.sh", script.encode())
-            done = await sandbox.exec(
-                ["bash", f"{WORK}/install.sh"],
-                cwd=instance.environment.workdir,
-                timeout=INSTALL_TIMEOUT_S,
-            )
+        try:
+            async with await self._provider.create(spec, identity) as sandbox:
+                script = install_script(instance.environment.install)
+                await sandbox.put(f"{WORK}/install.sh", script.encode())
+                done = await sandbox.exec(
+                    ["bash", f"{WORK}/install.sh"],
+                    cwd=instance.environment.workdir,
+                    timeout=INSTALL_TIMEOUT_S,
+                )
+        except SandboxLost as error:  # not the rollout's sandbox: building again is safe
+            raise RetryHere(str(error), boundary=Boundary.SANDBOX) from error
         log = self.root / "logs" / f"{key}.log"
         await asyncio.to_thread(log.write_bytes, done.stdout + done.stderr)
         if not done.status.ok:
