@@ -14,17 +14,23 @@ finds it again. Control calls carry the control token and are not reachable with
 import hashlib
 import hmac
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, Protocol
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
+from perdure.errors import PerdureError
 from perdure.types import FinishReason, Frozen, Sampling, VersionSpan
+
+SESSION_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,239}$"
+SessionId = Annotated[str, StringConstraints(pattern=SESSION_ID)]
+"""Names a folder of the journal and a path of the control API: no slashes."""
 
 
 class SessionSpec(Frozen):
     """One attempt's sampling rules and where its turns go when it is closed."""
 
-    session_id: str
+    session_id: SessionId
     model: str = "policy"
     sampling: Sampling = Sampling()
     turns_key: str
@@ -55,6 +61,55 @@ def control_token(secret: bytes) -> str:
     return hmac.new(secret, b"control", hashlib.sha256).hexdigest()
 
 
+class Refused(PerdureError):
+    """A call we answer with an error of the dialect; repeating it unchanged fails the same way.
+
+    Example:
+        Refused(400, "context_length_exceeded", "This model's maximum context length is ...")
+    """
+
+    def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """One model call in the gateway's own message form, whatever dialect it came in.
+
+    `messages`: dicts with role (system, user, assistant, tool), content (text) and, where given,
+    reasoning_content, tool_calls, tool_call_id, name. `body` is the request as it was sent, for
+    hosted engines.
+    """
+
+    model: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    sampling: dict[str, Any]
+    max_tokens: int | None
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the agent gets, dialect-neutral enough to be framed as one JSON or as a stream.
+
+    Example:
+        Answer("chatcmpl-...", 1763700000, "policy",
+               {"role": "assistant", "content": "...", "tool_calls": [...]}, "tool_calls",
+               {"prompt_tokens": 812, "completion_tokens": 64, "total_tokens": 876})
+    """
+
+    id: str
+    created: int
+    model: str
+    message: dict[str, Any]
+    finish_reason: str
+    usage: dict[str, Any]
+
+
 class Completion(NamedTuple):
     """What an engine sampled. Shapes: token_ids [C], logprobs [C]."""
 
@@ -76,7 +131,7 @@ class TokenEngine(Protocol):
         session_id: str,
         request_id: str,
     ) -> Completion:
-        """Raises: GatewayUnavailable (nothing usable came back; ask again)."""
+        """Raises: GatewayUnavailable (nothing usable came back; ask again), Refused."""
         ...
 
 
@@ -84,5 +139,14 @@ class ChatEngine(Protocol):
     """A hosted API without token ids: good for evaluation, `trainable: false`."""
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
-        """One OpenAI chat completion object, not streamed. Raises: GatewayUnavailable."""
+        """One OpenAI chat completion object, not streamed. Raises: GatewayUnavailable, Refused."""
         ...
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine a gateway talks to: exactly one of `tokens` and `chat` is set."""
+
+    name: str
+    tokens: TokenEngine | None = None
+    chat: ChatEngine | None = None

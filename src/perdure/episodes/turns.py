@@ -1,0 +1,99 @@
+"""Turns as parquet: token ids, logprobs and versions as arrays, exactly as they were captured.
+
+Owns the file format that the gateway writes when a session closes and episodes are built from.
+"""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from perdure.types import FinishReason, Turn, VersionSpan
+
+FORMAT = b"perdure.turns"
+VERSION = b"1"
+SCHEMA = pa.schema(
+    [
+        ("index", pa.int32()),
+        ("chain", pa.string()),
+        # A prompt starts with this many ids of the row before (its prompt, then its completion).
+        ("prompt_kept", pa.int32()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("completion_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float64())),
+        (
+            "versions",
+            pa.list_(
+                pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+            ),
+        ),
+        ("finish_reason", pa.string()),
+        ("engine", pa.string()),
+        ("bridged", pa.bool_()),
+        ("bridge_miss", pa.string()),
+        ("trainable", pa.bool_()),
+        ("started_at", pa.float64()),
+        ("engine_seconds", pa.float64()),
+        ("seconds", pa.float64()),
+        ("request_sha256", pa.string()),
+    ],
+    metadata={FORMAT: VERSION},
+)
+
+
+def encode(turns: Sequence[Turn]) -> bytes:
+    """One row a turn; each prompt as what it adds to the row before, so the file stays linear."""
+    rows: list[dict[str, Any]] = []
+    previous: tuple[int, ...] = ()
+    for turn in turns:
+        kept = len(previous) if turn.prompt_ids[: len(previous)] == previous else 0
+        rows.append(_row(turn, kept))
+        previous = turn.prompt_ids + turn.completion_ids
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def decode(data: bytes) -> list[Turn]:
+    """The turns that `encode` was given, equal in every field.
+
+    Raises: ValueError when `data` is no turns file, or of a later format.
+    """
+    try:
+        table = pq.read_table(io.BytesIO(data))
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"not a parquet file: {error}") from error
+    found = (table.schema.metadata or {}).get(FORMAT)
+    if found != VERSION:
+        raise ValueError(f"not a turns file of format {VERSION.decode()}: {found!r}")
+    turns: list[Turn] = []
+    previous: tuple[int, ...] = ()
+    for row in table.to_pylist():
+        turns.append(_turn(row, previous))
+        previous = turns[-1].prompt_ids + turns[-1].completion_ids
+    return turns
+
+
+def _row(turn: Turn, kept: int) -> dict[str, Any]:
+    row = {name: getattr(turn, name) for name in SCHEMA.names if name != "prompt_kept"}
+    row.update(
+        prompt_kept=kept,
+        prompt_ids=turn.prompt_ids[kept:],
+        versions=[vars(span) for span in turn.versions],
+        finish_reason=turn.finish_reason.value,
+    )
+    return row
+
+
+def _turn(row: dict[str, Any], previous: tuple[int, ...]) -> Turn:
+    kept = row.pop("prompt_kept")
+    row.update(
+        prompt_ids=previous[:kept] + tuple(row["prompt_ids"]),
+        completion_ids=tuple(row["completion_ids"]),
+        logprobs=tuple(row["logprobs"]),
+        versions=tuple(VersionSpan(**span) for span in row["versions"]),
+        finish_reason=FinishReason(row["finish_reason"]),
+    )
+    return Turn(**row)

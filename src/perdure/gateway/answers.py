@@ -1,0 +1,110 @@
+"""From sampled ids to the message an agent reads.
+
+A tool call that does not parse stays in the text as it was sampled: the agent sees its mistake,
+and nothing is repaired in its name.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from renderers.base import ParsedToolCall, ToolCallParseStatus
+
+from perdure.gateway.base import Answer, Completion, ModelRequest
+from perdure.gateway.tokenizers import Format
+from perdure.types import FinishReason
+
+
+class Read(NamedTuple):
+    """The answer, and whether the completion ended inside its reasoning."""
+
+    answer: Answer
+    reasoning_open: bool
+
+
+def read_completion(
+    model_format: Format,
+    request: ModelRequest,
+    prompt_ids: Sequence[int],
+    completion: Completion,
+    turn_id: str,
+) -> Read:
+    """`turn_id` names the turn among all sessions; the ids of its tool calls are minted from it."""
+    token_ids = list(completion.token_ids)
+    reasoning, reasoning_open = "", False
+    calls: list[ParsedToolCall] = []
+    try:
+        parsed = model_format.renderer.parse_response(
+            token_ids,
+            tools=request.tools,
+            prompt_ids=list(prompt_ids),
+        )
+    except (ValueError, RecursionError):  # absurd JSON, sampled: to be read as text
+        content = model_format.tokenizer.decode(token_ids)
+    else:
+        content, calls = _split(parsed.content, parsed.tool_calls)
+        reasoning = parsed.reasoning_content or ""
+        reasoning_open = parsed.reasoning_complete is False
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [_minted(call, turn_id, i) for i, call in enumerate(calls)]
+    return Read(_answer(request, message, prompt_ids, completion, turn_id), reasoning_open)
+
+
+def _split(text: str, calls: list[ParsedToolCall]) -> tuple[str, list[ParsedToolCall]]:
+    good = [c for c in calls if c.status == ToolCallParseStatus.OK and isinstance(c.name, str)]
+    bad = [f"<tool_call>\n{call.raw}\n</tool_call>" for call in calls if call not in good]
+    return "\n".join([*([text] if text else []), *bad]), good
+
+
+def _minted(call: ParsedToolCall, turn_id: str, position: int) -> dict[str, Any]:
+    """Unique among all sessions, and the same when the same turn is made twice."""
+    digest = hashlib.sha256(f"{turn_id}/{position}".encode()).hexdigest()[:24]
+    arguments = call.arguments
+    if not isinstance(arguments, str):
+        arguments = json.dumps({} if arguments is None else arguments)
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": f"call_{digest}", "type": "function", "function": function}
+
+
+def _answer(
+    request: ModelRequest,
+    message: dict[str, Any],
+    prompt_ids: Sequence[int],
+    completion: Completion,
+    turn_id: str,
+) -> Answer:
+    sampled = len(completion.token_ids)
+    reason = completion.finish_reason.value
+    if completion.finish_reason is FinishReason.STOP and "tool_calls" in message:
+        reason = "tool_calls"
+    return Answer(
+        id=f"chatcmpl-{hashlib.sha256(turn_id.encode()).hexdigest()[:24]}",
+        created=int(time.time()),
+        model=request.model,
+        message=message,
+        finish_reason=reason,
+        usage={
+            "prompt_tokens": len(prompt_ids),
+            "completion_tokens": sampled,
+            "total_tokens": len(prompt_ids) + sampled,
+        },
+    )
+
+
+def hosted_answer(request: ModelRequest, completion: dict[str, Any], turn_id: str) -> Answer:
+    """A hosted API's chat completion object, under our own id and the agent's model name."""
+    choice = completion["choices"][0]
+    usage = completion.get("usage")
+    return Answer(
+        id=f"chatcmpl-{hashlib.sha256(turn_id.encode()).hexdigest()[:24]}",
+        created=int(time.time()),
+        model=request.model,
+        message={**choice["message"], "content": choice["message"].get("content") or ""},
+        finish_reason=choice.get("finish_reason") or "stop",
+        usage=usage if isinstance(usage, dict) else {},
+    )

@@ -1,0 +1,248 @@
+"""The gateway's HTTP face: routes, keys, limits, and errors in the caller's dialect.
+
+Owns no state; sessions do. A request is checked (key, then size, then form) before it costs
+anything.
+"""
+
+import contextlib
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from perdure.errors import (
+    ConfigurationError,
+    NotFound,
+    PerdureError,
+    RetryHere,
+)
+from perdure.gateway.base import Refused, SessionSpec, control_token, session_key
+from perdure.gateway.dialects import openai_chat
+from perdure.gateway.engines.choose import Engines, check_engine_settings
+from perdure.gateway.engines.wire import new_client
+from perdure.gateway.journal import Journal
+from perdure.gateway.metrics import Metrics
+from perdure.gateway.sessions import Sessions
+from perdure.gateway.tokenizers import load_format
+from perdure.settings import Settings
+from perdure.storage.base import Store
+
+MAX_BODY = 32 << 20
+"""Bytes of a request; 200k tokens of history are about 1 MB."""
+MAX_CONTROL_BODY = 1 << 20
+RETRY_AFTER_S = 5
+
+log = structlog.get_logger()
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """What every route needs."""
+
+    settings: Settings
+    secret: bytes
+    sessions: Sessions
+    engines: Engines
+    metrics: Metrics
+
+
+def create_app(settings: Settings, secret: bytes, store: Store, journal: Journal) -> Starlette:
+    """The ASGI app; its lifespan holds the engine's connections.
+
+    Raises: ConfigurationError naming a wrong engine or tokenizer setting.
+    """
+    check_engine_settings(settings)
+    model_format = load_format(settings.tokenizer)
+    metrics = Metrics()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with new_client() as client:
+            engines = Engines(settings, client)
+            sessions = Sessions(journal, engines, model_format, store, metrics)
+            app.state.gateway = Gateway(settings, secret, sessions, engines, metrics)
+            yield
+
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", _agent(_chat_completions), methods=["POST"]),
+            Route("/v1/models", _agent(_models)),
+            Route("/sessions/{session_id}", _control(_open), methods=["PUT"]),
+            Route("/sessions/{session_id}", _control(_get), methods=["GET"]),
+            Route("/sessions/{session_id}/close", _control(_close), methods=["POST"]),
+            Route("/healthz", _healthz),
+            Route("/metrics", _metrics),
+        ],
+        exception_handlers={404: _no_route, 405: _no_route},
+        lifespan=lifespan,
+    )
+
+
+# --- agents ----------------------------------------------------------------------------------
+
+
+async def _chat_completions(request: Request) -> Response:
+    session_id = _session_of(request)
+    parsed = openai_chat.parse(await _body(request, MAX_BODY))
+    answer = await _gateway(request).sessions.complete(session_id, parsed.request)
+    if parsed.stream:
+        content = openai_chat.events(answer, include_usage=parsed.include_usage)
+        return Response(content, media_type="text/event-stream", headers=NO_CACHE)
+    return Response(openai_chat.completion(answer), media_type="application/json")
+
+
+NO_CACHE = {"cache-control": "no-cache"}
+
+
+async def _models(request: Request) -> Response:
+    _session_of(request)
+    content = openai_chat.models([_gateway(request).settings.engine_model])
+    return Response(content, media_type="application/json")
+
+
+def _session_of(request: Request) -> str:
+    """The session whose key the caller holds. Raises: Refused (401)."""
+    key = _bearer(request)
+    session_id = key.rpartition(".")[0]
+    expected = session_key(_gateway(request).secret, session_id)
+    if not session_id or not hmac.compare_digest(key.encode(), expected.encode()):
+        raise Refused(401, "invalid_api_key", "the session key is missing or wrong")
+    return session_id
+
+
+def _agent(handler: Handler) -> Handler:
+    """Errors as OpenAI clients read them."""
+
+    async def route(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Exception as error:
+            return _error_response(request, _as_refused(error))
+
+    return route
+
+
+# --- control ---------------------------------------------------------------------------------
+
+
+async def _open(request: Request) -> Response:
+    raw = await _body(request, MAX_CONTROL_BODY)
+    try:
+        spec = SessionSpec.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "body"
+        raise Refused(400, "invalid_value", f"'{field}': {first['msg']}") from None
+    if spec.session_id != request.path_params["session_id"]:
+        raise Refused(400, "invalid_value", "'session_id' differs from the one in the path")
+    summary = await _gateway(request).sessions.open(spec)
+    return Response(summary.model_dump_json(), media_type="application/json")
+
+
+async def _get(request: Request) -> Response:
+    summary = await _gateway(request).sessions.get(request.path_params["session_id"])
+    return Response(summary.model_dump_json(), media_type="application/json")
+
+
+async def _close(request: Request) -> Response:
+    summary = await _gateway(request).sessions.close(request.path_params["session_id"])
+    return Response(summary.model_dump_json(), media_type="application/json")
+
+
+def _control(handler: Handler) -> Handler:
+    """Only with the control token; a session key is not one."""
+
+    async def route(request: Request) -> Response:
+        try:
+            expected = control_token(_gateway(request).secret)
+            if not hmac.compare_digest(_bearer(request).encode(), expected.encode()):
+                raise Refused(401, "invalid_control_token", "the control token is missing or wrong")
+            return await handler(request)
+        except NotFound as error:
+            return _error_response(request, Refused(404, "not_found", str(error)))
+        except ConfigurationError as error:
+            return _error_response(request, Refused(409, "conflict", str(error)))
+        except Exception as error:
+            return _error_response(request, _as_refused(error))
+
+    return route
+
+
+async def _healthz(request: Request) -> Response:
+    return JSONResponse({"status": "ok", "engine": _gateway(request).engines.name})
+
+
+async def _metrics(request: Request) -> Response:
+    return Response(_gateway(request).metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+# --- shared ----------------------------------------------------------------------------------
+
+
+def _gateway(request: Request) -> Gateway:
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+def _bearer(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """Raises: Refused (413) as soon as the limit is passed, announced or not."""
+    too_large = Refused(413, "request_too_large", f"a request may have at most {limit} bytes")
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdigit() or int(announced) > limit:
+        raise too_large
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise too_large
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _as_refused(error: Exception) -> Refused:
+    match error:
+        case Refused():
+            return error
+        case NotFound():
+            return Refused(403, "session_not_open", "this session is not open")
+        case RetryHere():
+            return Refused(503, "engine_unavailable", str(error))
+        case RecursionError():
+            return Refused(400, "invalid_json", "the request is nested too deeply")
+        case ClientDisconnect():
+            return Refused(400, "client_closed_request", "the client went away")
+        case PerdureError():
+            log.error("call failed", error=repr(error))
+            return Refused(500, "internal_error", str(error))
+        case _:
+            log.error("call failed", exc_info=error)
+            return Refused(500, "internal_error", "the gateway failed; its log says why")
+
+
+def _error_response(request: Request, refused: Refused) -> Response:
+    _gateway(request).metrics.errors.labels(refused.code).inc()
+    headers = {"retry-after": str(RETRY_AFTER_S)} if refused.status in (429, 503) else {}
+    return Response(
+        openai_chat.error(refused),
+        status_code=refused.status,
+        media_type="application/json",
+        headers=headers,
+    )
+
+
+async def _no_route(request: Request, error: Any) -> Response:
+    message = f"no route {request.method} {request.url.path}"
+    return _error_response(request, Refused(error.status_code, "no_route", message))

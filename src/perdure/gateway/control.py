@@ -1,0 +1,153 @@
+"""The client of the gateway's control API, and the secret it shares with the gateway.
+
+What activities import: it reaches neither tokenizers nor the server.
+"""
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
+from perdure.gateway.base import SessionSpec, SessionSummary, control_token, session_key
+from perdure.settings import Settings
+
+SECRET_VARIABLE = "PERDURE_SECRET"
+SHORTEST_SECRET = 16
+TIMEOUT_S = 60.0
+"""Closing a session writes its turns to the store first."""
+
+
+def load_secret(settings: Settings) -> bytes:
+    """The secret from which session keys and the control token derive: PERDURE_SECRET where given
+    (many hosts), else a file under the home that the first process creates.
+
+    Raises: ConfigurationError when it is too short or cannot be read.
+    """
+    given = os.environ.get(SECRET_VARIABLE, "").strip()
+    source = SECRET_VARIABLE
+    if not given:
+        path = settings.home.absolute() / "run" / "secret"
+        source = str(path)
+        try:
+            given = _read_or_create(path)
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot read {path}: {error.strerror}; set {SECRET_VARIABLE}"
+            ) from error
+    if len(given) < SHORTEST_SECRET:
+        raise ConfigurationError(f"{source} is shorter than {SHORTEST_SECRET} characters")
+    return given.encode()
+
+
+def _read_or_create(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".secret.{secrets.token_hex(8)}")
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(draft, path)  # whoever links first has created it; all others read theirs
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()
+    return path.read_text().strip()
+
+
+class GatewayControl:
+    """Opens, reads and closes sessions. Repeating any call is safe.
+
+    Example:
+        async with GatewayControl(settings.gateway_base_url, load_secret(settings)) as control:
+            await control.open(SessionSpec(session_id="try-1.click.0.0", turns_key="..."))
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        secret: bytes,
+        *,
+        socket: Path | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`socket`: talk through the gateway's unix socket instead of the network."""
+        self._secret = secret
+        transport = httpx.AsyncHTTPTransport(uds=str(socket)) if socket else None
+        self._client = httpx.AsyncClient(
+            base_url=base_url,
+            headers={"authorization": f"Bearer {control_token(secret)}"},
+            timeout=timeout_s,
+            transport=transport,
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> "GatewayControl":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    def key(self, session_id: str) -> str:
+        """The bearer token of a session, for its agent."""
+        return session_key(self._secret, session_id)
+
+    async def open(self, spec: SessionSpec) -> SessionSummary:
+        """Open a session, or join it.
+
+        Raises: GatewayUnavailable; ConfigurationError when it is open with another spec.
+        """
+        content = spec.model_dump_json().encode()
+        return await self._call("PUT", f"/sessions/{spec.session_id}", content)
+
+    async def get(self, session_id: str) -> SessionSummary:
+        """Raises: GatewayUnavailable, NotFound."""
+        return await self._call("GET", f"/sessions/{session_id}")
+
+    async def close(self, session_id: str) -> SessionSummary:
+        """Seal a session and write its turns to the store.
+
+        Raises: GatewayUnavailable (also when the store is), NotFound.
+        """
+        return await self._call("POST", f"/sessions/{session_id}/close")
+
+    async def _call(self, method: str, path: str, content: bytes = b"") -> SessionSummary:
+        try:
+            response = await self._client.request(method, path, content=content)
+        except httpx.TransportError as error:
+            raise GatewayUnavailable(
+                f"no answer from the gateway at {self._client.base_url}: {type(error).__name__}"
+            ) from error
+        if response.is_success:
+            return SessionSummary.model_validate_json(response.content)
+        raise _failure(response)
+
+
+def _failure(response: httpx.Response) -> Exception:
+    status, message = response.status_code, _message(response)
+    if status == httpx.codes.NOT_FOUND:
+        return NotFound(message)
+    if status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS:
+        return GatewayUnavailable(f"the gateway answered {status}: {message}")
+    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        message += "; workers and gateway must share PERDURE_HOME or PERDURE_SECRET"
+    return ConfigurationError(f"the gateway refused: {message}")
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        body: Any = json.loads(response.content)
+        return str(body["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]

@@ -1,0 +1,1 @@
+"""Engine clients: one file per kind of inference server behind the gateway."""

@@ -1,0 +1,51 @@
+"""A hosted OpenAI-compatible API: no token ids, so its turns say `trainable: false`.
+
+The agent's request is passed on as it is, under our model name, key and token cap; none of the
+agent's own headers travel.
+"""
+
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from perdure.gateway.base import Refused
+from perdure.gateway.dialects import openai_chat
+from perdure.gateway.engines.wire import Wire, engine_name
+
+
+class OpenAIHosted:
+    """`base_url` with or without `/v1`."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        client: httpx.AsyncClient,
+        *,
+        api_key: str,
+        key_source: str,
+    ) -> None:
+        root = base_url.rstrip("/")
+        if not urlsplit(root).path:
+            root += "/v1"
+        self._url = f"{root}/chat/completions"
+        self._model = model
+        # OpenAI's own newer models refuse the old name, others know only the old one.
+        own = (urlsplit(root).hostname or "").endswith("openai.com")
+        self._cap_name = "max_completion_tokens" if own else "max_tokens"
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._wire = Wire(engine_name("openai", base_url), client, headers, key_source=key_source)
+        self.name = self._wire.name
+
+    async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
+        body = {**request, "model": self._model, "stream": False}
+        body.pop("stream_options", None)
+        body[self._cap_name] = body.pop("max_tokens")
+        answer = await self._wire.post(self._url, body)
+        try:
+            choice = answer["choices"][0]
+            choice["message"] = openai_chat.messages([choice["message"]])[0]
+        except (KeyError, TypeError, IndexError, Refused) as error:
+            raise self._wire.unavailable(f"a malformed completion: {error!r}") from error
+        return answer

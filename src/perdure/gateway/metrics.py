@@ -1,0 +1,43 @@
+"""What the gateway counts, for Prometheus. One registry per app, so that two can live in a test."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class Metrics:
+    """Names start with `perdure_gateway_`."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        name = "perdure_gateway_{}".format
+        self.turns = Counter(name("turns"), "Turns answered.", ["finish_reason"], registry=registry)
+        self.tokens = Counter(
+            name("tokens"), "Tokens of answered turns.", ["kind"], registry=registry
+        )
+        self.replays = Counter(
+            name("replays"), "Retried requests answered from the journal.", registry=registry
+        )
+        self.bridge_misses = Counter(
+            name("bridge_misses"), "Prompts rendered in full.", ["reason"], registry=registry
+        )
+        self.errors = Counter(name("errors"), "Error answers.", ["code"], registry=registry)
+        self.engine_seconds = Histogram(
+            name("engine_seconds"), "Waiting for the engine.", buckets=SECONDS, registry=registry
+        )
+        self.prompt_seconds = Histogram(
+            name("prompt_seconds"),
+            "Building the prompt.",
+            buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1),
+            registry=registry,
+        )
+        self.journal_seconds = Histogram(
+            name("journal_seconds"),
+            "Making a turn durable.",
+            buckets=(0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 1),
+            registry=registry,
+        )
+        self.sessions = Gauge(name("open_sessions"), "Sessions in memory.", registry=registry)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)

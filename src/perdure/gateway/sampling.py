@@ -1,0 +1,51 @@
+"""One turn's sampling: the session's rules, the request's wishes, and the room that is left."""
+
+from typing import Any
+
+from perdure.gateway.base import ModelRequest, Refused
+from perdure.types import Sampling
+
+
+def turn_cap(rules: Sampling, request: ModelRequest) -> int:
+    """The most tokens this turn may sample, before the context budget is looked at."""
+    return min(rules.max_tokens_per_turn, request.max_tokens or rules.max_tokens_per_turn)
+
+
+def token_sampling(
+    rules: Sampling, request: ModelRequest, prompt_tokens: int, stop_token_ids: list[int]
+) -> dict[str, Any]:
+    """The sampling parameters of a token engine.
+
+    Raises: Refused (400 context_length_exceeded) when no token of the budget is left, in the words
+    by which clients recognise it.
+    """
+    room = rules.max_context_tokens - prompt_tokens
+    if room <= 0:
+        raise Refused(
+            400,
+            "context_length_exceeded",
+            f"This model's maximum context length is {rules.max_context_tokens} tokens. However, "
+            f"your messages resulted in {prompt_tokens} tokens. Please reduce the length of the "
+            "messages.",
+            param="messages",
+        )
+    return {
+        "temperature": rules.temperature,
+        "top_p": rules.top_p,
+        **request.sampling,
+        "max_tokens": min(turn_cap(rules, request), room),
+        "stop_token_ids": stop_token_ids,
+    }
+
+
+def chat_request(rules: Sampling, request: ModelRequest) -> dict[str, Any]:
+    """The request as passed on to a hosted API.
+
+    A hosted model may refuse even the default temperature, so a rule of 1.0 is left unsaid.
+    """
+    said = {name: getattr(rules, name) for name in ("temperature", "top_p")}
+    body = {name: value for name, value in said.items() if value != 1.0}
+    body.update(request.body)
+    body.pop("max_completion_tokens", None)
+    body["max_tokens"] = turn_cap(rules, request)
+    return body

@@ -1,0 +1,61 @@
+"""A real gateway on a loopback port, in this process's event loop: for tests and notebooks."""
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+from perdure.gateway.app import create_app
+from perdure.gateway.base import SessionSpec
+from perdure.gateway.control import GatewayControl, load_secret
+from perdure.gateway.journal import Journal
+from perdure.gateway.server import NO_GRACE, Server, make_server
+from perdure.settings import Settings
+from perdure.storage.base import Store, open_store
+
+
+class LocalGateway:
+    """`python -m perdure.gateway` without the process.
+
+    Example:
+        async with LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway:
+            key = await gateway.open("s-1")
+            # POST gateway.url + "/v1/chat/completions", Authorization: Bearer <key>
+            await gateway.control.close("s-1")
+    """
+
+    def __init__(self, home: Path, *, store: Store | None = None, **settings: Any) -> None:
+        self.settings = Settings(home=home, **settings)
+        self.store = store or open_store(self.settings)
+        self.secret = load_secret(self.settings)
+        self.url = ""
+        self.control: GatewayControl
+        self._journal: Journal
+        self._server: Server
+        self._serving: asyncio.Task[None]
+
+    async def __aenter__(self) -> "LocalGateway":
+        self._journal = Journal(self.settings.home.absolute() / "journal")
+        app = create_app(self.settings, self.secret, self.store, self._journal)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.control = GatewayControl(self.url, self.secret)
+        self._server = make_server(app, timeout_graceful_shutdown=NO_GRACE)
+        self._serving = asyncio.create_task(self._server.serve([listener]))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.control.aclose()
+        self._server.stop()
+        await self._serving
+        self._journal.close()
+
+    async def open(self, session_id: str, **spec: Any) -> str:
+        """Open a session; returns its key."""
+        turns_key = spec.pop("turns_key", turns_key_of(session_id))
+        await self.control.open(SessionSpec(session_id=session_id, turns_key=turns_key, **spec))
+        return self.control.key(session_id)
+
+
+def turns_key_of(session_id: str) -> str:
+    return f"journal/{session_id}/turns.parquet"
