@@ -121,7 +121,7 @@ class BubblewrapProvider(HostProvider):
 
     async def _boot(self, spec: SandboxSpec, box: Box) -> BubblewrapSandbox:
         _check_spec(spec)
-        plan = cgroups.plan(box.identity, spec.limits)
+        plan = cgroups.plan(box.path, spec.limits)
         meta = self._meta(
             spec,
             box,
@@ -195,7 +195,7 @@ def _bwrap(spec: SandboxSpec, box: Box, etc: Path) -> list[str]:
     )
     return [
         *(program("bwrap"), "--unshare-all", "--unshare-user", *share, *who),
-        *("--new-session", "--clearenv", "--setenv", "PATH", SYSTEM_PATH, "--info-fd", "3"),
+        *("--as-pid-1", "--new-session", "--clearenv", "--setenv", "PATH", SYSTEM_PATH, "--info-fd", "3"),
         *_base(),
         *_etc_binds(etc, spec.network),
         *("--proc", "/proc", "--dev", "/dev", "--dir", "/run", "--dir", "/var"),

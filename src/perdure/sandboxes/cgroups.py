@@ -6,6 +6,7 @@ command's whole tree can be killed whatever it forked. Without cgroups, prlimit 
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import re
 import signal
@@ -41,10 +42,11 @@ class Plan:
     enforced: Mapping[str, str] = field(default_factory=dict)
 
 
-def plan(identity: str, limits: Limits, found: Hierarchies | None = None) -> Plan:
-    """Which groups enforce `limits` for this sandbox, by what this host allows."""
+def plan(box: Path, limits: Limits, found: Hierarchies | None = None) -> Plan:
+    """Which groups enforce `limits` for the sandbox in folder `box`, by what this host allows."""
     found = found or _hierarchies()
-    name = f"perdure-{identity}"
+    # two homes on one host may hold the same identity
+    name = f"perdure-{box.name}-{hashlib.sha256(os.fsencode(box)).hexdigest()[:8]}"
     if {"memory", "pids", "cpu"} <= found.v2_controllers and found.v2 is not None:
         return _v2_plan(found.v2 / name, limits)
     return _v1_plan(found, name, limits)

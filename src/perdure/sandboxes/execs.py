@@ -103,21 +103,17 @@ class ExecRecord:
     def status(self) -> ExecStatus:
         if (over := self._over()) is not None:
             return over
-        if not (self.path / "pid").exists() and not self._abandoned():
-            return ExecStatus(ExecState.RUNNING)
-        if is_alive(self.process):
+        process = self.process
+        if is_alive(process) or (process is None and not self._abandoned()):
             return ExecStatus(ExecState.RUNNING)
         return self._over() or ExecStatus(ExecState.LOST)  # it may have ended in between
 
     def _abandoned(self) -> bool:
-        """True once we have taken the guard ourselves, so that nobody can run it any more."""
+        """True once it can never run any more: then we hold the guard, or its taker died."""
         if time.time() - self.path.stat().st_mtime < LAUNCH_GRACE_S:
             return False
-        try:
-            with open(self.path / "pid", "x") as file:
-                file.write("0 0 - 0\n")
-        except FileExistsError:
-            return False
+        with contextlib.suppress(FileExistsError), open(self.path / "pid", "x") as file:
+            file.write("0 0 - 0\n")
         return True
 
     def _over(self) -> ExecStatus | None:

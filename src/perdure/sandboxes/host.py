@@ -127,7 +127,7 @@ class HostSandbox(Sandbox):
                 record, argv, self._environment({**self.meta.env, **(env or {})}), cwd, token
             )
             record.prepare(argv, run, token, stdin)
-        if not (record.path / "pid").exists():
+        if record.process is None:
             await self._launch(record, timeout_s)
 
     async def _launch(self, record: ExecRecord, timeout_s: float | None) -> None:
@@ -138,7 +138,7 @@ class HostSandbox(Sandbox):
         except OSError as error:
             raise self._lost() from error
         pause = 0.0005
-        while not (record.path / "pid").exists() and self.box.alive and pause < 1:
+        while record.process is None and self.box.alive and pause < 1:
             await asyncio.sleep(pause)
             pause *= 1.3
 

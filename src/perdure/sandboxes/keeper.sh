@@ -147,8 +147,7 @@ hold() {  # boots the holder and pins its namespaces: a reused pid must never be
         9<"/proc/$pid/ns/cgroup"
     started=$(set -- $stat && echo "${22}")
     echo "$pid $started" >holder
-    echo go >go
-    read -r line <up || exit 1
+    echo go >go # only now may it have children: they are born inside the cgroups
 }
 
 carry() {  # starts the way to the gateway and waits until it listens

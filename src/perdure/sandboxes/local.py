@@ -85,7 +85,7 @@ class LocalProvider(HostProvider):
             provider=self.name,
             identity=box.identity,
         )
-        plan = cgroups.plan(box.identity, spec.limits)
+        plan = cgroups.plan(box.path, spec.limits)
         meta = self._meta(
             spec,
             box,
