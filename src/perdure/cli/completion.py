@@ -1,0 +1,71 @@
+"""Shell completion: the script a shell sources, and what it offers for runs and agents.
+
+Offers come from names and folders alone: a Tab key must not import an SDK or open a connection.
+"""
+
+from pathlib import Path
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+HOW = {
+    "bash": 'add to ~/.bashrc: eval "$(perdure completion bash)"',
+    "zsh": 'add to ~/.zshrc: eval "$(perdure completion zsh)"',
+    "fish": "perdure completion fish > ~/.config/fish/completions/perdure.fish",
+}
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(list(HOW)))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell.
+
+    \b
+    bash   eval "$(perdure completion bash)"      in ~/.bashrc
+    zsh    eval "$(perdure completion zsh)"       in ~/.zshrc
+    fish   perdure completion fish > ~/.config/fish/completions/perdure.fish
+    """
+    from perdure.cli.main import cli
+
+    found = get_completion_class(shell)
+    assert found is not None, shell
+    click.echo(found(cli, {}, "perdure", "_PERDURE_COMPLETE").source())
+
+
+def agents(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from perdure.registry import AGENTS
+
+    return _starting(AGENTS, incomplete)
+
+
+def sandboxes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from perdure.registry import SANDBOXES
+
+    return _starting(SANDBOXES, incomplete)
+
+
+def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return _starting(_folders("runs"), incomplete)
+
+
+def datasets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Datasets of a local store, else files."""
+    found = _starting(_folders("instances"), incomplete)
+    return found or [CompletionItem(incomplete, type="file")]
+
+
+def _folders(kind: str) -> list[str]:
+    """Names in a store that is a folder; nothing from elsewhere, and nothing on any trouble."""
+    from pydantic import ValidationError
+
+    from perdure.settings import Settings
+
+    try:
+        root = Path(Settings().store_url.removeprefix("file://"))
+        return sorted(entry.name for entry in (root / kind).iterdir())
+    except (OSError, ValidationError):
+        return []
+
+
+def _starting(names: "list[str] | dict[str, str]", incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
