@@ -66,13 +66,9 @@ _DJANGO_SKIP_OK = re.compile(
 
 def _pytest(log: str) -> Iterator[tuple[str, TestStatus]]:
     """The `-rA` summary: `FAILED tests/a.py::test_b[x y] - message`. Ids keep their spaces."""
-    lines = log.split("\n")
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+    for line in log.split("\n"):
         if match := _PYTEST.fullmatch(line.rstrip()):
-            test, status = _without_message(match[2]), TestStatus(match[1])
-            # `pytest.xfail()` at run time, which any code under test can call, is a skip.
-            gave_up = f"{match[2]}\n{following}".startswith((f"{test} - reason: ", f"{test}\n  reason: "))  # fmt: skip
-            yield test, TestStatus.SKIPPED if status is TestStatus.XFAIL and gave_up else status
+            yield _without_message(match[2]), TestStatus(match[1])
 
 
 def _without_message(rest: str) -> str:

@@ -108,7 +108,11 @@ def judge(suite: SuiteRun, instance: Instance) -> Judgement:
     grading, reading = instance.grading, suite.reading
     code = suite.run.status.code
     score = verdict.score(
-        reading.statuses, grading.fail_to_pass, grading.pass_to_pass, grading.eval_type
+        reading.statuses,
+        grading.fail_to_pass,
+        grading.pass_to_pass,
+        eval_type=grading.eval_type,
+        may_xfail=b"xfail" in grading.test_patch.lower(),
     )
     passed = any(status in verdict.F2P_PASSES for status in reading.statuses.values())
     claims = code == 0 or (passed and score.outcome is Outcome.RESOLVED)

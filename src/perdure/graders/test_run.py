@@ -1,14 +1,13 @@
-"""One exec in a fresh sandbox: apply the diff, put the hidden tests in place, run a command.
+"""In a fresh sandbox: apply the diff, put the hidden tests in place, run a command.
 
-The host learns what happened from three things the code under test cannot talk its way around:
-whether the marker came (nothing hostile runs before it), how the command ended as the provider
-says, and what was written, which `tampering.py` weighs. Verdicts are left to the protocols.
+The host learns what happened from exit codes as the provider reports them, and from output, which
+`tampering.py` weighs. Verdicts are left to the protocols.
 """
 
 import io
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from secrets import token_hex
 from typing import Literal
@@ -20,7 +19,7 @@ from perdure.types import Instance
 
 
 class Refusal(IntEnum):
-    """Why the tests never started: the script's exit code, believed only while no marker came."""
+    """Why the tests never started: the exit code of the setup, in which nothing hostile runs."""
 
     UPLOAD = 91
     NO_REPOSITORY = 92
@@ -73,46 +72,47 @@ async def run_tests(
     scratch: str,
     timeout_s: float,
 ) -> TestRun:
-    """`patch` was filtered; its failure to apply is a result. `timeout_s` bounds everything.
+    """`patch` was filtered; its failure to apply is a result. `timeout_s` bounds the tests.
 
     Raises: InstanceError when the row's own tests or `pre_commands` fail on the base tree;
     RetryHere, SandboxLost when the sandbox failed.
     """
-    marker = token_hex(24)
+    upload = _upload(instance, patch, command)
+    setup = await _run(sandbox, [_SETUP, "grade", scratch], upload, _SETUP_LIMIT_S)
+    if not setup.status.ok:
+        return _refused(instance, setup)
+    return await _run(sandbox, [_TESTS, "grade", scratch, command.junit_path], b"", timeout_s)
+
+
+async def _run(sandbox: Sandbox, script: list[str], stdin: bytes, timeout_s: float) -> TestRun:
+    """Only junit is ever written to stderr."""
     exec_id = f"grade-{token_hex(8)}"
-    await sandbox.start(
-        exec_id,
-        ["bash", "-c", _SCRIPT, "grade", scratch, marker, command.junit_path],
-        cwd=sandbox.workdir,
-        stdin=_upload(instance, patch, command),
-        timeout_s=timeout_s,
-    )
+    argv = ["bash", "-c", *script]
+    await sandbox.start(exec_id, argv, cwd=sandbox.workdir, stdin=stdin, timeout_s=timeout_s)
     status = await sandbox.wait(exec_id, timeout_s + _GRACE_S)
     if status.state in (ExecState.LOST, ExecState.RUNNING) or status.cause == "sandbox":
         raise SandboxLost(f"the test run in {sandbox.identity} has no result: {status}")
-    written = await _everything(sandbox, exec_id, "stdout")
-    setup, started, log = written.partition(f"\n{marker}\n".encode())
-    if not started:
-        return _refused(instance, status, setup)
-    junit = await _everything(sandbox, exec_id, "stderr") if command.junit_path else b""
+    log = await _everything(sandbox, exec_id, "stdout")
+    junit = await _everything(sandbox, exec_id, "stderr")
     return TestRun(status, log, junit or None)
 
 
+_SETUP_LIMIT_S = 300.0
 _GRACE_S = 60.0
 """A provider that has not ended a command this long after its limit has lost it."""
 
-# The row's tests are tried on the pristine tree first: when they fail later, the diff is to blame,
-# never the row. Uploads are gone, and the marker is out, before any code under test runs.
-_SCRIPT = r"""
-dir=$1 marker=$2 junit=$3
-exec 8>&2 2>&1  # junit leaves on stderr, everything else on stdout
+# Two execs, because what the tests write they can also truncate: only the exit code of an exec
+# in which nothing of theirs has run yet tells a defective row from a hostile diff.
+# The row's tests are tried on the pristine tree first: when they fail later, the diff is to blame.
+_SETUP = r"""
+dir=$1
+exec 2>&1
 run_git() {
   GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_LITERAL_PATHSPECS=1 LC_ALL=C \
   git -c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.autocrlf=false \
     -c core.attributesFile=/dev/null -c gc.auto=0 \
     --git-dir="$PWD/.git" --work-tree="$PWD" "$@" </dev/null
 }
-trap 'rm -rf "$dir"' EXIT
 mkdir -m 700 "$dir" && mkdir "$dir/out" && tar -xmf - -C "$dir" || exit 91
 [ -d .git ] || { echo "no git repository at $PWD"; exit 92; }
 if [ -s "$dir/pre.sh" ]; then bash -e "$dir/pre.sh" </dev/null || exit 93; fi
@@ -131,12 +131,16 @@ if [ -s "$dir/tests.patch" ]; then
   run_git apply --whitespace=nowarn "$dir/tests.patch" || exit 96
 fi
 tar -xmf "$dir/extra.tar" || exit 96
-mv "$dir/run.sh" "$dir/out/run.sh"
 rm -f "$dir"/*.patch "$dir"/tests.* "$dir"/extra.tar "$dir"/pre.sh
-printf '\n%s\n' "$marker"
-bash "$dir/out/run.sh" </dev/null 8>&-
+"""
+
+_TESTS = r"""
+dir=$1 junit=$2
+exec 8>&2 2>&1
+bash "$dir/run.sh" </dev/null 8>&-
 code=$?
 if [ -n "$junit" ] && [ -f "$junit" ] && [ ! -L "$junit" ]; then cat "$junit" >&8; fi
+rm -rf "$dir"
 exit $code
 """
 
@@ -177,21 +181,20 @@ async def _everything(sandbox: Sandbox, exec_id: str, stream: Literal["stdout", 
     return b"".join(parts)
 
 
-def _refused(instance: Instance, status: ExecStatus, said: bytes) -> TestRun:
+def _refused(instance: Instance, setup: TestRun) -> TestRun:
     codes = {refusal.value: refusal for refusal in Refusal}
-    refusal = codes.get(status.code) if status.code is not None else None
-    run = TestRun(status, said, refusal=refusal)
+    refusal = codes.get(setup.status.code or 0)
+    run = replace(setup, refusal=refusal)
     if refusal in (Refusal.DOES_NOT_APPLY, Refusal.CONFLICT):
         return run
+    said = run.refusal_text
     if refusal is Refusal.TESTS_DO_NOT_FIT:
-        raise InstanceError(
-            f"{instance.ref}: `test_patch` does not apply to the base tree: {run.refusal_text}"
-        )
+        raise InstanceError(f"{instance.ref}: `test_patch` does not apply to the base tree: {said}")
     if refusal is Refusal.PRE_COMMANDS:
-        raise InstanceError(f"{instance.ref}: `pre_commands` failed: {run.refusal_text}")
+        raise InstanceError(f"{instance.ref}: `pre_commands` failed: {said}")
     if refusal is Refusal.NO_REPOSITORY:
-        raise InstanceError(f"{instance.ref}: `environment.workdir`: {run.refusal_text}")
+        raise InstanceError(f"{instance.ref}: `environment.workdir`: {said}")
     raise RetryHere(
-        f"the grading sandbox could not be set up ({status}): {run.refusal_text}",
+        f"the grading sandbox could not be set up ({setup.status}): {said}",
         boundary=Boundary.GRADER,
     )

@@ -10,6 +10,8 @@ ZERO = Rewards(binary=0.0)
 F2P_PASSES = frozenset((TestStatus.PASSED, TestStatus.XFAIL))
 P2P_PASSES = frozenset((TestStatus.PASSED, TestStatus.XFAIL, TestStatus.SKIPPED))
 
+_GAVE_UP = {TestStatus.XFAIL: TestStatus.SKIPPED}
+
 EvalType = Literal["pass_and_fail", "fail_only"]
 
 
@@ -34,11 +36,19 @@ def score(
     statuses: Mapping[str, TestStatus],
     fail_to_pass: Iterable[str],
     pass_to_pass: Iterable[str],
+    *,
     eval_type: EvalType = "pass_and_fail",
+    may_xfail: bool = True,
 ) -> Score:
-    """RESOLVED or UNRESOLVED from the statuses of a run that is believed."""
+    """RESOLVED or UNRESOLVED from the statuses of a run that is believed.
+
+    `may_xfail`: the hidden tests speak of xfail. Otherwise one that ends so was made to by the
+    code under test, which can call `pytest.xfail()` too: as good as skipped.
+    """
     f2p = {test: status_of(test, statuses) for test in fail_to_pass}
     p2p = {test: status_of(test, statuses) for test in pass_to_pass}
+    if not may_xfail:
+        f2p = {test: _GAVE_UP.get(status, status) for test, status in f2p.items()}
     f2p_passed = sum(_passes(status, F2P_PASSES, eval_type) for status in f2p.values())
     p2p_passed = sum(_passes(status, P2P_PASSES, eval_type) for status in p2p.values())
     resolved = bool(f2p) and f2p_passed == len(f2p) and p2p_passed == len(p2p)
