@@ -31,6 +31,13 @@ REGISTRY_VARIABLES = re.compile(
     re.IGNORECASE,
 )
 
+CERTIFICATE_FILES = {"SSL_CERT_FILE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"}
+CONFIG_FILES = {
+    "UV_CONFIG_FILE": ("~/.config/uv/uv.toml", "/etc/uv/uv.toml"),
+    "PIP_CONFIG_FILE": ("~/.config/pip/pip.conf", "~/.pip/pip.conf", "/etc/pip.conf"),
+}
+"""Where uv and pip look, nearest first."""
+
 
 class Sdist(NamedTuple):
     """A source distribution as the index describes it."""
@@ -88,14 +95,21 @@ def find_python(version: str) -> Path:
 def registry_settings() -> tuple[dict[str, str], tuple[Mount, ...]]:
     """What a build sandbox needs to reach the same registry as this host: variables and files."""
     env = {name: value for name, value in os.environ.items() if REGISTRY_VARIABLES.match(name)}
-    config = Path(os.environ.get("XDG_CONFIG_HOME", "~/.config")).expanduser()
-    mounts = []
-    for variable, file in (("UV_CONFIG_FILE", "uv/uv.toml"), ("PIP_CONFIG_FILE", "pip/pip.conf")):
-        path = Path(os.environ.get(variable, config / file))
-        if path.is_file():
-            env[variable] = f"/opt/perdure/config/{path.name}"
-            mounts.append(Mount(path, env[variable]))
+    mounts = [Mount(path, str(path)) for path in sorted(_certificates(env))]
+    for variable, candidates in CONFIG_FILES.items():
+        given = os.environ.get(variable)
+        for path in (Path(name).expanduser() for name in ([given] if given else candidates)):
+            if path.is_file():
+                env[variable] = f"/opt/perdure/config/{path.name}"
+                mounts.append(Mount(path.absolute(), env[variable]))
+                break
     return env, tuple(mounts)
+
+
+def _certificates(env: dict[str, str]) -> set[Path]:
+    """Certificate files outside the folders that every sandbox has."""
+    files = {Path(value) for name, value in env.items() if name in CERTIFICATE_FILES}
+    return {f for f in files if f.is_file() and not f.is_relative_to("/etc/ssl/certs")}
 
 
 def _compile(requirement: str, *options: str) -> bytes:
