@@ -101,7 +101,7 @@ def test_same_tree_same_commit(tmp_path: Path) -> None:
     """A tree has one base commit everywhere and always: no clock, host or configuration in it."""
     files = {"a.py": b"x = 1\n", "b/c.txt": b"\r\n"}
 
-    assert commit_of(tmp_path / "tree", files) == ""
+    assert commit_of(tmp_path / "tree", files) == "d4d012e36cfe007670edb0a8c4e6d8eaaedcfcbd"
 
 
 def test_one_commit_holds_everything(tmp_path: Path) -> None:
