@@ -116,6 +116,7 @@ def _bind_unix(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)  # left behind by a killed gateway
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
+    listener.listen(BACKLOG)  # from now on callers wait instead of being refused
     path.chmod(0o666)  # the key in each request is what counts, not the sandbox's uid
     return listener
 

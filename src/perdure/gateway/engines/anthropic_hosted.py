@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from perdure.gateway.dialects import openai_chat
-from perdure.gateway.engines.wire import Wire, engine_name
+from perdure.gateway.engines.wire import PATIENCE_S, Wire, engine_name
 
 API_VERSION = "2023-06-01"
 FINISH = {"tool_use": "tool_calls", "max_tokens": "length"}
@@ -27,6 +27,7 @@ class AnthropicHosted:
         *,
         api_key: str,
         key_source: str,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         root = base_url.rstrip("/")
         if not urlsplit(root).path:
@@ -35,15 +36,12 @@ class AnthropicHosted:
         self._model = model
         headers = {"anthropic-version": API_VERSION, "x-api-key": api_key}
         name = engine_name("anthropic", base_url)
-        self._wire = Wire(name, client, headers, key_source=key_source)
+        self._wire = Wire(name, client, headers, key_source=key_source, patience_s=patience_s)
         self.name = self._wire.name
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
-        answer = await self._wire.post(self._url, to_messages(request, self._model))
-        try:
-            return from_messages(answer)
-        except (KeyError, TypeError) as error:
-            raise self._wire.unavailable(f"a malformed message: {error!r}") from error
+        body = to_messages(request, self._model)
+        return await self._wire.post(self._url, body, from_messages)
 
 
 def to_messages(request: dict[str, Any], model: str) -> dict[str, Any]:

@@ -74,7 +74,8 @@ class Engines:
         model = self._settings.engine_model
         key_source = self._settings.engine_api_key_env
         if kind == "vllm":
-            vllm = VllmEngine(url, model, self._client, os.environ.get(key_source, ""))
+            api_key = os.environ.get(key_source, "")
+            vllm = VllmEngine(url, model, self._client, api_key=api_key, key_source=key_source)
             return Engine(vllm.name, tokens=vllm)
         hosted = OpenAIHosted if kind == "openai" else AnthropicHosted
         key_source = key_source or f"{kind.upper()}_API_KEY"

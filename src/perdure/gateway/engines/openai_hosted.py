@@ -9,9 +9,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from perdure.gateway.base import Refused
 from perdure.gateway.dialects import openai_chat
-from perdure.gateway.engines.wire import Wire, engine_name
+from perdure.gateway.engines.wire import PATIENCE_S, Wire, engine_name
 
 
 class OpenAIHosted:
@@ -25,6 +24,7 @@ class OpenAIHosted:
         *,
         api_key: str,
         key_source: str,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         root = base_url.rstrip("/")
         if not urlsplit(root).path:
@@ -35,17 +35,18 @@ class OpenAIHosted:
         own = (urlsplit(root).hostname or "").endswith("openai.com")
         self._cap_name = "max_completion_tokens" if own else "max_tokens"
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._wire = Wire(engine_name("openai", base_url), client, headers, key_source=key_source)
+        name = engine_name("openai", base_url)
+        self._wire = Wire(name, client, headers, key_source=key_source, patience_s=patience_s)
         self.name = self._wire.name
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
         body = {**request, "model": self._model, "stream": False}
         body.pop("stream_options", None)
         body[self._cap_name] = body.pop("max_tokens")
-        answer = await self._wire.post(self._url, body)
-        try:
-            choice = answer["choices"][0]
-            choice["message"] = openai_chat.messages([choice["message"]])[0]
-        except (KeyError, TypeError, IndexError, Refused) as error:
-            raise self._wire.unavailable(f"a malformed completion: {error!r}") from error
-        return answer
+        return await self._wire.post(self._url, body, _checked)
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    choice = answer["choices"][0]
+    choice["message"] = openai_chat.messages([choice["message"]])[0]
+    return answer

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from perdure.gateway.base import Completion
-from perdure.gateway.engines.wire import Wire, engine_name
+from perdure.gateway.engines.wire import PATIENCE_S, Wire, engine_name
 from perdure.types import FinishReason, VersionSpan
 
 MISSING_LOGPROB = -9999.0
@@ -23,14 +23,22 @@ MISSING_LOGPROB = -9999.0
 class VllmEngine:
     """One `vllm serve` replica."""
 
-    def __init__(self, url: str, model: str, client: httpx.AsyncClient, api_key: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        client: httpx.AsyncClient,
+        *,
+        api_key: str = "",
+        key_source: str = "",
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         root = url.rstrip("/").removesuffix("/v1")
         self._url = f"{root}/inference/v1/generate"
         self._model = model
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._wire = Wire(
-            engine_name("vllm", url), client, headers, key_source="PERDURE_ENGINE_API_KEY_ENV"
-        )
+        name = engine_name("vllm", url)
+        self._wire = Wire(name, client, headers, key_source=key_source, patience_s=patience_s)
         self.name = self._wire.name
 
     async def generate(
@@ -48,11 +56,7 @@ class VllmEngine:
             "sampling_params": {**sampling, "logprobs": 1, "skip_special_tokens": False},
         }
         headers = {"x-session-id": session_id, "x-request-id": request_id}
-        answer = await self._wire.post(self._url, body, headers)
-        try:
-            return self._completion(answer)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise self._wire.unavailable(f"a malformed completion: {error!r}") from error
+        return await self._wire.post(self._url, body, self._completion, headers)
 
     def _completion(self, answer: dict[str, Any]) -> Completion:
         choice = answer["choices"][0]

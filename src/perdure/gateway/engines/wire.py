@@ -7,8 +7,8 @@ and which do not; what is asked and how the answer reads belongs to each engine.
 import asyncio
 import json
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -23,6 +23,9 @@ READ_TIMEOUT_S = 900.0
 """A long completion under load; agents' own clients give up at 600 to 900 s."""
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 KEY_REFUSED = {401, 403}
+UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, Refused)
+"""What reading an answer of another shape than promised raises."""
+T = TypeVar("T")
 
 
 def engine_name(kind: str, url: str) -> str:
@@ -56,9 +59,13 @@ class Wire:
         self._patience_s = patience_s
 
     async def post(
-        self, url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
-    ) -> dict[str, Any]:
-        """The JSON object of a 200.
+        self,
+        url: str,
+        body: Mapping[str, Any],
+        read: Callable[[dict[str, Any]], T],
+        headers: Mapping[str, str] | None = None,
+    ) -> T:
+        """What `read` makes of the JSON object of a 200; what it cannot read is asked again.
 
         Raises: GatewayUnavailable after `patience_s` without a usable answer; Refused at once when
         the server says that the request or our key is wrong.
@@ -68,7 +75,7 @@ class Wire:
         pause = FIRST_PAUSE_S
         while True:
             try:
-                return await self._once(url, content, headers or {})
+                return self._read(read, await self._once(url, content, headers or {}))
             except GatewayUnavailable as failure:
                 wait = min(max(failure.retry_after or 0.0, pause), LONGEST_PAUSE_S)
                 if time.monotonic() + wait > deadline:
@@ -96,6 +103,12 @@ class Wire:
         if not isinstance(value, dict):
             raise self.unavailable("an answer that is no JSON object")
         return value
+
+    def _read(self, read: Callable[[dict[str, Any]], T], answer: dict[str, Any]) -> T:
+        try:
+            return read(answer)
+        except UNREADABLE as error:
+            raise self.unavailable(f"a malformed answer: {error!r}") from error
 
     def unavailable(self, problem: str, retry_after: float | None = None) -> GatewayUnavailable:
         return GatewayUnavailable(

@@ -1,0 +1,213 @@
+"""The gateway as a process: killed with signal 9, started again, reached over both sockets."""
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from perdure.episodes.turns import decode
+from perdure.errors import GatewayUnavailable
+from perdure.gateway.base import SessionSpec
+from perdure.gateway.control import GatewayControl, load_secret
+from perdure.gateway.journal import FILE_NAME
+from perdure.settings import Settings
+from perdure.storage.base import open_store
+from perdure.testing.scripted_engine import ScriptedEngine
+
+SCRIPTS = {
+    "default": {
+        "turns": [
+            {"content": "", "tool_calls": [{"name": "bash", "arguments": {"command": f"ls {n}"}}]}
+            for n in range(4)
+        ]
+    }
+}
+SPEC = SessionSpec(session_id="p-1-agent-1", turns_key="runs/r/turns.parquet")
+HOST = "http://gateway"
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine(SCRIPTS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "h"
+
+
+class Process:
+    """`python -m perdure.gateway` on a home, reached through its unix socket."""
+
+    def __init__(self, home: Path, engine_url: str, *options: str) -> None:
+        self.settings = Settings(home=home)
+        self._environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("PERDURE_")},
+            "PERDURE_HOME": str(home),
+            "PERDURE_GATEWAY_PORT": "0",
+            "PERDURE_ENGINE_URL": engine_url,
+            **dict(option.split("=", 1) for option in options),
+        }
+        self.child: subprocess.Popen[bytes]
+
+    async def start(self) -> None:
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "perdure.gateway"],
+            env=self._environment,
+            stderr=subprocess.PIPE,
+        )
+        line = await asyncio.to_thread(self._listens)
+        self.port = json.loads(line)["port"]
+
+    def _listens(self) -> bytes:
+        assert self.child.stderr is not None
+        for line in self.child.stderr:
+            if b"gateway listens" in line:
+                return line
+        self.child.communicate()
+        raise AssertionError(f"the gateway ended with {self.child.returncode}")
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        self.child.send_signal(number)
+        self.child.communicate(timeout=20)
+        return self.child.returncode
+
+    def control(self) -> GatewayControl:
+        return GatewayControl(HOST, load_secret(self.settings), socket=self.settings.gateway_socket)
+
+    def agent(self, key: str) -> httpx.AsyncClient:
+        transport = httpx.AsyncHTTPTransport(uds=str(self.settings.gateway_socket))
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.AsyncClient(transport=transport, base_url=HOST, headers=headers, timeout=30)
+
+
+@pytest.fixture
+def process(home: Path, engine: ScriptedEngine) -> Iterator[Process]:
+    process = Process(home, engine.url)
+    yield process
+    if process.child.poll() is None:
+        process.kill()
+
+
+async def _turn(agent: httpx.AsyncClient, messages: list[dict[str, Any]]) -> httpx.Response:
+    return await agent.post("/v1/chat/completions", json={"model": "m", "messages": messages})
+
+
+def _extend(messages: list[dict[str, Any]], answer: httpx.Response) -> list[dict[str, Any]]:
+    message = answer.json()["choices"][0]["message"]
+    call = message["tool_calls"][0]
+    return [*messages, message, {"role": "tool", "tool_call_id": call["id"], "content": "a b"}]
+
+
+async def test_a_killed_gateway_repeats_what_it_journaled(
+    process: Process, engine: ScriptedEngine
+) -> None:
+    """kill -9 between journal and answer: the retry gets the recorded turn, sampled once."""
+    await process.start()
+    async with process.control() as control:
+        await control.open(SPEC)
+        key = control.key(SPEC.session_id)
+    first: list[dict[str, Any]] = [{"role": "user", "content": "Go."}]
+    async with process.agent(key) as agent:
+        messages = _extend(first, await _turn(agent, first))
+        journal = process.settings.home / "journal" / SPEC.session_id / FILE_NAME
+        size = journal.stat().st_size
+        engine.control(latency_s=0.2)
+        lost = asyncio.create_task(_turn(agent, messages))
+        while not engine.stats().in_flight:
+            await asyncio.sleep(0)
+        lost.cancel()  # whatever is answered now, nobody reads it
+        while journal.stat().st_size == size or journal.read_bytes()[-1:] != b"\n":
+            await asyncio.sleep(0)
+        process.kill()
+
+    await process.start()
+    async with process.agent(key) as agent:
+        again, twice = await _turn(agent, messages), await _turn(agent, messages)
+        third = await _turn(agent, _extend(messages, again))
+    async with process.control() as control:
+        summary = await control.close(SPEC.session_id)
+
+    assert again.content == twice.content
+    assert third.status_code == 200
+    assert engine.stats().calls == 3
+    assert (summary.turns, summary.bridge_misses) == (3, {"first": 1})
+
+
+async def test_a_torn_journal_loses_only_the_unanswered_turn(
+    process: Process, engine: ScriptedEngine
+) -> None:
+    """A record cut by the kill is sampled again; the turns before it stand, byte for byte."""
+    await process.start()
+    async with process.control() as control:
+        await control.open(SPEC)
+        key = control.key(SPEC.session_id)
+    first: list[dict[str, Any]] = [{"role": "user", "content": "Go."}]
+    async with process.agent(key) as agent:
+        messages = _extend(first, await _turn(agent, first))
+        await _turn(agent, messages)
+    process.kill()
+    journal = process.settings.home / "journal" / SPEC.session_id / FILE_NAME
+    journal.write_bytes(journal.read_bytes()[:-5])
+
+    await process.start()
+    async with process.agent(key) as agent:
+        assert (await _turn(agent, messages)).status_code == 200
+    async with process.control() as control:
+        await control.close(SPEC.session_id)
+
+    store = open_store(process.settings)
+    turns = decode((await store.get(SPEC.turns_key)).data)
+    assert [tuple(call.prompt_ids) for call in engine.calls][-1] == turns[1].prompt_ids
+    assert [turn.bridge_miss for turn in turns] == ["first", None]
+    assert engine.stats().calls == 3
+
+
+async def test_a_stopped_gateway_leaves_in_order(process: Process) -> None:
+    """SIGTERM ends it with code 0 and takes its socket away."""
+    await process.start()
+
+    assert process.kill(signal.SIGTERM) == 0
+    assert not process.settings.gateway_socket.exists()
+
+
+async def test_both_sockets_serve_and_the_secret_is_private(process: Process) -> None:
+    """TCP and the unix socket reach the same sessions; the secret is readable by its owner only."""
+    await process.start()
+    async with process.control() as control:
+        await control.open(SPEC)
+    secret = load_secret(process.settings)
+    async with GatewayControl(f"http://127.0.0.1:{process.port}", secret) as control:
+        summary = await control.get(SPEC.session_id)
+
+    mode = (process.settings.home / "run" / "secret").stat().st_mode
+    assert summary.open
+    assert stat.S_IMODE(mode) == 0o600
+
+
+async def test_a_second_gateway_on_one_home_is_refused(process: Process, home: Path) -> None:
+    """It says so in one line, exits with 2, and leaves the first one reachable."""
+    await process.start()
+    second = Process(home, "http://127.0.0.1:9")
+
+    with pytest.raises(AssertionError, match="ended with 2"):
+        await second.start()
+    async with process.control() as control:
+        assert (await control.open(SPEC)).open
+
+
+async def test_a_gateway_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
+    """Control calls then raise what activities retry."""
+    async with GatewayControl("http://127.0.0.1:9", b"x" * 16) as control:
+        with pytest.raises(GatewayUnavailable, match="no answer"):
+            await control.get("s")
