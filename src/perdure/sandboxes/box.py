@@ -20,6 +20,7 @@ from perdure.errors import ConfigurationError
 from perdure.sandboxes.execs import EXEC_ID, ExecRecord
 from perdure.sandboxes.process import ProcessId, is_alive, read_process_id
 
+DRAFT = ".draft-"
 STANDBYS_AHEAD = 3
 
 IDENTITY = re.compile(r"[a-z0-9-]{1,63}")
@@ -75,10 +76,14 @@ class Box:
         return read_process_id(self.path / "holder")
 
     @property
+    def processes(self) -> tuple[ProcessId | None, ...]:
+        """What it lives by: its keeper and, where namespaces are held, its holder."""
+        held = (self.path / "boot").exists()
+        return (self.keeper, self.holder) if held else (self.keeper,)
+
+    @property
     def alive(self) -> bool:
-        if not self.ready or not is_alive(self.keeper):
-            return False
-        return not (self.path / "boot").exists() or is_alive(self.holder)
+        return self.ready and all(map(is_alive, self.processes))
 
     @property
     def gateway_url(self) -> str | None:
@@ -91,9 +96,9 @@ class Box:
         self, meta: BoxMeta, ttl_s: float, scripts: Mapping[str, str] | None = None
     ) -> None:
         """Make the folder at once and whole; `scripts` are what keeper.sh reads to boot."""
-        draft = self.path.parent / f".draft-{uuid4().hex}"
+        draft = self.path.parent / f"{DRAFT}{uuid4().hex}"
         draft.mkdir(mode=0o700, parents=True)
-        for name in ("execs", "slots"):
+        for name in ("disk", "execs", "slots"):
             (draft / name).mkdir()
         for name in ("requests", "up", "go"):
             os.mkfifo(draft / name, 0o600)

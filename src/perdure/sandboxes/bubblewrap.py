@@ -4,18 +4,21 @@ Boots a holder (pid 1 of the namespaces) over an overlay of the tree; every comm
 nsenter from its keeper. All mounts live in the holder's mount namespace and die with it.
 """
 
+import hashlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from uuid import uuid4
 
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.sandboxes import cgroups
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
-from perdure.sandboxes.box import Box, BoxMeta
+from perdure.sandboxes.box import DRAFT, Box, BoxMeta
 from perdure.sandboxes.files import read_file, write_file
 from perdure.sandboxes.host import (
     SYSTEM_PATH,
@@ -46,6 +49,7 @@ ETC = {
     "hosts": "127.0.0.1 localhost\n::1 localhost\n127.0.1.1 sandbox\n",
     "hostname": "sandbox\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+    "resolv.conf": "",
     "passwd": (
         "root:x:0:0:root:/root:/usr/sbin/nologin\n"
         f"agent:x:{USER_ID}:{USER_ID}:agent:{HOME}:/bin/bash\n"
@@ -72,11 +76,13 @@ class BubblewrapSandbox(HostSandbox):
     """Namespaces held by pid 1, entered through descriptors that its keeper holds open."""
 
     def _command(self, argv: Sequence[str], cwd: str | None) -> list[str]:
-        keeper = self.box.keeper
-        if keeper is None:
+        keeper, holder = self._processes
+        if keeper is None or holder is None:
             raise self._lost()
-        enter = _enter(f"/proc/{keeper.pid}/fd")
-        return [*enter, *command_in(cwd or self.workdir, argv, self.enforced)]
+        # the holder's own folder is the workdir, a mount point that nobody inside can replace
+        enter = [*_enter(f"/proc/{keeper.pid}/fd"), f"--wd=/proc/{holder.pid}/cwd"]
+        elsewhere = cwd if cwd != self.workdir else None
+        return [*enter, *command_in(elsewhere, argv, self.enforced)]
 
     def _in_sandbox(self, pid: int) -> bool:
         try:
@@ -97,7 +103,7 @@ class BubblewrapSandbox(HostSandbox):
 
     def _root(self) -> Path:
         self._check_alive()
-        holder = self.box.holder
+        _, holder = self._processes
         if holder is None:
             raise self._lost()
         return Path(f"/proc/{holder.pid}/root")
@@ -130,22 +136,24 @@ class BubblewrapProvider(HostProvider):
             env={**ENVIRONMENT, **spec.env},
             enforced=_enforced(plan, spec),
         )
-        box.lay_out(meta, spec.ttl_s, _scripts(spec, box, self._etc()))
+        box.lay_out(meta, spec.ttl_s, _scripts(spec, box, self._etc))
         await start_keeper(box, plan, boot=box.path / "boot", as_root_of_own=_needs_own_users())
         return self._handle(box, meta)
 
     def _handle(self, box: Box, meta: BoxMeta) -> BubblewrapSandbox:
         return BubblewrapSandbox(box, meta)
 
+    @cached_property
     def _etc(self) -> Path:
-        """Our own files of /etc, once per provider folder."""
-        folder = self.root / ".etc"
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        for name, text in ETC.items():
-            if not (folder / name).exists():
-                draft = folder / f".{name}.{os.getpid()}"
-                draft.write_text(text)
-                draft.replace(folder / name)
+        """The sandbox's /etc, made once per state of the host's: one bind instead of thirty."""
+        folder = self.root / f".etc-{_etc_stamp()}"
+        if not folder.exists():
+            draft = self.root / f"{DRAFT}{uuid4().hex}"
+            _write_etc(draft)
+            try:
+                draft.rename(folder)
+            except OSError:  # another process was quicker
+                shutil.rmtree(draft)
         return folder
 
 
@@ -166,13 +174,11 @@ def _scripts(spec: SandboxSpec, box: Box, etc: Path) -> dict[str, str]:
 
 def _mount_script(spec: SandboxSpec, box: Box, etc: Path) -> str:
     disk = f"size={spec.limits.disk_mb}m,mode=0755,nosuid,nodev"
-    folders = ["disk/upper", "disk/work", "disk/tree", "disk/home", "disk/shm"]
+    folders = [f"disk/{name}" for name in ("upper", "work", "tree", "home", "shm", "tmp")]
     lines = [
         "set -e",
-        "mkdir disk",
         f"mount -t tmpfs -o {disk} tmpfs disk",
         f"mkdir {' '.join(folders)}",
-        "mkdir -m 1777 disk/tmp",
     ]
     if spec.tree is not None:
         # without redirects a folder of the tree cannot be renamed, only copied
@@ -195,14 +201,35 @@ def _bwrap(spec: SandboxSpec, box: Box, etc: Path) -> list[str]:
     )
     return [
         *(program("bwrap"), "--unshare-all", "--unshare-user", *share, *who),
-        *("--as-pid-1", "--new-session", "--clearenv", "--setenv", "PATH", SYSTEM_PATH, "--info-fd", "3"),
+        *(
+            "--as-pid-1",
+            "--new-session",
+            "--clearenv",
+            "--setenv",
+            "PATH",
+            SYSTEM_PATH,
+            "--info-fd",
+            "3",
+        ),
         *_base(),
-        *_etc_binds(etc, spec.network),
+        *_bind(etc, "/etc"),
+        *_resolver(spec.network),
         *("--proc", "/proc", "--dev", "/dev", "--dir", "/run", "--dir", "/var"),
-        *("--symlink", "/tmp", "/var/tmp", *own, "--chmod", "1777", "/dev/shm"),
+        *(
+            "--symlink",
+            "/tmp",
+            "/var/tmp",
+            *own,
+            "--chmod",
+            "1777",
+            "/dev/shm",
+            "--chmod",
+            "1777",
+            "/tmp",
+        ),
         *_mount_binds(spec.mounts),
         *("--remount-ro", "/dev", "--remount-ro", "/"),
-        *("--chdir", "/", "--", "/bin/sh", "-c", INIT),
+        *("--chdir", spec.workdir, "--", "/bin/sh", "-c", INIT),
     ]
 
 
@@ -227,17 +254,29 @@ def _base() -> tuple[str, ...]:
     return tuple(binds)
 
 
-def _etc_binds(etc: Path, network: Network) -> list[str]:
-    binds: list[str] = []
-    for name in ETC:
-        binds += _bind(etc / name, f"/etc/{name}")
+def _resolver(network: Network) -> Sequence[str]:
+    if network is Network.NONE:
+        return ()
+    return _bind(Path(os.path.realpath("/etc/resolv.conf")), "/etc/resolv.conf")
+
+
+def _etc_stamp() -> str:
+    names = [Path("/etc", name) for name in ETC_OF_HOST]
+    state = [(str(path), path.stat().st_mtime_ns) for path in names if path.exists()]
+    return hashlib.sha256(repr((state, ETC)).encode()).hexdigest()[:16]
+
+
+def _write_etc(folder: Path) -> None:
+    folder.mkdir(mode=0o755, parents=True)
     for name in ETC_OF_HOST:
-        path = Path("/etc", name)
-        if path.exists():
-            binds += _bind(path, str(path))
-    if network is Network.HOST:
-        binds += _bind(Path(os.path.realpath("/etc/resolv.conf")), "/etc/resolv.conf")
-    return binds
+        path, copy = Path("/etc", name), folder / name
+        copy.parent.mkdir(exist_ok=True)
+        if path.is_dir():
+            shutil.copytree(path, copy, symlinks=True, ignore_dangling_symlinks=True)
+        elif path.exists():
+            shutil.copy2(path, copy, follow_symlinks=name != "localtime")
+    for name, text in ETC.items():
+        (folder / name).write_text(text)
 
 
 def _mount_binds(mounts: Iterable[Mount]) -> list[str]:

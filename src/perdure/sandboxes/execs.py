@@ -1,6 +1,6 @@
 """The durable record of one command: one folder on the host, outside the sandbox's reach.
 
-Written by `Sandbox.start` (spec.json, run, in, token) and by keeper.sh (pid, cause, rc).
+Written by `Sandbox.start` (spec.json, run, in) and by keeper.sh (pid, out, err, cause, rc).
 
     no folder                   never started
     rc ends in a newline        over: exited or killed, as the kernel told the keeper
@@ -53,11 +53,10 @@ class ExecRecord:
         digest = argv_digest(argv)
         draft = self.path.with_name(f".{uuid4().hex}")
         draft.mkdir(mode=0o700)
-        (draft / "spec.json").write_text(json.dumps({"argv_sha256": digest}))
+        (draft / "spec.json").write_text(json.dumps({"argv_sha256": digest, "token": token}))
         (draft / "run").write_bytes(run)
-        (draft / "token").write_text(f"{token}\n")
-        for name, data in (("in", stdin or b""), ("out", b""), ("err", b"")):
-            (draft / name).write_bytes(data)
+        if stdin is not None:
+            (draft / "in").write_bytes(stdin)
         try:
             draft.rename(self.path)
         except OSError:
@@ -65,8 +64,7 @@ class ExecRecord:
             self.check_same(argv)
 
     def check_same(self, argv: Sequence[str]) -> None:
-        known = json.loads((self.path / "spec.json").read_text())["argv_sha256"]
-        if known != argv_digest(argv):
+        if self._spec()["argv_sha256"] != argv_digest(argv):
             raise ConfigurationError(
                 f"exec_id {self.path.name!r} was started with another argv; use a new exec_id"
             )
@@ -84,7 +82,10 @@ class ExecRecord:
 
     @property
     def token(self) -> str:
-        return (self.path / "token").read_text().strip()
+        return self._spec()["token"]
+
+    def _spec(self) -> dict[str, str]:
+        return cast(dict[str, str], json.loads((self.path / "spec.json").read_text()))
 
     def claim_cause(self, cause: KillCause) -> None:
         """Say why it will be killed; the first cause stays."""
@@ -93,12 +94,18 @@ class ExecRecord:
 
     def longest_output(self) -> int:
         """Bytes."""
-        return max(os.stat(self.path / name).st_size for name in ("out", "err"))
+        return max(self._size("out"), self._size("err"))
 
     def truncate(self, size: int) -> None:
         for name in ("out", "err"):
-            if os.stat(self.path / name).st_size > size:
+            if self._size(name) > size:
                 os.truncate(self.path / name, size)
+
+    def _size(self, name: str) -> int:
+        try:
+            return os.stat(self.path / name).st_size
+        except FileNotFoundError:
+            return 0  # the command is about to be launched
 
     def status(self) -> ExecStatus:
         if (over := self._over()) is not None:

@@ -36,18 +36,21 @@ from perdure.sandboxes.base import (
     SandboxProvider,
     SandboxSpec,
 )
-from perdure.sandboxes.box import STANDBYS_AHEAD, Box, BoxMeta, check_identity, locked
+from perdure.sandboxes.box import DRAFT, STANDBYS_AHEAD, Box, BoxMeta, check_identity, locked
 from perdure.sandboxes.execs import ExecRecord
 from perdure.sandboxes.process import (
+    ProcessId,
     below,
     ended,
+    is_alive,
     kill_process,
     marked,
-    read_process_id,
     reap,
 )
 
 BOOT_TIMEOUT_S = 60.0
+GRAVE = ".grave-"
+STALE_S = 600.0
 OUTPUT_CHECK_S = 0.5
 LARGEST_ARGUMENT = 128 * 1024 - 1
 """The kernel's MAX_ARG_STRLEN."""
@@ -83,11 +86,12 @@ _PACKAGES = {
 }
 
 
-def command_in(folder: str, argv: Sequence[str], enforced: Mapping[str, str]) -> list[str]:
-    """The last part of every command: a session of its own, rlimits, its folder."""
+def command_in(folder: str | None, argv: Sequence[str], enforced: Mapping[str, str]) -> list[str]:
+    """The last part of every command: a session of its own, rlimits, its folder unless it is there."""
     rlimits = [how.split(maxsplit=1)[1] for how in enforced.values() if how.startswith("prlimit")]
     limited = [program("prlimit"), *rlimits] if rlimits else []
-    return [program("setsid"), *limited, program("env"), f"--chdir={folder}", *argv]
+    into = [program("env"), f"--chdir={folder}"] if folder else []
+    return [program("setsid"), *limited, *into, *argv]
 
 
 class HostSandbox(Sandbox):
@@ -99,6 +103,11 @@ class HostSandbox(Sandbox):
         self.identity = box.identity
         self.workdir = meta.workdir
         self.gateway_url = box.gateway_url
+        self._processes = box.processes  # read once: they never change
+
+    @property
+    def alive(self) -> bool:
+        return all(map(is_alive, self._processes))
 
     @property
     def enforced(self) -> Mapping[str, str]:
@@ -123,8 +132,9 @@ class HostSandbox(Sandbox):
             record.check_same(argv)
         else:
             token = uuid4().hex
+            variables = self._environment({**self.meta.env, **(env or {})})
             run = self._run_file(
-                record, argv, self._environment({**self.meta.env, **(env or {})}), cwd, token
+                record, argv, env=variables, cwd=cwd, token=token, has_stdin=stdin is not None
             )
             record.prepare(argv, run, token, stdin)
         if record.process is None:
@@ -138,7 +148,7 @@ class HostSandbox(Sandbox):
         except OSError as error:
             raise self._lost() from error
         pause = 0.0005
-        while record.process is None and self.box.alive and pause < 1:
+        while record.process is None and self.alive and pause < 1:
             await asyncio.sleep(pause)
             pause *= 1.3
 
@@ -150,7 +160,7 @@ class HostSandbox(Sandbox):
             await self._reported(record)
             record.truncate(self._output_cap)
             status = record.status()
-        if status.state is ExecState.LOST and not self.box.alive:
+        if status.state is ExecState.LOST and not self.alive:
             return ExecStatus(ExecState.KILLED, cause="sandbox")
         return status
 
@@ -178,8 +188,11 @@ class HostSandbox(Sandbox):
     ) -> bytes:
         path = self._known(exec_id).path / ("out" if stream == "stdout" else "err")
         limit = max(0, min(limit, self._output_cap - offset))
-        with open(path, "rb", buffering=0) as file:
-            return os.pread(file.fileno(), limit, offset)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                return os.pread(file.fileno(), limit, offset)
+        except FileNotFoundError:
+            return b""  # not launched yet
 
     async def signal(self, exec_id: str, signum: int) -> None:
         record = self._known(exec_id)
@@ -230,18 +243,21 @@ class HostSandbox(Sandbox):
         self,
         record: ExecRecord,
         argv: Sequence[str],
+        *,
         env: Mapping[str, str],
         cwd: str | None,
         token: str,
+        has_stdin: bool,
     ) -> bytes:
         """The shell text by which a standby process becomes the command."""
         _check_argv(argv)
         folder = shlex.quote(str(record.path))
+        stdin = f"{folder}/in" if has_stdin else "/dev/null"
         blocks = max(self.meta.output_mb, self.meta.disk_mb) << 11
         lines = [
             "umask 022",
             f"ulimit -f {blocks}",  # bounds the output even while nobody watches
-            f"exec <{folder}/in >>{folder}/out 2>>{folder}/err",
+            f"exec <{stdin} >>{folder}/out 2>>{folder}/err",
             "unset PERDURE_BOX PATH PWD OLDPWD",
             f"export PERDURE_EXEC={token}",
             *(f"export {name}={shlex.quote(value)}" for name, value in _checked(env).items()),
@@ -254,7 +270,7 @@ class HostSandbox(Sandbox):
         return SandboxLost(f"sandbox {self.identity!r} is gone; boot a new generation")
 
     def _check_alive(self) -> None:
-        if not self.box.alive:
+        if not self.alive:
             raise self._lost()
 
     def _known(self, exec_id: str) -> ExecRecord:
@@ -325,6 +341,7 @@ class HostProvider(SandboxProvider):
     async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
         if not self.root.is_dir():
             return []
+        await asyncio.to_thread(self._clear_leftovers)
         found = [self._info(Box(path)) for path in sorted(self.root.iterdir())]
         wanted = (labels or {}).items()
         return [info for info in found if info is not None and wanted <= info.labels.items()]
@@ -344,6 +361,13 @@ class HostProvider(SandboxProvider):
     async def _boot(self, spec: SandboxSpec, box: Box) -> HostSandbox: ...
 
     # -- helpers ----------------------------------------------------------------------------------
+
+    def _clear_leftovers(self) -> None:
+        """Folders whose maker or remover was killed half way; no process ever ran in them."""
+        for path in (*self.root.glob(f"{DRAFT}*"), *self.root.glob(f"{GRAVE}*")):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > STALE_S:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def _adopt(self, box: Box) -> HostSandbox:
         if not box.alive:
@@ -476,33 +500,40 @@ async def destroy(box: Box) -> None:
     """End every process of the sandbox, then remove its cgroups and its folder."""
     if not box.exists:
         return
-    meta = box.meta()
+    meta, keeper, holder = box.meta(), box.keeper, box.holder
     if meta.exec_groups:
         cgroups.kill(Path(meta.exec_groups))
-    kill_process(box.holder, signal.SIGKILL)
-    _kill_session(box)
-    for path in (box.path / "execs").iterdir():
-        record = ExecRecord(path)
-        if meta.exec_groups is None and record.process is not None:
-            _kill_marked(f"PERDURE_EXEC={record.token}".encode())
-    _kill_marked(f"PERDURE_BOX={box.path}".encode())
+    kill_process(holder, signal.SIGKILL)
+    if keeper is None or not _kill_session(keeper):
+        _kill_marked(f"PERDURE_BOX={box.path}".encode())
+    if meta.exec_groups is None:
+        _kill_commands(box)
+    for process in (holder, keeper):
+        if process is not None:
+            await ended(process, 5.0)
     await cgroups.remove(map(Path, meta.groups))
-    grave = box.path.with_name(f".grave-{uuid4().hex}")
-    keeper = box.keeper
+    grave = box.path.with_name(f"{GRAVE}{uuid4().hex}")
     box.path.rename(grave)  # gone at once for everybody, however long the removal takes
     await asyncio.to_thread(shutil.rmtree, grave, ignore_errors=True)
     if keeper is not None:
         reap(keeper.pid)
 
 
-def _kill_session(box: Box) -> None:
-    keeper = read_process_id(box.path / "keeper")
-    if keeper is None:
-        return
+def _kill_session(keeper: ProcessId) -> bool:
+    """Kill the keeper and all it spawned on the host's side; False when it was dead before."""
     kill_process(keeper, signal.SIGSTOP)  # it forks no more while its session is killed
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if os.getsid(keeper.pid) == keeper.pid:
-            os.killpg(keeper.pid, signal.SIGKILL)
+    if not is_alive(keeper):
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(keeper.pid, signal.SIGKILL)
+    return True
+
+
+def _kill_commands(box: Box) -> None:
+    for path in (box.path / "execs").iterdir():
+        record = ExecRecord(path)
+        if record.process is not None and not record.status().done:
+            _kill_marked(f"PERDURE_EXEC={record.token}".encode())
 
 
 def _kill_marked(marker: bytes) -> None:

@@ -101,7 +101,7 @@ watch() {  # $1 exec id, $2 seconds
 
 kill_tree() {
     if [ "$group" = - ]; then
-        read -r token <"execs/$1/token"
+        token=$(sed 's/.*"token": "\([^"]*\)".*/\1/' "execs/$1/spec.json")
         read -r shim rest <"execs/$1/pid"
         while pids=$(marked "$token"; below "$shim") && [ -n "$pids" ]; do
             kill -9 $pids 2>/dev/null

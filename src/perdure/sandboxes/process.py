@@ -20,30 +20,34 @@ class ProcessId(NamedTuple):
 
 def read_process_id(path: Path) -> ProcessId | None:
     """What the keeper wrote as `pid started ...`; None while it is absent or half written."""
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return None
-    if not text.endswith("\n"):
+    text = _read(str(path))
+    if not text.endswith(b"\n"):
         return None
     pid, started = text.split()[:2]
     return ProcessId(int(pid), int(started))
 
 
-def _stat(pid: int) -> list[str] | None:
+def _read(path: str) -> bytes:
+    """At most a page, without the cost of file objects: this is what waiting is made of."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
-        return None
-    return text[text.rindex(")") + 2 :].split()
+        return b""
+    try:
+        return os.read(fd, 4096)
+    except ProcessLookupError:  # it ended between open and read
+        return b""
+    finally:
+        os.close(fd)
 
 
 def is_alive(process: ProcessId | None) -> bool:
     """True while this very process runs; a zombie is over."""
     if process is None:
         return False
-    fields = _stat(process.pid)
-    return fields is not None and fields[0] not in "ZX" and int(fields[19]) == process.started
+    stat = _read(f"/proc/{process.pid}/stat")
+    fields = stat[stat.rfind(b")") + 2 :].split()
+    return bool(stat) and fields[0] not in b"ZX" and int(fields[19]) == process.started
 
 
 def kill_process(process: ProcessId | None, signum: int) -> None:
