@@ -1,0 +1,1 @@
+"""Measured promises: what a rollout costs, and what a crash costs, beside the peers."""

@@ -1,0 +1,220 @@
+"""CPU seconds of everything one command starts: children, daemons and commands that live 5 ms.
+
+A control group counts exactly, where this process may make one; elsewhere a reaper process adopts
+every orphan, and the kernel adds up what it has waited for. Wall time is left to the callers.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+JOIN = 'echo $$ > "$0" && exec "$@"'
+
+REAPER = """
+import ctypes, os, resource, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+first = os.posix_spawn(sys.argv[2], sys.argv[2:], os.environ)
+code = 0
+while True:
+    try:
+        pid, status = os.wait()
+    except ChildProcessError:
+        break
+    if pid == first:
+        code = os.waitstatus_to_exitcode(status)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+open(sys.argv[1], "w").write(str(used.ru_utime + used.ru_stime))
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+
+@dataclass
+class Meter:
+    """Counts the CPU of what `popen` and `run` start. Close it when all of that has ended.
+
+    Example:
+        with Meter.open("harbor", folder) as meter:
+            meter.run(["harbor", "run", ...])
+            print(meter.seconds(), meter.how)
+    """
+
+    folder: Path
+    group: Path | None
+    leaf: Path | None
+    _reapers: list[tuple[int, Path]] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, name: str, folder: Path) -> "Meter":
+        folder.mkdir(parents=True, exist_ok=True)
+        group, leaf = _make_group(f"perdure-bench-{os.getpid()}-{name}")
+        return cls(folder, group, leaf)
+
+    @property
+    def how(self) -> str:
+        """How it counts, for the report."""
+        return "control group" if self.group else "waited-for children and /proc"
+
+    def popen(self, argv: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+        if self.leaf is not None:
+            joined = ["sh", "-c", JOIN, str(self.leaf / "cgroup.procs"), *argv]
+            return subprocess.Popen(joined, **options)
+        total = self.folder / f"cpu-{len(self._reapers)}"
+        command = [sys.executable, "-I", "-S", "-c", REAPER, str(total), *argv]
+        process: subprocess.Popen[bytes] = subprocess.Popen(command, **options)
+        self._reapers.append((process.pid, total))
+        return process
+
+    def run(self, argv: Sequence[str], log: Path, **options: Any) -> int:
+        """Run to the end; both outputs go to `log`. The exit code."""
+        with log.open("ab") as file:
+            process = self.popen(
+                argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **options
+            )
+            return process.wait()
+
+    def seconds(self) -> float:
+        """User plus system time so far."""
+        if self.group is not None:
+            return _group_seconds(self.group)
+        return sum(
+            float(total.read_text()) if total.exists() else _tree_seconds(pid)
+            for pid, total in self._reapers
+        )
+
+    def pids(self) -> list[int]:
+        """What still lives of all that was started."""
+        if self.group is None:
+            return [p for pid, _ in self._reapers for p in _tree(pid) if p != pid]
+        found: list[int] = []
+        for where, _, _ in os.walk(self.group):
+            with contextlib.suppress(OSError):
+                found += map(int, Path(where, "cgroup.procs").read_text().split())
+        return found
+
+    def close(self) -> None:
+        """Forget the group; whatever still runs in it is given a moment to end."""
+        if self.group is None:
+            return
+        deadline = time.monotonic() + 5
+        while not _removed(self.group) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def __enter__(self) -> "Meter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def own_seconds(pid: int) -> float:
+    """User plus system time of one process, without its children; 0 when it is gone."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / TICKS if fields else 0.0
+
+
+def command_of(pid: int) -> str:
+    """Its command line, for reports; empty when it is gone."""
+    with contextlib.suppress(OSError):
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return raw.replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    return ""
+
+
+# --- control groups ------------------------------------------------------------------------------
+
+
+def _make_group(name: str) -> tuple[Path | None, Path | None]:
+    """The group that is read, and the one that processes join (below it in v2)."""
+    for base in (Path("/sys/fs/cgroup/cpuacct"), Path("/sys/fs/cgroup/cpu,cpuacct")):
+        with contextlib.suppress(OSError):
+            group = base / _own_group("cpuacct").lstrip("/") / name
+            group.mkdir()
+            return group, group
+    base = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        group = base / _own_group("").lstrip("/") / name
+        if not (base / "cgroup.controllers").exists():
+            return None, None
+        group.mkdir()
+        leaf = group / "main"
+        leaf.mkdir()
+        # Sandboxes make their own groups below the first one that hands controllers down: ours.
+        with contextlib.suppress(OSError):
+            (group / "cgroup.subtree_control").write_text("+cpu +memory +pids")
+        return group, leaf
+    return None, None
+
+
+def _own_group(controller: str) -> str:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            return path
+    return "/"
+
+
+def _group_seconds(group: Path) -> float:
+    usage = group / "cpuacct.usage"
+    if usage.exists():
+        return int(usage.read_text()) / 1e9
+    lines = (group / "cpu.stat").read_text().splitlines()
+    return int(dict(line.split() for line in lines)["usage_usec"]) / 1e6
+
+
+def _removed(group: Path) -> bool:
+    for where, _, _ in os.walk(group, topdown=False):
+        try:
+            os.rmdir(where)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return False
+    return True
+
+
+# --- /proc ---------------------------------------------------------------------------------------
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return []
+
+
+def _tree(root: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
+            parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, todo = [], [root]
+    while todo:
+        pid = todo.pop()
+        found.append(pid)
+        todo += parents.get(pid, [])
+    return found
+
+
+def _tree_seconds(root: int) -> float:
+    """Living processes, and what each has waited for."""
+    return sum(map(_with_waited_for, _tree(root)))
+
+
+def _with_waited_for(pid: int) -> float:
+    fields = _stat(pid)
+    return sum(map(int, fields[11:15])) / TICKS if fields else 0.0
+
+
+def kill_all(pids: Iterable[int], signum: int) -> None:
+    """Signal every one that still lives."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)

@@ -1,0 +1,97 @@
+"""What the harness asks of a peer: run the common job, run it again after a crash."""
+
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from benchmarks import toy
+from benchmarks.measuring import Meter
+
+
+@dataclass(frozen=True)
+class Job:
+    """One batch. `folder` is this run's own: outputs, temporary files, logs."""
+
+    folder: Path
+    repository: Path
+    rollouts: int
+    workers: int
+    endpoint_url: str
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "runner.log"
+
+    @property
+    def temporary(self) -> Path:
+        """Where the peer's sandboxes live, so that what is left behind can be counted."""
+        return self.folder / "tmp"
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What a batch yielded: how many results, how many of them right."""
+
+    finished: int
+    resolved: int
+
+
+class Peer(Protocol):
+    name: ClassVar[str]
+    grades: ClassVar[bool]
+    """False: the harness grades its patches apart."""
+
+    def prepare(self, job: Job) -> None:
+        """Write the inputs."""
+        ...
+
+    def command(self, job: Job, *, again: bool = False) -> tuple[list[str], dict[str, str]]:
+        """The command line and its environment; `again`: the documented way to resume."""
+        ...
+
+    def patches(self, job: Job) -> Mapping[str, str]:
+        """Result -> diff."""
+        ...
+
+    def verdicts(self, job: Job) -> Verdicts:
+        """By the peer's own grading."""
+        ...
+
+
+@dataclass
+class Grading:
+    """The hidden test in a fresh bubblewrap, 8 at a time: for peers that do not grade."""
+
+    repository: Path
+    folder: Path
+    meter: Meter
+    flags: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.flags = toy.bwrap_flags(self.repository)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def resolved(self, patches: Mapping[str, str], workers: int = 8) -> int:
+        with ThreadPoolExecutor(workers) as pool:
+            return sum(pool.map(self._passes, patches.values()))
+
+    def _passes(self, patch: str) -> bool:
+        with tempfile.TemporaryDirectory(dir=self.folder) as box:
+            (Path(box) / "model.patch").write_text(patch)
+            (Path(box) / "test_calc.py").write_text(toy.TEST)
+            script = (
+                "git clone -q /repo w && cd w && git apply ../model.patch && "
+                "cp ../test_calc.py . && python3 test_calc.py"
+            )
+            argv = ["bwrap", *self.flags, "--bind", box, "/box", "--chdir", "/box"]
+            process = self.meter.popen(
+                [*argv, "bash", "-c", script],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
+            )
+            return process.wait() == 0

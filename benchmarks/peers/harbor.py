@@ -1,0 +1,63 @@
+"""Harbor with a bubblewrap environment and a bash-tool agent on the host, by import path."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from benchmarks import toy
+from benchmarks.peers.base import Job, Verdicts
+from benchmarks.peers.environments import Pinned, environment
+
+PINNED = Pinned("harbor", ("harbor==0.24.0",), ("3.13", "3.12", "3.14"))
+PLUGIN = Path(__file__).parent / "harbor_plugin"
+
+
+class Harbor:
+    name: ClassVar[str] = "Harbor"
+    version: ClassVar[str] = "0.24.0"
+    grades: ClassVar[bool] = True
+
+    def __init__(self, root: Path) -> None:
+        """Raises: Unavailable."""
+        self._environment = environment(PINNED, root)
+
+    def prepare(self, job: Job) -> None:
+        tasks = min(job.rollouts, 50)
+        if job.rollouts % tasks:
+            raise ValueError(f"{job.rollouts} rollouts are no multiple of {tasks} tasks")
+        toy.write_harbor_tasks(job.folder / "tasks", tasks)
+        job.temporary.mkdir(parents=True)
+
+    def command(self, job: Job, *, again: bool = False) -> tuple[list[str], dict[str, str]]:
+        program = str(self._environment / "bin" / "harbor")
+        env = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(job.folder),
+            "TMPDIR": str(job.temporary),
+            "HARBOR_TELEMETRY": "0",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "PYTHONPATH": str(PLUGIN),
+            "BENCH_BWRAP": json.dumps(toy.bwrap_flags(job.repository)),
+            "BENCH_ENDPOINT": job.endpoint_url,
+        }
+        if again:
+            return [program, "job", "resume", "-p", str(job.folder / "jobs" / "bench")], env
+        argv = [program, "run", "-y", "-q", "-p", str(job.folder / "tasks"), "-o"]
+        argv += [str(job.folder / "jobs"), "--job-name", "bench", "-n", str(job.workers)]
+        argv += ["-k", str(max(1, job.rollouts // 50)), "-m", "openai/policy"]
+        argv += ["-a", "bench_agent:BashAgent", "-e", "bench_environment:BwrapEnvironment"]
+        return argv, env
+
+    def patches(self, job: Job) -> Mapping[str, str]:
+        found = (job.folder / "jobs" / "bench").glob("*/artifacts/logs/artifacts/patch.diff")
+        return {path.parents[3].name: path.read_text() for path in found}
+
+    def verdicts(self, job: Job) -> Verdicts:
+        rewards = [
+            json.loads(path.read_text()).get("verifier_result")
+            for path in (job.folder / "jobs" / "bench").glob("*/result.json")
+        ]
+        right = sum(bool(r) and r["rewards"].get("reward") == 1 for r in rewards)
+        return Verdicts(finished=len(rewards), resolved=right)

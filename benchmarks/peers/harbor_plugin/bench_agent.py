@@ -1,0 +1,83 @@
+"""Runs inside Harbor's own Python: a bash-tool loop on the host, one kept-alive connection."""
+
+# mypy: ignore-errors  (imports Harbor, which only its own environment has)
+
+import functools
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import aiohttp
+from harbor.agents.base import BaseAgent
+from harbor.environments.base import BaseEnvironment
+from harbor.models.agent.context import AgentContext
+
+URL = os.environ.get("BENCH_ENDPOINT", "") + "/v1/chat/completions"
+DONE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Execute a bash command",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string"}},
+            "required": ["command"],
+        },
+    },
+}
+
+
+@functools.cache
+def session() -> aiohttp.ClientSession:
+    """One pool of connections for all trials of the job."""
+    return aiohttp.ClientSession()
+
+
+class BashAgent(BaseAgent):
+    @staticmethod
+    def name() -> str:
+        return "bench-bash"
+
+    def version(self) -> str:
+        return "1"
+
+    async def setup(self, environment: BaseEnvironment) -> None:
+        pass
+
+    async def run(
+        self, instruction: str, environment: BaseEnvironment, context: AgentContext
+    ) -> None:
+        messages = [
+            {"role": "system", "content": "You are a helpful assistant that can use a shell."},
+            {"role": "user", "content": instruction},
+        ]
+        while True:
+            body = {"model": "policy", "messages": messages, "tools": [TOOL]}
+            async with session().post(URL, json=body) as response:
+                response.raise_for_status()
+                answer = await response.json()
+            message = answer["choices"][0]["message"]
+            messages.append(message)
+            for call in message["tool_calls"]:
+                command = json.loads(call["function"]["arguments"])["command"]
+                done = await environment.exec(command)
+                output = (done.stdout or "") + (done.stderr or "")
+                if output.startswith(DONE):
+                    await self._submit(environment, output.partition("\n")[2])
+                    (self.logs_dir / "messages.json").write_text(json.dumps(messages))
+                    return
+                messages.append(
+                    {
+                        "role": "tool",
+                        "tool_call_id": call["id"],
+                        "content": json.dumps({"returncode": done.return_code, "output": output}),
+                    }
+                )
+
+    async def _submit(self, environment: BaseEnvironment, patch: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "patch.diff"
+            path.write_text(patch)
+            await environment.upload_file(path, "/logs/artifacts/patch.diff")
