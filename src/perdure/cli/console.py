@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print exactly one JSON document on stdout."
@@ -12,6 +12,9 @@ json_option = click.option(
 
 progress = Console(stderr=True, highlight=False, soft_wrap=True)
 """Progress, hints and warnings. Never part of the answer."""
+
+
+PIPED_COLUMNS = 160
 
 
 def answer(document: Any) -> None:
@@ -22,3 +25,9 @@ def answer(document: Any) -> None:
 def say(text: str) -> None:
     """A line for people, on stderr. Rich markup is read."""
     progress.print(text)
+
+
+def print_table(table: RenderableType) -> None:
+    """A table as the answer, on stdout; as wide as it needs where nobody sees it scroll."""
+    wide = None if Console().is_terminal else PIPED_COLUMNS
+    Console(highlight=False, width=wide).print(table)

@@ -1,0 +1,96 @@
+"""Following a run to its end: one look at a time, through restarts of the server.
+
+The look is shown live on a terminal, as lines when something changed otherwise.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.live import Live
+from temporalio.client import WorkflowFailureError
+from temporalio.service import RPCError
+
+from perdure.cli import render
+from perdure.cli.console import progress as console
+from perdure.cli.console import say
+from perdure.cli.render import View
+from perdure.client.api import RolloutInfo, RunHandle, RunProgress
+from perdure.errors import ActionNeeded, PerdureError
+
+LOOK_EVERY_S = 1.0
+
+Show = Callable[[View], None]
+
+
+class RunFailed(PerdureError):
+    """The run's workflow ended without a result."""
+
+
+async def follow(run: RunHandle, show: Show) -> RunProgress:
+    """Show the run until it ends; return how it stood then.
+
+    Raises: RunFailed; ActionNeeded when the run waits for a person.
+    """
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    end = asyncio.create_task(run.result())
+    progress = RunProgress(run_id=run.run_id, state="starting")
+    rollouts: list[RolloutInfo] = []
+    at_first: int | None = None
+    try:
+        while not end.done():
+            trouble = ""
+            try:
+                progress, rollouts = await _look(run)
+            except RPCError as error:
+                trouble = f"Temporal does not answer ({error.status.name.lower()}); still trying"
+            seconds = loop.time() - started
+            at_first = progress.done if at_first is None else at_first
+            rate = (progress.done - at_first) / seconds if seconds else 0.0
+            show(View(progress, rollouts, seconds, rate, trouble))
+            _needs_nobody(progress)
+            await asyncio.wait({end}, timeout=LOOK_EVERY_S)
+        end.result()
+    except WorkflowFailureError as error:
+        raise RunFailed(f"run {run.run_id} ended without a result: {_root(error)}") from error
+    finally:
+        end.cancel()
+    return await run.progress()
+
+
+async def _look(run: RunHandle) -> tuple[RunProgress, list[RolloutInfo]]:
+    return await run.progress(), await run.rollouts()
+
+
+def _needs_nobody(progress: RunProgress) -> None:
+    if progress.state == "attention":
+        raise ActionNeeded(
+            f"run {progress.run_id} waits for you: {progress.attention}; "
+            f"mend it, then `perdure resume {progress.run_id}`"
+        )
+
+
+def _root(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error)
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[Show]:
+    """Where looks go: a live view on a terminal, else one line whenever the counts change."""
+    if console.is_terminal:
+        with Live(console=console, transient=True, auto_refresh=False) as view:
+            yield lambda look: view.update(render.live(look), refresh=True)
+        return
+    last = ""
+
+    def tell(look: View) -> None:
+        nonlocal last
+        text = look.trouble or render.line(look.progress)
+        if text != last:
+            last = text
+            say(text)
+
+    yield tell

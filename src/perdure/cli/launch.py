@@ -1,0 +1,154 @@
+"""A run from the command line to its result table; `run` and `demo` share it."""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import click
+
+from perdure.cli import follow, render, results, source, stack
+from perdure.cli.console import answer, print_table, say
+from perdure.cli.request import Options, build, check_sandbox, instances_of, needs_model
+from perdure.cli.session import Session, connect
+from perdure.cli.temporal_target import given_address
+from perdure.client.api import RunHandle
+from perdure.errors import ConfigurationError, GatewayUnavailable
+from perdure.settings import Settings
+from perdure.storage import keys
+from perdure.storage.base import open_store
+from perdure.types import EpisodeRef, RolloutStatus, RunRequest
+
+ENGINE_TIMEOUT_S = 5.0
+NO_ENGINE = (
+    "{agent} calls a model and no engine is configured: set OPENAI_BASE_URL (or ANTHROPIC_BASE_URL, "
+    "PERDURE_ENGINE_URL), then `perdure down` and the same command again"
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A validated request and the instances it stands for."""
+
+    request: RunRequest
+    refs: Sequence[str]
+    joins: bool
+    """The store knows this run already."""
+
+
+def show_plan(settings: Settings, options: Options, *, as_json: bool) -> None:
+    """`--dry-run`."""
+    planned = asyncio.run(plan(settings, options))
+    rollouts = len(planned.refs) * planned.request.n_samples
+    if as_json:
+        document = {"request": planned.request.model_dump(mode="json", exclude_defaults=True)}
+        answer({**document, "instances": list(planned.refs), "rollouts": rollouts})
+        return
+    click.echo(f"{planned.request.run_id}: {rollouts} rollouts of {len(planned.refs)} instances")
+    for ref in planned.refs:
+        click.echo(f"  {ref}")
+
+
+def run(settings: Settings, options: Options, *, wait: bool, as_json: bool) -> int:
+    """The whole command; its exit code. Raises: PerdureError, ValidationError."""
+    planned = asyncio.run(plan(settings, options))
+    make_ready(settings, planned.request)
+    return asyncio.run(_drive(settings, planned, wait=wait, as_json=as_json))
+
+
+async def plan(settings: Settings, options: Options) -> Planned:
+    """Resolve the source and check every option; nothing has started yet."""
+    store = open_store(settings)
+    found = await source.resolve(store, options.source, skip_bad_rows=options.skip_bad_rows)
+    for note in found.notes:
+        say(note)
+    request = build(options, found)
+    refs = await instances_of(store, request, found)
+    await source.keep_list(store, request.run_id, found)
+    return Planned(request, refs, await store.exists(keys.run(request.run_id)))
+
+
+def make_ready(settings: Settings, request: RunRequest) -> None:
+    """A stack that can run this: started when none runs, its sandbox and engine checked."""
+    if given_address() is not None:
+        return  # a cluster's own hosts and engines; its workers tell
+    agent = str(request.rollout.get("agent", "mini_swe_agent"))
+    check_sandbox(settings, str(request.rollout.get("sandbox", "bubblewrap")))
+    state, _ = stack.ensure_up(settings)
+    if needs_model(agent):
+        check_engine(state.engine, agent)
+
+
+def check_engine(engine: str, agent: str) -> None:
+    """Raises: ConfigurationError when there is none, GatewayUnavailable when nothing answers."""
+    if not engine:
+        raise ConfigurationError(NO_ENGINE.format(agent=agent))
+    if not engine.startswith("http"):
+        return  # the scripted policy, which the supervisor watches
+    address = urlsplit(engine)
+    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        socket.create_connection((address.hostname or "", port), ENGINE_TIMEOUT_S).close()
+    except OSError as error:
+        raise GatewayUnavailable(
+            f"the engine at {engine} cannot be reached ({error}): start it, or name another one "
+            "and `perdure down` first"
+        ) from error
+
+
+async def _drive(settings: Settings, planned: Planned, *, wait: bool, as_json: bool) -> int:
+    session = await connect(settings)
+    handle = await session.perdure.start_run(planned.request)
+    if planned.joins:
+        say(f"Joined: {render.line(await handle.progress())}")
+    else:
+        say(f"Started run {handle.run_id}: {len(planned.refs)} instances")
+    say(f"Web UI: {session.link(f'run/{handle.run_id}')}" if session.ui_url else "")
+    if not wait:
+        _tell_detached(session, handle.run_id, as_json)
+        return 0
+    episodes = await to_the_end(settings, handle)
+    if as_json:
+        answer(results.document(handle.run_id, episodes))
+    else:
+        show_results(settings, session, handle.run_id, episodes)
+    return 1 if any(e.status is RolloutStatus.FAILED for e in episodes) else 0
+
+
+async def to_the_end(settings: Settings, handle: RunHandle) -> list[EpisodeRef]:
+    """Follow a run; Ctrl-C leaves it going and says how to come back."""
+    try:
+        with follow.shown() as show:
+            await follow.follow(handle, show)
+    except asyncio.CancelledError:
+        say(f"\nDetached; the run goes on. `perdure watch {handle.run_id}` comes back to it,")
+        say(f"so does the same command; `perdure cancel {handle.run_id}` ends it.")
+        raise
+    return await results.episodes(open_store(settings), handle.run_id)
+
+
+def show_results(
+    settings: Settings, session: Session, run_id: str, episodes: Sequence[EpisodeRef]
+) -> None:
+    """The table, why some failed, where everything lies, and what to do next."""
+    print_table(render.results(episodes))
+    for line in render.failures(episodes):
+        say(f"no reward  {line}")
+    facts = {
+        "Web UI": session.link(f"run/{run_id}"),
+        "Episodes": f"{open_store(settings).url}/runs/{run_id}",
+    }
+    for name, value in facts.items():
+        if value:
+            click.echo(f"{name:<9} {value}")
+    first = episodes[0].instance_id if episodes else "INSTANCE"
+    click.echo(f"Next      perdure show {run_id}/{first}")
+    click.echo(f"          perdure export {run_id} --format preds")
+
+
+def _tell_detached(session: Session, run_id: str, as_json: bool) -> None:
+    if as_json:
+        answer({"run_id": run_id, "web_ui": session.link(f"run/{run_id}")})
+    else:
+        click.echo(f"`perdure watch {run_id}` follows it.")

@@ -1,0 +1,126 @@
+"""From a command line to a RunRequest: every option checked before anything starts."""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import JsonValue
+
+from perdure import registry
+from perdure.cli.source import SHORT_LIST, Source, chosen
+from perdure.errors import ConfigurationError, MissingDependency
+from perdure.instances import catalog
+from perdure.settings import Settings
+from perdure.storage.base import Store
+from perdure.types import RunRequest, slugify
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of a run, as given. `fields`: of RolloutRequest."""
+
+    source: str
+    agent: str
+    samples: int = 1
+    concurrency: int = 8
+    run_id: str | None = None
+    new: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    limit: int | None = None
+    fields: Mapping[str, JsonValue] = field(default_factory=dict)
+    skip_bad_rows: bool = False
+
+
+def fields_of(assignments: Sequence[str], named: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """`["sampling.temperature=0.7"]` -> `{"sampling": {"temperature": 0.7}}`, over `named`.
+
+    A value is JSON where it parses, else text. Raises: ConfigurationError.
+    """
+    fields: dict[str, Any] = dict(named)
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals or not path:
+            raise ConfigurationError(f"--set {assignment}: write it as KEY=VALUE")
+        *parents, name = path.split(".")
+        target = fields
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise ConfigurationError(f"--set {assignment}: {parent!r} has no fields")
+        target[name] = _value(text)
+    return fields
+
+
+def build(options: Options, source: Source) -> RunRequest:
+    """The request, with every field of its rollouts validated.
+
+    Raises: ConfigurationError, pydantic.ValidationError.
+    """
+    registry.load("agent", registry.AGENTS, options.agent)
+    rollout = {**options.fields, "agent": options.agent}
+    short = source.refs is not None and len(source.refs) <= SHORT_LIST
+    request = RunRequest(
+        run_id=options.run_id or _run_id(options, source),
+        instances=source.refs if short and source.refs is not None else (),
+        dataset=None if short else source.dataset,
+        include=options.include,
+        exclude=options.exclude,
+        limit=options.limit,
+        n_samples=options.samples,
+        concurrency=options.concurrency,
+        rollout=rollout,
+    )
+    probe = request.rollout_request(f"{source.dataset}/x")
+    registry.load("sandbox", registry.SANDBOXES, probe.sandbox)
+    return request
+
+
+async def instances_of(store: Store, request: RunRequest, source: Source) -> list[str]:
+    """What the run will select, the way its first activity does it. Raises: ConfigurationError."""
+    refs = list(source.refs or await catalog.refs(store, source.dataset))
+    found = chosen(refs, request.include, request.exclude)[: request.limit]
+    if not found:
+        some = ", ".join(ref.split("/", 1)[1] for ref in refs[:3])
+        raise ConfigurationError(
+            f"--include / --exclude leave no instance of {len(refs)} (they are named like {some})"
+        )
+    return found
+
+
+def needs_model(agent: str) -> bool:
+    return bool(registry.load("agent", registry.AGENTS, agent).needs_model)
+
+
+def check_sandbox(settings: Settings, name: str) -> None:
+    """This host can make such sandboxes. Raises: MissingDependency with the first fix."""
+    provider = registry.load("sandbox", registry.SANDBOXES, name)(
+        settings.home.absolute() / "sandboxes" / name.replace(":", "-")
+    )
+    problems = provider.check()
+    if problems:
+        raise MissingDependency(problems[0])
+
+
+def _run_id(options: Options, source: Source) -> str:
+    """Deterministic, so that the same command joins; `--new` adds the time."""
+    asked = [
+        *(source.digest, options.agent, options.samples, options.limit),
+        *(list(options.include), list(options.exclude), options.fields),
+    ]
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
+    parts = [slugify(source.label)[:60], slugify(options.agent.rpartition(":")[2])[:30], digest]
+    if options.new:
+        parts.append(time.strftime("%m%d-%H%M%S"))
+    return "-".join(parts)
+
+
+def _value(text: str) -> JsonValue:
+    try:
+        value: JsonValue = json.loads(text)
+    except ValueError:
+        return text
+    return value

@@ -1,0 +1,37 @@
+"""A run's episodes, read from the store: the truth, once a rollout has ended."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from perdure.episodes import assemble
+from perdure.storage.base import Store
+from perdure.types import EpisodeRef
+
+
+async def episodes(store: Store, run_id: str) -> list[EpisodeRef]:
+    """One reference for each finished rollout, by instance and sample."""
+    found = await assemble.read_run(store, run_id)
+    refs = [episode.ref(store.url) for episode in found]
+    return sorted(refs, key=lambda e: (e.instance_id, e.sample_index))
+
+
+def document(run_id: str, episodes: Sequence[EpisodeRef]) -> dict[str, Any]:
+    """What `perdure run --wait --json` prints."""
+    return {"run_id": run_id, "rollouts": [_row(episode) for episode in episodes]}
+
+
+def _row(episode: EpisodeRef) -> dict[str, Any]:
+    row = {
+        "instance_id": episode.instance_id,
+        "sample_index": episode.sample_index,
+        "agent": episode.agent,
+        "status": episode.status.value,
+        "outcome": episode.outcome.value if episode.outcome else None,
+        "reward": episode.reward,
+        "attempts": episode.attempts,
+        "seconds": episode.seconds,
+        "episode": episode.uri,
+    }
+    if episode.failure is not None:
+        row["failure"] = episode.failure.model_dump(mode="json")
+    return row

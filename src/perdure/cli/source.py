@@ -1,0 +1,107 @@
+"""What `perdure run SOURCE` means: a dataset of the store, one instance of it, a file, a hub name."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure import registry
+from perdure.errors import ConfigurationError, InstanceError
+from perdure.instances import catalog
+from perdure.instances.rows import ImportReport, dataset_name, import_rows
+from perdure.storage import keys
+from perdure.storage.base import Store
+from perdure.types import Instance
+
+FILES = (".jsonl", ".json", ".parquet")
+SHORT_LIST = 200
+"""More references than this do not travel in a request; they lie in the store."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A resolved source. `refs` None: the whole dataset. `digest`: what its content depends on."""
+
+    label: str
+    dataset: str
+    refs: tuple[str, ...] | None
+    digest: str
+    notes: tuple[str, ...] = ()
+
+
+async def resolve(store: Store, source: str, *, skip_bad_rows: bool = False) -> Source:
+    """Find the instances, importing a file or a hub dataset first.
+
+    Raises: ConfigurationError (nothing there; says what there is), InstanceError (a bad row).
+    """
+    if Path(source).suffix.lower() in FILES:
+        return await _import(store, source, skip_bad_rows)
+    if "/" not in source:
+        return await _dataset(store, source)
+    dataset = source.split("/", 1)[0]
+    if await catalog.refs(store, dataset):
+        instance = await catalog.load(store, source)
+        return Source(instance.instance_id, dataset, (instance.ref,), instance.ref)
+    return await _import(store, source, skip_bad_rows)
+
+
+async def keep_list(store: Store, run_id: str, source: Source) -> None:
+    """Lay a long list of references where the run looks for it first; a joined run keeps its own."""
+    if source.refs is not None and len(source.refs) > SHORT_LIST:
+        listed = json.dumps(list(source.refs), indent=0).encode()
+        await store.put_if_absent(keys.run_instances(run_id), listed)
+
+
+def check_row(instance: Instance) -> None:
+    """What the grader needs is in the row. Raises: InstanceError."""
+    grader = registry.load("grader", registry.GRADERS, instance.grading.protocol)()
+    grader.validate(instance)
+
+
+async def _dataset(store: Store, name: str) -> Source:
+    if not await catalog.refs(store, name):
+        raise ConfigurationError(await _unknown(store, name))
+    return Source(name, name, None, f"dataset:{name}")
+
+
+async def _unknown(store: Store, name: str) -> str:
+    known = ", ".join(await catalog.datasets(store)) or "none yet"
+    if Path("datasets", name, "dataset.toml").is_file():
+        return f"dataset {name!r} is not built yet: `perdure instances build {name}`"
+    return (
+        f"no dataset {name!r} in {store.url} (there: {known}): give one of them, "
+        "a .jsonl, .json or .parquet file, or a Hugging Face name owner/name[:split]"
+    )
+
+
+async def _import(store: Store, source: str, skip_bad_rows: bool) -> Source:
+    report = await import_rows(store, source, validate=check_row)
+    if report.problems and not skip_bad_rows:
+        raise InstanceError(bad_rows(report))
+    if not report.refs:
+        raise ConfigurationError(f"{source} has no usable rows")
+    file = Path(source)
+    content = file.read_bytes() if file.is_file() else source.encode()
+    notes = tuple(f"left out: {problem}" for problem in report.problems)
+    digest = hashlib.sha256(content).hexdigest()
+    return Source(dataset_name(source), report.dataset, tuple(report.refs), digest, notes)
+
+
+def bad_rows(report: ImportReport) -> str:
+    """The first problem, how many more there are, and how to go on without those rows."""
+    more = len(report.problems) - 1
+    others = f" (and {more} more bad row{'s' if more > 1 else ''})" if more else ""
+    return f"dataset {report.problems[0]}{others}; --skip-bad-rows leaves them out"
+
+
+def chosen(refs: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    """The references whose instance id matches a glob of `include` and none of `exclude`."""
+    import fnmatch
+
+    def wanted(ref: str) -> bool:
+        name = ref.split("/", 1)[1]
+        included = not include or any(fnmatch.fnmatch(name, glob) for glob in include)
+        return included and not any(fnmatch.fnmatch(name, glob) for glob in exclude)
+
+    return [ref for ref in refs if wanted(ref)]
