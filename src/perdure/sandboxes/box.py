@@ -21,7 +21,7 @@ from perdure.sandboxes.execs import EXEC_ID, ExecRecord
 from perdure.sandboxes.process import ProcessId, is_alive, read_process_id
 
 DRAFT = ".draft-"
-STANDBYS_AHEAD = 3
+STANDBYS_AHEAD = 1
 
 IDENTITY = re.compile(r"[a-z0-9-]{1,63}")
 

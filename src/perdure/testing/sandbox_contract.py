@@ -1,0 +1,512 @@
+"""What every sandbox provider promises, as tests: subclass `SandboxContract` and give `provider`.
+
+    class TestMine(SandboxContract):
+        @pytest.fixture
+        def provider(self, tmp_path): return MyProvider(tmp_path)
+
+Needs pytest with asyncio_mode=auto to run. A provider that talks to a service keeps the fixture
+cheap: each test boots one or two sandboxes under identities of its own and kills them.
+"""
+
+import asyncio
+import hashlib
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+from perdure.errors import ConfigurationError, NotFound, PerdureError, SandboxLost
+from perdure.sandboxes.base import ExecState, Sandbox, SandboxProvider, SandboxSpec
+from perdure.types import Limits
+
+WORKDIR = "/testbed"
+LABELS = {"run": "contract", "rollout": "rollout/contract/x/0", "attempt": "1"}
+LIMITS = Limits(memory_mb=512, cpus=2, pids=256, disk_mb=64, output_mb=1)
+LONG = ["sleep", "600"]
+
+BACKGROUND_TREE = """
+for how in "setsid -f" ""; do
+    name=lock${how:+-apart}
+    $how flock $name sh -c "touch held-$name; exec sleep 600" &
+done
+until [ -e held-lock ] && [ -e held-lock-apart ]; do sleep 0.01; done
+echo all running
+sleep 600
+"""
+"""A child, and a child in a session of its own whose parent is gone: each holds a lock."""
+
+TREE_IS_GONE = "flock -w 5 lock true && flock -w 5 lock-apart true"
+
+
+def fresh_identity() -> str:
+    return f"contract-{uuid4().hex[:12]}"
+
+
+@contextmanager
+def raises(kind: type[PerdureError]) -> Iterator[None]:
+    """pytest.raises, without pytest in the library."""
+    try:
+        yield
+    except kind:
+        return
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+class SandboxContract:
+    """The suite. Override the two flags where a provider promises less."""
+
+    hides_environment: bool = True
+    """The worker's own environment variables are invisible to commands."""
+    reaches_gateway: bool = True
+    """`SandboxSpec.gateway` (a unix socket of this host) is supported."""
+
+    @asynccontextmanager
+    async def box(
+        self, provider: SandboxProvider, spec: SandboxSpec | None = None
+    ) -> AsyncIterator[Sandbox]:
+        identity = fresh_identity()
+        try:
+            yield await provider.create(spec or self.spec(), identity)
+        finally:
+            await provider.kill(identity)
+
+    def spec(self, tree: Path | None = None) -> SandboxSpec:
+        return SandboxSpec(workdir=WORKDIR, tree=tree, limits=LIMITS, labels=LABELS, ttl_s=600)
+
+    # -- identity -----------------------------------------------------------------------------
+
+    async def test_provider_is_ready(self, provider: SandboxProvider) -> None:
+        """check() names nothing missing on a host where the suite runs."""
+        missing = provider.check()
+
+        assert list(missing) == []
+
+    async def test_create_twice_adopts(self, provider: SandboxProvider) -> None:
+        """A second create of an identity returns the same sandbox, with what ran in it."""
+        async with self.box(provider) as first:
+            await first.write_file("mark", b"first")
+            second = await provider.create(self.spec(), first.identity)
+
+            assert await second.read_file("mark") == b"first"
+
+    async def test_concurrent_creates_make_one_box(self, provider: SandboxProvider) -> None:
+        """Creates of one identity that race end with one sandbox, shared."""
+        identity = fresh_identity()
+        try:
+            boxes = await asyncio.gather(
+                *(provider.create(self.spec(), identity) for _ in range(4))
+            )
+            await boxes[0].write_file("mark", b"shared")
+
+            assert [await box.read_file("mark") for box in boxes] == [b"shared"] * 4
+        finally:
+            await provider.kill(identity)
+
+    async def test_attach_finds_it(self, provider: SandboxProvider) -> None:
+        """attach returns a working handle of a sandbox somebody else created."""
+        async with self.box(provider) as box:
+            again = await provider.attach(box.identity)
+
+            assert (again.identity, again.workdir) == (box.identity, box.workdir)
+
+    async def test_attach_to_nothing_is_not_found(self, provider: SandboxProvider) -> None:
+        """An identity that never was is NotFound, not lost."""
+        with raises(NotFound):
+            await provider.attach(fresh_identity())
+
+    async def test_kill_is_idempotent(self, provider: SandboxProvider) -> None:
+        """Killing twice, or what never was, is success; afterwards nothing is listed."""
+        async with self.box(provider) as box:
+            await box.kill()
+            await provider.kill(box.identity)
+
+            assert box.identity not in {info.identity for info in await provider.list()}
+
+    async def test_killed_sandbox_is_lost(self, provider: SandboxProvider) -> None:
+        """Operations on a killed sandbox raise SandboxLost, not a generic error."""
+        async with self.box(provider) as box:
+            await box.kill()
+
+            with raises(SandboxLost):
+                await box.start("x", ["true"])
+
+    async def test_identity_can_be_used_again_after_kill(self, provider: SandboxProvider) -> None:
+        """After kill an identity is free, and the new sandbox remembers nothing."""
+        async with self.box(provider) as box:
+            await box.write_file("mark", b"old")
+            await box.kill()
+            again = await provider.create(self.spec(), box.identity)
+
+            with raises(NotFound):
+                await again.read_file("mark")
+
+    async def test_list_filters_by_labels(self, provider: SandboxProvider) -> None:
+        """list returns our sandboxes by their labels, alive and with their own labels."""
+        wanted = {**LABELS, "run": fresh_identity()}
+        async with self.box(provider), self.box(provider, replace(self.spec(), labels=wanted)) as b:
+            found = [
+                (info.identity, info.alive, dict(info.labels))
+                for info in await provider.list({"run": wanted["run"]})
+            ]
+
+            assert found == [(b.identity, True, wanted)]
+
+    async def test_touch_sets_the_deadline(self, provider: SandboxProvider) -> None:
+        """touch sets the remaining life from now; it never adds to what was left."""
+        async with self.box(provider) as box:
+            await box.touch(3600)
+            await box.touch(3600)
+            (info,) = [i for i in await provider.list() if i.identity == box.identity]
+
+            assert 3000 < info.expires - info.created < 4200
+
+    # -- results --------------------------------------------------------------------------------
+
+    async def test_exit_codes_are_exit_codes(self, provider: SandboxProvider) -> None:
+        """Any exit code is a value, 137 included: it is no signal."""
+        async with self.box(provider) as box:
+            codes = [(await box.exec(f"exit {code}")).status.code for code in (0, 1, 127, 137, 255)]
+
+            assert codes == [0, 1, 127, 137, 255]
+
+    async def test_death_by_signal_is_no_exit(self, provider: SandboxProvider) -> None:
+        """A command killed by a signal says killed and which, and has no exit code."""
+        async with self.box(provider) as box:
+            ends = []
+            for signum in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
+                status = (await box.exec(f"kill -{int(signum)} $$")).status
+                ends.append((status.state, status.signal, status.code))
+
+            assert ends == [(ExecState.KILLED, signum, None) for signum in (9, 15, 2, 13)]
+
+    async def test_unknown_exec_id_is_not_found(self, provider: SandboxProvider) -> None:
+        """Polling what was never started is NotFound, not lost."""
+        async with self.box(provider) as box:
+            with raises(NotFound):
+                await box.poll("never")
+
+    async def test_second_start_runs_nothing(self, provider: SandboxProvider) -> None:
+        """However often and however concurrently an exec id is started, it runs once."""
+        async with self.box(provider) as box:
+            argv = ["bash", "-c", "echo ran >>count"]
+            await asyncio.gather(*(box.start("once", argv) for _ in range(5)))
+            await box.wait("once")
+            await box.start("once", argv)
+
+            assert await box.read_file("count") == b"ran\n"
+
+    async def test_exec_id_with_other_argv_is_refused(self, provider: SandboxProvider) -> None:
+        """One exec id names one command."""
+        async with self.box(provider) as box:
+            await box.start("once", ["true"])
+
+            with raises(ConfigurationError):
+                await box.start("once", ["false"])
+
+    async def test_results_stay(self, provider: SandboxProvider) -> None:
+        """A finished command's result and output can be read again by a new handle."""
+        async with self.box(provider) as box:
+            await box.start("kept", ["bash", "-c", "echo out; exit 3"])
+            await box.wait("kept")
+            again = await provider.attach(box.identity)
+
+            assert ((await again.poll("kept")).code, await again.output("kept")) == (3, b"out\n")
+
+    async def test_wait_gives_up_in_time(self, provider: SandboxProvider) -> None:
+        """wait returns RUNNING when its time is over; the command goes on."""
+        async with self.box(provider) as box:
+            await box.start("long", LONG)
+            status = await box.wait("long", timeout_s=0.05)
+
+            assert status.state is ExecState.RUNNING
+
+    async def test_many_at_once(self, provider: SandboxProvider) -> None:
+        """Sixteen commands at once each keep their own output and code."""
+        async with self.box(provider) as box:
+            results = await asyncio.gather(*(box.exec(f"echo {n}; exit {n}") for n in range(16)))
+
+            assert [(r.status.code, r.stdout) for r in results] == [
+                (n, b"%d\n" % n) for n in range(16)
+            ]
+
+    async def test_missing_program_fails(self, provider: SandboxProvider) -> None:
+        """A program that does not exist is a command that failed, with a reason on stderr."""
+        async with self.box(provider) as box:
+            result = await box.exec(["no-such-program"])
+
+            assert (result.status.ok, b"no-such-program" in result.stderr) == (False, True)
+
+    # -- killing --------------------------------------------------------------------------------
+
+    async def test_timeout_kills_the_whole_tree(self, provider: SandboxProvider) -> None:
+        """At the deadline children die too, even those in a session of their own."""
+        async with self.box(provider) as box:
+            await box.start("tree", ["bash", "-c", BACKGROUND_TREE], timeout_s=3)
+            status = await box.wait("tree")
+            held = await box.output("tree")
+            gone = (await box.exec(TREE_IS_GONE)).status
+
+            assert (status.cause, held, gone.ok) == ("timeout", b"all running\n", True)
+
+    async def test_sigkill_reaches_the_whole_tree(self, provider: SandboxProvider) -> None:
+        """signal(SIGKILL) ends a command with all it started; killing it again is success."""
+        async with self.box(provider) as box:
+            await box.start("tree", ["bash", "-c", BACKGROUND_TREE])
+            await self.until(box, "tree", b"all running\n")
+            await box.signal("tree", signal.SIGKILL)
+            await box.signal("tree", signal.SIGKILL)
+            status = await box.wait("tree")
+            gone = (await box.exec(TREE_IS_GONE)).status
+
+            assert (status.cause, gone.ok) == ("signal", True)
+
+    async def test_gentle_signal_can_be_handled(self, provider: SandboxProvider) -> None:
+        """A command may catch SIGTERM, and its own exit code is then the result."""
+        async with self.box(provider) as box:
+            script = "trap 'exit 7' TERM; echo ready; while :; do sleep 0.01; done"
+            await box.start("trap", ["bash", "-c", script])
+            await self.until(box, "trap", b"ready\n")
+            await box.signal("trap", signal.SIGTERM)
+
+            assert (await box.wait("trap")).code == 7
+
+    async def test_background_child_does_not_hold_the_result(
+        self, provider: SandboxProvider
+    ) -> None:
+        """A child that keeps stdout open delays nothing, and outlives the command that left it."""
+        async with self.box(provider) as box:
+            result = await box.exec("flock lock sleep 600 & until ! flock -n lock true; do :; done")
+            still_there = (await box.exec("flock -n lock true")).status
+
+            assert (result.status.code, still_there.code) == (0, 1)
+
+    async def test_too_much_output_is_killed(self, provider: SandboxProvider) -> None:
+        """A command that writes above its cap is killed for it; the output is cut at the cap."""
+        async with self.box(provider) as box:
+            result = await box.exec(["yes"])
+
+            assert (result.status.cause, len(result.stdout)) == ("output", LIMITS.output_mb << 20)
+
+    # -- a worker dies ----------------------------------------------------------------------------
+
+    async def test_survives_its_worker(self, provider: SandboxProvider) -> None:
+        """kill -9 of the process that started a command: another one reads its result."""
+        async with self.box(provider) as box:
+            argv = ["bash", "-c", "until [ -e go ]; do sleep 0.01; done; echo went; exit 5"]
+            await _start_elsewhere(provider, box.identity, "orphan", argv)
+            await box.write_file("go", b"")
+            status = await box.wait("orphan")
+
+            assert (status.code, await box.output("orphan")) == (5, b"went\n")
+
+    async def test_deadline_needs_no_worker(self, provider: SandboxProvider) -> None:
+        """A command's timeout is enforced though the worker that asked for it is dead."""
+        async with self.box(provider) as box:
+            await _start_elsewhere(provider, box.identity, "orphan", LONG, timeout_s=0.5)
+
+            assert (await box.wait("orphan")).cause == "timeout"
+
+    # -- streams and files ------------------------------------------------------------------------
+
+    async def test_output_is_readable_by_offset_while_it_grows(
+        self, provider: SandboxProvider
+    ) -> None:
+        """A watcher reads what is there, and later only what is new."""
+        async with self.box(provider) as box:
+            script = "printf one; until [ -e go ]; do sleep 0.01; done; printf two"
+            await box.start("grow", ["bash", "-c", script])
+            await self.until(box, "grow", b"one")
+            await box.write_file("go", b"")
+            await box.wait("grow")
+
+            assert await box.output("grow", offset=3) == b"two"
+
+    async def test_streams_are_separate_bytes(self, provider: SandboxProvider) -> None:
+        """stdout and stderr come apart, as the bytes they were."""
+        async with self.box(provider) as box:
+            result = await box.exec(r"printf '\xff\0out'; printf '\xfeerr' >&2")
+
+            assert (result.stdout, result.stderr) == (b"\xff\0out", b"\xfeerr")
+
+    async def test_stdin_is_given_and_ends(self, provider: SandboxProvider) -> None:
+        """stdin carries bytes and then ends; without it a reader sees the end at once."""
+        async with self.box(provider) as box:
+            await box.start("given", ["cat"], stdin=b"\0bytes\xff")
+            await box.start("none", ["cat"])
+            await asyncio.gather(box.wait("given"), box.wait("none"))
+
+            assert (await box.output("given"), await box.output("none")) == (b"\0bytes\xff", b"")
+
+    async def test_environment_and_folder(self, provider: SandboxProvider) -> None:
+        """env adds to the spec's and wins over it; cwd is the workdir unless one is named."""
+        spec = replace(self.spec(), env={"A": "spec", "B": "spec"})
+        async with self.box(provider, spec) as box:
+            value = "it's $HOME\nand more"
+            result = await box.exec('printf "%s,%s," "$A" "$B"; pwd', env={"B": value})
+            await box.exec("mkdir sub")
+            inner = await box.exec("pwd", cwd=f"{box.workdir}/sub")
+
+            assert (result.stdout.decode(), inner.stdout.decode()) == (
+                f"spec,{value},{box.workdir}\n",
+                f"{box.workdir}/sub\n",
+            )
+
+    async def test_worker_environment_stays_outside(self, provider: SandboxProvider) -> None:
+        """A secret in the worker's environment is in no command's environment."""
+        if not self.hides_environment:
+            return
+        os.environ["PERDURE_CONTRACT_SECRET"] = "leaked"
+        try:
+            async with self.box(provider) as box:
+                seen = (await box.exec("env; tr '\\0' '\\n' </proc/1/environ")).stdout
+
+                assert b"leaked" not in seen
+        finally:
+            del os.environ["PERDURE_CONTRACT_SECRET"]
+
+    async def test_files_round_trip_as_bytes(
+        self, provider: SandboxProvider, tmp_path: Path
+    ) -> None:
+        """put and get carry any bytes, make parents, take host files and set the mode."""
+        data = bytes(range(256)) * 5000
+        (tmp_path / "host.bin").write_bytes(data)
+        async with self.box(provider) as box:
+            await box.put("a/b/c.bin", tmp_path / "host.bin", mode=0o755)
+            seen = (await box.exec("sha256sum a/b/c.bin; stat -c %a a/b/c.bin")).stdout.split()
+            part = await box.get("a/b/c.bin", offset=255, limit=3)
+
+            assert (seen[0], seen[2], part, await box.get("a/b/c.bin")) == (
+                hashlib.sha256(data).hexdigest().encode(),
+                b"755",
+                b"\xff\0\1",
+                data,
+            )
+
+    async def test_put_replaces(self, provider: SandboxProvider) -> None:
+        """put over an existing file leaves the new bytes and nothing beside them."""
+        async with self.box(provider) as box:
+            await box.write_file("d/f", "long old text")
+            await box.write_file("d/f", "new")
+
+            assert (await box.exec("ls -A d; cat d/f")).stdout == b"f\nnew"
+
+    async def test_missing_file_is_not_found(self, provider: SandboxProvider) -> None:
+        """Reading what is not there is NotFound, never empty bytes."""
+        async with self.box(provider) as box:
+            with raises(NotFound):
+                await box.get("nothing")
+
+    async def test_tree_appears_and_is_never_changed(
+        self, provider: SandboxProvider, tmp_path: Path
+    ) -> None:
+        """The spec's tree is at the workdir, writable, while the original stays as it was."""
+        tree = tmp_path / "tree"
+        (tree / "folder").mkdir(parents=True)
+        (tree / "folder/file").write_text("base")
+        async with self.box(provider, self.spec(tree)) as box:
+            result = await box.exec(
+                "cat folder/file; echo changed >folder/file; mv folder moved; cat moved/file",
+                check=True,
+            )
+
+            assert (result.stdout, (tree / "folder/file").read_text()) == (b"basechanged\n", "base")
+
+    async def test_check_raises_on_failure(self, provider: SandboxProvider) -> None:
+        """exec(check=True) turns a failed command into an exception that shows its stderr."""
+        async with self.box(provider) as box:
+            try:
+                await box.exec("echo why >&2; exit 1", check=True)
+            except RuntimeError as error:
+                shown = str(error)
+
+            assert "why" in shown
+
+    async def test_async_with_kills(self, provider: SandboxProvider) -> None:
+        """Leaving `async with` ends the sandbox, whatever happened inside."""
+        identity = fresh_identity()
+        async with await provider.create(self.spec(), identity) as box:
+            await box.exec(["true"])
+
+        with raises(NotFound):
+            await provider.attach(identity)
+
+    # -- the gateway ------------------------------------------------------------------------------
+
+    async def test_gateway_answers_and_may_restart(
+        self, provider: SandboxProvider, short_folder: Path
+    ) -> None:
+        """The gateway's socket is reachable inside at gateway_url, also after it restarted."""
+        if not self.reaches_gateway:
+            return
+        socket = short_folder / "gateway.sock"
+        async with self.box(provider, replace(self.spec(), gateway=socket)) as box:
+            answers = []
+            for name in (b"first", b"second"):
+                async with _gateway(socket, name):
+                    answers.append((await box.exec(_ask(box.gateway_url))).stdout)
+
+            assert answers == [b"first got ping\n", b"second got ping\n"]
+
+    # -- helpers ----------------------------------------------------------------------------------
+
+    async def until(self, box: Sandbox, exec_id: str, expected: bytes) -> None:
+        """Wait until a running command has written exactly this."""
+        while await box.output(exec_id) != expected:
+            assert not (await box.poll(exec_id)).done
+            await asyncio.sleep(0.01)
+
+
+def _ask(gateway_url: str | None) -> str:
+    assert gateway_url is not None
+    host, port = gateway_url.removeprefix("http://").split(":")
+    return f"exec 3<>/dev/tcp/{host}/{port}; echo ping >&3; cat <&3"
+
+
+@asynccontextmanager
+async def _gateway(socket: Path, name: bytes) -> AsyncIterator[None]:
+    """A server on the socket that answers one line with its name."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(name + b" got " + await reader.readline())
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_unix_server(answer, socket)
+    async with server:
+        yield
+    socket.unlink(missing_ok=True)
+
+
+async def _start_elsewhere(
+    provider: SandboxProvider,
+    identity: str,
+    exec_id: str,
+    argv: Sequence[str],
+    timeout_s: float | None = None,
+) -> None:
+    """Start the command from another process, which then dies by SIGKILL."""
+    process = multiprocessing.get_context("spawn").Process(
+        target=_start_and_die, args=(provider, identity, exec_id, argv, timeout_s)
+    )
+    process.start()
+    await asyncio.to_thread(process.join)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _start_and_die(
+    provider: SandboxProvider,
+    identity: str,
+    exec_id: str,
+    argv: Sequence[str],
+    timeout_s: float | None,
+) -> None:
+    async def start() -> None:
+        box = await provider.attach(identity)
+        await box.start(exec_id, argv, timeout_s=timeout_s)
+
+    asyncio.run(start())
+    os.kill(os.getpid(), signal.SIGKILL)

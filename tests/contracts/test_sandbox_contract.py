@@ -1,0 +1,35 @@
+"""Every sandbox provider of this checkout keeps the contract."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.local import LocalProvider
+from perdure.testing.sandbox_contract import SandboxContract
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A unix socket's path must stay below 108 bytes; pytest's own folders are long."""
+    with tempfile.TemporaryDirectory(prefix="pd-") as folder:
+        yield Path(folder)
+
+
+class TestLocal(SandboxContract):
+    hides_environment = False  # /proc/1 is the host's
+
+    @pytest.fixture
+    def provider(self, tmp_path: Path) -> LocalProvider:
+        return LocalProvider(tmp_path / "home")
+
+
+class TestBubblewrap(SandboxContract):
+    @pytest.fixture
+    def provider(self, tmp_path: Path) -> BubblewrapProvider:
+        provider = BubblewrapProvider(tmp_path / "home")
+        if missing := provider.check():
+            pytest.skip(missing[0])
+        return provider
