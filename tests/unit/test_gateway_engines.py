@@ -1,0 +1,131 @@
+"""Which engine a gateway ends up with, and what hosted turns look like."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from perdure.episodes.turns import decode
+from perdure.errors import ConfigurationError
+from perdure.gateway.base import ModelRequest
+from perdure.gateway.control import load_secret
+from perdure.gateway.engines.choose import check_engine_settings
+from perdure.gateway.sampling import chat_request
+from perdure.settings import Settings
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
+from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.types import Sampling
+
+SCRIPTS = {
+    "default": {
+        "turns": [
+            {"content": "Look:", "tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]},
+            {"content": "Done."},
+        ]
+    }
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_engine_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine(SCRIPTS) as engine:
+        yield engine
+
+
+async def _converse(gateway: LocalGateway, key: str) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Go."}]
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
+        for _ in range(2):
+            answer = await http.post(
+                "/v1/chat/completions",
+                json={"model": "policy", "messages": messages},
+                headers={"authorization": f"Bearer {key}"},
+            )
+            message = answer.json()["choices"][0]["message"]
+            calls = message.get("tool_calls", ())
+            results = [{"role": "tool", "tool_call_id": c["id"], "content": "x"} for c in calls]
+            messages = [*messages, message, *results]
+    return messages
+
+
+@pytest.mark.parametrize("variable", ["OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"])
+async def test_hosted_turns_are_passed_through_and_not_trainable(
+    tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """A hosted API serves a whole conversation; its turns have no ids and say trainable: false."""
+    monkeypatch.setenv(variable, engine.url)
+    async with LocalGateway(tmp_path) as gateway:
+        messages = await _converse(gateway, await gateway.open("s"))
+        summary = await gateway.control.close("s")
+        turns = decode((await gateway.store.get(turns_key_of("s"))).data)
+
+    assert messages[-1]["content"] == "Done."
+    assert (summary.turns, summary.trainable, summary.bridge_misses) == (2, False, {})
+    assert [(t.trainable, t.prompt_ids, t.completion_ids) for t in turns] == [(False, (), ())] * 2
+    assert engine.stats().calls == 0
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1"])
+async def test_a_token_endpoint_is_found_by_asking(
+    tmp_path: Path, engine: ScriptedEngine, suffix: str
+) -> None:
+    """With engine_kind auto, a server that has vLLM's token route is used through it."""
+    async with LocalGateway(tmp_path, engine_url=engine.url + suffix) as gateway:
+        await _converse(gateway, await gateway.open("s"))
+        summary = await gateway.control.get("s")
+
+    assert summary.trainable
+    assert engine.stats().calls == 2
+
+
+async def test_a_gateway_waits_for_an_engine_that_starts_later(
+    tmp_path: Path, engine: ScriptedEngine
+) -> None:
+    """A call meets a broken engine; the session goes on when it is back."""
+    engine.control(kind="reset_before", times=2)
+    async with LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway:
+        messages = await _converse(gateway, await gateway.open("s"))
+
+    assert messages[-1]["content"] == "Done."
+
+
+def test_the_per_turn_cap_holds_for_hosted_apis() -> None:
+    """max_tokens and an unusual temperature of the session reach the API; defaults stay unsaid."""
+    request = ModelRequest("m", [], None, {}, 500, {"model": "m", "max_completion_tokens": 500})
+    rules = Sampling(temperature=0.5, max_tokens_per_turn=100)
+
+    assert chat_request(rules, request) == {"model": "m", "temperature": 0.5, "max_tokens": 100}
+
+
+def test_a_wrong_engine_kind_is_named(tmp_path: Path) -> None:
+    """The message lists the kinds there are."""
+    with pytest.raises(ConfigurationError, match=r"PERDURE_ENGINE_KIND is 'llama'.*vllm"):
+        check_engine_settings(Settings(home=tmp_path, engine_kind="llama"))
+
+
+def test_the_secret_is_made_once(tmp_path: Path) -> None:
+    """Every process on one home derives the same keys."""
+    settings = Settings(home=tmp_path)
+
+    assert load_secret(settings) == load_secret(settings)
+    assert not list((tmp_path / "run").glob(".secret.*"))
+
+
+def test_a_given_secret_wins_and_must_be_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PERDURE_SECRET serves many hosts; a guessable one is refused."""
+    monkeypatch.setenv("PERDURE_SECRET", "0123456789abcdef")
+    assert load_secret(Settings(home=tmp_path)) == b"0123456789abcdef"
+
+    monkeypatch.setenv("PERDURE_SECRET", "short")
+    with pytest.raises(ConfigurationError, match="PERDURE_SECRET is shorter"):
+        load_secret(Settings(home=tmp_path))

