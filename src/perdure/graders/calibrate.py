@@ -1,0 +1,177 @@
+"""Proves an instance before a GPU is spent on it: gold resolves it, nothing does not, every time.
+
+Lists that a row lacks are computed here from the difference between both. Making sandboxes is the
+caller's, so that calibration runs in the same kind that will grade.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from perdure.errors import InstanceError
+from perdure.graders import tampering
+from perdure.graders.base import Grader
+from perdure.graders.eval_cmd import EvalCmdGrader
+from perdure.graders.judgement import judge_filtered, judge_killed, judge_refusal, last_line
+from perdure.graders.patch import filter_patch
+from perdure.graders.swebench import SuiteRun, SwebenchGrader, run_suite, validate_suite
+from perdure.graders.verdict import F2P_PASSES
+from perdure.sandboxes.base import Sandbox
+from perdure.types import Instance, Outcome, TestStatus
+
+MakeSandbox = Callable[[str], Awaitable[Sandbox]]
+"""Purpose (`gold-1`, `nop-1`, ...) -> a fresh sandbox of the instance; it is killed afterwards."""
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What was run, and what it showed."""
+
+    runs: int
+    """Of gold, and as many of the base as it is."""
+    fail_to_pass: int
+    pass_to_pass: int
+    unstable: tuple[str, ...] = ()
+    """Tests left out because not every run of one kind agreed on them."""
+    dropped_paths: tuple[str, ...] = ()
+    """Parts of gold that grading leaves out."""
+    longest_run_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The instance with its lists computed (or proved), and the evidence."""
+
+    instance: Instance
+    report: CalibrationReport
+
+
+async def calibrate(
+    instance: Instance, make_sandbox: MakeSandbox, *, runs: int = 3, timeout_s: float | None = None
+) -> Calibrated:
+    """Compute FAIL_TO_PASS and PASS_TO_PASS by running, then prove them with the grader.
+
+    F2P: failed or missing in every run of the base, passed in every run of gold.
+    P2P: passed in every run of both. A test that does neither reliably is in no list.
+    Raises: InstanceError saying why the instance is unfit; what the sandboxes raise.
+    """
+    validate_suite(instance)
+    limit_s = timeout_s or instance.grading.timeout_s
+    suites = [await _both(instance, make_sandbox, n + 1, limit_s) for n in range(runs)]
+    gold = [_passed_in(gold, instance) for gold, _ in suites]
+    nop = [_passed_in(nop, instance) for _, nop in suites]
+    fail_to_pass = _in_all(gold) - set().union(*nop)
+    if not fail_to_pass:
+        raise InstanceError(_nothing_fixed(instance, gold))
+    pass_to_pass = _in_all(gold) & _in_all(nop)
+    lists = {
+        "fail_to_pass": tuple(sorted(fail_to_pass)),
+        "pass_to_pass": tuple(sorted(pass_to_pass)),
+    }
+    listed = instance.model_copy(update={"grading": instance.grading.model_copy(update=lists)})
+    await _prove(SwebenchGrader(), listed, make_sandbox, limit_s, "proof")
+    unstable = (set().union(*gold) - _in_all(gold)) | (set().union(*nop) - _in_all(nop))
+    report = CalibrationReport(
+        runs,
+        len(fail_to_pass),
+        len(pass_to_pass),
+        tuple(sorted(unstable)),
+        filter_patch(instance.gold_patch, instance).dropped_paths,
+        max(suite.run.status.seconds or 0.0 for both in suites for suite in both),
+    )
+    return Calibrated(listed, report)
+
+
+async def verify(
+    instance: Instance, make_sandbox: MakeSandbox, *, runs: int = 3, timeout_s: float | None = None
+) -> Calibrated:
+    """Prove the lists (or the `eval_cmd`) that a row brings: they are kept as they are.
+
+    Raises: InstanceError saying why the instance is unfit; what the sandboxes raise.
+    """
+    grading = instance.grading
+    grader: Grader = EvalCmdGrader() if grading.protocol == "eval_cmd" else SwebenchGrader()
+    grader.validate(instance)
+    limit_s = timeout_s or grading.timeout_s
+    seconds = [
+        await _prove(grader, instance, make_sandbox, limit_s, str(n + 1)) for n in range(runs)
+    ]
+    report = CalibrationReport(
+        runs,
+        len(grading.fail_to_pass),
+        len(grading.pass_to_pass),
+        dropped_paths=filter_patch(instance.gold_patch, instance).dropped_paths,
+        longest_run_s=max(seconds),
+    )
+    return Calibrated(instance, report)
+
+
+async def _both(
+    instance: Instance, make_sandbox: MakeSandbox, run: int, limit_s: float
+) -> tuple[SuiteRun, SuiteRun]:
+    gold, nop = await asyncio.gather(
+        _suite(instance, instance.gold_patch, make_sandbox, f"gold-{run}", limit_s),
+        _suite(instance, b"", make_sandbox, f"nop-{run}", limit_s),
+    )
+    return gold, nop
+
+
+async def _suite(
+    instance: Instance, patch: bytes, make_sandbox: MakeSandbox, purpose: str, limit_s: float
+) -> SuiteRun:
+    filtered = filter_patch(patch, instance)
+    if (early := judge_filtered(filtered)) is not None:
+        raise InstanceError(f"{instance.ref}: `patch` cannot be graded: {early.reason}")
+    async with await make_sandbox(purpose) as sandbox:
+        return await run_suite(sandbox, instance, filtered.data, timeout_s=limit_s)
+
+
+def _passed_in(suite: SuiteRun, instance: Instance) -> set[str]:
+    """Ids that passed in a run. Only the base may break off, and then nothing passed.
+
+    Raises: InstanceError when the run cannot be believed.
+    """
+    unfit = judge_refusal(suite.run) if suite.reading is None else judge_killed(suite.run)
+    if unfit is not None or suite.reading is None:
+        reason = unfit.reason if unfit else "nothing ran"
+        raise InstanceError(f"{instance.ref}: the tests did not run to their end: {reason}")
+    reading, code = suite.reading, suite.run.status.code
+    if reading.canary_status is TestStatus.MISSING and code != 0:
+        return set()  # collection failed: the base lacks what the hidden tests import
+    if forged := tampering.distrust(reading, code, ()):
+        raise InstanceError(
+            f"{instance.ref}: the tests cannot be guarded: {forged}; {last_line(suite.run)}"
+        )
+    passed = {test for test, status in reading.statuses.items() if status in F2P_PASSES}
+    # What junit does not confirm (output that only looks like a result) is no test to rely on.
+    return {test for test in passed if not tampering.distrust(reading, code, (test,))}
+
+
+def _in_all(runs: Sequence[set[str]]) -> set[str]:
+    return set.intersection(*runs)
+
+
+def _nothing_fixed(instance: Instance, gold: Sequence[set[str]]) -> str:
+    if not _in_all(gold):
+        return f"{instance.ref}: no test passes with `patch` applied: is the environment complete?"
+    return (
+        f"{instance.ref}: `patch` turns no failing test into a passing one: FAIL_TO_PASS is empty"
+    )
+
+
+async def _prove(
+    grader: Grader, instance: Instance, make_sandbox: MakeSandbox, limit_s: float, run: str
+) -> float:
+    """Gold must be resolved and nothing must not; return the longer run's seconds."""
+
+    async def grade(patch: bytes, purpose: str) -> tuple[Outcome, str, float]:
+        async with await make_sandbox(f"{purpose}-{run}") as sandbox:
+            graded = await grader.grade(sandbox, instance, patch, timeout_s=limit_s)
+            return graded.grade.outcome, graded.grade.reason, graded.grade.seconds
+
+    gold, nop = await asyncio.gather(grade(instance.gold_patch, "gold"), grade(b"", "nop"))
+    if gold[0] is not Outcome.RESOLVED:
+        raise InstanceError(f"{instance.ref}: `patch` does not resolve it: {gold[0]}, {gold[1]}")
+    if nop[0] is not Outcome.UNRESOLVED:
+        raise InstanceError(f"{instance.ref}: the base without `patch` is {nop[0]}: {nop[1]}")
+    return max(gold[2], nop[2])
