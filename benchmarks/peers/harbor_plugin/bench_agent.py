@@ -1,6 +1,7 @@
 """Runs inside Harbor's own Python: a bash-tool loop on the host, one kept-alive connection."""
 
-# mypy: ignore-errors  (imports Harbor, which only its own environment has)
+# mypy: ignore-errors
+# Harbor is importable only in its own environment.
 
 import functools
 import json

@@ -2,6 +2,7 @@
 
 # mypy: ignore-errors
 # Harbor is importable only in its own environment.
+
 import asyncio
 import json
 import os

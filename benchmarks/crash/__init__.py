@@ -1,0 +1,1 @@
+"""What a crash costs: model calls bought again, sandboxes left behind, results lost."""

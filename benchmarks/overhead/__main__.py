@@ -1,0 +1,114 @@
+"""`python -m benchmarks.overhead`: the common job on Perdure and its peers, round after round.
+
+Sides take turns within each round, in an order that rotates, so that other load on the machine
+meets everybody alike; medians over the rounds are reported.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import toy
+from benchmarks.endpoint import Endpoint
+from benchmarks.overhead import report
+from benchmarks.overhead.sides import PeerSide, PerdureSide, Sample, Side, Size
+from benchmarks.peers.environments import Unavailable
+from benchmarks.peers.harbor import Harbor
+from benchmarks.peers.mini_swe_agent import MiniSweAgent
+
+TURNS = 4
+CACHE = Path(".perdure/bench")
+PERDURE_AGENTS = {
+    "bash": ("benchmarks.overhead.bash_agent:BashAgent", ()),
+    "direct": ("mini_swe_agent", ("--set", "agent_options.client=direct")),
+    "mini": ("mini_swe_agent", ()),
+}
+PEERS = {"mini-swe-agent": MiniSweAgent, "harbor": Harbor}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    skipped: list[str] = []
+    folder = Path(tempfile.mkdtemp(prefix="perdure-bench-"))
+    samples: list[Sample] = []
+    try:
+        with Endpoint.start(folder / "endpoint", toy.script(TURNS)) as endpoint:
+            sides = _sides(options, folder, endpoint, skipped)
+            for size in _plan(options):
+                for number in range(options.rounds):
+                    turn = number % len(sides)
+                    for side in [*sides[turn:], *sides[:turn]]:
+                        if size.rollouts > side.largest:
+                            continue
+                        sample = side.measure(size)
+                        samples.append(sample)
+                        print(report.line(sample), file=sys.stderr, flush=True)
+    finally:
+        if options.keep:
+            print(f"kept: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    found = report.Report(samples, skipped)
+    if options.json:
+        options.json.write_text(json.dumps(found.document(), indent=1) + "\n")
+    print(found.text())
+    return 0 if all(s.right == s.rollouts for s in samples) else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", type=_numbers, default=(1, 50, 200), metavar="1,50,200")
+    parser.add_argument("--workers", type=int, default=8, help="rollouts at a time")
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds of each model call")
+    parser.add_argument(
+        "--agents", type=_words, default=("bash", "mini"), help=f"of {', '.join(PERDURE_AGENTS)}"
+    )
+    parser.add_argument(
+        "--peers", type=_words, default=tuple(PEERS), help=f"of {', '.join(PEERS)}; - for none"
+    )
+    parser.add_argument("--largest-mini", type=int, default=50, help="mini in sandboxes: at most")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample there")
+    parser.add_argument("--keep", action="store_true", help="leave the working folder")
+    return parser.parse_args(arguments)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part not in ("", "-"))
+
+
+def _plan(options: argparse.Namespace) -> list[Size]:
+    return [Size(n, options.workers, options.latency) for n in options.sizes]
+
+
+def _sides(
+    options: argparse.Namespace, folder: Path, endpoint: Endpoint, skipped: list[str]
+) -> list[Side]:
+    sides: list[Side] = []
+    for name in options.agents:
+        agent, extra = PERDURE_AGENTS[name]
+        largest = sys.maxsize if name == "bash" else options.largest_mini
+        side = PerdureSide(name, agent, extra, largest, folder / f"perdure-{name}", endpoint)
+        side.warm_up(CACHE, max(options.sizes))
+        sides.append(side)
+    for name in options.peers:
+        try:
+            peer = PEERS[name](CACHE.absolute() / "environments")
+        except Unavailable as error:
+            skipped.append(str(error))
+            print(f"skipped: {error}", file=sys.stderr)
+            continue
+        sides.append(PeerSide(peer, folder / name, endpoint))
+    return sides
+
+
+if __name__ == "__main__":
+    sys.exit(main())

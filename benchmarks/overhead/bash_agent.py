@@ -1,0 +1,63 @@
+"""The smallest agent that calls a model: isolates Perdure's own cost from that of a harness.
+
+mini-swe-agent in the sandbox pays its imports in every rollout, which its own batch runner pays
+once; this one starts in some 15 ms. By dotted path: `benchmarks.overhead.bash_agent:BashAgent`.
+"""
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+from benchmarks import toy
+from perdure.agents import options
+from perdure.agents.base import AgentTask, Evidence, Launch
+from perdure.errors import ConfigurationError
+from perdure.sandboxes.base import Mount
+from perdure.types import AgentEnd
+
+LOOP = Path(__file__).parent / "bash_loop.py"
+TARGET = "/opt/bench"
+
+
+class BashAgent:
+    name: ClassVar[str] = "bench_bash"
+    needs_model: ClassVar[bool] = True
+    artifacts: ClassVar[tuple[str, ...]] = ()
+
+    async def install(self, tools: Path) -> tuple[Mount, ...]:
+        folder = tools / "bench"
+        await asyncio.to_thread(_copy, folder)
+        return (Mount(folder, TARGET),)
+
+    def launch(self, task: AgentTask) -> Launch:
+        """Raises: ConfigurationError on any option, or without a gateway."""
+        options.parse(self.name, options.NoOptions, task.options)
+        if task.gateway_url is None:
+            raise ConfigurationError(f"{self.name} needs a gateway")
+        port = task.gateway_url.rsplit(":", 1)[1]
+        # This Python without its virtual environment: every sandbox can see it.
+        python = f"{sys.base_prefix}/bin/python3"
+        return Launch(
+            argv=(python, "-I", "-S", f"{TARGET}/{LOOP.name}", port, toy.DONE),
+            env={
+                "BENCH_KEY": task.session_key,
+                "BENCH_MODEL": task.model,
+                "BENCH_PROMPT": task.instance.problem_statement,
+            },
+        )
+
+    def classify(self, evidence: Evidence) -> AgentEnd:
+        if evidence.turns == 0:
+            return AgentEnd.NEVER_CALLED_MODEL
+        return AgentEnd.FINISHED if evidence.status.ok else AgentEnd.CRASHED
+
+
+def _copy(folder: Path) -> None:
+    if (folder / LOOP.name).exists() and (folder / LOOP.name).read_bytes() == LOOP.read_bytes():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{LOOP.name}"
+    shutil.copyfile(LOOP, partial)
+    partial.rename(folder / LOOP.name)

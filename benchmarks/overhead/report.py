@@ -1,0 +1,154 @@
+"""Medians, ratios and the table. A ratio is taken within a round, then the median of those."""
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from benchmarks.overhead.sides import Sample
+
+HEAD = (
+    "side | N | right | wall s | rollouts/min | the same, with start | CPU s/rollout |"
+    " the same, with start | endpoint CPU s/rollout"
+)
+
+
+def line(sample: Sample) -> str:
+    """Progress: one sample."""
+    per = (sample.cpu + sample.grading_cpu) / sample.rollouts
+    return (
+        f"{sample.side:<22} N={sample.rollouts:<4} right={sample.right:<4} wall={sample.wall:6.2f}"
+        f" +grading={sample.grading_wall:5.2f} cpu/rollout={per:.3f} start={sample.start_wall:.2f}"
+        f" window={sample.window:.2f}"
+    )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one sample, in comparable terms. Rates are graded rollouts a minute."""
+
+    rate: float
+    """Without what is paid once: for Perdure while its stack runs, for a peer without its start."""
+    rate_with_start: float
+    cpu: float
+    cpu_with_start: float
+
+
+@dataclass(frozen=True)
+class Report:
+    samples: Sequence[Sample]
+    skipped: Sequence[str]
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "machine": machine(),
+            "skipped": list(self.skipped),
+            "samples": [asdict(sample) for sample in self.samples],
+            "medians": {
+                f"{side} N={size}": asdict(self._median(side, size)) for side, size in self._cells()
+            },
+        }
+
+    def text(self) -> str:
+        """Markdown, as docs/benchmarks.md keeps it."""
+        parts = [machine(), "", *self._table(), ""]
+        parts += [*self._ratios(), "", *self._splits()]
+        parts += [f"Skipped: {reason}" for reason in self.skipped]
+        return "\n".join(parts)
+
+    def _cells(self) -> list[tuple[str, int]]:
+        """Sides and sizes larger than the one that only measures the start."""
+        seen = dict.fromkeys((s.side, s.rollouts) for s in self.samples)
+        return [cell for cell in seen if cell[1] > 1]
+
+    def _of(self, side: str, size: int) -> list[Sample]:
+        return [s for s in self.samples if s.side == side and s.rollouts == size]
+
+    def _figures(self, sample: Sample) -> Figures:
+        once = self._of(sample.side, 1)
+        is_service = sample.start_wall > 0
+        start_wall = sample.start_wall if is_service else _median(once, lambda s: s.wall)
+        start_cpu = sample.start_cpu if is_service else _median(once, lambda s: s.cpu)
+        wall = sample.wall + sample.grading_wall + (sample.start_wall if is_service else 0)
+        cpu = sample.cpu + sample.grading_cpu + (sample.start_cpu if is_service else 0)
+        n = sample.rollouts
+        return Figures(
+            rate=60 * n / max(wall - start_wall, 1e-9),
+            rate_with_start=60 * n / wall,
+            cpu=(cpu - start_cpu) / n,
+            cpu_with_start=cpu / n,
+        )
+
+    def _median(self, side: str, size: int) -> Figures:
+        found = [self._figures(sample) for sample in self._of(side, size)]
+        return Figures(*(median(values) for values in zip(*map(_values, found), strict=True)))
+
+    def _table(self) -> list[str]:
+        rows = [f"| {HEAD} |", "|" + "---|" * (HEAD.count("|") + 1)]
+        for side, size in self._cells():
+            samples, found = self._of(side, size), self._median(side, size)
+            right = min(sample.right for sample in samples)
+            wall = _median(samples, lambda s: s.wall + s.grading_wall)
+            endpoint = _median(samples, lambda s: s.endpoint_cpu) / size
+            rows.append(
+                f"| {side} | {size} | {right} | {wall:.1f} | **{found.rate:.0f}** |"
+                f" {found.rate_with_start:.0f} | **{found.cpu:.3f}** |"
+                f" {found.cpu_with_start:.3f} | {endpoint:.4f} |"
+            )
+        return rows
+
+    def _ratios(self) -> list[str]:
+        """Ours to each peer's, of the same round."""
+        lines = []
+        for ours, size in self._cells():
+            if not ours.startswith("Perdure"):
+                continue
+            for peer, other in self._cells():
+                if peer.startswith("Perdure") or other != size:
+                    continue
+                rate = self._ratio(ours, peer, size, lambda f: f.rate_with_start)
+                warm = self._ratio(ours, peer, size, lambda f: f.rate)
+                cpu = self._ratio(ours, peer, size, lambda f: f.cpu)
+                lines.append(
+                    f"- {ours}, N = {size}, to {peer}: {warm:.2f}x the rate"
+                    f" ({rate:.2f}x with both starts), {cpu:.2f}x the CPU"
+                )
+        return lines
+
+    def _ratio(self, ours: str, peer: str, size: int, of: Callable[[Figures], float]) -> float:
+        pairs = zip(self._of(ours, size), self._of(peer, size), strict=False)
+        return median(of(self._figures(a)) / of(self._figures(b)) for a, b in pairs)
+
+    def _splits(self) -> list[str]:
+        """Where Perdure's CPU goes, milliseconds a rollout."""
+        rows = []
+        for side, size in self._cells():
+            samples = [s for s in self._of(side, size) if s.split]
+            if not samples:
+                continue
+            parts = {
+                part: 1000 * median(s.split[part] for s in samples) / size
+                for part in samples[0].split
+            }
+            shown = ", ".join(f"{part} {value:.0f}" for part, value in parts.items())
+            rows.append(f"- {side}, N = {size}, CPU ms a rollout: {shown}")
+        return rows
+
+
+def machine() -> str:
+    """What it ran on, in one line."""
+    load = os.getloadavg()[0]
+    return (
+        f"{os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()},"
+        f" load average {load:.1f} at the end"
+    )
+
+
+def _median(samples: Sequence[Sample], of: Callable[[Sample], float]) -> float:
+    return median([of(sample) for sample in samples]) if samples else 0.0
+
+
+def _values(figures: Figures) -> tuple[float, ...]:
+    return (figures.rate, figures.rate_with_start, figures.cpu, figures.cpu_with_start)

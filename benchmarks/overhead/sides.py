@@ -1,0 +1,178 @@
+"""One side of the comparison: runs the common job once and says what it cost."""
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from benchmarks import toy
+from benchmarks.endpoint import Endpoint
+from benchmarks.measuring import Meter
+from benchmarks.peers.base import Grading, Job, Peer
+from benchmarks.perdure_stack import Home, Stack, right_answers
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is asked: `workers` rollouts at a time, each model call `latency_s` long."""
+
+    rollouts: int
+    workers: int
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run of one side. Seconds; `cpu` is of every process, the endpoint's is apart."""
+
+    side: str
+    rollouts: int
+    right: int
+    """Resolved by the hidden test in a fresh sandbox."""
+    start_wall: float
+    """Perdure's `up`; a peer's start is inside `wall`."""
+    start_cpu: float
+    wall: float
+    cpu: float
+    grading_wall: float
+    """Of the harness, for a peer that does not grade."""
+    grading_cpu: float
+    endpoint_cpu: float
+    window: float
+    """First model call to last answer."""
+    calls: int
+    split: dict[str, float] = field(default_factory=dict)
+
+
+class Side(Protocol):
+    largest: int
+
+    def measure(self, size: Size) -> Sample: ...
+
+
+class PerdureSide:
+    """The laptop stack, started for each sample; environments and tools were built before."""
+
+    def __init__(
+        self,
+        name: str,
+        agent: str,
+        arguments: Sequence[str],
+        largest: int,
+        folder: Path,
+        endpoint: Endpoint,
+    ) -> None:
+        self.name = f"Perdure, {name}"
+        self.largest = largest
+        self._arguments = ["--agent", agent, *arguments]
+        self._folder = folder
+        self._endpoint = endpoint
+        self._home = Home(folder / "home", endpoint.url)
+        self._runs = 0
+
+    def warm_up(self, cache: Path, instances: int) -> None:
+        """Build what is built once per host: the environment, the agent's program."""
+        tree = toy.make_tree(self._folder / "tree")
+        self._home.add_instances(tree, instances)
+        self.measure(Size(1, 1, 0.0))
+
+    def measure(self, size: Size) -> Sample:
+        self._endpoint.reset(latency_s=size.latency_s)
+        self._runs += 1
+        with Meter.open(f"perdure-{self._runs}", self._folder / "meter") as meter:
+            began = time.monotonic()
+            stack = Stack.start(self._home, meter)
+            try:
+                return self._run(size, stack, time.monotonic() - began)
+            finally:
+                stack.stop()
+
+    def _run(self, size: Size, stack: Stack, start_wall: float) -> Sample:
+        start_cpu, before, endpoint_cpu = stack.meter.seconds(), stack.split(), self._cpu()
+        began = time.monotonic()
+        asked = [*self._arguments, "-l", str(size.rollouts), "-c", str(size.workers)]
+        document = stack.run([*asked, "--run-id", f"r{self._runs}"], self._folder / "run.log")
+        wall, cpu = time.monotonic() - began, stack.meter.seconds() - start_cpu
+        calls = self._endpoint.calls()
+        after = stack.split()
+        return Sample(
+            side=self.name,
+            rollouts=size.rollouts,
+            right=right_answers(document),
+            start_wall=start_wall,
+            start_cpu=start_cpu,
+            wall=wall,
+            cpu=cpu,
+            grading_wall=0.0,
+            grading_cpu=0.0,
+            endpoint_cpu=self._cpu() - endpoint_cpu,
+            window=calls.window_s,
+            calls=calls.total,
+            split={part: after[part] - before[part] for part in after},
+        )
+
+    def _cpu(self) -> float:
+        return self._endpoint.meter.seconds()
+
+
+class PeerSide:
+    """A peer's own command line, in a new folder for each sample."""
+
+    largest = 10**9
+
+    def __init__(self, peer: Peer, folder: Path, endpoint: Endpoint) -> None:
+        self._peer = peer
+        self._folder = folder
+        self._endpoint = endpoint
+        self._repository = toy.make_repository(folder / "repository")
+        self._runs = 0
+
+    def measure(self, size: Size) -> Sample:
+        self._endpoint.reset(latency_s=size.latency_s)
+        self._runs += 1
+        folder = self._folder / f"run-{self._runs}"
+        folder.mkdir()
+        job = Job(folder, self._repository, size.rollouts, size.workers, self._endpoint.url)
+        self._peer.prepare(job)
+        argv, env = self._peer.command(job)
+        endpoint_cpu = self._endpoint.meter.seconds()
+        with Meter.open(f"peer-{self._runs}", folder / "meter") as meter:
+            began = time.monotonic()
+            code = meter.run(argv, job.log, env=env)
+            wall, cpu = time.monotonic() - began, meter.seconds()
+        if code != 0:
+            raise RuntimeError(f"{self._peer.name} ended with {code}: {_tail(job.log)}")
+        calls = self._endpoint.calls()
+        used = self._endpoint.meter.seconds() - endpoint_cpu
+        right, grading_wall, grading_cpu = self._grade(job)
+        shutil.rmtree(folder)
+        return Sample(
+            side=self._peer.name,
+            rollouts=size.rollouts,
+            right=right,
+            start_wall=0.0,
+            start_cpu=0.0,
+            wall=wall,
+            cpu=cpu,
+            grading_wall=grading_wall,
+            grading_cpu=grading_cpu,
+            endpoint_cpu=used,
+            window=calls.window_s,
+            calls=calls.total,
+        )
+
+    def _grade(self, job: Job) -> tuple[int, float, float]:
+        """How many are right, and what grading them apart took; nothing for a peer that grades."""
+        if self._peer.grades:
+            return self._peer.verdicts(job).resolved, 0.0, 0.0
+        with Meter.open(f"grade-{self._runs}", job.folder / "grading-meter") as meter:
+            began = time.monotonic()
+            grading = Grading(job.repository, job.folder / "grading", meter)
+            right = grading.resolved(self._peer.patches(job), job.workers)
+            return right, time.monotonic() - began, meter.seconds()
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-2000:]

@@ -1,0 +1,162 @@
+"""Perdure's side of a comparison: the whole laptop stack, started, used and stopped by its own CLI.
+
+Every process of it runs under one meter: Temporal's server, gateway, worker, supervisor, sandboxes.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import toy
+from benchmarks.measuring import Meter, kill_all, own_seconds
+from perdure.cli import stack_state
+from perdure.cli.stack_state import StackState
+from perdure.instances import catalog
+from perdure.instances.slime_rows import added_file
+from perdure.settings import Settings
+from perdure.storage.base import open_store
+from perdure.types import Environment, Grading, Instance, Source, SourceKind
+
+ROOT = Path(__file__).resolve().parents[1]
+PERDURE = (sys.executable, "-m", "perdure.cli.main")
+START_LIMIT_S = 120.0
+DATASET = "toy"
+
+
+@dataclass(frozen=True)
+class Home:
+    """One PERDURE_HOME of the benchmark: settings, instances, logs; survives restarts."""
+
+    folder: Path
+    engine_url: str
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(home=self.folder, store=str(self.folder / "store"))
+
+    def environment(self) -> dict[str, str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("PERDURE_", "TEMPORAL_"))}
+        return env | {
+            "PERDURE_HOME": str(self.folder),
+            "PERDURE_CONFIG": str(self.folder / "none.toml"),
+            "PERDURE_ENGINE_URL": self.engine_url,
+            "PERDURE_ENGINE_KIND": "vllm",
+            "PYTHONPATH": str(ROOT),
+        }
+
+    def add_instances(self, tree: Path, count: int) -> None:
+        """`count` copies of the toy instance, graded by the hidden test in a fresh sandbox."""
+        asyncio.run(self._add_instances(tree, count))
+
+    async def _add_instances(self, tree: Path, count: int) -> None:
+        store = open_store(self.settings)
+        for name in toy.instance_ids(count):
+            await catalog.save(store, _instance(name, tree))
+
+
+def _instance(name: str, tree: Path) -> Instance:
+    return Instance(
+        instance_id=name,
+        dataset=DATASET,
+        data_source="toy",
+        problem_statement=toy.STATEMENT,
+        source=Source(kind=SourceKind.DIRECTORY, path=str(tree)),
+        environment=Environment(workdir="/testbed"),
+        grading=Grading(
+            protocol="eval_cmd",
+            eval_cmd="python3 test_calc.py",
+            test_patch=added_file("test_calc.py", toy.TEST.encode()),
+            timeout_s=60.0,
+        ),
+    )
+
+
+class Stack:
+    """A running stack. `split` says which of its parts used how much CPU."""
+
+    def __init__(self, home: Home, meter: Meter, process: "subprocess.Popen[bytes]") -> None:
+        self.home = home
+        self.meter = meter
+        self._process = process
+
+    @classmethod
+    def start(cls, home: Home, meter: Meter) -> "Stack":
+        """`perdure up`, until it is ready. Raises: RuntimeError with the supervisor's words."""
+        log = home.folder / "up.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            process = meter.popen(
+                [*PERDURE, "up", "--foreground"],
+                env=home.environment(),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
+        stack = cls(home, meter, process)
+        deadline = time.monotonic() + START_LIMIT_S
+        while not stack._is_ready():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"`perdure up` failed: {log.read_text()[-2000:]}")
+            time.sleep(0.02)
+        return stack
+
+    def state(self) -> StackState:
+        found = stack_state.read(self.home.settings)
+        if found is None:
+            raise RuntimeError("no stack runs here")
+        return found
+
+    def run(self, arguments: list[str], log: Path) -> dict[str, Any]:
+        """`perdure run toy ARGUMENTS --json`: its document. Raises: RuntimeError."""
+        argv = [*PERDURE, "run", DATASET, *arguments, "--json"]
+        with log.open("ab") as file:
+            process = self.meter.popen(
+                argv,
+                env=self.home.environment(),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=file,
+            )
+            out, _ = process.communicate()
+        if not out:
+            raise RuntimeError(f"`perdure run` printed nothing: {log.read_text()[-2000:]}")
+        document: dict[str, Any] = json.loads(out)
+        return document
+
+    def split(self) -> dict[str, float]:
+        """CPU seconds so far, by part; `sandboxes` is all that is short-lived or not ours."""
+        state = self.state()
+        parts = {name: own_seconds(child.pid) for name, child in state.children.items()}
+        parts["supervisor"] = own_seconds(state.pid)
+        return parts | {"sandboxes": self.meter.seconds() - sum(parts.values())}
+
+    def stop(self) -> None:
+        """`perdure down`, as at SIGTERM."""
+        os.kill(self.state().pid, signal.SIGTERM)
+        self._process.wait()
+
+    def kill(self) -> list[int]:
+        """SIGKILL to every process of Perdure and to Temporal's server; sandboxes are not touched."""
+        state = self.state()
+        pids = [state.pid, *(child.pid for child in state.children.values())]
+        kill_all(pids, signal.SIGKILL)
+        self._process.wait()
+        return pids
+
+    def _is_ready(self) -> bool:
+        state = stack_state.read(self.home.settings)
+        return state is not None and state.alive and state.phase == "ready"
+
+
+def right_answers(document: Mapping[str, Any]) -> int:
+    return sum(rollout["reward"] == 1 for rollout in document["rollouts"])
