@@ -44,7 +44,8 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
             for name, child in state.children.items()
         )
         click.echo(f"Stack     {state.phase}: {parts}")
-        click.echo(f"Web UI    {state.ui_url}")
+        if state.ui_url:
+            click.echo(f"Web UI    {state.ui_url}")
     for run in runs:
         click.echo(line(run))
     if not runs:
