@@ -59,7 +59,8 @@ def origin(name: str, settings: Settings) -> Origin:
 def _refuse_unknown_variables() -> None:
     known = [PREFIX + name.upper() for name in Settings.model_fields]
     for variable in os.environ:
-        if variable.startswith(PREFIX) and variable not in {*known, *NOT_SETTINGS}:
+        ours = variable.startswith(PREFIX) and not variable.startswith("PERDURE_TEST_")
+        if ours and variable not in {*known, *NOT_SETTINGS}:
             close = difflib.get_close_matches(variable, known, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else "`perdure settings` lists them"
             raise ConfigurationError(f"{variable} is no setting: {hint} Otherwise unset it")

@@ -1,0 +1,154 @@
+"""Building a dataset from its recipe: download, environment, calibration, catalog.
+
+Composes the rooms that each know one step; the sandboxes and environments are the very ones that
+the workers of this home use, so nothing is built twice.
+"""
+
+import asyncio
+import fnmatch
+import functools
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from perdure import registry
+from perdure.cli.checkout import find_root
+from perdure.errors import ConfigurationError, InstanceError, MissingDependency, NotFound
+from perdure.graders.calibrate import CalibrationReport, calibrate
+from perdure.instances import catalog, release_pairs
+from perdure.instances.environments import Environments
+from perdure.instances.release_pairs import Pair, Recipe
+from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
+from perdure.settings import Settings
+from perdure.storage.base import Store, open_store
+from perdure.types import Instance, Limits
+
+CALIBRATION_RUNS = 3
+SANDBOX = "bubblewrap"
+LIMITS = Limits(memory_mb=4096)
+TTL_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Built:
+    """One pair: its instance, or why there is none. `report` None: it was there already."""
+
+    instance_id: str
+    seconds: float
+    instance: Instance | None = None
+    report: CalibrationReport | None = None
+    problem: str = ""
+
+
+def recipe_folder(name: str) -> Path:
+    """A folder with a recipe: as given, or of that name under datasets/.
+
+    Raises: ConfigurationError listing the recipes there are.
+    """
+    if (Path(name) / release_pairs.RECIPE_FILE).is_file():
+        return Path(name)
+    root = find_root() / "datasets"
+    if (root / name / release_pairs.RECIPE_FILE).is_file():
+        return root / name
+    known = sorted(file.parent.name for file in root.glob(f"*/{release_pairs.RECIPE_FILE}"))
+    raise ConfigurationError(
+        f"no recipe {name!r}: give one of {', '.join(known)}, or a folder with a "
+        f"{release_pairs.RECIPE_FILE}"
+    )
+
+
+def chosen_pairs(recipe: Recipe, only: Sequence[str], *, demo: bool = False) -> list[Pair]:
+    """The pairs whose instance id matches one of the globs. Raises: ConfigurationError."""
+    pairs = [pair for pair in recipe.pairs if pair.demo or not demo]
+    if only:
+        pairs = [p for p in pairs if any(fnmatch.fnmatch(p.instance_id, glob) for glob in only)]
+    if not pairs:
+        known = ", ".join(pair.instance_id for pair in recipe.pairs)
+        raise ConfigurationError(f"--only leaves nothing of {recipe.name}; it has {known}")
+    return pairs
+
+
+async def build_all(
+    settings: Settings,
+    recipe: Recipe,
+    pairs: Sequence[Pair],
+    *,
+    runs: int = CALIBRATION_RUNS,
+    rebuild: bool = False,
+) -> AsyncIterator[Built]:
+    """Every pair as it gets ready, as many at a time as there are cores.
+
+    Raises: MissingDependency when no sandbox can be made here. A pair's own trouble is a result.
+    """
+    builder = Builder(settings, recipe.name, runs)
+    slots = asyncio.Semaphore(os.cpu_count() or 1)
+
+    async def one(pair: Pair) -> Built:
+        async with slots:
+            return await builder.build(pair, rebuild=rebuild)
+
+    for next_one in asyncio.as_completed([one(pair) for pair in pairs]):
+        yield await next_one
+
+
+class Builder:
+    """Makes and calibrates the instances of one dataset on this host."""
+
+    def __init__(self, settings: Settings, dataset: str, runs: int) -> None:
+        home = settings.home.absolute()
+        self.dataset = dataset
+        self.runs = runs
+        self.store: Store = open_store(settings)
+        make: Callable[[Path], SandboxProvider] = registry.load(
+            "sandbox", registry.SANDBOXES, SANDBOX
+        )
+        self.provider = make(home / "sandboxes" / SANDBOX)
+        if problems := self.provider.check():
+            raise MissingDependency(problems[0])
+        self.environments = Environments(home / "environments", self.store, self.provider)
+
+    async def build(self, pair: Pair, *, rebuild: bool) -> Built:
+        started = time.monotonic()
+        try:
+            kept = None if rebuild else await self._kept(pair)
+            if kept is not None:
+                return Built(pair.instance_id, 0.0, kept)
+            instance = await release_pairs.build(pair, self.dataset, self.store)
+            await self.environments.prepare(instance)
+            make = functools.partial(self._sandbox, instance)
+            found = await calibrate(instance, make, runs=self.runs)
+            await catalog.save(self.store, found.instance)
+        except InstanceError as error:
+            return Built(pair.instance_id, time.monotonic() - started, problem=str(error))
+        seconds = time.monotonic() - started
+        return Built(pair.instance_id, seconds, found.instance, found.report)
+
+    async def _kept(self, pair: Pair) -> Instance | None:
+        """The instance in the store, when the same recipe entry made it."""
+        try:
+            kept = await catalog.load(self.store, f"{self.dataset}/{pair.instance_id}")
+        except NotFound:
+            return None
+        same = (
+            kept.metadata.get("from") == pair.before
+            and kept.grading.test_cmd == pair.test_cmd
+            and kept.environment == release_pairs.environment_of(pair)
+        )
+        return kept if same else None
+
+    async def _sandbox(self, instance: Instance, purpose: str) -> Sandbox:
+        prepared = await self.environments.prepare(instance)
+        spec = SandboxSpec(
+            workdir=prepared.workdir,
+            tree=prepared.tree,
+            image=prepared.image,
+            mounts=prepared.mounts,
+            env=prepared.env,
+            limits=LIMITS,
+            labels={"app": "perdure", "purpose": f"calibrate-{purpose}"},
+            ttl_s=TTL_S,
+        )
+        return await self.provider.create(spec, f"p-cal-{uuid4().hex[:24]}")
