@@ -109,6 +109,10 @@ class Stack:
             time.sleep(0.02)
         return stack
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def state(self) -> StackState:
         found = stack_state.read(self.home.settings)
         if found is None:

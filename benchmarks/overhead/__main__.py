@@ -9,13 +9,14 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import toy
 from benchmarks.endpoint import Endpoint
 from benchmarks.overhead import report
 from benchmarks.overhead.sides import PeerSide, PerdureSide, Sample, Side, Size
+from benchmarks.peers.base import Peer
 from benchmarks.peers.environments import Unavailable
 from benchmarks.peers.harbor import Harbor
 from benchmarks.peers.mini_swe_agent import MiniSweAgent
@@ -23,11 +24,11 @@ from benchmarks.peers.mini_swe_agent import MiniSweAgent
 TURNS = 4
 CACHE = Path(".perdure/bench")
 PERDURE_AGENTS = {
-    "bash": ("benchmarks.overhead.bash_agent:BashAgent", ()),
-    "direct": ("mini_swe_agent", ("--set", "agent_options.client=direct")),
-    "mini": ("mini_swe_agent", ()),
+    "bash": ("--agent", "benchmarks.overhead.bash_agent:BashAgent"),
+    "direct": ("--agent", "mini_swe_agent", "--set", "agent_options.client=direct"),
+    "mini": ("--agent", "mini_swe_agent"),
 }
-PEERS = {"mini-swe-agent": MiniSweAgent, "harbor": Harbor}
+PEERS: dict[str, Callable[[Path], Peer]] = {"mini-swe-agent": MiniSweAgent, "harbor": Harbor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,10 +95,10 @@ def _sides(
 ) -> list[Side]:
     sides: list[Side] = []
     for name in options.agents:
-        agent, extra = PERDURE_AGENTS[name]
         largest = sys.maxsize if name == "bash" else options.largest_mini
-        side = PerdureSide(name, agent, extra, largest, folder / f"perdure-{name}", endpoint)
-        side.warm_up(CACHE, max(options.sizes))
+        home = folder / f"perdure-{name}"
+        side = PerdureSide(name, PERDURE_AGENTS[name], home, endpoint, largest=largest)
+        side.warm_up(max(options.sizes))
         sides.append(side)
     for name in options.peers:
         try:

@@ -58,21 +58,22 @@ class PerdureSide:
     def __init__(
         self,
         name: str,
-        agent: str,
         arguments: Sequence[str],
-        largest: int,
         folder: Path,
         endpoint: Endpoint,
+        *,
+        largest: int = 10**9,
     ) -> None:
+        """`arguments`: of `perdure run`, the agent among them."""
         self.name = f"Perdure, {name}"
         self.largest = largest
-        self._arguments = ["--agent", agent, *arguments]
+        self._arguments = list(arguments)
         self._folder = folder
         self._endpoint = endpoint
         self._home = Home(folder / "home", endpoint.url)
         self._runs = 0
 
-    def warm_up(self, cache: Path, instances: int) -> None:
+    def warm_up(self, instances: int) -> None:
         """Build what is built once per host: the environment, the agent's program."""
         tree = toy.make_tree(self._folder / "tree")
         self._home.add_instances(tree, instances)
