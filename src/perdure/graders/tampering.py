@@ -190,6 +190,7 @@ def _keywords(words: list[str]) -> str:
     """With `-k EXPRESSION` only matching names run: begin the canary's with the first that does."""
     for option, value in pairwise(words):
         if option == "-k":
-            names = [w for w in re.findall(r"\w+", value) if w not in ("and", "or", "not")]
+            wanted = re.sub(r"\bnot\s+\w+", "", value)
+            names = [w for w in re.findall(r"\w+", wanted) if w not in ("and", "or", "not")]
             return f"{names[0]}_" if names else ""
     return ""

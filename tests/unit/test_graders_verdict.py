@@ -1,0 +1,257 @@
+"""From logs and junit files to statuses, and from statuses to outcome and rewards."""
+
+import pytest
+
+from perdure.errors import InstanceError
+from perdure.graders.junit import UnusableJunit, parse_junit
+from perdure.graders.log_parsers import parser_named
+from perdure.graders.swebench import SwebenchGrader
+from perdure.graders.tampering import guarded_command
+from perdure.graders.verdict import score, status_of
+from perdure.testing.grader_contract import tiny_instance
+from perdure.types import Grading, Outcome, TestStatus
+
+PASSED, FAILED, ERROR = TestStatus.PASSED, TestStatus.FAILED, TestStatus.ERROR
+SKIPPED, XFAIL, MISSING = TestStatus.SKIPPED, TestStatus.XFAIL, TestStatus.MISSING
+
+PYTEST_LOG = b"""
+=========================== short test summary info ============================
+\x1b[32mPASSED\x1b[0m tests/a.py::test_one
+PASSED tests/a.py::test_two[a - b c]
+FAILED tests/a.py::test_three - AssertionError: PASSED tests/a.py::test_x
+FAILED tests/a.py::test_four[x - y] - assert 1 == 2
+XFAIL tests/a.py::test_five - known
+SKIPPED [2] tests/a.py:12: no network
+ERROR tests/a.py::test_one - teardown failed
+PASSED tests/a.py::test_six[/home/me/deep/file.txt]
+caf\xe9 PASSED
+2 failed, 3 passed in 0.01s
+"""
+
+
+def test_reads_a_pytest_summary() -> None:
+    """Ids keep spaces and dashes in brackets, lose messages; the worse of two statuses counts."""
+    assert parser_named("parse_log_flask").statuses(PYTEST_LOG) == {
+        "tests/a.py::test_one": ERROR,
+        "tests/a.py::test_two[a - b c]": PASSED,
+        "tests/a.py::test_three": FAILED,
+        "tests/a.py::test_four[x - y]": FAILED,
+        "tests/a.py::test_five": XFAIL,
+        "tests/a.py::test_six[/home/me/deep/file.txt]": PASSED,
+    }
+
+
+def test_shortens_paths_in_parameters() -> None:
+    """Parsers that rows name for it make absolute paths in ids the same on every machine."""
+    found = parser_named("parse_log_requests").statuses(PYTEST_LOG)
+
+    assert "tests/a.py::test_six[/file.txt]" in found
+
+
+def test_reads_old_pytest_lines() -> None:
+    """The second form of pytest's parser also knows `id STATUS` lines."""
+    log = b"tests/a.py::test_one PASSED  [ 50%]\ntests/a.py::test_two FAILED\n"
+
+    assert parser_named("parse_log_sphinx").statuses(log) == {
+        "tests/a.py::test_one": PASSED,
+        "tests/a.py::test_two": FAILED,
+    }
+
+
+def test_reads_sympy() -> None:
+    """sympy's runner: one line a test, and tracebacks under headings."""
+    log = b"""sympy/sets/tests/test_contains.py[3]
+test_contains_basic ok
+test_as_set F
+test_type_error E                                                         [FAIL]
+________________ sympy/sets/tests/test_contains.py:test_as_set _________________
+"""
+    assert parser_named("parse_log_sympy").statuses(log) == {
+        "test_contains_basic": PASSED,
+        "test_as_set": FAILED,
+        "test_type_error": ERROR,
+        "sympy/sets/tests/test_contains.py:test_as_set": FAILED,
+    }
+
+
+def test_reads_django() -> None:
+    """unittest's verbose lines, also when output comes between a test and its `ok`."""
+    log = b"""test_a (app.tests.Case) ... ok
+test_b (app.tests.Case) ... FAIL
+test_c (app.tests.Case)
+A docstring. ... skipped 'no database'
+test_d (app.tests.Case) ... some output
+ok
+test_e (app.tests.Case) ... expected failure
+FAIL: test_b (app.tests.Case)
+"""
+    found = parser_named("parse_log_django").statuses(log)
+
+    assert found["test_a (app.tests.Case)"] is PASSED
+    assert found["test_b (app.tests.Case)"] is FAILED
+    assert found["A docstring."] is SKIPPED
+    assert found["test_d (app.tests.Case)"] is PASSED
+    assert found["test_e (app.tests.Case)"] is XFAIL
+
+
+def test_unknown_parser_lists_the_known() -> None:
+    """A row with another parser is refused with the names that would do."""
+    with pytest.raises(InstanceError, match=r"parse_log_mocha.*django.*pytest.*sympy"):
+        parser_named("parse_log_mocha")
+
+
+JUNIT = b"""<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite name="pytest">
+<testcase classname="tests.a.Case" name="test_one[x]" />
+<testcase classname="tests.a" name="test_two"><failure message="no">x</failure></testcase>
+<testcase classname="tests.a" name="test_three"><skipped type="pytest.skip" /></testcase>
+<testcase classname="tests.a" name="test_four"><skipped type="pytest.xfail" /></testcase>
+<testcase classname="tests.a" name="test_five" /><testcase classname="tests.a" name="test_five"><error/></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.mark.parametrize(
+    ("test", "status"),
+    [
+        ("tests/a.py::Case::test_one[x]", PASSED),
+        ("pkg/tests/a.py::Case::test_one[x]", PASSED),
+        ("tests/a.py::test_two", FAILED),
+        ("tests/a.py::test_three", SKIPPED),
+        ("tests/a.py::test_four", XFAIL),
+        ("tests/a.py::test_five", ERROR),
+        ("tests/a.py::test_six", None),
+        ("tests/b.py::test_two", None),
+    ],
+)
+def test_finds_ids_in_junit(test: str, status: TestStatus | None) -> None:
+    """An id of the log is found under junit's names, also when rootdir and workdir differ."""
+    assert parse_junit(JUNIT).get(test) is status
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"<testsuites/>", JUNIT[:-20], JUNIT.replace(b"<testsuites>", b"<!DOCTYPE x []><testsuites>")],
+    ids=["empty", "headless", "cut", "dtd"],
+)  # fmt: skip
+def test_refuses_unusable_junit(data: bytes) -> None:
+    """A junit file that is cut off, or not pytest's, vouches for nothing."""
+    with pytest.raises(UnusableJunit):
+        parse_junit(data)
+
+
+@pytest.mark.parametrize(
+    ("f2p", "p2p", "outcome"),
+    [
+        (PASSED, PASSED, Outcome.RESOLVED),
+        (XFAIL, XFAIL, Outcome.RESOLVED),
+        (PASSED, SKIPPED, Outcome.RESOLVED),
+        (SKIPPED, PASSED, Outcome.UNRESOLVED),
+        (FAILED, PASSED, Outcome.UNRESOLVED),
+        (MISSING, PASSED, Outcome.UNRESOLVED),
+        (PASSED, MISSING, Outcome.UNRESOLVED),
+        (PASSED, ERROR, Outcome.UNRESOLVED),
+    ],
+)
+def test_pass_rules_of_both_lists(f2p: TestStatus, p2p: TestStatus, outcome: Outcome) -> None:
+    """F2P passes on PASSED or XFAIL, P2P on SKIPPED too; absence is failure in both."""
+    ran = {t: s for t, s in {"f": f2p, "p": p2p}.items() if s is not MISSING}
+
+    assert score(ran, ["f"], ["p"]).outcome is outcome
+
+
+def test_xfail_needs_a_test_that_speaks_of_it() -> None:
+    """A F2P test that the code under test made xfail is as good as skipped."""
+    result = score({"f": XFAIL}, ["f"], [], may_xfail=False)
+
+    assert (result.outcome, result.fail_to_pass) == (Outcome.UNRESOLVED, {"f": SKIPPED})
+
+
+def test_fail_only_counts_explicit_failures() -> None:
+    """Under `fail_only` a test that did not report is fine; one that failed is not."""
+    assert score({}, ["f"], ["p"], eval_type="fail_only").outcome is Outcome.RESOLVED
+    assert score({"p": FAILED}, ["f"], ["p"], eval_type="fail_only").outcome is Outcome.UNRESOLVED
+
+
+def test_rewards_are_fractions() -> None:
+    """Dense rewards count what passed; empty F2P is worth nothing, empty P2P everything."""
+    rewards = score({"f": PASSED, "p": PASSED}, ["f", "g"], ["p", "q"]).rewards
+    empty = score({}, [], []).rewards
+
+    assert (rewards.binary, rewards.f2p_fraction, rewards.p2p_fraction) == (0.0, 0.5, 0.5)
+    assert rewards.partial == 0.5
+    assert (empty.binary, empty.f2p_fraction, empty.p2p_fraction) == (0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ({"t[a b]": PASSED, "t[a c]": PASSED}, PASSED),
+        ({"t[a b]": PASSED, "t[a c]": FAILED}, MISSING),
+        ({"t[b]": PASSED}, MISSING),
+    ],
+)
+def test_truncated_ids_need_agreement(
+    statuses: dict[str, TestStatus], expected: TestStatus
+) -> None:
+    """A published id that was cut at a space stands for all that start so, if they agree."""
+    assert status_of("t[a", statuses) is expected
+
+
+@pytest.mark.parametrize(
+    ("command", "folder", "named"),
+    [
+        ("pytest -rA tests/unit/test_a.py tests/test_b.py", "tests/unit", True),
+        ("python -m pytest --durations 25 tests/test_a.py::test_x", "tests", True),
+        ("pytest -p no:x -c conf/a.ini tests/", "tests", True),
+        ("pytest -rA", "tests", False),
+        ("source env && cd .\ntox -e py -- test_a.py", ".", True),
+    ],
+)
+def test_canary_joins_the_hidden_tests(command: str, folder: str, named: bool) -> None:
+    """The canary lies beside the first test of the command, and is named only if others are."""
+    guarded, canary = guarded_command(tiny_instance(test_cmd=command).grading, "/tmp/x")
+
+    assert canary.path.rpartition("/")[0] == folder.removeprefix(".")
+    assert (canary.path in guarded.shell) == named
+    assert guarded.shell.startswith(command)
+
+
+def test_canary_matches_a_keyword_expression() -> None:
+    """Where `-k` selects tests, the canary's name is one that it selects."""
+    grading = tiny_instance(test_cmd="pytest -rA tests/a.py -k 'not slow and parser'").grading
+
+    _, canary = guarded_command(grading, "/tmp/x")
+
+    assert "parser" in canary.name
+
+
+@pytest.mark.parametrize(
+    ("parser", "command", "argument"),
+    [
+        ("parse_log_sympy", "bin/test -C --verbose sympy/a/tests/test_b.py", "sympy/a/tests/test_"),
+        ("parse_log_django", "./tests/runtests.py --verbosity 2 app.tests other", "other.test_"),
+    ],
+)
+def test_canary_speaks_each_runners_language(parser: str, command: str, argument: str) -> None:
+    """Runners without junit get the canary as a path, or as a label."""
+    grading = Grading(test_cmd=command, log_parser=parser)
+
+    guarded, _ = guarded_command(grading, "/tmp/x")
+
+    assert guarded.shell.startswith(f"{command} {argument}")
+    assert guarded.junit_path == ""
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("test_cmd", None, "lacks `test_cmd`"),
+        ("test_cmd", "make test", "must end in a call of pytest"),
+        ("fail_to_pass", (), "lacks `FAIL_TO_PASS`"),
+        ("test_patch", b"nope", "`test_patch` is not a git diff"),
+        ("log_parser", "x", "unknown `log_parser`"),
+    ],
+)
+def test_defective_rows_are_refused_by_field(field: str, value: object, message: str) -> None:
+    """validate names the field that is missing or wrong, before any sandbox boots."""
+    with pytest.raises(InstanceError, match=message):
+        SwebenchGrader().validate(tiny_instance(**{field: value}))

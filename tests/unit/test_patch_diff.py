@@ -1,0 +1,129 @@
+"""The diff reader: loses no byte, guesses nothing, and never sees fewer files than git does."""
+
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perdure.graders.git_diff import MalformedDiff, parse, paths_of
+from perdure.testing.grader_contract import diff_of
+
+TEXT = b"diff --git a/x b/x\nindex 1234567..89abcde 100644\n--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"
+RENAME = (
+    b"diff --git a/old name b/new\nsimilarity index 100%\nrename from old name\nrename to new\n"
+)
+QUOTED = b'diff --git "a/\\303\\274\\t" "b/\\303\\274\\t"\nold mode 100644\nnew mode 100755\n'
+BINARY = b"diff --git a/i b/i\nnew file mode 100644\nindex 0000000..1111111\nGIT binary patch\nliteral 1\nIcmZPo000310RR91\n\nliteral 0\nHcmV?d00001\n\n"
+
+NAMES = st.text(st.sampled_from('ab/ -.\t"\\é\n'), min_size=1, max_size=8).filter(
+    lambda name: all(part not in ("", ".", "..") for part in name.split("/"))
+)
+CONTENTS = st.one_of(
+    st.none(),
+    st.binary(max_size=40).filter(lambda data: not data.startswith(b"-> ")),
+    st.lists(st.sampled_from(["", "a", "- b", "+ c", "@@ -1 +1 @@", "diff --git a/x b/x", "\r"])).map(
+        lambda lines: "\n".join(lines).encode()
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.dictionaries(NAMES, CONTENTS, min_size=1, max_size=4), st.data())
+def test_reads_what_git_writes(edits: dict[str, bytes | None], data: st.DataObject) -> None:
+    """Parts of git's own diffs join to the input, and name exactly the edited paths."""
+    names = [n for n in edits if not any(o != n and o.startswith(n + "/") for o in edits)]
+    before = {name: data.draw(CONTENTS) for name in names}
+    after = {name: edits[name] for name in names if edits[name] != before[name]}
+    diff = diff_of(after, {"kept": b"x", **before})
+
+    files = parse(diff)
+
+    assert b"".join(file.raw for file in files) == diff
+    assert paths_of(diff) == {name.encode() for name in after}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([TEXT, RENAME, QUOTED, BINARY]), min_size=1), st.data())
+def test_any_bytes_round_trip_or_are_refused(parts: list[bytes], data: st.DataObject) -> None:
+    """However a diff is mangled, the parts join to the input, or it is refused: no third way."""
+    diff = _mangled(b"".join(parts), data)
+    try:
+        files = parse(diff)
+    except MalformedDiff:
+        return
+    assert b"".join(file.raw for file in files) == diff
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([TEXT, RENAME, QUOTED]), min_size=1, max_size=3), st.data())
+def test_sees_every_file_that_git_sees(parts: list[bytes], data: st.DataObject) -> None:
+    """A mangled diff that both accept touches no path for git that the reader did not report."""
+    diff = _mangled(b"".join(parts), data)
+    try:
+        seen = paths_of(diff)
+    except MalformedDiff:
+        return
+    assert _git_paths(diff) <= seen
+
+
+def _mangled(diff: bytes, data: st.DataObject) -> bytes:
+    """Remove, repeat or swap lines, or put bytes in the middle."""
+    lines = diff.splitlines(keepends=True)
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(lines) - 1))
+        new = st.sampled_from([b"", b"\n", b"--- a/y\n+++ b/y\n", b"--- y\n", b"\\ No newline\n", b"diff --git a/z b/z\n", b"new mode 100755\n", b"rename to y\n", *lines])  # fmt: skip
+        lines[at : at + data.draw(st.integers(0, 1))] = [data.draw(new)]
+    return b"".join(lines)
+
+
+def _git_paths(diff: bytes) -> set[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "patch").write_bytes(diff)
+        shown = subprocess.run(
+            ["git", "apply", "--numstat", "-z", "patch"],
+            cwd=folder,
+            capture_output=True,
+            check=False,
+        )
+    return {line.split(b"\t", 2)[2] for line in shown.stdout.split(b"\0") if line}
+
+
+@pytest.mark.parametrize(
+    "diff",
+    [
+        b"hello\n",
+        b"\n" + TEXT,
+        TEXT + b"junk\n",
+        TEXT + b"--- x\n+++ x\n@@ -1 +1 @@\n-a\n+b\n",
+        TEXT.replace(b"+++ b/x", b"+++ b/y"),
+        TEXT.replace(b"-1 +1", b"-1,2 +1"),
+        TEXT.replace(b"a/x b/x", b"a/x b/y"),
+        RENAME.replace(b"rename to new", b"rename to other"),
+        QUOTED.replace(b"\\t", b"\\q"),
+        BINARY.replace(b"\n\nliteral 0", b"\nliteral 0"),
+        b"diff --git a/x b/x\nnew mode 1\n",
+    ],
+)
+def test_refuses_what_git_would_not_write(diff: bytes) -> None:
+    """Anything beside a diff of git's form is refused, never skipped over."""
+    with pytest.raises(MalformedDiff, match=r"line \d+"):
+        parse(diff)
+
+
+def test_reads_modes_links_and_binaries() -> None:
+    """Modes, the target of a symlink and missing binary content are told apart."""
+    files = {file.new_path: file for file in parse(diff_of({"l": "-> a/b", "i": b"\0\1"}) + TEXT)}
+    bare = parse(b"diff --git a/i b/i\nindex 1234..5678 100644\nBinary files a/i and b/i differ\n")[
+        0
+    ]
+
+    assert (files[b"l"].link_target, files[b"l"].modes) == (
+        b"a/b",
+        frozenset([b"120000"]),
+    )
+    assert (files[b"i"].binary, files[b"i"].lacks_content) == (True, False)
+    assert (bare.binary, bare.lacks_content) == (True, True)
+    assert files[b"x"].link_target is None

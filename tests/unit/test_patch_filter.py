@@ -1,0 +1,110 @@
+"""What of a diff may be graded: dropped, flagged, refused, tampered; whole files only."""
+
+import pytest
+
+from perdure.errors import InstanceError
+from perdure.graders import patch
+from perdure.graders.patch import filter_patch
+from perdure.testing.grader_contract import BASE, GOLD, diff_of, tiny_instance
+
+
+def test_keeps_the_fix_byte_for_byte() -> None:
+    """A diff that touches only sources passes through unchanged."""
+    diff = diff_of({**GOLD, "new.py": b"caf\xe9\r\n"})
+
+    filtered = filter_patch(diff, tiny_instance())
+
+    assert (filtered.data, filtered.dropped_paths, filtered.refused) == (diff, (), None)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tests/test_core.py",
+        "tests/test_more.py",
+        "tests/test_more.py/inside",
+        "conftest.py",
+        "deep/er/conftest.py",
+        "pytest.ini",
+        "tox.ini",
+        "setup.cfg",
+        "pyproject.toml",
+        "sitecustomize.py",
+        "lib/evil.pth",
+        "src/x.egg-info/entry_points.txt",
+        "_pytest/__init__.py",
+        ".gitattributes",
+    ],
+)
+def test_drops_what_decides_the_tests(path: str) -> None:
+    """Hidden tests and files that steer the runner are left out, and said to be."""
+    filtered = filter_patch(diff_of({**GOLD, path: "x\n"}), tiny_instance())
+
+    assert filtered.data == diff_of(GOLD)
+    assert filtered.dropped_paths == (path,)
+
+
+def test_keeps_what_gold_touches() -> None:
+    """Where the reference fix edits a configuration file, so may the agent."""
+    instance = tiny_instance().model_copy(update={"gold_patch": diff_of({"setup.cfg": "[x]\n"})})
+
+    filtered = filter_patch(diff_of({"setup.cfg": "[y]\n"}), instance)
+
+    assert (filtered.dropped_paths, filtered.flagged_paths) == ((), ())
+    assert b"setup.cfg" in filtered.data
+
+
+def test_flags_what_a_fix_seldom_touches() -> None:
+    """Build and configuration files are applied, and named for an audit."""
+    filtered = filter_patch(diff_of({"setup.py": "x\n", "lib/a.so": b"\0"}), tiny_instance())
+
+    assert filtered.flagged_paths == ("lib/a.so", "setup.py")
+    assert filtered.data
+
+
+def test_tells_empty_before_from_empty_after() -> None:
+    """Nothing changed, and nothing left, are two different records."""
+    nothing = filter_patch(b"", tiny_instance())
+    all_dropped = filter_patch(diff_of({"conftest.py": "x\n"}), tiny_instance())
+
+    assert (nothing.data, nothing.was_empty) == (b"", True)
+    assert (all_dropped.data, all_dropped.was_empty) == (b"", False)
+
+
+@pytest.mark.parametrize(
+    ("target", "stays"),
+    [("core.py", True), ("../setup.cfg", True), ("../calc/../x", True), ("../..", False), ("../../calc", False), ("/testbed", False), ("a\nb", False)],
+)  # fmt: skip
+def test_symlinks_stay_inside(target: str, stays: bool) -> None:
+    """A symlink may point anywhere in the tree, and nowhere else."""
+    filtered = filter_patch(diff_of({"calc/link": f"-> {target}"}), tiny_instance())
+
+    assert (filtered.refused is None) == stays
+
+
+def test_refuses_a_symlink_that_cannot_be_read() -> None:
+    """An edit of a link that shows only a part of its target is refused."""
+    base = {**BASE, "calc/link": "-> a\nb\nc"}
+
+    filtered = filter_patch(diff_of({"calc/link": "-> a\nb\nd"}, base), tiny_instance())
+
+    assert filtered.refused is not None
+
+
+def test_refuses_too_large_a_diff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above either cap the whole diff is refused, never cut."""
+    diff = diff_of({"a.py": "x\n", "b.py": "y\n"})
+
+    monkeypatch.setattr(patch, "MAX_FILES", 1)
+    files = filter_patch(diff, tiny_instance())
+    monkeypatch.setattr(patch, "MAX_BYTES", 10)
+    size = filter_patch(diff, tiny_instance())
+
+    assert (files.refused, size.refused) == ("patch_too_large: 2 files", f"patch_too_large: {len(diff)} bytes")  # fmt: skip
+    assert files.data == size.data == b""
+
+
+def test_defective_row_is_named() -> None:
+    """A row whose own diff is unreadable is a data error with the field's name."""
+    with pytest.raises(InstanceError, match="test_patch"):
+        filter_patch(b"", tiny_instance(test_patch=b"see attachment"))
