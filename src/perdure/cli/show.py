@@ -1,0 +1,154 @@
+"""`perdure show`: the story of one rollout, from what it left in the store."""
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from perdure.cli import config, stack
+from perdure.cli.console import answer, json_option
+from perdure.settings import Settings
+
+if TYPE_CHECKING:
+    from perdure.cli.story import AttemptStory, Story
+    from perdure.storage.base import Store
+
+PATCH_LINES = 40
+TESTS_SHOWN = 20
+
+
+@click.command()
+@click.argument("rollout")
+@click.option("--patch", is_flag=True, help="The captured diff, byte for byte, and nothing else.")
+@click.option("--log", is_flag=True, help="The output of the hidden tests, byte for byte.")
+@json_option
+def show(rollout: str, patch: bool, log: bool, as_json: bool) -> None:
+    """The story of one rollout: stages, attempts, grade, patch, where everything lies.
+
+    ROLLOUT is a workflow id (rollout/RUN/INSTANCE/SAMPLE), RUN/INSTANCE[/SAMPLE], or the beginning
+    of an instance id.
+    """
+    settings = config.load_settings()
+    from perdure.cli import story
+    from perdure.storage.base import open_store
+
+    async def work() -> None:
+        store = open_store(settings)
+        found = await story.read(store, await story.find(store, rollout))
+        if patch or log:
+            sys.stdout.buffer.write(await _raw(store, found, "patch" if patch else "log"))
+        elif as_json:
+            answer(_document(store, found))
+        else:
+            await _print(settings, store, found)
+
+    asyncio.run(work())
+
+
+async def _raw(store: "Store", found: "Story", which: str) -> bytes:
+    from perdure.errors import NotFound
+
+    last = found.last
+    key = ""
+    if last is not None and which == "patch" and last.patch:
+        key = last.patch["key"]
+    if last is not None and which == "log" and last.grade and last.grade.log_key:
+        key = last.grade.log_key
+    if not key:
+        raise NotFound(f"{found.name} has no {'patch' if which == 'patch' else 'test log'} (yet)")
+    return (await store.get(key)).data
+
+
+def _document(store: "Store", found: "Story") -> dict[str, Any]:
+    return {
+        "rollout": found.name.workflow_id,
+        "folder": f"{store.url}/{found.name.prefix}",
+        "episode": found.episode,
+        "attempts": [
+            {
+                "attempt": one.number,
+                "sandbox": one.sandbox,
+                "agent": one.agent,
+                "patch": one.patch,
+                "grade": one.grade.model_dump(mode="json") if one.grade else None,
+                "evidence": list(one.evidence),
+            }
+            for one in found.attempts
+        ],
+    }
+
+
+async def _print(settings: Settings, store: "Store", found: "Story") -> None:
+    click.secho(str(found.name), bold=True)
+    for label, value in _ending(found):
+        click.echo(f"{label:<10}{value}")
+    for attempt in found.attempts:
+        click.echo(f"attempt {attempt.number} {_steps(attempt)}")
+    await _print_tests(found)
+    await _print_patch(store, found)
+    click.echo(f"\n{'Folder':<10}{store.url}/{found.name.prefix}")
+    state = stack.running(settings)
+    if state is not None and state.ui_url:
+        from urllib.parse import quote
+
+        page = quote(found.name.workflow_id, safe="")
+        click.echo(f"{'Web UI':<10}{state.ui_url}/namespaces/{state.namespace}/workflows/{page}")
+
+
+def _ending(found: "Story") -> list[tuple[str, str]]:
+    episode = found.episode
+    if episode is None:
+        return [("status", "running, or never finished: `perdure status` tells")]
+    outcome = episode.get("outcome")
+    lines = [("status", f"{episode.get('status')}{f', {outcome}' if outcome else ''}")]
+    reward = episode.get("reward")
+    lines.append(("reward", "none" if reward is None else f"{reward:g}"))
+    failure = episode.get("failure")
+    if failure:
+        where = f"{failure['boundary']} ({failure['type']})"
+        lines.append(("failed at", f"{where}: {failure['message']}"))
+    return lines
+
+
+def _steps(attempt: "AttemptStory") -> str:
+    steps = []
+    if attempt.sandbox:
+        host = f"{attempt.sandbox['provider']} on {attempt.sandbox['host']}"
+        steps.append(f"boot {attempt.sandbox['seconds']:.2f} s ({host})")
+    if attempt.agent:
+        detail = f": {attempt.agent['detail']}" if attempt.agent.get("detail") else ""
+        counts = f"{attempt.agent.get('turns', 0)} turns, {attempt.agent.get('tokens', 0)} tokens"
+        steps.append(
+            f"agent {attempt.agent['end']}{detail} in {attempt.agent['seconds']:.1f} s ({counts})"
+        )
+    if attempt.patch:
+        steps.append(f"patch {attempt.patch['size']} bytes, {attempt.patch['files']} files")
+    if attempt.grade:
+        reason = f" ({attempt.grade.reason})" if attempt.grade.reason else ""
+        steps.append(
+            f"grade {attempt.grade.outcome.value}{reason} in {attempt.grade.seconds:.1f} s"
+        )
+    return "\n          ".join(steps) or "left nothing"
+
+
+async def _print_tests(found: "Story") -> None:
+    failing = found.failing_tests()
+    if failing:
+        click.echo(f"\n{len(failing)} tests that should pass do not (--log prints their output):")
+        for line in failing[:TESTS_SHOWN]:
+            click.echo(f"  {line}")
+        if len(failing) > TESTS_SHOWN:
+            click.echo(f"  ... and {len(failing) - TESTS_SHOWN} more")
+
+
+async def _print_patch(store: "Store", found: "Story") -> None:
+    if found.last is None or not found.last.patch or found.last.patch["empty"]:
+        return
+    text = (await _raw(store, found, "patch")).decode("utf-8", "replace").splitlines()
+    click.echo(f"\nPatch, {len(text)} lines (--patch prints it byte for byte):")
+    for line in text[:PATCH_LINES]:
+        colour = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1])
+        click.secho(f"  {line}", fg=colour)
+    if len(text) > PATCH_LINES:
+        click.echo(f"  ... {len(text) - PATCH_LINES} more lines")
