@@ -67,9 +67,7 @@ ETC_OF_HOST = (
 )  # fmt: skip
 
 # pid 1 reaps what is orphaned, and outlives a `sleep` that the agent kills
-INIT = (
-    "echo up; read -r go; echo held; while :; do sleep infinity </dev/null >/dev/null & wait; done"
-)
+INIT = "echo up; exec >/dev/null; read -r go; exec <&1; while :; do sleep infinity & wait; done"
 
 
 class BubblewrapSandbox(HostSandbox):
@@ -203,6 +201,7 @@ def _bwrap(spec: SandboxSpec, box: Box, etc: Path) -> list[str]:
         *(program("bwrap"), "--unshare-all", "--unshare-user", *share, *who),
         *(
             "--as-pid-1",
+            "--die-with-parent",
             "--new-session",
             "--clearenv",
             "--setenv",

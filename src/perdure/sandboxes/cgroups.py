@@ -45,11 +45,15 @@ class Plan:
 def plan(box: Path, limits: Limits, found: Hierarchies | None = None) -> Plan:
     """Which groups enforce `limits` for the sandbox in folder `box`, by what this host allows."""
     found = found or _hierarchies()
-    # two homes on one host may hold the same identity
-    name = f"perdure-{box.name}-{hashlib.sha256(os.fsencode(box)).hexdigest()[:8]}"
+    name = group_name(box)
     if {"memory", "pids", "cpu"} <= found.v2_controllers and found.v2 is not None:
         return _v2_plan(found.v2 / name, limits)
     return _v1_plan(found, name, limits)
+
+
+def group_name(box: Path) -> str:
+    """Two homes on one host may hold the same identity, so the folder is part of the name."""
+    return f"perdure-{box.name}-{hashlib.sha256(os.fsencode(box)).hexdigest()[:8]}"
 
 
 def _v2_plan(box: Path, limits: Limits) -> Plan:

@@ -140,9 +140,10 @@ class ExecRecord:
         exited = _EXITED.search(text)
         code = int(exited[1] or exited[2] or 0) if exited else None
         claimed = self._claimed_cause()
-        # a shell reports its child's death by oom as its own exit code; too much output is
-        # cut off, however the command then ended
-        hidden = (oom and code == 128 + signal.SIGKILL) or claimed == "output"
+        # a shell reports its child's death by oom as its own exit code; entering a sandbox that
+        # dies fails with one too; too much output is cut off, however the command then ended
+        died = facts.get("holder") == "gone" or (oom and code == 128 + signal.SIGKILL)
+        hidden = died or claimed == "output"
         if code is not None and not hidden:
             return ExecStatus(ExecState.EXITED, code=code, seconds=seconds)
         signum = next((n for name, n in _SIGNALS.items() if name in text), None)

@@ -151,6 +151,8 @@ class HostSandbox(Sandbox):
         while record.process is None and self.alive and pause < 1:
             await asyncio.sleep(pause)
             pause *= 1.3
+        if record.process is None:
+            self._check_alive()
 
     async def poll(self, exec_id: str) -> ExecStatus:
         record = self._known(exec_id)
@@ -160,7 +162,8 @@ class HostSandbox(Sandbox):
             await self._reported(record)
             record.truncate(self._output_cap)
             status = record.status()
-        if status.state is ExecState.LOST and not self.alive:
+        never_ran = not status.done and record.process is None
+        if (never_ran or status.state is ExecState.LOST) and not self.alive:
             return ExecStatus(ExecState.KILLED, cause="sandbox")
         return status
 
@@ -253,7 +256,8 @@ class HostSandbox(Sandbox):
         _check_argv(argv)
         folder = shlex.quote(str(record.path))
         stdin = f"{folder}/in" if has_stdin else "/dev/null"
-        blocks = max(self.meta.output_mb, self.meta.disk_mb) << 11
+        # in blocks of 512 bytes, and above the disk's size: a full disk is ENOSPC, not a signal
+        blocks = (max(self.meta.output_mb, self.meta.disk_mb) + 1) << 11
         lines = [
             "umask 022",
             f"ulimit -f {blocks}",  # bounds the output even while nobody watches

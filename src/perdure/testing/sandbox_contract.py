@@ -245,7 +245,7 @@ class SandboxContract:
     async def test_timeout_kills_the_whole_tree(self, provider: SandboxProvider) -> None:
         """At the deadline children die too, even those in a session of their own."""
         async with self.box(provider) as box:
-            await box.start("tree", ["bash", "-c", BACKGROUND_TREE], timeout_s=3)
+            await box.start("tree", ["bash", "-c", BACKGROUND_TREE], timeout_s=2)
             status = await box.wait("tree")
             held = await box.output("tree")
             gone = (await box.exec(TREE_IS_GONE)).status

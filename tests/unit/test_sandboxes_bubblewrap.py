@@ -1,0 +1,392 @@
+"""What bubblewrap promises beyond the contract: isolation, hard limits, and nothing left behind."""
+
+import asyncio
+import concurrent.futures.thread  # noqa: F401  # not importable later, as nobody
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from perdure.errors import ConfigurationError, NotFound, SandboxLost
+from perdure.sandboxes.base import ExecState, Mount, Network, SandboxSpec
+from perdure.sandboxes.bubblewrap import BubblewrapProvider, BubblewrapSandbox
+from perdure.sandboxes.process import ended, is_alive, marked
+from perdure.types import Limits
+
+LIMITS = Limits(memory_mb=256, cpus=2, pids=64, disk_mb=16, output_mb=1)
+SPEC = SandboxSpec(
+    workdir="/testbed", limits=LIMITS, labels={"run": "r", "rollout": "o", "attempt": "1"}
+)
+NOBODY = 65534
+
+
+@pytest.fixture
+def provider(tmp_path: Path) -> BubblewrapProvider:
+    provider = BubblewrapProvider(tmp_path / "home")
+    if missing := provider.check():
+        pytest.skip(missing[0])
+    return provider
+
+
+@pytest.fixture
+async def box(provider: BubblewrapProvider) -> AsyncIterator[BubblewrapSandbox]:
+    sandbox = await provider.create(SPEC, "one")
+    assert isinstance(sandbox, BubblewrapSandbox)
+    yield sandbox
+    await provider.kill("one")
+
+
+async def out(box: BubblewrapSandbox, script: str) -> str:
+    result = await box.exec(script)
+    return (result.stdout + result.stderr).decode()
+
+
+# -- isolation ------------------------------------------------------------------------------------
+
+
+async def test_host_files_are_invisible(box: BubblewrapSandbox, tmp_path: Path) -> None:
+    """Neither the worker's folders nor other homes nor shadow passwords exist inside."""
+    (tmp_path / "secret").write_text("secret")
+    seen = await out(box, f"ls -A /home; for f in {tmp_path}/secret /etc/shadow; do ls $f; done")
+
+    assert seen.splitlines()[0] == "agent"
+    assert seen.count("No such file") == 2
+
+
+async def test_base_is_read_only(box: BubblewrapSandbox) -> None:
+    """Only the workdir, the home, /tmp and /dev/shm can be written."""
+    places = "/ /usr /etc /dev /run /var /testbed /home/agent /tmp /dev/shm"
+    seen = await out(box, f"for d in {places}; do touch $d/new 2>/dev/null && echo $d; done")
+
+    assert seen.split() == ["/testbed", "/home/agent", "/tmp", "/dev/shm"]
+
+
+async def test_runs_as_agent_who_owns_the_workdir(box: BubblewrapSandbox) -> None:
+    """Commands run as an ordinary user without capabilities, who owns its folders."""
+    seen = await out(box, "id -un; id -u; stat -c %U . ~; grep CapEff /proc/self/status")
+
+    assert seen.split() == ["agent", "1000", "agent", "agent", "CapEff:", "0" * 16]
+
+
+async def test_no_network_but_loopback(box: BubblewrapSandbox) -> None:
+    """A server on the host's own loopback cannot be reached, and no other interface exists."""
+    server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        refused = await box.exec(f": </dev/tcp/127.0.0.1/{port}")
+        interfaces = await out(box, "tail -n +3 /proc/net/dev | cut -d: -f1")
+
+    assert (refused.status.ok, interfaces.split()) == (False, ["lo"])
+
+
+async def test_network_host_reaches_the_host(provider: BubblewrapProvider) -> None:
+    """Network.HOST, meant for building environments, shares the host's network."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with await provider.create(replace(SPEC, network=Network.HOST), "net") as box:
+            reached = await box.exec(f": </dev/tcp/127.0.0.1/{port}")
+
+    assert reached.status.ok
+
+
+async def test_host_processes_are_invisible(box: BubblewrapSandbox) -> None:
+    """A command sees its own sandbox's processes and cannot signal the worker."""
+    seen = await out(
+        box, f"cat /proc/[0-9]*/comm | sort -u; kill -0 {os.getpid()} 2>/dev/null && echo x"
+    )
+
+    assert set(seen.split()) <= {"bash", "cat", "sh", "sleep", "sort"}
+
+
+async def test_symlinks_do_not_lead_out(box: BubblewrapSandbox, tmp_path: Path) -> None:
+    """get follows a link as the sandbox sees it: to a host path that is not there."""
+    (tmp_path / "secret").write_text("secret")
+    await box.exec(f"ln -s {tmp_path}/secret leak; ln -s /proc/1/root/etc/passwd magic")
+
+    for path in ("leak", "magic"):
+        with pytest.raises(NotFound):
+            await box.get(path)
+
+
+async def test_put_does_not_follow_links_out(box: BubblewrapSandbox, tmp_path: Path) -> None:
+    """put through a link to a host folder writes nothing on the host."""
+    await box.exec(f"mkdir -p $PWD{tmp_path}; ln -s {tmp_path} out")
+
+    with pytest.raises(ConfigurationError):
+        await box.put("out/file", b"x")
+    assert not (tmp_path / "file").exists()
+
+
+async def test_fifo_does_not_block_a_reader(box: BubblewrapSandbox) -> None:
+    """A FIFO that the agent left where a result is expected is refused at once."""
+    await box.exec("mkfifo result")
+
+    with pytest.raises(NotFound):
+        await box.get("result")
+
+
+async def test_mounts_are_read_only_unless_writable(
+    provider: BubblewrapProvider, tmp_path: Path
+) -> None:
+    """A mount can be read; only a writable one changes the host."""
+    for name in ("ro", "rw"):
+        (tmp_path / name).mkdir()
+    mounts = (
+        Mount(tmp_path / "ro", "/opt/ro"),
+        Mount(tmp_path / "rw", "/testbed/rw", writable=True),
+    )
+    async with await provider.create(replace(SPEC, mounts=mounts), "mounts") as box:
+        await box.exec("touch /opt/ro/file; touch rw/file")
+
+    assert [(tmp_path / name / "file").exists() for name in ("ro", "rw")] == [False, True]
+
+
+async def test_missing_mount_is_named(provider: BubblewrapProvider, tmp_path: Path) -> None:
+    """A mount source that does not exist is refused by its path, before anything boots."""
+    missing = tmp_path / "gone"
+
+    with pytest.raises(ConfigurationError, match="gone"):
+        await provider.create(replace(SPEC, mounts=(Mount(missing, "/opt/x"),)), "missing")
+
+
+async def test_this_python_runs_inside(box: BubblewrapSandbox) -> None:
+    """The Python that environments are built with is there, at the same path."""
+    python = os.path.realpath(sys.executable)
+
+    assert await out(box, f"{python} -c 'print(1)'") == "1\n"
+
+
+# -- self-harm ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["0", "-1"])
+async def test_agent_may_kill_all_it_sees(box: BubblewrapSandbox, target: str) -> None:
+    """`kill -9` of its group or of everybody ends the command, not the sandbox or its keeper."""
+    first = await box.exec(f"kill -9 {target}; exit 3")
+    second = await box.exec(["true"])
+
+    assert (first.status.done, second.status.ok) == (True, True)
+
+
+async def test_orphans_are_reaped(box: BubblewrapSandbox) -> None:
+    """Processes whose parents are gone leave no zombies that would use up the pid limit."""
+    await box.exec("for i in $(seq 20); do setsid -f true; done")
+    seen = await out(box, "while grep -lq '^State:.Z' /proc/[0-9]*/status; do :; done; echo none")
+
+    assert seen == "none\n"
+
+
+# -- limits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["/testbed", "/tmp", "/home/agent", "/dev/shm"])
+async def test_full_disk_is_enospc(box: BubblewrapSandbox, place: str) -> None:
+    """Writing more than the disk limit fails inside with ENOSPC, wherever it is written."""
+    seen = await out(box, f"head -c 20M /dev/zero >{place}/big")
+
+    assert "No space left on device" in seen
+
+
+async def test_memory_limit_is_oom(box: BubblewrapSandbox) -> None:
+    """A command above the memory limit is reported as killed by it, even below a shell."""
+    if not box.enforced["memory"].startswith("cgroup"):
+        pytest.skip("no writable memory cgroup here")
+    python = os.path.realpath(sys.executable)
+    direct = await box.exec([python, "-c", "x = bytearray(400 << 20)"])
+    below = await box.exec(f"{python} -c 'x = bytearray(400 << 20)'; exit $?")
+
+    assert [result.status.cause for result in (direct, below)] == ["oom", "oom"]
+
+
+async def test_fork_bomb_is_bounded(box: BubblewrapSandbox) -> None:
+    """A fork bomb meets the pid limit, dies at its deadline, and the sandbox works on."""
+    if box.enforced["pids"] == "none":
+        pytest.skip("no pid limit can be enforced here")
+    bomb = await box.exec("bomb() { bomb | bomb & }; bomb; sleep 600", timeout=1)
+    after = await box.exec(["true"])
+
+    assert (bomb.status.cause, after.status.ok) == ("timeout", True)
+
+
+# -- death ----------------------------------------------------------------------------------------
+
+
+async def test_dead_holder_ends_every_command(
+    provider: BubblewrapProvider, box: BubblewrapSandbox
+) -> None:
+    """kill -9 of the holder: running commands are killed(sandbox) at once, new ones are lost."""
+    await box.start("long", ["bash", "-c", "echo inside; exec sleep 600"])
+    while await box.output("long") != b"inside\n":
+        await asyncio.sleep(0.01)
+    holder = box.box.holder
+    assert holder is not None
+    os.kill(holder.pid, signal.SIGKILL)
+    status = await box.wait("long")
+
+    assert (status.state, status.cause) == (ExecState.KILLED, "sandbox")
+    with pytest.raises(SandboxLost):
+        await box.start("new", ["true"])
+
+
+async def test_dead_identity_is_not_revived(
+    provider: BubblewrapProvider, box: BubblewrapSandbox
+) -> None:
+    """create and attach of a dead identity raise SandboxLost until it is killed."""
+    holder = box.box.holder
+    assert holder is not None
+    os.kill(holder.pid, signal.SIGKILL)
+    assert await ended(holder, 5)
+
+    for again in (provider.create(SPEC, "one"), provider.attach("one")):
+        with pytest.raises(SandboxLost):
+            await again
+
+
+async def test_dead_keeper_is_lost_and_cleaned(
+    provider: BubblewrapProvider, box: BubblewrapSandbox
+) -> None:
+    """Without its keeper a sandbox is lost; kill still finds all its processes."""
+    keeper, holder = box.box.keeper, box.box.holder
+    assert keeper is not None
+    assert holder is not None
+    os.kill(keeper.pid, signal.SIGKILL)
+    with pytest.raises(SandboxLost):
+        await box.exec(["true"])
+    await provider.kill("one")
+
+    assert not is_alive(holder)
+    assert leftovers(provider, "one") == []
+
+
+async def test_kill_leaves_nothing(provider: BubblewrapProvider, box: BubblewrapSandbox) -> None:
+    """After kill no process, folder, cgroup or mount of the sandbox remains."""
+    await box.start("long", ["bash", "-c", "setsid -f sleep 600; sleep 600"])
+    await provider.kill("one")
+
+    assert leftovers(provider, "one") == []
+
+
+def test_creator_killed_half_way_leaves_nothing(provider: BubblewrapProvider) -> None:
+    """kill -9 of the process that creates a sandbox, while it boots: kill cleans up after it."""
+    creator = multiprocessing.get_context("fork").Process(target=_create, args=(provider,))
+    creator.start()
+    while not (provider.root / "half" / "keeper").exists():
+        assert creator.is_alive()
+    assert creator.pid is not None
+    os.kill(creator.pid, signal.SIGKILL)
+    creator.join()
+    asyncio.run(provider.kill("half"))
+
+    assert leftovers(provider, "half") == []
+
+
+def _create(provider: BubblewrapProvider) -> None:
+    asyncio.run(provider.create(SPEC, "half"))
+
+
+def leftovers(provider: BubblewrapProvider, identity: str) -> list[str]:
+    """Everything on this host that still bears the sandbox's name."""
+    box = provider.root / identity
+    processes = [str(pid) for pid in marked(f"PERDURE_BOX={box}".encode())]
+    mounts = [
+        line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(box) in line
+    ]
+    groups = [str(path) for path in Path("/sys/fs/cgroup").rglob(f"perdure-{identity}-*")]
+    folders = [str(box)] if box.exists() else []
+    return processes + mounts + [g for g in groups if _is_ours(g, box)] + folders
+
+
+def _is_ours(group: str, box: Path) -> bool:
+    from perdure.sandboxes import cgroups
+
+    return Path(group).name == cgroups.group_name(box)
+
+
+# -- without root ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="then the whole suite runs without root")
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (
+            "id -u; stat -c %U file; echo new >file; mv folder moved && cat file",
+            "1000\nagent\nnew\n",
+        ),
+        ("head -c 20M /dev/zero 2>&1 >big | grep -o 'No space left'", "No space left\n"),
+        ("tail -n +3 /proc/net/dev | cut -d: -f1 | tr -d ' '", "lo\n"),
+    ],
+)
+def test_works_without_root(script: str, expected: str) -> None:
+    """An ordinary user gets the same sandbox: overlay, disk limit, no network."""
+
+    async def run(home: Path) -> bytes:
+        (home / "tree/folder").mkdir(parents=True)
+        (home / "tree/file").write_text("old")
+        provider = BubblewrapProvider(home)
+        async with await provider.create(replace(SPEC, tree=home / "tree"), "one") as box:
+            return (await box.exec(script)).stdout
+
+    assert as_nobody(run) == expected.encode()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="then the whole suite runs without root")
+def test_deadline_without_cgroups() -> None:
+    """Where no cgroup can be had, a timeout still ends children in sessions of their own."""
+
+    async def run(home: Path) -> bytes:
+        script = "setsid -f flock lock sleep 600; until ! flock -n lock true; do :; done; sleep 600"
+        async with await BubblewrapProvider(home).create(SPEC, "one") as box:
+            status = (await box.exec(script, timeout=2)).status
+            gone = (await box.exec("flock -w 5 lock true")).status
+            return f"{status.cause} {gone.ok}".encode()
+
+    assert as_nobody(run) == b"timeout True"
+
+
+def as_nobody(run: Callable[[Path], Awaitable[bytes]]) -> bytes:
+    """What `run(home)` returns in a forked process without root or capabilities."""
+    with tempfile.TemporaryDirectory(prefix="pd-") as folder:
+        os.chown(folder, NOBODY, NOBODY)
+        reader, writer = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.write(writer, _run_as_nobody(run, Path(folder)))
+            os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            answer = pipe.read()
+        os.waitpid(pid, 0)
+        return answer
+
+
+def _run_as_nobody(run: Callable[[Path], Awaitable[bytes]], home: Path) -> bytes:
+    try:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        _forget_root()
+
+        async def main() -> bytes:
+            return await run(home)
+
+        return asyncio.run(main())
+    except BaseException:
+        return traceback.format_exc().encode()
+
+
+def _forget_root() -> None:
+    from perdure.sandboxes import bubblewrap
+
+    for cached in (bubblewrap._own_status, bubblewrap._needs_own_users, bubblewrap._base):
+        cached.cache_clear()

@@ -1,0 +1,84 @@
+"""How an exec folder reads: every state by its files, and no other way."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from perdure.errors import ConfigurationError
+from perdure.sandboxes.base import ExecState, ExecStatus
+from perdure.sandboxes.execs import LAUNCH_GRACE_S, ExecRecord
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> ExecRecord:
+    record = ExecRecord(tmp_path / "one")
+    record.prepare(["true"], b"run", "token", None)
+    return record
+
+
+def own_pid_line() -> str:
+    started = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]
+    return f"{os.getpid()} {started} - 0\n"
+
+
+@pytest.mark.parametrize(
+    ("rc", "expected"),
+    [
+        ("[1] + Done                       \n", (ExecState.EXITED, 0, None, None)),
+        ("[1] + Done(137)                  \n", (ExecState.EXITED, 137, None, None)),
+        ("[1]   Exit 3                  cmd\n", (ExecState.EXITED, 3, None, None)),
+        ("[1] + Terminated                 \n", (ExecState.KILLED, None, "signal", 15)),
+        ("[1] + Killed oom=1\n", (ExecState.KILLED, None, "oom", 9)),
+        ("[1] + Done(137) oom=1\n", (ExecState.KILLED, None, "oom", 9)),
+        ("[1] + Killed oom=0 holder=gone\n", (ExecState.KILLED, None, "sandbox", 9)),
+    ],
+)
+def test_result_is_read_as_the_keeper_wrote_it(
+    record: ExecRecord, rc: str, expected: tuple[object, ...]
+) -> None:
+    """Exit codes, signals, oom and a dead sandbox come apart."""
+    (record.path / "pid").write_text(own_pid_line())
+    (record.path / "rc").write_text(rc)
+    status = record.status()
+
+    assert (status.state, status.code, status.cause, status.signal) == expected
+
+
+def test_half_written_result_is_not_over(record: ExecRecord) -> None:
+    """Until its last byte is there a result does not count."""
+    (record.path / "pid").write_text(own_pid_line())
+    (record.path / "rc").write_text("[1] + Done(1")
+
+    assert record.status() == ExecStatus(ExecState.RUNNING)
+
+
+def test_dead_without_result_is_lost(record: ExecRecord) -> None:
+    """A process that is gone, or a later one with its pid, and no result: lost."""
+    pid, started, *rest = own_pid_line().split()
+    (record.path / "pid").write_text(f"{pid} {int(started) - 1} {' '.join(rest)}\n")
+
+    assert record.status() == ExecStatus(ExecState.LOST)
+
+
+def test_never_picked_up_is_lost_for_good(record: ExecRecord) -> None:
+    """Once a command was declared lost in its launch, its guard is taken: it can never run."""
+    long_ago = time.time() - LAUNCH_GRACE_S - 1
+    os.utime(record.path, (long_ago, long_ago))
+    states = [record.status().state for _ in range(2)]
+
+    assert (states, (record.path / "pid").exists()) == ([ExecState.LOST] * 2, True)
+
+
+def test_prepare_twice_changes_nothing(record: ExecRecord) -> None:
+    """The first start of an exec id decides what it runs."""
+    record.prepare(["true"], b"other", "other", None)
+
+    assert ((record.path / "run").read_bytes(), record.token) == (b"run", "token")
+
+
+def test_other_argv_is_refused(record: ExecRecord) -> None:
+    """The message names the exec id and what to do."""
+    with pytest.raises(ConfigurationError, match="new exec_id"):
+        record.prepare(["false"], b"run", "token", None)
