@@ -53,6 +53,8 @@ def repository(tmp_path: Path) -> Path:
     tree = tmp_path / "repository"
     tree.mkdir()
     write(tree, FILES)
+    for path in tree.rglob("*"):  # so that git does not look at content only because all is new
+        os.utime(path, (1e9, 1e9), follow_symlinks=False)
     commit_all(tree)
     return tree
 

@@ -105,6 +105,7 @@ def _git_paths(diff: bytes) -> set[bytes]:
         QUOTED.replace(b"\\t", b"\\q"),
         BINARY.replace(b"\n\nliteral 0", b"\nliteral 0"),
         b"diff --git a/x b/x\nnew mode 1\n",
+        QUOTED + b"new mode 100644\n",
     ],
 )
 def test_refuses_what_git_would_not_write(diff: bytes) -> None:
