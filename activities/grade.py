@@ -10,7 +10,7 @@ from perdure.errors import NotFound, RetryHere, SandboxLost
 from perdure.graders.base import Graded
 from perdure.sandboxes.base import SandboxSpec
 from perdure.storage import keys
-from perdure.types import Grade, Instance, Outcome, PatchRef, Rewards
+from perdure.types import Grade, Instance, Outcome, PatchRef, Rewards, RolloutRequest
 
 
 class GradeInFreshSandbox:
@@ -39,7 +39,7 @@ class GradeInFreshSandbox:
     async def _verdict(self, attempt: Attempt, patch: PatchRef, folder: str) -> Grade:
         if patch.too_large:
             return _without_tests(patch, Outcome.APPLY_FAILED, "patch_too_large")
-        if patch.empty and not attempt.request.grade_empty_patch:
+        if patch.empty and not self._grades_empty(attempt.request):
             return _without_tests(patch, Outcome.EMPTY_PATCH, "the agent changed nothing")
         data = (await self.services.store.get(patch.key)).data
         instance = await self.services.instance(attempt.request)
@@ -54,6 +54,11 @@ class GradeInFreshSandbox:
                 "seconds": time.monotonic() - started,
             }
         )
+
+    def _grades_empty(self, request: RolloutRequest) -> bool:
+        if request.grade_empty_patch is not None:
+            return request.grade_empty_patch
+        return bool(getattr(self.services.agent(request.agent), "grade_empty_patch", False))
 
     async def _run_tests(self, attempt: Attempt, instance: Instance, patch: bytes) -> Graded:
         request = attempt.request

@@ -204,8 +204,10 @@ class RolloutRequest(Request):
     """Sandboxes a rollout may lose before it fails."""
     heartbeat_timeout_s: float = Field(30.0, ge=2)
     """A dead worker's agent is re-attached after this long, at the latest."""
-    grade_empty_patch: bool = False
-    """Grade even when the agent changed nothing (document 003: allow_skip_eval=False)."""
+    grade_empty_patch: bool | None = None
+    """Run the tests even when the agent changed nothing (document 003: allow_skip_eval=False).
+
+    Absent: as the agent says; only `nop` does, whose whole point is the verdict on the base."""
     expires_at: float | None = None
     """Unix seconds after which a rollout that has not booted ends as `expired`."""
     schema_version: Literal[1] = 1

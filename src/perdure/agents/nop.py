@@ -11,6 +11,7 @@ from perdure.types import AgentEnd
 
 class Nop:
     name: ClassVar[str] = "nop"
+    grade_empty_patch: ClassVar[bool] = True
     needs_model: ClassVar[bool] = False
     artifacts: ClassVar[tuple[str, ...]] = ()
 
