@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
+from rich.console import Group
 from rich.live import Live
 from temporalio.client import WorkflowFailureError
 from temporalio.service import RPCError
@@ -79,18 +80,26 @@ def _root(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def shown() -> Iterator[Show]:
-    """Where looks go: a live view on a terminal, else one line whenever the counts change."""
+    """Where looks go: a live view on a terminal, else a line whenever a run's counts change.
+
+    Several runs may be shown at once.
+    """
+    views: dict[str, View] = {}
     if console.is_terminal:
-        with Live(console=console, transient=True, auto_refresh=False) as view:
-            yield lambda look: view.update(render.live(look), refresh=True)
+        with Live(console=console, transient=True, auto_refresh=False) as screen:
+
+            def update(look: View) -> None:
+                views[look.progress.run_id] = look
+                screen.update(Group(*map(render.live, views.values())), refresh=True)
+
+            yield update
         return
-    last = ""
+    told: dict[str, str] = {}
 
     def tell(look: View) -> None:
-        nonlocal last
         text = look.trouble or render.line(look.progress)
-        if text != last:
-            last = text
+        if told.get(look.progress.run_id) != text:
+            told[look.progress.run_id] = text
             say(text)
 
     yield tell

@@ -159,7 +159,7 @@ class Supervisor:
                 await asyncio.wait({waiting}, timeout=readiness.PAUSE_S)
                 child = self.children.get(name)
                 if child is not None and child.exits >= tries and not waiting.done():
-                    raise StartFailed(f"{name} does not start: {child.last_words()}")
+                    raise StartFailed(f"{name} does not start: {child.last_words(1)}")
         finally:
             waiting.cancel()
         self.report({"event": "up", "name": name})
