@@ -1,25 +1,24 @@
-"""Episodes: segments + grade + provenance, as a readable JSON and a parquet of token arrays.
+"""Episodes: what a rollout leaves for people (JSON) and for trainers (parquet), and a run's manifest.
 
-Every rollout has one, whatever happened: a failed rollout is an episode with its status, the
-boundary that failed and reward null; never absent, never 0.
+Owns both forms and their place in the store. Facts come in as `EpisodeParts`; nothing is judged
+here, and a rollout without a verdict has reward null, never 0.
 """
 
+import asyncio
 import hashlib
+import importlib.metadata
 import io
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
-from math import comb
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import Field
+from pydantic import Field, JsonValue, ValidationError
 
-from perdure.episodes.segments import NO_VERSION
-from perdure.errors import NotFound
+from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
 from perdure.storage import keys
 from perdure.storage.base import Store
 from perdure.types import (
@@ -31,174 +30,22 @@ from perdure.types import (
     Instance,
     Outcome,
     PatchRef,
+    Rewards,
     RolloutRequest,
     RolloutStatus,
+    Sampling,
     Segment,
     Turn,
 )
 
-
-class AttemptEvidence(Frozen):
-    """What one attempt left in the store."""
-
-    attempt: int
-    folder: str
-    identity: str = ""
-    boot_seconds: float = 0.0
-    agent_end: AgentEnd | None = None
-    agent_seconds: float = 0.0
-    agent_detail: str = ""
-    turns: int = 0
-    tokens: int = 0
-
-
-class Tokens(Frozen):
-    """Counts over the whole rollout."""
-
-    sampled: int = 0
-    trained: int = 0
-    context: int = 0
-    turns: int = 0
-    bridge_misses: dict[str, int] = Field(default_factory=dict)
-    engine_seconds: float = 0.0
-
-
-class SegmentSummary(Frozen):
-    kind: str
-    prompt_tokens: int
-    response_tokens: int
-    trained_tokens: int
-    turns: tuple[int, ...]
-
-
-class Episode(Frozen):
-    """The readable half of an episode (`episode.json`)."""
-
-    run_id: str
-    group_id: str | None
-    rollout_id: str
-    instance: str
-    instance_id: str
-    instance_sha256: str = ""
-    data_source: str = ""
-    sample_index: int
-    agent: str
-    model: str
-    status: RolloutStatus
-    outcome: Outcome | None = None
-    reward: float | None = None
-    trainable: bool = False
-    agent_end: AgentEnd | None = None
-    failure: Failure | None = None
-    grade: Grade | None = None
-    patch: PatchRef | None = None
-    attempts: tuple[AttemptEvidence, ...] = ()
-    evictions: int = 0
-    tokens: Tokens = Tokens()
-    segments: tuple[SegmentSummary, ...] = ()
-    policy_version_min: int | None = None
-    policy_version_max: int | None = None
-    started_at: float = 0.0
-    finished_at: float = 0.0
-    seconds: float = 0.0
-    stage_seconds: dict[str, float] = Field(default_factory=dict)
-    """boot, agent, engine (part of agent), grade."""
-    request: dict[str, Any] = Field(default_factory=dict)
-    perdure_version: str = ""
-    workflow_run_id: str = ""
-
-    def ref(self, store_url: str) -> EpisodeRef:
-        """The small form that travels through workflows."""
-        key = keys.rollout(self.run_id, self.instance_id, self.sample_index)
-        return EpisodeRef(
-            uri=f"{store_url}/{key}/episode.json",
-            instance_id=self.instance_id,
-            sample_index=self.sample_index,
-            agent=self.agent,
-            status=self.status,
-            outcome=self.outcome,
-            reward=self.reward,
-            attempts=len(self.attempts),
-            seconds=self.seconds,
-            agent_end=self.agent_end,
-            turns=self.tokens.turns,
-            tokens=self.tokens.sampled,
-            trainable=self.trainable,
-            failure=self.failure,
-            policy_version_min=self.policy_version_min,
-            policy_version_max=self.policy_version_max,
-        )
-
-
-@dataclass(frozen=True)
-class EpisodeParts:
-    """Everything an episode is made of; whatever a failed rollout did not reach is None."""
-
-    request: RolloutRequest
-    status: RolloutStatus
-    instance: Instance | None
-    attempts: Sequence[AttemptEvidence]
-    grade: Grade | None = None
-    patch: PatchRef | None = None
-    turns: Sequence[Turn] = ()
-    segments: Sequence[Segment] = ()
-    failure: Failure | None = None
-    evictions: int = 0
-    started_at: float = 0.0
-    finished_at: float = 0.0
-    workflow_run_id: str = ""
-    stage_seconds: dict[str, float] = field(default_factory=dict)
-
-
-def build(parts: EpisodeParts) -> Episode:
-    """Put the parts together. The reward exists only when the rollout was graded."""
-    request, grade = parts.request, parts.grade
-    graded = parts.status is RolloutStatus.GRADED and grade is not None
-    trained = sum(sum(segment.loss_mask) for segment in parts.segments)
-    versions = [v for s in parts.segments for v in s.versions if v != NO_VERSION]
-    last = parts.attempts[-1] if parts.attempts else None
-    return Episode(
-        run_id=request.run_id,
-        group_id=request.group_id,
-        rollout_id=request.workflow_id,
-        instance=request.instance,
-        instance_id=request.instance_id,
-        instance_sha256=_digest(parts.instance),
-        data_source=parts.instance.data_source if parts.instance else "",
-        sample_index=request.sample_index,
-        agent=request.agent,
-        model=request.model,
-        status=parts.status,
-        outcome=grade.outcome if graded and grade else None,
-        reward=grade.reward if graded and grade else None,
-        trainable=graded and trained > 0,
-        agent_end=last.agent_end if last else None,
-        failure=parts.failure,
-        grade=grade,
-        patch=parts.patch,
-        attempts=tuple(parts.attempts),
-        evictions=parts.evictions,
-        tokens=_tokens(parts, trained),
-        segments=tuple(_summary(segment) for segment in parts.segments),
-        policy_version_min=min(versions, default=None),
-        policy_version_max=max(versions, default=None),
-        started_at=parts.started_at,
-        finished_at=parts.finished_at,
-        seconds=round(parts.finished_at - parts.started_at, 3),
-        stage_seconds=parts.stage_seconds,
-        request=request.model_dump(mode="json", exclude_unset=True),
-        perdure_version=_version(),
-        workflow_run_id=parts.workflow_run_id,
-    )
-
-
+READS_AT_ONCE = 32
 TOKENS_SCHEMA = pa.schema(
     [
         ("run_id", pa.string()),
         ("group_id", pa.string()),
-        ("rollout_id", pa.string()),
         ("instance_id", pa.string()),
         ("sample_index", pa.int32()),
+        ("rollout_id", pa.string()),
         ("segment_kind", pa.string()),
         ("segment_index", pa.int32()),
         ("num_segments", pa.int32()),
@@ -213,162 +60,390 @@ TOKENS_SCHEMA = pa.schema(
         ("outcome", pa.string()),
         ("finish_reason", pa.string()),
         ("trainable", pa.bool_()),
-    ]
+    ],
+    metadata={b"perdure.episode": b"1"},
 )
-"""`reward` is the segment's share, `rollout_reward` the whole; null for a rollout without one."""
+"""One row a segment; a rollout without segments has one row with empty arrays and no kind.
+`reward` is the segment's share of `rollout_reward`; both are null unless the rollout was graded."""
+
+
+class AttemptSummary(Frozen):
+    """One sandbox in which the rollout was tried, and where its evidence lies."""
+
+    attempt: int
+    provider: str = ""
+    host: str = ""
+    agent_end: AgentEnd | None = None
+    turns: int = 0
+    tokens: int = 0
+    """Sampled tokens."""
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """By stage: boot, agent, ..."""
+    evidence: tuple[str, ...] = ()
+    """Store keys: sandbox.json, agent/..., patch.diff, turns.parquet, grade-*.json, tests-*.log."""
+
+
+class Provenance(Frozen):
+    """What would have to be repeated to get this episode again."""
+
+    perdure_version: str
+    agent: str
+    agent_options: dict[str, JsonValue] = Field(default_factory=dict)
+    sandbox: str
+    model: str
+    sampling: Sampling
+    engines: tuple[str, ...] = ()
+    instance_sha256: str = ""
+    base_commit: str | None = None
+    data_source: str = ""
+    workflow_run_id: str = ""
+
+
+class Episode(Frozen):
+    """One finished rollout, readable: `episode.json`. Its token arrays are in `episode.parquet`.
+
+    Example:
+        Episode(run_id="try-1", instance="first-steps/click-8.1.3", sample_index=0,
+                status="graded", outcome="resolved", reward=1.0, turns=12, sampled_tokens=2311, ...)
+    """
+
+    schema_version: Literal[1] = 1
+    run_id: str
+    group_id: str
+    instance: str
+    """Its reference, `<dataset>/<instance_id>`."""
+    sample_index: int
+    rollout_id: str
+    """The workflow id; shared by all segments, so that a trainer counts the rollout once."""
+    status: RolloutStatus
+    outcome: Outcome | None = None
+    reward: float | None = None
+    rewards: Rewards | None = None
+    agent_end: AgentEnd | None = None
+    failure: Failure | None = None
+    trainable: bool = False
+    """Graded, and every turn has its exact token ids."""
+    turns: int = 0
+    segments: int = 0
+    prompt_tokens: int = 0
+    """Tokens the engines read, summed over turns."""
+    sampled_tokens: int = 0
+    policy_version_min: int | None = None
+    policy_version_max: int | None = None
+    bridge_misses: dict[str, int] = Field(default_factory=dict)
+    """Turns after the first that do not extend the one before, by reason."""
+    started_at: float
+    finished_at: float
+    seconds: float
+    """Wall clock from start to end, waiting included."""
+    stage_seconds: dict[str, float] = Field(default_factory=dict)
+    engine_seconds: float = 0.0
+    evictions: int = 0
+    attempts: tuple[AttemptSummary, ...] = ()
+    grade: Grade | None = None
+    patch: PatchRef | None = None
+    turns_key: str | None = None
+    tokens_key: str
+    provenance: Provenance
+
+    @property
+    def instance_id(self) -> str:
+        return self.instance.split("/", 1)[1]
+
+    @property
+    def agent(self) -> str:
+        return self.provenance.agent
+
+    @property
+    def key(self) -> str:
+        """Where it lies in the store."""
+        return f"{keys.rollout(self.run_id, self.instance_id, self.sample_index)}/episode.json"
+
+    def ref(self, store_url: str) -> EpisodeRef:
+        """The few facts that travel through workflows."""
+        return EpisodeRef(
+            uri=f"{store_url}/{self.key}",
+            instance_id=self.instance_id,
+            sample_index=self.sample_index,
+            agent=self.agent,
+            status=self.status,
+            outcome=self.outcome,
+            reward=self.reward,
+            attempts=len(self.attempts),
+            seconds=round(self.seconds, 3),
+            agent_end=self.agent_end,
+            turns=self.turns,
+            tokens=self.sampled_tokens,
+            trainable=self.trainable,
+            failure=self.failure,
+            policy_version_min=self.policy_version_min,
+            policy_version_max=self.policy_version_max,
+        )
+
+
+@dataclass(frozen=True)
+class EpisodeParts:
+    """Everything an episode is made of.
+
+    `turns` and `patch` are those of the attempt that counts (the last); `grade` goes with
+    status GRADED and with no other.
+    """
+
+    request: RolloutRequest
+    status: RolloutStatus
+    started_at: float
+    finished_at: float
+    attempts: Sequence[AttemptSummary] = ()
+    instance: Instance | None = None
+    """None when it could not be read."""
+    turns: Sequence[Turn] = ()
+    turns_key: str | None = None
+    agent_end: AgentEnd | None = None
+    patch: PatchRef | None = None
+    grade: Grade | None = None
+    failure: Failure | None = None
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    evictions: int = 0
+    workflow_run_id: str = ""
+
+
+def build(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
+    """The readable episode. `segments` as cut from `parts.turns`.
+
+    Raises: ValueError when grade and status contradict each other.
+    """
+    request, grade = parts.request, parts.grade
+    if (grade is not None) != (parts.status is RolloutStatus.GRADED):
+        raise ValueError(f"status {parts.status} does not go with grade {grade and grade.outcome}")
+    versions = [span.version for turn in parts.turns for span in turn.versions]
+    exact = bool(segments) and all(turn.trainable for turn in parts.turns)
+    return Episode(
+        run_id=request.run_id,
+        group_id=request.group_id or f"{request.run_id}/{request.instance_id}",
+        instance=request.instance,
+        sample_index=request.sample_index,
+        rollout_id=request.workflow_id,
+        status=parts.status,
+        outcome=grade.outcome if grade else None,
+        reward=grade.reward if grade else None,
+        rewards=grade.rewards if grade else None,
+        agent_end=parts.agent_end,
+        failure=parts.failure,
+        trainable=exact and grade is not None,
+        turns=len(parts.turns),
+        segments=len(segments),
+        prompt_tokens=sum(len(turn.prompt_ids) for turn in parts.turns),
+        sampled_tokens=sum(len(turn.completion_ids) for turn in parts.turns),
+        policy_version_min=min(versions, default=None),
+        policy_version_max=max(versions, default=None),
+        bridge_misses=count(t.bridge_miss for t in parts.turns[1:] if t.bridge_miss),
+        started_at=parts.started_at,
+        finished_at=parts.finished_at,
+        seconds=round(parts.finished_at - parts.started_at, 3),
+        stage_seconds=parts.stage_seconds,
+        engine_seconds=round(math.fsum(turn.engine_seconds for turn in parts.turns), 3),
+        evictions=parts.evictions,
+        attempts=tuple(parts.attempts),
+        grade=grade,
+        patch=parts.patch,
+        turns_key=parts.turns_key,
+        tokens_key=keys.episode_tokens(request),
+        provenance=_provenance(parts),
+    )
+
+
+def _provenance(parts: EpisodeParts) -> Provenance:
+    request, instance = parts.request, parts.instance
+    digest = hashlib.sha256(instance.model_dump_json().encode()).hexdigest() if instance else ""
+    return Provenance(
+        perdure_version=importlib.metadata.version("perdure"),
+        agent=request.agent,
+        agent_options=request.agent_options,
+        sandbox=request.sandbox,
+        model=request.model,
+        sampling=request.sampling,
+        engines=tuple(sorted({turn.engine for turn in parts.turns if turn.engine})),
+        instance_sha256=digest,
+        base_commit=instance.base_commit if instance else None,
+        data_source=instance.data_source if instance else "",
+        workflow_run_id=parts.workflow_run_id,
+    )
 
 
 def tokens_parquet(episode: Episode, segments: Sequence[Segment]) -> bytes:
-    """One row a segment; one row without tokens when there is none, so no rollout is absent."""
-    rows = [_token_row(episode, segment, len(segments)) for segment in segments]
-    table = pa.Table.from_pylist(rows or [_token_row(episode, None, 0)], schema=TOKENS_SCHEMA)
+    """The token arrays as a parquet file of `TOKENS_SCHEMA`, at least one row."""
+    rows = [_row(episode, segment) for segment in segments] or [_row(episode, None)]
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(rows, TOKENS_SCHEMA), sink, compression="zstd")
     return sink.getvalue()
 
 
-async def read(store: Store, request: RolloutRequest) -> Episode | None:
-    """The episode of a finished rollout, or None."""
+def _row(episode: Episode, segment: Segment | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "run_id": episode.run_id,
+        "group_id": episode.group_id,
+        "instance_id": episode.instance_id,
+        "sample_index": episode.sample_index,
+        "rollout_id": episode.rollout_id,
+        "num_segments": episode.segments,
+        "rollout_reward": episode.reward,
+        "reward": episode.reward,
+        "status": episode.status.value,
+        "outcome": episode.outcome and episode.outcome.value,
+        "trainable": episode.trainable,
+    }
+    arrays = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions")
+    if segment is None:
+        return row | {"segment_index": 0} | dict.fromkeys(arrays, ())
+    share = None if episode.reward is None else episode.reward * segment.reward_share
+    return row | {
+        "segment_kind": segment.kind.value,
+        "segment_index": segment.index,
+        "reward": share,
+        "finish_reason": segment.finish_reason.value,
+        **{name: getattr(segment, name) for name in arrays},
+    }
+
+
+# --- in the store ----------------------------------------------------------------------------
+
+
+async def write(store: Store, episode: Episode, segments: Sequence[Segment]) -> Episode:
+    """Store both forms, the JSON last; returns the episode that is in the store afterwards.
+
+    The same workflow run writing again finds its first episode; another workflow run of the same
+    rollout (a reset) replaces it.
+    """
+    found = await _find(store, episode.key)
+    if found is not None and _same_workflow_run(found[0], episode):
+        return found[0]
+    await store.put(episode.tokens_key, tokens_parquet(episode, segments))
+    data = episode.model_dump_json(indent=1).encode()
     try:
-        stored = await store.get(keys.episode(request))
-    except NotFound:
-        return None
-    return Episode.model_validate_json(stored.data)
+        if found is not None:
+            await store.put(episode.key, data, if_match=found[1])
+            return episode
+        if await store.put_if_absent(episode.key, data):
+            return episode
+    except PreconditionFailed:
+        pass
+    # Somebody else was between: look again, and either find our own episode or take its place.
+    raise StoreUnavailable(f"{episode.key} was written by another worker at the same time")
+
+
+def _same_workflow_run(one: Episode, other: Episode) -> bool:
+    return one.provenance.workflow_run_id == other.provenance.workflow_run_id
+
+
+async def read(store: Store, request: RolloutRequest) -> Episode | None:
+    """The rollout's episode, or None when it has not finished."""
+    found = await _find(store, keys.episode(request))
+    return found[0] if found else None
 
 
 async def read_run(store: Store, run_id: str) -> list[Episode]:
-    """Every episode of a run, by instance and sample."""
-    found = []
-    async for key in store.list(f"runs/{run_id}/rollouts/"):
-        if key.endswith("/episode.json"):
-            found.append(Episode.model_validate_json((await store.get(key)).data))
-    return sorted(found, key=lambda e: (e.instance_id, e.sample_index))
+    """All episodes of a run, by instance and sample."""
+    found = [key async for key in store.list(keys.rollouts(run_id)) if _is_episode(key)]
+    gate = asyncio.Semaphore(READS_AT_ONCE)
+
+    async def one(key: str) -> Episode:
+        async with gate:
+            return _parse(key, (await store.get(key)).data)
+
+    episodes = await asyncio.gather(*(one(key) for key in found))
+    return sorted(episodes, key=lambda e: (e.instance_id, e.sample_index))
+
+
+def _is_episode(key: str) -> bool:
+    """`runs/<run>/rollouts/<instance>/<sample>/episode.json`, and nothing an agent named so."""
+    return key.endswith("/episode.json") and key.count("/") == 5
+
+
+async def _find(store: Store, key: str) -> tuple[Episode, str] | None:
+    try:
+        stored = await store.get(key)
+    except NotFound:
+        return None
+    return _parse(key, stored.data), stored.etag
+
+
+def _parse(key: str, data: bytes) -> Episode:
+    try:
+        return Episode.model_validate_json(data)
+    except ValidationError as error:
+        raise ValueError(f"{key} is not an episode of this version: {error}") from error
+
+
+# --- a run -----------------------------------------------------------------------------------
 
 
 def manifest(run_id: str, episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Totals of a run and one line an episode. pass@k is the unbiased estimator (Chen et al. 2021).
-
-    Rollouts without a reward are counted apart, and in no average.
-    """
-    graded = [e for e in episodes if e.reward is not None]
-    by_instance: dict[str, list[bool]] = {}
-    for episode in graded:
-        solved = episode.outcome is Outcome.RESOLVED
-        by_instance.setdefault(episode.instance_id, []).append(solved)
-    most = max((len(v) for v in by_instance.values()), default=0)
+    """Totals of a run and the list of its episodes. Means are over graded rollouts only."""
+    graded = [episode for episode in episodes if episode.reward is not None]
+    stages: Counter[str] = Counter()
+    for episode in episodes:
+        stages.update(episode.stage_seconds)
+    passed = pass_at(graded)
     return {
+        "schema_version": 1,
         "run_id": run_id,
         "rollouts": len(episodes),
+        "instances": len({episode.instance_id for episode in episodes}),
         "graded": len(graded),
-        "resolved": sum(e.outcome is Outcome.RESOLVED for e in graded),
-        "mean_reward": (
-            round(sum(e.reward or 0.0 for e in graded) / len(graded), 6) if graded else None
-        ),
-        "pass_at_k": {str(k): _pass_at(by_instance, k) for k in range(1, most + 1)},
-        "by_status": count(e.status.value for e in episodes),
+        "resolved": sum(episode.outcome is Outcome.RESOLVED for episode in graded),
+        "mean_reward": _mean([episode.reward or 0.0 for episode in graded]),
+        "pass_at_1": passed.get("1"),
+        "pass_at_k": passed,
+        "by_status": count(episode.status.value for episode in episodes),
         "by_outcome": count(e.outcome.value for e in graded if e.outcome is not None),
+        "by_agent_end": count(e.agent_end.value for e in episodes if e.agent_end is not None),
         "failures_by_boundary": count(e.failure.boundary.value for e in episodes if e.failure),
-        "attempts": sum(len(e.attempts) for e in episodes),
-        "tokens_sampled": sum(e.tokens.sampled for e in episodes),
-        "tokens_trained": sum(e.tokens.trained for e in episodes),
-        "environment_seconds": round(sum(_environment_seconds(e) for e in episodes), 3),
-        "engine_seconds": round(sum(e.tokens.engine_seconds for e in episodes), 3),
-        "episodes": [_line(e) for e in episodes],
+        "attempts": sum(len(episode.attempts) for episode in episodes),
+        "trainable": sum(episode.trainable for episode in episodes),
+        "turns": sum(episode.turns for episode in episodes),
+        "prompt_tokens": sum(episode.prompt_tokens for episode in episodes),
+        "sampled_tokens": sum(episode.sampled_tokens for episode in episodes),
+        "rollout_seconds": round(math.fsum(episode.seconds for episode in episodes), 3),
+        "stage_seconds": {name: round(seconds, 3) for name, seconds in sorted(stages.items())},
+        "engine_seconds": round(math.fsum(episode.engine_seconds for episode in episodes), 3),
+        "episodes": [_entry(episode) for episode in episodes],
     }
+
+
+def _entry(episode: Episode) -> dict[str, Any]:
+    fields = {"sample_index", "status", "outcome", "reward"}
+    return {
+        "instance_id": episode.instance_id,
+        **episode.model_dump(mode="json", include=fields),
+        "key": episode.key,
+    }
+
+
+def pass_at(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Unbiased pass@k for k = 1, 2, 4, ... over the instances with at least k graded samples.
+
+    Example:
+        {"1": 0.5, "2": 0.8333} for one instance with 4 graded samples, 2 of them resolved.
+    """
+    tries: defaultdict[str, list[bool]] = defaultdict(list)
+    for episode in episodes:
+        tries[episode.instance].append(episode.outcome is Outcome.RESOLVED)
+    most = max((len(results) for results in tries.values()), default=0)
+    found: dict[str, float] = {}
+    for k in (1 << power for power in range(most.bit_length())):
+        chances = [
+            1 - math.comb(results.count(False), k) / math.comb(len(results), k)
+            for results in tries.values()
+            if len(results) >= k
+        ]
+        found[str(k)] = round(math.fsum(chances) / len(chances), 4)
+    return found
 
 
 def count(values: Iterable[str]) -> dict[str, int]:
-    """How often each value occurs, in order of name."""
-    return dict(sorted(Counter(values).items()))
+    """How often each value occurs, most frequent first."""
+    return dict(Counter(values).most_common())
 
 
-def _environment_seconds(episode: Episode) -> float:
-    """Seconds the sandbox worked: the ratio to engine seconds sets the agents per engine (S1-38)."""
-    return max(0.0, episode.stage_seconds.get("agent", 0.0) - episode.tokens.engine_seconds)
-
-
-def _pass_at(by_instance: dict[str, list[bool]], k: int) -> float | None:
-    rates = []
-    for solved in by_instance.values():
-        n, c = len(solved), sum(solved)
-        if n >= k:
-            rates.append(1.0 - comb(n - c, k) / comb(n, k))
-    return round(sum(rates) / len(rates), 6) if rates else None
-
-
-def _line(episode: Episode) -> dict[str, Any]:
-    return {
-        "instance_id": episode.instance_id,
-        "sample_index": episode.sample_index,
-        "agent": episode.agent,
-        "status": episode.status.value,
-        "outcome": episode.outcome.value if episode.outcome else None,
-        "reward": episode.reward,
-        "attempts": len(episode.attempts),
-        "seconds": episode.seconds,
-        "tokens": episode.tokens.sampled,
-        "failure": episode.failure.model_dump(mode="json") if episode.failure else None,
-    }
-
-
-def _tokens(parts: EpisodeParts, trained: int) -> Tokens:
-    misses = Counter(t.bridge_miss for t in parts.turns if t.bridge_miss is not None)
-    return Tokens(
-        sampled=sum(len(t.completion_ids) for t in parts.turns),
-        trained=trained,
-        context=sum(len(s.loss_mask) - sum(s.loss_mask) for s in parts.segments),
-        turns=len(parts.turns),
-        bridge_misses=dict(sorted(misses.items())),
-        engine_seconds=round(sum(t.engine_seconds for t in parts.turns), 3),
-    )
-
-
-def _summary(segment: Segment) -> SegmentSummary:
-    return SegmentSummary(
-        kind=segment.kind.value,
-        prompt_tokens=len(segment.prompt_ids),
-        response_tokens=len(segment.response_ids),
-        trained_tokens=sum(segment.loss_mask),
-        turns=segment.turns,
-    )
-
-
-def _token_row(episode: Episode, segment: Segment | None, total: int) -> dict[str, Any]:
-    share = None
-    if episode.reward is not None:
-        share = episode.reward * (segment.reward_share if segment else 1.0)
-    return {
-        "run_id": episode.run_id,
-        "group_id": episode.group_id,
-        "rollout_id": episode.rollout_id,
-        "instance_id": episode.instance_id,
-        "sample_index": episode.sample_index,
-        "segment_kind": segment.kind.value if segment else None,
-        "segment_index": segment.index if segment else 0,
-        "num_segments": total,
-        "prompt_ids": segment.prompt_ids if segment else (),
-        "response_ids": segment.response_ids if segment else (),
-        "loss_mask": segment.loss_mask if segment else (),
-        "logprobs": segment.logprobs if segment else (),
-        "versions": segment.versions if segment else (),
-        "reward": share,
-        "rollout_reward": episode.reward,
-        "status": episode.status.value,
-        "outcome": episode.outcome.value if episode.outcome else None,
-        "finish_reason": segment.finish_reason.value if segment else None,
-        "trainable": episode.trainable,
-    }
-
-
-def _digest(instance: Instance | None) -> str:
-    if instance is None:
-        return ""
-    return hashlib.sha256(instance.model_dump_json().encode()).hexdigest()
-
-
-@lru_cache(maxsize=1)
-def _version() -> str:
-    try:
-        return version("perdure")
-    except PackageNotFoundError:
-        return "unknown"
+def _mean(values: Sequence[float]) -> float | None:
+    return round(math.fsum(values) / len(values), 4) if values else None

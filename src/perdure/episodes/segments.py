@@ -56,9 +56,10 @@ def cut(turns: Sequence[Turn], *, reward_share: RewardShare = "split") -> list[S
     otherwise the segment is over (`wipe`) and a new one starts. The last one of the main chain is
     `final`, of any other chain `subagent`. Turns without token ids (hosted APIs) give none.
     """
-    stretches = [s for s in _stretches(turns) if s.response_ids]
-    last = {stretch.chain: stretch for stretch in stretches}
+    grown = _stretches(turns)
+    last = {stretch.chain: stretch for stretch in grown}
     kinds = {id(stretch): _last_kind(chain) for chain, stretch in last.items()}
+    stretches = [stretch for stretch in grown if stretch.response_ids]
     stretches.sort(key=lambda s: (kinds.get(id(s)) is SegmentKind.FINAL, s.frozen_at))
     return [
         Segment(

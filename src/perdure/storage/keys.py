@@ -26,8 +26,13 @@ def manifest(run_id: str) -> str:
     return f"runs/{run_id}/manifest.json"
 
 
+def rollouts(run_id: str) -> str:
+    """Prefix of everything that the rollouts of a run left behind."""
+    return f"runs/{run_id}/rollouts/"
+
+
 def rollout(run_id: str, instance_id: str, sample_index: int) -> str:
-    return f"runs/{run_id}/rollouts/{instance_id}/{sample_index}"
+    return f"{rollouts(run_id)}{instance_id}/{sample_index}"
 
 
 def rollout_of(request: RolloutRequest) -> str:

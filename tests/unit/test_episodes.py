@@ -1,0 +1,238 @@
+"""Episodes as people and trainers find them in the store, and the totals of a run."""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from perdure.episodes import assemble
+from perdure.episodes.assemble import AttemptSummary, Episode, EpisodeParts
+from perdure.episodes.segments import cut
+from perdure.errors import Boundary
+from perdure.storage import keys
+from perdure.storage.local import LocalStore
+from perdure.types import (
+    Failure,
+    Grade,
+    Outcome,
+    Rewards,
+    RolloutRequest,
+    RolloutStatus,
+    Turn,
+    VersionSpan,
+)
+
+RESOLVED = Grade(outcome=Outcome.RESOLVED, rewards=Rewards(binary=1.0))
+UNRESOLVED = Grade(outcome=Outcome.UNRESOLVED, rewards=Rewards(binary=0.0))
+LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="gone")
+TURNS = (
+    Turn(
+        index=0,
+        prompt_ids=(1, 2),
+        completion_ids=(3,),
+        logprobs=(-0.5,),
+        versions=(VersionSpan(version=4, start=0, end=1),),
+        bridge_miss="first",
+    ),
+    Turn(
+        index=1,
+        prompt_ids=(9,),
+        completion_ids=(5, 6),
+        logprobs=(-0.25, -1.0),
+        versions=(VersionSpan(version=5, start=0, end=2),),
+        bridge_miss="prefix_changed",
+    ),
+)
+
+
+def parts(grade: Grade | None = RESOLVED, sample_index: int = 0, **fields: Any) -> EpisodeParts:
+    instance = fields.pop("instance_ref", "tests/click-1")
+    values: dict[str, Any] = {
+        "request": RolloutRequest(run_id="r", instance=instance, sample_index=sample_index),
+        "status": RolloutStatus.GRADED if grade else RolloutStatus.FAILED,
+        "failure": None if grade else LOST,
+        "started_at": 100.0,
+        "finished_at": 160.5,
+        "grade": grade,
+        "attempts": (AttemptSummary(attempt=1),),
+    }
+    return EpisodeParts(**{**values, **fields})
+
+
+def episode(grade: Grade | None = RESOLVED, sample_index: int = 0, **fields: Any) -> Episode:
+    made = parts(grade, sample_index, **fields)
+    return assemble.build(made, cut(made.turns))
+
+
+def rows(made: EpisodeParts) -> list[dict[str, Any]]:
+    segments = cut(made.turns)
+    data = assemble.tokens_parquet(assemble.build(made, segments), segments)
+    found: list[dict[str, Any]] = pq.read_table(io.BytesIO(data)).to_pylist()
+    return found
+
+
+def test_episode_sums_up_its_turns() -> None:
+    """Counts, versions and bridge misses are those of the recorded turns."""
+    made = episode(turns=TURNS)
+
+    assert (made.turns, made.segments, made.prompt_tokens, made.sampled_tokens) == (2, 2, 3, 3)
+    assert (made.policy_version_min, made.policy_version_max) == (4, 5)
+    assert made.bridge_misses == {"prefix_changed": 1}
+    assert made.trainable
+
+
+def test_failed_rollout_has_reward_null() -> None:
+    """Without a verdict the reward is there, and null, in JSON; never 0, never absent."""
+    written = json.loads(episode(grade=None, turns=TURNS).model_dump_json())
+
+    assert (written["reward"], written["status"]) == (None, "failed")
+    assert written["failure"]["boundary"] == "sandbox"
+    assert not written["trainable"]
+
+
+def test_failed_rollout_has_rows_with_reward_null() -> None:
+    """A failed rollout's tokens are kept, with reward null in every row."""
+    found = rows(parts(grade=None, turns=TURNS))
+
+    assert [(row["reward"], row["rollout_reward"]) for row in found] == [(None, None)] * 2
+
+
+def test_rollout_without_turns_has_one_row() -> None:
+    """Nothing sampled is one row with empty arrays: a reader that counts rollouts counts it."""
+    (row,) = rows(parts(grade=None))
+
+    assert (row["segment_kind"], row["num_segments"], row["response_ids"]) == (None, 0, [])
+    assert (row["reward"], row["status"]) == (None, "failed")
+
+
+def test_segment_rows_carry_their_share() -> None:
+    """Each segment has its share of the reward and the arrays as they were cut."""
+    first, second = rows(parts(turns=TURNS))
+
+    assert (first["reward"], first["rollout_reward"], first["num_segments"]) == (0.5, 1.0, 2)
+    assert (first["segment_kind"], second["segment_kind"]) == ("wipe", "final")
+    assert (second["prompt_ids"], second["response_ids"]) == ([9], [5, 6])
+    assert (second["logprobs"], second["versions"]) == ([-0.25, -1.0], [5, 5])
+    assert first["rollout_id"] == second["rollout_id"] == "rollout/r/click-1/0"
+
+
+def test_hosted_turns_are_not_trainable() -> None:
+    """One turn without exact ids makes the whole episode untrainable, and it says so."""
+    hosted = Turn(index=2, trainable=False)
+
+    assert not episode(turns=(*TURNS, hosted)).trainable
+
+
+@pytest.mark.parametrize(
+    ("grade", "status"), [(RESOLVED, RolloutStatus.FAILED), (None, RolloutStatus.GRADED)]
+)
+def test_status_and_grade_must_agree(grade: Grade | None, status: RolloutStatus) -> None:
+    """A failed rollout cannot carry a verdict, nor a graded one lack it."""
+    with pytest.raises(ValueError, match="does not go with"):
+        episode(grade=grade, status=status)
+
+
+def test_reference_is_small() -> None:
+    """What travels through workflows stays under 500 bytes with a typical failure."""
+    ref = episode(grade=None).ref("file:///home/somebody/perdure/.perdure/store")
+
+    assert len(ref.model_dump_json(exclude_defaults=True)) < 500
+    assert ref.uri.endswith("/runs/r/rollouts/click-1/0/episode.json")
+
+
+async def write(store: LocalStore, made: EpisodeParts) -> Episode:
+    segments = cut(made.turns)
+    return await assemble.write(store, assemble.build(made, segments), segments)
+
+
+async def test_written_episode_is_read_back(tmp_path: Path) -> None:
+    """Both forms lie at their keys, and the readable one comes back equal."""
+    store, made = LocalStore(tmp_path), parts(turns=TURNS)
+    written = await write(store, made)
+
+    assert await assemble.read(store, made.request) == written
+    assert await store.exists(keys.episode_tokens(made.request))
+
+
+async def test_unfinished_rollout_has_no_episode(tmp_path: Path) -> None:
+    """Before it is written, reading gives None."""
+    assert await assemble.read(LocalStore(tmp_path), parts().request) is None
+
+
+async def test_repeating_the_write_changes_nothing(tmp_path: Path) -> None:
+    """A repeated activity of the same workflow run finds its first episode."""
+    store, made = LocalStore(tmp_path), parts(workflow_run_id="w1")
+    first = await write(store, made)
+    second = await write(store, replace(made, finished_at=999.0))
+
+    assert second == first
+
+
+async def test_reset_workflow_replaces_the_episode(tmp_path: Path) -> None:
+    """Another workflow run of the same rollout, as after a reset, writes its own verdict."""
+    store = LocalStore(tmp_path)
+    await write(store, parts(UNRESOLVED, workflow_run_id="w1"))
+    await write(store, parts(RESOLVED, workflow_run_id="w2"))
+    found = await assemble.read(store, parts().request)
+
+    assert found is not None
+    assert found.reward == 1.0
+
+
+async def test_run_is_read_in_order(tmp_path: Path) -> None:
+    """A run's episodes come by instance and sample number, and only its own."""
+    store = LocalStore(tmp_path)
+    for sample in (10, 2):
+        await write(store, parts(sample_index=sample))
+    await write(store, parts(grade=None, instance_ref="tests/attrs-1"))
+    trap = "runs/r/rollouts/click-1/2/attempts/1/agent/episode.json"
+    await store.put(trap, b"what an agent called so")
+
+    found = [(e.instance_id, e.sample_index) for e in await assemble.read_run(store, "r")]
+    assert found == [("attrs-1", 0), ("click-1", 2), ("click-1", 10)]
+
+
+def samples(*grades: Grade | None, instance_ref: str = "tests/click-1") -> list[Episode]:
+    return [episode(grade, k, instance_ref=instance_ref) for k, grade in enumerate(grades)]
+
+
+@pytest.mark.parametrize(
+    ("episodes", "passed"),
+    [
+        (samples(RESOLVED, RESOLVED, UNRESOLVED, UNRESOLVED), {"1": 0.5, "2": 0.8333, "4": 1.0}),
+        (samples(UNRESOLVED), {"1": 0.0}),
+        (
+            [
+                *samples(RESOLVED, UNRESOLVED),
+                *samples(UNRESOLVED, instance_ref="tests/attrs-1"),
+            ],
+            {"1": 0.25, "2": 1.0},
+        ),
+        ([], {}),
+    ],
+)
+def test_pass_at_k_is_unbiased(episodes: Sequence[Episode], passed: dict[str, float]) -> None:
+    """pass@k is 1 - C(n-c, k) / C(n, k), averaged over the instances with k samples."""
+    assert assemble.pass_at(episodes) == passed
+
+
+def test_manifest_counts_failures_apart() -> None:
+    """Failed rollouts are counted by boundary and do not lower the mean reward."""
+    totals = assemble.manifest("r", samples(RESOLVED, None, UNRESOLVED))
+
+    assert (totals["rollouts"], totals["graded"], totals["resolved"]) == (3, 2, 1)
+    assert (totals["mean_reward"], totals["pass_at_1"]) == (0.5, 0.5)
+    assert totals["failures_by_boundary"] == {"sandbox": 1}
+    assert [entry["reward"] for entry in totals["episodes"]] == [1.0, None, 0.0]
+
+
+def test_manifest_of_nothing_graded_has_no_mean() -> None:
+    """Where no rollout has a verdict the means are null, not 0."""
+    totals = assemble.manifest("r", samples(None))
+
+    assert (totals["mean_reward"], totals["pass_at_1"]) == (None, None)

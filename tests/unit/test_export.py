@@ -1,0 +1,216 @@
+"""What other programs get of a run: complete, unaltered, or listed as left out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from perdure.episodes import assemble
+from perdure.episodes.assemble import AttemptSummary, EpisodeParts
+from perdure.episodes.export import Format, export_run
+from perdure.episodes.segments import cut
+from perdure.errors import Boundary, ConfigurationError, NotFound
+from perdure.storage.local import LocalStore
+from perdure.types import (
+    Failure,
+    Grade,
+    Outcome,
+    PatchRef,
+    Rewards,
+    RolloutRequest,
+    RolloutStatus,
+    Turn,
+)
+
+TURNS = (Turn(index=0, prompt_ids=(1,), completion_ids=(2, 3), logprobs=(-0.5, -0.25)),)
+CRLF = b"diff --git a/x b/x\n@@ -1 +1 @@\n-a\r\n+\xc3\xa9\r\n"
+LATIN = b"diff --git a/x b/x\n@@ -1 +1 @@\n-a\n+\xe9\n"
+TRAJECTORY = {
+    "messages": [
+        {"role": "user", "content": "Fix it.", "extra": {"timestamp": 1}},
+        {"role": "assistant", "content": "Done.", "tool_calls": None},
+        {"role": "exit", "content": ""},
+    ]
+}
+
+
+class Run:
+    """A run in a store, rollout by rollout."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self.store = store
+
+    async def add(
+        self, instance: str, sample_index: int = 0, patch: bytes | None = b"", **fields: Any
+    ) -> None:
+        """A graded rollout with that patch; a failed one when the patch is None."""
+        request = RolloutRequest(
+            run_id="r", instance=f"tests/{instance}", sample_index=sample_index, model="policy-7b"
+        )
+        folder = f"runs/r/rollouts/{instance}/{sample_index}/attempts/1"
+        graded = patch is not None
+        parts = EpisodeParts(
+            request=request,
+            status=RolloutStatus.GRADED if graded else RolloutStatus.FAILED,
+            failure=None
+            if graded
+            else Failure(boundary=Boundary.AGENT, type="AgentError", message="crashed"),
+            grade=Grade(outcome=Outcome.RESOLVED, rewards=Rewards(binary=1.0)) if graded else None,
+            patch=PatchRef(key=f"{folder}/patch.diff", sha256="", size=len(patch), empty=not patch)
+            if patch is not None
+            else None,
+            attempts=(AttemptSummary(attempt=1, evidence=(f"{folder}/agent/trajectory.json",)),),
+            started_at=0.0,
+            finished_at=1.0,
+            turns=fields.get("turns", TURNS),
+        )
+        if patch:
+            await self.store.put(f"{folder}/patch.diff", patch)
+        if "trajectory" in fields:
+            await self.store.put(f"{folder}/agent/trajectory.json", fields["trajectory"])
+        segments = cut(parts.turns)
+        await assemble.write(self.store, assemble.build(parts, segments), segments)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(LocalStore(tmp_path / "store"))
+
+
+async def test_preds_have_the_form_of_the_harness(run: Run, tmp_path: Path) -> None:
+    """One entry an instance with the three known fields, the patch unchanged, CRLF kept."""
+    await run.add("click-1", patch=CRLF)
+    report = await export_run(run.store, "r", "preds", tmp_path / "preds.json")
+
+    assert json.loads(report.path.read_bytes()) == {
+        "click-1": {
+            "model_name_or_path": "mini_swe_agent-policy-7b",
+            "instance_id": "click-1",
+            "model_patch": CRLF.decode(),
+        }
+    }
+    assert (report.written, report.omitted) == (1, ())
+
+
+async def test_preds_take_the_first_graded_sample(run: Run, tmp_path: Path) -> None:
+    """A failed sample does not speak for an instance that has a graded one."""
+    await run.add("click-1", 0, patch=None)
+    await run.add("click-1", 1, patch=b"first\n")
+    await run.add("click-1", 2, patch=b"second\n")
+    report = await export_run(run.store, "r", "preds", tmp_path / "preds.json")
+
+    assert json.loads(report.path.read_bytes())["click-1"]["model_patch"] == "first\n"
+
+
+async def test_preds_name_what_they_leave_out(run: Run, tmp_path: Path) -> None:
+    """Failed instances and patches that are no text are listed, not written as empty patches."""
+    await run.add("attrs-1", patch=None)
+    await run.add("click-1", patch=LATIN)
+    report = await export_run(run.store, "r", "preds", tmp_path / "preds.json")
+
+    assert json.loads(report.path.read_bytes()) == {}
+    assert [(left.instance_id, left.reason.split(";")[0]) for left in report.omitted] == [
+        ("attrs-1", "no graded sample (failed)"),
+        ("click-1", f"its patch is not UTF-8 at byte {LATIN.index(0xE9)}"),
+    ]
+
+
+async def test_empty_patch_is_a_prediction(run: Run, tmp_path: Path) -> None:
+    """An agent that changed nothing predicted an empty patch."""
+    await run.add("click-1", patch=b"")
+    report = await export_run(run.store, "r", "preds", tmp_path / "preds.json")
+
+    assert json.loads(report.path.read_bytes())["click-1"]["model_patch"] == ""
+
+
+async def test_preds_all_has_every_graded_sample(run: Run, tmp_path: Path) -> None:
+    """One line for each graded sample; the others are listed."""
+    await run.add("click-1", 0, patch=b"zero\n")
+    await run.add("click-1", 1, patch=None)
+    await run.add("click-1", 2, patch=b"two\n")
+    report = await export_run(run.store, "r", "preds-all", tmp_path / "preds.jsonl")
+    lines = [json.loads(line) for line in report.path.read_bytes().splitlines()]
+
+    assert [line["model_patch"] for line in lines] == ["zero\n", "two\n"]
+    assert [left.sample_index for left in report.omitted] == [1]
+
+
+async def test_episodes_are_one_table(run: Run, tmp_path: Path) -> None:
+    """Every rollout of the run has its rows in one parquet file, failed ones with reward null."""
+    await run.add("click-1", 0, patch=b"x\n")
+    await run.add("click-1", 1, patch=None, turns=())
+    report = await export_run(run.store, "r", "episodes", tmp_path / "deep" / "run.parquet")
+    found = pq.read_table(report.path).to_pylist()
+
+    assert [(row["sample_index"], row["reward"], row["response_ids"]) for row in found] == [
+        (0, 1.0, [2, 3]),
+        (1, None, []),
+    ]
+
+
+async def test_jsonl_has_one_line_a_rollout(run: Run, tmp_path: Path) -> None:
+    """The readable episodes, failed ones included, one line each."""
+    await run.add("click-1", 0)
+    await run.add("click-1", 1, patch=None)
+    report = await export_run(run.store, "r", "jsonl", tmp_path / "run.jsonl")
+    lines = [json.loads(line) for line in report.path.read_bytes().splitlines()]
+
+    assert [(line["status"], line["reward"]) for line in lines] == [
+        ("graded", 1.0),
+        ("failed", None),
+    ]
+
+
+async def test_sft_has_the_messages(run: Run, tmp_path: Path) -> None:
+    """The agent's conversation, without its own book-keeping, beside the reward."""
+    await run.add("click-1", trajectory=json.dumps(TRAJECTORY).encode())
+    report = await export_run(run.store, "r", "sft", tmp_path / "sft.jsonl")
+
+    assert json.loads(report.path.read_bytes()) == {
+        "instance_id": "click-1",
+        "sample_index": 0,
+        "reward": 1.0,
+        "outcome": "resolved",
+        "messages": [
+            {"role": "user", "content": "Fix it."},
+            {"role": "assistant", "content": "Done."},
+        ],
+    }
+
+
+@pytest.mark.parametrize("torn", [b"", b"[1]", b'{"messages": [1]}', b"[" * 100_000])
+async def test_sft_lists_torn_trajectories(run: Run, tmp_path: Path, torn: bytes) -> None:
+    """What the agent wrote may be anything; it is listed, not believed."""
+    await run.add("click-1", trajectory=torn)
+    report = await export_run(run.store, "r", "sft", tmp_path / "sft.jsonl")
+
+    assert (report.written, len(report.omitted)) == (0, 1)
+
+
+async def test_failed_export_leaves_the_old_file(run: Run, tmp_path: Path) -> None:
+    """The file takes its name only when it is whole; nothing else is left beside it."""
+    out = tmp_path / "out" / "run.parquet"
+    out.parent.mkdir()
+    out.write_bytes(b"old")
+    await run.add("click-1")
+    await run.store.put("runs/r/rollouts/click-1/0/episode.parquet", b"torn")
+
+    with pytest.raises(ValueError, match="Parquet"):
+        await export_run(run.store, "r", "episodes", out)
+    assert [path.read_bytes() for path in out.parent.iterdir()] == [b"old"]
+
+
+async def test_absent_run_is_not_an_empty_file(run: Run, tmp_path: Path) -> None:
+    """A misspelt run is an error that names it."""
+    with pytest.raises(NotFound, match="'nope'"):
+        await export_run(run.store, "nope", "preds", tmp_path / "preds.json")
+
+
+async def test_unknown_format_lists_the_known(run: Run, tmp_path: Path) -> None:
+    """A misspelt format is refused with the list."""
+    unknown: Format = "pred"  # type: ignore[assignment]  # as a person might type it
+
+    with pytest.raises(ConfigurationError, match="preds, preds-all, episodes, jsonl, sft"):
+        await export_run(run.store, "r", unknown, tmp_path / "preds.json")

@@ -1,0 +1,182 @@
+"""Turns become linear token sequences: every sampled token once, nothing invented, nothing lost."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perdure.episodes.segments import cut, token_versions
+from perdure.types import FinishReason, SegmentKind, Turn, VersionSpan
+
+
+def turn(
+    index: int,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    chain: str = "main",
+    version: int | None = 7,
+) -> Turn:
+    return Turn(
+        index=index,
+        chain=chain,
+        prompt_ids=tuple(prompt),
+        completion_ids=tuple(completion),
+        logprobs=tuple(-token / 100 for token in completion),
+        versions=()
+        if version is None
+        else (VersionSpan(version=version, start=0, end=len(completion)),),
+    )
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> list[Turn]:
+    """Turns of up to three chains that extend, repeat, rewind or replace what came before.
+
+    Few different ids, so that prompts also agree by accident.
+    """
+    ids = st.lists(st.integers(1, 3), max_size=4)
+    held: dict[str, list[int]] = {}
+    turns = []
+    for index in range(draw(st.integers(0, 8))):
+        chain = draw(st.sampled_from(["main", "agent-1", "agent-2"]))
+        before = held.get(chain, [])
+        kept = draw(st.sampled_from([len(before), len(before), len(before) // 2, 0]))
+        prompt = before[:kept] + draw(ids) or [1]
+        completion = draw(ids)
+        held[chain] = prompt + completion
+        turns.append(turn(index, prompt, completion, chain))
+    return turns
+
+
+@given(trajectories())
+def test_every_sampled_token_is_in_exactly_one_segment(turns: list[Turn]) -> None:
+    """The masked tokens of a segment are its turns' completions, and each turn has one segment."""
+    segments = cut(turns)
+    by_index = {turn.index: turn for turn in turns}
+    for segment in segments:
+        masked = [i for i, m in zip(segment.response_ids, segment.loss_mask, strict=True) if m]
+        assert masked == [i for n in segment.turns for i in by_index[n].completion_ids]
+
+    used = [index for segment in segments for index in segment.turns]
+    assert len(used) == len(set(used))
+    assert {t.index for t in turns if t.completion_ids} <= set(used)
+
+
+@given(trajectories())
+def test_segments_hold_what_the_engine_saw(turns: list[Turn]) -> None:
+    """Each turn's prompt and completion are the beginning of its segment, the last one's are all."""
+    by_index = {turn.index: turn for turn in turns}
+    for segment in cut(turns):
+        whole = segment.prompt_ids + segment.response_ids
+        seen = [by_index[n].prompt_ids + by_index[n].completion_ids for n in segment.turns]
+
+        assert all(whole[: len(ids)] == ids for ids in seen)
+        assert seen[-1] == whole
+
+
+@given(trajectories())
+def test_arrays_are_aligned(turns: list[Turn]) -> None:
+    """Mask, logprobs and versions have one entry per response token; context tokens carry none."""
+    for segment in cut(turns):
+        rows = list(
+            zip(
+                segment.response_ids,
+                segment.loss_mask,
+                segment.logprobs,
+                segment.versions,
+                strict=True,
+            )
+        )
+        assert all((p, v) == (-i / 100, 7) for i, m, p, v in rows if m == 1)
+        assert all((p, v) == (0.0, -1) for _, m, p, v in rows if m == 0)
+
+
+@given(trajectories(), st.sampled_from(["split", "last"]))
+def test_reward_shares_add_up_to_one(turns: list[Turn], policy: str) -> None:
+    """However many segments a rollout has, its reward is given once."""
+    segments = cut(turns, reward_share=policy)  # type: ignore[arg-type]  # drawn from the literal
+
+    assert not segments or math.isclose(sum(s.reward_share for s in segments), 1.0)
+
+
+@given(trajectories())
+def test_kinds_follow_the_chains(turns: list[Turn]) -> None:
+    """At most one final, at the end; at most one subagent per other chain; the rest is wipe."""
+    segments = cut(turns)
+    kinds = [segment.kind for segment in segments]
+    chains = {turn.chain for turn in turns} - {"main"}
+
+    assert SegmentKind.FINAL not in kinds[:-1]
+    assert kinds.count(SegmentKind.SUBAGENT) <= len(chains)
+    assert [segment.index for segment in segments] == list(range(len(segments)))
+
+
+def test_extending_turns_are_one_final_segment() -> None:
+    """A linear conversation gives one sequence: observations masked out, samples masked in."""
+    (segment,) = cut([turn(0, [1, 2], [3]), turn(1, [1, 2, 3, 9, 9], [4, 5])])
+
+    assert segment.prompt_ids == (1, 2)
+    assert segment.response_ids == (3, 9, 9, 4, 5)
+    assert segment.loss_mask == (1, 0, 0, 1, 1)
+    assert segment.versions == (7, -1, -1, 7, 7)
+    assert segment.kind is SegmentKind.FINAL
+
+
+def test_changed_prompt_starts_a_new_segment() -> None:
+    """A prompt that does not extend the segment ends it as wipe; what it had is kept and trained."""
+    segments = cut([turn(0, [1], [2]), turn(1, [1, 2, 3], [4]), turn(2, [1, 9], [5])])
+
+    assert [(s.kind, s.turns) for s in segments] == [
+        (SegmentKind.WIPE, (0, 1)),
+        (SegmentKind.FINAL, (2,)),
+    ]
+    assert [s.reward_share for s in segments] == [0.5, 0.5]
+
+
+def test_subagents_run_beside_the_main_chain() -> None:
+    """Interleaved chains do not break each other; compaction inside one is its wipe."""
+    segments = cut(
+        [
+            turn(0, [1], [2]),
+            turn(1, [50], [51], "sub"),
+            turn(2, [1, 2, 3], [4]),
+            turn(3, [60], [61], "sub"),
+        ]
+    )
+
+    assert [(s.kind, s.turns) for s in segments] == [
+        (SegmentKind.WIPE, (1,)),
+        (SegmentKind.SUBAGENT, (3,)),
+        (SegmentKind.FINAL, (0, 2)),
+    ]
+
+
+def test_turns_without_ids_give_no_segments() -> None:
+    """A hosted API that returns no token ids leaves nothing to train on."""
+    assert cut([Turn(index=0, trainable=False)]) == []
+
+
+def test_finish_reason_is_that_of_the_last_turn() -> None:
+    """A segment that ran into the length limit says so."""
+    long = turn(1, [1, 2, 3], [4]).model_copy(update={"finish_reason": FinishReason.LENGTH})
+
+    assert cut([turn(0, [1], [2]), long])[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("spans", "versions"),
+    [
+        ([(3, 0, 2), (4, 2, 3)], [3, 3, 4]),
+        ([], [-1, -1, -1]),
+        ([(3, 1, 99)], [-1, 3, 3]),
+    ],
+)
+def test_versions_are_per_token(spans: list[tuple[int, int, int]], versions: list[int]) -> None:
+    """A weight change inside a completion is kept token by token; unknown is -1."""
+    sampled = turn(0, [1], [2, 3, 4]).model_copy(
+        update={"versions": tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in spans)}
+    )
+
+    assert token_versions(sampled) == versions
