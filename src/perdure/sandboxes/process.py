@@ -45,9 +45,19 @@ def is_alive(process: ProcessId | None) -> bool:
     """True while this very process runs; a zombie is over."""
     if process is None:
         return False
-    stat = _read(f"/proc/{process.pid}/stat")
-    fields = stat[stat.rfind(b")") + 2 :].split()
-    return bool(stat) and fields[0] not in b"ZX" and int(fields[19]) == process.started
+    fields = _stat(process.pid)
+    return bool(fields) and fields[0] not in b"ZX" and int(fields[19]) == process.started
+
+
+def started_at(pid: int) -> int:
+    """Start time of a process, in clock ticks since boot; 0 when it is gone."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def _stat(pid: int) -> list[bytes]:
+    stat = _read(f"/proc/{pid}/stat")
+    return stat[stat.rfind(b")") + 2 :].split()
 
 
 def kill_process(process: ProcessId | None, signum: int) -> None:

@@ -1,0 +1,1 @@
+"""What one bubblewrap sandbox costs: boot to first exec, exec, kill."""
