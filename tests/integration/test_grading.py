@@ -14,7 +14,7 @@ from perdure.errors import InstanceError, SandboxLost
 from perdure.graders.calibrate import calibrate, verify
 from perdure.graders.eval_cmd import EvalCmdGrader
 from perdure.graders.git_diff import parse
-from perdure.graders.patch import capture, prepare_capture
+from perdure.graders.patch import BASE_GIT, capture, prepare_capture
 from perdure.graders.swebench import SwebenchGrader
 from perdure.instances.repository import commit_all
 from perdure.sandboxes.base import Mount, Sandbox, SandboxProvider, SandboxSpec
@@ -59,13 +59,15 @@ def repository(tmp_path: Path) -> Path:
     return tree
 
 
-async def _boot(provider: SandboxProvider, tree: Path, purpose: str = "agent") -> Sandbox:
+async def _boot(
+    provider: SandboxProvider, tree: Path, purpose: str = "agent", mounts: tuple[Mount, ...] = ()
+) -> Sandbox:
     prefixes = {Path(sys.prefix), Path(sys.base_prefix)} - {Path("/usr")}
     isolated = [Mount(prefix, str(prefix)) for prefix in sorted(prefixes)]
     spec = SandboxSpec(
         workdir="/testbed",
         tree=tree,
-        mounts=tuple(isolated) if provider.isolated else (),
+        mounts=(*isolated, *mounts) if provider.isolated else mounts,
         env={"PATH": f"{sys.prefix}/bin:{os.defpath}", "PYTHONDONTWRITEBYTECODE": "1"},
     )
     return await provider.create(spec, f"p-{purpose}-{uuid4().hex[:8]}")
@@ -252,18 +254,20 @@ async def test_capture_of_an_unreadable_base_loses_the_sandbox(agent: Sandbox) -
         await capture(agent, None)
 
 
-async def test_capture_in_isolation_sees_every_edit(repository: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mounted", [False, True], ids=["uploaded base", "mounted base"])
+async def test_capture_in_isolation_sees_every_edit(
+    repository: Path, tmp_path: Path, mounted: bool
+) -> None:
     """In bubblewrap the pristine index is trusted for untouched files, and for those alone."""
     provider = BubblewrapProvider(tmp_path / "home")
     if missing := provider.check():
         pytest.skip("; ".join(missing))
-    async with await _boot(provider, repository) as sandbox:
-        await _act(
-            sandbox,
-            f"{ACTIONS['same size and time']}; {ACTIONS['nested repository without commits']}",
-        )
+    base_git = repository / ".git"
+    edits = f"{ACTIONS['same size and time']}; {ACTIONS['nested repository without commits']}"
+    async with await _boot(provider, repository, mounts=(Mount(base_git, BASE_GIT),)) as sandbox:
+        await _act(sandbox, edits)
 
-        captured = await capture(sandbox, repository / ".git")
+        captured = await capture(sandbox, BASE_GIT if mounted else base_git)
 
     assert {file.new_path for file in parse(captured.data)} == {b"run.sh", b"sub/a"}
 

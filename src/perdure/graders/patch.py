@@ -29,6 +29,10 @@ from perdure.types import Instance
 
 MAX_BYTES = 10 << 20
 MAX_FILES = 2000
+BASE_GIT = "/opt/perdure/base.git"
+"""Where a local sandbox should see the pristine git directory of its base, read-only: with
+`Mount(tree / ".git", BASE_GIT)` in its spec, `capture(sandbox, BASE_GIT)` uploads nothing."""
+
 _CAPTURE_LIMIT_S = 300.0
 
 
@@ -130,10 +134,12 @@ if [ "$mode" = repair ]; then
   find . -path ./.git -prune -o -name .git -prune -exec bash -c \
     'for path; do rm -rf "${path%.git}$0" && mv -T "$path" "${path%.git}$0"; done' "$aside" {} +
 fi
+# Also refreshes the index by reading alone; `add` would store again whatever looks touched.
+ignored=$(git status --porcelain --ignored -uall --no-renames | grep -c '^!!')
 git add -A --no-warn-embedded-repo >&2 || exit 3
 git diff-index --cached -p --binary --full-index --no-color --no-ext-diff --no-textconv \
   --no-renames --src-prefix=a/ --dst-prefix=b/ HEAD || exit 3
-printf '\nignored %d\n' "$(git ls-files -oi --exclude-standard | wc -l)" >&2
+printf '\nignored %d\n' "$ignored" >&2
 """
 
 
