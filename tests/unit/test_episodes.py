@@ -80,10 +80,11 @@ def test_episode_sums_up_its_turns() -> None:
     """Counts, versions and bridge misses are those of the recorded turns."""
     made = episode(turns=TURNS)
 
-    assert (made.turns, made.segments, made.prompt_tokens, made.sampled_tokens) == (2, 2, 3, 3)
+    assert (made.turns, len(made.segments), made.prompt_tokens, made.sampled_tokens) == (2, 2, 3, 3)
     assert (made.policy_version_min, made.policy_version_max) == (4, 5)
     assert made.bridge_misses == {"prefix_changed": 1}
-    assert made.trainable
+    assert (made.trainable, made.trained_tokens) == (True, 3)
+    assert [s.trained_tokens for s in made.segments] == [1, 2]
 
 
 def test_failed_rollout_has_reward_null() -> None:
@@ -204,7 +205,10 @@ def samples(*grades: Grade | None, instance_ref: str = "tests/click-1") -> list[
 @pytest.mark.parametrize(
     ("episodes", "passed"),
     [
-        (samples(RESOLVED, RESOLVED, UNRESOLVED, UNRESOLVED), {"1": 0.5, "2": 0.8333, "4": 1.0}),
+        (
+            samples(RESOLVED, RESOLVED, UNRESOLVED, UNRESOLVED),
+            {"1": 0.5, "2": 0.8333, "3": 1.0, "4": 1.0},
+        ),
         (samples(UNRESOLVED), {"1": 0.0}),
         (
             [
@@ -229,6 +233,14 @@ def test_manifest_counts_failures_apart() -> None:
     assert (totals["mean_reward"], totals["pass_at_1"]) == (0.5, 0.5)
     assert totals["failures_by_boundary"] == {"sandbox": 1}
     assert [entry["reward"] for entry in totals["episodes"]] == [1.0, None, 0.0]
+
+
+def test_manifest_tells_environment_from_engine_time() -> None:
+    """The sandbox's seconds are the agent's without those in which the engine was sampling."""
+    slow = TURNS[0].model_copy(update={"engine_seconds": 4.0})
+    totals = assemble.manifest("r", [episode(turns=(slow,), stage_seconds={"agent": 10.0})])
+
+    assert (totals["environment_seconds"], totals["engine_seconds"]) == (6.0, 4.0)
 
 
 def test_manifest_of_nothing_graded_has_no_mean() -> None:

@@ -153,6 +153,13 @@ def test_subagents_run_beside_the_main_chain() -> None:
     ]
 
 
+def test_segments_come_in_the_order_in_which_they_ended() -> None:
+    """A subagent that was done before the main chain was rewritten stands before that wipe."""
+    segments = cut([turn(0, [1], [2]), turn(1, [50], [51], "sub"), turn(2, [9], [4])])
+
+    assert [segment.turns for segment in segments] == [(1,), (0,), (2,)]
+
+
 def test_turns_without_ids_give_no_segments() -> None:
     """A hosted API that returns no token ids leaves nothing to train on."""
     assert cut([Turn(index=0, trainable=False)]) == []

@@ -5,6 +5,7 @@ here, and a rollout without a verdict has reward null, never 0.
 """
 
 import asyncio
+import functools
 import hashlib
 import importlib.metadata
 import io
@@ -35,6 +36,7 @@ from perdure.types import (
     RolloutStatus,
     Sampling,
     Segment,
+    SegmentKind,
     Turn,
 )
 
@@ -74,6 +76,7 @@ class AttemptSummary(Frozen):
     provider: str = ""
     host: str = ""
     agent_end: AgentEnd | None = None
+    agent_detail: str = ""
     turns: int = 0
     tokens: int = 0
     """Sampled tokens."""
@@ -81,6 +84,16 @@ class AttemptSummary(Frozen):
     """By stage: boot, agent, ..."""
     evidence: tuple[str, ...] = ()
     """Store keys: sandbox.json, agent/..., patch.diff, turns.parquet, grade-*.json, tests-*.log."""
+
+
+class SegmentSummary(Frozen):
+    """The size of one row of `episode.parquet`."""
+
+    kind: SegmentKind
+    prompt_tokens: int
+    response_tokens: int
+    trained_tokens: int
+    turns: tuple[int, ...]
 
 
 class Provenance(Frozen):
@@ -97,6 +110,8 @@ class Provenance(Frozen):
     base_commit: str | None = None
     data_source: str = ""
     workflow_run_id: str = ""
+    request: dict[str, JsonValue] = Field(default_factory=dict)
+    """As it was given, without the defaults."""
 
 
 class Episode(Frozen):
@@ -124,10 +139,12 @@ class Episode(Frozen):
     trainable: bool = False
     """Graded, and every turn has its exact token ids."""
     turns: int = 0
-    segments: int = 0
+    segments: tuple[SegmentSummary, ...] = ()
     prompt_tokens: int = 0
     """Tokens the engines read, summed over turns."""
     sampled_tokens: int = 0
+    trained_tokens: int = 0
+    """Tokens with mask 1; equals `sampled_tokens` where every turn has its ids."""
     policy_version_min: int | None = None
     policy_version_max: int | None = None
     bridge_misses: dict[str, int] = Field(default_factory=dict)
@@ -231,9 +248,10 @@ def build(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
         failure=parts.failure,
         trainable=exact and grade is not None,
         turns=len(parts.turns),
-        segments=len(segments),
+        segments=tuple(_summary(segment) for segment in segments),
         prompt_tokens=sum(len(turn.prompt_ids) for turn in parts.turns),
         sampled_tokens=sum(len(turn.completion_ids) for turn in parts.turns),
+        trained_tokens=sum(sum(segment.loss_mask) for segment in segments),
         policy_version_min=min(versions, default=None),
         policy_version_max=max(versions, default=None),
         bridge_misses=count(t.bridge_miss for t in parts.turns[1:] if t.bridge_miss),
@@ -256,7 +274,7 @@ def _provenance(parts: EpisodeParts) -> Provenance:
     request, instance = parts.request, parts.instance
     digest = hashlib.sha256(instance.model_dump_json().encode()).hexdigest() if instance else ""
     return Provenance(
-        perdure_version=importlib.metadata.version("perdure"),
+        perdure_version=_version(),
         agent=request.agent,
         agent_options=request.agent_options,
         sandbox=request.sandbox,
@@ -267,7 +285,26 @@ def _provenance(parts: EpisodeParts) -> Provenance:
         base_commit=instance.base_commit if instance else None,
         data_source=instance.data_source if instance else "",
         workflow_run_id=parts.workflow_run_id,
+        request=request.model_dump(mode="json", exclude_unset=True),
     )
+
+
+def _summary(segment: Segment) -> SegmentSummary:
+    return SegmentSummary(
+        kind=segment.kind,
+        prompt_tokens=len(segment.prompt_ids),
+        response_tokens=len(segment.response_ids),
+        trained_tokens=sum(segment.loss_mask),
+        turns=segment.turns,
+    )
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("perdure")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def tokens_parquet(episode: Episode, segments: Sequence[Segment]) -> bytes:
@@ -285,7 +322,7 @@ def _row(episode: Episode, segment: Segment | None) -> dict[str, Any]:
         "instance_id": episode.instance_id,
         "sample_index": episode.sample_index,
         "rollout_id": episode.rollout_id,
-        "num_segments": episode.segments,
+        "num_segments": len(episode.segments),
         "rollout_reward": episode.reward,
         "reward": episode.reward,
         "status": episode.status.value,
@@ -403,34 +440,43 @@ def manifest(run_id: str, episodes: Sequence[Episode]) -> dict[str, Any]:
         "turns": sum(episode.turns for episode in episodes),
         "prompt_tokens": sum(episode.prompt_tokens for episode in episodes),
         "sampled_tokens": sum(episode.sampled_tokens for episode in episodes),
+        "trained_tokens": sum(episode.trained_tokens for episode in episodes),
         "rollout_seconds": round(math.fsum(episode.seconds for episode in episodes), 3),
         "stage_seconds": {name: round(seconds, 3) for name, seconds in sorted(stages.items())},
         "engine_seconds": round(math.fsum(episode.engine_seconds for episode in episodes), 3),
+        "environment_seconds": round(math.fsum(map(_environment_seconds, episodes)), 3),
         "episodes": [_entry(episode) for episode in episodes],
     }
 
 
 def _entry(episode: Episode) -> dict[str, Any]:
-    fields = {"sample_index", "status", "outcome", "reward"}
+    fields = {"sample_index", "status", "outcome", "reward", "seconds", "sampled_tokens", "failure"}
     return {
         "instance_id": episode.instance_id,
+        "agent": episode.agent,
         **episode.model_dump(mode="json", include=fields),
+        "attempts": len(episode.attempts),
         "key": episode.key,
     }
 
 
+def _environment_seconds(episode: Episode) -> float:
+    """Seconds the sandbox worked; beside engine seconds it tells how many agents feed an engine."""
+    return max(0.0, episode.stage_seconds.get("agent", 0.0) - episode.engine_seconds)
+
+
 def pass_at(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Unbiased pass@k for k = 1, 2, 4, ... over the instances with at least k graded samples.
+    """Unbiased pass@k (Chen et al. 2021) for every k, over the instances with at least k graded samples.
 
     Example:
-        {"1": 0.5, "2": 0.8333} for one instance with 4 graded samples, 2 of them resolved.
+        {"1": 0.5, "2": 0.8333, "3": 1.0, "4": 1.0} for one instance, 2 of its 4 samples resolved.
     """
     tries: defaultdict[str, list[bool]] = defaultdict(list)
     for episode in episodes:
         tries[episode.instance].append(episode.outcome is Outcome.RESOLVED)
     most = max((len(results) for results in tries.values()), default=0)
     found: dict[str, float] = {}
-    for k in (1 << power for power in range(most.bit_length())):
+    for k in range(1, most + 1):
         chances = [
             1 - math.comb(results.count(False), k) / math.comb(len(results), k)
             for results in tries.values()
@@ -441,8 +487,8 @@ def pass_at(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def count(values: Iterable[str]) -> dict[str, int]:
-    """How often each value occurs, most frequent first."""
-    return dict(Counter(values).most_common())
+    """How often each value occurs, in order of the values."""
+    return dict(sorted(Counter(values).items()))
 
 
 def _mean(values: Sequence[float]) -> float | None:
