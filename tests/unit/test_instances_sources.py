@@ -132,3 +132,17 @@ def test_running_tests_is_no_edit(tmp_path: Path) -> None:
         (tree / name).write_bytes(b"")
 
     assert git(tree, "status", "--porcelain") == b"?? b.py\n"
+
+
+async def test_a_folder_of_this_host_becomes_the_tree(tmp_path: Path) -> None:
+    """Its files and symlinks are copied into the folder that was made for them, its history is not."""
+    source, tree = tmp_path / "source", tmp_path / "tree"
+    commit_of(source, {"a.txt": b"x\r\n"})
+    (source / "link").symlink_to("a.txt")
+    tree.mkdir()
+    await sources.fetch(
+        Source(kind=SourceKind.DIRECTORY, path=str(source)), tree, LocalStore(tmp_path / "store")
+    )
+
+    assert sorted(path.name for path in tree.iterdir()) == ["a.txt", "link"]
+    assert (tree / "link").readlink() == Path("a.txt")

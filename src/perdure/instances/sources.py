@@ -128,4 +128,6 @@ def _link(tree: Path, path: Path, target: str) -> None:
 def _copy(source: Path, tree: Path) -> None:
     if not source.is_dir():
         raise InstanceError(f"`source.path` {str(source)!r} is not a folder on this host")
-    shutil.copytree(source, tree, symlinks=True, ignore=shutil.ignore_patterns(".git"))
+    shutil.copytree(
+        source, tree, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git")
+    )
