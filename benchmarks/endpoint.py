@@ -52,10 +52,13 @@ class TimedEngine(ScriptedEngine):
             await inner(scope, receive, send)
             self.last = time.monotonic()
 
-        async def window(_: Request) -> JSONResponse:
-            return JSONResponse({"seconds": self.last - self.first})
+        async def bought(_: Request) -> JSONResponse:
+            stats = self.stats()
+            total = stats.calls + stats.chat_calls
+            window = self.last - self.first
+            return JSONResponse(Calls(total, window, stats.most_in_flight)._asdict())
 
-        return Starlette(routes=[Route("/window", window), Mount("/", timed)])
+        return Starlette(routes=[Route("/bought", bought), Mount("/", timed)])
 
     def reset(self) -> None:
         super().reset()
@@ -97,13 +100,7 @@ class Endpoint:
             self._ask("/control", control)
 
     def calls(self) -> Calls:
-        stats = self._ask("/stats")
-        window = self._ask("/window")["seconds"]
-        return Calls(stats["calls"] + stats["chat_calls"], window, stats["most_in_flight"])
-
-    def stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._ask("/stats")
-        return found
+        return Calls(**self._ask("/bought"))
 
     def _ask(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -11,18 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import toy
 from benchmarks.measuring import Meter, kill_all, own_seconds
 from perdure.cli import stack_state
+from perdure.cli.ports import free_port
 from perdure.cli.stack_state import StackState
 from perdure.instances import catalog
 from perdure.instances.slime_rows import added_file
 from perdure.settings import Settings
-from perdure.storage.base import open_store
+from perdure.storage.base import open_store, put_blob
 from perdure.types import Environment, Grading, Instance, Source, SourceKind
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,12 +32,19 @@ START_LIMIT_S = 120.0
 DATASET = "toy"
 
 
+def _free_ports() -> dict[str, str]:
+    """Away from the default ones: another stack may be running on this machine."""
+    names = ("PERDURE_TEMPORAL_PORT", "PERDURE_UI_PORT", "PERDURE_GATEWAY_PORT")
+    return {name: str(free_port()) for name in names}
+
+
 @dataclass(frozen=True)
 class Home:
     """One PERDURE_HOME of the benchmark: settings, instances, logs; survives restarts."""
 
     folder: Path
     engine_url: str
+    ports: Mapping[str, str] = field(default_factory=_free_ports)
 
     @property
     def settings(self) -> Settings:
@@ -50,6 +58,7 @@ class Home:
             "PERDURE_ENGINE_URL": self.engine_url,
             "PERDURE_ENGINE_KIND": "vllm",
             "PYTHONPATH": str(ROOT),
+            **self.ports,
         }
 
     def add_instances(self, tree: Path, count: int) -> None:
@@ -58,17 +67,18 @@ class Home:
 
     async def _add_instances(self, tree: Path, count: int) -> None:
         store = open_store(self.settings)
+        key = await put_blob(store, toy.pack(tree))
         for name in toy.instance_ids(count):
-            await catalog.save(store, _instance(name, tree))
+            await catalog.save(store, _instance(name, key))
 
 
-def _instance(name: str, tree: Path) -> Instance:
+def _instance(name: str, key: str) -> Instance:
     return Instance(
         instance_id=name,
         dataset=DATASET,
         data_source="toy",
         problem_statement=toy.STATEMENT,
-        source=Source(kind=SourceKind.DIRECTORY, path=str(tree)),
+        source=Source(kind=SourceKind.BLOB, key=key),
         environment=Environment(workdir="/testbed"),
         grading=Grading(
             protocol="eval_cmd",

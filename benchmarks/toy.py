@@ -4,9 +4,11 @@ Every side gets the same repository, the same bubblewrap flags, the same command
 each in the form that its own documentation asks for.
 """
 
+import io
 import json
 import os
 import subprocess
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,14 @@ def make_tree(folder: Path) -> Path:
     (folder / "calc.py").write_text(CALC)
     (folder / "README.md").write_text(README)
     return folder
+
+
+def pack(tree: Path) -> bytes:
+    """The tree as tar.gz, the form in which the store keeps one."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        archive.add(tree, arcname=".")
+    return packed.getvalue()
 
 
 def make_repository(folder: Path) -> Path:
