@@ -12,6 +12,7 @@ from perdure.episodes import assemble, segments, turns
 from perdure.episodes.assemble import AttemptSummary, EpisodeParts
 from perdure.errors import NotFound
 from perdure.storage import keys
+from perdure.telemetry import metrics
 from perdure.types import EpisodeRef, Grade, Instance, PatchRef, RolloutStatus, Turn
 
 
@@ -27,7 +28,10 @@ class EmitEpisode:
             return earlier.ref(store.url)
         parts = await self._gather(ending)
         cut = segments.cut(list(parts.turns))
-        return (await assemble.write(store, assemble.build(parts, cut), cut)).ref(store.url)
+        episode = await assemble.write(store, assemble.build(parts, cut), cut)
+        outcome = episode.outcome.value if episode.outcome else ""
+        metrics.rollout(episode.agent, episode.status.value, outcome, episode.sampled_tokens)
+        return episode.ref(store.url)
 
     async def _gather(self, ending: Ending) -> EpisodeParts:
         request, store = ending.request, self.services.store

@@ -14,6 +14,7 @@ from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox
 from perdure.storage import keys
+from perdure.telemetry import metrics
 from perdure.types import AgentEnd
 
 WATCH_S = 5.0
@@ -127,6 +128,8 @@ class RunAgent:
             turns=summary.turns if summary else 0,
         )
         await self._keep(attempt, evidence)
+        if summary is not None:
+            metrics.agent_time(status.seconds or 0.0, summary.engine_seconds)
         end = agent.classify(evidence)
         return AgentRun(
             end=end,

@@ -1,9 +1,9 @@
 """What the activities are built with: one of each per worker process, made once."""
 
 import functools
-import socket
 from pathlib import Path
 
+from activities.hosts import host_of
 from perdure import registry
 from perdure.agents.base import Agent
 from perdure.gateway.control import GatewayControl, load_secret
@@ -21,7 +21,7 @@ class Services:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.host = socket.gethostname()
+        self.host = host_of(settings)
         self.home: Path = settings.home.absolute()
         self.tools: Path = self.home / "tools"
 

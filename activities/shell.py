@@ -8,16 +8,21 @@ repeated a few times and then reported.
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import structlog
 from temporalio import activity
 from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
 from activities.messages import WORKER_EVICTED
 from perdure.errors import OutcomeUnknown, PerdureError, RetryHere
+from perdure.telemetry import bind, metrics
+
+log = structlog.get_logger("perdure.activity")
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -40,21 +45,55 @@ def shell(
         @functools.wraps(method)
         async def run(self: Any, argument: Argument) -> Result:
             _progress.set({})
-            async with _heartbeats():
-                try:
-                    return await method(self, argument)
-                except asyncio.CancelledError:
-                    raise _of_cancellation() from None
-                except PerdureError as error:
-                    raise _of_failure(error) from error
-                except ApplicationError:
-                    raise
-                except Exception as error:
-                    raise _of_bug(error) from error
+            with _observed(name, argument):
+                async with _heartbeats():
+                    return await _translated(method(self, argument))
 
         return activity.defn(name=name)(run)
 
     return wrap
+
+
+async def _translated(work: Awaitable[Result]) -> Result:
+    """Temporal learns from the error's type what to do next."""
+    try:
+        return await work
+    except asyncio.CancelledError:
+        raise _of_cancellation() from None
+    except PerdureError as error:
+        raise _of_failure(error) from None  # the message says it all; no stack in the history
+    except ApplicationError:
+        raise
+    except Exception as error:
+        raise _of_bug(error) from error
+
+
+@contextlib.contextmanager
+def _observed(name: str, argument: Any) -> Iterator[None]:
+    """Log and count one try of one stage, with the rollout it belongs to."""
+    info = activity.info()
+    queued = (info.started_time - info.current_attempt_scheduled_time).total_seconds()
+    started = time.monotonic()
+    cause = ""
+    with _bound(argument):
+        try:
+            yield
+        except BaseException as error:
+            cause = getattr(error, "type", None) or type(error).__name__
+            raise
+        finally:
+            seconds = time.monotonic() - started
+            metrics.stage(name, seconds, queued, cause)
+            level = log.warning if cause not in ("", WORKER_EVICTED) else log.info
+            level("stage", stage=name, seconds=round(seconds, 3), try_=info.attempt, cause=cause)
+
+
+def _bound(argument: Any) -> contextlib.AbstractContextManager[None]:
+    request = getattr(argument, "request", None)
+    if request is None:
+        return contextlib.nullcontext()
+    number = int(getattr(argument, "attempt", 0) or getattr(argument, "attempts", 0))
+    return bind(request.run_id, request.workflow_id, number)
 
 
 @contextlib.asynccontextmanager

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,15 +21,18 @@ from temporalio.client import (
 )
 from temporalio.worker import Worker
 
+from activities.hosts import host_of
+from perdure import registry
 from perdure.client import names
 from perdure.client.connection import connect
 from perdure.errors import PerdureError
 from perdure.settings import Settings
-from perdure.telemetry import configure_logging, temporal_runtime
+from perdure.telemetry import configure_logging, metrics, temporal_runtime
 
 STAGES = ("workflows", "boot", "agent", "grade", "io")
 
 REAP_EVERY = timedelta(minutes=10)
+COUNT_EVERY_S = 15.0
 
 log = structlog.get_logger("perdure.worker")
 
@@ -39,7 +41,7 @@ async def serve(settings: Settings, stages: Sequence[str]) -> None:
     """Poll until SIGTERM or SIGINT, then hand over and return."""
     client = await connect(runtime=temporal_runtime(settings))
     workers = _workers(client, settings, stages)
-    host = socket.gethostname()
+    host = host_of(settings)
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
@@ -49,7 +51,9 @@ async def serve(settings: Settings, stages: Sequence[str]) -> None:
         for worker in workers:
             await stack.enter_async_context(worker)
         log.info("polling", stages=list(stages), host=host, pid=os.getpid())
+        counting = asyncio.create_task(_count_sandboxes(settings, stages))
         await stop.wait()
+        counting.cancel()
         log.info("handing over")
         await asyncio.gather(*(worker.shutdown() for worker in workers))
 
@@ -70,6 +74,21 @@ def _workers(client: Client, settings: Settings, stages: Sequence[str]) -> list[
         for stage in others:
             workers += [activity_worker(client, queue) for queue in queues(stage, services)]
     return workers
+
+
+async def _count_sandboxes(settings: Settings, stages: Sequence[str]) -> None:
+    """Keep the gauge of live sandboxes of this host up to date, where somebody scrapes it."""
+    if "agent" not in stages or not settings.metrics_port:
+        return
+    from activities.services import Services
+
+    services = Services(settings)
+    while True:
+        for name in registry.SANDBOXES:
+            with contextlib.suppress(PerdureError):
+                alive = sum(box.alive for box in await services.provider(name).list())
+                metrics.sandboxes_alive(name, alive)
+        await asyncio.sleep(COUNT_EVERY_S)
 
 
 async def _ensure_reaper(client: Client, host: str) -> None:
