@@ -3,18 +3,14 @@
 .PHONY: help setup demo check test fmt build chaos bench clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-UV_DIR := .uv
-UV := $(shell command -v uv || echo $(UV_DIR)/bin/uv)
+UV := $(shell command -v uv || echo .uv/bin/uv)
 RUN := $(UV) run --frozen --all-extras
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(UV_DIR)/bin/uv:
-	@$(PYTHON) -m venv $(UV_DIR) 2>/dev/null || $(PYTHON) -m venv --without-pip $(UV_DIR)
-	@$(PYTHON) -m pip --python $(UV_DIR)/bin/python install -q uv || $(UV_DIR)/bin/python -m pip install -q uv
-
-setup: $(if $(findstring $(UV_DIR),$(UV)),$(UV_DIR)/bin/uv) ## uv, the locked environment, bubblewrap
+setup: ## uv, the locked environment, bubblewrap
+	@command -v $(UV) >/dev/null || infra/setup/uv $(PYTHON)
 	@$(UV) sync -q --frozen --all-extras
 	@infra/setup/bubblewrap
 
