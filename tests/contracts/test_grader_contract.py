@@ -29,7 +29,11 @@ class TestSwebenchGrader(GraderContract):
             workdir="/testbed",
             tree=repository,
             mounts=tuple(Mount(prefix, str(prefix)) for prefix in sorted(prefixes)),
-            env={"PATH": f"{sys.prefix}/bin:{os.defpath}", "PYTHONDONTWRITEBYTECODE": "1"},
+            env={
+                "PATH": f"{sys.prefix}/bin:{os.defpath}",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # twice as fast
+            },
         )
         async with await provider.create(spec, f"p-grader-{uuid4().hex[:8]}") as sandbox:
             yield sandbox

@@ -68,7 +68,11 @@ async def _boot(
         workdir="/testbed",
         tree=tree,
         mounts=(*isolated, *mounts) if provider.isolated else mounts,
-        env={"PATH": f"{sys.prefix}/bin:{os.defpath}", "PYTHONDONTWRITEBYTECODE": "1"},
+        env={
+            "PATH": f"{sys.prefix}/bin:{os.defpath}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # twice as fast
+        },
     )
     return await provider.create(spec, f"p-{purpose}-{uuid4().hex[:8]}")
 

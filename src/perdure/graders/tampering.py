@@ -58,7 +58,7 @@ def guarded_command(grading: Grading, scratch: str) -> tuple[Command, Canary]:
     before, newline, line = command.rpartition("\n")
     parser = grading.log_parser.removeprefix("parse_log_")
     add = {"django": _django, "sympy": _sympy}.get(parser, _pytest)
-    suffix, canary, junit = add(line, grading, f"{scratch}/out/{token_hex(8)}.xml")
+    suffix, canary, junit = add(line, grading, f"{scratch}/{token_hex(8)}.xml")
     shell = f"{before}{newline}{line} {suffix}"
     return Command(shell, {canary.path: canary.content}, junit), canary
 

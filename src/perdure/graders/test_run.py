@@ -113,7 +113,7 @@ run_git() {
     -c core.attributesFile=/dev/null -c gc.auto=0 \
     --git-dir="$PWD/.git" --work-tree="$PWD" "$@" </dev/null
 }
-mkdir -m 700 "$dir" && mkdir "$dir/out" && tar -xmf - -C "$dir" || exit 91
+mkdir -m 700 "$dir" && tar -xmf - -C "$dir" || exit 91
 [ -d .git ] || { echo "no git repository at $PWD"; exit 92; }
 if [ -s "$dir/pre.sh" ]; then bash -e "$dir/pre.sh" </dev/null || exit 93; fi
 if [ -s "$dir/tests.patch" ]; then
@@ -130,8 +130,7 @@ if [ -s "$dir/tests.patch" ]; then
   fi
   run_git apply --whitespace=nowarn "$dir/tests.patch" || exit 96
 fi
-tar -xmf "$dir/extra.tar" || exit 96
-rm -f "$dir"/*.patch "$dir"/tests.* "$dir"/extra.tar "$dir"/pre.sh
+if [ -s "$dir/extra.tar" ]; then tar -xmf "$dir/extra.tar" || exit 96; fi
 """
 
 _TESTS = r"""
@@ -157,7 +156,7 @@ def _upload(instance: Instance, patch: bytes, command: Command) -> bytes:
             "tests.known": b"\0".join(sorted(known)),
             "pre.sh": "\n".join(grading.pre_commands).encode(),
             "run.sh": command.shell.encode() + b"\n",
-            "extra.tar": _tar(command.extra_files),
+            "extra.tar": _tar(command.extra_files) if command.extra_files else b"",
         }
     )
 
