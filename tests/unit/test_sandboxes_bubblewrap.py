@@ -160,6 +160,15 @@ async def test_missing_mount_is_named(provider: BubblewrapProvider, tmp_path: Pa
         await provider.create(replace(SPEC, mounts=(Mount(missing, "/opt/x"),)), "missing")
 
 
+async def test_environment_does_not_reach_host_programs(
+    box: BubblewrapSandbox, tmp_path: Path
+) -> None:
+    """LD_PRELOAD for the command is not obeyed by the host's programs that lead into the sandbox."""
+    result = await box.exec(["true"], env={"LD_PRELOAD": str(tmp_path / "none.so")})
+
+    assert result.stderr.count(b"cannot be preloaded") == 1
+
+
 async def test_this_python_runs_inside(box: BubblewrapSandbox) -> None:
     """The Python that environments are built with is there, at the same path."""
     python = os.path.realpath(sys.executable)

@@ -73,14 +73,14 @@ INIT = "echo up; exec >/dev/null; read -r go; exec <&1; while :; do sleep infini
 class BubblewrapSandbox(HostSandbox):
     """Namespaces held by pid 1, entered through descriptors that its keeper holds open."""
 
-    def _command(self, argv: Sequence[str], cwd: str | None) -> list[str]:
+    def _command(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str]) -> list[str]:
         keeper, holder = self._processes
         if keeper is None or holder is None:
             raise self._lost()
         # the holder's own folder is the workdir, a mount point that nobody inside can replace
         enter = [*_enter(f"/proc/{keeper.pid}/fd"), f"--wd=/proc/{holder.pid}/cwd"]
         elsewhere = cwd if cwd != self.workdir else None
-        return [*enter, *command_in(elsewhere, argv, self.enforced)]
+        return [*enter, *command_in(elsewhere, argv, self.enforced, env)]
 
     def _in_sandbox(self, pid: int) -> bool:
         try:
@@ -315,9 +315,16 @@ def _enforced(plan: cgroups.Plan, spec: SandboxSpec) -> Mapping[str, str]:
 
 
 def _enter(fds: str) -> list[str]:
-    """The keeper opened these in this order (keeper.sh, hold)."""
+    """The keeper opened these in this order (keeper.sh, hold).
+
+    The host's network, where a build shares it, is not entered again: only root may.
+    """
     names = ("user", "mount", "pid", "net", "ipc", "uts", "cgroup")
-    namespaces = [f"--{name}={fds}/{number}" for number, name in enumerate(names, start=3)]
+    namespaces = [
+        f"--{name}={fds}/{number}"
+        for number, name in enumerate(names, start=3)
+        if name != "net" or os.readlink(f"{fds}/{number}") != os.readlink("/proc/self/ns/net")
+    ]
     return [program("nsenter"), *namespaces, "--preserve-credentials"]
 
 

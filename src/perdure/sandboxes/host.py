@@ -6,6 +6,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -86,12 +87,27 @@ _PACKAGES = {
 }
 
 
-def command_in(folder: str | None, argv: Sequence[str], enforced: Mapping[str, str]) -> list[str]:
+# glibc obeys these in every program, and shells forbid or misread the others: they are set in the
+# sandbox only, never for the host's programs that lead there. The rest is exported, because an
+# argument can be read by every user of the host.
+_SET_INSIDE = re.compile(
+    r"LD_.*|MALLOC_.*|GLIBC_TUNABLES|GCONV_PATH|GETCONF_DIR|HOSTALIASES|LOCALDOMAIN|LOCPATH|NIS_PATH"
+    r"|NLSPATH|RESOLV_HOST_CONF|RES_OPTIONS|TZDIR|UID|EUID|PPID|BASHOPTS|SHELLOPTS|IFS|OPTIND|LINENO"
+)
+
+
+def command_in(
+    folder: str | None,
+    argv: Sequence[str],
+    enforced: Mapping[str, str],
+    env: Mapping[str, str],
+) -> list[str]:
     """The last part of every command: a session of its own, rlimits, its folder unless it is there."""
     rlimits = [how.split(maxsplit=1)[1] for how in enforced.values() if how.startswith("prlimit")]
     limited = [program("prlimit"), *rlimits] if rlimits else []
-    into = [program("env"), f"--chdir={folder}"] if folder else []
-    return [program("setsid"), *limited, *into, *argv]
+    into = [f"--chdir={folder}"] if folder else []
+    into += [f"{name}={value}" for name, value in env.items() if _SET_INSIDE.fullmatch(name)]
+    return [program("setsid"), *limited, *([program("env"), *into] if into else []), *argv]
 
 
 class HostSandbox(Sandbox):
@@ -220,7 +236,7 @@ class HostSandbox(Sandbox):
     # -- what differs by provider ---------------------------------------------------------------
 
     @abstractmethod
-    def _command(self, argv: Sequence[str], cwd: str | None) -> list[str]:
+    def _command(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str]) -> list[str]:
         """The host's argv that runs `argv` in the sandbox, in `cwd`."""
 
     def _environment(self, env: Mapping[str, str]) -> Mapping[str, str]:
@@ -264,9 +280,13 @@ class HostSandbox(Sandbox):
             f"exec <{stdin} >>{folder}/out 2>>{folder}/err",
             "unset PERDURE_BOX PATH PWD OLDPWD",
             f"export PERDURE_EXEC={token}",
-            *(f"export {name}={shlex.quote(value)}" for name, value in _checked(env).items()),
+            *(
+                f"export {name}={shlex.quote(value)}"
+                for name, value in _checked(env).items()
+                if not _SET_INSIDE.fullmatch(name)
+            ),
             # the keeper's shell ignores INT and QUIT in background jobs; commands must not
-            f"exec {shlex.join([program('env'), '--default-signal=INT,QUIT', *self._command(argv, cwd)])}",
+            f"exec {shlex.join([program('env'), '--default-signal=INT,QUIT', *self._command(argv, cwd, env)])}",
         ]
         return os.fsencode("\n".join(lines) + "\n")
 

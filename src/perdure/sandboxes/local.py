@@ -45,9 +45,9 @@ class LocalSandbox(HostSandbox):
     def _real(self, text: str) -> str:
         return self._named.sub(lambda match: self.meta.paths[match[1]], text)
 
-    def _command(self, argv: Sequence[str], cwd: str | None) -> list[str]:
+    def _command(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str]) -> list[str]:
         folder = str(self._host_path(cwd or "."))
-        return command_in(folder, [self._real(part) for part in argv], self.enforced)
+        return command_in(folder, [self._real(part) for part in argv], self.enforced, env)
 
     def _environment(self, env: Mapping[str, str]) -> Mapping[str, str]:
         return {name: self._real(value) for name, value in env.items()}

@@ -196,6 +196,7 @@ class SandboxContract:
             await asyncio.gather(*(box.start("once", argv) for _ in range(5)))
             await box.wait("once")
             await box.start("once", argv)
+            await asyncio.gather(*(box.exec(["true"]) for _ in range(5)))  # what was queued has run
 
             assert await box.read_file("count") == b"ran\n"
 
@@ -246,7 +247,7 @@ class SandboxContract:
         """At the deadline children die too, even those in a session of their own."""
         async with self.box(provider) as box:
             await box.start("tree", ["bash", "-c", BACKGROUND_TREE], timeout_s=2)
-            status = await box.wait("tree")
+            status = await box.wait("tree", timeout_s=60)
             held = await box.output("tree")
             gone = (await box.exec(TREE_IS_GONE)).status
 
@@ -259,7 +260,7 @@ class SandboxContract:
             await self.until(box, "tree", b"all running\n")
             await box.signal("tree", signal.SIGKILL)
             await box.signal("tree", signal.SIGKILL)
-            status = await box.wait("tree")
+            status = await box.wait("tree", timeout_s=60)
             gone = (await box.exec(TREE_IS_GONE)).status
 
             assert (status.cause, gone.ok) == ("signal", True)
@@ -308,7 +309,7 @@ class SandboxContract:
         async with self.box(provider) as box:
             await _start_elsewhere(provider, box.identity, "orphan", LONG, timeout_s=0.5)
 
-            assert (await box.wait("orphan")).cause == "timeout"
+            assert (await box.wait("orphan", timeout_s=60)).cause == "timeout"
 
     # -- streams and files ------------------------------------------------------------------------
 
@@ -354,6 +355,15 @@ class SandboxContract:
                 f"spec,{value},{box.workdir}\n",
                 f"{box.workdir}/sub\n",
             )
+
+    async def test_any_variable_can_be_set(self, provider: SandboxProvider) -> None:
+        """Variables that the loader or a shell treats specially arrive like any other."""
+        names = ("LD_LIBRARY_PATH", "IFS", "UID", "PATH", "BASH_ENV")
+        async with self.box(provider) as box:
+            env = {name: f"/value/{name}:/usr/bin" for name in names}
+            seen = (await box.exec(["env"], env=env)).stdout.decode().splitlines()
+
+            assert {f"{name}={value}" for name, value in env.items()} <= set(seen)
 
     async def test_worker_environment_stays_outside(self, provider: SandboxProvider) -> None:
         """A secret in the worker's environment is in no command's environment."""
