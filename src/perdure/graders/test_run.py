@@ -113,6 +113,7 @@ run_git() {
     -c core.attributesFile=/dev/null -c gc.auto=0 \
     --git-dir="$PWD/.git" --work-tree="$PWD" "$@" </dev/null
 }
+trap '[ $? = 0 ] || rm -rf "$dir"' EXIT
 mkdir -m 700 "$dir" && tar -xmf - -C "$dir" || exit 91
 [ -d .git ] || { echo "no git repository at $PWD"; exit 92; }
 if [ -s "$dir/pre.sh" ]; then bash -e "$dir/pre.sh" </dev/null || exit 93; fi
