@@ -225,6 +225,19 @@ async def test_local_sandbox_refuses_install_lines(home: Home) -> None:
         await environments.prepare(await home.instance("true"))
 
 
+async def test_tree_in_an_image_is_refused_without_images(home: Home) -> None:
+    """A row whose tree lies in an image is refused by name where no image can be run."""
+    instance = (await home.instance()).model_copy(
+        update={
+            "source": Source(kind=SourceKind.IMAGE),
+            "environment": Environment(image="docker.io/x:1"),
+        }
+    )
+
+    with pytest.raises(ConfigurationError, match=r"d/thing-1 lies in the image docker\.io/x:1"):
+        await home.environments.prepare(instance)
+
+
 @pytest.mark.registry
 async def test_released_package(home: Home) -> None:
     """A real release is installed editable from the base tree and imports without network."""

@@ -74,7 +74,7 @@ class Environments:
         sandbox cannot build it), and what making a sandbox raises.
         """
         if instance.source.kind is SourceKind.IMAGE:
-            return _from_image(instance)
+            return _from_image(instance, self._provider)
         if instance.environment.install and not self._provider.isolated:
             raise ConfigurationError(
                 f"{instance.ref} has install lines, which need a sandbox that can mount "
@@ -231,7 +231,12 @@ def _prepared(instance: Instance, ready: Path) -> Prepared:
     )
 
 
-def _from_image(instance: Instance) -> Prepared:
+def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:
+    if not provider.runs_images:
+        raise ConfigurationError(
+            f"the tree of {instance.ref} lies in the image {instance.environment.image}, which "
+            f"--sandbox {provider.name} cannot run: give the row a `source`, or leave it out"
+        )
     if instance.environment.install:
         raise InstanceError(
             f"{instance.ref} has `install` lines for a tree inside an image: install them in the "

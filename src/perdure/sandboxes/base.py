@@ -244,6 +244,8 @@ class SandboxProvider(ABC):
     """False only for `local`, which says so loudly."""
     host_bound: bool = False
     """True when a sandbox is a process of this host: only workers here can reach it."""
+    runs_images: bool = False
+    """Makes sandboxes from `SandboxSpec.image`; without it, rows whose tree lies in one are refused."""
 
     @abstractmethod
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
