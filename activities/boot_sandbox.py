@@ -3,16 +3,16 @@
 import time
 
 from activities import checkpoints
-from activities.messages import Attempt, Booted
+from activities.messages import AgentRun, Attempt, Booted
 from activities.services import Services
 from activities.shell import shell
 from perdure.agents.base import AgentTask
 from perdure.episodes import assemble
-from perdure.errors import InstanceError, NotFound
+from perdure.errors import InstanceError, NotFound, SandboxLost
 from perdure.instances.environments import Prepared
 from perdure.sandboxes.base import Mount, SandboxSpec
 from perdure.storage import keys
-from perdure.types import EpisodeRef, Frozen, Instance, RolloutRequest
+from perdure.types import EpisodeRef, Frozen, Instance, RolloutRequest, RolloutStatus
 
 
 class BootRecord(Frozen):
@@ -37,6 +37,45 @@ class BootSandbox:
             return Booted(done=done)
         if request.expires_at is not None and time.time() > request.expires_at:
             return Booted(expired=True)
+        uri = f"{self.services.store.url}/{keys.rollout_of(request)}"
+        while (earlier := await self._record(attempt)) is not None:
+            if await self._is_captured(attempt):
+                return Booted(uri=uri, attempt=attempt.attempt)
+            if await self._may_live(request, earlier):
+                return self._booted(attempt, uri, earlier)
+            # Its sandbox is gone, with nothing to go on from: evidence, not a start. So is every
+            # attempt of an earlier workflow of this rollout that was cancelled or terminated.
+            attempt = attempt.model_copy(update={"attempt": attempt.attempt + 1})
+        return self._booted(attempt, uri, await self._create(attempt))
+
+    def _booted(self, attempt: Attempt, uri: str, record: BootRecord) -> Booted:
+        bound = self.services.provider(attempt.request.sandbox).host_bound
+        host = {"host": record.host} if bound else {}
+        return Booted(uri=uri, attempt=attempt.attempt, **host)
+
+    async def _record(self, attempt: Attempt) -> BootRecord | None:
+        key = f"{keys.attempt(attempt.request, attempt.attempt)}/sandbox.json"
+        return await checkpoints.read(self.services.store, key, BootRecord)
+
+    async def _is_captured(self, attempt: Attempt) -> bool:
+        """The agent is done and its diff is in the store: the attempt needs no sandbox any more."""
+        folder, store = keys.attempt(attempt.request, attempt.attempt), self.services.store
+        run = await checkpoints.read(store, f"{folder}/agent.json", AgentRun)
+        done = run is not None and not run.end.is_error()
+        return done and await store.exists(f"{folder}/patch.json")
+
+    async def _may_live(self, request: RolloutRequest, record: BootRecord) -> bool:
+        provider = self.services.provider(request.sandbox)
+        if provider.host_bound and record.host != self.services.host:
+            return True  # only that host can tell, and its watchers will
+        try:
+            await provider.attach(record.identity)
+        except (NotFound, SandboxLost):
+            return False
+        return True
+
+    async def _create(self, attempt: Attempt) -> BootRecord:
+        request = attempt.request
         started = time.time()
         instance = await self._instance(request)
         self._refuse_what_cannot_run(request, instance)
@@ -53,13 +92,14 @@ class BootSandbox:
             seconds=time.time() - started,
         )
         folder = keys.attempt(request, attempt.attempt)
-        await checkpoints.write(self.services.store, f"{folder}/sandbox.json", record)
-        host = {"host": self.services.host} if provider.host_bound else {}
-        return Booted(uri=f"{self.services.store.url}/{keys.rollout_of(request)}", **host)
+        return await checkpoints.write(self.services.store, f"{folder}/sandbox.json", record)
 
     async def _finished(self, request: RolloutRequest) -> EpisodeRef | None:
+        """The episode of a graded rollout; one that failed or was cancelled is worth another try."""
         episode = await assemble.read(self.services.store, request)
-        return None if episode is None else episode.ref(self.services.store.url)
+        if episode is None or episode.status is not RolloutStatus.GRADED:
+            return None
+        return episode.ref(self.services.store.url)
 
     async def _instance(self, request: RolloutRequest) -> Instance:
         try:

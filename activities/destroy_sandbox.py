@@ -1,8 +1,9 @@
-"""destroy_sandbox: on every path where the diff was not taken, leave nothing behind."""
+"""destroy_sandbox: where an attempt ends early, keep its turns and leave nothing behind."""
 
 from activities.messages import Attempt
 from activities.services import Services
 from activities.shell import shell
+from perdure.errors import NotFound
 
 
 class DestroySandbox:
@@ -15,3 +16,14 @@ class DestroySandbox:
         provider = self.services.provider(request.sandbox)
         await provider.kill(self.services.agent_identity(request, attempt.attempt))
         await provider.kill(self.services.grade_identity(request, attempt.attempt))
+        await self._close_session(attempt)
+
+    async def _close_session(self, attempt: Attempt) -> None:
+        """Its turns are evidence: the watcher that should have closed it may be dead."""
+        if not self.services.agent(attempt.request.agent).needs_model:
+            return
+        try:
+            session = self.services.agent_identity(attempt.request, attempt.attempt)
+            await self.services.gateway.close(session)
+        except NotFound:
+            return  # the agent was never started

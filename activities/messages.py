@@ -35,6 +35,8 @@ class Booted(Frozen):
     """A sandbox is up (or need not be). `host`: only workers there reach it; None = any worker."""
 
     host: str | None = None
+    attempt: int = 0
+    """The attempt it belongs to: later than the one asked for where earlier ones are used up."""
     uri: str = ""
     """Where this rollout's evidence lies, for people."""
     data_source: str = ""

@@ -1,6 +1,7 @@
 """run_agent: start the agent once, detached, and watch it; any worker may take over the watch."""
 
 import asyncio
+import contextlib
 import signal
 import time
 
@@ -27,25 +28,25 @@ class RunAgent:
     def __init__(self, services: Services) -> None:
         self.services = services
 
-    @shell("run_agent")
+    @shell("run_agent", leave_at_once=True)
     async def run(self, attempt: Attempt) -> AgentRun:
         key = f"{keys.attempt(attempt.request, attempt.attempt)}/agent.json"
         done = await checkpoints.read(self.services.store, key, AgentRun)
         if done is not None:
             return done
         sandbox = await self._attach(attempt)
-        await self._open_session(attempt)
-        await self._start_once(attempt, sandbox)
         try:
+            await self._open_session(attempt)
+            await self._start_once(attempt, sandbox)
             status = await self._watch(attempt, sandbox)
+            run = await self._conclude(attempt, sandbox, status)
         except asyncio.CancelledError:
             if cancelled_by_user():
                 await asyncio.shield(self._abort(attempt, sandbox, key))
             raise
         except SandboxLost:
-            await self._close_session(attempt)
+            await self._keep_output(attempt, sandbox)
             raise
-        run = await self._conclude(attempt, sandbox, status)
         return await checkpoints.write(self.services.store, key, run)
 
     async def _attach(self, attempt: Attempt) -> Sandbox:
@@ -159,6 +160,13 @@ class RunAgent:
         for name, data in kept.items():
             if data:
                 await self.services.store.put_if_absent(f"{folder}/{name}", data)
+
+    async def _keep_output(self, attempt: Attempt, sandbox: Sandbox) -> None:
+        """Where the provider still has what the agent of a lost sandbox printed."""
+        with contextlib.suppress(PerdureError):
+            out, err = await self._tail(sandbox, "stdout"), await self._tail(sandbox, "stderr")
+            status = ExecStatus(ExecState.LOST)
+            await self._keep(attempt, Evidence(status, out, err, files={}, turns=0))
 
     async def _abort(self, attempt: Attempt, sandbox: Sandbox, key: str) -> None:
         """A person cancelled: kill the agent, keep what it left behind."""

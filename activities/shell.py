@@ -33,11 +33,15 @@ MESSAGE_LIMIT = 1000
 
 
 def shell(
-    name: str,
+    name: str, *, leave_at_once: bool = False
 ) -> Callable[
     [Callable[[Any, Argument], Awaitable[Result]]], Callable[[Any, Argument], Awaitable[Result]]
 ]:
-    """Make a method the activity `name`."""
+    """Make a method the activity `name`.
+
+    `leave_at_once`: hand over as soon as the worker is told to stop, for work that only watches;
+    other work may use the worker's grace to finish.
+    """
 
     def wrap(
         method: Callable[[Any, Argument], Awaitable[Result]],
@@ -46,7 +50,7 @@ def shell(
         async def run(self: Any, argument: Argument) -> Result:
             _progress.set({})
             with _observed(name, argument):
-                async with _heartbeats():
+                async with _heartbeats(), _interrupted_by_shutdown(leave_at_once):
                     return await _translated(method(self, argument))
 
         return activity.defn(name=name)(run)
@@ -117,6 +121,26 @@ async def _beat(interval: float) -> None:
         await asyncio.sleep(min(interval, 5.0))
 
 
+@contextlib.asynccontextmanager
+async def _interrupted_by_shutdown(at_once: bool) -> AsyncIterator[None]:
+    """Cancel the work when the shutdown starts; without this, when the worker's grace is over."""
+    if not at_once:
+        yield
+        return
+    work = asyncio.current_task()
+    assert work is not None
+    task = asyncio.create_task(_cancel_at_shutdown(work))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _cancel_at_shutdown(work: "asyncio.Task[Any]") -> None:
+    await activity.wait_for_worker_shutdown()
+    work.cancel()
+
+
 _progress: ContextVar[dict[str, Any]] = ContextVar("progress")
 
 
@@ -127,7 +151,7 @@ def report(**progress: Any) -> None:
 
 def _of_cancellation() -> BaseException:
     details = activity.cancellation_details()
-    if details is not None and details.worker_shutdown:
+    if details is None or details.worker_shutdown:  # None: we left by ourselves, at the shutdown
         return ApplicationError(
             "the worker was told to stop; the work goes on elsewhere",
             type=WORKER_EVICTED,
