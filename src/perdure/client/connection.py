@@ -17,18 +17,20 @@ class CompactConverter(PydanticPayloadConverter):
         super().__init__(ToJsonOptions(exclude_unset=True))
 
 
+DEFAULT_ADDRESS = "localhost:7233"
+"""The `temporal` command's own default, and what `perdure up` listens on."""
 DATA_CONVERTER = DataConverter(payload_converter_class=CompactConverter)
 
 
 async def connect(address: str | None = None, *, runtime: Runtime | None = None) -> Client:
-    """Connect to `address`, or to what TEMPORAL_ADDRESS / TEMPORAL_PROFILE / the TOML file name.
+    """Connect to `address`, or to what TEMPORAL_ADDRESS / TEMPORAL_PROFILE / the TOML file name,
+    or to localhost:7233.
 
     Raises: ConfigurationError when nothing answers there.
     """
     config = ClientConfig.load_client_connect_config()
-    if address is not None:
-        config["target_host"] = address
-    target = config.get("target_host") or "localhost:7233"
+    target = address or config.get("target_host") or DEFAULT_ADDRESS
+    config["target_host"] = target
     try:
         return await Client.connect(**config, data_converter=DATA_CONVERTER, runtime=runtime)
     except (RuntimeError, RPCError) as error:
