@@ -10,7 +10,7 @@ import click
 
 from perdure.cli import follow, render, results, source, stack
 from perdure.cli.console import answer, print_table, say
-from perdure.cli.request import Options, build, check_sandbox, instances_of, needs_model
+from perdure.cli.request import Options, build, check, check_sandbox, instances_of, needs_model
 from perdure.cli.session import Session, connect
 from perdure.cli.temporal_target import given_address
 from perdure.client.api import RunHandle
@@ -59,6 +59,7 @@ def run(settings: Settings, options: Options, *, wait: bool, as_json: bool) -> i
 
 async def plan(settings: Settings, options: Options) -> Planned:
     """Resolve the source and check every option; nothing has started yet."""
+    check(options)
     store = open_store(settings)
     found = await source.resolve(store, options.source, skip_bad_rows=options.skip_bad_rows)
     for note in found.notes:

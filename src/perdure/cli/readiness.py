@@ -68,9 +68,9 @@ async def keep_closed_workflows(client: Client) -> None:
 async def wait_for_pollers(client: Client, pid: int) -> None:
     """The worker process `pid` of this host polls every queue of ours."""
     for queue in ACTIVITY_QUEUES:
-        await _wait_for_poller(client, queue, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, pid)
+        await wait_for_poller(client, queue, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, pid)
     queue = names.WORKFLOWS_QUEUE
-    await _wait_for_poller(client, queue, TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW, pid)
+    await wait_for_poller(client, queue, TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW, pid)
 
 
 async def wait_for_http(url: str) -> None:
@@ -93,7 +93,7 @@ def _get(url: str, timeout_s: float) -> bool:
         return False
 
 
-async def _wait_for_poller(
+async def wait_for_poller(
     client: Client, queue: str, kind: "TaskQueueType.ValueType", pid: int
 ) -> None:
     ours = f"{pid}@{socket.gethostname()}"  # the SDK's default identity

@@ -55,15 +55,20 @@ def fields_of(assignments: Sequence[str], named: Mapping[str, JsonValue]) -> dic
     return fields
 
 
-def build(options: Options, source: Source) -> RunRequest:
-    """The request, with every field of its rollouts validated.
+def check(options: Options) -> None:
+    """Every name and field of the rollouts, before anything is read or imported.
 
     Raises: ConfigurationError, pydantic.ValidationError.
     """
     registry.load("agent", registry.AGENTS, options.agent)
-    rollout = {**options.fields, "agent": options.agent}
+    run = RunRequest(run_id="x", instances=("x/x",), rollout=_rollout(options))
+    registry.load("sandbox", registry.SANDBOXES, run.rollout_request("x/x").sandbox)
+
+
+def build(options: Options, source: Source) -> RunRequest:
+    """The request of a checked command line. Raises: pydantic.ValidationError (the run's id)."""
     short = source.refs is not None and len(source.refs) <= SHORT_LIST
-    request = RunRequest(
+    return RunRequest(
         run_id=options.run_id or _run_id(options, source),
         instances=source.refs if short and source.refs is not None else (),
         dataset=None if short else source.dataset,
@@ -72,11 +77,8 @@ def build(options: Options, source: Source) -> RunRequest:
         limit=options.limit,
         n_samples=options.samples,
         concurrency=options.concurrency,
-        rollout=rollout,
+        rollout=_rollout(options),
     )
-    probe = request.rollout_request(f"{source.dataset}/x")
-    registry.load("sandbox", registry.SANDBOXES, probe.sandbox)
-    return request
 
 
 async def instances_of(store: Store, request: RunRequest, source: Source) -> list[str]:
@@ -103,6 +105,10 @@ def check_sandbox(settings: Settings, name: str) -> None:
     problems = provider.check()
     if problems:
         raise MissingDependency(problems[0])
+
+
+def _rollout(options: Options) -> dict[str, JsonValue]:
+    return {**options.fields, "agent": options.agent}
 
 
 def _run_id(options: Options, source: Source) -> str:

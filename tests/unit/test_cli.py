@@ -1,0 +1,217 @@
+"""The command line as a person meets it: fast help, one-line errors, one JSON document."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.shell_completion import BashComplete
+
+from perdure.cli.main import COMMANDS, cli, invoke
+from perdure.errors import ConfigurationError
+
+HEAVY = ("pydantic", "temporalio", "structlog", "rich", "pyarrow", "asyncio", "perdure.settings")
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command line came to."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def error(self) -> str:
+        """The one line that says what is wrong."""
+        lines = self.stderr.splitlines()
+        assert len(lines) == 1, lines
+        return lines[0]
+
+
+Perdure = Callable[..., Done]
+
+
+@pytest.fixture
+def perdure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Perdure:
+    """The command in an empty folder, with none of our variables but those a test sets."""
+    for name in os.environ:
+        if name.startswith(("PERDURE_", "TEMPORAL_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Done:
+        code = invoke(arguments)
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """`perdure --help` loads click and no more, so that it is instant."""
+    program = (
+        "import sys; from perdure.cli.main import invoke; invoke(['--help']);"
+        f"print([m for m in {HEAVY!r} if m in sys.modules])"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+
+    assert done.stdout.decode().splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, perdure: Perdure) -> None:
+    """Each command of the table exists and has a help text."""
+    done = perdure(command, "--help")
+
+    assert (done.code, done.stdout[:6]) == (0, "Usage:"), done.stderr
+
+
+def test_mistyped_command_is_answered_with_the_right_one(tmp_path: Path, perdure: Perdure) -> None:
+    """`perdure rnu` proposes `run`."""
+    done = perdure("rnu")
+
+    assert (done.code, "Did you mean 'run'?" in done.error) == (2, True)
+
+
+ROW = {
+    "instance_id": "a-1",
+    "repo": "a/a",
+    "source": {"kind": "pypi-sdist", "requirement": "a==1"},
+    "base_commit": "0" * 40,
+    "problem_statement": "It is broken.",
+    "patch": "diff --git a/x b/x\n",
+    "test_patch": "diff --git a/t b/t\n",
+    "test_cmd": "pytest -rA t.py",
+    "FAIL_TO_PASS": ["t"],
+    "PASS_TO_PASS": [],
+}
+
+
+def rows(folder: Path, *lacking: str, count: int = 17) -> Path:
+    """A file of `count` rows, the last of which lacks the named fields."""
+    good = [{**ROW, "instance_id": f"a-{n}"} for n in range(count)]
+    good[-1] = {name: value for name, value in good[-1].items() if name not in lacking}
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in good))
+    return path
+
+
+def test_bad_row_is_named_with_its_field_and_the_fix(tmp_path: Path, perdure: Perdure) -> None:
+    """Row 17 without `patch` is refused by number and field before anything starts."""
+    done = perdure("run", str(rows(tmp_path, "patch")), "--agent", "oracle")
+
+    assert done.code == 2
+    assert done.error.startswith("error: dataset row 17 lacks `patch`: ")
+
+
+def test_unknown_agent_lists_the_known_ones(tmp_path: Path, perdure: Perdure) -> None:
+    """A wrong agent name is answered with the right ones."""
+    done = perdure("run", str(rows(tmp_path)), "--agent", "oracel")
+
+    assert "unknown agent 'oracel': use one of mini_swe_agent, nop, oracle" in done.error
+
+
+def test_unknown_variable_is_named_with_the_one_that_was_meant(
+    perdure: Perdure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistyped PERDURE_ variable is no silent default."""
+    monkeypatch.setenv("PERDURE_AGENT_SLOT", "3")
+
+    done = perdure("settings")
+
+    assert done.code == 2
+    assert "PERDURE_AGENT_SLOT is no setting: did you mean PERDURE_AGENT_SLOTS?" in done.error
+
+
+def test_bad_value_in_the_file_names_file_and_key(tmp_path: Path, perdure: Perdure) -> None:
+    """perdure.toml is blamed by name, with the key and what is wrong with its value."""
+    (tmp_path / "perdure.toml").write_text("agent_slots = 0\n")
+
+    done = perdure("settings")
+
+    assert done.error.startswith("error: perdure.toml: agent_slots=0: input should be greater")
+
+
+def test_bad_field_of_a_rollout_is_named(tmp_path: Path, perdure: Perdure) -> None:
+    """--set with a misspelt field says which one, and starts nothing."""
+    done = perdure("run", str(rows(tmp_path)), "--set", "sampling.temprature=1")
+
+    assert done.error == "error: sampling.temprature: there is no such field"
+
+
+def test_without_a_stack_the_next_command_is_named(tmp_path: Path, perdure: Perdure) -> None:
+    """`perdure status` where nothing runs points to `perdure up`."""
+    done = perdure("status")
+
+    assert (done.code, "`perdure up` starts it" in done.error) == (2, True)
+
+
+def test_endpoint_that_does_not_answer_is_named() -> None:
+    """A model endpoint nobody listens on is reported with its address."""
+    from perdure.cli import ports
+    from perdure.cli.launch import check_engine
+    from perdure.errors import GatewayUnavailable
+
+    url = f"http://127.0.0.1:{ports.free_port()}/v1"
+
+    with pytest.raises(GatewayUnavailable, match=f"engine at {url} cannot be reached"):
+        check_engine(url, "mini_swe_agent")
+
+
+def test_json_is_one_document_on_stdout(tmp_path: Path, perdure: Perdure) -> None:
+    """--json leaves nothing but the answer on stdout, whatever else is told."""
+    done = perdure("run", str(rows(tmp_path)), "-a", "oracle", "--dry-run", "--json")
+
+    assert json.loads(done.stdout)["rollouts"] == 17
+
+
+def test_json_errors_are_one_document_too(tmp_path: Path, perdure: Perdure) -> None:
+    """A program that asked for JSON gets its error as JSON."""
+    done = perdure("show", "nothing", "--json")
+
+    assert json.loads(done.stdout)["error"].startswith("no rollout 'nothing'")
+
+
+def test_tracebacks_are_shown_on_request_only(
+    perdure: Perdure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PERDURE_DEBUG=1 is the only way to a traceback."""
+    assert perdure("run", "none.jsonl").code == 2
+
+    monkeypatch.setenv("PERDURE_DEBUG", "1")
+
+    with pytest.raises(ConfigurationError):
+        perdure("run", "none.jsonl")
+
+
+def offers(words: list[str], beginning: str) -> list[str]:
+    """What a Tab key offers after `perdure <words> <beginning>`."""
+    shell = BashComplete(cli, {}, "perdure", "_PERDURE_COMPLETE")
+    return [item.value for item in shell.get_completions(words, beginning)]
+
+
+def test_completion_knows_the_commands() -> None:
+    """Tab after `perdure s` offers the commands with that beginning."""
+    assert offers([], "s") == ["status", "show", "settings"]
+
+
+def test_completion_knows_the_agents() -> None:
+    """Tab after `--agent o` offers oracle."""
+    assert offers(["run", "x", "--agent"], "o") == ["oracle"]
+
+
+def test_settings_page_is_the_one_in_the_docs() -> None:
+    """docs/settings.md is what `perdure settings --markdown` prints."""
+    from perdure.cli.settings import page
+
+    written = Path(__file__).parents[2] / "docs" / "settings.md"
+
+    assert page() + "\n" == written.read_text()

@@ -1,0 +1,144 @@
+"""Processes that are kept running, found again and stopped: real ones, with real signals."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perdure.cli import ports
+from perdure.cli.children import Child, ChildSpec
+from perdure.cli.processes import ProcessId, identify, stop
+from perdure.errors import ConfigurationError
+from perdure.settings import Settings
+
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+
+
+def spawn(program: str) -> "subprocess.Popen[bytes]":
+    """A Python that has said `up`, leading its own group."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_another_process_under_the_same_pid_is_not_ours() -> None:
+    """A pid with another start time is not alive, and is never signalled."""
+    ours = identify(os.getpid())
+    assert ours is not None
+    other = ProcessId(ours.pid, ours.started - 1)
+
+    assert (ours.alive, other.alive, stop(other, 1.0)) == (True, False, False)
+
+
+def test_process_that_ignores_sigterm_is_killed() -> None:
+    """After the grace comes SIGKILL, and the answer says so."""
+    with spawn(STUBBORN) as process:
+        identity = identify(process.pid)
+        assert identity is not None
+
+        killed = stop(identity, grace_s=0.05)
+
+        assert (killed, process.wait()) == (True, -signal.SIGKILL)
+
+
+async def until(child: Child, exits: int) -> None:
+    """The child has been started again `exits` times."""
+    while child.state is None or child.state.restarts < exits:
+        await asyncio.sleep(0.01)
+
+
+def child_of(program: str, folder: Path) -> Child:
+    spec = ChildSpec("part", (sys.executable, "-c", program), dict(os.environ), grace_s=5.0)
+    return Child(spec, folder, lambda: None)
+
+
+async def test_child_that_dies_is_started_again(tmp_path: Path) -> None:
+    """A killed child comes back under another pid, and how it ended is on record."""
+    child = child_of("import signal; signal.pause()", tmp_path)
+    await child.start()
+    try:
+        assert child.state is not None
+        first = child.state.process
+        os.kill(first.pid, signal.SIGKILL)
+        await until(child, 1)
+        second = child.state
+
+        assert (first.alive, second.process.alive) == (False, True)
+        assert (second.restarts, second.last_exit) == (1, "killed by SIGKILL")
+    finally:
+        await child.stop()
+
+
+async def test_stopped_child_stays_down(tmp_path: Path) -> None:
+    """Stopping ends the process and nobody starts it again."""
+    child = child_of("import signal; signal.pause()", tmp_path)
+    await child.start()
+    assert child.state is not None
+
+    await child.stop()
+
+    assert (child.state.process.alive, child.exits) == (False, 0)
+
+
+async def test_last_words_come_from_the_log(tmp_path: Path) -> None:
+    """What a child said before it died is there to be told."""
+    child = child_of("raise SystemExit('no such port')", tmp_path)
+    await child.start()
+    await until(child, 1)
+    await child.stop()
+
+    assert child.last_words(1) == "no such port"
+
+
+def test_child_dies_with_its_parent(tmp_path: Path) -> None:
+    """kill -9 of a supervisor leaves no child behind."""
+    parent = spawn(
+        "import asyncio, os, sys; from pathlib import Path\n"
+        "from perdure.cli.children import Child, ChildSpec\n"
+        "async def main():\n"
+        "    spec = ChildSpec('c', (sys.executable, '-c', 'import signal; signal.pause()'), os.environ)\n"
+        f"    child = Child(spec, Path({str(tmp_path)!r}), lambda: None)\n"
+        "    await child.start(); print(child.state.pid, flush=True); await asyncio.sleep(3600)\n"
+        "print('up', flush=True); asyncio.run(main())\n"
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    watch = os.pidfd_open(child)
+
+    with parent:
+        parent.kill()
+
+    assert signal_of_end(watch), "the child outlived its parent"
+
+
+def signal_of_end(descriptor: int) -> bool:
+    """The process behind a pidfd has ended."""
+    import select
+
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    try:
+        return bool(poll.poll(20_000))
+    finally:
+        os.close(descriptor)
+
+
+def test_occupied_port_is_replaced_unless_it_was_set() -> None:
+    """A default that is taken gives way; an explicit choice is an error naming the variable."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        usual = Settings.model_construct(_fields_set=set(), ui_port=port)
+        chosen = Settings(ui_port=port)
+
+        assert ports.choose(usual, "ui_port") != port
+        with pytest.raises(ConfigurationError, match=f"PERDURE_UI_PORT={port} is occupied"):
+            ports.choose(chosen, "ui_port")

@@ -1,0 +1,86 @@
+"""From options to a request: run ids that join, fields that nest, selections that match."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.cli.request import Options, build, fields_of, instances_of
+from perdure.cli.source import Source
+from perdure.errors import ConfigurationError
+from perdure.storage.local import LocalStore
+
+SOURCE = Source("rows", "rows", ("rows/a-1", "rows/a-2", "rows/b-1"), digest="d1")
+OPTIONS = Options(source="rows.jsonl", agent="oracle")
+
+
+def test_same_command_means_the_same_run() -> None:
+    """Repeating a command joins its run; how much of it is in flight changes nothing."""
+    again = replace(OPTIONS, concurrency=64)
+
+    assert build(OPTIONS, SOURCE).run_id == build(again, SOURCE).run_id
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"agent": "nop"}, {"samples": 2}, {"limit": 1}, {"include": ("a*",)}, {"new": True},
+     {"fields": {"model": "m"}}],
+    ids=str,
+)  # fmt: skip
+def test_another_command_means_another_run(change: dict[str, Any]) -> None:
+    """Whatever changes the result changes the run's id."""
+    assert build(replace(OPTIONS, **change), SOURCE).run_id != build(OPTIONS, SOURCE).run_id
+
+
+def test_changed_rows_mean_another_run() -> None:
+    """A file whose content changed is not joined to the run of the old content."""
+    changed = replace(SOURCE, digest="d2")
+
+    assert build(OPTIONS, changed).run_id != build(OPTIONS, SOURCE).run_id
+
+
+def test_assignments_nest_and_read_json() -> None:
+    """`--set a.b=1` nests; values are JSON where they parse, else text."""
+    fields = fields_of(
+        ["sampling.temperature=0.7", "model=m-1", "limits.cpus=4"], {"sandbox": "local"}
+    )
+
+    assert fields == {
+        "sandbox": "local",
+        "sampling": {"temperature": 0.7},
+        "model": "m-1",
+        "limits": {"cpus": 4},
+    }
+
+
+def test_assignment_without_a_value_is_refused() -> None:
+    """`--set key` says how to write it."""
+    with pytest.raises(ConfigurationError, match="write it as KEY=VALUE"):
+        fields_of(["model"], {})
+
+
+def test_long_lists_stay_out_of_the_request() -> None:
+    """Thousands of references lie in the store, not in a workflow's input."""
+    refs = tuple(f"rows/a-{n}" for n in range(201))
+
+    request = build(OPTIONS, replace(SOURCE, refs=refs))
+
+    assert (request.instances, request.dataset) == ((), "rows")
+
+
+async def test_globs_select_instances(tmp_path: Path) -> None:
+    """--include and --exclude match instance ids, and --limit cuts what is left."""
+    options = replace(OPTIONS, include=("a-*", "b-*"), exclude=("*-2",), limit=2)
+
+    found = await instances_of(LocalStore(str(tmp_path)), build(options, SOURCE), SOURCE)
+
+    assert found == ["rows/a-1", "rows/b-1"]
+
+
+async def test_globs_that_leave_nothing_show_what_names_look_like(tmp_path: Path) -> None:
+    """An empty selection is an error that shows real ids."""
+    request = build(replace(OPTIONS, include=("z*",)), SOURCE)
+
+    with pytest.raises(ConfigurationError, match="named like a-1, a-2, b-1"):
+        await instances_of(LocalStore(str(tmp_path)), request, SOURCE)

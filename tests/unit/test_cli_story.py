@@ -1,0 +1,52 @@
+"""Finding a rollout by the little a person types, and telling what it left."""
+
+from pathlib import Path
+
+import pytest
+
+from perdure.cli import story
+from perdure.cli.story import RolloutName
+from perdure.errors import NotFound
+from perdure.storage.local import LocalStore
+from perdure.types import Grade, Outcome, Rewards, TestStatus
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> LocalStore:
+    """Run r1 with two instances, run r2 with one of them twice."""
+    store = LocalStore(str(tmp_path))
+    for name in ("r1/rollouts/click-8.1/0", "r1/rollouts/flask-2/0", "r2/rollouts/click-8.1/0",
+                 "r2/rollouts/click-8.1/1"):  # fmt: skip
+        await store.put(f"runs/{name}/attempts/1/sandbox.json", b"{}")
+    return store
+
+
+@pytest.mark.parametrize(
+    "text", ["rollout/r1/flask-2/0", "r1/flask-2/0", "r1/flask-2", "r1/fla", "flask-2", "fla"]
+)
+async def test_any_unambiguous_name_finds_the_rollout(store: LocalStore, text: str) -> None:
+    """A workflow id, a path with or without sample, a unique beginning: all mean the same."""
+    assert await story.find(store, text) == RolloutName("r1", "flask-2", 0)
+
+
+async def test_ambiguous_name_lists_what_it_may_mean(store: LocalStore) -> None:
+    """A beginning that fits several rollouts is refused with their full names."""
+    with pytest.raises(NotFound, match=r"'click' means 3 rollouts: r1/click-8.1/0, r2/click-8.1/0"):
+        await story.find(store, "click")
+
+
+async def test_story_names_the_tests_that_should_have_passed(store: LocalStore) -> None:
+    """Failing, erroring and missing tests of both lists are told; passing ones are not."""
+    grade = Grade(
+        outcome=Outcome.UNRESOLVED,
+        rewards=Rewards(binary=0.0),
+        fail_to_pass={"t::new": TestStatus.FAILED},
+        pass_to_pass={"t::old": TestStatus.PASSED, "t::gone": TestStatus.MISSING},
+    )
+    key = "runs/r1/rollouts/flask-2/0/attempts/2/grade-abc.json"
+    await store.put(key, grade.model_dump_json().encode())
+
+    found = await story.read(store, RolloutName("r1", "flask-2", 0))
+
+    assert [one.number for one in found.attempts] == [1, 2]
+    assert found.failing_tests() == ["FAILED t::new", "MISSING t::gone"]

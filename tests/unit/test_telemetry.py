@@ -1,0 +1,79 @@
+"""What processes say about themselves: one JSON line each, nothing on stdout, one metrics port."""
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+
+def run(program: str) -> "subprocess.CompletedProcess[bytes]":
+    """A fresh process: logging and the SDK's runtime are set up once per process."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, check=True
+    )
+
+
+def lines(done: "subprocess.CompletedProcess[bytes]") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in done.stderr.splitlines()]
+
+
+def test_lines_are_bound_to_their_rollout() -> None:
+    """Ours and other libraries' lines inside a block carry run, rollout and attempt."""
+    done = run("""
+        import logging, structlog
+        from perdure.settings import Settings
+        from perdure.telemetry import bind, configure_logging
+        configure_logging(Settings(), "worker-boot")
+        with bind("r1", "rollout/r1/a/0", 2):
+            structlog.get_logger("perdure.x").info("booted", seconds=1)
+            logging.getLogger("library").warning("slow %s", "disk")
+        structlog.get_logger("perdure.x").info("idle")
+    """)
+
+    ours, library, idle = lines(done)
+    assert ours == ours | {"event": "booted", "run": "r1", "attempt": 2, "process": "worker-boot"}
+    assert library == library | {"event": "slow disk", "rollout": "rollout/r1/a/0"}
+    assert "run" not in idle
+
+
+def test_the_sdk_does_not_log_to_stdout() -> None:
+    """Temporal's core would spoil `--json` by default; its lines join ours instead."""
+    done = run("""
+        import asyncio, os, sys
+        from temporalio.client import Client
+        from perdure.settings import Settings
+        from perdure.telemetry import configure_logging, temporal_runtime
+        configure_logging(Settings(), "cli")
+        runtime = temporal_runtime(Settings())
+        async def main():
+            client = await Client.connect("127.0.0.1:1", lazy=True, runtime=runtime)
+            try:
+                await client.count_workflows()
+            except Exception:
+                pass
+        asyncio.run(main()); sys.stderr.flush(); os._exit(0)
+    """)
+
+    assert done.stdout == b""
+
+
+def test_our_metrics_are_served() -> None:
+    """What a worker counts is on its Prometheus port, with its labels."""
+    done = run("""
+        import os, urllib.request
+        from perdure.cli.ports import free_port
+        from perdure.settings import Settings
+        from perdure.telemetry import metrics, temporal_runtime
+        settings = Settings(metrics_port=free_port())
+        runtime = temporal_runtime(settings)
+        metrics.stage("boot", 1.5, queued_s=0.5, cause="SandboxLost")
+        metrics.agent_time(total_s=10.0, model_s=4.0)
+        url = f"http://127.0.0.1:{settings.metrics_port}/metrics"
+        print(urllib.request.urlopen(url).read().decode(), flush=True); os._exit(0)
+    """)
+
+    text = done.stdout.decode()
+    assert re.search(r'^perdure_attempts_total{cause="SandboxLost".* 1$', text, re.MULTILINE)
+    assert re.search(r"^perdure_environment_ms_total{.* 6000$", text, re.MULTILINE)
