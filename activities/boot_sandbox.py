@@ -9,6 +9,8 @@ from activities.shell import shell
 from perdure.agents.base import AgentTask
 from perdure.episodes import assemble
 from perdure.errors import InstanceError, NotFound, SandboxLost
+from perdure.graders import patch
+from perdure.graders.patch import BASE_GIT
 from perdure.instances.environments import Prepared
 from perdure.sandboxes.base import Mount, SandboxSpec
 from perdure.storage import keys
@@ -23,6 +25,8 @@ class BootRecord(Frozen):
     host: str
     booted_at: float
     seconds: float
+    base_git: str = ""
+    """The pristine git directory inside the sandbox, against which its diff is taken."""
 
 
 class BootSandbox:
@@ -83,13 +87,15 @@ class BootSandbox:
         tools = await self.services.agent(request.agent).install(self.services.tools)
         provider = self.services.provider(request.sandbox)
         identity = self.services.agent_identity(request, attempt.attempt)
-        await provider.create(self._spec(attempt, prepared, tools), identity)
+        sandbox = await provider.create(self._spec(attempt, prepared, tools), identity)
+        base_git = BASE_GIT if prepared.tree else await patch.prepare_capture(sandbox)
         record = BootRecord(
             identity=identity,
             provider=provider.name,
             host=self.services.host,
             booted_at=time.time(),
             seconds=time.time() - started,
+            base_git=base_git,
         )
         folder = keys.attempt(request, attempt.attempt)
         return await checkpoints.write(self.services.store, f"{folder}/sandbox.json", record)
@@ -120,13 +126,18 @@ class BootSandbox:
             workdir=prepared.workdir,
             tree=prepared.tree,
             image=prepared.image,
-            mounts=(*prepared.mounts, *tools),
+            mounts=(*prepared.mounts, *tools, *_pristine_git(prepared)),
             env=prepared.env,
             limits=request.limits,
             gateway=self.services.settings.gateway_socket if needs_model else None,
             labels=self.services.labels(request, attempt.attempt, "agent"),
             ttl_s=self.services.settings.sandbox_ttl_s,
         )
+
+
+def _pristine_git(prepared: Prepared) -> tuple[Mount, ...]:
+    """The agent owns its own `.git`; the diff is taken against this one."""
+    return (Mount(prepared.tree / ".git", BASE_GIT),) if prepared.tree else ()
 
 
 def agent_task(

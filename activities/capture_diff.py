@@ -4,6 +4,7 @@ import hashlib
 import signal
 
 from activities import checkpoints
+from activities.boot_sandbox import BootRecord
 from activities.messages import Attempt, Captured
 from activities.services import Services
 from activities.shell import shell
@@ -36,10 +37,8 @@ class CaptureDiff:
         sandbox = await self._attach(attempt)
         # Nothing of the agent may race the capture.
         await sandbox.signal(EXEC_ID, signal.SIGKILL)
-        instance = await self.services.instance(attempt.request)
-        prepared = await self.services.environments(attempt.request.sandbox).prepare(instance)
-        base_git = prepared.tree / ".git" if prepared.tree is not None else None
-        captured = await patch.capture(sandbox, base_git)
+        boot = await checkpoints.read(self.services.store, f"{folder}/sandbox.json", BootRecord)
+        captured = await patch.capture(sandbox, boot.base_git if boot else None)
         key = f"{folder}/patch.diff"
         if not await self.services.store.put_if_absent(key, captured.data):
             captured = captured.with_data((await self.services.store.get(key)).data)

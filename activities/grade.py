@@ -47,6 +47,9 @@ class GradeInFreshSandbox:
         graded = await self._run_tests(attempt, instance, data)
         log_key = f"{folder}/tests-{_generation(attempt)}.log"
         await self.services.store.put_if_absent(log_key, graded.log)
+        if graded.junit is not None:
+            junit_key = log_key.removesuffix(".log") + ".xml"
+            await self.services.store.put_if_absent(junit_key, graded.junit)
         return graded.grade.model_copy(
             update={
                 "log_key": log_key,
