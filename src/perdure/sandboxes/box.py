@@ -131,7 +131,7 @@ class Box:
 
     def make_ahead(self, exec_groups: str | None) -> None:
         """Keep the keeper supplied with slots x0, x1, ...: it would have to spawn mkdir itself."""
-        count = len(os.listdir(self.path / "slots"))
+        count = sum("." not in name for name in os.listdir(self.path / "slots"))
         _make_slot(self.path / "slots" / f"x{count}")
         if exec_groups is not None:
             with contextlib.suppress(FileExistsError, FileNotFoundError):
@@ -149,8 +149,7 @@ class Box:
 
 def _make_slot(path: Path) -> None:
     with contextlib.suppress(FileExistsError, FileNotFoundError):
-        path.mkdir()
-        os.mkfifo(path / "request", 0o600)
+        os.mkfifo(path, 0o600)
 
 
 def check_identity(identity: str) -> None:

@@ -1,6 +1,6 @@
 """The durable record of one command: one folder on the host, outside the sandbox's reach.
 
-Written by `Sandbox.start` (spec.json, run, in) and by keeper.sh (pid, out, err, cause, rc).
+Written by `Sandbox.start` (run, in) and by keeper.sh (pid, out, err, cause, rc).
 
     no folder                   never started
     rc ends in a newline        over: exited or killed, as the kernel told the keeper
@@ -10,7 +10,6 @@ Written by `Sandbox.start` (spec.json, run, in) and by keeper.sh (pid, out, err,
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -53,8 +52,7 @@ class ExecRecord:
         digest = argv_digest(argv)
         draft = self.path.with_name(f".{uuid4().hex}")
         draft.mkdir(mode=0o700)
-        (draft / "spec.json").write_text(json.dumps({"argv_sha256": digest, "token": token}))
-        (draft / "run").write_bytes(run)
+        (draft / "run").write_bytes(f"# {digest} {token}\n".encode() + run)
         if stdin is not None:
             (draft / "in").write_bytes(stdin)
         try:
@@ -64,7 +62,7 @@ class ExecRecord:
             self.check_same(argv)
 
     def check_same(self, argv: Sequence[str]) -> None:
-        if self._spec()["argv_sha256"] != argv_digest(argv):
+        if self._identified_by()[0] != argv_digest(argv):
             raise ConfigurationError(
                 f"exec_id {self.path.name!r} was started with another argv; use a new exec_id"
             )
@@ -82,10 +80,12 @@ class ExecRecord:
 
     @property
     def token(self) -> str:
-        return self._spec()["token"]
+        return self._identified_by()[1]
 
-    def _spec(self) -> dict[str, str]:
-        return cast(dict[str, str], json.loads((self.path / "spec.json").read_text()))
+    def _identified_by(self) -> list[str]:
+        """Digest of the argv, and the token that marks the command's processes."""
+        with open(self.path / "run", "rb") as file:
+            return file.readline().decode().split()[1:]
 
     def claim_cause(self, cause: KillCause) -> None:
         """Say why it will be killed; the first cause stays."""

@@ -34,12 +34,12 @@ run() {  # joins, waits for a request, becomes the command
         echo 0 >"$procs" || joined=no
     done
     [ "$group" = - ] || echo 0 >"$group/cgroup.procs" || joined=no
-    read -r id <"$slot/request"
+    read -r id <"$slot"
     oom_kills
     set -C # the guard: whoever creates `pid` runs the command, a second request does nothing
     echo "$me $group $kills" >"execs/$id/pid" || exit 0
     set +C
-    echo "$id" >"$slot/id"
+    echo "$id" >"$slot.id"
     if [ $joined = no ]; then # never run without its limits
         echo sandbox >"execs/$id/cause"
         read -r self rest </proc/self/stat
@@ -49,9 +49,9 @@ run() {  # joins, waits for a request, becomes the command
 }
 
 report() {  # `jobs` tells an exit code from a signal, `$?` does not
-    [ -f "$slot/id" ] || exit 0
-    read -r id <"$slot/id"
-    IFS= read -r how <"$slot/end"
+    [ -f "$slot.id" ] || exit 0
+    read -r id <"$slot.id"
+    IFS= read -r how <"$slot.end"
     case $how in
     *Done | *"Done "*) facts= ;;
     *)
@@ -74,7 +74,7 @@ holder_lives() {  # a dying holder takes its processes along before it is gone i
 
 standby() {  # its pipe and its cgroup are made ahead by `start`, which is cheaper than here
     slot=slots/x$n
-    [ -p "$slot/request" ] || { mkdir -p "$slot" && mkfifo "$slot/request"; }
+    [ -p "$slot" ] || mkfifo "$slot"
     group=-
     if [ "$groups" != - ]; then
         group=$groups/x$n
@@ -83,7 +83,7 @@ standby() {  # its pipe and its cgroup are made ahead by `start`, which is cheap
     (
         whoami
         (run "$@") &
-        { wait; jobs; } >"$slot/end" 2>&1
+        { wait; jobs; } >"$slot.end" 2>&1
         report
     ) </dev/null >/dev/null 2>>log &
 }
@@ -101,7 +101,7 @@ watch() {  # $1 exec id, $2 seconds
 
 kill_tree() {
     if [ "$group" = - ]; then
-        token=$(sed 's/.*"token": "\([^"]*\)".*/\1/' "execs/$1/spec.json")
+        read -r comment digest token <"execs/$1/run"
         read -r shim rest <"execs/$1/pid"
         while pids=$(marked "$token"; below "$shim") && [ -n "$pids" ]; do
             kill -9 $pids 2>/dev/null
@@ -171,7 +171,7 @@ while read -r id timeout; do
         watch "$id" "$timeout" </dev/null >/dev/null &
         echo $! >"execs/$id/watch"
     fi
-    echo "$id" >"$slot/request" # waits until the standby has joined its cgroups
+    echo "$id" >"$slot" # waits until the standby has joined its cgroups
     n=$((n + 1))
     standby "$@"
     jobs >/dev/null # reaps what has ended
