@@ -1,8 +1,10 @@
 """Reading what came in and what went wrong: refusals by field name, causes by boundary."""
 
+import asyncio
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError, TimeoutError, TimeoutType
 
 from perdure.errors import Boundary
@@ -83,6 +85,16 @@ def _timed_out(error: ActivityError, cause: TimeoutError) -> Failure:
         type="ActivityTimeout",
         message=f"{error.activity_type} ran out of time ({kind}){detail}"[:MESSAGE_LIMIT],
     )
+
+
+def stop_if_cancelled() -> None:
+    """Raise CancelledError when somebody asked this workflow to stop.
+
+    To be called after an activity: one that ends well although it was told to stop takes the
+    request with it.
+    """
+    if workflow.cancellation_reason() is not None:
+        raise asyncio.CancelledError("the workflow was cancelled")
 
 
 def type_of(error: ActivityError) -> str | None:

@@ -39,23 +39,22 @@ class Options(TypedDict, total=False):
     summary: str
 
 
-def _options(queue: str, *, each: float, total: float, beat: float | None) -> Options:
-    options = Options(
+def _options(queue: str, *, each: float, total: float, beat: float) -> Options:
+    """`beat`: a worker that is silent for so long is dead, and another one takes over."""
+    return Options(
         task_queue=queue,
         start_to_close_timeout=timedelta(seconds=each),
         schedule_to_close_timeout=timedelta(seconds=total),
+        heartbeat_timeout=timedelta(seconds=beat),
         retry_policy=RETRY,
         # The clean-up must not start while the activity is still at work.
         cancellation_type=ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
     )
-    if beat is not None:
-        options["heartbeat_timeout"] = timedelta(seconds=beat)
-    return options
 
 
-def boot() -> Options:
+def boot(request: RolloutRequest) -> Options:
     """First use of an instance builds its environment, hence the long bound."""
-    return _options(names.BOOT_QUEUE, each=1800, total=2 * 3600, beat=60)
+    return _options(names.BOOT_QUEUE, each=1800, total=2 * 3600, beat=request.heartbeat_timeout_s)
 
 
 def _on(host: str | None, options: Options) -> Options:
@@ -78,22 +77,25 @@ def run_agent(request: RolloutRequest, host: str | None) -> Options:
     )
 
 
-def capture(host: str | None) -> Options:
-    return _on(host, _options(names.AGENT_QUEUE, each=300, total=1800, beat=30))
+def capture(request: RolloutRequest, host: str | None) -> Options:
+    beat = request.heartbeat_timeout_s
+    return _on(host, _options(names.AGENT_QUEUE, each=300, total=1800, beat=beat))
 
 
 def grade(request: RolloutRequest) -> Options:
     limit = request.grade_timeout_s or 1800.0
-    return _options(names.GRADE_QUEUE, each=limit + 1200, total=3 * limit + 7200, beat=60)
+    beat = request.heartbeat_timeout_s
+    return _options(names.GRADE_QUEUE, each=limit + 1200, total=3 * limit + 7200, beat=beat)
 
 
-def emit() -> Options:
-    return _options(names.IO_QUEUE, each=120, total=24 * 3600, beat=None)
+def emit(request: RolloutRequest) -> Options:
+    beat = request.heartbeat_timeout_s
+    return _options(names.IO_QUEUE, each=120, total=24 * 3600, beat=beat)
 
 
-def destroy(host: str | None) -> Options:
+def destroy(request: RolloutRequest, host: str | None) -> Options:
     """Bounded: when it cannot be done, the provider's TTL and the reaper do it."""
-    options = _options(names.IO_QUEUE, each=120, total=900, beat=None)
+    options = _options(names.IO_QUEUE, each=120, total=900, beat=request.heartbeat_timeout_s)
     if host is not None:
         options["task_queue"] = names.host_queue(host)
         options["schedule_to_start_timeout"] = timedelta(minutes=2)

@@ -5,10 +5,12 @@ workflow itself fails only on a refused input or a bug, so a red line means: som
 """
 
 import asyncio
+import contextlib
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError, is_cancelled_exception
+from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
     from activities.messages import (
@@ -25,12 +27,13 @@ with workflow.unsafe.imports_passed_through():
     from perdure.errors import Boundary
     from perdure.types import AgentEnd, EpisodeRef, Failure, RolloutRequest, RolloutStatus
     from workflows import policies
-    from workflows.failures import failure_of, parse, type_of
+    from workflows.failures import failure_of, parse, stop_if_cancelled, type_of
     from workflows.story import Story
 
 Result = TypeVar("Result")
 
 MAX_EVICTIONS = 50
+CLEANING = ("destroy_sandbox", "emit_episode")
 
 
 @workflow.defn(name=names.ROLLOUT)
@@ -49,15 +52,13 @@ class RolloutWorkflow:
         cancelled = False
         try:
             ending = await self._play(rollout)
-        except (ActivityError, asyncio.CancelledError) as error:
-            if not is_cancelled_exception(error):
-                raise
+        except asyncio.CancelledError:
             cancelled = True
             ending = RolloutStatus.CANCELLED, None
         if isinstance(ending, EpisodeRef):
             self.story.close(ending)
             return ending
-        episode = await self._emit(rollout, *ending)
+        episode = await _to_the_end(self._emit(rollout, *ending))
         self.story.close(episode)
         if cancelled:
             raise asyncio.CancelledError("the rollout was cancelled; its episode is in the store")
@@ -71,48 +72,56 @@ class RolloutWorkflow:
     async def _play(
         self, rollout: RolloutRequest
     ) -> EpisodeRef | tuple[RolloutStatus, Failure | None]:
+        """Raises: CancelledError, whatever it was that the cancellation interrupted."""
         failure: Failure | None = None
-        for number in range(1, rollout.max_attempts + 1):
-            self.attempt = number
+        for _ in range(rollout.max_attempts):
+            self.attempt += 1
             try:
-                return await self._play_attempt(rollout, number)
+                return await self._play_attempt(rollout)
             except ActivityError as error:
-                if is_cancelled_exception(error):
-                    raise
+                stop_if_cancelled()
                 failure = failure_of(error)
-                self.story.lost(number, failure)
+                self.story.lost(self.attempt, failure)
                 if failure.type != SANDBOX_LOST:
                     break
         return RolloutStatus.FAILED, failure
 
     async def _play_attempt(
-        self, rollout: RolloutRequest, number: int
+        self, rollout: RolloutRequest
     ) -> EpisodeRef | tuple[RolloutStatus, Failure | None]:
-        attempt = Attempt(request=rollout, attempt=number)
+        attempt = Attempt(request=rollout, attempt=self.attempt)
         host: str | None = None
-        captured: Captured | None = None
-        booted_or_trying = True
+        clean = False
         try:
-            self.story.stage("boot", number)
+            self.story.stage("boot", self.attempt)
             booted = await self._boot(attempt)
-            host = booted.host
             if booted.done is not None or booted.expired:
-                booted_or_trying = False
+                clean = True
                 return booted.done or (RolloutStatus.EXPIRED, None)
+            host = booted.host
+            self.attempt = booted.attempt or self.attempt
+            attempt = Attempt(request=rollout, attempt=self.attempt)
             self.story.booted(booted)
+            stop_if_cancelled()
             run = await self._run_agent(attempt, host)
-            captured = await self._capture(attempt, host)
+            stop_if_cancelled()
+            await self._capture(attempt, host)
             if run.end.is_error():
+                clean = True
                 return RolloutStatus.FAILED, _agent_failure(run)
+            stop_if_cancelled()
             await self._grade(attempt)
+            clean = True
             return RolloutStatus.GRADED, None
         finally:
-            if booted_or_trying and captured is None:
-                await self._destroy(attempt, host)
+            if not clean:
+                await _to_the_end(self._destroy(attempt, host))
 
     async def _boot(self, attempt: Attempt) -> Booted:
         summary = f"{attempt.request.sandbox} · attempt {attempt.attempt}"
-        options = policies.described(policies.boot(), summary, f"boot-{attempt.attempt}")
+        options = policies.described(
+            policies.boot(attempt.request), summary, f"boot-{attempt.attempt}"
+        )
         return await self._do("boot_sandbox", attempt, Booted, options)
 
     async def _run_agent(self, attempt: Attempt, host: str | None) -> AgentRun:
@@ -128,7 +137,9 @@ class RolloutWorkflow:
 
     async def _capture(self, attempt: Attempt, host: str | None) -> Captured:
         options = policies.described(
-            policies.capture(host), "git diff against the base", f"capture-{attempt.attempt}"
+            policies.capture(attempt.request, host),
+            "git diff against the base",
+            f"capture-{attempt.attempt}",
         )
         captured = await self._do("capture_diff", attempt, Captured, options)
         self.story.captured(captured)
@@ -157,12 +168,14 @@ class RolloutWorkflow:
             failure=failure,
             started_at=workflow.info().start_time.timestamp(),
         )
-        options = policies.described(policies.emit(), status.value, "emit")
+        options = policies.described(policies.emit(rollout), status.value, "emit")
         return await self._do("emit_episode", ending, EpisodeRef, options)
 
     async def _destroy(self, attempt: Attempt, host: str | None) -> None:
         options = policies.described(
-            policies.destroy(host), "leave no sandbox behind", f"destroy-{attempt.attempt}"
+            policies.destroy(attempt.request, host),
+            "leave no sandbox behind",
+            f"destroy-{attempt.attempt}",
         )
         try:
             await self._do("destroy_sandbox", attempt, type(None), options)
@@ -182,8 +195,19 @@ class RolloutWorkflow:
             except ActivityError as error:
                 if type_of(error) != WORKER_EVICTED or self.evictions >= MAX_EVICTIONS:
                     raise
+                if activity not in CLEANING:
+                    stop_if_cancelled()
                 self.evictions += 1
                 self.story.evicted(self.evictions)
+
+
+async def _to_the_end(cleaning: Coroutine[Any, Any, Result]) -> Result:
+    """The result, even when the workflow is cancelled meanwhile: this work is never called off."""
+    work = asyncio.create_task(cleaning)
+    while not work.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(work)
+    return work.result()
 
 
 def _agent_failure(run: AgentRun) -> Failure:

@@ -16,7 +16,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attributes as attributes
     from perdure.types import RolloutRequest, RunRequest
     from workflows import policies
-    from workflows.failures import parse
+    from workflows.failures import parse, stop_if_cancelled
     from workflows.window import Window
 
 SHARD = 500
@@ -55,6 +55,7 @@ class RunWorkflow:
         self.state = "running"
         workflow.set_current_details(f"**{run.run_id}** · {self.total} rollouts · `{prepared.uri}`")
         try:
+            stop_if_cancelled()
             if prepared.total <= SHARD:
                 await self._play_here(run, prepared.total)
             else:
@@ -225,6 +226,7 @@ class RunShardWorkflow:
             self.told, self.told_attention = window.done, window.attention
             report = _report(window.run.run_id, window, total)
             await handle.signal("shard_report", args=[shard, report])
+            stop_if_cancelled()
 
     def _news(self, window: Window, step: int) -> bool:
         if window.attention != self.told_attention:

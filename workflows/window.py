@@ -13,6 +13,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.types import EpisodeRef, GroupRequest, RunRequest
     from workflows import policies
     from workflows.children import play_rollout, summary_of
+    from workflows.failures import stop_if_cancelled
 
 PAGE = 100
 
@@ -79,6 +80,7 @@ class Window:
                 result_type=Page,
                 **policies.described(policies.bookkeeping(), f"instances from {first}"),
             )
+            stop_if_cancelled()
             for instance in page.instances:
                 yield instance
 

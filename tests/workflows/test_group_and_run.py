@@ -8,7 +8,7 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowFailureError
 from temporalio.exceptions import ApplicationError, CancelledError
 
-from activities.messages import AgentRun
+from activities.messages import AgentRun, PreparedRun
 from perdure.client.api import Perdure
 from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RolloutStatus, RunRequest
 from tests.workflows.stages import Stages
@@ -165,6 +165,31 @@ async def test_cancelling_a_run_ends_it_with_a_manifest(client: Client, stages: 
     assert isinstance(ended.value.cause, CancelledError)
     assert [e.status for e in stages.endings] == [RolloutStatus.CANCELLED] * 2
     assert stages.names()[-1] == "finish_run"
+
+
+async def test_a_run_cancelled_while_it_lists_its_instances_starts_none(
+    client: Client, stages: Stages
+) -> None:
+    """The list comes back all the same: no rollout is started, the manifest is written."""
+    listing, told = asyncio.Event(), asyncio.Event()
+
+    async def prepare(_: Any) -> PreparedRun:
+        listing.set()
+        await told.wait()
+        return PreparedRun(total=3, uri="file:///run")
+
+    stages.override["prepare_run"] = prepare
+    stages.instances = tuple(f"toy/add-{k}" for k in range(3))
+    run = await Perdure(client).start_run(_run())
+    await asyncio.wait_for(listing.wait(), 30)
+    await run.cancel()
+    told.set()
+
+    with pytest.raises(WorkflowFailureError) as ended:
+        await run.result()
+
+    assert isinstance(ended.value.cause, CancelledError)
+    assert stages.names() == ["prepare_run", "finish_run"]
 
 
 async def test_a_large_run_is_cut_into_shards(

@@ -247,3 +247,75 @@ async def test_stages_follow_the_sandbox_to_its_host(client: Client, stages: Sta
         names.host_queue("host-1"),
         names.host_queue("host-1"),
     )
+
+
+async def test_a_cancellation_is_not_lost_in_a_stage_that_ends_well(
+    client: Client, stages: Stages
+) -> None:
+    """Cancelled while it boots, and the boot succeeds all the same: no agent is ever started."""
+    booting, told = asyncio.Event(), asyncio.Event()
+
+    async def boot(_: Any) -> Booted:
+        booting.set()
+        await told.wait()
+        return Booted()
+
+    stages.override["boot_sandbox"] = boot
+    handle = await _start(client, REQUEST)
+    await asyncio.wait_for(booting.wait(), 30)
+    await handle.cancel()
+    told.set()
+
+    with pytest.raises(WorkflowFailureError):
+        await handle.result()
+
+    assert stages.names() == ["boot_sandbox", "destroy_sandbox", "emit_episode"]
+    assert stages.endings[0].status is RolloutStatus.CANCELLED
+
+
+async def test_a_cancellation_does_not_take_the_episode_along(
+    client: Client, stages: Stages
+) -> None:
+    """Cancelled while the episode is written: it is written, and the rollout is graded."""
+    emitting, told = asyncio.Event(), asyncio.Event()
+
+    async def emit(_: Any) -> EpisodeRef:
+        from temporalio import activity
+
+        emitting.set()
+        while not told.is_set():
+            activity.heartbeat()
+            await asyncio.sleep(0.1)
+        return EpisodeRef(
+            uri="file:///x", instance_id="add-1", sample_index=0, agent="nop",
+            status=RolloutStatus.GRADED, reward=1.0,
+        )  # fmt: skip
+
+    stages.override["emit_episode"] = emit
+    handle = await _start(client, {**REQUEST, "heartbeat_timeout_s": 2})
+    await asyncio.wait_for(emitting.wait(), 30)
+    await handle.cancel()
+    while "EVENT_TYPE_WORKFLOW_EXECUTION_CANCEL_REQUESTED" not in await _event_types(handle):
+        await asyncio.sleep(0.05)
+    told.set()
+
+    assert (await handle.result()).status is RolloutStatus.GRADED
+
+
+async def test_it_goes_on_as_the_attempt_that_was_booted(client: Client, stages: Stages) -> None:
+    """Attempts of an earlier workflow are used up: every later stage works on the new one."""
+
+    async def third(_: Any) -> Booted:
+        return Booted(attempt=3)
+
+    stages.override["boot_sandbox"] = third
+    await (await _start(client, REQUEST)).result()
+
+    assert [number for name, number in stages.calls if name != "boot_sandbox"][:3] == [3, 3, 3]
+    assert stages.endings[0].attempts == 3
+
+
+async def _event_types(handle: WorkflowHandle[Any, Any]) -> list[str]:
+    from temporalio.api.enums.v1 import EventType
+
+    return [EventType.Name(e.event_type) for e in (await handle.fetch_history()).events]

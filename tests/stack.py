@@ -1,0 +1,519 @@
+"""A whole private stack for tests: real server, gateway, workers and sandboxes, killed at will.
+
+The processes are those of `perdure up`, from the same plan, but nobody starts them again: a test
+decides who dies and who comes back. Only the scripted engine lives in the test's own process.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from temporalio.api.workflow.v1 import PendingActivityInfo
+from temporalio.client import Client, WorkflowHandle
+
+from perdure.cli import ports, readiness
+from perdure.cli.children import ChildSpec
+from perdure.cli.plan import Addresses, Plan, temporal_binary
+from perdure.client import names
+from perdure.client.api import Perdure
+from perdure.episodes import assemble
+from perdure.episodes.assemble import Episode
+from perdure.instances import catalog
+from perdure.sandboxes.base import identity_of
+from perdure.sandboxes.box import Box
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.settings import Settings
+from perdure.storage import keys
+from perdure.storage.base import Store, open_store
+from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.types import Grading, Instance, RolloutRequest, Source, SourceKind
+from tests import loop_agent
+
+ROOT = Path(__file__).resolve().parents[1]
+PAUSE_S = 0.02
+PATIENCE_S = 90.0
+"""Only what is broken takes this long; nothing waits for the clock."""
+
+TURNS = 6
+FIX = "sed -i 's/return a - b/return a + b/' calc.py"
+INSTANCE = "tests/add"
+SLOW_INSTANCE = "tests/add-slowly"
+"""Its hidden test takes a few seconds: long enough to be met at work."""
+
+
+def script(turns: int = TURNS) -> dict[str, Any]:
+    """Idle commands, the fix as the last one, then the end: `turns` model calls in all."""
+    commands = [*(f"echo {n}" for n in range(turns - 2)), FIX]
+    calls = [
+        {"content": "", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}
+        for command in commands
+    ]
+    return {"default": {"turns": [*calls, {"content": loop_agent.DONE}]}}
+
+
+class HeldEngine(ScriptedEngine):
+    """Holds the calls of one turn until they are let go: a rollout stands still where a test wants.
+
+    Held calls are sampled when they are let go, whether or not somebody still waits for them: as
+    expensive as an engine can be.
+    """
+
+    def __init__(self, turns: int = TURNS, **options: Any) -> None:
+        super().__init__(script(turns), **options)
+        self.waiting: list[str] = []
+        """Request ids that arrived while their turn was held."""
+        self._gates: dict[int, asyncio.Event] = {}
+
+    def hold(self, turn: int) -> None:
+        self._gates[turn] = asyncio.Event()
+
+    def let_go(self) -> None:
+        for gate in self._gates.values():
+            gate.set()
+        self._gates.clear()
+
+    def times_sampled(self) -> Counter[str]:
+        """How often each `<session>-<turn>` was sampled: what the GPU was asked to do."""
+        return Counter(call.request_id for call in self.calls)
+
+    def forget(self) -> None:
+        self.let_go()
+        self.reset()
+        self.waiting.clear()
+
+    async def _generate(self, request: Request) -> Response:
+        request_id = request.headers["x-request-id"]
+        gate = self._gates.get(int(request_id.rpartition("-")[2]))
+        if gate is not None:
+            self.waiting.append(request_id)
+            await gate.wait()
+        return await super()._generate(request)
+
+
+async def until(condition: Callable[[], Any], what: str, limit_s: float = PATIENCE_S) -> Any:
+    """Ask again until the answer, awaited where it must be, is truthy; then return it."""
+    end = time.monotonic() + limit_s
+    while True:
+        answer = condition()
+        if inspect.isawaitable(answer):
+            answer = await answer
+        if answer:
+            return answer
+        assert time.monotonic() < end, f"still not so after {limit_s:g} s: {what}"
+        await asyncio.sleep(PAUSE_S)
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the stack."""
+
+    name: str
+    popen: "subprocess.Popen[bytes]"
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    async def ended(self) -> int:
+        """Its exit code, once it has one."""
+        await until(lambda: self.popen.poll() is not None, f"{self.name} ends")
+        code: int = self.popen.returncode
+        return code
+
+    async def kill(self, signum: int = signal.SIGKILL) -> int:
+        if self.alive:
+            os.kill(self.pid, signum)
+        return await self.ended()
+
+
+@dataclass
+class Stack:
+    """Start it with `running`. Everything lies under `home`; results in `settings.store_url`."""
+
+    home: Path
+    plan: Plan
+    engine: HeldEngine
+    client: Client
+    processes: list[Process] = field(default_factory=list)
+    requests: list[RolloutRequest] = field(default_factory=list)
+    """What was started through here, to be looked for when it is over."""
+
+    @property
+    def settings(self) -> Settings:
+        return self.plan.settings
+
+    @property
+    def perdure(self) -> Perdure:
+        return Perdure(self.client)
+
+    @property
+    def store(self) -> Store:
+        return open_store(self.settings)
+
+    @property
+    def provider(self) -> BubblewrapProvider:
+        return BubblewrapProvider(self.home / "sandboxes" / "bubblewrap")
+
+    # --- processes -----------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> list[Process]:
+        return [p for p in self.processes if p.name == "worker" and p.alive]
+
+    @property
+    def gateway(self) -> Process:
+        return next(p for p in reversed(self.processes) if p.name == "gateway")
+
+    @property
+    def temporal(self) -> Process:
+        return next(p for p in reversed(self.processes) if p.name == "temporal")
+
+    def spawn(self, spec: ChildSpec) -> Process:
+        """Dies with the test's process, however that one dies."""
+        log = self.home / "logs" / f"{spec.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            popen = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *spec.argv],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=self._environment(spec),
+                cwd=ROOT,
+                start_new_session=True,
+            )
+        process = Process(spec.name, popen, log)
+        self.processes.append(process)
+        return process
+
+    def _environment(self, spec: ChildSpec) -> dict[str, str]:
+        foreign = ("PERDURE_", "TEMPORAL_", "OPENAI_", "ANTHROPIC_")
+        env = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+        if spec.name == "temporal":
+            return env
+        ours = {k: v for k, v in spec.env.items() if k.startswith(("PERDURE_", "TEMPORAL_"))}
+        ours |= {"PERDURE_CONFIG": str(self.home / "none.toml"), "PERDURE_ENGINE_KIND": "vllm"}
+        return env | ours | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "PYTHONUNBUFFERED": "1"}
+
+    async def start_temporal(self) -> Process:
+        process = self.spawn(self.plan.temporal())
+        address = f"{ports.LOOPBACK}:{self.plan.addresses.temporal_port}"
+        await _answering(process, readiness.wait_for_temporal(address))
+        return process
+
+    async def start_gateway(self) -> Process:
+        process = self.spawn(self.plan.gateway())
+        await _answering(process, readiness.wait_for_http(f"{self.plan.gateway_url}/healthz"))
+        return process
+
+    async def start_worker(self, *argv: str) -> Process:
+        """A worker of all stages, polling when this returns; `argv`: another program instead."""
+        spec = self.plan.worker()
+        if argv:
+            spec = ChildSpec("worker", (sys.executable, "-m", *argv), spec.env)
+        process = self.spawn(spec)
+        await _answering(process, readiness.wait_for_pollers(self.client, process.pid))
+        return process
+
+    async def only_worker(self) -> Process:
+        """The one worker; a new one when it was killed."""
+        return self.workers[0] if self.workers else await self.start_worker()
+
+    async def kill_all(self, *processes: Process, signum: int = signal.SIGKILL) -> None:
+        """At the same time, then wait for every end."""
+        for process in processes:
+            os.kill(process.pid, signum)
+        for process in processes:
+            await process.ended()
+
+    # --- rollouts ------------------------------------------------------------------------------
+
+    def request(self, run_id: str, **fields: Any) -> RolloutRequest:
+        """One rollout of the toy instance by the loop agent, unless `fields` says otherwise."""
+        values: dict[str, Any] = {
+            "run_id": run_id,
+            "instance": INSTANCE,
+            "agent": loop_agent.NAME,
+            "heartbeat_timeout_s": 3,
+            "agent_budget_s": 300,
+        }
+        values |= fields
+        if values["agent"] == loop_agent.NAME:
+            values.setdefault("agent_options", {"mark": self.mark})
+        request = RolloutRequest.model_validate(values)
+        self.requests.append(request)
+        return request
+
+    @property
+    def mark(self) -> str:
+        """Stands in the command line of this stack's agents, and of nobody else's."""
+        return f"mark-of-{self.home}"
+
+    async def start(self, run_id: str, **fields: Any) -> RolloutRequest:
+        request = self.request(run_id, **fields)
+        await self.perdure.start_rollout(request)
+        return request
+
+    def handle(self, request: RolloutRequest) -> WorkflowHandle[Any, Any]:
+        return self.client.get_workflow_handle(request.workflow_id)
+
+    async def episode(self, request: RolloutRequest) -> Episode:
+        """The rollout's episode, when its workflow is over, however it ended."""
+        with contextlib.suppress(Exception):
+            await self.perdure.rollout(request.workflow_id).result()
+        episode = await assemble.read(self.store, request)
+        assert episode is not None, f"{request.workflow_id} has no episode{self.last_words()}"
+        return episode
+
+    async def pending(self, request: RolloutRequest) -> PendingActivityInfo | None:
+        """The activity that is scheduled or running now."""
+        found = (await self.handle(request).describe()).raw_description.pending_activities
+        return found[0] if found else None
+
+    async def at(self, request: RolloutRequest, activity: str, attempt: int = 1) -> int:
+        """Wait until `activity` runs in its `attempt`-th try or later; the pid of its worker."""
+
+        async def worker_pid() -> int:
+            found = await self.pending(request)
+            if found is None or found.state != STARTED or found.attempt < attempt:
+                return 0
+            right = found.activity_type.name == activity
+            return int(found.last_worker_identity.partition("@")[0]) if right else 0
+
+        return int(
+            await until(
+                worker_pid, f"{activity} of {request.workflow_id} is at work, try {attempt}"
+            )
+        )
+
+    async def held(self, *requests: RolloutRequest, attempt: int = 1) -> None:
+        """Wait until the agent of every rollout waits for its answer to the held turn."""
+        wanted = {self.identity(r, "agent", attempt) for r in requests}
+
+        def arrived() -> bool:
+            return wanted <= {name.rpartition("-")[0] for name in self.engine.waiting}
+
+        await until(arrived, f"{len(wanted)} calls are held")
+
+    def worker_of(self, pid: int) -> Process:
+        return next(p for p in self.processes if p.pid == pid)
+
+    # --- evidence ------------------------------------------------------------------------------
+
+    async def read(self, request: RolloutRequest, name: str, attempt: int = 1) -> bytes:
+        """A file of an attempt's evidence."""
+        return (await self.store.get(f"{keys.attempt(request, attempt)}/{name}")).data
+
+    async def lines(self, request: RolloutRequest, name: str, attempt: int = 1) -> list[str]:
+        return (await self.read(request, f"agent/{name}", attempt)).decode().splitlines()
+
+    async def files(self, request: RolloutRequest) -> list[str]:
+        """What the rollout left in the store, below its own folder."""
+        prefix = f"{keys.rollout_of(request)}/"
+        return [key.removeprefix(prefix) async for key in self.store.list(prefix)]
+
+    def identity(self, request: RolloutRequest, purpose: str, attempt: int = 1) -> str:
+        return identity_of(request.run_id, request.workflow_id, purpose, attempt)
+
+    def box(self, request: RolloutRequest, purpose: str, attempt: int = 1) -> Box:
+        return Box(self.provider.root / self.identity(request, purpose, attempt))
+
+    async def lose(self, request: RolloutRequest, purpose: str, attempt: int = 1) -> None:
+        """kill -9 of the process that holds the sandbox."""
+        holder = self.box(request, purpose, attempt).holder
+        assert holder is not None
+        os.kill(holder.pid, signal.SIGKILL)
+
+    def agents(self) -> frozenset[tuple[int, int]]:
+        """Pid and start time of every process that runs one of our agents."""
+        return frozenset(
+            (pid, _started(pid)) for pid in _pids() if self.mark.encode() in _cmdline(pid)
+        )
+
+    def left_behind(self) -> list[str]:
+        """What our rollouts have on this host: sandbox folders, cgroups, mounts, agents."""
+        digests = {self.identity(r, "agent").rpartition("-agent-")[0] for r in self.requests}
+        found = [f"process {pid}" for pid, _ in self.agents()]
+        places = [*_folders(self.provider.root), *_folders(Path("/sys/fs/cgroup"), depth=3)]
+        found += [str(path) for path in places if any(d in path.name for d in digests)]
+        mounts = Path("/proc/mounts").read_text().splitlines()
+        found += [line for line in mounts if any(d in line for d in digests)]
+        return found
+
+    async def nothing_left(self) -> None:
+        """Assert that our finished rollouts have left nothing on this host."""
+        await until(lambda: not self.left_behind(), f"nothing is left: {self.left_behind()}", 20)
+
+    # --- the temporal CLI ----------------------------------------------------------------------
+
+    async def temporal_cli(self, *arguments: str) -> str:
+        """What `temporal ARGUMENTS` printed. Raises AssertionError with its complaint."""
+        env = {k: v for k, v in os.environ.items() if not k.startswith("TEMPORAL_")}
+        env["TEMPORAL_ADDRESS"] = f"{ports.LOOPBACK}:{self.plan.addresses.temporal_port}"
+        process = await asyncio.create_subprocess_exec(
+            *(temporal_binary(), *arguments),
+            env=env,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate()
+        assert process.returncode == 0, (out + err).decode()
+        return out.decode()
+
+    async def start_by_hand(self, workflow: str, workflow_id: str, request: Any) -> None:
+        await self.temporal_cli(
+            *("workflow", "start", "--type", workflow, "--workflow-id", workflow_id),
+            *("--task-queue", names.WORKFLOWS_QUEUE, "--input", json.dumps(request)),
+        )
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def last_words(self) -> str:
+        """The ends of the logs, for a failed assertion."""
+        told = []
+        for log in sorted((self.home / "logs").glob("*.log")):
+            lines = log.read_text("utf-8", "replace").strip().splitlines()[-8:]
+            told.append("\n".join(["", f"--- {log.name}", *(line[:600] for line in lines)]))
+        return "".join(told)
+
+    async def stop(self) -> None:
+        """End what was started here, by pid, then every sandbox, and look whether that was all."""
+        living = [p for p in self.processes if p.alive]
+        await self.kill_all(*living)
+        for box in await self.provider.list():
+            await self.provider.kill(box.identity)
+        home = str(self.home).encode()
+        strangers = [p for p in _pids() if p != os.getpid() and home in _cmdline(p)]
+        assert not strangers, [_cmdline(pid) for pid in strangers]
+
+
+STARTED = 2
+"""PENDING_ACTIVITY_STATE_STARTED"""
+
+
+@asynccontextmanager
+async def running(
+    home: Path, *, turns: int = TURNS, workers: int = 1, store: Path | None = None
+) -> AsyncIterator[Stack]:
+    """A stack that is up, with the toy instances in its store; nothing of it remains afterwards."""
+    home.mkdir(parents=True, exist_ok=True)
+    engine = HeldEngine(turns)
+    async with engine:
+        addresses = Addresses(
+            temporal_address=None,
+            temporal_port=ports.free_port(),
+            ui_port=ports.free_port(),
+            gateway_port=ports.free_port(),
+            engine_port=0,
+        )
+        address = f"{ports.LOOPBACK}:{addresses.temporal_port}"
+        addresses = Addresses(**{**vars(addresses), "temporal_address": address})
+        settings = Settings(
+            home=home,
+            store=str(store or home / "store"),
+            gateway_port=addresses.gateway_port,
+            engine_url=engine.url,
+        )
+        plan = Plan(settings, ROOT, addresses, engine=engine.url)
+        # Lazy: this client outlives every restart of the server.
+        stack = Stack(home, plan, engine, client=None)  # type: ignore[arg-type]  # set below
+        try:
+            await stack.start_temporal()
+            stack.client = await readiness.wait_for_temporal(address)
+            await readiness.register_search_attributes(stack.client)
+            await add_instances(stack)
+            await stack.start_gateway()
+            for _ in range(workers):
+                await stack.start_worker()
+            yield stack
+        finally:
+            engine.let_go()
+            await stack.stop()
+
+
+async def add_instances(stack: Stack) -> None:
+    tree = stack.home / "trees" / "calc"
+    tree.mkdir(parents=True, exist_ok=True)
+    (tree / "calc.py").write_text("def add(a, b):\n    return a - b\n")
+    check = "python3 -c 'from calc import add; assert add(2, 3) == 5'"
+    for ref, command in ((INSTANCE, check), (SLOW_INSTANCE, f"sleep 4; {check}")):
+        dataset, _, name = ref.partition("/")
+        instance = Instance(
+            instance_id=name,
+            dataset=dataset,
+            problem_statement="add(2, 3) returns -1.",
+            source=Source(kind=SourceKind.DIRECTORY, path=str(tree)),
+            grading=Grading(protocol="eval_cmd", eval_cmd=command, timeout_s=60),
+        )
+        await catalog.save(stack.store, instance)
+
+
+async def _answering(process: Process, wait: Awaitable[Any]) -> None:
+    """Until it answers; fails at once, with its log, when it ends instead."""
+    waiting = asyncio.ensure_future(wait)
+    try:
+        await until(lambda: waiting.done() or not process.alive, f"{process.name} answers")
+        words = process.log.read_text("utf-8", "replace")[-3000:]
+        assert waiting.done(), f"{process.name} ended with {process.popen.returncode}:\n{words}"
+        waiting.result()
+    finally:
+        waiting.cancel()
+
+
+# --- this host -----------------------------------------------------------------------------------
+
+
+def why_not_here() -> str:
+    """What this machine lacks for a stack, for a skip; empty = nothing."""
+    missing = [] if shutil.which("setpriv") else ["setpriv (util-linux) is missing"]
+    return "; ".join([*missing, *BubblewrapProvider(Path("/nonexistent")).check()])
+
+
+def _pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _started(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+    except OSError:
+        return 0
+
+
+def _folders(root: Path, depth: int = 1) -> list[Path]:
+    """Folders below `root`, down to `depth` levels; what vanishes meanwhile is left out."""
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(root):
+            if entry.is_dir(follow_symlinks=False):
+                found.append(Path(entry.path))
+                if depth > 1:
+                    found += _folders(Path(entry.path), depth - 1)
+    return found
