@@ -1,0 +1,350 @@
+"""`perdure up` to `perdure down` with everything real: server, gateway, workers, sandboxes, signals."""
+
+import asyncio
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from temporalio.api.enums.v1 import TaskQueueType
+from temporalio.client import Client
+
+from perdure.cli import ports, readiness, stack_state
+from perdure.cli.processes import ProcessId
+from perdure.cli.stack_state import StackState
+from perdure.client import names
+from perdure.client.connection import connect
+from perdure.instances import catalog
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.settings import Settings
+from perdure.storage.base import open_store
+from perdure.types import Grading, Instance, Source, SourceKind
+
+pytestmark = pytest.mark.temporal
+
+ROOT = Path(__file__).parents[2]
+ENDED_WITHIN_MS = 60_000
+
+GOLD = b"""\
+diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -1,2 +1,2 @@
+ def add(a, b):
+-    return a - b
++    return a + b
+"""
+SLOW = "sleep 1; "
+"""Work, not waiting: grading a sample takes long enough to be interrupted."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """A private home and the command that uses it."""
+
+    path: Path
+    metrics_port: int
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(home=self.path, metrics_port=self.metrics_port)
+
+    @property
+    def env(self) -> dict[str, str]:
+        ours = ("PERDURE_", "TEMPORAL_", "OPENAI_", "ANTHROPIC_")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        return {
+            **clean,
+            "PERDURE_HOME": str(self.path),
+            "PERDURE_METRICS_PORT": str(self.metrics_port),
+        }
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "perdure.cli.main", *arguments],
+            env=self.env,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def perdure(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        with self.start(*arguments) as process:
+            out, error = process.communicate()
+        return subprocess.CompletedProcess(arguments, process.returncode, out, error)
+
+    def json(self, *arguments: str) -> Any:
+        done = self.perdure(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    @property
+    def state(self) -> StackState:
+        state = stack_state.read(self.settings)
+        assert state is not None
+        return state
+
+
+def ended(process: ProcessId) -> bool:
+    """It is gone, or goes within a bound that only something broken reaches."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    try:
+        return not process.alive or bool(poll.poll(ENDED_WITHIN_MS))
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    """A stack that is up, with one small instance in its store."""
+    folder = tmp_path_factory.mktemp("s")
+    if missing := BubblewrapProvider(folder / "check").check():
+        pytest.skip("; ".join(missing))
+    tree = folder / "tree"
+    tree.mkdir()
+    (tree / "calc.py").write_text("def add(a, b):\n    return a - b\n")
+    home = Home(folder / "h", ports.free_port())
+    asyncio.run(_save(home, tree))
+    started = home.perdure("up")
+    assert started.returncode == 0, started.stderr
+    yield home
+    home.perdure("down")
+
+
+async def _save(home: Home, tree: Path) -> None:
+    proof = "python3 -c 'import calc; assert calc.add(2, 3) == 5'"
+    for name, command in (("add", proof), ("add-slowly", SLOW + proof)):
+        instance = Instance(
+            instance_id=name,
+            dataset="sums",
+            problem_statement="add() subtracts.",
+            source=Source(kind=SourceKind.DIRECTORY, path=str(tree)),
+            grading=Grading(protocol="eval_cmd", eval_cmd=command),
+            gold_patch=GOLD,
+        )
+        await catalog.save(open_store(home.settings), instance)
+
+
+@pytest.fixture
+async def client(home: Home) -> Client:
+    return await connect(home.state.temporal_address)
+
+
+def test_up_again_says_that_it_runs(home: Home) -> None:
+    """A second `perdure up` starts nothing and answers with the same stack."""
+    again = home.json("up")
+
+    assert (again["started_now"], again["pid"], again["phase"]) == (False, home.state.pid, "ready")
+
+
+async def test_server_is_set_up_for_rollouts(home: Home, client: Client) -> None:
+    """After `up` our search attributes exist and closed workflows are kept for a week."""
+    from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest
+
+    missing = await readiness.register_search_attributes(client)
+    described = await client.workflow_service.describe_namespace(
+        DescribeNamespaceRequest(namespace=client.namespace)
+    )
+
+    assert missing == []
+    assert described.config.workflow_execution_retention_ttl.ToTimedelta() == readiness.RETENTION
+
+
+def test_doctor_finds_everything(home: Home) -> None:
+    """On a running stack nothing is missing."""
+    report = home.json("doctor")
+
+    assert [f for f in report["findings"] if f["level"] == "missing"] == []
+
+
+def test_run_prints_one_document(home: Home) -> None:
+    """`perdure run --wait --json` answers with the graded rollouts and nothing else on stdout."""
+    answer = home.json("run", "sums/add", "--agent", "oracle", "-n", "2", "--wait")
+
+    assert [(r["sample_index"], r["outcome"], r["reward"]) for r in answer["rollouts"]] == [
+        (0, "resolved", 1.0),
+        (1, "resolved", 1.0),
+    ]
+    assert set(answer["rollouts"][0]) == {
+        *("instance_id", "sample_index", "agent", "status", "outcome", "reward"),
+        *("attempts", "seconds", "episode"),
+    }
+
+
+def test_show_tells_the_story_and_gives_the_patch_byte_for_byte(home: Home) -> None:
+    """`perdure show` knows how a rollout ended, and --patch prints nothing but the diff."""
+    run_id = home.json("run", "sums/add", "--agent", "oracle", "--wait")["run_id"]
+
+    told = home.perdure("show", f"{run_id}/add")
+    patch = home.perdure("show", f"{run_id}/add", "--patch").stdout
+
+    assert "graded, resolved" in told.stdout
+    assert "+    return a + b\n" in patch
+    assert patch.startswith("diff --git a/calc.py")
+
+
+def test_interrupted_run_goes_on_and_is_joined(home: Home) -> None:
+    """Ctrl-C leaves a run going and says how to come back; the same command joins it."""
+    command = ("run", "sums/add-slowly", "--agent", "oracle", "-n", "4", "-c", "1")
+    with home.start(*command) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "running" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        told = process.stderr.read()
+
+    again = home.perdure(*command)
+
+    assert (process.returncode, "Detached; the run goes on." in told) == (130, True)
+    assert again.stderr.startswith("Joined: ")
+    assert "4 rollouts" in again.stdout
+
+
+def test_runs_can_be_listed_exported_and_cancelled(home: Home) -> None:
+    """A run that was started detached shows up in `status`, and `cancel` ends it."""
+    started = home.json("run", "sums/add-slowly", "-a", "nop", "-n", "30", "-c", "1", "--detach")
+    run_id = started["run_id"]
+
+    home.json("cancel", run_id)
+    watched = home.perdure("watch", run_id)
+
+    listed = {run["run_id"]: run for run in home.json("status")["runs"]}
+    assert run_id in listed
+    assert watched.returncode in (0, 1)
+    assert listed[run_id]["done"] < 30
+
+
+def test_worker_serves_temporals_metrics_and_ours(home: Home) -> None:
+    """One port of the worker answers for Temporal's SDK and for Perdure."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{home.metrics_port}/metrics") as answer:
+        text = answer.read().decode()
+
+    assert "temporal_worker_task_slots_available" in text
+
+
+def test_killed_part_is_started_again(home: Home) -> None:
+    """kill -9 of the gateway: the supervisor starts another one, and says so."""
+    before = home.state.children["gateway"]
+    os.kill(before.pid, signal.SIGKILL)
+    assert ended(before.process)
+
+    asyncio.run(_restarted(home, "gateway", before.restarts + 1))
+
+    after = home.state.children["gateway"]
+    assert (after.last_exit, after.pid != before.pid) == ("killed by SIGKILL", True)
+    assert asyncio.run(readiness.answers(f"{home.state.gateway_url}/healthz"))
+
+
+async def _restarted(home: Home, name: str, times: int) -> None:
+    async with asyncio.timeout(ENDED_WITHIN_MS / 1000):
+        while home.state.children[name].restarts < times:
+            await asyncio.sleep(readiness.PAUSE_S)
+        await readiness.wait_for_http(f"{home.state.gateway_url}/healthz")
+
+
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+STAGE_QUEUES = {
+    "worker-workflows": (names.WORKFLOWS_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW),
+    "worker-boot": (names.BOOT_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
+    "worker-agent": (names.AGENT_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
+    "worker-grade": (names.GRADE_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
+    "worker-io": (names.IO_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
+}
+
+
+@pytest.mark.parametrize("service", STAGE_QUEUES)
+async def test_compose_worker_polls_its_stage(service: str, home: Home, client: Client) -> None:
+    """The command of each worker service polls its queue, and ends cleanly at SIGTERM."""
+    command = [sys.executable, *COMPOSE["services"][service]["command"][1:]]
+    env = {
+        **home.env,
+        "TEMPORAL_ADDRESS": home.state.temporal_address,
+        "PERDURE_METRICS_PORT": "0",
+        "PYTHONPATH": str(ROOT),
+    }
+    queue, kind = STAGE_QUEUES[service]
+    process = await asyncio.create_subprocess_exec(*command, env=env, cwd=ROOT)
+    try:
+        await asyncio.wait_for(readiness.wait_for_poller(client, queue, kind, process.pid), 60)
+    finally:
+        process.terminate()
+
+    assert await process.wait() == 0
+
+
+def test_two_homes_run_side_by_side(home: Home, tmp_path: Path) -> None:
+    """A second checkout's stack picks other ports, and its `down` leaves the first one alone."""
+    other = Home(tmp_path / "h", 0)
+    try:
+        assert other.perdure("up").returncode == 0
+        mine, theirs = home.state, other.state
+        different = (mine.temporal_address != theirs.temporal_address, mine.ui_url != theirs.ui_url)
+    finally:
+        other.perdure("down")
+
+    assert (different, home.state.alive) == ((True, True), True)
+
+
+def test_killed_supervisor_leaves_nothing_and_down_leaves_nothing(tmp_path: Path) -> None:
+    """kill -9 of the supervisor takes its parts along; `up` works again; `down` ends all of it."""
+    home = Home(tmp_path / "h", 0)
+    try:
+        assert home.perdure("up").returncode == 0
+        first = home.state
+        os.kill(first.pid, signal.SIGKILL)
+        left = [name for name, c in first.children.items() if not ended(c.process)]
+        assert home.perdure("up").returncode == 0
+        second = home.state
+    finally:
+        down = home.perdure("down")
+
+    after = [name for name, c in second.children.items() if not ended(c.process)]
+    assert (left, after, ended(second.supervisor)) == ([], [], True)
+    assert down.stdout.startswith("Stopped: ")
+    assert home.perdure("down").stdout == "Nothing is running.\n"
+
+
+def test_run_outlives_down_and_up(tmp_path: Path) -> None:
+    """`down` in the middle of a run leaves no sandbox; after the next `up` the run is finished."""
+    home = Home(tmp_path / "h", 0)
+    provider = BubblewrapProvider(home.path / "sandboxes" / "bubblewrap")
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "calc.py").write_text("def add(a, b):\n    return a - b\n")
+    asyncio.run(_save(home, tree))
+    try:
+        home.perdure("up")
+        command = ("run", "sums/add-slowly", "-a", "oracle", "-n", "4", "-c", "2")
+        run_id = home.json(*command, "--detach")["run_id"]
+        asyncio.run(_first_sandbox(provider))
+        home.perdure("down")
+        left = [box for box in asyncio.run(provider.list()) if box.alive]
+        home.perdure("up")
+        rollouts = home.json("watch", run_id)["rollouts"]
+    finally:
+        home.perdure("down")
+
+    assert left == []
+    assert [rollout["outcome"] for rollout in rollouts] == ["resolved"] * 4
+
+
+async def _first_sandbox(provider: BubblewrapProvider) -> None:
+    async with asyncio.timeout(ENDED_WITHIN_MS / 1000):
+        while not any(box.alive for box in await provider.list()):
+            await asyncio.sleep(readiness.PAUSE_S)
