@@ -37,7 +37,7 @@ class Services:
     def provider(self, name: str) -> SandboxProvider:
         """Raises: ConfigurationError for an unknown name."""
         make = registry.load("sandbox", registry.SANDBOXES, name)
-        provider: SandboxProvider = make(self.home / "sandboxes" / name.replace(":", "-"))
+        provider: SandboxProvider = make(self.home)
         return provider
 
     @functools.cache  # noqa: B019

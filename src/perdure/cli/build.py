@@ -105,7 +105,7 @@ class Builder:
         make: Callable[[Path], SandboxProvider] = registry.load(
             "sandbox", registry.SANDBOXES, SANDBOX
         )
-        self.provider = make(home / "sandboxes" / SANDBOX)
+        self.provider = make(home)
         if problems := self.provider.check():
             raise MissingDependency(problems[0])
         self.environments = Environments(home / "environments", self.store, self.provider)

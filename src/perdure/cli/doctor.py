@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import click
 
@@ -75,7 +74,7 @@ def checkout(settings: Settings) -> Finding:
 def bubblewrap(settings: Settings) -> Finding:
     from perdure import registry
 
-    provider = registry.load("sandbox", registry.SANDBOXES, "bubblewrap")(_sandboxes(settings))
+    provider = registry.load("sandbox", registry.SANDBOXES, "bubblewrap")(settings.home.absolute())
     problems = list(provider.check())
     if problems:
         fix = "infra/setup/bubblewrap does it, or `--sandbox local` without isolation"
@@ -87,7 +86,7 @@ def limits(settings: Settings) -> Finding:
     from perdure.sandboxes import cgroups
     from perdure.types import Limits
 
-    enforced = cgroups.plan(_sandboxes(settings) / "doctor", Limits()).enforced
+    enforced = cgroups.plan(settings.home.absolute() / "doctor", Limits()).enforced
     if enforced:
         means = ", ".join(f"{what} by {how}" for what, how in sorted(enforced.items()))
         return Finding("limits", "ok", means)
@@ -182,10 +181,6 @@ def engine(settings: Settings) -> Finding:
         return Finding("engine", "note", "none; enough for oracle and nop", fix)
     check_engine(name, "an agent")
     return Finding("engine", "ok", f"{name} answers")
-
-
-def _sandboxes(settings: Settings) -> Path:
-    return settings.home.absolute() / "sandboxes" / "bubblewrap"
 
 
 def _print(finding: Finding) -> None:

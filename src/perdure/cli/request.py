@@ -99,9 +99,7 @@ def needs_model(agent: str) -> bool:
 
 def check_sandbox(settings: Settings, name: str) -> None:
     """This host can make such sandboxes. Raises: MissingDependency with the first fix."""
-    provider = registry.load("sandbox", registry.SANDBOXES, name)(
-        settings.home.absolute() / "sandboxes" / name.replace(":", "-")
-    )
+    provider = registry.load("sandbox", registry.SANDBOXES, name)(settings.home.absolute())
     problems = provider.check()
     if problems:
         raise MissingDependency(problems[0])

@@ -155,7 +155,9 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def signal(self, exec_id: str, signum: int) -> None:
-        """Signal the command's whole process tree. Already over = success."""
+        """Signal the command's whole process tree. Already over = success.
+
+        SIGKILL also ends what a finished command left running in the background."""
 
     @abstractmethod
     async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:

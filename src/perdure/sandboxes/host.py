@@ -215,7 +215,11 @@ class HostSandbox(Sandbox):
 
     async def signal(self, exec_id: str, signum: int) -> None:
         record = self._known(exec_id)
-        if record.status().done:
+        done = record.status().done
+        if signum == signal.SIGKILL and done:
+            self._kill_tree(record)  # what it left running in the background
+            return
+        if done:
             return
         if signum == signal.SIGKILL:
             self._end(record, "signal")
@@ -311,12 +315,17 @@ class HostSandbox(Sandbox):
         if (group := record.group) is not None:
             pids = cgroups.members(group)
         else:
-            pids = [*marked(f"PERDURE_EXEC={record.token}".encode()), *below(process.pid)]
+            pids = marked(f"PERDURE_EXEC={record.token}".encode())
+            if is_alive(process):  # else its pid may be somebody else's by now
+                pids = [*pids, *below(process.pid)]
         return [pid for pid in dict.fromkeys(pids) if self._in_sandbox(pid)]
 
     def _end(self, record: ExecRecord, cause: KillCause) -> None:
-        """Kill the whole tree; processes it forks meanwhile are met in the next round."""
         record.claim_cause(cause)
+        self._kill_tree(record)
+
+    def _kill_tree(self, record: ExecRecord) -> None:
+        """Kill the whole tree; processes it forks meanwhile are met in the next round."""
         if record.process is None:
             return
         if (group := record.group) is not None:

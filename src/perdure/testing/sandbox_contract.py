@@ -265,6 +265,20 @@ class SandboxContract:
 
             assert (status.cause, gone.ok) == ("signal", True)
 
+    async def test_sigkill_after_the_end_reaches_what_was_left(
+        self, provider: SandboxProvider
+    ) -> None:
+        """A finished command's background processes end with it when it is killed again."""
+        async with self.box(provider) as box:
+            left = BACKGROUND_TREE.replace("sleep 600\n", "exit 0\n")
+            await box.start("tree", ["bash", "-c", left])
+            status = await box.wait("tree", timeout_s=60)
+            held = (await box.exec("flock -n lock true")).status
+            await box.signal("tree", signal.SIGKILL)
+            gone = (await box.exec(TREE_IS_GONE)).status
+
+            assert (status.code, held.ok, gone.ok) == (0, False, True)
+
     async def test_gentle_signal_can_be_handled(self, provider: SandboxProvider) -> None:
         """A command may catch SIGTERM, and its own exit code is then the result."""
         async with self.box(provider) as box:
