@@ -57,7 +57,7 @@ class Home:
             "PERDURE_CONFIG": str(self.folder / "none.toml"),
             "PERDURE_ENGINE_URL": self.engine_url,
             "PERDURE_ENGINE_KIND": "vllm",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))),
             **self.ports,
         }
 
