@@ -18,12 +18,15 @@ import yaml
 from temporalio.api.enums.v1 import TaskQueueType
 from temporalio.client import Client
 
+from perdure.agents.base import EXEC_ID
 from perdure.cli import ports, readiness, stack_state
 from perdure.cli.processes import ProcessId
 from perdure.cli.stack_state import StackState
 from perdure.client import names
 from perdure.client.connection import connect
+from perdure.errors import NotFound, SandboxLost
 from perdure.instances import catalog
+from perdure.sandboxes.base import SandboxInfo
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
 from perdure.settings import Settings
 from perdure.storage.base import open_store
@@ -323,16 +326,16 @@ def test_killed_supervisor_leaves_nothing_and_down_leaves_nothing(tmp_path: Path
 def test_run_outlives_down_and_up(tmp_path: Path) -> None:
     """`down` in the middle of a run leaves no sandbox; after the next `up` the run is finished."""
     home = Home(tmp_path / "h", 0)
-    provider = BubblewrapProvider(home.path / "sandboxes" / "bubblewrap")
+    provider = BubblewrapProvider(home.path)
     tree = tmp_path / "tree"
     tree.mkdir()
     (tree / "calc.py").write_text("def add(a, b):\n    return a - b\n")
     asyncio.run(_save(home, tree))
     try:
         home.perdure("up")
-        command = ("run", "sums/add-slowly", "-a", "oracle", "-n", "4", "-c", "2")
+        command = ("run", "sums/add", "-a", "tests.slow_oracle:SlowOracle", "-n", "4", "-c", "2")
         run_id = home.json(*command, "--detach")["run_id"]
-        asyncio.run(_first_sandbox(provider))
+        asyncio.run(_agent_at_work(provider))
         home.perdure("down")
         left = [box for box in asyncio.run(provider.list()) if box.alive]
         home.perdure("up")
@@ -344,7 +347,15 @@ def test_run_outlives_down_and_up(tmp_path: Path) -> None:
     assert [rollout["outcome"] for rollout in rollouts] == ["resolved"] * 4
 
 
-async def _first_sandbox(provider: BubblewrapProvider) -> None:
+async def _agent_at_work(provider: BubblewrapProvider) -> None:
     async with asyncio.timeout(ENDED_WITHIN_MS / 1000):
-        while not any(box.alive for box in await provider.list()):
+        while not [box for box in await provider.list() if await _works(provider, box)]:
             await asyncio.sleep(readiness.PAUSE_S)
+
+
+async def _works(provider: BubblewrapProvider, box: SandboxInfo) -> bool:
+    try:
+        status = await (await provider.attach(box.identity)).poll(EXEC_ID)
+    except (NotFound, SandboxLost):  # not started yet, or over
+        return False
+    return not status.done

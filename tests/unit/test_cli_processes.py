@@ -99,18 +99,19 @@ async def test_last_words_come_from_the_log(tmp_path: Path) -> None:
 
 def test_child_dies_with_its_parent(tmp_path: Path) -> None:
     """kill -9 of a supervisor leaves no child behind."""
+    says = tmp_path / "says"
+    os.mkfifo(says)
+    child = f"import os, signal; open({str(says)!r}, 'w').write(str(os.getpid())); signal.pause()"
     parent = spawn(
         "import asyncio, os, sys; from pathlib import Path\n"
         "from perdure.cli.children import Child, ChildSpec\n"
         "async def main():\n"
-        "    spec = ChildSpec('c', (sys.executable, '-c', 'import signal; signal.pause()'), os.environ)\n"
-        f"    child = Child(spec, Path({str(tmp_path)!r}), lambda: None)\n"
-        "    await child.start(); print(child.state.pid, flush=True); await asyncio.sleep(3600)\n"
+        f"    spec = ChildSpec('c', (sys.executable, '-c', {child!r}), os.environ)\n"
+        f"    await Child(spec, Path({str(tmp_path)!r}), lambda: None).start()\n"
+        "    await asyncio.sleep(3600)\n"
         "print('up', flush=True); asyncio.run(main())\n"
     )
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    watch = os.pidfd_open(child)
+    watch = os.pidfd_open(int(says.read_text()))
 
     with parent:
         parent.kill()

@@ -9,19 +9,19 @@ import fnmatch
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from perdure import registry
 from perdure.cli.checkout import find_root
-from perdure.errors import ConfigurationError, InstanceError, MissingDependency, NotFound
+from perdure.cli.sandboxes import ready_provider
+from perdure.errors import ConfigurationError, InstanceError, NotFound
 from perdure.graders.calibrate import CalibrationReport, calibrate
 from perdure.instances import catalog, release_pairs
 from perdure.instances.environments import Environments
 from perdure.instances.release_pairs import Pair, Recipe
-from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
+from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.settings import Settings
 from perdure.storage.base import Store, open_store
 from perdure.types import Instance, Limits
@@ -102,12 +102,7 @@ class Builder:
         self.dataset = dataset
         self.runs = runs
         self.store: Store = open_store(settings)
-        make: Callable[[Path], SandboxProvider] = registry.load(
-            "sandbox", registry.SANDBOXES, SANDBOX
-        )
-        self.provider = make(home)
-        if problems := self.provider.check():
-            raise MissingDependency(problems[0])
+        self.provider = ready_provider(settings, SANDBOX)
         self.environments = Environments(home / "environments", self.store, self.provider)
 
     async def build(self, pair: Pair, *, rebuild: bool) -> Built:

@@ -72,10 +72,9 @@ def checkout(settings: Settings) -> Finding:
 
 
 def bubblewrap(settings: Settings) -> Finding:
-    from perdure import registry
+    from perdure.cli.sandboxes import provider
 
-    provider = registry.load("sandbox", registry.SANDBOXES, "bubblewrap")(settings.home.absolute())
-    problems = list(provider.check())
+    problems = provider(settings, "bubblewrap").check()
     if problems:
         fix = "infra/setup/bubblewrap does it, or `--sandbox local` without isolation"
         return Finding("bubblewrap", "missing", problems[0], fix)

@@ -10,7 +10,8 @@ import click
 
 from perdure.cli import follow, render, results, source, stack
 from perdure.cli.console import answer, print_table, say
-from perdure.cli.request import Options, build, check, check_sandbox, instances_of, needs_model
+from perdure.cli.request import Options, build, check, instances_of, needs_model
+from perdure.cli.sandboxes import ready_provider
 from perdure.cli.session import Session, connect
 from perdure.cli.temporal_target import given_address
 from perdure.client.api import RunHandle
@@ -75,7 +76,7 @@ def make_ready(settings: Settings, request: RunRequest) -> None:
     if given_address() is not None:
         return  # a cluster's own hosts and engines; its workers tell
     agent = str(request.rollout.get("agent", "mini_swe_agent"))
-    check_sandbox(settings, str(request.rollout.get("sandbox", "bubblewrap")))
+    ready_provider(settings, str(request.rollout.get("sandbox", "bubblewrap")))
     state, _ = stack.ensure_up(settings)
     if needs_model(agent):
         check_engine(state.engine, agent)

@@ -11,9 +11,8 @@ from pydantic import JsonValue
 
 from perdure import registry
 from perdure.cli.source import SHORT_LIST, Source, chosen
-from perdure.errors import ConfigurationError, MissingDependency
+from perdure.errors import ConfigurationError
 from perdure.instances import catalog
-from perdure.settings import Settings
 from perdure.storage.base import Store
 from perdure.types import RunRequest, slugify
 
@@ -95,14 +94,6 @@ async def instances_of(store: Store, request: RunRequest, source: Source) -> lis
 
 def needs_model(agent: str) -> bool:
     return bool(registry.load("agent", registry.AGENTS, agent).needs_model)
-
-
-def check_sandbox(settings: Settings, name: str) -> None:
-    """This host can make such sandboxes. Raises: MissingDependency with the first fix."""
-    provider = registry.load("sandbox", registry.SANDBOXES, name)(settings.home.absolute())
-    problems = provider.check()
-    if problems:
-        raise MissingDependency(problems[0])
 
 
 def _rollout(options: Options) -> dict[str, JsonValue]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from perdure import registry
 from perdure.cli import config, stack_state
 from perdure.cli.checkout import find_root
 from perdure.cli.console import answer, json_option, say
@@ -107,22 +106,11 @@ def shut_down(settings: Settings, *, keep_sandboxes: bool = False) -> list[str]:
             stop(process, grace_s=10.0)
             stopped += [] if name in stopped else [name]
         stack_state.forget(settings)
-    if not keep_sandboxes and (killed := asyncio.run(_kill_sandboxes(settings))):
+    from perdure.cli.sandboxes import kill_all
+
+    if not keep_sandboxes and (killed := asyncio.run(kill_all(settings))):
         stopped.append(f"{killed} sandbox{'es' if killed > 1 else ''}")
     return stopped
-
-
-async def _kill_sandboxes(settings: Settings) -> int:
-    """Those of providers that are bound to this host; others have their own time limits."""
-    killed = 0
-    for name in registry.SANDBOXES:
-        folder = settings.home.absolute() / "sandboxes" / name
-        if folder.is_dir():
-            provider = registry.load("sandbox", registry.SANDBOXES, name)(folder)
-            for box in await provider.list():
-                await provider.kill(box.identity)
-                killed += box.alive
-    return killed
 
 
 def _run_here(settings: Settings, engine: str) -> None:

@@ -1,0 +1,34 @@
+"""The sandbox providers of this home, as its workers make them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from perdure import registry
+from perdure.errors import MissingDependency
+from perdure.sandboxes.base import SandboxProvider
+from perdure.settings import Settings
+
+
+def provider(settings: Settings, name: str) -> SandboxProvider:
+    """Raises: ConfigurationError for an unknown name."""
+    make: Callable[[Path], SandboxProvider] = registry.load("sandbox", registry.SANDBOXES, name)
+    return make(settings.home.absolute())
+
+
+def ready_provider(settings: Settings, name: str) -> SandboxProvider:
+    """One that can make sandboxes here. Raises: MissingDependency with the first fix."""
+    found = provider(settings, name)
+    if problems := found.check():
+        raise MissingDependency(problems[0])
+    return found
+
+
+async def kill_all(settings: Settings) -> int:
+    """End every sandbox that is bound to this host; return how many were alive."""
+    killed = 0
+    for name in registry.SANDBOXES:
+        found = provider(settings, name)
+        for box in await found.list() if found.host_bound else ():
+            await found.kill(box.identity)
+            killed += box.alive
+    return killed
