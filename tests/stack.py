@@ -41,7 +41,15 @@ from perdure.settings import Settings
 from perdure.storage import keys
 from perdure.storage.base import Store, open_store
 from perdure.testing.scripted_engine import ScriptedEngine
-from perdure.types import Grading, Instance, RolloutRequest, Source, SourceKind
+from perdure.types import (
+    Grading,
+    Instance,
+    Outcome,
+    RolloutRequest,
+    RolloutStatus,
+    Source,
+    SourceKind,
+)
 from tests import loop_agent
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,12 +64,15 @@ SLOW_INSTANCE = "tests/add-slowly"
 """Its hidden test takes a few seconds: long enough to be met at work."""
 
 
+def commands(turns: int = TURNS) -> list[str]:
+    """What an agent does in that many turns: idle commands, then the fix; the last turn is the end."""
+    return [*(f"echo {n}" for n in range(turns - 2)), FIX]
+
+
 def script(turns: int = TURNS) -> dict[str, Any]:
-    """Idle commands, the fix as the last one, then the end: `turns` model calls in all."""
-    commands = [*(f"echo {n}" for n in range(turns - 2)), FIX]
     calls = [
         {"content": "", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}
-        for command in commands
+        for command in commands(turns)
     ]
     return {"default": {"turns": [*calls, {"content": loop_agent.DONE}]}}
 
@@ -75,6 +86,7 @@ class HeldEngine(ScriptedEngine):
 
     def __init__(self, turns: int = TURNS, **options: Any) -> None:
         super().__init__(script(turns), **options)
+        self.turns = turns
         self.waiting: list[str] = []
         """Request ids that arrived while their turn was held."""
         self._gates: dict[int, asyncio.Event] = {}
@@ -172,7 +184,7 @@ class Stack:
 
     @property
     def provider(self) -> BubblewrapProvider:
-        return BubblewrapProvider(self.home / "sandboxes" / "bubblewrap")
+        return BubblewrapProvider(self.home)
 
     # --- processes -----------------------------------------------------------------------------
 
@@ -235,9 +247,22 @@ class Stack:
         await _answering(process, readiness.wait_for_pollers(self.client, process.pid))
         return process
 
-    async def only_worker(self) -> Process:
-        """The one worker; a new one when it was killed."""
-        return self.workers[0] if self.workers else await self.start_worker()
+    async def recover(self) -> None:
+        """Start again whatever was killed, and let surplus workers go: one of each is up."""
+        if not self.temporal.alive:
+            await self.start_temporal()
+        if not self.gateway.alive:
+            await self.start_gateway()
+        for worker in self.workers[1:]:
+            await worker.kill(signal.SIGTERM)
+        if not self.workers:
+            await self.start_worker()
+
+    async def refresh(self) -> None:
+        """For the next test: everything is up, nothing is remembered."""
+        await self.recover()
+        self.engine.forget()
+        self.requests.clear()
 
     async def kill_all(self, *processes: Process, signum: int = signal.SIGKILL) -> None:
         """At the same time, then wait for every end."""
@@ -363,6 +388,35 @@ class Stack:
     async def nothing_left(self) -> None:
         """Assert that our finished rollouts have left nothing on this host."""
         await until(lambda: not self.left_behind(), f"nothing is left: {self.left_behind()}", 20)
+
+    async def solved_once(self, request: RolloutRequest, attempt: int = 1, again: int = 0) -> None:
+        """Assert what an interrupted rollout owes: solved, nothing done twice, nothing left.
+
+        `again`: turns that were in flight when their gateway or engine died, and may be bought
+        twice.
+        """
+        episode = await self.episode(request)
+        verdict = (episode.status, episode.outcome, episode.reward)
+        assert verdict == (RolloutStatus.GRADED, Outcome.RESOLVED, 1.0), (
+            episode,
+            self.last_words(),
+        )
+        turns = self.engine.turns
+        assert (episode.turns, len(episode.attempts)) == (turns, attempt), episode
+        self.bought_once(request, attempt, again)
+        assert await self.lines(request, "commands.log", attempt) == commands(turns)
+        starts = await self.lines(request, "starts.log", attempt)
+        assert len(starts) == 1, starts
+        files = await self.files(request)
+        assert sum("/grade-" in name for name in files) == 1, files
+        await self.nothing_left()
+
+    def bought_once(self, request: RolloutRequest, attempt: int = 1, again: int = 0) -> None:
+        """Assert that the attempt asked for each turn, and for at most `again` of them twice."""
+        session = self.identity(request, "agent", attempt)
+        sampled = {k: n for k, n in self.engine.times_sampled().items() if k.startswith(session)}
+        assert sampled.keys() == {f"{session}-{turn}" for turn in range(self.engine.turns)}, sampled
+        assert sum(sampled.values()) - len(sampled) <= again, sampled
 
     # --- the temporal CLI ----------------------------------------------------------------------
 

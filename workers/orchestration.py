@@ -1,6 +1,7 @@
 """The worker of the workflow queue: decides, does no I/O, imports no provider."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 from temporalio.client import Client
 from temporalio.worker import PollerBehaviorAutoscaling, Worker
@@ -31,5 +32,7 @@ def workflow_worker(client: Client) -> Worker:
         workflows=WORKFLOWS,
         workflow_runner=SandboxedWorkflowRunner(restrictions=restrictions),
         max_cached_workflows=2000,
+        # How long a decision waits for a worker that was killed, before any other may take it.
+        sticky_queue_schedule_to_start_timeout=timedelta(seconds=5),
         workflow_task_poller_behavior=PollerBehaviorAutoscaling(minimum=2, initial=4, maximum=16),
     )

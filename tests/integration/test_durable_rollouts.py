@@ -1,0 +1,262 @@
+"""Rollouts outlive their workers, sandboxes and users: real processes, real signals, one stack.
+
+The quick half of the promises in docs/durability.md; `make chaos` runs the other.
+"""
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from temporalio.client import WorkflowFailureError
+from temporalio.common import WorkflowIDReusePolicy
+from temporalio.exceptions import ApplicationError, CancelledError
+
+from perdure.client import names
+from perdure.episodes import turns
+from perdure.types import EpisodeRef, Outcome, RolloutRequest, RolloutStatus
+from tests import stack as stacks
+from tests.stack import TURNS, Stack, until
+
+pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
+
+HELD = 3
+"""The turn in which a rollout is met: half of its commands are done, the fix is not."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    if missing := stacks.why_not_here():
+        pytest.skip(missing)
+    async with stacks.running(tmp_path_factory.mktemp("stack")) as stack:
+        yield stack
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stack(shared: Stack) -> AsyncIterator[Stack]:
+    """The shared stack, everything up and everything forgotten."""
+    await shared.refresh()
+    yield shared
+    shared.engine.let_go()
+
+
+async def test_a_killed_worker_is_replaced_and_the_agent_notices_nothing(stack: Stack) -> None:
+    """kill -9 mid-turn: another worker re-attaches to the same process; no call is repeated."""
+    stack.engine.hold(HELD)
+    request = await stack.start("worker-killed")
+    await stack.held(request)
+    agents = stack.agents()
+    await stack.workers[0].kill()
+    await stack.start_worker()
+    await stack.at(request, "run_agent", attempt=2)
+
+    assert agents
+    assert stack.agents() == agents
+    stack.engine.let_go()
+    await stack.solved_once(request)
+
+
+async def test_a_worker_that_is_told_to_stop_hands_over(stack: Stack) -> None:
+    """SIGTERM with a second worker up: same attempt, same agent process, one eviction recorded."""
+    stack.engine.hold(HELD)
+    request = await stack.start("worker-evicted")
+    await stack.held(request)
+    agents = stack.agents()
+    first = stack.worker_of(await stack.at(request, "run_agent"))
+    second = await stack.start_worker()
+    os.kill(first.pid, signal.SIGTERM)
+
+    async def handed_over() -> bool:
+        return await stack.at(request, "run_agent") == second.pid
+
+    await until(handed_over, "the second worker watches")
+    assert await first.ended() == 0
+    assert stack.agents() == agents
+    stack.engine.let_go()
+    await stack.solved_once(request)
+    assert (await stack.episode(request)).evictions == 1
+
+
+async def test_a_lost_sandbox_means_a_new_attempt_and_keeps_the_old_evidence(stack: Stack) -> None:
+    """kill -9 of what holds the sandbox: attempt 2 solves it; turns and output of 1 stay."""
+    stack.engine.hold(HELD)
+    request = await stack.start("sandbox-lost")
+    await stack.held(request)
+    await stack.lose(request, "agent")
+    await stack.held(request, attempt=2)
+    stack.engine.let_go()
+
+    await stack.solved_once(request, attempt=2)
+    kept = turns.decode(await stack.read(request, "turns.parquet", attempt=1))
+    assert len(kept) == HELD
+    assert await stack.lines(request, "stdout.log", attempt=1) == [
+        f"{command} 0" for command in stacks.commands()[:HELD]
+    ]
+
+
+async def test_a_sandbox_lost_while_grading_is_graded_again(stack: Stack) -> None:
+    """The verdict comes from another fresh sandbox; the agent is not asked again."""
+    request = await stack.start("grading-lost", instance=stacks.SLOW_INSTANCE)
+    await stack.at(request, "grade_in_fresh_sandbox")
+    await until(lambda: stack.box(request, "grade").alive, "the grading sandbox is up")
+    await stack.lose(request, "grade")
+    await stack.at(request, "grade_in_fresh_sandbox", attempt=2)
+
+    await stack.solved_once(request)
+
+
+async def test_cancelled_through_the_sdk(stack: Stack) -> None:
+    """The agent is killed, its partial evidence and a cancelled episode stay, nothing else does."""
+    stack.engine.hold(HELD)
+    request = await stack.start("cancel-sdk")
+    await stack.held(request)
+    await stack.perdure.rollout(request.workflow_id).cancel()
+
+    await _cancelled(stack, request)
+
+
+async def test_cancelled_through_the_temporal_cli(stack: Stack) -> None:
+    """`temporal workflow cancel` does the same."""
+    stack.engine.hold(HELD)
+    request = await stack.start("cancel-cli")
+    await stack.held(request)
+    await stack.temporal_cli("workflow", "cancel", "--workflow-id", request.workflow_id)
+
+    await _cancelled(stack, request)
+
+
+async def _cancelled(stack: Stack, request: RolloutRequest) -> None:
+    with pytest.raises(WorkflowFailureError) as ended:
+        await stack.handle(request).result()
+    await stack.nothing_left()
+    episode = await stack.episode(request)
+    kept = turns.decode(await stack.read(request, "turns.parquet"))
+
+    assert isinstance(ended.value.cause, CancelledError)
+    assert (episode.status, episode.reward, episode.failure) == (
+        RolloutStatus.CANCELLED,
+        None,
+        None,
+    )
+    assert (len(kept), episode.turns) == (HELD, HELD)
+    assert await stack.lines(request, "commands.log") == stacks.commands()[:HELD]
+
+
+async def test_a_cancelled_rollout_can_be_started_again(stack: Stack) -> None:
+    """It goes on as the next attempt, in a new sandbox and a new session, to a graded episode."""
+    stack.engine.hold(HELD)
+    request = await stack.start("cancel-again")
+    await stack.held(request)
+    await stack.perdure.rollout(request.workflow_id).cancel()
+    await stack.episode(request)
+    stack.engine.let_go()
+    await stack.perdure.start_rollout(request)
+
+    await stack.solved_once(request, attempt=2)
+
+
+async def test_a_finished_rollout_started_again_does_no_work(stack: Stack) -> None:
+    """A second workflow of the same id: the episode in the store answers."""
+    request = await stack.start("again")
+    first = await stack.episode(request)
+    files = await stack.files(request)
+    stack.engine.forget()
+    handle = await stack.client.start_workflow(
+        names.ROLLOUT,
+        request,
+        id=request.workflow_id,
+        task_queue=names.WORKFLOWS_QUEUE,
+        id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+        result_type=EpisodeRef,
+    )
+    again = await handle.result()
+
+    assert again == first.ref(stack.store.url)
+    assert stack.engine.stats().calls == 0
+    assert await stack.files(request) == files
+    assert await _activities(stack, request) == ["boot_sandbox"]
+
+
+async def test_a_reset_to_before_grading_grades_again_without_the_agent(stack: Stack) -> None:
+    """Two verdicts lie in the store, the episode names the new one, no model call was made."""
+    request = await stack.start("reset")
+    first = await stack.episode(request)
+    before = dict(stack.engine.times_sampled())
+    described = await stack.handle(request).describe()
+    await stack.temporal_cli(
+        *("workflow", "reset", "--workflow-id", request.workflow_id, "--reason", "grade again"),
+        *("--event-id", str(await _task_before(stack, request, "grade_in_fresh_sandbox"))),
+    )
+    again = await stack.episode(request)
+    verdicts = [name for name in await stack.files(request) if "/grade-" in name]
+
+    assert dict(stack.engine.times_sampled()) == before
+    assert len(verdicts) == 2
+    assert first.provenance.workflow_run_id == described.run_id
+    assert again.provenance.workflow_run_id not in ("", described.run_id)
+    assert f"grade-{again.provenance.workflow_run_id[:8]}" in " ".join(verdicts)
+    assert (again.outcome, again.turns) == (Outcome.RESOLVED, TURNS)
+    await stack.nothing_left()
+
+
+async def _task_before(stack: Stack, request: RolloutRequest, activity: str) -> int:
+    """The workflow task that scheduled `activity`: where a person would reset to."""
+    for event in (await stack.handle(request).fetch_history()).events:
+        scheduled = event.activity_task_scheduled_event_attributes
+        if scheduled.activity_type.name == activity:
+            return scheduled.workflow_task_completed_event_id
+    raise AssertionError(f"{activity} was never scheduled")
+
+
+async def test_requests_written_by_hand(stack: Stack) -> None:
+    """`temporal workflow start --input` runs a rollout, a group and a run from plain JSON."""
+    agent = {"agent": "nop", "heartbeat_timeout_s": 3, "grade_empty_patch": True}
+    rollout = {"run_id": "hand-1", "instance": stacks.INSTANCE, **agent}
+    group = {"rollout": {**rollout, "run_id": "hand-2"}, "n_samples": 2}
+    run = {"run_id": "hand-3", "instances": [stacks.INSTANCE], "rollout": agent}
+    await stack.start_by_hand(names.ROLLOUT, "by-hand-1", rollout)
+    await stack.start_by_hand(names.GROUP, "by-hand-2", group)
+    await stack.start_by_hand(names.RUN, "by-hand-3", run)
+    results = [
+        await stack.client.get_workflow_handle(f"by-hand-{k}", result_type=dict).result()
+        for k in (1, 2, 3)
+    ]
+
+    assert (results[0]["status"], results[0]["reward"]) == ("graded", 0.0)
+    assert [e["status"] for e in results[1]["episodes"]] == ["graded", "graded"]
+    assert (results[2]["rollouts"], results[2]["by_outcome"]) == (1, {"unresolved": 1})
+
+
+@pytest.mark.parametrize(
+    ("workflow", "request_", "named"),
+    [
+        (names.ROLLOUT, {"run_id": "x", "instance": "a/b", "agnet": "nop"}, "agnet"),
+        (names.GROUP, {"rollout": {"run_id": "x"}, "n_samples": 2}, "rollout.instance"),
+        (names.RUN, {"run_id": "x", "instances": ["a/b"], "n_sample": 2}, "n_sample"),
+    ],
+)
+async def test_a_wrong_field_written_by_hand_is_refused_by_name(
+    stack: Stack, workflow: str, request_: dict[str, Any], named: str
+) -> None:
+    """The workflow fails at once with the field's name, and no activity was scheduled."""
+    workflow_id = f"wrong-{workflow}"
+    await stack.start_by_hand(workflow, workflow_id, request_)
+    handle = stack.client.get_workflow_handle(workflow_id)
+
+    with pytest.raises(WorkflowFailureError) as failed:
+        await handle.result()
+
+    assert isinstance(failed.value.cause, ApplicationError)
+    assert named in failed.value.cause.message
+    history = await handle.fetch_history()
+    assert not any(e.HasField("activity_task_scheduled_event_attributes") for e in history.events)
+
+
+async def _activities(stack: Stack, request: RolloutRequest) -> list[str]:
+    return [
+        event.activity_task_scheduled_event_attributes.activity_type.name
+        for event in (await stack.handle(request).fetch_history()).events
+        if event.HasField("activity_task_scheduled_event_attributes")
+    ]
