@@ -1,9 +1,9 @@
 """Creates the bucket that PERDURE_STORE names, unless it exists. Waits for the S3 server."""
 
+import boto3
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-import boto3
 from perdure.settings import Settings
 
 EXISTS = {"BucketAlreadyOwnedByYou", "BucketAlreadyExists"}
