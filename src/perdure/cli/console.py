@@ -1,6 +1,8 @@
 """The two streams of a command: its answer on stdout, everything else on stderr."""
 
 import json
+import os
+import sys
 from typing import Any
 
 import click
@@ -31,3 +33,10 @@ def print_table(table: RenderableType) -> None:
     """A table as the answer, on stdout; as wide as it needs where nobody sees it scroll."""
     wide = None if Console().is_terminal else PIPED_COLUMNS
     Console(highlight=False, width=wide).print(table)
+
+
+def me() -> str:
+    """How to call this command again: `uv run` puts it on PATH for its own child only."""
+    if "UV_RUN_RECURSION_DEPTH" not in os.environ:
+        return "perdure"
+    return os.path.relpath(sys.argv[0]) if sys.argv[0].endswith("perdure") else "perdure"

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from perdure.cli import config, stack
-from perdure.cli.console import answer, json_option, print_table, say
+from perdure.cli.console import answer, json_option, me, print_table, say
 from perdure.errors import InstanceError
 from perdure.settings import Settings
 from perdure.types import EpisodeRef, Instance
@@ -105,10 +105,10 @@ def _show(settings: Settings, episodes: Sequence[EpisodeRef], ui_url: str, secon
     run_id = re.sub(r"^.*/runs/([^/]+)/.*$", r"\1", last.uri)
     click.echo(f"{len(episodes)} graded rollouts in {render.clock(seconds)}")
     click.echo(f"Episodes  {settings.store_url}/runs")
-    click.echo(f"Web UI    {ui_url} (while `perdure up` runs)")
-    click.echo(f"Next      perdure show {run_id}/{last.instance_id}")
-    click.echo("          perdure up")
-    click.echo(f"          perdure run {DATASET}/{last.instance_id} --agent oracle -n 4")
+    click.echo(f"Web UI    {ui_url} (while `{me()} up` runs)")
+    click.echo(f"Next      {me()} show {run_id}/{last.instance_id}")
+    click.echo(f"          {me()} up")
+    click.echo(f"          {me()} run {DATASET}/{last.instance_id} --agent oracle -n 4")
 
 
 def _write_scripts(settings: Settings, instances: Sequence[Instance]) -> Path:

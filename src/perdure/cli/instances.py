@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perdure.cli import completion, config
-from perdure.cli.console import answer, json_option, say
+from perdure.cli.console import answer, json_option, me, say
 from perdure.settings import Settings
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def build(
     else:
         good = sum(one.instance is not None for one in built)
         click.echo(f"{good} of {len(built)} instances are in {settings.store_url}")
-        click.echo(f"Next      perdure run {dataset} --agent oracle")
+        click.echo(f"Next      {me()} run {dataset} --agent oracle")
     if any(one.problem for one in built):
         raise click.exceptions.Exit(1)
 
@@ -98,7 +98,7 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
     else:
         click.echo(f"{len(report.refs)} instances imported as {report.dataset}")
         if report.refs:
-            click.echo(f"Next      perdure run {report.dataset} --agent oracle")
+            click.echo(f"Next      {me()} run {report.dataset} --agent oracle")
     if report.problems:
         raise click.exceptions.Exit(1)
 

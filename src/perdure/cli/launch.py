@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import click
 
 from perdure.cli import follow, render, results, source, stack
-from perdure.cli.console import answer, print_table, say
+from perdure.cli.console import answer, me, print_table, say
 from perdure.cli.request import Options, build, check, instances_of, needs_model
 from perdure.cli.sandboxes import ready_provider
 from perdure.cli.session import Session, connect
@@ -145,8 +145,8 @@ def show_results(
         if value:
             click.echo(f"{name:<9} {value}")
     first = episodes[0].instance_id if episodes else "INSTANCE"
-    click.echo(f"Next      perdure show {run_id}/{first}")
-    click.echo(f"          perdure export {run_id} --format preds")
+    click.echo(f"Next      {me()} show {run_id}/{first}")
+    click.echo(f"          {me()} export {run_id} --format preds")
 
 
 def _tell_detached(session: Session, run_id: str, as_json: bool) -> None:
