@@ -10,9 +10,7 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from activities.messages import AgentRun, Booted, Captured, GradedPatch
     from perdure.client import search_attributes as attributes
-    from perdure.types import EpisodeRef, Failure, Outcome, RolloutRequest, RolloutStatus
-
-MARKS = {Outcome.RESOLVED: "✅", Outcome.TAMPERED: "🚨", Outcome.EMPTY_PATCH: "⬜"}
+    from perdure.types import EpisodeRef, Failure, RolloutRequest, RolloutStatus
 
 
 class Story:
@@ -24,8 +22,10 @@ class Story:
         self.current = "starting"
         self.number = 0
         self.evidence = ""
+        self.look = ""
 
     def open(self, rollout: RolloutRequest) -> None:
+        self.look = f"{rollout.run_id}/{rollout.instance_id}/{rollout.sample_index}"
         self.headline = (
             f"**{rollout.instance}** · sample {rollout.sample_index} · agent `{rollout.agent}`"
             f" · run `{rollout.run_id}`"
@@ -63,12 +63,11 @@ class Story:
         self._add(f"diff captured: {size}{' (over the size cap)' if captured.too_large else ''}")
 
     def graded(self, graded: GradedPatch) -> None:
-        mark = MARKS.get(graded.outcome, "❌")
         reason = f": {graded.reason}" if graded.reason else ""
-        self._add(f"{mark} **{graded.outcome.value}**, reward {graded.reward:g}{reason}")
+        self._add(f"**{graded.outcome.value}**, reward {graded.reward:g}{reason}")
 
     def lost(self, attempt: int, failure: Failure) -> None:
-        self._add(f"⚠️ attempt {attempt}, {failure.boundary.value}: {failure.message}")
+        self._add(f"**lost** attempt {attempt}, {failure.boundary.value}: {failure.message}")
 
     def evicted(self, count: int) -> None:
         self._add(f"worker told to stop, handed over ({count})")
@@ -112,4 +111,5 @@ class Story:
         body = "\n".join(f"- {line}" for line in self.lines)
         stage = f"stage **{self.current}**, attempt {max(self.number, 1)}"
         where = f"\n\nEvidence: `{self.evidence}`" if self.evidence else ""
+        where += f"\n\nPatch, tests, logs: `perdure show {self.look}`"
         workflow.set_current_details(f"{self.headline}\n\n{stage}\n\n{body}{where}")
