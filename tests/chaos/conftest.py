@@ -1,0 +1,31 @@
+"""One private stack per module; whatever a test killed is up again for the next one."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests import stack as stacks
+from tests.stack import Stack
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "chaos" in item.path.parts:
+            item.add_marker(pytest.mark.chaos)
+            item.add_marker(pytest.mark.temporal)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    if missing := stacks.why_not_here():
+        pytest.skip(missing)
+    async with stacks.running(tmp_path_factory.mktemp("stack")) as stack:
+        yield stack
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stack(shared: Stack) -> AsyncIterator[Stack]:
+    await shared.refresh()
+    yield shared
+    shared.engine.let_go()

@@ -1,0 +1,74 @@
+"""The store's disk is full: rollouts wait and say why; with room again, they finish."""
+
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from perdure.episodes.assemble import Episode
+from perdure.storage import keys
+from tests import stack as stacks
+from tests.stack import Stack, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BALLAST = "ballast"
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def small_disk(tmp_path: Path) -> AsyncIterator[Path]:
+    """A mounted disk of two megabytes."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "perdure-test", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def cramped(tmp_path: Path, small_disk: Path) -> AsyncIterator[Stack]:
+    """A stack whose store lies on that disk."""
+    if missing := stacks.why_not_here():
+        pytest.skip(missing)
+    async with stacks.running(tmp_path / "home", store=small_disk / "store") as stack:
+        yield stack
+
+
+def fill(disk: Path) -> None:
+    """To the last byte."""
+    with (disk / BALLAST).open("wb", buffering=0) as file:
+        while True:
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                return
+
+
+@pytest.mark.parametrize("turn", [0, stacks.TURNS - 1], ids=["agent", "end-of-agent"])
+async def test_a_full_store_keeps_the_rollout_waiting(
+    cramped: Stack, small_disk: Path, turn: int
+) -> None:
+    """The reason stands in Temporal's pending activity; nothing torn is left; it ends solved."""
+    cramped.engine.hold(turn)
+    request = await cramped.start("full")
+    await cramped.held(request)
+    fill(small_disk)
+    cramped.engine.let_go()
+
+    async def reason() -> str:
+        found = await cramped.pending(request)
+        return found.last_failure.message if found and found.attempt > 2 else ""
+
+    assert "No space left on device" in await until(reason, "the rollout says why it waits")
+    written = [key async for key in cramped.store.list(keys.rollout_of(request))]
+    assert [key for key in written if not (await cramped.store.get(key)).data] == []
+    (small_disk / BALLAST).unlink()
+
+    await cramped.solved_once(request)
+    stored = await cramped.store.get(keys.episode(request))
+    assert Episode.model_validate_json(stored.data).reward == 1.0

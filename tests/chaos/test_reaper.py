@@ -1,0 +1,86 @@
+"""Terminated workflows run no clean-up: what they leave is swept, and nobody else's sandbox is."""
+
+from datetime import timedelta
+
+import pytest
+
+from activities.hosts import host_of
+from activities.messages import SweepRequest, Swept
+from perdure.client import names
+from tests.stack import Stack
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def swept(stack: Stack, grace_s: float) -> Swept:
+    """One real sweep by the real worker of this host."""
+    result: Swept = await stack.client.execute_activity(
+        "sweep_sandboxes",
+        SweepRequest(grace_s=grace_s),
+        id=f"sweep-{grace_s:g}",
+        task_queue=names.host_queue(host_of(stack.settings)),
+        start_to_close_timeout=timedelta(minutes=1),
+        result_type=Swept,
+    )
+    return result
+
+
+async def test_a_terminated_rollouts_sandbox_is_swept_and_a_live_ones_is_not(stack: Stack) -> None:
+    """Agent and sandbox of the terminated one are gone; the live one is solved undisturbed."""
+    stack.engine.hold(3)
+    dead, live = await stack.start("terminated"), await stack.start("alive")
+    await stack.held(dead, live)
+    await stack.temporal_cli(
+        *("workflow", "terminate", "--workflow-id", dead.workflow_id, "--reason", "test")
+    )
+    first = await swept(stack, grace_s=0)
+
+    assert (first.killed, first.kept) == (1, 1)
+    assert stack.box(live, "agent").alive
+    assert not stack.box(dead, "agent").exists
+    stack.engine.let_go()
+    await stack.solved_once(live)
+
+
+async def test_a_young_sandbox_is_not_judged(stack: Stack) -> None:
+    """The scheduled sweep leaves what may still be being made; the workflow itself runs through."""
+    stack.engine.hold(3)
+    request = await stack.start("young")
+    await stack.held(request)
+    await stack.handle(request).terminate()
+    host = host_of(stack.settings)
+    result = await stack.client.execute_workflow(
+        names.REAPER, host, id="sweep-now", task_queue=names.WORKFLOWS_QUEUE, result_type=Swept
+    )
+
+    assert (result.killed, result.kept) == (0, 1)
+    assert (await swept(stack, grace_s=0)).killed == 1
+    await stack.nothing_left()
+
+
+async def test_a_terminated_rollout_started_again_takes_its_agent_over(stack: Stack) -> None:
+    """Before any sweep: the same sandbox, the same process, no model call repeated."""
+    stack.engine.hold(3)
+    request = await stack.start("taken-over")
+    await stack.held(request)
+    agents = stack.agents()
+    await stack.handle(request).terminate()
+    await stack.perdure.start_rollout(request)
+    await stack.at(request, "run_agent")
+
+    assert stack.agents() == agents
+    stack.engine.let_go()
+    await stack.solved_once(request)
+
+
+async def test_a_swept_rollout_started_again_is_a_new_attempt(stack: Stack) -> None:
+    """The old attempt's turns stay apart: a new sandbox gets a new session."""
+    stack.engine.hold(3)
+    request = await stack.start("swept-again")
+    await stack.held(request)
+    await stack.handle(request).terminate()
+    await swept(stack, grace_s=0)
+    stack.engine.let_go()
+    await stack.perdure.start_rollout(request)
+
+    await stack.solved_once(request, attempt=2)
