@@ -112,6 +112,7 @@ class HeldEngine(ScriptedEngine):
         request_id = request.headers["x-request-id"]
         gate = self._gates.get(int(request_id.rpartition("-")[2]))
         if gate is not None:
+            await request.json()  # taken in, so it is sampled even if its caller dies meanwhile
             self.waiting.append(request_id)
             await gate.wait()
         return await super()._generate(request)
