@@ -1,9 +1,12 @@
 """destroy_sandbox: where an attempt ends early, keep its turns and leave nothing behind."""
 
+import contextlib
+
 from activities.messages import Attempt
 from activities.services import Services
 from activities.shell import shell
 from perdure.errors import NotFound
+from perdure.storage import keys
 
 
 class DestroySandbox:
@@ -20,10 +23,11 @@ class DestroySandbox:
 
     async def _close_session(self, attempt: Attempt) -> None:
         """Its turns are evidence: the watcher that should have closed it may be dead."""
+        booted = f"{keys.attempt(attempt.request, attempt.attempt)}/sandbox.json"
+        if not await self.services.store.exists(booted):
+            return  # no session was ever opened, so none is waited for where no gateway runs
         if not self.services.agent(attempt.request.agent).needs_model:
             return
-        try:
-            session = self.services.agent_identity(attempt.request, attempt.attempt)
+        session = self.services.agent_identity(attempt.request, attempt.attempt)
+        with contextlib.suppress(NotFound):  # it was booted and never started
             await self.services.gateway.close(session)
-        except NotFound:
-            return  # the agent was never started

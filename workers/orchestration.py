@@ -24,13 +24,17 @@ WORKFLOWS: Sequence[type] = (
 PASSTHROUGH = ("perdure", "activities", "workflows", "pydantic_settings", "structlog")
 
 
-def workflow_worker(client: Client) -> Worker:
+def workflow_runner() -> SandboxedWorkflowRunner:
     restrictions = SandboxRestrictions.default.with_passthrough_modules(*PASSTHROUGH)
+    return SandboxedWorkflowRunner(restrictions=restrictions)
+
+
+def workflow_worker(client: Client) -> Worker:
     return Worker(
         client,
         task_queue=names.WORKFLOWS_QUEUE,
         workflows=WORKFLOWS,
-        workflow_runner=SandboxedWorkflowRunner(restrictions=restrictions),
+        workflow_runner=workflow_runner(),
         max_cached_workflows=2000,
         # How long a decision waits for a worker that was killed, before any other may take it.
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=5),

@@ -2,9 +2,8 @@
 
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from temporalio.client import Client
@@ -42,17 +41,6 @@ async def client() -> AsyncIterator[Client]:
 async def stages(client: Client) -> AsyncIterator[Stages]:
     """Workers on every queue: the real workflow worker, stand-in activities."""
     stages = Stages()
-    everything: list[Callable[..., Any]] = [
-        stages.boot,
-        stages.run_agent,
-        stages.capture,
-        stages.grade,
-        stages.emit,
-        stages.destroy,
-        stages.prepare,
-        stages.page,
-        stages.finish,
-    ]
     queues = [
         names.BOOT_QUEUE,
         names.AGENT_QUEUE,
@@ -60,7 +48,7 @@ async def stages(client: Client) -> AsyncIterator[Stages]:
         names.IO_QUEUE,
         names.host_queue("host-1"),
     ]
-    workers = [Worker(client, task_queue=q, activities=everything) for q in queues]
+    workers = [Worker(client, task_queue=q, activities=stages.activities()) for q in queues]
     workers.append(workflow_worker(client))
     async with workers[0], workers[1], workers[2], workers[3], workers[4], workers[5]:
         yield stages

@@ -41,6 +41,20 @@ class Stages:
     def names(self) -> list[str]:
         return [name for name, _ in self.calls]
 
+    def activities(self) -> list[Callable[..., Any]]:
+        """What a worker is given."""
+        return [
+            self.boot,
+            self.run_agent,
+            self.capture,
+            self.grade,
+            self.emit,
+            self.destroy,
+            self.prepare,
+            self.page,
+            self.finish,
+        ]
+
     @activity.defn(name="boot_sandbox")
     async def boot(self, attempt: Attempt) -> Booted:
         booted: Booted = await self._do("boot_sandbox", attempt, Booted(uri="file:///x"))

@@ -1,0 +1,186 @@
+"""Write the histories that `test_replay.py` replays: `python -m tests.workflows.record_histories`.
+
+Real workflows on a real server, stand-in activities. Record anew only for a change that no running
+workflow has to survive; otherwise guard the change with `workflow.patched` and add a history.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from temporalio.client import Client, WorkflowHandle
+from temporalio.exceptions import ApplicationError, TemporalError
+from temporalio.testing import WorkflowEnvironment
+from temporalio.worker import Worker
+
+from activities.messages import AgentRun, Booted
+from perdure.client import names
+from perdure.client import search_attributes as attributes
+from perdure.client.api import Perdure
+from perdure.client.connection import DATA_CONVERTER
+from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RunRequest
+from tests.workflows.conftest import temporal_binary
+from tests.workflows.stages import Stages
+from workers.orchestration import workflow_worker
+
+FOLDER = Path(__file__).parent / "histories"
+HOST = "host-1"
+IDENTITY = "recorder"
+ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", heartbeat_timeout_s=2)
+
+Handle = WorkflowHandle[Any, Any]
+
+
+async def plain(client: Client, stages: Stages) -> Handle:
+    async def here(_: Any) -> Booted:
+        return Booted(uri="file:///x", attempt=1, host=HOST)
+
+    stages.override["boot_sandbox"] = here
+    return (await Perdure(client).start_rollout(ROLLOUT)).handle
+
+
+async def lost_sandbox(client: Client, stages: Stages) -> Handle:
+    async def lose_the_first(attempt: Any) -> AgentRun:
+        if attempt.attempt == 1:
+            raise ApplicationError("gone", "sandbox", type="SandboxLost", non_retryable=True)
+        return AgentRun(end=AgentEnd.FINISHED, turns=4)
+
+    stages.override["run_agent"] = lose_the_first
+    return (await Perdure(client).start_rollout(ROLLOUT)).handle
+
+
+async def evictions(client: Client, stages: Stages) -> Handle:
+    left = {"run_agent": 2, "grade_in_fresh_sandbox": 1}
+
+    def evict(name: str) -> Callable[[Any], Awaitable[Any]]:
+        async def stage(_: Any) -> Any:
+            left[name] -= 1
+            if left[name] == 0:
+                del stages.override[name]
+            raise ApplicationError("stop", type="WorkerEvicted", non_retryable=True)
+
+        return stage
+
+    stages.override |= {name: evict(name) for name in left}
+    return (await Perdure(client).start_rollout(ROLLOUT)).handle
+
+
+async def cancelled(client: Client, stages: Stages) -> Handle:
+    """In the middle of the agent's run."""
+    running = _forever(stages, "run_agent")
+    handle = (await Perdure(client).start_rollout(ROLLOUT)).handle
+    await running.wait()
+    await handle.cancel()
+    return handle
+
+
+async def cancelled_in_boot(client: Client, stages: Stages) -> Handle:
+    """The boot succeeds all the same."""
+    booting, told = asyncio.Event(), asyncio.Event()
+
+    async def boot(_: Any) -> Booted:
+        booting.set()
+        await told.wait()
+        return Booted(attempt=1)
+
+    stages.override["boot_sandbox"] = boot
+    handle = (await Perdure(client).start_rollout(ROLLOUT)).handle
+    await booting.wait()
+    await handle.cancel()
+    told.set()
+    return handle
+
+
+async def group(client: Client, stages: Stages) -> Handle:
+    """Three samples, a quorum of two: the third is a straggler, and is cancelled."""
+
+    async def slow_third(attempt: Any) -> AgentRun:
+        if attempt.request.sample_index == 2:
+            await _beat_for_ever()
+        return AgentRun(end=AgentEnd.FINISHED, turns=4)
+
+    stages.override["run_agent"] = slow_third
+    request = GroupRequest(rollout=ROLLOUT, n_samples=3, quorum=2)
+    return (await Perdure(client).start_group(request)).handle
+
+
+async def run(client: Client, stages: Stages) -> Handle:
+    """Two instances, one after the other."""
+    stages.instances = ("toy/add-1", "toy/add-2")
+    request = RunRequest(
+        run_id="r1",
+        dataset="toy",
+        concurrency=1,
+        rollout={"agent": "nop", "heartbeat_timeout_s": 2},
+    )
+    return (await Perdure(client).start_run(request)).handle
+
+
+SCENARIOS = (plain, lost_sandbox, evictions, cancelled, cancelled_in_boot, group, run)
+
+
+def _forever(stages: Stages, name: str) -> asyncio.Event:
+    running = asyncio.Event()
+
+    async def stage(_: Any) -> None:
+        running.set()
+        await _beat_for_ever()
+
+    stages.override[name] = stage
+    return running
+
+
+async def _beat_for_ever() -> None:
+    from temporalio import activity
+
+    while True:
+        activity.heartbeat()
+        await asyncio.sleep(0.1)
+
+
+async def record(scenario: Callable[[Client, Stages], Awaitable[Handle]]) -> str:
+    """One scenario on a server of its own; its history as JSON."""
+    async with await WorkflowEnvironment.start_local(
+        dev_server_existing_path=temporal_binary(),
+        data_converter=DATA_CONVERTER,
+        search_attributes=attributes.ALL,
+        dev_server_log_level="error",
+        identity=IDENTITY,
+    ) as environment:
+        client, stages = environment.client, Stages()
+        queues = (names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE)
+        async with AsyncExitStack() as workers:
+            for queue in (*queues, names.host_queue(HOST)):
+                worker = Worker(client, task_queue=queue, activities=stages.activities())
+                await workers.enter_async_context(worker)
+            await workers.enter_async_context(workflow_worker(client))
+            handle = await scenario(client, stages)
+            with contextlib.suppress(TemporalError):  # a cancelled one has no result
+                await handle.result()
+            return (await handle.fetch_history()).to_json()
+
+
+def without_stacks(value: Any) -> Any:
+    """Stack traces name files of the machine; a replay does not read them."""
+    if isinstance(value, dict):
+        return {k: without_stacks(v) for k, v in value.items() if k != "stackTrace"}
+    return [without_stacks(item) for item in value] if isinstance(value, list) else value
+
+
+async def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for scenario in SCENARIOS:
+        history = without_stacks(json.loads(await record(scenario)))
+        path = FOLDER / f"{scenario.__name__}.json"
+        path.write_text(json.dumps(history, indent=1) + "\n")
+        print(path.name, len(history["events"]), "events")
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)  # the failures are staged
+    asyncio.run(main())

@@ -1,0 +1,70 @@
+"""Workflows that are running survive an upgrade: committed histories replay on today's code."""
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio import workflow
+from temporalio.client import WorkflowHistory
+from temporalio.worker import Replayer
+from temporalio.workflow import NondeterminismError
+
+from perdure.client import names
+from perdure.client.connection import DATA_CONVERTER
+from tests.workflows import record_histories
+from workers.orchestration import WORKFLOWS, workflow_runner
+
+HISTORIES = sorted(record_histories.FOLDER.glob("*.json"))
+
+
+def history(path: Path) -> WorkflowHistory:
+    return WorkflowHistory.from_json(path.stem, path.read_text())
+
+
+@pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.stem)
+async def test_a_committed_history_replays(path: Path) -> None:
+    """Today's code makes the same decisions, in the same order, from the same events."""
+    replayer = Replayer(
+        workflows=WORKFLOWS, workflow_runner=workflow_runner(), data_converter=DATA_CONVERTER
+    )
+    result = await replayer.replay_workflow(history(path), raise_on_replay_failure=False)
+
+    assert result.replay_failure is None
+
+
+def test_every_scenario_is_committed() -> None:
+    """One file for each scenario of the recorder, and none without one."""
+    recorded = {scenario.__name__ for scenario in record_histories.SCENARIOS}
+
+    assert {path.stem for path in HISTORIES} == recorded
+
+
+@workflow.defn(name=names.ROLLOUT, sandboxed=False)
+class RolloutWithoutBoot:
+    """What a careless change looks like: another first step."""
+
+    @workflow.run
+    async def run(self, request: Any) -> None:
+        limit = timedelta(minutes=1)
+        await workflow.execute_activity("run_agent", request, schedule_to_close_timeout=limit)
+
+
+@pytest.mark.parametrize("name", ["plain", "lost_sandbox"])
+async def test_a_changed_workflow_fails_the_replay(name: str) -> None:
+    """The replay would notice: a workflow that decides otherwise is refused."""
+    replayer = Replayer(workflows=[RolloutWithoutBoot], data_converter=DATA_CONVERTER)
+
+    with pytest.raises(NondeterminismError):
+        await replayer.replay_workflow(history(record_histories.FOLDER / f"{name}.json"))
+
+
+@pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.stem)
+def test_a_history_tells_nothing_of_where_it_was_recorded(path: Path) -> None:
+    """Identities are the recorder's, and there is no stack trace with paths."""
+    text = path.read_text()
+    identities = set(re.findall(r'"identity": "([^"]*)"', text))
+
+    assert identities <= {record_histories.IDENTITY, "history-service", "worker-service"}
+    assert "stackTrace" not in text
