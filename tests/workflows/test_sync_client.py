@@ -1,0 +1,34 @@
+"""The sync twin: the same answers, for trainers without an event loop."""
+
+import asyncio
+
+from temporalio.client import Client
+
+from perdure.client.sync import Perdure
+from perdure.types import GroupRequest, RolloutRequest
+from tests.workflows.stages import Stages
+
+ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
+
+
+async def test_a_sync_trainer_gets_every_episode(client: Client, stages: Stages) -> None:
+    """Started, iterated and awaited from a thread without a loop: three samples, three rewards."""
+
+    def train() -> list[float | None]:
+        perdure = Perdure(client.service_client.config.target_host)
+        group = perdure.start_group(GroupRequest(rollout=ROLLOUT, n_samples=3))
+        return [episode.reward for episode in group.episodes()]
+
+    rewards = await asyncio.to_thread(train)
+
+    assert rewards == [1.0, 1.0, 1.0]
+
+
+async def test_a_sync_trainer_waits_for_one_rollout(client: Client, stages: Stages) -> None:
+    """The result of a rollout is its episode."""
+
+    def train() -> str:
+        perdure = Perdure(client.service_client.config.target_host)
+        return perdure.start_rollout(ROLLOUT).result().status.value
+
+    assert await asyncio.to_thread(train) == "graded"
