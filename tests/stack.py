@@ -24,7 +24,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 from temporalio.api.workflow.v1 import PendingActivityInfo
-from temporalio.client import Client, WorkflowHandle
+from temporalio.client import (
+    Client,
+    WorkflowExecutionDescription,
+    WorkflowExecutionStatus,
+    WorkflowHandle,
+)
+from temporalio.service import RPCError
 
 from perdure.cli import ports, readiness
 from perdure.cli.children import ChildSpec
@@ -305,16 +311,27 @@ class Stack:
 
     async def episode(self, request: RolloutRequest) -> Episode:
         """The rollout's episode, when its workflow is over, however it ended."""
-        with contextlib.suppress(Exception):
-            await self.perdure.rollout(request.workflow_id).result()
+        await until(lambda: self._is_over(request), f"{request.workflow_id} is over")
         episode = await assemble.read(self.store, request)
         assert episode is not None, f"{request.workflow_id} has no episode{self.last_words()}"
         return episode
 
+    async def _is_over(self, request: RolloutRequest) -> bool:
+        found = await self._described(request)
+        return found is not None and found.status is not WorkflowExecutionStatus.RUNNING
+
     async def pending(self, request: RolloutRequest) -> PendingActivityInfo | None:
         """The activity that is scheduled or running now."""
-        found = (await self.handle(request).describe()).raw_description.pending_activities
-        return found[0] if found else None
+        found = await self._described(request)
+        pending = found.raw_description.pending_activities if found is not None else ()
+        return pending[0] if pending else None
+
+    async def _described(self, request: RolloutRequest) -> WorkflowExecutionDescription | None:
+        """None while its parent has not started it, and while the server is away."""
+        try:
+            return await self.handle(request).describe()
+        except RPCError:
+            return None
 
     async def at(self, request: RolloutRequest, activity: str, attempt: int = 1) -> int:
         """Wait until `activity` runs in its `attempt`-th try or later; the pid of its worker."""

@@ -54,6 +54,18 @@ async def test_the_worker_dies_in_the_middle_of_grading(stack: Stack) -> None:
     await stack.solved_once(request)
 
 
+async def test_grading_may_finish_within_the_grace_of_its_worker(stack: Stack) -> None:
+    """SIGTERM in the middle of a short grading: it is finished, not begun again elsewhere."""
+    request = await stack.start("grade-in-grace", instance=stacks.SLOW_INSTANCE)
+    await until(lambda: stack.box(request, "grade").alive, "the grading sandbox is up")
+    (first,) = stack.workers
+    await stack.start_worker()
+
+    assert await first.kill(signal.SIGTERM) == 0
+    await stack.solved_once(request)
+    assert (await stack.episode(request)).evictions == 0
+
+
 async def test_cancelled_while_the_worker_is_dead(stack: Stack) -> None:
     """Nobody could be told: the next worker still cleans up, and the turns are kept."""
     stack.engine.hold(3)
