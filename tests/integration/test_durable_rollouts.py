@@ -196,7 +196,7 @@ async def test_a_reset_to_before_grading_grades_again_without_the_agent(stack: S
     assert len(verdicts) == 2
     assert first.provenance.workflow_run_id == described.run_id
     assert again.provenance.workflow_run_id not in ("", described.run_id)
-    assert f"grade-{again.provenance.workflow_run_id[:8]}" in " ".join(verdicts)
+    assert f"grade-{again.provenance.workflow_run_id[-8:]}" in " ".join(verdicts)
     assert (again.outcome, again.turns) == (Outcome.RESOLVED, TURNS)
     await stack.nothing_left()
 
