@@ -1,0 +1,53 @@
+"""A worker that stands still for longer than its heartbeats, and comes back: a zombie.
+
+Its work was given to another one meanwhile. What it still writes must change nothing.
+"""
+
+import os
+import signal
+
+import pytest
+
+from tests import stack as stacks
+from tests.stack import Process, Stack, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def woken(worker: Process) -> None:
+    """It goes on where it stood, finds that its work is not its own any more, and can be stopped."""
+    os.kill(worker.pid, signal.SIGCONT)
+    assert await worker.kill(signal.SIGTERM) == 0
+
+
+async def test_a_frozen_watcher_comes_back_too_late(stack: Stack) -> None:
+    """The agent was taken over, captured and graded; the late watcher leaves all of it alone."""
+    stack.engine.hold(3)
+    request = await stack.start("frozen-watcher")
+    await stack.held(request)
+    (frozen,) = stack.workers
+    os.kill(frozen.pid, signal.SIGSTOP)
+    await stack.start_worker()
+    await stack.at(request, "run_agent", attempt=2)
+    stack.engine.let_go()
+    await stack.solved_once(request)
+    before = await stack.episode(request)
+    files = await stack.files(request)
+    await woken(frozen)
+
+    assert await stack.episode(request) == before
+    assert await stack.files(request) == files
+    await stack.solved_once(request)
+
+
+async def test_a_frozen_grader_comes_back_in_the_middle(stack: Stack) -> None:
+    """Both may meet in one sandbox; in the end there is one verdict, the right one."""
+    request = await stack.start("frozen-grader", instance=stacks.SLOW_INSTANCE)
+    await until(lambda: stack.box(request, "grade").alive, "the grading sandbox is up")
+    (frozen,) = stack.workers
+    os.kill(frozen.pid, signal.SIGSTOP)
+    await stack.start_worker()
+    await stack.at(request, "grade_in_fresh_sandbox", attempt=2)
+    await woken(frozen)
+
+    await stack.solved_once(request)
