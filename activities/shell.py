@@ -31,6 +31,10 @@ BUG_ATTEMPTS = 5
 """An error nobody foresaw is tried this often, then the rollout ends with it."""
 MESSAGE_LIMIT = 1000
 
+FIRST_BEAT_S = 1.0
+"""What is over sooner costs the server no heartbeat at all."""
+LATER_BEATS_S = 5.0
+
 
 def shell(
     name: str, *, leave_at_once: bool = False
@@ -115,10 +119,12 @@ async def _heartbeats() -> AsyncIterator[None]:
 
 
 async def _beat(interval: float) -> None:
+    pause = min(interval, FIRST_BEAT_S)
     while True:
+        await asyncio.sleep(pause)
         progress = _progress.get()
         activity.heartbeat(*([progress] if progress else []))
-        await asyncio.sleep(min(interval, 5.0))
+        pause = min(interval, LATER_BEATS_S)
 
 
 @contextlib.asynccontextmanager
