@@ -1,0 +1,97 @@
+"""The examples of the documentation work as they are printed."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.agents.base import Agent, AgentTask, Evidence
+from perdure.errors import ConfigurationError
+from perdure.instances.rows import to_instance
+from perdure.sandboxes.base import ExecState, ExecStatus
+from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+INSTANCE = Instance(
+    instance_id="click-1",
+    dataset="tests",
+    problem_statement="It breaks.",
+    source=Source(kind=SourceKind.DIRECTORY),
+)
+
+
+def block(kind: str) -> str:
+    """The one fenced block of this kind on the page."""
+    (found,) = re.findall(rf"^```{kind}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    text: str = found
+    return text
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Agent:
+    file = tmp_path / "my_agents.py"
+    file.write_text(block("python agent"))
+    spec = importlib.util.spec_from_file_location("my_agents", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made: Agent = module.OneShot()
+    return made
+
+
+def task(**options: Any) -> AgentTask:
+    return AgentTask(
+        instance=INSTANCE,
+        workdir="/testbed",
+        gateway_url="http://127.0.0.1:8080",
+        session_key="session.secret",
+        model="policy",
+        sampling=Sampling(),
+        budget_s=60.0,
+        options=options,
+    )
+
+
+def test_agent_example_is_launched_with_what_it_needs(agent: Agent) -> None:
+    """The printed agent calls the gateway with its key, which stands in its environment only."""
+    launch = agent.launch(task(hint="Only bash."))
+
+    assert launch.env["URL"] == "http://127.0.0.1:8080/v1/chat/completions"
+    assert launch.env["TASK"] == "It breaks.\n\nOnly bash."
+    assert not any(b"session.secret" in content for content in launch.files.values())
+    for path, content in launch.files.items():
+        compile(content, path, "exec")
+
+
+def test_agent_example_refuses_unknown_options(agent: Agent) -> None:
+    """A misspelt option of the printed agent is named."""
+    with pytest.raises(ConfigurationError, match=r"agent_options.hnit: unknown; one_shot"):
+        agent.launch(task(hnit="x"))
+
+
+@pytest.mark.parametrize(
+    ("status", "turns", "end"),
+    [
+        (ExecStatus(ExecState.EXITED, code=0), 1, AgentEnd.FINISHED),
+        (ExecStatus(ExecState.EXITED, code=1), 1, AgentEnd.CRASHED),
+        (ExecStatus(ExecState.EXITED, code=0), 0, AgentEnd.NEVER_CALLED_MODEL),
+        (ExecStatus(ExecState.KILLED, cause="timeout", signal=9), 1, AgentEnd.LIMIT),
+    ],
+)
+def test_agent_example_reads_its_end(
+    agent: Agent, status: ExecStatus, turns: int, end: AgentEnd
+) -> None:
+    """The printed agent tells finished, crashed, cut off and never started apart."""
+    assert agent.classify(Evidence(status, b"", b"", {}, turns)) is end
+
+
+def test_row_example_is_an_instance() -> None:
+    """The printed row is complete: it is read without a complaint."""
+    row = json.loads(block("json"))
+    row["patch"] = row["test_patch"] = "diff --git a/m b/m\n--- a/m\n+++ b/m\n@@ -1 +1 @@\n-a\n+b\n"
+
+    assert to_instance(row, "mine", 1).grading.fail_to_pass == ("tests/test_core.py::test_add",)
