@@ -1,5 +1,6 @@
 """The examples of the documentation work as they are printed."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -14,7 +15,8 @@ from perdure.instances.rows import to_instance
 from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "extending.md"
 INSTANCE = Instance(
     instance_id="click-1",
     dataset="tests",
@@ -95,3 +97,22 @@ def test_row_example_is_an_instance() -> None:
     row["patch"] = row["test_patch"] = "diff --git a/m b/m\n--- a/m\n+++ b/m\n@@ -1 +1 @@\n-a\n+b\n"
 
     assert to_instance(row, "mine", 1).grading.fail_to_pass == ("tests/test_core.py::test_add",)
+
+
+def printed() -> str:
+    """Every text of the product, line by line: a page may quote these, and nothing else."""
+    files = [file for folder in ("src", "activities") for file in (ROOT / folder).rglob("*.py")]
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_bytes())))
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    return "\n".join(re.sub(r"\{\w+\}", "\n", text) for text in texts if isinstance(text, str))
+
+
+def test_troubleshooting_quotes_what_the_product_prints() -> None:
+    """Every message on the troubleshooting page still stands in the code, word for word."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    rows = re.findall(r"^\| (`+ ?.*?`)(?: with .*?| \(in .*?)? \| ", page, re.MULTILINE)
+    quoted = [part.strip(" `") for row in rows for part in row.split("\N{HORIZONTAL ELLIPSIS}")]
+    product = printed()
+
+    assert len(rows) > 40
+    assert [part for part in quoted if part not in product] == []
