@@ -1,5 +1,9 @@
 """One way to connect to Temporal: the CLI's own variables and profiles, our data converter."""
 
+import atexit
+import gc
+import time
+
 from temporalio.client import Client
 from temporalio.contrib.pydantic import PydanticPayloadConverter, ToJsonOptions
 from temporalio.converter import DataConverter
@@ -19,6 +23,7 @@ class CompactConverter(PydanticPayloadConverter):
 
 DEFAULT_ADDRESS = "localhost:7233"
 """The `temporal` command's own default, and what `perdure up` listens on."""
+EXIT_PAUSE_S = 0.2
 DATA_CONVERTER = DataConverter(payload_converter_class=CompactConverter)
 
 
@@ -31,6 +36,8 @@ async def connect(address: str | None = None, *, runtime: Runtime | None = None)
     config = ClientConfig.load_client_connect_config()
     target = address or config.get("target_host") or DEFAULT_ADDRESS
     config["target_host"] = target
+    atexit.unregister(_let_native_threads_end)
+    atexit.register(_let_native_threads_end)
     try:
         return await Client.connect(**config, data_converter=DATA_CONVERTER, runtime=runtime)
     except (RuntimeError, RPCError) as error:
@@ -38,3 +45,13 @@ async def connect(address: str | None = None, *, runtime: Runtime | None = None)
             f"no Temporal server answers at {target}: run `perdure up`, or set TEMPORAL_ADDRESS"
             f" ({str(error)[:200]})"
         ) from error
+
+
+def _let_native_threads_end() -> None:
+    """Without this one short script in four aborts at its end, its work done.
+
+    A native thread of the SDK that still hands back an answer while Python tears down is fatal
+    (temporalio/sdk-python#300), and there is nothing to wait for by name.
+    """
+    gc.collect()
+    time.sleep(EXIT_PAUSE_S)
