@@ -1,0 +1,173 @@
+"""What the documentation names exists: commands, options, files, fields of requests."""
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import pytest
+
+from perdure.cli.main import cli
+from perdure.types import GroupRequest, Request, RolloutRequest, RunRequest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ROOMS = sorted(
+    page
+    for room in ("src", "datasets", "infra", "workers", "benchmarks")
+    for page in (ROOT / room).rglob("README.md")
+)
+REQUESTS: dict[str, type[Request]] = {
+    "RolloutWorkflow": RolloutRequest,
+    "RolloutGroupWorkflow": GroupRequest,
+    "RunWorkflow": RunRequest,
+}
+MODELS = {model.__name__: model for model in REQUESTS.values()}
+TAGS_OF_CODE = ("python", "toml", "json", "yaml")
+
+
+class Named(NamedTuple):
+    """A piece of a page; `whole`: a command that can be pasted, not a mention in prose."""
+
+    page: Path
+    text: str
+    whole: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: {self.text}"
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """Language and text of each fenced block, indented or not."""
+    for tag, text in re.findall(r"^ *```([^\n]*)\n(.*?)^ *```$", page.read_text(), re.M | re.S):
+        yield tag.split(" ")[0], text
+
+
+def commands() -> Iterator[Named]:
+    """Every `perdure ...` of the pages, without what stands around it in a shell."""
+    for page in (*PAGES, *ROOMS):
+        for tag, text in blocks(page):
+            picture = "\N{BOX DRAWINGS LIGHT HORIZONTAL}" in text
+            code = picture or tag in TAGS_OF_CODE
+            lines = () if code else text.replace("\\\n", " ").splitlines()
+            yield from (Named(page, found) for line in lines for found in _in_shell(line))
+        prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.M | re.S)
+        indented = re.findall(r"^ {4}(.+)$", prose, re.M)
+        yield from (Named(page, found) for line in indented for found in _in_shell(line))
+        for found in re.findall(r"`+ ?(perdure(?: [^`]*)?)`", prose):
+            yield Named(page, found.strip(), whole=False)
+
+
+def _in_shell(line: str) -> Iterator[str]:
+    found = re.match(r"\s*(?:[A-Z_]+=\S+ +)*(?:\S*/)?(perdure(?: .*)?)$", line)
+    if found:
+        yield found[1].split(" | ")[0]
+
+
+def check(command: Named) -> None:
+    """Parse with the real commands. Raises: click.UsageError."""
+    words = shlex.split(command.text.replace("\N{HORIZONTAL ELLIPSIS}", "X"), comments=True)[1:]
+    found: click.Command = cli
+    context = click.Context(cli, info_name="perdure")
+    while isinstance(found, click.Group) and words and not words[0].startswith("-"):
+        child = found.get_command(context, words[0])
+        if child is None:
+            raise click.UsageError(f"there is no command {words[0]!r}")
+        found, words = child, words[1:]
+    if found is cli or {"-h", "--help"} & set(words) or words == ["..."]:
+        return
+    if command.whole:
+        found.make_context("perdure", words)
+    else:
+        found.make_parser(click.Context(found)).parse_args(words)
+
+
+def test_every_command_of_the_pages_exists() -> None:
+    """Whatever a reader pastes is accepted by the command line: names, options, arguments."""
+    wrong, seen = [], list(commands())
+    for command in seen:
+        try:
+            check(command)
+        except click.UsageError as error:
+            wrong.append(f"{command}: {error.format_message()}")
+
+    assert wrong == []
+    assert len(seen) > 40
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("perdure rnu first-steps", True),
+        ("perdure run first-steps --agnet oracle", False),
+        ("perdure resize RUN many", True),
+        ("perdure show", True),
+        ("perdure instances biuld", False),
+    ],
+)
+def test_a_wrong_command_is_noticed(text: str, whole: bool) -> None:
+    """The check above does see a misspelt command, option and value, and a missing argument."""
+    with pytest.raises(click.UsageError):
+        check(Named(ROOT / "README.md", text, whole))
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    """No page links to a file that is not there."""
+    links = [
+        Named(page, target)
+        for page in (*PAGES, *ROOMS)
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+        if "://" not in target
+    ]
+
+    assert [str(link) for link in links if not (link.page.parent / link.text).exists()] == []
+    assert len(links) > 15
+
+
+def test_every_request_in_json_is_accepted() -> None:
+    """Each hand-written `--input` of the pages is a valid request of its workflow type."""
+    shell = r"--type (\w+)(?:[^\n]|\n +)*?--input '(\{.*?\})'"
+    found = [
+        (kind, json.loads(text))
+        for page in PAGES
+        for kind, text in re.findall(shell, page.read_text(), re.DOTALL)
+    ]
+    for kind, fields in found:
+        request = REQUESTS[kind].model_validate(fields)
+        if isinstance(request, RunRequest):
+            request.rollout_request("any/instance")
+
+    assert {kind for kind, _ in found} == set(REQUESTS)
+
+
+def test_every_request_in_python_is_accepted() -> None:
+    """Each request that the SDK's examples make can be made."""
+    made = 0
+    for page in PAGES:
+        for tag, text in blocks(page):
+            for call in _calls(text) if tag == "python" else ():
+                eval(compile(ast.Expression(call), str(page), "eval"), dict(MODELS))
+                made += 1
+
+    assert made > 3
+
+
+def _calls(text: str) -> Iterator[ast.Call]:
+    try:
+        tree = ast.parse(_dedented(text))
+    except SyntaxError:  # a bad / good pair of CONTRIBUTING.md need not be a whole program
+        return
+    for node in ast.walk(tree):
+        name: Any = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call) and name in MODELS:
+            yield node
+
+
+def _dedented(text: str) -> str:
+    indent = re.match(r" *", text)
+    assert indent is not None
+    return re.sub(f"^{indent[0]}", "", text, flags=re.MULTILINE)
