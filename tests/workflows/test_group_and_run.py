@@ -167,6 +167,23 @@ async def test_cancelling_a_run_ends_it_with_a_manifest(client: Client, stages: 
     assert stages.names()[-1] == "finish_run"
 
 
+async def test_a_cancelled_run_says_how_far_it_came(client: Client, stages: Stages) -> None:
+    """Its progress still counts what was graded and what was cancelled."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-0", "toy/add-1", "toy/add-2")
+    run = await Perdure(client).start_run(_run(concurrency=2))
+    await gate.until_running(2)
+    await run.cancel()
+    with pytest.raises(WorkflowFailureError):
+        await run.result()
+
+    progress = await run.progress()
+
+    assert (progress.state, progress.total, progress.running) == ("cancelled", 3, 0)
+    assert progress.by_status == {"cancelled": 2}
+
+
 async def test_a_run_cancelled_while_it_lists_its_instances_starts_none(
     client: Client, stages: Stages
 ) -> None:

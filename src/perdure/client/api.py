@@ -16,6 +16,7 @@ from temporalio.client import (
     WorkflowExecution,
     WorkflowExecutionStatus,
     WorkflowHandle,
+    WorkflowQueryFailedError,
     WorkflowUpdateRPCTimeoutOrCancelledError,
 )
 from temporalio.common import (
@@ -193,19 +194,27 @@ class RunHandle:
         return await self._closed(described.status)
 
     async def _closed(self, status: WorkflowExecutionStatus | None) -> RunProgress:
-        state = "done" if status is WorkflowExecutionStatus.COMPLETED else _word(status).lower()
-        if state != "done":
-            return RunProgress(run_id=self.run_id, state=state)
+        if status is not WorkflowExecutionStatus.COMPLETED:
+            return await self._broken_off(status)
         summary = await self.handle.result()
         return RunProgress(
             run_id=self.run_id,
-            state=state,
+            state="done",
             total=summary["rollouts"],
             started=summary["rollouts"],
             done=summary["rollouts"],
             by_status=summary.get("by_status", {}),
             by_outcome=summary.get("by_outcome", {}),
         )
+
+    async def _broken_off(self, status: WorkflowExecutionStatus | None) -> RunProgress:
+        """A run without a result: how far it had come, where a worker can still tell."""
+        state = "cancelled" if status is WorkflowExecutionStatus.CANCELED else _word(status).lower()
+        try:
+            stood = RunProgress.model_validate(await self.handle.query("status", result_type=dict))
+        except (RPCError, WorkflowQueryFailedError):
+            return RunProgress(run_id=self.run_id, state=state)
+        return stood.model_copy(update={"run_id": self.run_id, "state": state, "running": 0})
 
     async def result(self) -> dict[str, Any]:
         """Wait to the end, through restarts of the server. The run's summary.
