@@ -36,8 +36,10 @@ class RunAgent:
             return done
         sandbox = await self._attach(attempt)
         try:
-            await self._open_session(attempt)
+            session = await self._open_session(attempt)
             await self._start_once(attempt, sandbox)
+            if session is not None:
+                report(turns=session.turns)
             status = await self._watch(attempt, sandbox)
             run = await self._conclude(attempt, sandbox, status)
         except asyncio.CancelledError:
@@ -60,11 +62,11 @@ class RunAgent:
     def _session_id(self, attempt: Attempt) -> str:
         return self.services.agent_identity(attempt.request, attempt.attempt)
 
-    async def _open_session(self, attempt: Attempt) -> None:
+    async def _open_session(self, attempt: Attempt) -> SessionSummary | None:
         request = attempt.request
         if not self.services.agent(request.agent).needs_model:
-            return
-        await self.services.gateway.open(
+            return None
+        return await self.services.gateway.open(
             SessionSpec(
                 session_id=self._session_id(attempt),
                 model=request.model,

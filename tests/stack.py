@@ -349,6 +349,22 @@ class Stack:
             )
         )
 
+    async def watched(self, request: RolloutRequest, attempt: int = 1) -> int:
+        """Wait until a worker really watches the agent, and says so; the pid of that worker."""
+
+        async def worker_pid() -> int:
+            found = await self.pending(request)
+            if found is None or found.state != STARTED or found.attempt < attempt:
+                return 0
+            beat = (
+                found.last_heartbeat_time.ToNanoseconds() > found.last_started_time.ToNanoseconds()
+            )
+            said = beat and bool(found.heartbeat_details.payloads)
+            return int(found.last_worker_identity.partition("@")[0]) if said else 0
+
+        what = f"the agent of {request.workflow_id} is watched, try {attempt}"
+        return int(await until(worker_pid, what))
+
     async def held(self, *requests: RolloutRequest, attempt: int = 1) -> None:
         """Wait until the agent of every rollout waits for its answer to the held turn."""
         wanted = {self.identity(r, "agent", attempt) for r in requests}

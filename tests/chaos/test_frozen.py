@@ -28,7 +28,7 @@ async def test_a_frozen_watcher_comes_back_too_late(stack: Stack) -> None:
     (frozen,) = stack.workers
     os.kill(frozen.pid, signal.SIGSTOP)
     await stack.start_worker()
-    await stack.at(request, "run_agent", attempt=2)
+    await stack.watched(request, attempt=2)
     stack.engine.let_go()
     await stack.solved_once(request)
     before = await stack.episode(request)

@@ -66,7 +66,7 @@ async def test_a_terminated_rollout_started_again_takes_its_agent_over(stack: St
     agents = stack.agents()
     await stack.handle(request).terminate()
     await stack.perdure.start_rollout(request)
-    await stack.at(request, "run_agent")
+    await stack.watched(request)
 
     assert stack.agents() == agents
     stack.engine.let_go()

@@ -50,7 +50,7 @@ async def test_a_killed_worker_is_replaced_and_the_agent_notices_nothing(stack: 
     agents = stack.agents()
     await stack.workers[0].kill()
     await stack.start_worker()
-    await stack.at(request, "run_agent", attempt=2)
+    await stack.watched(request, attempt=2)
 
     assert agents
     assert stack.agents() == agents
@@ -69,7 +69,7 @@ async def test_a_worker_that_is_told_to_stop_hands_over(stack: Stack) -> None:
     os.kill(first.pid, signal.SIGTERM)
 
     async def handed_over() -> bool:
-        return await stack.at(request, "run_agent") == second.pid
+        return await stack.watched(request) == second.pid
 
     await until(handed_over, "the second worker watches")
     assert await first.ended() == 0
