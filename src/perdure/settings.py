@@ -39,9 +39,9 @@ class Settings(BaseSettings):
     temporal_port: int = Field(7233, ge=1, le=65535)
     """Port of the Temporal server that `perdure up` starts."""
     gateway_port: int = Field(18001, ge=0, le=65535)
-    """TCP port of the gateway (document 002: SHIM_PORT)."""
+    """TCP port of the gateway (slime: SHIM_PORT)."""
     gateway_host: str = "127.0.0.1"
-    """Address the gateway listens on (document 002: SHIM_BIND_HOST)."""
+    """Address the gateway listens on (slime: SHIM_BIND_HOST)."""
     gateway_url: str = ""
     """Gateway as the workers reach it. Empty = `http://<gateway_host>:<gateway_port>`."""
     engine_url: str = ""
@@ -55,7 +55,7 @@ class Settings(BaseSettings):
     tokenizer: str = "qwen3"
     """Tokenizer of the served model: `qwen3`, or a folder with tokenizer.json."""
     boot_slots: int = Field(8, ge=1)
-    """Sandboxes that one worker boots at once (document 002: SWE_BOOT_CONCURRENCY)."""
+    """Sandboxes that one worker boots at once (slime: SWE_BOOT_CONCURRENCY)."""
     agent_slots: int = Field(64, ge=1)
     """Agent runs that one worker watches at once."""
     grade_slots: int = Field(8, ge=1)
