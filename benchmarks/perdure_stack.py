@@ -82,7 +82,7 @@ def _instance(name: str, key: str) -> Instance:
         environment=Environment(workdir="/testbed"),
         grading=Grading(
             protocol="eval_cmd",
-            eval_cmd="python3 test_calc.py",
+            eval_cmd=f"{toy.PYTHON} test_calc.py",
             test_patch=added_file("test_calc.py", toy.TEST.encode()),
             timeout_s=60.0,
         ),

@@ -19,6 +19,9 @@ TEST = "from calc import add\n\nassert add(2, 3) == 5, add(2, 3)\n"
 STATEMENT = "add(2, 3) returns -1. Make `add` in calc.py return the sum of its arguments."
 DONE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
+PYTHON = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else "python3"
+"""What runs the hidden test, and the small agent's loop: the same file in every sandbox."""
+
 FIX = (
     "ls -la && cat calc.py",
     "sed -i 's/return a - b/return a + b/' calc.py",
@@ -118,7 +121,7 @@ storage_mb = 1024
 """
 
 HARBOR_TEST = f"""\
-cd /app && git apply /logs/artifacts/patch.diff && cat > test_calc.py <<'END' && python3 test_calc.py
+cd /app && git apply /logs/artifacts/patch.diff && cat > test_calc.py <<'END' && {PYTHON} test_calc.py
 {TEST}END
 if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
 """

@@ -6,7 +6,6 @@ once; this one starts in some 15 ms. By dotted path: `benchmarks.overhead.bash_a
 
 import asyncio
 import shutil
-import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -37,10 +36,8 @@ class BashAgent:
         if task.gateway_url is None:
             raise ConfigurationError(f"{self.name} needs a gateway")
         port = task.gateway_url.rsplit(":", 1)[1]
-        # This Python without its virtual environment: every sandbox can see it.
-        python = f"{sys.base_prefix}/bin/python3"
         return Launch(
-            argv=(python, "-I", "-S", f"{TARGET}/{LOOP.name}", port, toy.DONE),
+            argv=(toy.PYTHON, "-I", "-S", f"{TARGET}/{LOOP.name}", port, toy.DONE),
             env={
                 "BENCH_KEY": task.session_key,
                 "BENCH_MODEL": task.model,

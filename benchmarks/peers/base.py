@@ -85,7 +85,7 @@ class Grading:
             (Path(box) / "test_calc.py").write_text(toy.TEST)
             script = (
                 "git clone -q /repo w && cd w && git apply ../model.patch && "
-                "cp ../test_calc.py . && python3 test_calc.py"
+                f"cp ../test_calc.py . && {toy.PYTHON} test_calc.py"
             )
             argv = ["bwrap", *self.flags, "--bind", box, "/box", "--chdir", "/box"]
             process = self.meter.popen(
