@@ -23,7 +23,7 @@ from perdure.errors import (
     PerdureError,
     RetryHere,
 )
-from perdure.gateway.base import Refused, SessionSpec, control_token, session_key
+from perdure.gateway.base import DEFAULT_MODEL, Refused, SessionSpec, control_token, session_key
 from perdure.gateway.dialects import openai_chat
 from perdure.gateway.engines.choose import Engines, check_engine_settings
 from perdure.gateway.engines.wire import new_client
@@ -104,7 +104,7 @@ NO_CACHE = {"cache-control": "no-cache"}
 
 async def _models(request: Request) -> Response:
     _session_of(request)
-    content = openai_chat.models([_gateway(request).settings.engine_model])
+    content = openai_chat.models([_gateway(request).settings.engine_model or DEFAULT_MODEL])
     return Response(content, media_type="application/json")
 
 

@@ -27,11 +27,15 @@ SessionId = Annotated[str, StringConstraints(pattern=SESSION_ID)]
 """Names a folder of the journal and a path of the control API: no slashes."""
 
 
+DEFAULT_MODEL = "policy"
+"""What a served policy is called when nobody named it."""
+
+
 class SessionSpec(Frozen):
     """One attempt's sampling rules and where its turns go when it is closed."""
 
     session_id: SessionId
-    model: str = "policy"
+    model: str = DEFAULT_MODEL
     sampling: Sampling = Sampling()
     turns_key: str
     """Store key of the turns (parquet, `perdure.episodes.turns`), written at close."""

@@ -362,7 +362,7 @@ class Sessions:
         name: str,
     ) -> TurnRecord:
         """One turn of a hosted API: no ids, nothing to train on."""
-        body = chat_request(session.spec.sampling, request)
+        body = chat_request(session.spec.sampling, request) | {"model": session.spec.model}
         started = time.monotonic()
         completion = await _abandonable(
             session, engine.chat(body, session_id=session.spec.session_id)

@@ -40,7 +40,7 @@ class AnthropicHosted:
         self.name = self._wire.name
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
-        body = to_messages(request, self._model)
+        body = to_messages(request, self._model or request["model"])
         return await self._wire.post(self._url, body, from_messages)
 
 

@@ -9,7 +9,7 @@ import os
 import httpx
 
 from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable
-from perdure.gateway.base import Engine
+from perdure.gateway.base import DEFAULT_MODEL, Engine
 from perdure.gateway.engines.anthropic_hosted import AnthropicHosted
 from perdure.gateway.engines.openai_hosted import OpenAIHosted
 from perdure.gateway.engines.vllm import VllmEngine
@@ -72,10 +72,14 @@ class Engines:
 
     def _build(self, kind: str, url: str) -> Engine:
         model = self._settings.engine_model
+        if not model and kind != "vllm":
+            model = os.environ.get(f"{kind.upper()}_MODEL", "")
         key_source = self._settings.engine_api_key_env
         if kind == "vllm":
             api_key = os.environ.get(key_source, "")
-            vllm = VllmEngine(url, model, self._client, api_key=api_key, key_source=key_source)
+            vllm = VllmEngine(
+                url, model or DEFAULT_MODEL, self._client, api_key=api_key, key_source=key_source
+            )
             return Engine(vllm.name, tokens=vllm)
         hosted = OpenAIHosted if kind == "openai" else AnthropicHosted
         key_source = key_source or f"{kind.upper()}_API_KEY"

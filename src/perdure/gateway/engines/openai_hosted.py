@@ -1,7 +1,7 @@
 """A hosted OpenAI-compatible API: no token ids, so its turns say `trainable: false`.
 
-The agent's request is passed on as it is, under our model name, key and token cap; none of the
-agent's own headers travel.
+The agent's request is passed on as it is, under the model name of the settings or of the rollout
+(never the agent's own), our key and our token cap; none of the agent's headers travel.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ class OpenAIHosted:
         self.name = self._wire.name
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
-        body = {**request, "model": self._model, "stream": False}
+        body = {**request, "model": self._model or request["model"], "stream": False}
         body.pop("stream_options", None)
         body[self._cap_name] = body.pop("max_tokens")
         return await self._wire.post(self._url, body, _checked)
