@@ -203,7 +203,7 @@ def test_show_tells_the_story_and_gives_the_patch_byte_for_byte(home: Home) -> N
 
 def test_interrupted_run_goes_on_and_is_joined(home: Home) -> None:
     """Ctrl-C leaves a run going and says how to come back; the same command joins it."""
-    command = ("run", "sums/add-slowly", "--agent", "oracle", "-n", "4", "-c", "1")
+    command = ("run", "sums/add-slowly", "--agent", "oracle", "-n", "12", "-c", "1")
     with home.start(*command) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -216,7 +216,7 @@ def test_interrupted_run_goes_on_and_is_joined(home: Home) -> None:
 
     assert (process.returncode, "Detached; the run goes on." in told) == (130, True)
     assert again.stderr.startswith("Joined: ")
-    assert "4 rollouts" in again.stdout
+    assert "12 rollouts" in again.stdout
 
 
 def test_runs_can_be_listed_exported_and_cancelled(home: Home) -> None:
