@@ -7,6 +7,7 @@ worker, command line. Calls are counted where they are paid for, at the endpoint
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ HEAD = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    # Ended from outside, it still stops what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     crash = Crash(
         rollouts=options.rollouts,
         turns=options.turns,

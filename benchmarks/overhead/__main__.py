@@ -7,6 +7,7 @@ meets everybody alike; medians over the rounds are reported.
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ PEERS: dict[str, Callable[[Path], Peer]] = {"mini-swe-agent": MiniSweAgent, "har
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    # Ended from outside, it still stops what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     skipped: list[str] = []
     folder = Path(tempfile.mkdtemp(prefix="perdure-bench-"))
     samples: list[Sample] = []
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for number in range(options.rounds):
                     turn = number % len(sides)
                     for side in [*sides[turn:], *sides[:turn]]:
-                        if size.rollouts > side.largest:
+                        if size.rollouts > side.largest or (size.rollouts == 1 and side.is_service):
                             continue
                         sample = side.measure(size)
                         samples.append(sample)

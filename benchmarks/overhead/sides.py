@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from benchmarks import toy
 from benchmarks.endpoint import Endpoint
@@ -32,7 +32,7 @@ class Sample:
     right: int
     """Resolved by the hidden test in a fresh sandbox."""
     start_wall: float
-    """Perdure's `up`; a peer's start is inside `wall`."""
+    """Perdure's `up` and a first rollout; a peer's start is inside `wall`."""
     start_cpu: float
     wall: float
     cpu: float
@@ -48,12 +48,19 @@ class Sample:
 
 class Side(Protocol):
     largest: int
+    is_service: bool
+    """Its start is measured in every sample, and needs no run of one rollout."""
 
     def measure(self, size: Size) -> Sample: ...
 
 
 class PerdureSide:
-    """The laptop stack, started for each sample; environments and tools were built before."""
+    """The laptop stack, started for each sample; environments and tools were built before.
+
+    Its start includes a first rollout, in which gateway and worker load what they load once.
+    """
+
+    is_service = True
 
     def __init__(
         self,
@@ -86,15 +93,22 @@ class PerdureSide:
             began = time.monotonic()
             stack = Stack.start(self._home, meter)
             try:
-                return self._run(size, stack, time.monotonic() - began)
+                self._rollouts(stack, Size(1, 1, size.latency_s), "first")
+                start_wall = time.monotonic() - began
+                self._endpoint.reset(latency_s=size.latency_s)
+                return self._run(size, stack, start_wall)
             finally:
                 stack.stop()
+
+    def _rollouts(self, stack: Stack, size: Size, name: str) -> dict[str, Any]:
+        asked = [*self._arguments, "-l", str(size.rollouts), "-c", str(size.workers)]
+        run_id = f"{name}-{self._runs}"
+        return stack.run([*asked, "--run-id", run_id], self._folder / "run.log")
 
     def _run(self, size: Size, stack: Stack, start_wall: float) -> Sample:
         start_cpu, before, endpoint_cpu = stack.meter.seconds(), stack.split(), self._cpu()
         began = time.monotonic()
-        asked = [*self._arguments, "-l", str(size.rollouts), "-c", str(size.workers)]
-        document = stack.run([*asked, "--run-id", f"r{self._runs}"], self._folder / "run.log")
+        document = self._rollouts(stack, size, "run")
         wall, cpu = time.monotonic() - began, stack.meter.seconds() - start_cpu
         calls = self._endpoint.calls()
         after = stack.split()
@@ -122,6 +136,7 @@ class PeerSide:
     """A peer's own command line, in a new folder for each sample."""
 
     largest = 10**9
+    is_service = False
 
     def __init__(self, peer: Peer, folder: Path, endpoint: Endpoint) -> None:
         self._peer = peer
