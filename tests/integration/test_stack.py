@@ -72,8 +72,10 @@ class Home:
         }
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        # A test run in the background ignores Ctrl-C; a person's shell does not.
+        shell = ["env", "--default-signal=INT"]
         return subprocess.Popen(
-            [sys.executable, "-m", "perdure.cli.main", *arguments],
+            [*shell, sys.executable, "-m", "perdure.cli.main", *arguments],
             env=self.env,
             cwd=ROOT,
             stdout=subprocess.PIPE,

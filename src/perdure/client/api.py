@@ -45,6 +45,9 @@ PASSING = {
 """Statuses that say "not now": the wait goes on."""
 
 
+QUERY_TRIES = 4
+
+
 class RunProgress(Frozen):
     """How far a run is. `state`: starting, running, paused, attention, finishing, done, cancelled."""
 
@@ -210,11 +213,15 @@ class RunHandle:
     async def _broken_off(self, status: WorkflowExecutionStatus | None) -> RunProgress:
         """A run without a result: how far it had come, where a worker can still tell."""
         state = "cancelled" if status is WorkflowExecutionStatus.CANCELED else _word(status).lower()
-        try:
-            stood = RunProgress.model_validate(await self.handle.query("status", result_type=dict))
-        except (RPCError, WorkflowQueryFailedError):
-            return RunProgress(run_id=self.run_id, state=state)
-        return stood.model_copy(update={"run_id": self.run_id, "state": state, "running": 0})
+        for _ in range(QUERY_TRIES):  # a busy worker may need a while to replay a closed run
+            try:
+                told = await self.handle.query("status", result_type=dict)
+            except (RPCError, WorkflowQueryFailedError):
+                await asyncio.sleep(0.5)
+                continue
+            stood = RunProgress.model_validate(told)
+            return stood.model_copy(update={"run_id": self.run_id, "state": state, "running": 0})
+        return RunProgress(run_id=self.run_id, state=state)
 
     async def result(self) -> dict[str, Any]:
         """Wait to the end, through restarts of the server. The run's summary.
