@@ -445,6 +445,17 @@ class VersionSpan(Frozen):
     end: int
 
 
+class Purpose(StrEnum):
+    """What an agent asked a turn for."""
+
+    STEP = "step"
+    """The agent's next step: trained."""
+    COMPACTION = "compaction"
+    """A summary of its own history, from which it goes on: trained, a branch of its own."""
+    SIDE = "side"
+    """A title, a topic, a probe: nothing the task's outcome hangs on. Recorded, never trained."""
+
+
 class Turn(Frozen):
     """One model call, exactly as the engine consumed and produced it.
 
@@ -453,7 +464,23 @@ class Turn(Frozen):
     """
 
     index: int
+    """Position in the session's journal: turns are numbered as they were committed."""
     chain: str = "main"
+    """`main`, or the agent id of a sub-agent, as its harness names it."""
+    parent_chain: str = ""
+    """The chain that started this one; empty for main."""
+    parent: int | None = None
+    """Index of the turn whose prompt + completion this prompt extends, by recorded ids. None: a
+    root, rendered in full for the reason in `bridge_miss`."""
+    purpose: Purpose = Purpose.STEP
+    replayed_from: str = ""
+    """`<session id>/<turn index>` of an earlier attempt whose completion answered this request
+    without the engine; empty when it was sampled here."""
+    new_messages: str = ""
+    """The request's messages after those of its parent turn and its answer, as a JSON list in the
+    gateway's own form (`perdure.gateway.base.ModelRequest`): for reading, never for training."""
+    answer: str = ""
+    """The assistant message that the agent was given, as JSON in the same form."""
     prompt_ids: tuple[int, ...] = ()
     completion_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()

@@ -10,15 +10,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from perdure.types import FinishReason, Turn, VersionSpan
+from perdure.types import FinishReason, Purpose, Turn, VersionSpan
 
 FORMAT = b"perdure.turns"
-VERSION = b"1"
+VERSION = b"2"
 SCHEMA = pa.schema(
     [
         ("index", pa.int32()),
         ("chain", pa.string()),
-        # A prompt starts with this many ids of the row before (its prompt, then its completion).
+        ("parent_chain", pa.string()),
+        ("parent", pa.int32()),
+        ("purpose", pa.string()),
+        ("replayed_from", pa.string()),
+        ("new_messages", pa.string()),
+        ("answer", pa.string()),
+        # A prompt starts with this many ids of its parent turn (its prompt, then its completion).
         ("prompt_kept", pa.int32()),
         ("prompt_ids", pa.list_(pa.int32())),
         ("completion_ids", pa.list_(pa.int32())),
@@ -44,13 +50,14 @@ SCHEMA = pa.schema(
 
 
 def encode(turns: Sequence[Turn]) -> bytes:
-    """One row a turn; each prompt as what it adds to the row before, so the file stays linear."""
+    """One row a turn; each prompt as what it adds to its parent turn, so the file stays linear."""
     rows: list[dict[str, Any]] = []
-    previous: tuple[int, ...] = ()
+    known: dict[int | None, tuple[int, ...]] = {}
     for turn in turns:
-        kept = len(previous) if turn.prompt_ids[: len(previous)] == previous else 0
+        held = known.get(turn.parent, ())
+        kept = len(held) if turn.prompt_ids[: len(held)] == held else 0
         rows.append(_row(turn, kept))
-        previous = turn.prompt_ids + turn.completion_ids
+        known[turn.index] = turn.prompt_ids + turn.completion_ids
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), sink, compression="zstd")
     return sink.getvalue()
@@ -69,10 +76,11 @@ def decode(data: bytes) -> list[Turn]:
     if found != VERSION:
         raise ValueError(f"not a turns file of format {VERSION.decode()}: {found!r}")
     turns: list[Turn] = []
-    previous: tuple[int, ...] = ()
+    known: dict[int | None, tuple[int, ...]] = {}
     for row in table.to_pylist():
-        turns.append(_turn(row, previous))
-        previous = turns[-1].prompt_ids + turns[-1].completion_ids
+        turn = _turn(row, known.get(row["parent"], ()))
+        turns.append(turn)
+        known[turn.index] = turn.prompt_ids + turn.completion_ids
     return turns
 
 
@@ -83,17 +91,19 @@ def _row(turn: Turn, kept: int) -> dict[str, Any]:
         prompt_ids=turn.prompt_ids[kept:],
         versions=[vars(span) for span in turn.versions],
         finish_reason=turn.finish_reason.value,
+        purpose=turn.purpose.value,
     )
     return row
 
 
-def _turn(row: dict[str, Any], previous: tuple[int, ...]) -> Turn:
+def _turn(row: dict[str, Any], held: tuple[int, ...]) -> Turn:
     kept = row.pop("prompt_kept")
     row.update(
-        prompt_ids=previous[:kept] + tuple(row["prompt_ids"]),
+        prompt_ids=held[:kept] + tuple(row["prompt_ids"]),
         completion_ids=tuple(row["completion_ids"]),
         logprobs=tuple(row["logprobs"]),
         versions=tuple(VersionSpan(**span) for span in row["versions"]),
         finish_reason=FinishReason(row["finish_reason"]),
+        purpose=Purpose(row["purpose"]),
     )
     return Turn(**row)

@@ -7,7 +7,9 @@ finds it again. Control calls carry the control token and are not reachable with
     PUT  /sessions/{session_id}        SessionSpec    -> SessionSummary   open; repeating is joining
     GET  /sessions/{session_id}                       -> SessionSummary
     POST /sessions/{session_id}/close                 -> SessionSummary   seal, write turns to the store
-    POST /v1/chat/completions, GET /v1/models         (Authorization: Bearer <session key>)
+    POST /v1/messages, /v1/messages/count_tokens      (Authorization: Bearer, or x-api-key:
+    POST /v1/chat/completions, /v1/responses           the session key)
+    GET  /v1/models
     GET  /healthz, GET /metrics
 """
 
@@ -19,14 +21,16 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import Field, StringConstraints
 
-from perdure.errors import PerdureError
-from perdure.types import FinishReason, Frozen, Sampling, VersionSpan
+from perdure.errors import Boundary, PerdureError
+from perdure.types import FinishReason, Frozen, Purpose, Sampling, VersionSpan
 
 SESSION_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,239}$"
 SessionId = Annotated[str, StringConstraints(pattern=SESSION_ID)]
 """Names a folder of the journal and a path of the control API: no slashes."""
 
 
+MAIN = "main"
+"""The chain of the agent itself; a sub-agent's is named by its harness's agent id."""
 DEFAULT_MODEL = "policy"
 """What a served policy is called when nobody named it."""
 
@@ -40,6 +44,9 @@ class SessionSpec(Frozen):
     turns_key: str
     """Store key of the turns (parquet, `perdure.episodes.turns`), written at close."""
     labels: dict[str, str] = Field(default_factory=dict)
+    replay_of: SessionId | None = None
+    """Session of the rollout's earlier, lost attempt: its recorded completions answer requests that
+    match, without the engine, until the first that differs."""
 
 
 class SessionSummary(Frozen):
@@ -53,6 +60,10 @@ class SessionSummary(Frozen):
     policy_version_min: int | None = None
     policy_version_max: int | None = None
     bridge_misses: dict[str, int] = Field(default_factory=dict)
+    chains: int = 0
+    replayed_turns: int = 0
+    """Turns answered from the earlier attempt's recording."""
+    replayed_tokens: int = 0
 
 
 def session_key(secret: bytes, session_id: str) -> str:
@@ -79,13 +90,33 @@ class Refused(PerdureError):
         self.param = param
 
 
+class ContextExhausted(Refused):
+    """No token of the context budget is left; each dialect says it in the words its clients know.
+
+    `prompt_tokens` and `limit` are counts of tokens.
+    """
+
+    def __init__(self, prompt_tokens: int, limit: int) -> None:
+        super().__init__(
+            400,
+            "context_length_exceeded",
+            f"This model's maximum context length is {limit} tokens. However, your messages "
+            f"resulted in {prompt_tokens} tokens. Please reduce the length of the messages.",
+            param="messages",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+
+
 @dataclass(frozen=True)
 class ModelRequest:
     """One model call in the gateway's own message form, whatever dialect it came in.
 
     `messages`: dicts with role (system, user, assistant, tool), content (text) and, where given,
-    reasoning_content, tool_calls, tool_call_id, name. `body` is the request as it was sent, for
-    hosted engines.
+    reasoning_content, tool_calls, tool_call_id, name. System messages may stand anywhere and are
+    rendered where they stand. `tools`: OpenAI function tools. `body` is the request as an OpenAI
+    Chat Completions body, for hosted engines. `chain`, `parent_chain` and `purpose` are what the
+    dialect read from the client's own marks (headers, forms of the request), never from guesses.
     """
 
     model: str
@@ -94,6 +125,9 @@ class ModelRequest:
     sampling: dict[str, Any]
     max_tokens: int | None
     body: dict[str, Any]
+    chain: str = MAIN
+    parent_chain: str = ""
+    purpose: Purpose = Purpose.STEP
 
 
 @dataclass(frozen=True)
@@ -144,6 +178,36 @@ class ChatEngine(Protocol):
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
         """One OpenAI chat completion object, not streamed. Raises: GatewayUnavailable, Refused."""
+        ...
+
+
+class Overtaken(PerdureError):
+    """Another gateway process committed to this session first: read on, then decide anew."""
+
+    boundary = Boundary.GATEWAY
+
+
+class Journal(Protocol):
+    """The durable, ordered records of every session; shared by all gateway processes of a pool.
+
+    Records are numbered 0, 1, ... per session. Committing names the number a record is to get, so
+    of two processes that answer one session at once exactly one wins and the other learns of it.
+    """
+
+    async def read(self, session_id: str, after: int = 0) -> list[dict[str, Any]]:
+        """The records from number `after` on; [] when there are none (or no such session).
+
+        Raises: JournalDamaged, StoreUnavailable.
+        """
+        ...
+
+    async def append(self, session_id: str, record: dict[str, Any], *, position: int) -> None:
+        """Durable when it returns. Raises: Overtaken when number `position` is already taken;
+        GatewayUnavailable when it cannot be written (disk full, store away): nothing was."""
+        ...
+
+    async def aclose(self) -> None:
+        """Write what is queued."""
         ...
 
 

@@ -269,6 +269,7 @@ def turns_of(records: Sequence[TurnRecord]) -> list[Turn]:
 def _turn(record: TurnRecord, prompt: "array[int]") -> Turn:
     return Turn(
         index=record.index,
+        parent=record.index - 1 if record.trainable and record.miss is None else None,
         prompt_ids=tuple(prompt),
         completion_ids=tuple(record.completion),
         logprobs=tuple(record.logprobs),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from perdure.gateway.base import ModelRequest, Refused
+from perdure.gateway.base import ContextExhausted, ModelRequest
 from perdure.types import Sampling
 
 
@@ -16,19 +16,11 @@ def token_sampling(
 ) -> dict[str, Any]:
     """The sampling parameters of a token engine.
 
-    Raises: Refused (400 context_length_exceeded) when no token of the budget is left, in the words
-    by which clients recognise it.
+    Raises: ContextExhausted when no token of the budget is left.
     """
     room = rules.max_context_tokens - prompt_tokens
     if room <= 0:
-        raise Refused(
-            400,
-            "context_length_exceeded",
-            f"This model's maximum context length is {rules.max_context_tokens} tokens. However, "
-            f"your messages resulted in {prompt_tokens} tokens. Please reduce the length of the "
-            "messages.",
-            param="messages",
-        )
+        raise ContextExhausted(prompt_tokens, rules.max_context_tokens)
     return {
         "temperature": rules.temperature,
         "top_p": rules.top_p,
