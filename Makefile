@@ -1,6 +1,6 @@
 # Every command sets itself up: Python 3.11, make and git are enough.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test fmt build chaos bench clean
+.PHONY: help setup demo check test test-real test-vllm fmt build chaos bench clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
@@ -25,6 +25,12 @@ check: setup ## ruff, format, mypy --strict, import contracts
 
 test: check ## check, then every suite that CI runs
 	@$(RUN) pytest tests/unit tests/contracts tests/workflows tests/integration
+
+test-real: setup ## seven real SWE-bench rows, three times each, through the command line
+	@$(RUN) pytest -rs tests/real/test_sdist_rows.py
+
+test-vllm: setup ## the engine client against a real vLLM on CPU, in an environment of its own (slow)
+	@$(RUN) pytest -rs tests/real/test_vllm.py
 
 fmt: setup ## format and fix
 	@$(RUN) ruff check --fix -q .
