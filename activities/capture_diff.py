@@ -26,7 +26,7 @@ class CaptureDiff:
         found = await checkpoints.read(self.services.store, f"{folder}/patch.json", PatchRef)
         if found is None:
             found = await self._take(attempt, folder)
-        # Released at once after the run, before grading (document 003).
+        # Released at once after the run: grading needs the room, and gets a fresh one.
         identity = self.services.agent_identity(attempt.request, attempt.attempt)
         await self.services.provider(attempt.request.sandbox).kill(identity)
         return Captured(

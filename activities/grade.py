@@ -6,11 +6,20 @@ from activities import checkpoints
 from activities.messages import Attempt, GradedPatch
 from activities.services import Services
 from activities.shell import shell
-from perdure.errors import NotFound, RetryHere, SandboxLost
+from perdure.errors import Boundary, GiveUp, NotFound, RetryHere, SandboxLost
 from perdure.graders.base import Graded
 from perdure.sandboxes.base import SandboxSpec
 from perdure.storage import keys
 from perdure.types import Grade, Instance, Outcome, PatchRef, Rewards, RolloutRequest
+
+MAX_LOST = 3
+"""Grading sandboxes that may be lost: tests that take their sandbox down do so every time."""
+
+
+class GradingSandboxesLost(GiveUp):
+    """Every sandbox of this grading was lost: the rollout ends as failed, without a reward."""
+
+    boundary = Boundary.SANDBOX
 
 
 class GradeInFreshSandbox:
@@ -77,7 +86,16 @@ class GradeInFreshSandbox:
                 grader = self.services.grader(instance.grading.protocol)
                 return await grader.grade(sandbox, instance, patch, timeout_s=timeout_s)
         except SandboxLost as error:
-            raise RetryHere(f"the grading sandbox was lost: {error}") from error
+            raise await self._lost(attempt, error) from error
+
+    async def _lost(self, attempt: Attempt, error: SandboxLost) -> RetryHere | GradingSandboxesLost:
+        """Counted in the store: Temporal's own count also holds workers that were told to stop."""
+        store, prefix = self.services.store, grade_key(attempt).removesuffix(".json") + "-lost-"
+        number = 1 + len([key async for key in store.list(prefix)])
+        await store.put_if_absent(f"{prefix}{number}.txt", f"{error}\n".encode())
+        if number < MAX_LOST:
+            return RetryHere(f"the grading sandbox was lost: {error}", boundary=Boundary.SANDBOX)
+        return GradingSandboxesLost(f"{number} grading sandboxes were lost, the last one: {error}")
 
     async def _spec(self, attempt: Attempt, instance: Instance, timeout_s: float) -> SandboxSpec:
         prepared = await self.services.environments(attempt.request.sandbox).prepare(instance)

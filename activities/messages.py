@@ -101,6 +101,7 @@ class RunSummary(Frozen):
     run_id: str
     uri: str
     rollouts: int
+    """Those that were planned; `by_status` adds up to it."""
     graded: int = 0
     resolved: int = 0
     mean_reward: float | None = None

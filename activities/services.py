@@ -38,6 +38,7 @@ class Services:
         """Raises: ConfigurationError for an unknown name."""
         make = registry.load("sandbox", registry.SANDBOXES, name)
         provider: SandboxProvider = make(self.home)
+        registry.remember_sandboxes(self.home, name)
         return provider
 
     @functools.cache  # noqa: B019

@@ -29,7 +29,7 @@ class SweepSandboxes:
     def _providers(self) -> list[SandboxProvider]:
         """An unconfigured provider is skipped, not an alarm."""
         found = []
-        for name in registry.SANDBOXES:
+        for name in registry.sandboxes_of(self.services.home):
             try:
                 found.append(self.services.provider(name))
             except PerdureError:

@@ -84,7 +84,7 @@ async def _count_sandboxes(settings: Settings, stages: Sequence[str]) -> None:
 
     services = Services(settings)
     while True:
-        for name in registry.SANDBOXES:
+        for name in registry.sandboxes_of(services.home):
             with contextlib.suppress(PerdureError):
                 alive = sum(box.alive for box in await services.provider(name).list())
                 metrics.sandboxes_alive(name, alive)

@@ -14,10 +14,10 @@ with workflow.unsafe.imports_passed_through():
     from activities.messages import PreparedRun, RunStatus, RunSummary, ShardRequest
     from perdure.client import names
     from perdure.client import search_attributes as attributes
-    from perdure.types import RolloutRequest, RunRequest
+    from perdure.types import RolloutRequest, RolloutStatus, RunRequest
     from workflows import policies
     from workflows.failures import parse, stop_if_cancelled
-    from workflows.window import Window
+    from workflows.window import STILL_RUNNING, Window
 
 SHARD = 500
 """Instances of one shard: about 2,400 history events, far below the server's limits."""
@@ -36,6 +36,7 @@ class RunWorkflow:
         self.reports: dict[int, RunStatus] = {}
         self.paused = False
         self.concurrency = 0
+        self.summary: RunSummary | None = None
 
     @workflow.run
     async def run(self, request: Any = None) -> RunSummary:
@@ -68,17 +69,38 @@ class RunWorkflow:
                 result_type=RunSummary,
                 **policies.described(policies.bookkeeping(), "write the manifest"),
             )
+            self.summary = summary = self._with_all(summary)
         await workflow.wait_condition(workflow.all_handlers_finished)
         return summary
 
+    def _with_all(self, summary: RunSummary) -> RunSummary:
+        """The store's counts, and every planned rollout that left no episode there."""
+        counted = _add(r.by_status for r in self._reports())
+        by_status = dict(summary.by_status)
+        left = self.total - sum(by_status.values())
+        for status in (RolloutStatus.FAILED.value, STILL_RUNNING, RolloutStatus.CANCELLED.value):
+            more = counted.get(status, 0) - by_status.get(status, 0)
+            # Whatever is left at last was never started: the run was cancelled before.
+            n = left if status == RolloutStatus.CANCELLED else min(more, left)
+            if n > 0:
+                by_status[status] = by_status.get(status, 0) + n
+                left -= n
+        rollouts = max(self.total, summary.rollouts)
+        return summary.model_copy(update={"rollouts": rollouts, "by_status": by_status})
+
+    def _reports(self) -> list[RunStatus]:
+        here = [_report(self.run_id, self.window)] if self.window is not None else []
+        return here + list(self.reports.values())
+
     @workflow.query
     def status(self) -> RunStatus:
-        parts = [w for w in [self.window] if w is not None]
-        reports = [_report(self.run_id, w) for w in parts] + list(self.reports.values())
+        reports = self._reports()
         attention = next((r.attention for r in reports if r.attention), "")
         state = self.state
         if state == "running" and (self.paused or attention):
             state = "attention" if attention else "paused"
+        if self.summary is not None:
+            return _final(self.summary, state, self.concurrency)
         return RunStatus(
             run_id=self.run_id,
             state=state,
@@ -246,6 +268,21 @@ def _report(run_id: str, window: Window, total: int = 0) -> RunStatus:
         attention=window.attention,
         by_status=dict(window.by_status),
         by_outcome=dict(window.by_outcome),
+    )
+
+
+def _final(summary: RunSummary, state: str, concurrency: int) -> RunStatus:
+    running = summary.by_status.get(STILL_RUNNING, 0)
+    return RunStatus(
+        run_id=summary.run_id,
+        state=state,
+        total=summary.rollouts,
+        started=summary.rollouts,
+        done=summary.rollouts - running,
+        running=running,
+        concurrency=concurrency,
+        by_status=summary.by_status,
+        by_outcome=summary.by_outcome,
     )
 
 

@@ -5,17 +5,20 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 from temporalio import workflow
+from temporalio.exceptions import FailureError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from activities.messages import ACTION_NEEDED, Page, PageRequest
     from perdure.client import names
     from perdure.client import search_attributes as attributes
-    from perdure.types import EpisodeRef, GroupRequest, RunRequest
+    from perdure.types import EpisodeRef, GroupRequest, RolloutStatus, RunRequest
     from workflows import policies
     from workflows.children import play_rollout, summary_of
     from workflows.failures import stop_if_cancelled
 
 PAGE = 100
+STILL_RUNNING = "running"
+"""Counted in the place of a status: stragglers that outlive their group."""
 
 
 class Window:
@@ -102,17 +105,27 @@ class Window:
             self.in_flight -= self.run.n_samples
 
     async def _play_group(self, group: GroupRequest) -> None:
-        result = await workflow.execute_child_workflow(
-            names.GROUP,
-            group,
-            id=group.workflow_id,
-            result_type=dict,
-            parent_close_policy=workflow.ParentClosePolicy.REQUEST_CANCEL,
-            search_attributes=attributes.of_rollout(group.rollout),
-            static_summary=f"{summary_of(group.rollout)} · group of {group.n_samples}",
-        )
+        try:
+            result = await workflow.execute_child_workflow(
+                names.GROUP,
+                group,
+                id=group.workflow_id,
+                result_type=dict,
+                parent_close_policy=workflow.ParentClosePolicy.REQUEST_CANCEL,
+                search_attributes=attributes.of_rollout(group.rollout),
+                static_summary=f"{summary_of(group.rollout)} · group of {group.n_samples}",
+            )
+        except (FailureError, asyncio.CancelledError) as error:
+            cancelled = is_cancelled_exception(error)
+            status = RolloutStatus.CANCELLED if cancelled else RolloutStatus.FAILED
+            # Without a result; what some of them came to, the store knows when the run ends.
+            self.done += group.n_samples
+            self.by_status[status.value] += group.n_samples
+            return
         for episode in result["episodes"]:
             self._count(EpisodeRef.model_validate(episode))
+        if kept := group.n_samples - len(result["episodes"]):
+            self.by_status[STILL_RUNNING] += kept
 
     def _count(self, episode: EpisodeRef) -> None:
         self.done += 1

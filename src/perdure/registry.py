@@ -4,7 +4,9 @@ Strings only, so that importing this costs nothing and the rooms do not import e
 """
 
 import importlib
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from perdure.errors import ConfigurationError
 
@@ -48,3 +50,18 @@ def load(kind: str, table: dict[str, str], name: str) -> Any:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"cannot load {kind} {name!r} from {path!r}: {error}") from error
+
+
+def remember_sandboxes(home: Path, name: str) -> None:
+    """Note that this home uses provider `name`, where the table does not name it anyway."""
+    if name not in SANDBOXES:
+        folder = home / "providers"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / quote(name, safe="")).touch()
+
+
+def sandboxes_of(home: Path) -> list[str]:
+    """Every provider that may have sandboxes of this home: the known ones, and those it ever used."""
+    folder = home / "providers"
+    used = [unquote(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []
+    return [*SANDBOXES, *sorted(used)]

@@ -38,7 +38,7 @@ METRICS = {
     "perdure_environment_ms": Metric("counter", "ms", "Agent time outside model calls."),
     "perdure_model_ms": Metric("counter", "ms", "Agent time inside model calls."),
 }
-"""Environment over model time sets how many agents one engine can feed (document 001)."""
+"""Environment over model time sets how many agents one engine can feed."""
 
 
 class Metrics:

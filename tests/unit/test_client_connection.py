@@ -1,14 +1,21 @@
 """Connecting: which server is meant when nobody says."""
 
+import os
+from pathlib import Path
+
 import pytest
 from temporalio.client import Client
 
+from perdure.cli import stack_state
+from perdure.cli.processes import identify
+from perdure.cli.stack_state import StackState
 from perdure.client.connection import connect
 from perdure.errors import ConfigurationError
+from perdure.settings import Settings
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The addresses that were connected to; each of them refuses."""
     addresses: list[str] = []
 
@@ -20,6 +27,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("TEMPORAL_ADDRESS", "TEMPORAL_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TEMPORAL_CONFIG_FILE", "/nonexistent/temporal.toml")
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
     return addresses
 
 
@@ -40,3 +48,38 @@ async def test_the_variable_of_the_temporal_command_counts(
         await connect()
 
     assert asked == ["temporal.internal:7233"]
+
+
+def _write_state(home: Path, *, started_later: int = 0) -> None:
+    """What a supervisor writes; this process plays it."""
+    me = identify(os.getpid())
+    assert me is not None
+    state = StackState(
+        phase="ready",
+        pid=me.pid,
+        started=me.started + started_later,
+        temporal_address="127.0.0.1:41233",
+        namespace="default",
+        ui_url="",
+        gateway_url="",
+        engine="",
+    )
+    stack_state.write(Settings(home=home), state)
+
+
+async def test_a_stack_on_other_ports_is_found(asked: list[str], tmp_path: Path) -> None:
+    """Where the usual port was taken, the SDK asks the server that this home's stack chose."""
+    _write_state(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"127\.0\.0\.1:41233"):
+        await connect()
+
+    assert asked == ["127.0.0.1:41233"]
+
+
+async def test_a_stack_that_died_is_not_asked(asked: list[str], tmp_path: Path) -> None:
+    """Another process has its supervisor's number by now: the state it left is not believed."""
+    _write_state(tmp_path, started_later=1)
+    with pytest.raises(ConfigurationError):
+        await connect()
+
+    assert asked == ["localhost:7233"]

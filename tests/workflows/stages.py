@@ -1,5 +1,6 @@
 """Stand-ins for the activities, replaced by name, on a real server with the real workflows."""
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -117,6 +118,11 @@ class Stages:
         summary: RunSummary = await self._do(
             "finish_run",
             run,
-            RunSummary(run_id=run.run_id, uri="file:///m", rollouts=len(self.endings)),
+            RunSummary(
+                run_id=run.run_id,
+                uri="file:///m",
+                rollouts=len(self.endings),
+                by_status=dict(Counter(ending.status.value for ending in self.endings)),
+            ),
         )
         return summary

@@ -181,7 +181,75 @@ async def test_a_cancelled_run_says_how_far_it_came(client: Client, stages: Stag
     progress = await run.progress()
 
     assert (progress.state, progress.total, progress.running) == ("cancelled", 3, 0)
+    assert progress.by_status == {"cancelled": 3}
+
+
+async def test_rollouts_of_a_cancelled_group_are_counted(client: Client, stages: Stages) -> None:
+    """A run of groups, cancelled: what was graded counts as graded, all the rest as cancelled."""
+    gate = Gate()
+
+    async def first_is_quick(attempt: Any) -> AgentRun:
+        if attempt.request.sample_index == 0:
+            return AgentRun(end=AgentEnd.FINISHED)
+        return await gate.agent(attempt)
+
+    stages.override["run_agent"] = first_is_quick
+    stages.instances = ("toy/add-0", "toy/add-1")
+    request = _run(concurrency=3).model_copy(update={"n_samples": 3})
+    run = await Perdure(client).start_run(request)
+    await gate.until_running(2)
+    async with asyncio.timeout(30):
+        while RolloutStatus.GRADED not in [e.status for e in stages.endings]:
+            await asyncio.sleep(0.05)
+    await run.cancel()
+    with pytest.raises(WorkflowFailureError):
+        await run.result()
+
+    progress = await run.progress()
+
+    assert (progress.total, progress.done) == (6, 6)
+    assert progress.by_status == {"graded": 1, "cancelled": 5}
+
+
+async def test_a_group_somebody_cancels_is_counted_at_once(client: Client, stages: Stages) -> None:
+    """One group of two is cancelled by hand: the run goes on and has counted its rollouts."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-0", "toy/add-1")
+    request = _run(concurrency=2).model_copy(update={"n_samples": 2})
+    run = await Perdure(client).start_run(request)
+    await gate.until_running(2)
+    await client.get_workflow_handle("group/r1/add-0").cancel()
+    async with asyncio.timeout(30):
+        while (progress := await run.progress()).done < 2:
+            await asyncio.sleep(0.05)
+    gate.open.set()
+    summary = await run.result()
+
     assert progress.by_status == {"cancelled": 2}
+    assert summary["by_status"] == {"cancelled": 2, "graded": 2}
+
+
+async def test_kept_stragglers_count_as_running(client: Client, stages: Stages) -> None:
+    """The run ends at its quorum; the sample that runs on is still part of the total."""
+    gate = Gate()
+
+    async def second_is_slow(attempt: Any) -> AgentRun:
+        if attempt.request.sample_index == 0:
+            return AgentRun(end=AgentEnd.FINISHED)
+        return await gate.agent(attempt)
+
+    stages.override["run_agent"] = second_is_slow
+    stages.instances = ("toy/add-0",)
+    kept = {"n_samples": 2, "quorum": 1, "stragglers": "keep"}
+    run = await Perdure(client).start_run(_run().model_copy(update=kept))
+    summary = await run.result()
+    progress = await run.progress()
+    gate.open.set()
+    await client.get_workflow_handle("rollout/r1/add-0/1").result()
+
+    assert summary["by_status"] == {"graded": 1, "running": 1}
+    assert (progress.total, progress.done, progress.running) == (2, 1, 1)
 
 
 async def test_a_run_cancelled_while_it_lists_its_instances_starts_none(

@@ -171,6 +171,22 @@ async def test_bad_configuration_ends_the_rollout_without_retries(
     assert (episode.failure.type, stages.names().count("boot_sandbox")) == ("MissingDependency", 1)
 
 
+async def test_lost_grading_sandboxes_end_the_rollout_as_failed(
+    client: Client, stages: Stages
+) -> None:
+    """The agent is not run again for them, and the reward is null, not 0."""
+
+    async def give_up(_: Any) -> None:
+        raise ApplicationError("3 lost", "sandbox", type="GradingSandboxesLost", non_retryable=True)
+
+    stages.override["grade_in_fresh_sandbox"] = give_up
+    episode = await (await _start(client, REQUEST)).result()
+
+    assert episode.failure is not None
+    assert (episode.status, episode.reward) == (RolloutStatus.FAILED, None)
+    assert (episode.failure.boundary.value, stages.names().count("run_agent")) == ("sandbox", 1)
+
+
 async def test_cancel_still_leaves_an_episode(client: Client, stages: Stages) -> None:
     """Cancelled while the agent runs: sandbox destroyed, episode emitted as cancelled."""
     running = asyncio.Event()

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from perdure import registry
-from perdure.errors import MissingDependency
+from perdure.cli.console import say
+from perdure.errors import ConfigurationError, MissingDependency
 from perdure.sandboxes.base import SandboxProvider
 from perdure.settings import Settings
 
@@ -26,8 +27,12 @@ def ready_provider(settings: Settings, name: str) -> SandboxProvider:
 async def kill_all(settings: Settings) -> int:
     """End every sandbox that is bound to this host; return how many were alive."""
     killed = 0
-    for name in registry.SANDBOXES:
-        found = provider(settings, name)
+    for name in registry.sandboxes_of(settings.home.absolute()):
+        try:
+            found = provider(settings, name)
+        except ConfigurationError as error:  # a dotted path that has moved since
+            say(f"warning: sandboxes left to their time limit: {error}")
+            continue
         for box in await found.list() if found.host_bound else ():
             await found.kill(box.identity)
             killed += box.alive

@@ -200,13 +200,16 @@ class RunHandle:
         if status is not WorkflowExecutionStatus.COMPLETED:
             return await self._broken_off(status)
         summary = await self.handle.result()
+        by_status = summary.get("by_status", {})
+        running = by_status.get("running", 0)  # kept stragglers
         return RunProgress(
             run_id=self.run_id,
             state="done",
             total=summary["rollouts"],
             started=summary["rollouts"],
-            done=summary["rollouts"],
-            by_status=summary.get("by_status", {}),
+            done=summary["rollouts"] - running,
+            running=running,
+            by_status=by_status,
             by_outcome=summary.get("by_outcome", {}),
         )
 

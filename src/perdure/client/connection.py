@@ -11,6 +11,7 @@ from temporalio.envconfig import ClientConfig
 from temporalio.runtime import Runtime
 from temporalio.service import RPCError
 
+from perdure.client import local_stack
 from perdure.errors import ConfigurationError
 
 
@@ -22,19 +23,20 @@ class CompactConverter(PydanticPayloadConverter):
 
 
 DEFAULT_ADDRESS = "localhost:7233"
-"""The `temporal` command's own default, and what `perdure up` listens on."""
+"""The `temporal` command's own default, and what `perdure up` listens on where it is free."""
 EXIT_PAUSE_S = 0.2
 DATA_CONVERTER = DataConverter(payload_converter_class=CompactConverter)
 
 
 async def connect(address: str | None = None, *, runtime: Runtime | None = None) -> Client:
     """Connect to `address`, or to what TEMPORAL_ADDRESS / TEMPORAL_PROFILE / the TOML file name,
-    or to localhost:7233.
+    or to the stack that runs in this home, or to localhost:7233.
 
-    Raises: ConfigurationError when nothing answers there.
+    Raises: ConfigurationError when nothing answers there, or the settings are wrong.
     """
     config = ClientConfig.load_client_connect_config()
-    target = address or config.get("target_host") or DEFAULT_ADDRESS
+    given = address or config.get("target_host")
+    target = given or local_stack.address() or DEFAULT_ADDRESS
     config["target_host"] = target
     atexit.unregister(_let_native_threads_end)
     atexit.register(_let_native_threads_end)

@@ -1,0 +1,111 @@
+"""Activities on a real store with real sandboxes, called one by one as a worker would."""
+
+from pathlib import Path
+
+import pytest
+from temporalio.exceptions import ApplicationError
+from temporalio.testing import ActivityEnvironment
+
+from activities import checkpoints
+from activities.grade import MAX_LOST, GradeInFreshSandbox
+from activities.messages import Attempt, SweepRequest
+from activities.services import Services
+from activities.sweep_sandboxes import SweepSandboxes
+from perdure import registry
+from perdure.cli.sandboxes import kill_all
+from perdure.graders.base import Graded
+from perdure.instances import catalog
+from perdure.instances.release_pairs import archive
+from perdure.sandboxes.base import Sandbox, SandboxSpec
+from perdure.sandboxes.local import LocalProvider
+from perdure.settings import Settings
+from perdure.storage import keys
+from perdure.storage.base import put_blob
+from perdure.types import Grading, Instance, PatchRef, RolloutRequest, Source, SourceKind
+
+REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", sandbox="local")
+PATCH = b"diff --git a/a.txt b/a.txt\n"
+
+
+class OwnProvider(LocalProvider):
+    """A provider of the user's own, beside the registered ones."""
+
+    name = "own"
+
+
+class TakesItsSandboxDown:
+    """A grader whose tests kill the sandbox they run in, as an overgrown test may."""
+
+    name = "takes_its_sandbox_down"
+    version = 1
+
+    def validate(self, instance: Instance) -> None:
+        """Every row will do."""
+
+    async def grade(
+        self, sandbox: Sandbox, instance: Instance, patch: bytes, *, timeout_s: float
+    ) -> Graded:
+        await sandbox.kill()
+        await sandbox.exec("true", timeout=timeout_s)
+        raise AssertionError("a killed sandbox still runs commands")
+
+
+@pytest.fixture
+async def services(tmp_path: Path) -> Services:
+    """A home in which attempt 1 of REQUEST has its diff and waits for its grade."""
+    services = Services(Settings(home=tmp_path / "home", store=str(tmp_path / "store")))
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "a.txt").write_text("one\n")
+    instance = Instance(
+        instance_id="add-1",
+        dataset="toy",
+        problem_statement="add",
+        source=Source(kind=SourceKind.BLOB, key=await put_blob(services.store, archive(tree))),
+        grading=Grading(protocol=f"{__name__}:{TakesItsSandboxDown.__name__}"),
+    )
+    await catalog.save(services.store, instance)
+    folder = keys.attempt(REQUEST, 1)
+    await services.store.put(f"{folder}/patch.diff", PATCH)
+    ref = PatchRef(
+        key=f"{folder}/patch.diff", sha256="0" * 64, size=len(PATCH), empty=False, files=1
+    )
+    await checkpoints.write(services.store, f"{folder}/patch.json", ref)
+    return services
+
+
+async def test_grading_sandboxes_that_are_always_lost_end_the_grading(services: Services) -> None:
+    """Tried again until the third loss, which is final and names the sandbox, not a reward."""
+    grade = GradeInFreshSandbox(services).grade
+    causes: list[ApplicationError] = []
+    for _ in range(MAX_LOST):
+        with pytest.raises(ApplicationError) as lost:
+            await ActivityEnvironment().run(grade, Attempt(request=REQUEST, attempt=1))
+        causes.append(lost.value)
+
+    assert [cause.non_retryable for cause in causes] == [False, False, True]
+    assert {cause.details[0] for cause in causes} == {"sandbox"}
+    assert causes[-1].type == "GradingSandboxesLost"
+
+
+async def test_a_provider_that_was_named_by_path_is_visited(services: Services) -> None:
+    """The reaper and `perdure down` find sandboxes of a provider that no table names."""
+    await services.provider(f"{__name__}:{OwnProvider.__name__}").create(
+        SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-own-1"
+    )
+    another_worker = SweepSandboxes(Services(services.settings))
+
+    swept = await ActivityEnvironment().run(another_worker.sweep, SweepRequest())
+    killed = await kill_all(services.settings)
+
+    assert (swept.found, killed) == (1, 1)
+
+
+async def test_a_provider_that_has_moved_does_not_stop_the_rest(services: Services) -> None:
+    """What an old name would have held is left to its time limit; the others are ended."""
+    registry.remember_sandboxes(services.home, "gone.providers:Moved")
+    await services.provider("local").create(
+        SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-local-1"
+    )
+
+    assert await kill_all(services.settings) == 1
