@@ -23,11 +23,17 @@ from perdure.errors import (
     PerdureError,
     RetryHere,
 )
-from perdure.gateway.base import DEFAULT_MODEL, Refused, SessionSpec, control_token, session_key
+from perdure.gateway.base import (
+    DEFAULT_MODEL,
+    Journal,
+    Refused,
+    SessionSpec,
+    control_token,
+    session_key,
+)
 from perdure.gateway.dialects import openai_chat
 from perdure.gateway.engines.choose import Engines, check_engine_settings
 from perdure.gateway.engines.wire import new_client
-from perdure.gateway.journal import Journal
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.sessions import Sessions
 from perdure.gateway.tokenizers import load_format

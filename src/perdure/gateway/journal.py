@@ -1,209 +1,236 @@
-"""The journal: one append-only file per session, durable before an answer leaves.
+"""The journal on this host's disk: one append-only file per session, shared by its gateways.
 
-A record is a line `crc32 length json`. A torn last line (killed while writing, so never answered)
-is cut when the file is read; damage anywhere else is an error, never a guess.
+Owns group commit (one thread syncs for all sessions) and fencing between processes: a record gets
+the number its writer named, or the writer learns that another was first. Files are in
+`journal_file`, bytes in `journal_records`, other hosts in `journal_store`.
 """
 
 import asyncio
-import fcntl
-import json
-import os
 import queue
 import threading
-import zlib
+import time
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perdure.errors import Boundary, ConfigurationError, PerdureError
+from perdure.errors import GatewayUnavailable
+from perdure.gateway.base import Overtaken
+from perdure.gateway.journal_file import Busy, Known, SessionFile
+from perdure.gateway.journal_records import JournalDamaged, Records, frame
 
 FILE_NAME = "journal.log"
 BATCH = 256
 """Records committed together at most; one batch pays for its disk syncs once."""
-
-
-class JournalDamaged(PerdureError):
-    """A record that was durable does not read back: the disk or somebody changed it."""
-
-    boundary = Boundary.GATEWAY
+BUSY_PAUSE_S = 0.005
+BUSY_LIMIT_S = 10.0
+"""A file that another process holds longer than this: that process hangs, and callers ask again."""
+KEPT = 8192
+"""Sessions whose file ends are remembered; another one is read from its start."""
 
 
 class _Append(NamedTuple):
-    path: Path
+    session_id: str
+    position: int
     data: bytes
+    deadline: float
     loop: asyncio.AbstractEventLoop
     done: "asyncio.Future[None]"
 
 
-class Journal:
-    """All sessions' files under one folder; a single thread commits for all of them."""
+class _Written(NamedTuple):
+    """Appends of one session, written but not synced."""
+
+    file: SessionFile
+    before: Known
+    after: Known
+    items: list[_Append]
+
+
+class LocalJournal:
+    """All sessions' files under one folder; any number of processes of one host share it."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises: ConfigurationError when another gateway process holds the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._lock = _lock(folder / ".lock")
+        self._known: OrderedDict[str, Known] = OrderedDict()
+        self._known_lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Append | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Write what is queued and let another process take the folder."""
-        self._queue.put(None)
-        self._thread.join()
-        os.close(self._lock)
+    async def read(self, session_id: str, after: int = 0) -> list[dict[str, Any]]:
+        """The durable records from number `after` on.
 
-    async def append(self, session_id: str, record: dict[str, Any]) -> None:
+        Raises: JournalDamaged; GatewayUnavailable when another process holds the file and hangs.
+        """
+        known = self._look_up(session_id)
+        start = known if known.records <= after else Known()
+        deadline = time.monotonic() + BUSY_LIMIT_S
+        while True:
+            try:
+                found = await asyncio.to_thread(self._read, session_id, start)
+                return found.records[after - start.records :]
+            except Busy:
+                if time.monotonic() > deadline:
+                    raise _hangs(session_id) from None
+                await asyncio.sleep(BUSY_PAUSE_S)
+
+    async def append(self, session_id: str, record: dict[str, Any], *, position: int) -> None:
         """Returns when the record survives a power cut.
 
-        Raises: OSError, and then nothing of the record is in the file.
+        Raises: Overtaken, GatewayUnavailable, JournalDamaged; then nothing of it is in the file.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        self._queue.put(_Append(self._path(session_id), _frame(record), loop, done))
+        deadline = time.monotonic() + BUSY_LIMIT_S
+        self._queue.put(_Append(session_id, position, frame(record), deadline, loop, done))
         await done
 
-    def exists(self, session_id: str) -> bool:
-        return self._path(session_id).is_file()
-
-    def read(self, session_id: str) -> list[dict[str, Any]]:
-        """Every record of the session, oldest first; a torn tail is cut off the file.
-
-        Raises: JournalDamaged.
-        """
-        path = self._path(session_id)
-        data = path.read_bytes()
-        records: list[dict[str, Any]] = []
-        position = 0
-        while position < len(data):
-            end = data.find(b"\n", position)
-            record = _parse(data[position:end]) if end != -1 else None
-            if record is None:
-                break
-            records.append(record)
-            position = end + 1
-        if position < len(data):
-            _cut(path, data, position)
-        return records
+    async def aclose(self) -> None:
+        """Write what is queued."""
+        self._queue.put(None)
+        await asyncio.to_thread(self._thread.join)
 
     def _path(self, session_id: str) -> Path:
         return self._folder / session_id / FILE_NAME
 
-    def _run(self) -> None:
-        while (first := self._queue.get()) is not None:
-            batch, stop = self._drain(first)
-            _commit(batch)
-            if stop:
-                return
+    def _read(self, session_id: str, start: Known) -> Records:
+        try:
+            file = SessionFile(self._path(session_id), write=False)
+        except FileNotFoundError:
+            return Records([], 0)
+        try:
+            found = file.after(start)
+        finally:
+            file.close()
+        self._learn(session_id, Known(start.records + len(found.records), found.end))
+        return found
 
-    def _drain(self, first: _Append) -> tuple[list[_Append], bool]:
-        batch = [first]
+    def _look_up(self, session_id: str) -> Known:
+        with self._known_lock:
+            return self._known.get(session_id, Known())
+
+    def _learn(self, session_id: str, known: Known) -> None:
+        with self._known_lock:
+            if known.records >= self._known.get(session_id, Known()).records:
+                self._known[session_id] = known
+                self._known.move_to_end(session_id)
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+
+    # --- the committing thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        busy: list[_Append] = []
+        stop = False
+        while not stop or busy:
+            batch, stopped = self._drain(wait=None if not busy and not stop else BUSY_PAUSE_S)
+            stop = stop or stopped
+            busy = self._commit(busy + batch)
+
+    def _drain(self, wait: float | None) -> tuple[list[_Append], bool]:
+        """What is queued, waiting `wait` seconds for the first (None: as long as it takes)."""
+        batch: list[_Append] = []
         while len(batch) < BATCH:
             try:
-                following = self._queue.get_nowait()
+                item = self._queue.get(block=not batch, timeout=wait)
             except queue.Empty:
                 break
-            if following is None:
+            if item is None:
                 return batch, True
-            batch.append(following)
+            batch.append(item)
         return batch, False
 
+    def _commit(self, batch: list[_Append]) -> list[_Append]:
+        """Write all, sync each file once, wake the waiting turns; return whose file was busy."""
+        sessions: dict[str, list[_Append]] = {}
+        for item in batch:
+            sessions.setdefault(item.session_id, []).append(item)
+        busy: list[_Append] = []
+        written: list[_Written] = []
+        for session_id, items in sessions.items():
+            try:
+                written += self._write(session_id, items)
+            except Busy:
+                busy += _in_time(items)
+            except (OSError, JournalDamaged) as error:
+                _resolve(items, _told(error))
+        for one in written:
+            self._sync(one)
+        return busy
 
-def _lock(path: Path) -> int:
-    """The kernel drops the lock when the process dies, however it dies."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigurationError(
-            f"another gateway is running on {path.parent}: stop it, or set another PERDURE_HOME"
-        ) from None
-    return handle
-
-
-def _frame(record: dict[str, Any]) -> bytes:
-    payload = json.dumps(record, separators=(",", ":")).encode()
-    return b"%08x %d %s\n" % (zlib.crc32(payload), len(payload), payload)
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record of one line, or None when it is torn or damaged."""
-    crc, _, rest = line.partition(b" ")
-    length, _, payload = rest.partition(b" ")
-    if length != b"%d" % len(payload) or crc != b"%08x" % zlib.crc32(payload):
-        return None
-    record: dict[str, Any] = json.loads(payload)
-    return record
-
-
-def _cut(path: Path, data: bytes, position: int) -> None:
-    tail = data[position:]
-    if any(_parse(line) is not None for line in tail.split(b"\n")[1:]):
-        raise JournalDamaged(f"{path} is damaged at byte {position}, before its last record")
-    handle = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.ftruncate(handle, position)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _commit(batch: list[_Append]) -> None:
-    """Write all, then sync each file once, then wake the waiting turns."""
-    files: dict[Path, list[_Append]] = {}
-    for item in batch:
-        files.setdefault(item.path, []).append(item)
-    written: list[tuple[int, list[_Append]]] = []
-    for path, items in files.items():
+    def _write(self, session_id: str, items: list[_Append]) -> list[_Written]:
+        """The appends of one session that name the right number; the others are told."""
+        file = SessionFile(self._path(session_id), write=True)
         try:
-            written.append((_write(path, b"".join(item.data for item in items)), items))
+            known = self._look_up(session_id)
+            found = file.after(known)
+            before = Known(known.records + len(found.records), found.end)
+            self._learn(session_id, before)
+            accepted = _accept(items, before.records)
+            if not accepted:
+                file.close()
+                return []
+            data = b"".join(item.data for item in accepted)
+            file.append(data, before.end)
+        except (OSError, JournalDamaged):
+            file.close()
+            raise
+        after = Known(before.records + len(accepted), before.end + len(data))
+        return [_Written(file, before, after, accepted)]
+
+    def _sync(self, written: _Written) -> None:
+        try:
+            written.file.sync(written.before.end)
         except OSError as error:
-            _resolve(items, error)
-    for handle, items in written:
-        _resolve(items, _sync(handle))
-
-
-def _write(path: Path, data: bytes) -> int:
-    """Append all of `data` or none of it; returns the open file, still to be synced."""
-    created = not path.exists()
-    if created:
-        path.parent.mkdir(exist_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    size = os.fstat(handle).st_size
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(handle, view) :]
-        if created:
-            _sync_folders(path.parent)
-    except OSError:
-        os.ftruncate(handle, size)
-        os.close(handle)
-        raise
-    return handle
-
-
-def _sync_folders(folder: Path) -> None:
-    """The names of a new file and of its folder must be as durable as its bytes."""
-    for path in (folder, folder.parent):
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(handle)
+            _resolve(written.items, _told(error))
+        else:
+            self._learn(written.items[0].session_id, written.after)
+            _resolve(written.items, None)
         finally:
-            os.close(handle)
+            written.file.close()
 
 
-def _sync(handle: int) -> OSError | None:
-    try:
-        os.fdatasync(handle)
-    except OSError as error:
-        return error
-    finally:
-        os.close(handle)
-    return None
+def _accept(items: list[_Append], records: int) -> list[_Append]:
+    """Those that name the next numbers, in order; the others are answered."""
+    accepted: list[_Append] = []
+    for item in items:
+        following = records + len(accepted)
+        if item.position == following:
+            accepted.append(item)
+        elif item.position < following:
+            _resolve([item], overtaken(item.session_id, item.position))
+        else:
+            missing = f"record {item.position - 1} of session {item.session_id!r} was not written"
+            _resolve([item], GatewayUnavailable(missing))
+    return accepted
 
 
-def _resolve(items: list[_Append], error: OSError | None) -> None:
+def _in_time(items: list[_Append]) -> list[_Append]:
+    now = time.monotonic()
+    for item in items:
+        if item.deadline < now:
+            _resolve([item], _hangs(item.session_id))
+    return [item for item in items if item.deadline >= now]
+
+
+def overtaken(session_id: str, position: int) -> Overtaken:
+    return Overtaken(f"record {position} of session {session_id!r} was written by another gateway")
+
+
+def _hangs(session_id: str) -> GatewayUnavailable:
+    return GatewayUnavailable(
+        f"another gateway process has been writing session {session_id!r} for {BUSY_LIMIT_S:g} s"
+    )
+
+
+def _told(error: OSError | JournalDamaged) -> Exception:
+    if isinstance(error, OSError):
+        return GatewayUnavailable(f"the journal cannot be written: {error.strerror}")
+    return error
+
+
+def _resolve(items: list[_Append], error: Exception | None) -> None:
     for item in items:
         try:
             item.loop.call_soon_threadsafe(_finish, item.done, error)
@@ -211,7 +238,7 @@ def _resolve(items: list[_Append], error: OSError | None) -> None:
             continue
 
 
-def _finish(done: "asyncio.Future[None]", error: OSError | None) -> None:
+def _finish(done: "asyncio.Future[None]", error: Exception | None) -> None:
     if done.done():
         return
     if error is None:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from perdure.errors import ConfigurationError
 from perdure.gateway.app import create_app
-from perdure.gateway.journal import Journal
+from perdure.gateway.journal import LocalJournal
 from perdure.settings import Settings
 from perdure.storage.base import Store
 
@@ -124,15 +124,15 @@ def _bind_unix(path: Path) -> socket.socket:
 async def serve(settings: Settings, secret: bytes, store: Store) -> None:
     """Run a gateway until SIGTERM or SIGINT.
 
-    The journal's lock comes first: a second gateway on one home must not take the socket away.
     Raises: ConfigurationError.
     """
     loop = asyncio.get_running_loop()
-    with contextlib.closing(Journal(settings.home.absolute() / "journal")) as journal:
-        server = make_server(create_app(settings, secret, store, journal))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.stop)
-        with listening(settings) as sockets:
-            host, port = sockets[0].getsockname()[:2]
-            log.info("gateway listens", host=host, port=port, socket=str(settings.gateway_socket))
-            await server.serve(sockets)
+    journal = LocalJournal(settings.home.absolute() / "journal")
+    server = make_server(create_app(settings, secret, store, journal))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop)
+    with listening(settings) as sockets:
+        host, port = sockets[0].getsockname()[:2]
+        log.info("gateway listens", host=host, port=port, socket=str(settings.gateway_socket))
+        await server.serve(sockets)
+    await journal.aclose()

@@ -15,13 +15,15 @@ from typing import Any, TypeVar
 
 import structlog
 
-from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable, NotFound
+from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
 from perdure.gateway.answers import hosted_answer, read_completion
 from perdure.gateway.base import (
     SESSION_ID,
     Answer,
     ChatEngine,
+    Journal,
     ModelRequest,
+    Overtaken,
     Refused,
     SessionSpec,
     SessionSummary,
@@ -38,7 +40,6 @@ from perdure.gateway.chains import (
     turns_of,
 )
 from perdure.gateway.engines.choose import Engines
-from perdure.gateway.journal import Journal
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.sampling import chat_request, token_sampling
 from perdure.gateway.tokenizers import Format
@@ -89,6 +90,8 @@ class Session:
     close_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     calls: "dict[str, asyncio.Task[Answer]]" = field(default_factory=dict)
     """Calls in flight by request digest: an identical one joins."""
+    records: int = 0
+    """Journal records this process knows of: the number that the next one gets."""
     sampling: "asyncio.Future[Any] | None" = None
     """The engine call in progress, which closing the session abandons."""
 
@@ -150,9 +153,9 @@ class Sessions:
         async with self._loading:
             session = await self._find(spec.session_id)
             if session is None:
-                record = {"kind": "open", "spec": spec.model_dump(mode="json")}
-                await self._write(spec.session_id, record)
-                session = self._keep(Session(spec))
+                session = Session(spec)
+                await self._write(session, {"kind": "open", "spec": spec.model_dump(mode="json")})
+                self._keep(session)
         if session.spec != spec:
             changed = [
                 name
@@ -177,9 +180,9 @@ class Sessions:
         async with session.close_lock:
             if not session.closed:
                 await self._seal(session)
-                turns = await asyncio.to_thread(self._turns, session_id)
+                turns = await self._turns(session_id)
                 await self._store.put(session.spec.turns_key, await asyncio.to_thread(_pack, turns))
-                await self._write(session_id, {"kind": "closed"})
+                await self._write(session, {"kind": "closed"})
                 session.closed = True
                 session.chain = Chain()
         return session.summary()
@@ -191,10 +194,10 @@ class Sessions:
                 session.sampling.cancel()
             # Turns that already left the engine are journaled first.
             await asyncio.gather(*session.calls.values(), return_exceptions=True)
-            await self._write(session.spec.session_id, {"kind": "sealed"})
+            await self._write(session, {"kind": "sealed"})
 
-    def _turns(self, session_id: str) -> list[Turn]:
-        records = self._journal.read(session_id)
+    async def _turns(self, session_id: str) -> list[Turn]:
+        records = await self._journal.read(session_id)
         return turns_of([from_journal(r) for r in records if r["kind"] == "turn"])
 
     async def _session(self, session_id: str) -> Session:
@@ -211,14 +214,13 @@ class Sessions:
         """The session, read back from its journal when this process has not met it yet."""
         if (session := self._sessions.get(session_id)) is not None:
             return session
-        if not self._journal.exists(session_id):
-            return None
-        records = await asyncio.to_thread(self._journal.read, session_id)
+        records = await self._journal.read(session_id)
         if not records:  # killed while opening: nobody was told that it is open
             return None
         session = Session(SessionSpec.model_validate(records[0]["spec"]))
         for record in records[1:]:
             session.replay(record)
+        session.records = len(records)
         log.info("session read back", session_id=session_id, turns=session.totals.turns)
         return self._keep(session)
 
@@ -244,6 +246,18 @@ class Sessions:
                 return answer
             call = self._start(session, request, fingerprint)
         return await asyncio.shield(call)
+
+    async def count_tokens(self, session_id: str, request: ModelRequest) -> int:
+        """Tokens of the request as rendered anew; nothing is sampled or recorded.
+
+        Raises: Refused, NotFound.
+        """
+        _check_open(await self._session(session_id))
+        try:
+            return len(await self._render(request))
+        except Exception as error:
+            problem = f"the messages do not fit the model's format: {error}"
+            raise Refused(400, "invalid_value", problem, param="messages") from error
 
     def _start(
         self, session: Session, request: ModelRequest, fingerprint: Fingerprint
@@ -281,7 +295,7 @@ class Sessions:
             else:
                 assert engine.chat is not None
                 record = await self._ask(session, request, facts, engine.chat, engine.name)
-            await self._write(session.spec.session_id, to_journal(record))
+            await self._write(session, to_journal(record))
             session.apply(record)
         self._count(record)
         return record.answer
@@ -387,14 +401,15 @@ class Sessions:
             answer=answer,
         )
 
-    async def _write(self, session_id: str, record: dict[str, Any]) -> None:
+    async def _write(self, session: Session, record: dict[str, Any]) -> None:
         started = time.monotonic()
+        session_id = session.spec.session_id
         try:
-            await self._journal.append(session_id, record)
-        except OSError as error:
-            raise GatewayUnavailable(
-                f"the journal cannot be written: {error.strerror}", boundary=Boundary.GATEWAY
-            ) from error
+            await self._journal.append(session_id, record, position=session.records)
+        except Overtaken as error:
+            self._sessions.pop(session_id, None)  # the next call reads what the other one wrote
+            raise GatewayUnavailable(str(error)) from error
+        session.records += 1
         self._metrics.journal_seconds.observe(time.monotonic() - started)
 
     def _count(self, record: TurnRecord) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from perdure.gateway.app import create_app
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl, load_secret
-from perdure.gateway.journal import Journal
+from perdure.gateway.journal import LocalJournal
 from perdure.gateway.server import NO_GRACE, Server, make_server
 from perdure.settings import Settings
 from perdure.storage.base import Store, open_store
@@ -30,12 +30,12 @@ class LocalGateway:
         self.secret = load_secret(self.settings)
         self.url = ""
         self.control: GatewayControl
-        self._journal: Journal
+        self._journal: LocalJournal
         self._server: Server
         self._serving: asyncio.Task[None]
 
     async def __aenter__(self) -> "LocalGateway":
-        self._journal = Journal(self.settings.home.absolute() / "journal")
+        self._journal = LocalJournal(self.settings.home.absolute() / "journal")
         app = create_app(self.settings, self.secret, self.store, self._journal)
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -48,7 +48,7 @@ class LocalGateway:
         await self.control.aclose()
         self._server.stop()
         await self._serving
-        self._journal.close()
+        await self._journal.aclose()
 
     async def open(self, session_id: str, **spec: Any) -> str:
         """Open a session; returns its key."""

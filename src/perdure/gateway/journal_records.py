@@ -1,0 +1,62 @@
+"""How records look as bytes, on a disk and in the store: a line `crc32 length json` each.
+
+A torn last line (its writer was killed, so nobody was answered) is no record; damage anywhere else
+is an error, never a guess.
+"""
+
+import json
+import zlib
+from typing import Any, NamedTuple
+
+from perdure.errors import Boundary, PerdureError
+
+
+class JournalDamaged(PerdureError):
+    """A record that was durable does not read back: the disk or somebody changed it."""
+
+    boundary = Boundary.GATEWAY
+
+
+class Records(NamedTuple):
+    """Records read from bytes, and how many of those bytes they take; the rest is a torn tail."""
+
+    records: list[dict[str, Any]]
+    end: int
+
+
+def frame(record: dict[str, Any]) -> bytes:
+    payload = json.dumps(record, separators=(",", ":")).encode()
+    return b"%08x %d %s\n" % (zlib.crc32(payload), len(payload), payload)
+
+
+def split(data: bytes, source: object) -> Records:
+    """Every record of `data` up to a torn tail.
+
+    Raises: JournalDamaged, naming `source`, when a record follows what looks torn.
+    """
+    records: list[dict[str, Any]] = []
+    position = 0
+    while position < len(data):
+        end = data.find(b"\n", position)
+        record = _parse(data[position:end]) if end != -1 else None
+        if record is None:
+            _check_torn(data, position, source)
+            break
+        records.append(record)
+        position = end + 1
+    return Records(records, position)
+
+
+def _check_torn(data: bytes, position: int, source: object) -> None:
+    if any(_parse(line) is not None for line in data[position:].split(b"\n")[1:]):
+        raise JournalDamaged(f"{source} is damaged at byte {position}, before its last record")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The record of one line, or None when it is torn or damaged."""
+    crc, _, rest = line.partition(b" ")
+    length, _, payload = rest.partition(b" ")
+    if length != b"%d" % len(payload) or crc != b"%08x" % zlib.crc32(payload):
+        return None
+    record: dict[str, Any] = json.loads(payload)
+    return record
