@@ -134,7 +134,7 @@ class Instance(Frozen):
     instance_id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
     dataset: Slug
     data_source: str = "swebench"
-    """Routes the instance to its grader (document 003); `swebench` when a row names none."""
+    """Routes the instance to its grader; `swebench` when a row names none."""
     repo: str = ""
     base_commit: str | None = None
     problem_statement: str
@@ -170,9 +170,9 @@ class Sampling(Request):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens_per_turn: int = Field(8192, ge=1)
-    """Per-turn cap (document 002: --rollout-max-response-len)."""
+    """Per-turn cap (slime: --rollout-max-response-len)."""
     max_context_tokens: int = Field(96_000, ge=1)
-    """Prompt + response budget, enforced only in generation (document 002)."""
+    """Prompt + response budget, enforced only in generation (slime: --rollout-max-context-len)."""
 
 
 class RolloutRequest(Request):
@@ -197,15 +197,15 @@ class RolloutRequest(Request):
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     agent_budget_s: float = Field(1800.0, gt=0)
-    """Wall-clock budget of the agent (document 002: SWE_TIME_BUDGET_SEC)."""
+    """Wall-clock budget of the agent (slime: SWE_TIME_BUDGET_SEC)."""
     grade_timeout_s: float | None = Field(None, gt=0)
-    """Limit of the test run; the instance's own when absent (document 002: SWE_EVAL_TIMEOUT_SEC)."""
+    """Limit of the test run; the instance's own when absent (slime: SWE_EVAL_TIMEOUT_SEC)."""
     max_attempts: int = Field(3, ge=1, le=10)
     """Sandboxes a rollout may lose before it fails."""
     heartbeat_timeout_s: float = Field(30.0, ge=2)
     """A dead worker's agent is re-attached after this long, at the latest."""
     grade_empty_patch: bool | None = None
-    """Run the tests even when the agent changed nothing (document 003: allow_skip_eval=False).
+    """Run the tests even when the agent changed nothing (OpenHands: allow_skip_eval=False).
 
     Absent: as the agent says; only `nop` does, whose whole point is the verdict on the base."""
     expires_at: float | None = None
@@ -530,7 +530,9 @@ class Segment(Frozen):
     finish_reason: FinishReason
     turns: tuple[int, ...]
     reward_share: float = 1.0
-    """This segment's share of the rollout's reward; 1/K by default (document 002)."""
+    """This segment's share of the rollout's reward; 1/K by default."""
+    chain: str = "main"
+    """The chain it is a stretch of: `main`, or a sub-agent's id."""
 
 
 _SAFE = re.compile(r"[^A-Za-z0-9._-]+")

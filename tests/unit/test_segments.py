@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.episodes.segments import cut, token_versions
-from perdure.types import FinishReason, SegmentKind, Turn, VersionSpan
+from perdure.episodes.segments import Untrained, cut, token_versions, untrained
+from perdure.types import FinishReason, Purpose, Segment, SegmentKind, Turn, VersionSpan
 
 
 def turn(
@@ -17,10 +17,15 @@ def turn(
     completion: Sequence[int],
     chain: str = "main",
     version: int | None = 7,
+    *,
+    parent: int | None = None,
+    purpose: Purpose = Purpose.STEP,
 ) -> Turn:
     return Turn(
         index=index,
         chain=chain,
+        parent=parent,
+        purpose=purpose,
         prompt_ids=tuple(prompt),
         completion_ids=tuple(completion),
         logprobs=tuple(-token / 100 for token in completion),
@@ -187,3 +192,146 @@ def test_versions_are_per_token(spans: list[tuple[int, int, int]], versions: lis
     )
 
     assert token_versions(sampled) == versions
+
+
+# --- the tree of turns -------------------------------------------------------------------------
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[Turn]:
+    """Turns of up to three chains, each a root or the child of any earlier turn of its chain: steps,
+    compactions, side requests, retries of the same parent, and now and then a hosted answer."""
+    ids = st.lists(st.integers(1, 3), min_size=1, max_size=3)
+    turns: list[Turn] = []
+    for index in range(draw(st.integers(0, 10))):
+        chain = draw(st.sampled_from(["main", "agent-1", "agent-2"]))
+        if draw(st.integers(0, 9)) == 0:
+            turns.append(Turn(index=index, chain=chain, trainable=False))
+            continue
+        older = [one for one in turns if one.chain == chain and one.trainable]
+        parent = draw(st.sampled_from([None, *older]))
+        held = parent.prompt_ids + parent.completion_ids if parent else ()
+        purpose = draw(st.sampled_from([Purpose.STEP, Purpose.STEP, *Purpose]))
+        prompt = [*held, *draw(ids)]
+        number = parent.index if parent else None
+        turns.append(turn(index, prompt, draw(ids), chain, parent=number, purpose=purpose))
+    return turns
+
+
+def trained_by(segments: Sequence[Segment]) -> list[int]:
+    return [index for segment in segments for index in segment.turns]
+
+
+@given(trees())
+def test_every_sampled_token_of_a_tree_is_trained_once_or_has_a_reason(turns: list[Turn]) -> None:
+    """The masks of all segments and the recorded reasons together are the sampled tokens."""
+    segments = cut(turns)
+    left = untrained(turns, segments)
+    masked = sum(sum(segment.loss_mask) for segment in segments)
+
+    assert sorted([*trained_by(segments), *(one.turn for one in left)]) == [t.index for t in turns]
+    assert masked + sum(one.tokens for one in left) == sum(len(t.completion_ids) for t in turns)
+    assert {one.reason for one in left} <= {"side", "hosted"}
+
+
+@given(trees())
+def test_a_segment_of_a_tree_is_what_the_engine_saw(turns: list[Turn]) -> None:
+    """Along a segment each recorded prompt is all that came before it, then what is new, and each
+    masked stretch is the completion of its turn: ids, logprobs and order."""
+    by_index = {turn.index: turn for turn in turns}
+    for segment in cut(turns):
+        whole = segment.prompt_ids + segment.response_ids
+        own = [by_index[index] for index in segment.turns]
+        masked = [i for i, m in zip(segment.response_ids, segment.loss_mask, strict=True) if m]
+
+        assert all(whole[: len(t.prompt_ids)] == t.prompt_ids for t in own)
+        assert whole == own[-1].prompt_ids + own[-1].completion_ids
+        assert masked == [token for t in own for token in t.completion_ids]
+
+
+@given(trees())
+def test_merging_never_trains_a_token_twice(turns: list[Turn]) -> None:
+    """Document 002's mode also accounts for every token: trained once, or the reason is recorded."""
+    segments = cut(turns, mode="merge")
+    left = untrained(turns, segments)
+    masked = sum(sum(segment.loss_mask) for segment in segments)
+
+    assert len(trained_by(segments)) == len(set(trained_by(segments)))
+    assert masked + sum(one.tokens for one in left) == sum(len(t.completion_ids) for t in turns)
+
+
+def test_a_second_answer_to_one_prompt_is_a_segment_of_its_own() -> None:
+    """A retry that was sampled anew leaves both answers trained, each once; the main chain goes on."""
+    segments = cut(
+        [
+            turn(0, [1], [2]),
+            turn(1, [1, 2, 3], [4], parent=0),
+            turn(2, [1, 2, 3], [5], parent=0),
+            turn(3, [1, 2, 3, 5, 6], [7], parent=2),
+        ]
+    )
+
+    assert [(s.kind, s.turns, s.prompt_ids) for s in segments] == [
+        (SegmentKind.WIPE, (0, 1), (1,)),
+        (SegmentKind.FINAL, (2, 3), (1, 2, 3)),
+    ]
+    assert segments[1].loss_mask == (1, 0, 1)
+
+
+def test_an_older_branch_that_goes_on_stays_the_last_stretch() -> None:
+    """A detour from a chain is its wipe, though it began later than the stretch that goes on."""
+    segments = cut(
+        [
+            turn(0, [1], [2]),
+            turn(1, [8], [9]),
+            turn(2, [1, 2, 3], [4], parent=0),
+        ]
+    )
+
+    assert [(s.kind, s.turns) for s in segments] == [
+        (SegmentKind.WIPE, (1,)),
+        (SegmentKind.FINAL, (0, 2)),
+    ]
+
+
+def test_compactions_and_parallel_subagents_have_the_documented_kinds() -> None:
+    """Each compaction ends a stretch, each sub-agent is one, and `final` comes last: K counts them."""
+    segments = cut(
+        [
+            turn(0, [1], [2]),
+            turn(1, [50], [51], "a"),
+            turn(2, [60], [61], "b"),
+            turn(3, [50, 51, 5], [52], "a", parent=1),
+            turn(4, [60, 61, 6], [62], "b", parent=2),
+            turn(5, [1, 2, 3], [4], parent=0, purpose=Purpose.COMPACTION),
+            turn(6, [9], [10]),
+        ]
+    )
+
+    assert [(s.kind, s.chain, s.turns) for s in segments] == [
+        (SegmentKind.SUBAGENT, "a", (1, 3)),
+        (SegmentKind.SUBAGENT, "b", (2, 4)),
+        (SegmentKind.WIPE, "main", (0, 5)),
+        (SegmentKind.FINAL, "main", (6,)),
+    ]
+    assert [s.reward_share for s in segments] == [0.25] * 4
+
+
+def test_side_requests_and_hosted_turns_leave_a_reason() -> None:
+    """A title request costs tokens and trains none: the record says so, turn by turn."""
+    turns = [
+        turn(0, [1], [2, 3], purpose=Purpose.SIDE),
+        turn(1, [5], [6]),
+        Turn(index=2, trainable=False),
+    ]
+    segments = cut(turns)
+
+    assert trained_by(segments) == [1]
+    assert untrained(turns, segments) == [Untrained(0, 2, "side"), Untrained(2, 0, "hosted")]
+
+
+def test_a_parent_that_the_ids_deny_is_not_believed() -> None:
+    """Where the recorded prompt does not start with its parent's ids, nothing is glued together."""
+    segments = cut([turn(0, [1], [2]), turn(1, [1, 9], [4], parent=0)])
+
+    assert [segment.turns for segment in segments] == [(0,), (1,)]

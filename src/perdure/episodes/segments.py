@@ -4,18 +4,34 @@ Owns the rule of what continues a segment and what starts a new one. Nothing is 
 tokenised here, so every sampled token is trained exactly once, as it was sampled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from perdure.types import FinishReason, Segment, SegmentKind, Turn
+from perdure.episodes.merging import Merged, merge_turns
+from perdure.types import FinishReason, Purpose, Segment, SegmentKind, Turn
 
 MAIN = "main"
 NO_VERSION = -1
 
 RewardShare = Literal["split", "full", "last"]
-"""`split`: 1/K of the rollout's reward to each of its K segments (document 002); `full`: all of it
+"""`split`: 1/K of the rollout's reward to each of its K segments, as slime does; `full`: all of it
 to each; `last`: all of it to the last one."""
+
+SegmentMode = Literal["tree", "merge"]
+"""`tree`: a turn goes on where its recorded ids do, so nothing sampled is lost. `merge`: the rules of
+document 002 for prompts that were rendered anew; what a later prompt contradicts is not trained."""
+
+
+class Untrained(NamedTuple):
+    """A turn whose sampled tokens are in no segment with mask 1, and why.
+
+    `reason`: `side` (a title, a probe), `hosted` (no token ids), `drift` (mode `merge` only: a later
+    prompt does not repeat it token for token)."""
+
+    turn: int
+    tokens: int
+    reason: str
 
 
 @dataclass
@@ -35,7 +51,7 @@ class _Stretch:
     frozen_at: float = 0.0
     """Position among the turns at which nothing more could be added."""
 
-    def is_continued_by(self, turn: Turn) -> bool:
+    def is_extended_by(self, turn: Turn) -> bool:
         return turn.prompt_ids[: len(self.held)] == self.held
 
     def add(self, turn: Turn) -> None:
@@ -49,22 +65,29 @@ class _Stretch:
         self.finish_reason = turn.finish_reason
 
 
-def cut(turns: Sequence[Turn], *, reward_share: RewardShare = "split") -> list[Segment]:
+def cut(
+    turns: Sequence[Turn], *, reward_share: RewardShare = "split", mode: SegmentMode = "tree"
+) -> list[Segment]:
     """The segments of a rollout, in the order in which they ended, `final` last.
 
-    A turn continues its chain's segment when its prompt starts with everything that segment holds;
-    otherwise the segment is over (`wipe`) and a new one starts. The last one of the main chain is
-    `final`, of any other chain `subagent`. Turns without token ids (hosted APIs) give none.
+    A turn continues a segment when that segment's last turn is its parent (or, where it names none,
+    its chain's newest) and its prompt starts with everything the segment holds. Any other turn opens
+    a segment whose leading prompt is its whole prompt: what was sampled in there is context, so each
+    sampled token is trained once. The last segment of the main chain is `final`, of any other chain
+    `subagent`, every earlier one `wipe`. Side requests and turns without ids give none: `untrained`
+    lists them.
     """
-    grown = _stretches(turns)
-    last = {stretch.chain: stretch for stretch in grown}
-    kinds = {id(stretch): _last_kind(chain) for chain, stretch in last.items()}
+    taken = [turn for turn in turns if _why_left_out(turn) is None]
+    grown = _grown(taken) if mode == "tree" else _merged(taken)
     stretches = [stretch for stretch in grown if stretch.response_ids]
-    stretches.sort(key=lambda s: (kinds.get(id(s)) is SegmentKind.FINAL, s.frozen_at))
+    stretches.sort(key=lambda stretch: stretch.frozen_at)
+    last = {stretch.chain: stretch for stretch in stretches}
+    stretches.sort(key=lambda stretch: stretch is last.get(MAIN))
     return [
         Segment(
-            kind=kinds.get(id(stretch), SegmentKind.WIPE),
+            kind=_kind(stretch, stretch is last[stretch.chain]),
             index=index,
+            chain=stretch.chain,
             prompt_ids=stretch.prompt_ids,
             response_ids=tuple(stretch.response_ids),
             loss_mask=tuple(stretch.loss_mask),
@@ -72,9 +95,19 @@ def cut(turns: Sequence[Turn], *, reward_share: RewardShare = "split") -> list[S
             versions=tuple(stretch.versions),
             finish_reason=stretch.finish_reason,
             turns=tuple(stretch.turns),
-            reward_share=_share(reward_share, index, len(stretches)),
+            reward_share=share(reward_share, index, len(stretches)),
         )
         for index, stretch in enumerate(stretches)
+    ]
+
+
+def untrained(turns: Sequence[Turn], segments: Sequence[Segment]) -> list[Untrained]:
+    """The turns that `segments`, as cut from `turns`, do not train, each with its reason."""
+    trained = {index for segment in segments for index in segment.turns}
+    return [
+        Untrained(turn.index, len(turn.completion_ids), _why_left_out(turn) or "drift")
+        for turn in turns
+        if turn.index not in trained and (turn.completion_ids or _why_left_out(turn))
     ]
 
 
@@ -87,28 +120,75 @@ def token_versions(turn: Turn) -> list[int]:
     return versions
 
 
-def _stretches(turns: Sequence[Turn]) -> list[_Stretch]:
-    found: list[_Stretch] = []
-    growing: dict[str, _Stretch] = {}
-    for position, turn in enumerate(turns):
-        if not turn.prompt_ids:
-            continue
-        stretch = growing.get(turn.chain)
-        if stretch is None or not stretch.is_continued_by(turn):
-            if stretch is not None:
-                stretch.frozen_at = position - 0.5
-            stretch = growing[turn.chain] = _Stretch(turn.chain, turn.prompt_ids)
-            found.append(stretch)
-        stretch.add(turn)
-        stretch.frozen_at = position
-    return found
-
-
-def _last_kind(chain: str) -> SegmentKind:
-    return SegmentKind.FINAL if chain == MAIN else SegmentKind.SUBAGENT
-
-
-def _share(policy: RewardShare, index: int, count: int) -> float:
+def share(policy: RewardShare, index: int, count: int) -> float:
+    """The share of the rollout's reward that segment `index` of `count` gets."""
     if policy == "split":
         return 1.0 / count
     return 1.0 if policy == "full" or index == count - 1 else 0.0
+
+
+def _why_left_out(turn: Turn) -> str | None:
+    if not turn.trainable or not turn.prompt_ids:
+        return "hosted"
+    return "side" if turn.purpose is Purpose.SIDE else None
+
+
+def _grown(turns: Sequence[Turn]) -> list[_Stretch]:
+    found: list[_Stretch] = []
+    ending_with: dict[int, _Stretch] = {}
+    newest: dict[str, _Stretch] = {}
+    for position, turn in enumerate(turns):
+        before = newest.get(turn.chain)
+        stretch = before if turn.parent is None else ending_with.get(turn.parent)
+        if stretch is None or stretch.chain != turn.chain or not stretch.is_extended_by(turn):
+            if before is not None:
+                before.frozen_at = max(before.frozen_at, position - 0.5)
+            stretch = _Stretch(turn.chain, turn.prompt_ids)
+            found.append(stretch)
+        else:
+            ending_with.pop(stretch.turns[-1], None)
+        stretch.add(turn)
+        stretch.frozen_at = position
+        newest[turn.chain] = ending_with[turn.index] = stretch
+    return found
+
+
+def _merged(turns: Sequence[Turn]) -> list[_Stretch]:
+    """Document 002's mode: a chain is frozen where the base of its prompts changes."""
+    open_turns: dict[str, list[Turn]] = {}
+    found: list[_Stretch] = []
+    for position, turn in enumerate(turns):
+        held = open_turns.setdefault(turn.chain, [])
+        if held and turn.prompt_ids[: len(held[0].prompt_ids)] != held[0].prompt_ids:
+            found += _as_stretches(held, position - 0.5)
+            held.clear()
+        held.append(turn)
+    ends = {turn.index: position for position, turn in enumerate(turns)}
+    for held in open_turns.values():
+        found += _as_stretches(held, ends[held[-1].index])
+    return found
+
+
+def _as_stretches(turns: Sequence[Turn], frozen_at: float) -> Iterable[_Stretch]:
+    merged = merge_turns(turns, token_versions)
+    return [] if merged is None else [_stretch(merged, turns, frozen_at)]
+
+
+def _stretch(merged: Merged, turns: Sequence[Turn], frozen_at: float) -> _Stretch:
+    return _Stretch(
+        chain=turns[0].chain,
+        prompt_ids=merged.prompt_ids,
+        response_ids=merged.response_ids,
+        loss_mask=merged.loss_mask,
+        logprobs=merged.logprobs,
+        versions=merged.versions,
+        turns=merged.trained,
+        finish_reason=turns[-1].finish_reason,
+        frozen_at=frozen_at,
+    )
+
+
+def _kind(stretch: _Stretch, is_last: bool) -> SegmentKind:
+    if not is_last:
+        return SegmentKind.WIPE
+    return SegmentKind.FINAL if stretch.chain == MAIN else SegmentKind.SUBAGENT

@@ -1,0 +1,144 @@
+"""Document 002's `merge_turns`: what a later prompt repeats is kept, the rest is not trained."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.episodes.merging import Merged, merge_turns
+from perdure.episodes.segments import Untrained, cut, token_versions, untrained
+from perdure.types import SegmentKind, Turn
+
+PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "trajectories" / "merge_turns.json"
+
+
+def turns_of(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Turn]:
+    return [
+        Turn(
+            index=index,
+            prompt_ids=tuple(prompt),
+            completion_ids=tuple(completion),
+            logprobs=tuple(-token / 100 for token in completion),
+        )
+        for index, (prompt, completion) in enumerate(pairs)
+    ]
+
+
+def merged(*pairs: tuple[Sequence[int], Sequence[int]]) -> Merged:
+    found = merge_turns(turns_of(pairs), token_versions)
+    assert found is not None
+    return found
+
+
+def published() -> list[Any]:
+    if not PUBLISHED.is_file():
+        return [pytest.param(None, marks=pytest.mark.skip(reason="the cases are not here"))]
+    cases = json.loads(PUBLISHED.read_text())["cases"]
+    return [pytest.param(case, id=case["case"]) for case in cases]
+
+
+@pytest.mark.parametrize("case", published())
+def test_published_cases_hold_exactly(case: dict[str, Any]) -> None:
+    """Prompt, response, mask and logprobs are those that the authors published."""
+    turns = [
+        Turn(
+            index=index,
+            prompt_ids=tuple(one["prompt_ids"]),
+            completion_ids=tuple(one["output_ids"]),
+            logprobs=tuple(one["output_log_probs"]),
+            finish_reason=one["finish_reason"],
+        )
+        for index, one in enumerate(case["turns"])
+    ]
+    found = merge_turns(turns, token_versions)
+    expected = case["expect"]
+
+    assert found is not None
+    assert list(found.prompt_ids) == expected["prompt_ids"]
+    assert found.response_ids == expected["response_ids"]
+    assert found.loss_mask == expected["loss_mask"]
+    assert found.logprobs == expected["logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "prompt", "response", "mask"),
+    [
+        pytest.param([([7], [8, 9])], (7,), [8, 9], [1, 1], id="one turn is kept as it is"),
+        pytest.param(
+            [([7], [8]), ([7, 8, 1], [2]), ([7, 8, 1, 2, 3], [4])],
+            (7,),
+            [8, 1, 2, 3, 4],
+            [1, 0, 1, 0, 1],
+            id="prompts that repeat everything lose nothing",
+        ),
+        pytest.param(
+            [([7], [8]), ([7, 8, 1], [2]), ([7, 8, 5], [6])],
+            (7,),
+            [8, 5, 6],
+            [1, 0, 1],
+            id="a completion that starts at the drift is dropped",
+        ),
+        pytest.param(
+            [([7], [8]), ([7, 8, 1], [2]), ([7, 8, 1, 2, 3], [4]), ([7, 8, 1, 2, 9], [6])],
+            (7,),
+            [8, 1, 2, 9, 6],
+            [1, 0, 1, 0, 1],
+            id="a completion that ends before the drift keeps its mask",
+        ),
+        pytest.param(
+            [([7], [8, 9, 10]), ([7, 8, 9, 3], [4]), ([7, 8, 3], [5])],
+            (7,),
+            [8, 3, 5],
+            [0, 0, 1],
+            id="a completion that was cut once stays untrained through later drifts",
+        ),
+        pytest.param(
+            [([7], [8]), ([7], [9])], (7,), [9], [1], id="the same prompt again replaces its answer"
+        ),
+        pytest.param(
+            [([7], [8]), ([6, 7], [9]), ([6, 7, 9, 1], [2])],
+            (6, 7),
+            [9, 1, 2],
+            [1, 0, 1],
+            id="another base starts over",
+        ),
+    ],
+)
+def test_rules(
+    pairs: list[tuple[list[int], list[int]]],
+    prompt: tuple[int, ...],
+    response: list[int],
+    mask: list[int],
+) -> None:
+    """One rule of the document a case; logprobs and masks never disagree."""
+    found = merged(*pairs)
+
+    assert (found.prompt_ids, found.response_ids, found.loss_mask) == (prompt, response, mask)
+    assert found.logprobs == [-i / 100 * m for i, m in zip(response, mask, strict=True)]
+
+
+def test_nothing_is_nothing() -> None:
+    """No turns give no sequence."""
+    assert merge_turns([], token_versions) is None
+
+
+def test_mode_merge_drops_what_a_later_prompt_contradicts_and_says_so() -> None:
+    """The default trains the drifted answer in a segment of its own; `merge` records it as drift."""
+    turns = turns_of([([7], [8]), ([7, 8, 1], [2]), ([7, 8, 5], [6])])
+    (one,) = cut(turns, mode="merge")
+
+    assert (one.kind, one.turns, one.response_ids) == (SegmentKind.FINAL, (0, 2), (8, 5, 6))
+    assert untrained(turns, [one]) == [Untrained(1, 1, "drift")]
+    assert [segment.turns for segment in cut(turns)] == [(0, 1), (2,)]
+
+
+def test_mode_merge_freezes_a_chain_whose_base_changes() -> None:
+    """A compaction is a wipe in this mode too: what came before it is not thrown away."""
+    segments = cut(turns_of([([7], [8]), ([7, 8, 1], [2]), ([9], [3])]), mode="merge")
+
+    assert [(s.kind, s.turns) for s in segments] == [
+        (SegmentKind.WIPE, (0, 1)),
+        (SegmentKind.FINAL, (2,)),
+    ]
