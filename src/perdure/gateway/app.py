@@ -4,6 +4,7 @@ Owns no state; sessions do. A request is checked (key, then size, then form) bef
 anything.
 """
 
+import asyncio
 import contextlib
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,7 +15,7 @@ import structlog
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from perdure.errors import (
@@ -25,13 +26,15 @@ from perdure.errors import (
 )
 from perdure.gateway.base import (
     DEFAULT_MODEL,
+    Answer,
     Journal,
     Refused,
     SessionSpec,
     control_token,
     session_key,
 )
-from perdure.gateway.dialects import openai_chat
+from perdure.gateway.dialects import anthropic, openai_chat
+from perdure.gateway.dialects.base import Call, Dialect
 from perdure.gateway.engines.choose import Engines, check_engine_settings
 from perdure.gateway.engines.wire import new_client
 from perdure.gateway.metrics import Metrics
@@ -45,8 +48,26 @@ MAX_BODY = 32 << 20
 MAX_CONTROL_BODY = 1 << 20
 RETRY_AFTER_S = 5
 
+MAX_HEADERS = 64 << 10
+DIALECTS: dict[str, Dialect] = {
+    "/v1/messages": anthropic,
+    "/v1/chat/completions": openai_chat,
+}
+
 log = structlog.get_logger()
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """When a stream whose answer is not there yet gets its headers, and pings from then on.
+
+    Headers come late, because an error before them can be told by its status. The slowest client
+    waits 300 s for them, and as long for the next event.
+    """
+
+    headers_after_s: float = 240.0
+    ping_every_s: float = 20.0
 
 
 @dataclass(frozen=True)
@@ -58,9 +79,16 @@ class Gateway:
     sessions: Sessions
     engines: Engines
     metrics: Metrics
+    patience: Patience
 
 
-def create_app(settings: Settings, secret: bytes, store: Store, journal: Journal) -> Starlette:
+def create_app(
+    settings: Settings,
+    secret: bytes,
+    store: Store,
+    journal: Journal,
+    patience: Patience = Patience(),
+) -> Starlette:
     """The ASGI app; its lifespan holds the engine's connections.
 
     Raises: ConfigurationError naming a wrong engine or tokenizer setting.
@@ -74,13 +102,16 @@ def create_app(settings: Settings, secret: bytes, store: Store, journal: Journal
         async with new_client() as client:
             engines = Engines(settings, client)
             sessions = Sessions(journal, engines, model_format, store, metrics)
-            app.state.gateway = Gateway(settings, secret, sessions, engines, metrics)
+            app.state.gateway = Gateway(settings, secret, sessions, engines, metrics, patience)
             yield
 
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", _agent(_chat_completions), methods=["POST"]),
+            *(Route(path, _agent(_complete), methods=["POST"]) for path in DIALECTS),
+            Route("/v1/messages/count_tokens", _agent(_count_tokens), methods=["POST"]),
             Route("/v1/models", _agent(_models)),
+            Route("/", _hello, methods=["HEAD"]),
+            Route("/api/hello", _hello, methods=["HEAD"]),
             Route("/sessions/{session_id}", _control(_open), methods=["PUT"]),
             Route("/sessions/{session_id}", _control(_get), methods=["GET"]),
             Route("/sessions/{session_id}/close", _control(_close), methods=["POST"]),
@@ -95,28 +126,72 @@ def create_app(settings: Settings, secret: bytes, store: Store, journal: Journal
 # --- agents ----------------------------------------------------------------------------------
 
 
-async def _chat_completions(request: Request) -> Response:
+async def _complete(request: Request) -> Response:
     session_id = _session_of(request)
-    parsed = openai_chat.parse(await _body(request, MAX_BODY))
-    answer = await _gateway(request).sessions.complete(session_id, parsed.request)
-    if parsed.stream:
-        content = openai_chat.events(answer, include_usage=parsed.include_usage)
-        return Response(content, media_type="text/event-stream", headers=NO_CACHE)
-    return Response(openai_chat.completion(answer), media_type="application/json")
+    call = _dialect_of(request).parse(await _body(request, MAX_BODY), request.headers)
+    answering = asyncio.ensure_future(_gateway(request).sessions.complete(session_id, call.request))
+    if not call.stream:
+        return Response(call.whole(await answering), media_type="application/json")
+    answering.add_done_callback(_retrieved)
+    await asyncio.wait([answering], timeout=_gateway(request).patience.headers_after_s)
+    if answering.done():
+        return Response(call.events(answering.result()), headers=STREAM_HEADERS)
+    return StreamingResponse(_late_events(request, call, answering), headers=STREAM_HEADERS)
 
 
-NO_CACHE = {"cache-control": "no-cache"}
+STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+
+
+def _retrieved(answering: "asyncio.Future[Answer]") -> None:
+    """A client may hang up before it is told of an error; nobody is missing it then."""
+    if not answering.cancelled():
+        answering.exception()
+
+
+async def _late_events(
+    request: Request, call: Call, answering: "asyncio.Future[Answer]"
+) -> AsyncIterator[bytes]:
+    dialect = _dialect_of(request)
+    while not answering.done():
+        yield dialect.PING
+        await asyncio.wait([answering], timeout=_gateway(request).patience.ping_every_s)
+    try:
+        yield call.events(answering.result())
+    except Exception as error:
+        refused = _as_refused(error)
+        _gateway(request).metrics.errors.labels(refused.code).inc()
+        yield dialect.error_event(refused)
+
+
+async def _count_tokens(request: Request) -> Response:
+    session_id = _session_of(request)
+    call = anthropic.parse(await _body(request, MAX_BODY), request.headers)
+    count = await _gateway(request).sessions.count_tokens(session_id, call.request)
+    return Response(anthropic.token_count(count), media_type="application/json")
 
 
 async def _models(request: Request) -> Response:
     _session_of(request)
-    content = openai_chat.models([_gateway(request).settings.engine_model or DEFAULT_MODEL])
-    return Response(content, media_type="application/json")
+    names = [_gateway(request).settings.engine_model or DEFAULT_MODEL]
+    return Response(_dialect_of(request).models(names), media_type="application/json")
+
+
+async def _hello(request: Request) -> Response:
+    """Claude Code looks whether somebody is there, without a key."""
+    return Response()
+
+
+def _dialect_of(request: Request) -> Dialect:
+    """By the path; where that says nothing, by the header that Anthropic's clients always send."""
+    for path, dialect in DIALECTS.items():
+        if request.url.path.startswith(path):
+            return dialect
+    return anthropic if "anthropic-version" in request.headers else openai_chat
 
 
 def _session_of(request: Request) -> str:
     """The session whose key the caller holds. Raises: Refused (401)."""
-    key = _bearer(request)
+    key = _bearer(request) or request.headers.get("x-api-key", "").strip()
     session_id = key.rpartition(".")[0]
     expected = session_key(_gateway(request).secret, session_id)
     if not session_id or not hmac.compare_digest(key.encode(), expected.encode()):
@@ -125,10 +200,11 @@ def _session_of(request: Request) -> str:
 
 
 def _agent(handler: Handler) -> Handler:
-    """Errors as OpenAI clients read them."""
+    """Errors as the caller's dialect has them."""
 
     async def route(request: Request) -> Response:
         try:
+            _check_headers(request)
             return await handler(request)
         except Exception as error:
             return _error_response(request, _as_refused(error))
@@ -203,6 +279,11 @@ def _bearer(request: Request) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
+def _check_headers(request: Request) -> None:
+    if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADERS:
+        raise Refused(431, "headers_too_large", f"headers may have at most {MAX_HEADERS} bytes")
+
+
 async def _body(request: Request, limit: int) -> bytes:
     """Raises: Refused (413) as soon as the limit is passed, announced or not."""
     too_large = Refused(413, "request_too_large", f"a request may have at most {limit} bytes")
@@ -241,9 +322,10 @@ def _as_refused(error: Exception) -> Refused:
 def _error_response(request: Request, refused: Refused) -> Response:
     _gateway(request).metrics.errors.labels(refused.code).inc()
     headers = {"retry-after": str(RETRY_AFTER_S)} if refused.status in (429, 503) else {}
+    dialect = _dialect_of(request)
     return Response(
-        openai_chat.error(refused),
-        status_code=refused.status,
+        dialect.error(refused),
+        status_code=dialect.status(refused),
         media_type="application/json",
         headers=headers,
     )

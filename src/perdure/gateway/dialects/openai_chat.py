@@ -6,8 +6,10 @@ some; a field we use is checked, and a bad one is refused by name.
 
 import json
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from perdure.gateway.base import Answer, ModelRequest, Refused
 
@@ -31,15 +33,25 @@ SAMPLING_INTEGERS = {"top_k": (-1, 1 << 31), "seed": (-(1 << 62), 1 << 62)}
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
-class Parsed(NamedTuple):
+PING = b": ping\n\n"
+
+
+@dataclass(frozen=True)
+class Parsed:
     """A request and how its answer is to be framed."""
 
     request: ModelRequest
     stream: bool
     include_usage: bool
 
+    def whole(self, answer: Answer) -> bytes:
+        return completion(answer)
 
-def parse(raw: bytes) -> Parsed:
+    def events(self, answer: Answer) -> bytes:
+        return events(answer, include_usage=self.include_usage)
+
+
+def parse(raw: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> Parsed:
     """Raises: Refused (400) naming the field and what it must be."""
     body = _json_object(raw)
     stream_options = _optional(body, "stream_options", dict, "an object") or {}
@@ -289,7 +301,16 @@ def error(refused: Refused) -> bytes:
     return json.dumps({"error": detail}).encode()
 
 
-def models(names: list[str]) -> bytes:
+def status(refused: Refused) -> int:
+    return refused.status
+
+
+def error_event(refused: Refused) -> bytes:
+    """Clients raise the error of a chunk that holds one."""
+    return b"data: " + error(refused) + b"\n\n"
+
+
+def models(names: Sequence[str]) -> bytes:
     """The list of `GET /v1/models`: a courtesy, any name is accepted."""
     data = [{"id": name, "object": "model", "created": 0, "owned_by": "perdure"} for name in names]
     return json.dumps({"object": "list", "data": data}).encode()
