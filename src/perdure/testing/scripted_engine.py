@@ -338,8 +338,11 @@ class ScriptedEngine:
         sampling = body.get("sampling_params") or {}
         room = self._max_model_len - len(prompt_ids)
         if room <= 0:
-            problem = f"maximum context length is {self._max_model_len} tokens"
-            return _openai_error(400, f"{problem}, the prompt has {len(prompt_ids)}")
+            return _openai_error(
+                400,
+                f"The decoder prompt (length {len(prompt_ids)}) is longer than the maximum model "
+                f"length of {self._max_model_len}.",
+            )
         whole = self.policy.complete(prompt_ids)
         token_ids = whole[: min(sampling.get("max_tokens") or room, room)]
         reason = "stop" if len(token_ids) == len(whole) else "length"

@@ -23,6 +23,8 @@ READ_TIMEOUT_S = 900.0
 """A long completion under load; agents' own clients give up at 600 to 900 s."""
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 KEY_REFUSED = {401, 403}
+TOO_LONG = ("context length", "context_length_exceeded", "too long", "maximum model length")
+"""How servers say that the prompt leaves no room; the last one is vLLM's token endpoint."""
 UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, Refused)
 """What reading an answer of another shape than promised raises."""
 T = TypeVar("T")
@@ -137,7 +139,7 @@ def _excerpt(response: httpx.Response) -> str:
 
 def _too_long(response: httpx.Response) -> bool:
     text = response.text[:5000]
-    return "context length" in text or "context_length_exceeded" in text or "too long" in text
+    return any(said in text for said in TOO_LONG)
 
 
 def _retry_after(response: httpx.Response) -> float | None:

@@ -1,0 +1,309 @@
+"""The engine client against a real `vllm serve` on CPU, alone and under a whole rollout.
+
+Slow: run by `make test-vllm`, which installs vLLM (3.2 GB) and a tiny random model below
+.perdure/vllm, once. The model says noise; ids, logprobs, versions and refusals are a real server's.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from perdure.episodes import assemble, turns
+from perdure.gateway.base import Refused, TokenEngine
+from perdure.gateway.engines.choose import Engines
+from perdure.gateway.engines.vllm import VllmEngine
+from perdure.gateway.engines.wire import new_client
+from perdure.gateway.server import NO_GRACE, make_server
+from perdure.gateway.tokenizers import load_tokenizer
+from perdure.instances import catalog
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.settings import Settings
+from perdure.storage.local import LocalStore
+from perdure.types import FinishReason, Grading, Instance, Source, SourceKind, Turn
+
+ROOT = Path(__file__).resolve().parents[2]
+VLLM = ROOT / ".perdure/vllm"
+START_S = 600.0
+CONTEXT = 8192
+END_OF_TURN = 151_645
+GENERATE = "/inference/v1/generate"
+FOREIGN = ("PERDURE_", "TEMPORAL_", "OPENAI_", "ANTHROPIC_")
+SERVER = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+PROMPT = load_tokenizer("qwen3").encode_plain("The repository is small, and the fault is smaller.")
+SAMPLING = {"max_tokens": 12, "temperature": 1.0, "top_p": 1.0, "stop_token_ids": [END_OF_TURN]}
+EVERY_WISH = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 20,
+    "min_p": 0.01,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "seed": 7,
+    "stop": ["never said"],
+}
+"""What an agent's request may ask of the sampler."""
+PREFILL_TOLERANCE = 0.2
+"""Reading a token and sampling it are different kernels in bf16."""
+
+
+@pytest.fixture(scope="session")
+def installed() -> Path:
+    done = subprocess.run(
+        [ROOT / "infra/setup/vllm", VLLM], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        said = " ".join(done.stderr.split())[-300:]
+        pytest.skip(f"vLLM for CPU cannot be installed here: {said}")
+    return VLLM
+
+
+@pytest.fixture(scope="session")
+def url(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One server for all tests: it takes a minute and 3.3 GB."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    bin_folder = installed / "venv/bin"
+    flags = ["--enforce-eager", "--enable-scale-out", "--generation-config", "vllm"]
+    flags += ["--logprobs-mode", "processed_logprobs", "--max-model-len", str(CONTEXT)]
+    flags += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)]
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    with log.open("wb") as file:
+        server = subprocess.Popen(
+            ["nice", bin_folder / "vllm", "serve", installed / "model", *flags],
+            env={**os.environ, **SERVER, "PATH": f"{bin_folder}:{os.environ['PATH']}"},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    try:
+        _wait_until_healthy(server, f"http://127.0.0.1:{port}", log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        _end_group(server)
+
+
+def _wait_until_healthy(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    end = time.monotonic() + START_S
+    while server.poll() is None and time.monotonic() < end:
+        try:
+            if httpx.get(f"{url}/health").is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    pytest.fail(f"vLLM did not start: {log.read_text()[-3000:]}")
+
+
+def _end_group(server: "subprocess.Popen[bytes]") -> None:
+    """Its engine processes too: they outlive a killed server."""
+    os.killpg(server.pid, signal.SIGTERM)
+    try:
+        server.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with new_client() as client:
+        yield client
+
+
+@pytest.fixture
+async def engine(url: str, client: httpx.AsyncClient) -> TokenEngine:
+    """Found as a gateway finds it, by asking the server what it is."""
+    found = await Engines(Settings(engine_url=url, engine_model="policy"), client).current()
+    assert found.tokens is not None
+    return found.tokens
+
+
+async def _rescored(client: httpx.AsyncClient, url: str, ids: list[int], start: int) -> list[float]:
+    """The logprob of each id from `start` on, as vLLM reads them in one prompt."""
+    sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+    body = {"model": "policy", "token_ids": ids, "request_id": "score", "sampling_params": sampling}
+    found = (await client.post(f"{url}{GENERATE}", json=body)).json()["prompt_logprobs"]
+    return [found[i][str(ids[i])]["logprob"] for i in range(start, len(ids))]
+
+
+async def test_logprobs_are_those_of_the_sampled_tokens(
+    engine: TokenEngine, client: httpx.AsyncClient, url: str
+) -> None:
+    """Reading the completion back gives each token the logprob that was recorded for it."""
+    sampled = await engine.generate(PROMPT, SAMPLING, session_id="s", request_id="read-back")
+
+    again = await _rescored(client, url, [*PROMPT, *sampled.token_ids], len(PROMPT))
+
+    assert len(sampled.token_ids) == len(again) == 12
+    assert list(sampled.logprobs) == pytest.approx(again, abs=PREFILL_TOLERANCE)
+
+
+async def test_a_stopped_turn_ends_with_its_stop_token(engine: TokenEngine) -> None:
+    """The token that ended the turn is part of it, as in the scripted engine."""
+    certain = {**SAMPLING, "logit_bias": {str(END_OF_TURN): 100}}
+
+    ended = await engine.generate(PROMPT, certain, session_id="s", request_id="stop")
+
+    assert (list(ended.token_ids), ended.finish_reason) == ([END_OF_TURN], FinishReason.STOP)
+
+
+async def test_every_wish_of_an_agent_is_understood(engine: TokenEngine) -> None:
+    """Whatever a request may ask of the sampler, vLLM takes and the answer is whole."""
+    made = await engine.generate(
+        PROMPT, {**SAMPLING, **EVERY_WISH}, session_id="s", request_id="wishes"
+    )
+
+    assert len(made.logprobs) == len(made.token_ids) == 12
+
+
+async def test_a_prompt_beyond_the_context_is_told_as_such(engine: TokenEngine) -> None:
+    """The refusal carries the code by which agents know that their context is exhausted."""
+    with pytest.raises(Refused) as refused:
+        await engine.generate([*PROMPT] * 1000, SAMPLING, session_id="s", request_id="long")
+
+    assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
+
+
+async def test_a_wrong_model_name_is_told_with_the_fix(url: str, client: httpx.AsyncClient) -> None:
+    """vLLM's 404 names the settings that must agree with it."""
+    engine = VllmEngine(url, "another", client, patience_s=0)
+
+    with pytest.raises(Refused, match="PERDURE_ENGINE_MODEL"):
+        await engine.generate(PROMPT, SAMPLING, session_id="s", request_id="name")
+
+
+@dataclass
+class Recorder:
+    """Stands between gateway and vLLM and keeps what passed, by request id."""
+
+    upstream: str
+    client: httpx.AsyncClient
+    seen: dict[str, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
+    url: str = ""
+
+    async def pass_on(self, request: Request) -> Response:
+        body = await request.body()
+        headers = {"content-type": "application/json"}
+        answer = await self.client.post(
+            f"{self.upstream}{request.url.path}", content=body, headers=headers
+        )
+        if answer.is_success:
+            asked = await request.json()
+            self.seen[asked["request_id"]] = (asked, answer.json())
+        return Response(answer.content, answer.status_code, media_type="application/json")
+
+
+@asynccontextmanager
+async def recorder(upstream: str, client: httpx.AsyncClient) -> AsyncIterator[Recorder]:
+    recorder = Recorder(upstream, client)
+    app = Starlette(routes=[Route(GENERATE, recorder.pass_on, methods=["POST"])])
+    server = make_server(app, timeout_graceful_shutdown=NO_GRACE)
+    listener = socket.create_server(("127.0.0.1", 0))
+    recorder.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        yield recorder
+    finally:
+        server.stop()
+        await serving
+
+
+async def perdure(home: Path, *arguments: str, **env: str) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "perdure.cli.main", *arguments),
+        env={**kept, "PERDURE_HOME": str(home), **env},
+        cwd=ROOT,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 0, said.decode()[-3000:]
+
+
+async def _toy(home: Path) -> None:
+    tree = home / "tree"
+    tree.mkdir(parents=True)
+    (tree / "calc.py").write_text("def add(a, b):\n    return a - b\n")
+    instance = Instance(
+        instance_id="add",
+        dataset="toys",
+        problem_statement="add(2, 3) must be 5.",
+        source=Source(kind=SourceKind.DIRECTORY, path=str(tree)),
+        grading=Grading(protocol="eval_cmd", eval_cmd="python3 -c 'import calc'"),
+    )
+    await catalog.save(LocalStore(home / "store"), instance)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    if missing := BubblewrapProvider(tmp_path).check():
+        pytest.skip("; ".join(missing))
+    home = tmp_path / "h"
+    shared_tools = ROOT / ".perdure/tools"  # the agent is installed once for all tests
+    shared_tools.mkdir(parents=True, exist_ok=True)
+    home.mkdir()
+    (home / "tools").symlink_to(shared_tools)
+    yield home
+    shutil.rmtree(home, ignore_errors=True)
+
+
+async def test_a_rollout_records_exactly_what_vllm_sampled(
+    url: str, client: httpx.AsyncClient, home: Path
+) -> None:
+    """mini-swe-agent plays three turns; the store holds vLLM's ids, logprobs and weight version."""
+    await _toy(home)
+    await client.post(f"{url}/update_weight_version", json={"new_version": "step-41"})
+    settings = ("sampling.max_tokens_per_turn=32", "agent_options.step_limit=3")
+    chosen = [word for setting in settings for word in ("--set", setting)]
+
+    async with recorder(url, client) as between:
+        env = {"PERDURE_ENGINE_URL": between.url, "PERDURE_ENGINE_KIND": "vllm"}
+        try:
+            await perdure(home, "run", "toys/add", "--run-id", "noise", *chosen, "--wait", **env)
+        finally:
+            await perdure(home, "down")
+
+    store = LocalStore(home / "store")
+    (episode,) = await assemble.read_run(store, "noise")
+    assert episode.turns_key is not None
+    recorded = turns.decode((await store.get(episode.turns_key)).data)
+    assert len(recorded) == len(between.seen) == 3
+    assert [_facts(turn) for turn in recorded] == [_told(*pair) for pair in between.seen.values()]
+    assert (episode.trainable, episode.trained_tokens) == (True, 3 * 32)
+    assert (episode.policy_version_min, episode.policy_version_max) == (41, 41)
+
+
+def _facts(turn: Turn) -> tuple[list[int], list[int], list[float]]:
+    return list(turn.prompt_ids), list(turn.completion_ids), list(turn.logprobs)
+
+
+def _told(
+    asked: dict[str, Any], answer: dict[str, Any]
+) -> tuple[list[int], list[int], list[float]]:
+    choice = answer["choices"][0]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return asked["token_ids"], choice["token_ids"], logprobs
