@@ -1,5 +1,6 @@
 """The command line as a person meets it: fast help, one-line errors, one JSON document."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,7 +13,11 @@ import pytest
 from click.shell_completion import BashComplete
 
 from perdure.cli.main import COMMANDS, cli, invoke
+from perdure.episodes import assemble
+from perdure.episodes.assemble import EpisodeParts
 from perdure.errors import ConfigurationError
+from perdure.storage.local import LocalStore
+from perdure.types import RolloutRequest, RolloutStatus
 
 HEAVY = ("pydantic", "temporalio", "structlog", "rich", "pyarrow", "asyncio", "perdure.settings")
 
@@ -190,6 +195,59 @@ def test_tracebacks_are_shown_on_request_only(
 
     with pytest.raises(ConfigurationError):
         perdure("run", "none.jsonl")
+
+
+PIECE = "runs/r/rollouts/a-1/0"
+
+
+def rollouts(folder: Path, **left: str) -> None:
+    """Rollouts a-1 and b-1 of run r in the store: a-1 left just these pieces, b-1 its episode."""
+    request = RolloutRequest(run_id="r", instance="d/b-1", agent="oracle")
+    parts = EpisodeParts(request, RolloutStatus.CANCELLED, started_at=0.0, finished_at=1.0)
+    asyncio.run(assemble.write(LocalStore(folder / "home/store"), assemble.build(parts, ()), ()))
+    for name, text in left.items():
+        file = folder / "home/store" / PIECE / f"{name.replace('__', '/')}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def test_export_names_an_unreadable_episode_and_writes_the_rest(
+    tmp_path: Path, perdure: Perdure
+) -> None:
+    """A torn episode.json is one line on stderr and exit code 1; the other rollouts are there."""
+    rollouts(tmp_path, episode="{torn")
+
+    done = perdure("export", "r", "--format", "jsonl", "--out", "out.jsonl")
+
+    assert (done.code, done.stdout) == (1, "1 written to out.jsonl\n")
+    assert done.error.startswith(f"error: left out a-1 #0: {PIECE}/episode.json is unreadable: ")
+    assert json.loads(Path("out.jsonl").read_text())["instance"] == "d/b-1"
+
+
+def test_export_as_json_names_the_damage_too(tmp_path: Path, perdure: Perdure) -> None:
+    """With --json the damage stands in the document, and the exit code tells of it."""
+    rollouts(tmp_path, episode="{torn")
+
+    done = perdure("export", "r", "--format", "jsonl", "--json")
+    (omitted,) = json.loads(done.stdout)["omitted"]
+
+    assert (done.code, omitted["instance_id"], omitted["damaged"]) == (1, "a-1", True)
+
+
+@pytest.mark.parametrize("piece", ["episode", "attempts__1__agent", "attempts__1__grade-7"])
+@pytest.mark.parametrize("text", ["{torn", "[]", '{"of": "another form"}'])
+def test_show_names_what_is_unreadable_and_shows_the_rest(
+    piece: str, text: str, tmp_path: Path, perdure: Perdure
+) -> None:
+    """Any torn piece is one line on stderr and exit code 1; the rest of the story is told."""
+    sandbox = '{"provider": "local", "host": "here", "seconds": 1.0}'
+    rollouts(tmp_path, **{"attempts__1__sandbox": sandbox, piece: text})
+
+    done = perdure("show", "r/a-1")
+
+    named = f"{PIECE}/{piece.replace('__', '/')}.json is unreadable: "
+    assert (done.code, done.error.startswith(f"error: {named}")) == (1, True)
+    assert "boot 1.00 s (local on here)" in done.stdout
 
 
 def offers(words: list[str], beginning: str) -> list[str]:

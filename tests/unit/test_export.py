@@ -11,7 +11,7 @@ from perdure.episodes import assemble
 from perdure.episodes.assemble import AttemptSummary, EpisodeParts
 from perdure.episodes.export import Format, export_run
 from perdure.episodes.segments import cut
-from perdure.errors import Boundary, ConfigurationError, NotFound
+from perdure.errors import Boundary, ConfigurationError, NotFound, StoreUnavailable
 from perdure.storage.local import LocalStore
 from perdure.types import (
     Failure,
@@ -195,9 +195,11 @@ async def test_failed_export_leaves_the_old_file(run: Run, tmp_path: Path) -> No
     out.parent.mkdir()
     out.write_bytes(b"old")
     await run.add("click-1")
-    await run.store.put("runs/r/rollouts/click-1/0/episode.parquet", b"torn")
+    tokens = run.store.root / "runs/r/rollouts/click-1/0/episode.parquet"
+    tokens.unlink()
+    tokens.symlink_to(tokens)  # unreadable, as on a broken disk
 
-    with pytest.raises(ValueError, match="Parquet"):
+    with pytest.raises(StoreUnavailable):
         await export_run(run.store, "r", "episodes", out)
     assert [path.read_bytes() for path in out.parent.iterdir()] == [b"old"]
 
@@ -214,3 +216,52 @@ async def test_unknown_format_lists_the_known(run: Run, tmp_path: Path) -> None:
 
     with pytest.raises(ConfigurationError, match="preds, preds-all, episodes, jsonl, sft"):
         await export_run(run.store, "r", unknown, tmp_path / "preds.json")
+
+
+GARBLED = {
+    "torn": (b'{"run_id": "r", "inst', "Invalid JSON"),
+    "another form": (b'{"run_id": "r"}', "`group_id`: Field required"),
+    "no text": (b"\xff\xfe\x00", "Invalid JSON"),
+}
+
+
+@pytest.mark.parametrize("data", GARBLED)
+async def test_an_unreadable_episode_is_named_and_the_rest_is_written(
+    data: str, run: Run, tmp_path: Path
+) -> None:
+    """One garbled episode.json costs its own line, not the export."""
+    await run.add("click-1", patch=CRLF)
+    await run.add("flask-2", patch=CRLF)
+    key = "runs/r/rollouts/flask-2/0/episode.json"
+    await run.store.put(key, GARBLED[data][0])
+
+    report = await export_run(run.store, "r", "preds", tmp_path / "preds.json")
+
+    (omitted,) = report.omitted
+    assert (report.written, omitted.instance_id, omitted.damaged) == (1, "flask-2", True)
+    assert omitted.reason.startswith(f"{key} is unreadable: {GARBLED[data][1]}")
+    assert "\n" not in omitted.reason
+
+
+@pytest.mark.parametrize("data", [None, b"PAR1 torn"], ids=["gone", "torn"])
+async def test_damaged_tokens_are_named_and_the_rest_is_written(
+    data: bytes | None, run: Run, tmp_path: Path
+) -> None:
+    """Token arrays that are gone or torn are told as damage, the other rollouts are exported."""
+    await run.add("click-1")
+    await run.add("flask-2")
+    key = "runs/r/rollouts/flask-2/0/episode.parquet"
+    await (run.store.put(key, data) if data else run.store.delete(key))
+
+    report = await export_run(run.store, "r", "episodes", tmp_path / "run.parquet")
+
+    assert [(o.instance_id, o.damaged) for o in report.omitted] == [("flask-2", True)]
+    assert pq.read_table(report.path)["instance_id"].to_pylist() == ["click-1"]
+
+
+async def test_a_failed_rollout_is_no_damage(run: Run, tmp_path: Path) -> None:
+    """What was never to be exported is told, and does not make the export a failure."""
+    await run.add("click-1", patch=None)
+    report = await export_run(run.store, "r", "preds", tmp_path / "preds.json")
+
+    assert [one.damaged for one in report.omitted] == [False]

@@ -1,12 +1,13 @@
 """`perdure export`: a run's episodes as one file for trainers, graders and spreadsheets."""
 
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from perdure.cli import completion, config
-from perdure.cli.console import answer, json_option, say
+from perdure.cli.console import answer, json_option
 
 SUFFIXES = {
     "preds": "json",
@@ -40,6 +41,9 @@ def export(run_id: str, format_name: str, out: Path | None, as_json: bool) -> No
     episodes   token arrays: one parquet file, one row a segment
     jsonl      the readable episodes, one line a rollout
     sft        the agent's messages with the reward, one line a graded rollout
+
+    What is left out is named on stderr. Exit code 1: the store lost or garbled some of it; the
+    rest is written.
     """
     settings = config.load_settings()
     from perdure.episodes.export import export_run
@@ -47,21 +51,15 @@ def export(run_id: str, format_name: str, out: Path | None, as_json: bool) -> No
 
     path = out or Path(f"{run_id}.{format_name}.{SUFFIXES[format_name]}")
     report = asyncio.run(export_run(open_store(settings), run_id, format_name, path))  # type: ignore[arg-type]  # click checked the choice
-    omitted = [
-        {"instance_id": one.instance_id, "sample_index": one.sample_index, "reason": one.reason}
-        for one in report.omitted
-    ]
+    for one in report.omitted:
+        sample = "" if one.sample_index is None else f" #{one.sample_index}"
+        head = "error: left out" if one.damaged else "left out "
+        click.echo(f"{head} {one.instance_id}{sample}: {one.reason}", err=True)
     if as_json:
-        answer(
-            {
-                "path": str(path),
-                "format": format_name,
-                "written": report.written,
-                "omitted": omitted,
-            }
-        )
-        return
-    for one in omitted:
-        sample = "" if one["sample_index"] is None else f" #{one['sample_index']}"
-        say(f"left out  {one['instance_id']}{sample}: {one['reason']}")
-    click.echo(f"{report.written} written to {path}")
+        omitted = [asdict(one) for one in report.omitted]
+        written = {"path": str(path), "format": format_name, "written": report.written}
+        answer({**written, "omitted": omitted})
+    else:
+        click.echo(f"{report.written} written to {path}")
+    if any(one.damaged for one in report.omitted):
+        raise click.exceptions.Exit(1)

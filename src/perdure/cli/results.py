@@ -3,16 +3,19 @@
 from collections.abc import Sequence
 from typing import Any
 
+import click
+
 from perdure.episodes import assemble
 from perdure.storage.base import Store
 from perdure.types import EpisodeRef
 
 
 async def episodes(store: Store, run_id: str) -> list[EpisodeRef]:
-    """One reference for each finished rollout, by instance and sample."""
-    found = await assemble.read_run(store, run_id)
-    refs = [episode.ref(store.url) for episode in found]
-    return sorted(refs, key=lambda e: (e.instance_id, e.sample_index))
+    """One reference for each finished rollout, by instance and sample; unreadable ones are named."""
+    found, unreadable = await assemble.scan_run(store, run_id)
+    for one in unreadable:
+        click.echo(f"error: {one}", err=True)
+    return [episode.ref(store.url) for episode in found]
 
 
 def document(run_id: str, episodes: Sequence[EpisodeRef]) -> dict[str, Any]:

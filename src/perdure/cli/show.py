@@ -27,23 +27,27 @@ def show(rollout: str, patch: bool, log: bool, as_json: bool) -> None:
     """The story of one rollout: stages, attempts, grade, patch, where everything lies.
 
     ROLLOUT is a workflow id (rollout/RUN/INSTANCE/SAMPLE), RUN/INSTANCE[/SAMPLE], or the beginning
-    of an instance id.
+    of an instance id. Exit code 1: something it left is unreadable; stderr names it.
     """
     settings = config.load_settings()
     from perdure.cli import story
     from perdure.storage.base import open_store
 
-    async def work() -> None:
+    async def work() -> bool:
         store = open_store(settings)
         found = await story.read(store, await story.find(store, rollout))
+        for line in found.damaged:
+            click.echo(f"error: {line}", err=True)
         if patch or log:
             sys.stdout.buffer.write(await _raw(store, found, "patch" if patch else "log"))
         elif as_json:
             answer(_document(store, found))
         else:
             await _print(settings, store, found)
+        return bool(found.damaged)
 
-    asyncio.run(work())
+    if asyncio.run(work()):
+        raise click.exceptions.Exit(1)
 
 
 async def _raw(store: "Store", found: "Story", which: str) -> bytes:
@@ -76,6 +80,7 @@ def _document(store: "Store", found: "Story") -> dict[str, Any]:
             }
             for one in found.attempts
         ],
+        "damaged": list(found.damaged),
     }
 
 
@@ -98,6 +103,8 @@ async def _print(settings: Settings, store: "Store", found: "Story") -> None:
 
 def _ending(found: "Story") -> list[tuple[str, str]]:
     episode = found.episode
+    if episode is None and any("/episode.json is unreadable" in line for line in found.damaged):
+        return [("status", "unknown: its episode is unreadable")]
     if episode is None:
         return [("status", "running, or never finished: `perdure status` tells")]
     outcome = episode.get("outcome")

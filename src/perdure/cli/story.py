@@ -1,15 +1,17 @@
 """One rollout as the store tells it: its attempts, what each left, and how it ended."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from perdure.episodes import assemble
 from perdure.errors import NotFound
 from perdure.storage import keys
 from perdure.storage.base import Store
 from perdure.types import Grade, TestStatus
 
+T = TypeVar("T")
 BAD = (TestStatus.FAILED, TestStatus.ERROR, TestStatus.MISSING)
 
 
@@ -51,6 +53,8 @@ class Story:
     name: RolloutName
     episode: dict[str, Any] | None
     attempts: Sequence[AttemptStory] = field(default_factory=tuple)
+    damaged: Sequence[str] = ()
+    """What lies there and cannot be read: one line each, with its key."""
 
     @property
     def last(self) -> AttemptStory | None:
@@ -91,40 +95,66 @@ async def read(store: Store, name: RolloutName) -> Story:
     found = [key async for key in store.list(f"{name.prefix}/")]
     if not found:
         raise NotFound(f"no rollout {name} in {store.url}: `perdure status` lists the runs")
-    episode = await _json(store, f"{name.prefix}/episode.json")
+    reader = _Reader(store, found)
+    episode = await reader.episode(f"{name.prefix}/episode.json")
     numbers = sorted({_attempt_of(key, name) for key in found} - {0})
-    attempts = [await _attempt(store, name, number, found) for number in numbers]
-    return Story(name, episode, attempts)
+    attempts = [await reader.attempt(name, number) for number in numbers]
+    return Story(name, episode, attempts, tuple(reader.damaged))
 
 
-async def _attempt(
-    store: Store, name: RolloutName, number: int, found: Sequence[str]
-) -> AttemptStory:
-    folder = f"{name.prefix}/attempts/{number}/"
-    mine = [key for key in found if key.startswith(folder)]
-    grades = [key for key in mine if key.removeprefix(folder).startswith("grade")]
-    return AttemptStory(
-        number=number,
-        sandbox=await _json(store, f"{folder}sandbox.json"),
-        agent=await _json(store, f"{folder}agent.json"),
-        patch=await _json(store, f"{folder}patch.json"),
-        grade=await _newest_grade(store, grades),
-        evidence=mine,
-    )
+class _Reader:
+    """Reads what a rollout left, and goes on where something of it is unreadable."""
 
+    def __init__(self, store: Store, found: Sequence[str]) -> None:
+        self.store = store
+        self.found = found
+        self.damaged: list[str] = []
 
-async def _newest_grade(store: Store, found: Sequence[str]) -> Grade | None:
-    """A rollout that was reset has several; the episode tells of the last one."""
-    grades = [Grade.model_validate_json((await store.get(key)).data) for key in found]
-    return grades[-1] if grades else None
+    async def attempt(self, name: RolloutName, number: int) -> AttemptStory:
+        folder = f"{name.prefix}/attempts/{number}/"
+        mine = [key for key in self.found if key.startswith(folder)]
+        grades = [key for key in mine if key.removeprefix(folder).startswith("grade")]
+        return AttemptStory(
+            number=number,
+            sandbox=await self._json(f"{folder}sandbox.json", "provider", "host", "seconds"),
+            agent=await self._json(f"{folder}agent.json", "end", "seconds"),
+            patch=await self._json(f"{folder}patch.json", "key", "size", "files", "empty"),
+            grade=await self._newest_grade(grades),
+            evidence=mine,
+        )
 
+    async def episode(self, key: str) -> dict[str, Any] | None:
+        episode = await self._read(key, lambda data: assemble.parse(key, data))
+        return episode.model_dump(mode="json") if episode else None
 
-async def _json(store: Store, key: str) -> dict[str, Any] | None:
-    try:
-        document: dict[str, Any] = json.loads((await store.get(key)).data)
-    except NotFound:
-        return None
-    return document
+    async def _newest_grade(self, keys: Sequence[str]) -> Grade | None:
+        """A rollout that was reset has several; the episode tells of the last one."""
+        grades = [await self._read(key, Grade.model_validate_json) for key in keys]
+        return grades[-1] if grades else None
+
+    async def _json(self, key: str, *needed: str) -> dict[str, Any] | None:
+        def read(data: bytes) -> dict[str, Any]:
+            document = json.loads(data)
+            missing = [f for f in needed if not isinstance(document, dict) or f not in document]
+            if missing:
+                raise ValueError(f"it lacks `{missing[0]}`")
+            found: dict[str, Any] = document
+            return found
+
+        return await self._read(key, read)
+
+    async def _read(self, key: str, read: Callable[[bytes], T]) -> T | None:
+        """None when it is not there, or unreadable."""
+        if key not in self.found:
+            return None
+        try:
+            return read((await self.store.get(key)).data)
+        except NotFound:
+            return None
+        except ValueError as error:
+            problem = str(error).splitlines()[0].removeprefix(f"{key} is unreadable: ")
+            self.damaged.append(f"{key} is unreadable: {problem}")
+            return None
 
 
 async def _rollouts(store: Store, run_id: str) -> list[RolloutName]:

@@ -378,22 +378,60 @@ async def read(store: Store, request: RolloutRequest) -> Episode | None:
     return found[0] if found else None
 
 
+@dataclass(frozen=True)
+class Unreadable:
+    """An `episode.json` that is none: where it lies, and what is wrong with it."""
+
+    instance_id: str
+    sample_index: int
+    key: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.key} is unreadable: {self.problem}"
+
+
 async def read_run(store: Store, run_id: str) -> list[Episode]:
-    """All episodes of a run, by instance and sample."""
+    """All episodes of a run, by instance and sample. Raises: ValueError naming an unreadable one."""
+    episodes, unreadable = await scan_run(store, run_id)
+    if unreadable:
+        raise ValueError(str(unreadable[0]))
+    return episodes
+
+
+async def scan_run(store: Store, run_id: str) -> tuple[list[Episode], list[Unreadable]]:
+    """The episodes of a run, by instance and sample, and those that cannot be read."""
     found = [key async for key in store.list(keys.rollouts(run_id)) if _is_episode(key)]
     gate = asyncio.Semaphore(READS_AT_ONCE)
 
-    async def one(key: str) -> Episode:
+    async def one(key: str) -> Episode | Unreadable:
         async with gate:
-            return _parse(key, (await store.get(key)).data)
+            data = (await store.get(key)).data
+        try:
+            return parse(key, data)
+        except ValueError as error:
+            return _unreadable(key, str(error))
 
-    episodes = await asyncio.gather(*(one(key) for key in found))
-    return sorted(episodes, key=lambda e: (e.instance_id, e.sample_index))
+    read = await asyncio.gather(*(one(key) for key in found))
+    episodes = [one for one in read if isinstance(one, Episode)]
+    unreadable = [one for one in read if isinstance(one, Unreadable)]
+    return (
+        sorted(episodes, key=lambda e: (e.instance_id, e.sample_index)),
+        sorted(unreadable, key=lambda u: u.key),
+    )
+
+
+def _unreadable(key: str, problem: str) -> Unreadable:
+    _, _, _, instance_id, sample_index, _ = key.split("/")
+    return Unreadable(
+        instance_id, int(sample_index), key, problem.removeprefix(f"{key} is unreadable: ")
+    )
 
 
 def _is_episode(key: str) -> bool:
     """`runs/<run>/rollouts/<instance>/<sample>/episode.json`, and nothing an agent named so."""
-    return key.endswith("/episode.json") and key.count("/") == 5
+    parts = key.split("/")
+    return len(parts) == 6 and parts[4].isdigit() and parts[5] == "episode.json"
 
 
 async def _find(store: Store, key: str) -> tuple[Episode, str] | None:
@@ -401,14 +439,18 @@ async def _find(store: Store, key: str) -> tuple[Episode, str] | None:
         stored = await store.get(key)
     except NotFound:
         return None
-    return _parse(key, stored.data), stored.etag
+    return parse(key, stored.data), stored.etag
 
 
-def _parse(key: str, data: bytes) -> Episode:
+def parse(key: str, data: bytes) -> Episode:
+    """Raises: ValueError, one line, when `data` is no episode of this version."""
     try:
         return Episode.model_validate_json(data)
     except ValidationError as error:
-        raise ValueError(f"{key} is not an episode of this version: {error}") from error
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        problem = f"`{where}`: {first['msg']}" if where else first["msg"]
+        raise ValueError(f"{key} is unreadable: {problem}") from error
 
 
 # --- a run -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from perdure.episodes.assemble import TOKENS_SCHEMA, Episode, read_run
+from perdure.episodes.assemble import TOKENS_SCHEMA, Episode, scan_run
 from perdure.errors import ConfigurationError, NotFound
 from perdure.storage.base import Store
 from perdure.types import RolloutStatus
@@ -36,6 +36,8 @@ class Omitted:
     instance_id: str
     sample_index: int | None
     reason: str
+    damaged: bool = False
+    """The store lost or garbled what should be there; else it was never to be exported."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,14 @@ class ExportReport:
 class _Left(Exception):
     """Why one rollout cannot be exported."""
 
+    damaged = False
+
+
+class _Damaged(_Left):
+    """Something that should be in the store is gone or unreadable."""
+
+    damaged = True
+
 
 async def export_run(store: Store, run_id: str, format: Format, out: Path) -> ExportReport:
     """Write one file, whole or not at all.
@@ -60,10 +70,15 @@ async def export_run(store: Store, run_id: str, format: Format, out: Path) -> Ex
     if format not in get_args(Format):
         known = ", ".join(get_args(Format))
         raise ConfigurationError(f"unknown export format {format!r}: use one of {known}")
-    episodes = await read_run(store, run_id)
-    if not episodes:
-        raise NotFound(f"run {run_id!r} has no episodes in {store.url}")
+    episodes, unreadable = await scan_run(store, run_id)
+    if not episodes and not unreadable:
+        raise NotFound(
+            f"run {run_id!r} has no episodes in {store.url}: `perdure status` lists the runs"
+        )
     exporter = _Exporter(store, episodes)
+    exporter.omitted += [
+        Omitted(one.instance_id, one.sample_index, str(one), damaged=True) for one in unreadable
+    ]
     out.parent.mkdir(parents=True, exist_ok=True)
     with _whole(out) as file:
         await exporter.write(format, file)
@@ -121,7 +136,8 @@ class _Exporter:
             try:
                 made = await make(episode)
             except _Left as left:
-                self.omitted.append(Omitted(episode.instance_id, episode.sample_index, str(left)))
+                who = episode.instance_id, episode.sample_index
+                self.omitted.append(Omitted(*who, str(left), left.damaged))
                 continue
             self.written += 1
             yield episode, made
@@ -150,7 +166,12 @@ class _Exporter:
             ) from error
 
     async def _table(self, episode: Episode) -> pa.Table:
-        return pq.read_table(pa.BufferReader(await self._get(episode.tokens_key)))
+        data = await self._get(episode.tokens_key)
+        try:
+            return pq.read_table(pa.BufferReader(data)).cast(TOKENS_SCHEMA)
+        except (pa.ArrowException, ValueError) as error:
+            problem = str(error).splitlines()[0]
+            raise _Damaged(f"{episode.tokens_key} is unreadable: {problem}") from error
 
     async def _as_is(self, episode: Episode) -> dict[str, Any]:
         return episode.model_dump(mode="json")
@@ -174,7 +195,7 @@ class _Exporter:
         try:
             return (await self.store.get(key)).data
         except NotFound:
-            raise _Left(f"{key} is gone from the store") from None
+            raise _Damaged(f"{key} is gone from the store") from None
 
 
 def _messages_of(trajectory: bytes) -> list[dict[str, Any]]:
