@@ -13,15 +13,20 @@ from typing import Any, NamedTuple
 from renderers.base import ParsedToolCall, ToolCallParseStatus
 
 from perdure.gateway.base import Answer, Completion, ModelRequest
+from perdure.gateway.chains import end_of
+from perdure.gateway.records import PLACEHOLDER
 from perdure.gateway.tokenizers import Format
 from perdure.types import FinishReason
 
 
 class Read(NamedTuple):
-    """The answer, and whether the completion ended inside its reasoning."""
+    """The answer, and what it does not say itself."""
 
     answer: Answer
-    reasoning_open: bool
+    reasoning_open: bool = False
+    """The completion ended inside its reasoning."""
+    placeholder: bool = False
+    """Nothing visible was sampled: the text stands in for it, or agents would loop on emptiness."""
 
 
 def read_completion(
@@ -39,7 +44,7 @@ def read_completion(
         parsed = model_format.renderer.parse_response(
             token_ids,
             tools=request.tools,
-            prompt_ids=list(prompt_ids),
+            prompt_ids=list(end_of(prompt_ids, model_format.renderer)),
         )
     except (ValueError, RecursionError):  # absurd JSON, sampled: to be read as text
         content = model_format.tokenizer.decode(token_ids)
@@ -52,7 +57,17 @@ def read_completion(
         message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = [_minted(call, turn_id, i) for i, call in enumerate(calls)]
-    return Read(_answer(request, message, prompt_ids, completion, turn_id), reasoning_open)
+    placeholder = _stand_in(message)
+    answer = _answer(request, message, len(prompt_ids), completion, turn_id)
+    return Read(answer, reasoning_open, placeholder)
+
+
+def _stand_in(message: dict[str, Any]) -> bool:
+    """An agent discards an empty answer and asks again, for ever: it gets a word to read."""
+    if message.get("tool_calls") or message["content"].strip():
+        return False
+    message["content"] = PLACEHOLDER
+    return True
 
 
 def _split(text: str, calls: list[ParsedToolCall]) -> tuple[str, list[ParsedToolCall]]:
@@ -62,7 +77,7 @@ def _split(text: str, calls: list[ParsedToolCall]) -> tuple[str, list[ParsedTool
 
 
 def _minted(call: ParsedToolCall, turn_id: str, position: int) -> dict[str, Any]:
-    """Unique among all sessions, and the same when the same turn is made twice."""
+    """Unique among all turns of all sessions and processes, as `turn_id` is."""
     digest = hashlib.sha256(f"{turn_id}/{position}".encode()).hexdigest()[:24]
     arguments = call.arguments
     if not isinstance(arguments, str):
@@ -74,7 +89,7 @@ def _minted(call: ParsedToolCall, turn_id: str, position: int) -> dict[str, Any]
 def _answer(
     request: ModelRequest,
     message: dict[str, Any],
-    prompt_ids: Sequence[int],
+    prompt_tokens: int,
     completion: Completion,
     turn_id: str,
 ) -> Answer:
@@ -89,22 +104,25 @@ def _answer(
         message=message,
         finish_reason=reason,
         usage={
-            "prompt_tokens": len(prompt_ids),
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": sampled,
-            "total_tokens": len(prompt_ids) + sampled,
+            "total_tokens": prompt_tokens + sampled,
         },
     )
 
 
-def hosted_answer(request: ModelRequest, completion: dict[str, Any], turn_id: str) -> Answer:
+def hosted_answer(request: ModelRequest, completion: dict[str, Any], turn_id: str) -> Read:
     """A hosted API's chat completion object, under our own id and the agent's model name."""
     choice = completion["choices"][0]
     usage = completion.get("usage")
-    return Answer(
+    message = {**choice["message"], "content": choice["message"].get("content") or ""}
+    placeholder = _stand_in(message)
+    answer = Answer(
         id=f"chatcmpl-{hashlib.sha256(turn_id.encode()).hexdigest()[:24]}",
         created=int(time.time()),
         model=request.model,
-        message={**choice["message"], "content": choice["message"].get("content") or ""},
+        message=message,
         finish_reason=choice.get("finish_reason") or "stop",
         usage=usage if isinstance(usage, dict) else {},
     )
+    return Read(answer, placeholder=placeholder)

@@ -1,25 +1,35 @@
-"""A chain: the ordered turns of one agent, whose token sequence only grows.
+"""A session's trajectory as a tree: chains of turns, found again by what their agent sends back.
 
-Owns what "extends" means: canonical messages, request digests, the recorded ids, and the reason
-when a request does not extend the newest turn. Sampling and HTTP are elsewhere.
+Owns which turn a request continues, why it continues none, and the recorded ids. Comparing is in
+`canonical`, the stored form in `records`; sampling and HTTP are elsewhere.
 """
 
-import base64
-import contextlib
 import hashlib
-import json
-import sys
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from renderers.base import Renderer
 
 from perdure.gateway.base import Answer, ModelRequest
-from perdure.types import FinishReason, Turn, VersionSpan
+from perdure.gateway.canonical import (
+    Digests,
+    Message,
+    Rolled,
+    ToolDigests,
+    compare_echo,
+    digests_of,
+    roll,
+    same_messages,
+    visible,
+)
+from perdure.gateway.records import TurnRecord
 
-Message = dict[str, Any]
+MOST_REPEATS = 12
+"""How often a recorded answer is repeated: clients retry ten times; a loop goes on for ever."""
+NODE_BYTES = 4096
+"""What a turn weighs in memory besides its ids and its text, roughly."""
 
 
 class Miss(NamedTuple):
@@ -28,259 +38,326 @@ class Miss(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestFacts:
-    """What a turn's record says about its request.
-
-    `kept_messages` counts the leading canonical messages equal to those of the previous turn's
-    request; `messages` holds the rest.
-    """
+@dataclass(slots=True, eq=False)
+class Node:
+    """One committed turn in memory: what it adds to its `base`."""
 
     index: int
-    started_at: float
-    request_sha256: str
-    tools_sha256: str
+    chain: str
+    parent: "Node | None"
+    base: "Node | None"
     kept_messages: int
     messages: list[Message]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnRecord(RequestFacts):
-    """One turn as journaled: deltas to the turn before, so that a journal grows with the text.
-
-    `kept_ids` counts the leading ids of the previous turn's prompt + completion that this prompt
-    starts with; `prompt` holds the rest.
-    """
-
     kept_ids: int
     prompt: "array[int]"
     completion: "array[int]"
-    logprobs: "array[float]"
-    versions: tuple[VersionSpan, ...]
-    finish_reason: FinishReason
-    engine: str
-    miss: str | None
-    trainable: bool
-    engine_seconds: float
-    seconds: float
+    rolled: Rolled
+    tools_sha256: str
+    request_sha256: str
     reasoning_open: bool
     answer: Answer
+    length: int
+    """Messages of its request."""
+    prompt_length: int
+    """Ids of its whole prompt."""
+    acknowledged: bool = False
+    repeats: int = 0
+    children: int = 0
 
+    def request_messages(self) -> list[Message]:
+        """The request as it was sent, put together along the tree."""
+        parts: list[list[Message]] = []
+        node: Node | None = self
+        need = self.length
+        while node is not None and need > 0:
+            own = node.messages[: max(0, need - node.kept_messages)]
+            parts.append(own)
+            need = min(need, node.kept_messages)
+            node = node.base
+        return [message for part in reversed(parts) for message in part]
 
-def to_journal(record: TurnRecord) -> dict[str, Any]:
-    fields = dict(vars(record))
-    fields.update(
-        kind="turn",
-        prompt=_pack(record.prompt),
-        completion=_pack(record.completion),
-        logprobs=_pack(record.logprobs),
-        versions=[[span.version, span.start, span.end] for span in record.versions],
-        answer=asdict(record.answer),
-    )
-    return fields
-
-
-def from_journal(fields: dict[str, Any]) -> TurnRecord:
-    known = {name: fields[name] for name in TurnRecord.__dataclass_fields__}
-    known.update(
-        prompt=_unpack("i", fields["prompt"]),
-        completion=_unpack("i", fields["completion"]),
-        logprobs=_unpack("d", fields["logprobs"]),
-        versions=tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in fields["versions"]),
-        finish_reason=FinishReason(fields["finish_reason"]),
-        answer=Answer(**fields["answer"]),
-    )
-    return TurnRecord(**known)
-
-
-def _pack(values: "array[Any]") -> str:
-    """Little-endian int32 or float64, as base64."""
-    return base64.b64encode(_little_endian(values).tobytes()).decode("ascii")
-
-
-def _unpack(code: str, text: str) -> "array[Any]":
-    values = array(code)
-    values.frombytes(base64.b64decode(text))
-    return _little_endian(values)
-
-
-def _little_endian(values: "array[Any]") -> "array[Any]":
-    if sys.byteorder == "big":
-        values = array(values.typecode, values)
-        values.byteswap()
-    return values
-
-
-def canonical(message: Message) -> Message:
-    """The form in which messages are compared: what clients change in passing is taken out.
-
-    Clients re-serialise arguments, drop or keep reasoning, add null fields and trailing newlines.
-    """
-    form: Message = {"role": message["role"], "content": message["content"].rstrip("\n")}
-    if message.get("tool_calls"):
-        form["tool_calls"] = [_canonical_call(call) for call in message["tool_calls"]]
-    if message["role"] == "tool":
-        form["tool_call_id"] = message.get("tool_call_id", "")
-    return form
-
-
-def _canonical_call(call: dict[str, Any]) -> list[Any]:
-    arguments = call["function"]["arguments"]
-    with contextlib.suppress(ValueError, RecursionError):  # not JSON: compared as text
-        arguments = json.loads(arguments)
-    return [call["id"], call["function"]["name"], arguments]
-
-
-def canonical_answer(message: Message) -> Message:
-    return canonical({**message, "content": message.get("content") or ""})
-
-
-def digest_of(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _roll(state: bytes, messages: Iterable[Message]) -> bytes:
-    for message in messages:
-        text = json.dumps(message, sort_keys=True).encode()
-        state = hashlib.sha256(state + text).digest()
-    return state
+    def ids(self) -> "array[int]":
+        """Prompt + completion. Shape [P + C]."""
+        parts: list[array[int]] = [self.completion, self.prompt]
+        node, need = self.base, self.kept_ids
+        while node is not None and need > 0:
+            own = node.prompt + node.completion
+            parts.append(own[: max(0, need - node.kept_ids)])
+            need = min(need, node.kept_ids)
+            node = node.base
+        whole = array("i")
+        for part in reversed(parts):
+            whole.extend(part)
+        return whole
 
 
 @dataclass(frozen=True)
-class Fingerprint:
-    """A request reduced to what decides whether it is a retry and what it extends."""
+class Place:
+    """Where a request stands in the tree, and what decides whether it is a retry."""
 
-    messages: list[Message]
-    kept: int
-    """Leading messages equal to those of the newest turn's request."""
-    rolled: bytes
+    digests: Digests
+    rolled: Rolled
     tools_sha256: str
-    sha256: str
-    after_turns: int
-    """Turns the chain had when this was taken."""
+    echo_of: Node | None
+    """The turn whose answer the newest assistant message is."""
+    parent: Node | None
+    """The turn whose ids the prompt may extend: `echo_of`, if nothing else changed."""
+    new: int
+    """Where the messages begin that the parent's prompt and completion do not hold."""
+    changes: tuple[str, ...]
+    miss: str | None
+    base: Node | None
+    kept_messages: int
 
 
 @dataclass
-class Chain:
-    """The newest turn, and all that is needed to extend or repeat it."""
+class Tree:
+    """All committed turns of a session, and the indexes to find them by."""
 
-    turns: int = 0
-    messages: list[Message] = field(default_factory=list)
-    """Canonical messages of the newest request, without its answer."""
-    rolled: bytes = b""
-    tools_sha256: str = ""
-    request_sha256: str = ""
-    prompt: "array[int]" = field(default_factory=lambda: array("i"))
-    completion: "array[int]" = field(default_factory=lambda: array("i"))
-    reasoning_open: bool = False
-    answer: Answer | None = None
+    tool_digests: ToolDigests
+    nodes: list[Node] = field(default_factory=list)
+    weight: int = 0
+    """Bytes in memory, roughly."""
+    _calls: dict[str, Node] = field(default_factory=dict)
+    """By the tool-call ids this gateway gave out."""
+    _texts: dict[tuple[str, bytes], list[Node]] = field(default_factory=dict)
+    """By chain and visible text, for answers without calls."""
+    _requests: dict[tuple[str, str], Node] = field(default_factory=dict)
+    """The newest turn by chain and request digest."""
+    _newest: dict[str, Node] = field(default_factory=dict)
+    """By chain."""
 
-    def fingerprint(self, request: ModelRequest) -> Fingerprint:
-        """Hashing follows the new text: messages we saw in the last request keep their hash."""
-        messages = [canonical(message) for message in request.messages]
-        kept = len(self.messages)
-        start = self.rolled
-        if messages[:kept] != self.messages:
-            kept, start = 0, b""
-        rolled = _roll(start, messages[kept:])
-        tools = digest_of(request.tools)
-        rest = {
-            name: value
-            for name, value in request.body.items()
-            if name not in ("messages", "tools", "stream", "stream_options")
-        }
-        digest = digest_of([rolled.hex(), tools, rest])
-        return Fingerprint(messages, kept, rolled, tools, digest, self.turns)
+    # --- finding -------------------------------------------------------------------------------
 
-    def facts(self, fingerprint: Fingerprint, started_at: float) -> RequestFacts:
-        return RequestFacts(
-            index=self.turns,
-            started_at=started_at,
-            request_sha256=fingerprint.sha256,
-            tools_sha256=fingerprint.tools_sha256,
-            kept_messages=fingerprint.kept,
-            messages=fingerprint.messages[fingerprint.kept :],
+    def place(self, request: ModelRequest) -> Place:
+        """Where a request belongs. Costs follow its new messages, not its history."""
+        messages = request.messages
+        at = _newest_assistant(messages)
+        echo_of = self._echoed(request.chain, messages[at]) if at is not None else None
+        match = self._match(request.chain, messages, at, echo_of)
+        echo_of = match or echo_of
+        base: Node | None
+        if match is not None:
+            base, rolled, kept = match, match.rolled, match.length
+        else:
+            newest = self.nodes[-1] if self.nodes else None
+            base = self._newest.get(request.chain, newest)
+            rolled, kept = Rolled(), _common(base, messages)
+        rolled = roll(rolled, messages[match.length if match else 0 :], self._calls)
+        tools = self.tool_digests.of(request.tools)
+        reason, changes = self._judge(request, at, echo_of, match, tools)
+        return Place(
+            digests=digests_of(request, rolled, tools),
+            rolled=rolled,
+            tools_sha256=tools,
+            echo_of=echo_of,
+            parent=match if reason is None else None,
+            new=at + 1 if at is not None else 0,
+            changes=changes,
+            miss=reason,
+            base=base,
+            kept_messages=kept,
         )
 
-    def extension(self, fingerprint: Fingerprint) -> int | Miss:
-        """Where the new messages of a request begin, if it extends the newest turn."""
-        if self.answer is None:
-            return Miss("first")
-        if fingerprint.tools_sha256 != self.tools_sha256:
-            return Miss("tools_changed")
-        echo = len(self.messages)
-        if fingerprint.kept != echo:
-            return Miss("prefix_changed")
-        messages = fingerprint.messages
-        if len(messages) <= echo or messages[echo]["role"] != "assistant":
-            return Miss("answer_dropped")
-        if messages[echo] != canonical_answer(self.answer.message):
-            return Miss("echo_edited")
-        if len(messages) == echo + 1:
-            return Miss("no_new_messages")
-        if any(message["role"] == "assistant" for message in messages[echo + 1 :]):
-            return Miss("foreign_assistant")
-        return echo + 1
+    def _echoed(self, chain: str, message: Message) -> Node | None:
+        """The turn of this chain that gave this answer, whatever its request was."""
+        calls = message.get("tool_calls") or ()
+        found = [self._calls[call["id"]] for call in calls if call["id"] in self._calls]
+        found = [node for node in found if node.chain == chain]
+        if calls:
+            return max(found, key=lambda node: node.index) if found else None
+        texts = self._texts.get((chain, _text_key(message["content"])))
+        return texts[-1] if texts else None
 
-    def bridge(
-        self, renderer: Renderer, request: ModelRequest, fingerprint: Fingerprint
-    ) -> list[int] | Miss:
-        """The next prompt: the recorded ids, then only the new messages rendered. Shape [P]."""
-        start = self.extension(fingerprint)
-        if isinstance(start, Miss):
-            return start
-        if not self.prompt:
-            return Miss("no_recorded_ids")
-        prompt, completion = self.prompt.tolist(), self.completion.tolist()
-        new = request.messages[start:]
-        bridged = renderer.bridge_to_next_turn(prompt, completion, new, tools=request.tools)
-        if bridged is None:
-            return Miss("open_reasoning" if self.reasoning_open else "renderer_unsupported")
-        ids = list(bridged.token_ids)
-        if ids[: len(prompt)] != prompt or ids[len(prompt) :][: len(completion)] != completion:
-            return Miss("prefix_assert")
-        return ids
+    def _match(
+        self, chain: str, messages: list[Message], at: int | None, echo_of: Node | None
+    ) -> Node | None:
+        """The echoed turn whose request is exactly what stands before its answer."""
+        if at is None or echo_of is None:
+            return None
+        candidates = [echo_of]
+        if not messages[at].get("tool_calls"):
+            candidates = self._texts[(chain, _text_key(messages[at]["content"]))][::-1]
+        before = messages[:at]
+        return next((node for node in candidates if self._same(node, before)), None)
 
-    def apply(self, record: TurnRecord) -> None:
-        """Make a journaled turn the newest; the same for a live turn and for one read back."""
-        self.prompt = (self.prompt + self.completion)[: record.kept_ids] + record.prompt
-        self.completion = record.completion
-        self.messages = self.messages[: record.kept_messages] + record.messages
-        start = self.rolled if record.kept_messages else b""
-        self.rolled = _roll(start, record.messages)
-        self.tools_sha256 = record.tools_sha256
-        self.request_sha256 = record.request_sha256
-        self.reasoning_open = record.reasoning_open
-        self.answer = record.answer
-        self.turns = record.index + 1
+    def _same(self, node: Node, before: list[Message]) -> bool:
+        return node.length == len(before) and same_messages(
+            node.request_messages(), before, self._calls
+        )
+
+    def _judge(
+        self,
+        request: ModelRequest,
+        at: int | None,
+        echo_of: Node | None,
+        match: Node | None,
+        tools: str,
+    ) -> tuple[str | None, tuple[str, ...]]:
+        """Why the request extends no turn (None: it does), and what changed in the echo."""
+        if request.chain not in self._newest:
+            return "first", ()
+        if at is None:
+            return self._without_answer(request), ()
+        if echo_of is None:
+            return self._stranger(request, at), ()
+        echo = compare_echo((match or echo_of).answer.message, request.messages[at])
+        if match is None:
+            return "prefix_changed", echo.changes
+        if echo.edited:
+            return "echo_edited", echo.changes
+        if tools != match.tools_sha256:
+            return "tools_changed", echo.changes
+        if at + 1 == len(request.messages):
+            return "no_new_messages", echo.changes
+        return None, echo.changes
+
+    def _without_answer(self, request: ModelRequest) -> str:
+        newest = self._newest[request.chain]
+        again = _common(newest, request.messages) == newest.length
+        return "answer_dropped" if again else "restart"
+
+    def _stranger(self, request: ModelRequest, at: int) -> str:
+        """An answer that was never given: an edit of one that was, or somebody else's."""
+        before = request.messages[:at]
+        for node in reversed(self.nodes):
+            if node.chain == request.chain and node.length == at and self._same(node, before):
+                return "echo_edited"
+        return "foreign_assistant"
+
+    def recorded(self, chain: str, digest: str) -> Node | None:
+        """The turn that answered this very request and whose answer was not used yet."""
+        node = self._requests.get((chain, digest))
+        if node is None or node.acknowledged or node.repeats >= MOST_REPEATS:
+            return None
+        return node
+
+    @property
+    def chains(self) -> int:
+        return len(self._newest)
+
+    # --- growing -------------------------------------------------------------------------------
+
+    def apply(self, record: TurnRecord, rolled: Rolled | None = None) -> Node:
+        """Take in a committed turn; the same for a live one, whose digest is known, and for one
+        read back."""
+        base = self._node(record.base)
+        node = Node(
+            index=record.index,
+            chain=record.chain,
+            parent=self._node(record.parent),
+            base=base,
+            kept_messages=record.kept_messages,
+            messages=record.messages,
+            kept_ids=record.kept_ids,
+            prompt=record.prompt,
+            completion=record.completion,
+            rolled=rolled or Rolled(),
+            tools_sha256=record.tools_sha256,
+            request_sha256=record.request_sha256,
+            reasoning_open=record.reasoning_open,
+            answer=record.answer,
+            length=record.kept_messages + len(record.messages),
+            prompt_length=record.kept_ids + len(record.prompt),
+        )
+        self.nodes.append(node)
+        if rolled is None:
+            node.rolled = self._rolled(node, record)
+        self._index(node)
+        if (echoed := self._node(record.echo_of)) is not None:
+            echoed.acknowledged = True
+        if node.parent is not None:
+            node.parent.children += 1
+        self.weight += _weight(node)
+        return node
+
+    def _rolled(self, node: Node, record: TurnRecord) -> Rolled:
+        base = node.base
+        if base is not None and node.kept_messages == base.length and record.base == record.echo_of:
+            return roll(base.rolled, record.messages, self._calls)
+        return roll(Rolled(), node.request_messages(), self._calls)
+
+    def _node(self, index: int | None) -> Node | None:
+        return None if index is None else self.nodes[index]
+
+    def _index(self, node: Node) -> None:
+        message = node.answer.message
+        calls = message.get("tool_calls") or ()
+        for call in calls:
+            self._calls[call["id"]] = node
+        if not calls:
+            key = (node.chain, _text_key(message.get("content") or ""))
+            self._texts.setdefault(key, []).append(node)
+        self._requests[node.chain, node.request_sha256] = node
+        self._newest[node.chain] = node
 
 
-def turns_of(records: Sequence[TurnRecord]) -> list[Turn]:
-    """The turns of a chain with their whole prompts."""
-    turns: list[Turn] = []
-    sequence: array[int] = array("i")
-    for record in records:
-        prompt = sequence[: record.kept_ids] + record.prompt
-        sequence = prompt + record.completion
-        turns.append(_turn(record, prompt))
-    return turns
+def bridge(
+    renderer: Renderer, node: Node, new: list[Message], tools: list[dict[str, Any]] | None
+) -> "array[int] | Miss":
+    """The next prompt: the recorded ids, then only the new messages rendered. Shape [P].
+
+    The renderer is shown the end of the recorded prompt, which is all that it looks at.
+    """
+    held = node.ids()
+    if not held:
+        return Miss("no_recorded_ids")
+    sampled = len(node.completion)
+    whole = len(held) - sampled
+    tail = list(end_of(held[:whole], renderer))
+    completion = node.completion.tolist()
+    bridged = renderer.bridge_to_next_turn(tail, completion, new, tools=tools)
+    if bridged is None:
+        return Miss("open_reasoning" if node.reasoning_open else "renderer_unsupported")
+    ids = list(bridged.token_ids)
+    seen = len(tail) + sampled
+    if ids[:seen] != tail + completion:
+        return Miss("prefix_assert")
+    held.extend(ids[seen:])
+    return held
 
 
-def _turn(record: TurnRecord, prompt: "array[int]") -> Turn:
-    return Turn(
-        index=record.index,
-        parent=record.index - 1 if record.trainable and record.miss is None else None,
-        prompt_ids=tuple(prompt),
-        completion_ids=tuple(record.completion),
-        logprobs=tuple(record.logprobs),
-        versions=record.versions,
-        finish_reason=record.finish_reason,
-        engine=record.engine,
-        bridged=record.trainable and record.miss is None,
-        bridge_miss=record.miss,
-        trainable=record.trainable,
-        started_at=record.started_at,
-        engine_seconds=record.engine_seconds,
-        seconds=record.seconds,
-        request_sha256=record.request_sha256,
-    )
+SHOWN_IDS = 64
+"""Ids at the end of a prompt that tell whether it opened the answer's reasoning."""
+LOOKS_BACK = frozenset({"Qwen3Renderer", "Qwen35Renderer", "Qwen36Renderer", "Qwen38Renderer"})
+"""Renderers read and tested to look no further back than the newest answer's own header."""
+
+
+def end_of(prompt: Sequence[int], renderer: Renderer) -> Sequence[int]:
+    """As much of a prompt as the renderer looks at; all of it, unless the renderer is known."""
+    known = type(renderer).__name__ in LOOKS_BACK
+    return prompt[-SHOWN_IDS:] if known else prompt
+
+
+def common_ids(base: Node | None, prompt: "array[int]") -> int:
+    """How many leading ids a prompt shares with what `base` recorded."""
+    held = base.ids() if base is not None else array("i")
+    low, high = 0, min(len(held), len(prompt))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if held[low:middle] == prompt[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _common(base: Node | None, messages: list[Message]) -> int:
+    held = base.request_messages() if base is not None else []
+    pairs = enumerate(zip(held, messages, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(held), len(messages)))
+
+
+def _newest_assistant(messages: Sequence[Message]) -> int | None:
+    places = range(len(messages) - 1, -1, -1)
+    return next((i for i in places if messages[i]["role"] == "assistant"), None)
+
+
+def _text_key(text: str) -> bytes:
+    return hashlib.sha256(visible(text).encode("utf-8", "surrogatepass")).digest()
+
+
+def _weight(node: Node) -> int:
+    ids = node.prompt.itemsize * (len(node.prompt) + len(node.completion))
+    text = sum(len(message["content"]) for message in node.messages)
+    return NODE_BYTES + ids + text + 512 * len(node.messages)

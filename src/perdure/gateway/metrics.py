@@ -18,6 +18,28 @@ class Metrics:
         self.replays = Counter(
             name("replays"), "Retried requests answered from the journal.", registry=registry
         )
+        self.retries = Counter(
+            name("retries"),
+            "Retried requests by what became of them: joined one in flight, repeated an answer,"
+            " regenerated one that was used already, overtaken by another gateway's answer.",
+            ["kind"],
+            registry=registry,
+        )
+        self.replayed_turns = Counter(
+            name("replayed_turns"), "Turns answered from an earlier attempt.", registry=registry
+        )
+        self.echo_changes = Counter(
+            name("echo_changes"),
+            "Answers that agents sent back changed, by class.",
+            ["change"],
+            registry=registry,
+        )
+        self.forks = Counter(
+            name("forks"), "Turns that continue a turn which was continued.", registry=registry
+        )
+        self.placeholders = Counter(
+            name("placeholders"), "Answers without anything visible.", registry=registry
+        )
         self.bridge_misses = Counter(
             name("bridge_misses"), "Prompts rendered in full.", ["reason"], registry=registry
         )

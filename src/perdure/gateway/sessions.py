@@ -1,126 +1,54 @@
-"""Sessions: who may call, one turn at a time, every turn journaled before it is answered.
+"""Sessions: who may call, many turns at a time, each journaled before it is answered.
 
-Owns a session's life (open, turns, seal, close) and its recovery from the journal. What extends
-what is in `chains`, bytes on disk in `journal`, the wire in `app` and `dialects`.
+Owns a session's life (open, calls, seal, close), its place in the journal beside other gateway
+processes, and what is kept in memory. How a turn is made is in `turns`, what extends what in
+`chains`, the wire in `app` and `dialects`.
 """
 
 import asyncio
+import contextlib
 import re
 import time
-from array import array
-from collections import Counter
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
 import structlog
 
-from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
-from perdure.gateway.answers import hosted_answer, read_completion
+from perdure.errors import ConfigurationError, NotFound
 from perdure.gateway.base import (
     SESSION_ID,
     Answer,
-    ChatEngine,
     Journal,
     ModelRequest,
     Overtaken,
     Refused,
     SessionSpec,
     SessionSummary,
-    TokenEngine,
 )
-from perdure.gateway.chains import (
-    Chain,
-    Fingerprint,
-    Miss,
-    RequestFacts,
-    TurnRecord,
-    from_journal,
-    to_journal,
-    turns_of,
-)
+from perdure.gateway.canonical import ToolDigests
+from perdure.gateway.chains import Node, Place, Tree
 from perdure.gateway.engines.choose import Engines
 from perdure.gateway.metrics import Metrics
-from perdure.gateway.sampling import chat_request, token_sampling
+from perdure.gateway.records import CLOSED, OPEN, SEALED, TurnRecord, to_journal, turn_records
+from perdure.gateway.replay import Recording
+from perdure.gateway.session import CallKey, Session
 from perdure.gateway.tokenizers import Format
+from perdure.gateway.turns import Asked, TurnMaker, replayed
 from perdure.storage.base import Store
-from perdure.types import FinishReason, Turn
 
-MAX_WAITING = 16
-"""Calls of one session that may be in flight or queued; a linear chain needs one."""
-INLINE_CHARS = 65_536
-"""Text below which rendering on the event loop is cheaper than a thread."""
+MAX_WAITING = 64
+"""Calls of one session that may be in flight; parallel sub-agents need one each."""
+IDLE_S = 300.0
+"""A session not called for so long is read back from the journal when it is called again."""
+TREE_BYTES = 192 << 20
+"""Trees kept in memory; beyond it the ones not called for longest are let go earlier."""
+KEPT_SESSIONS = 4096
+"""Sessions whose rules and sums are kept; others are read back when they are asked for."""
+TRIM_EVERY_S = 1.0
 
 log = structlog.get_logger()
-T = TypeVar("T")
-
-
-@dataclass
-class Totals:
-    """Running sums over a session's turns, for its summary."""
-
-    turns: int = 0
-    tokens: int = 0
-    trainable: bool = True
-    engine_seconds: float = 0.0
-    versions: set[int] = field(default_factory=set)
-    misses: Counter[str] = field(default_factory=Counter)
-
-    def add(self, record: TurnRecord) -> None:
-        self.turns += 1
-        sampled = record.answer.usage.get("completion_tokens")
-        self.tokens += sampled if isinstance(sampled, int) else 0
-        self.trainable = self.trainable and record.trainable
-        self.engine_seconds += record.engine_seconds
-        self.versions.update(span.version for span in record.versions)
-        if record.miss is not None:
-            self.misses[record.miss] += 1
-
-
-@dataclass
-class Session:
-    """One attempt of one rollout, in memory while it is open."""
-
-    spec: SessionSpec
-    chain: Chain = field(default_factory=Chain)
-    totals: Totals = field(default_factory=Totals)
-    sealed: bool = False
-    closed: bool = False
-    turn_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    close_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    calls: "dict[str, asyncio.Task[Answer]]" = field(default_factory=dict)
-    """Calls in flight by request digest: an identical one joins."""
-    records: int = 0
-    """Journal records this process knows of: the number that the next one gets."""
-    sampling: "asyncio.Future[Any] | None" = None
-    """The engine call in progress, which closing the session abandons."""
-
-    def apply(self, record: TurnRecord) -> None:
-        self.chain.apply(record)
-        self.totals.add(record)
-
-    def replay(self, record: dict[str, Any]) -> None:
-        """Take over one journal record."""
-        if record["kind"] == "turn":
-            self.apply(from_journal(record))
-        elif record["kind"] == "sealed":
-            self.sealed = True
-        elif record["kind"] == "closed":
-            self.sealed = self.closed = True
-
-    def summary(self) -> SessionSummary:
-        totals = self.totals
-        return SessionSummary(
-            session_id=self.spec.session_id,
-            open=not self.sealed,
-            turns=totals.turns,
-            tokens=totals.tokens,
-            trainable=totals.trainable,
-            engine_seconds=totals.engine_seconds,
-            policy_version_min=min(totals.versions, default=None),
-            policy_version_max=max(totals.versions, default=None),
-            bridge_misses=dict(totals.misses),
-        )
 
 
 class Sessions:
@@ -135,13 +63,13 @@ class Sessions:
         metrics: Metrics,
     ) -> None:
         self._journal = journal
-        self._engines = engines
-        self._format = model_format
         self._store = store
         self._metrics = metrics
-        self._sessions: dict[str, Session] = {}
+        self._maker = TurnMaker(model_format, engines, metrics)
+        self._tool_digests = ToolDigests()
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._loading = asyncio.Lock()
-        self._stop_ids = list(model_format.renderer.get_stop_token_ids())
+        self._trimmed = 0.0
 
     # --- control -------------------------------------------------------------------------------
 
@@ -151,11 +79,7 @@ class Sessions:
         Raises: ConfigurationError when the session exists with another spec.
         """
         async with self._loading:
-            session = await self._find(spec.session_id)
-            if session is None:
-                session = Session(spec)
-                await self._write(session, {"kind": "open", "spec": spec.model_dump(mode="json")})
-                self._keep(session)
+            session = await self._find(spec.session_id) or await self._create(spec)
         if session.spec != spec:
             changed = [
                 name
@@ -167,42 +91,74 @@ class Sessions:
             )
         return session.summary()
 
+    async def _create(self, spec: SessionSpec) -> Session:
+        record = {"kind": OPEN, "spec": spec.model_dump(mode="json")}
+        try:
+            await self._append(spec.session_id, record, 0)
+        except Overtaken:  # another process opened it this moment
+            found = await self._find(spec.session_id)
+            assert found is not None
+            return found
+        return self._keep(Session(spec, position=1, tree=Tree(self._tool_digests)))
+
     async def get(self, session_id: str) -> SessionSummary:
         """Raises: NotFound."""
-        return (await self._session(session_id)).summary()
+        async with self._using(session_id) as session:
+            await self._refresh(session)
+            return session.summary()
 
     async def close(self, session_id: str) -> SessionSummary:
-        """Seal the session, write its turns to the store. A call in flight is abandoned.
+        """Seal the session, write its turns to the store. Calls in flight are abandoned.
 
         Repeating gives the same summary. Raises: NotFound, StoreUnavailable (repeat the call).
         """
-        session = await self._session(session_id)
-        async with session.close_lock:
+        async with self._using(session_id) as session, session.close_lock:
             if not session.closed:
                 await self._seal(session)
-                turns = await self._turns(session_id)
-                await self._store.put(session.spec.turns_key, await asyncio.to_thread(_pack, turns))
-                await self._write(session, {"kind": "closed"})
-                session.closed = True
-                session.chain = Chain()
-        return session.summary()
+                await self._store.put(session.spec.turns_key, await self._turns(session_id))
+                await self._mark(session, CLOSED)
+                session.forget()
+            return session.summary()
 
     async def _seal(self, session: Session) -> None:
-        if not session.sealed:
-            session.sealed = True
-            if session.sampling is not None:
-                session.sampling.cancel()
-            # Turns that already left the engine are journaled first.
-            await asyncio.gather(*session.calls.values(), return_exceptions=True)
-            await self._write(session, {"kind": "sealed"})
+        session.sealing = True
+        for call in session.sampling:
+            call.cancel()
+        # Turns that already left the engine are journaled first.
+        await asyncio.gather(*session.calls.values(), return_exceptions=True)
+        await self._mark(session, SEALED)
 
-    async def _turns(self, session_id: str) -> list[Turn]:
+    async def _mark(self, session: Session, kind: str) -> None:
+        """Write that a session is sealed or closed, unless another process already has."""
+        async with session.commit_lock:
+            while not getattr(session, kind):
+                try:
+                    await self._append(session.spec.session_id, {"kind": kind}, session.position)
+                except Overtaken:
+                    await self._read_on(session)
+                else:
+                    session.replay({"kind": kind})
+
+    async def _turns(self, session_id: str) -> bytes:
         records = await self._journal.read(session_id)
-        return turns_of([from_journal(r) for r in records if r["kind"] == "turn"])
+        return await asyncio.to_thread(_pack, records)
 
-    async def _session(self, session_id: str) -> Session:
-        if (session := self._sessions.get(session_id)) is not None:
-            return session
+    # --- memory --------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _using(self, session_id: str) -> AsyncIterator[Session]:
+        """A session that stays in memory meanwhile. Raises: NotFound."""
+        session = self._sessions.get(session_id) or await self._load(session_id)
+        session.users += 1
+        try:
+            yield session
+        finally:
+            session.users -= 1
+            session.touched = time.monotonic()
+            self._sessions.move_to_end(session_id)
+            self._trim()
+
+    async def _load(self, session_id: str) -> Session:
         async with self._loading:
             known = re.match(SESSION_ID, session_id)  # also keeps paths out of the journal
             session = await self._find(session_id) if known else None
@@ -211,16 +167,16 @@ class Sessions:
         return session
 
     async def _find(self, session_id: str) -> Session | None:
-        """The session, read back from its journal when this process has not met it yet."""
+        """The session, read back from its journal when this process does not hold it."""
         if (session := self._sessions.get(session_id)) is not None:
             return session
         records = await self._journal.read(session_id)
         if not records:  # killed while opening: nobody was told that it is open
             return None
         session = Session(SessionSpec.model_validate(records[0]["spec"]))
-        for record in records[1:]:
-            session.replay(record)
-        session.records = len(records)
+        session.awaken(self._tool_digests, records)
+        if session.closed:
+            session.forget()
         log.info("session read back", session_id=session_id, turns=session.totals.turns)
         return self._keep(session)
 
@@ -229,7 +185,49 @@ class Sessions:
         self._metrics.sessions.set(len(self._sessions))
         return session
 
-    # --- turns ---------------------------------------------------------------------------------
+    async def _awake(self, session: Session) -> Tree:
+        """The session's tree, read back when it was let go; and what it may replay."""
+        if session.tree is None or self._lacks_recording(session):
+            async with session.commit_lock:
+                if session.tree is None:
+                    records = await self._journal.read(session.spec.session_id)
+                    session.awaken(self._tool_digests, records)
+                if self._lacks_recording(session):
+                    session.recording = await self._recording(session)
+        assert session.tree is not None
+        return session.tree
+
+    def _lacks_recording(self, session: Session) -> bool:
+        return session.spec.replay_of is not None and session.recording is None
+
+    async def _recording(self, session: Session) -> Recording:
+        earlier = session.spec.replay_of
+        assert earlier is not None
+        recording = Recording(earlier, turn_records(await self._journal.read(earlier)))
+        own = await self._journal.read(session.spec.session_id)
+        for record in turn_records(own[: session.position]):
+            recording.committed(record)
+        return recording
+
+    def _trim(self) -> None:
+        """Let go of the trees of idle sessions, and of sessions nobody asked for in long."""
+        now = time.monotonic()
+        if now - self._trimmed < TRIM_EVERY_S:
+            return
+        self._trimmed = now
+        idle = [s for s in self._sessions.values() if s.tree is not None and not s.busy]
+        weight = sum(s.tree.weight for s in self._sessions.values() if s.tree is not None)
+        for session in idle:  # the one not called for longest comes first
+            if weight <= TREE_BYTES and now - session.touched < IDLE_S:
+                break
+            weight -= session.tree.weight if session.tree is not None else 0
+            session.forget()
+        surplus = len(self._sessions) - KEPT_SESSIONS
+        for session in [s for s in self._sessions.values() if not s.busy][: max(0, surplus)]:
+            del self._sessions[session.spec.session_id]
+        self._metrics.sessions.set(len(self._sessions))
+
+    # --- calls ---------------------------------------------------------------------------------
 
     async def complete(self, session_id: str, request: ModelRequest) -> Answer:
         """The answer to one model call, durable when it returns.
@@ -237,219 +235,145 @@ class Sessions:
         A retry joins the call in flight or repeats the recorded answer. The call goes on when the
         client goes away. Raises: Refused, GatewayUnavailable, NotFound.
         """
-        session = await self._session(session_id)
-        _check_open(session)
-        fingerprint = session.chain.fingerprint(request)
-        call = session.calls.get(fingerprint.sha256)
-        if call is None:
-            if (answer := self._recorded(session, fingerprint)) is not None:
-                return answer
-            call = self._start(session, request, fingerprint)
-        return await asyncio.shield(call)
+        async with self._using(session_id) as session:
+            session.check_open()
+            place = (await self._awake(session)).place(request)
+            key = (request.chain, place.digests.exact)
+            call = session.calls.get(key)
+            if call is not None:
+                self._metrics.retries.labels("joined").inc()
+            elif (node := self._recorded(session, key)) is not None:
+                return node.answer
+            else:
+                call = self._start(session, request, place, key)
+            return await asyncio.shield(call)
 
     async def count_tokens(self, session_id: str, request: ModelRequest) -> int:
         """Tokens of the request as rendered anew; nothing is sampled or recorded.
 
         Raises: Refused, NotFound.
         """
-        _check_open(await self._session(session_id))
-        try:
-            return len(await self._render(request))
-        except Exception as error:
-            problem = f"the messages do not fit the model's format: {error}"
-            raise Refused(400, "invalid_value", problem, param="messages") from error
+        async with self._using(session_id) as session:
+            session.check_open()
+            return await self._maker.count(request)
 
     def _start(
-        self, session: Session, request: ModelRequest, fingerprint: Fingerprint
+        self, session: Session, request: ModelRequest, place: Place, key: CallKey
     ) -> "asyncio.Task[Answer]":
         if len(session.calls) >= MAX_WAITING:
             raise Refused(
                 429, "too_many_calls", f"this session has {MAX_WAITING} calls in flight already"
             )
-        call = asyncio.create_task(self._turn(session, request, fingerprint))
-        session.calls[fingerprint.sha256] = call
-        call.add_done_callback(lambda task: _forget(session, fingerprint.sha256, task))
+        call = asyncio.create_task(self._turn(session, request, place))
+        session.calls[key] = call
+        call.add_done_callback(lambda task: _forget(session, key, task))
         return call
 
-    def _recorded(self, session: Session, fingerprint: Fingerprint) -> Answer | None:
-        if session.chain.request_sha256 != fingerprint.sha256:
-            return None
-        self._metrics.replays.inc()
-        return session.chain.answer
+    def _recorded(self, session: Session, key: CallKey) -> Node | None:
+        """The turn that answered the same request already, if its answer may be repeated."""
+        assert session.tree is not None
+        node = session.tree.recorded(*key)
+        if node is not None:
+            node.repeats += 1
+            self._metrics.replays.inc()
+            self._metrics.retries.labels("repeated").inc()
+        return node
 
-    async def _turn(
-        self, session: Session, request: ModelRequest, fingerprint: Fingerprint
-    ) -> Answer:
+    async def _turn(self, session: Session, request: ModelRequest, place: Place) -> Answer:
         arrived = time.time()
-        async with session.turn_lock:
-            _check_open(session)
-            if session.chain.turns != fingerprint.after_turns:
-                # The chain grew while this call waited for its turn.
-                fingerprint = session.chain.fingerprint(request)
-                if (answer := self._recorded(session, fingerprint)) is not None:
-                    return answer
-            facts = session.chain.facts(fingerprint, arrived)
-            engine = await _abandonable(session, self._engines.current())
-            if engine.tokens is not None:
-                record = await self._sample(session, request, fingerprint, facts, engine.tokens)
-            else:
-                assert engine.chat is not None
-                record = await self._ask(session, request, facts, engine.chat, engine.name)
-            await self._write(session, to_journal(record))
-            session.apply(record)
-        self._count(record)
+        if await self._refresh(session):
+            assert session.tree is not None
+            place = session.tree.place(request)
+            key = (request.chain, place.digests.exact)
+            if (node := self._recorded(session, key)) is not None:
+                return node.answer
+        asked = Asked(session, request, place, arrived)
+        recorded = self._replayable(asked)
+        if recorded is None:
+            return await self._commit(asked, await self._maker.sampled(asked))
+        try:
+            return await self._commit(asked, replayed(asked, recorded))
+        except BaseException:
+            assert session.recording is not None
+            session.recording.give_back(recorded)
+            raise
+
+    def _replayable(self, asked: Asked) -> Any:
+        recording, request = asked.session.recording, asked.request
+        if recording is None:
+            return None
+        return recording.take(request.chain, asked.place.digests.across, request.purpose)
+
+    async def _commit(self, asked: Asked, draft: TurnRecord) -> Answer:
+        """Journal a turn, unless another process answered the same request meanwhile."""
+        session, request = asked.session, asked.request
+        async with session.commit_lock:
+            while True:
+                assert session.tree is not None
+                record = replace(draft, index=len(session.tree.nodes))
+                try:
+                    fields = to_journal(record)
+                    await self._append(session.spec.session_id, fields, session.position)
+                    break
+                except Overtaken:
+                    await self._read_on(session)
+                    if session.sealed:
+                        session.check_open()
+                    node = session.tree.recorded(request.chain, record.request_sha256)
+                    if node is not None:
+                        self._metrics.retries.labels("overtaken").inc()
+                        return node.answer
+            session.position += 1
+            node = session.apply(record, asked.place.rolled)
+        self._count(node, record)
         return record.answer
 
-    async def _sample(
-        self,
-        session: Session,
-        request: ModelRequest,
-        fingerprint: Fingerprint,
-        facts: RequestFacts,
-        engine: TokenEngine,
-    ) -> TurnRecord:
-        """One turn of a token engine: render or bridge, sample, read."""
-        session_id, turn_id = session.spec.session_id, _turn_id(session)
-        prompt, miss = await self._prompt(session.chain, request, fingerprint)
-        sampling = token_sampling(session.spec.sampling, request, len(prompt), self._stop_ids)
+    # --- journal -------------------------------------------------------------------------------
+
+    async def _refresh(self, session: Session) -> bool:
+        """Whether other processes wrote something that we did not know."""
+        if session.tree is None:  # closed, or let go: read back as a whole when it is called
+            return False
+        async with session.commit_lock:
+            return await self._read_on(session)
+
+    async def _read_on(self, session: Session) -> bool:
+        records = await self._journal.read(session.spec.session_id, session.position)
+        for record in records:
+            session.replay(record)
+        return bool(records)
+
+    async def _append(self, session_id: str, record: dict[str, Any], position: int) -> None:
         started = time.monotonic()
-        completion = await _abandonable(
-            session,
-            engine.generate(prompt, sampling, session_id=session_id, request_id=turn_id),
-        )
-        engine_seconds = time.monotonic() - started
-        read = read_completion(self._format, request, prompt, completion, turn_id)
-        kept = 0 if miss else len(session.chain.prompt) + len(session.chain.completion)
-        return TurnRecord(
-            **vars(facts),
-            kept_ids=kept,
-            prompt=array("i", prompt[kept:]),
-            completion=array("i", completion.token_ids),
-            logprobs=array("d", completion.logprobs),
-            versions=tuple(completion.versions),
-            finish_reason=completion.finish_reason,
-            engine=completion.engine,
-            miss=miss,
-            trainable=True,
-            engine_seconds=engine_seconds,
-            seconds=time.time() - facts.started_at,
-            reasoning_open=read.reasoning_open,
-            answer=read.answer,
-        )
-
-    async def _prompt(
-        self, chain: Chain, request: ModelRequest, fingerprint: Fingerprint
-    ) -> tuple[list[int], str | None]:
-        """The next prompt, and why it is not a bridge (None: it is)."""
-        started = time.monotonic()
-        try:
-            bridged = chain.bridge(self._format.renderer, request, fingerprint)
-            if not isinstance(bridged, Miss):
-                return bridged, None
-            return await self._render(request), bridged.reason
-        except Exception as error:
-            # What a client sends decides what a template trips over.
-            log.info("messages cannot be rendered", error=repr(error))
-            problem = f"the messages do not fit the model's format: {error}"
-            raise Refused(400, "invalid_value", problem, param="messages") from error
-        finally:
-            self._metrics.prompt_seconds.observe(time.monotonic() - started)
-
-    async def _render(self, request: ModelRequest) -> list[int]:
-        def render() -> list[int]:
-            return list(
-                self._format.renderer.render_ids(
-                    request.messages, tools=request.tools, add_generation_prompt=True
-                )
-            )
-
-        if sum(len(message["content"]) for message in request.messages) < INLINE_CHARS:
-            return render()
-        return await asyncio.to_thread(render)
-
-    async def _ask(
-        self,
-        session: Session,
-        request: ModelRequest,
-        facts: RequestFacts,
-        engine: ChatEngine,
-        name: str,
-    ) -> TurnRecord:
-        """One turn of a hosted API: no ids, nothing to train on."""
-        body = chat_request(session.spec.sampling, request) | {"model": session.spec.model}
-        started = time.monotonic()
-        completion = await _abandonable(
-            session, engine.chat(body, session_id=session.spec.session_id)
-        )
-        engine_seconds = time.monotonic() - started
-        answer = hosted_answer(request, completion, _turn_id(session))
-        cut = answer.finish_reason == FinishReason.LENGTH.value
-        return TurnRecord(
-            **vars(facts),
-            kept_ids=0,
-            prompt=array("i"),
-            completion=array("i"),
-            logprobs=array("d"),
-            versions=(),
-            finish_reason=FinishReason.LENGTH if cut else FinishReason.STOP,
-            engine=name,
-            miss=None,
-            trainable=False,
-            engine_seconds=engine_seconds,
-            seconds=time.time() - facts.started_at,
-            reasoning_open=False,
-            answer=answer,
-        )
-
-    async def _write(self, session: Session, record: dict[str, Any]) -> None:
-        started = time.monotonic()
-        session_id = session.spec.session_id
-        try:
-            await self._journal.append(session_id, record, position=session.records)
-        except Overtaken as error:
-            self._sessions.pop(session_id, None)  # the next call reads what the other one wrote
-            raise GatewayUnavailable(str(error)) from error
-        session.records += 1
+        await self._journal.append(session_id, record, position=position)
         self._metrics.journal_seconds.observe(time.monotonic() - started)
 
-    def _count(self, record: TurnRecord) -> None:
+    def _count(self, node: Node, record: TurnRecord) -> None:
         metrics = self._metrics
         metrics.turns.labels(record.finish_reason.value).inc()
-        metrics.tokens.labels("sampled").inc(len(record.completion))
-        metrics.tokens.labels("prompt").inc(record.kept_ids + len(record.prompt))
+        metrics.tokens.labels("sampled").inc(0 if record.replayed_from else len(node.completion))
+        metrics.tokens.labels("prompt").inc(node.prompt_length)
         metrics.engine_seconds.observe(record.engine_seconds)
         if record.miss is not None:
             metrics.bridge_misses.labels(record.miss).inc()
+        for change in record.echo_changes:
+            metrics.echo_changes.labels(change).inc()
+        if record.replayed_from:
+            metrics.replayed_turns.inc()
+        if record.placeholder:
+            metrics.placeholders.inc()
+        if node.parent is not None and node.parent.children > 1:
+            metrics.forks.inc()
 
 
-def _check_open(session: Session) -> None:
-    if session.sealed:
-        raise Refused(403, "session_closed", "this session is closed: its attempt has ended")
-
-
-async def _abandonable(session: Session, call: Coroutine[Any, Any, T]) -> T:
-    """Wait for an engine, unless the session is closed meanwhile: then nobody wants the answer."""
-    session.sampling = task = asyncio.ensure_future(call)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        _check_open(session)
-        raise
-    finally:
-        session.sampling = None
-
-
-def _turn_id(session: Session) -> str:
-    return f"{session.spec.session_id}-{session.chain.turns}"
-
-
-def _forget(session: Session, digest: str, call: "asyncio.Task[Answer]") -> None:
-    session.calls.pop(digest, None)
+def _forget(session: Session, key: CallKey, call: "asyncio.Task[Answer]") -> None:
+    session.calls.pop(key, None)
     if not call.cancelled() and call.exception() is not None:
         log.info("call failed", session_id=session.spec.session_id, error=repr(call.exception()))
 
 
-def _pack(turns: list[Turn]) -> bytes:
+def _pack(records: list[dict[str, Any]]) -> bytes:
     from perdure.episodes import turns as codec  # pyarrow: only when a session closes
+    from perdure.gateway.records import turns_of
 
-    return codec.encode(turns)
+    return codec.encode(turns_of(turn_records(records)))

@@ -1,0 +1,202 @@
+"""The form in which requests are compared: what clients change in passing is taken out.
+
+Owns when two messages are the same, the digests of requests, and what an agent changed in an
+answer that it sends back. Nothing here is rendered or sampled.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from perdure.gateway.base import ModelRequest
+
+Message = dict[str, Any]
+
+PASSING_FIELDS = frozenset(
+    [
+        "client_metadata",
+        "messages",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream",
+        "stream_options",
+        "tools",
+        "user",
+    ]
+)
+"""Fields of a request body that say nothing about the answer, or that `_roll` covers."""
+VOLATILE = re.compile(
+    r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}"
+    r"|\b(?:127\.0\.0\.1|localhost|0\.0\.0\.0):\d{2,5}\b"
+)
+"""What differs between two attempts by nature: session ids, the ports of servers."""
+KEPT_TOOL_LISTS = 32
+
+
+def canonical(message: Message, known_ids: Collection[str]) -> list[Any]:
+    """What two messages must share to be the same.
+
+    An answer this gateway gave is known by the ids of its tool calls, so its arguments, which
+    clients normalise, do not count; its visible text and the names of its tools do.
+    """
+    role, text = message["role"], message["content"]
+    if role == "assistant":
+        calls = [_canonical_call(call, known_ids) for call in message.get("tool_calls") or ()]
+        return [role, visible(text), sorted(calls, key=lambda call: str(call[0]))]
+    if role == "tool":
+        return [role, text.rstrip("\n"), message.get("tool_call_id", "")]
+    return [role, text.rstrip("\n")]
+
+
+def _canonical_call(call: dict[str, Any], known_ids: Collection[str]) -> list[Any]:
+    name_and_id = [call["id"], call["function"]["name"]]
+    if call["id"] in known_ids:
+        return name_and_id
+    return [*name_and_id, _arguments(call)]
+
+
+def _arguments(call: dict[str, Any]) -> Any:
+    arguments = call["function"]["arguments"]
+    with contextlib.suppress(ValueError, RecursionError):  # not JSON: compared as text
+        arguments = json.loads(arguments)
+    return arguments
+
+
+def visible(text: str) -> str:
+    """A text without what clients add and drop around it."""
+    return " ".join(text.split())
+
+
+def in_order(messages: Iterable[Message], known_ids: Collection[str]) -> Iterator[list[Any]]:
+    """Canonical messages; results of parallel calls, which come in any order, sorted by call."""
+    results: list[list[Any]] = []
+    for message in messages:
+        form = canonical(message, known_ids)
+        if form[0] == "tool":
+            results.append(form)
+            continue
+        yield from sorted(results, key=lambda result: str(result[2]))
+        results = []
+        yield form
+    yield from sorted(results, key=lambda result: str(result[2]))
+
+
+def same_messages(these: list[Message], those: list[Message], known_ids: Collection[str]) -> bool:
+    """Whether two histories are one. Mostly they are equal as they stand, which costs little."""
+    if these == those:
+        return True
+    if len(these) != len(those):
+        return False
+    return list(in_order(these, known_ids)) == list(in_order(those, known_ids))
+
+
+class Rolled(NamedTuple):
+    """A history as two running digests: exact, and blind to what differs between attempts."""
+
+    exact: bytes = b""
+    across: bytes = b""
+
+
+def roll(state: Rolled, messages: Iterable[Message], known_ids: Collection[str]) -> Rolled:
+    """`state` continued over `messages`: hashing follows the new text."""
+    exact, across = state
+    for form in in_order(messages, known_ids):
+        text = json.dumps(form, sort_keys=True)
+        blind = VOLATILE.sub("*", text)
+        exact = _hash(exact + text.encode())
+        across = _hash(across + blind.encode())
+    return Rolled(exact, across)
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def digest_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+class Digests(NamedTuple):
+    """Hex digests of a whole request, its chain left out."""
+
+    exact: str
+    """Equal for a retry, whatever its framing."""
+    across: str
+    """Equal for the same request of another attempt."""
+
+
+def digests_of(request: ModelRequest, rolled: Rolled, tools_sha256: str) -> Digests:
+    rest = {name: v for name, v in request.body.items() if name not in PASSING_FIELDS}
+    rest |= {"sampling": request.sampling, "max_tokens": request.max_tokens}
+    head = digest_of([tools_sha256, rest])
+    exact, across = (hashlib.sha256(head.encode() + state).hexdigest() for state in rolled)
+    return Digests(exact, across)
+
+
+class ToolDigests:
+    """The digests of tool lists; a list seen lately is compared, which is cheaper than hashing."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
+
+    def of(self, tools: list[dict[str, Any]] | None) -> str:
+        if not tools:
+            return ""
+        for digest, known in reversed(self._known.items()):
+            if known == tools:
+                self._known.move_to_end(digest)
+                return digest
+        digest = digest_of(tools)
+        self._known[digest] = tools
+        if len(self._known) > KEPT_TOOL_LISTS:
+            self._known.popitem(last=False)
+        return digest
+
+
+class Echo(NamedTuple):
+    """What an agent made of an answer that it sends back."""
+
+    edited: bool
+    """A real edit: text or calls that the policy never sampled."""
+    changes: tuple[str, ...]
+    """`arguments_normalised`, `reasoning_dropped`, `text_moved`; `text_changed`, `name_changed`,
+    `calls_changed` are edits."""
+
+
+def compare_echo(answer: Message, echo: Message) -> Echo:
+    given = {call["id"]: call for call in answer.get("tool_calls") or ()}
+    back = {call["id"]: call for call in echo.get("tool_calls") or ()}
+    edits: list[str] = []
+    harmless: list[str] = []
+    if given.keys() != back.keys():
+        edits.append("calls_changed")
+    pairs = [(given[name], back[name]) for name in given.keys() & back.keys()]
+    if any(a["function"]["name"] != b["function"]["name"] for a, b in pairs):
+        edits.append("name_changed")
+    text, echoed = answer.get("content") or "", echo["content"]
+    if visible(text) != visible(echoed):
+        edits.append("text_changed")
+    elif text.strip() != echoed.strip():
+        harmless.append("text_moved")
+    if any(_arguments_changed(a, b) for a, b in pairs):
+        harmless.append("arguments_normalised")
+    reasoning = answer.get("reasoning_content") or ""
+    if visible(reasoning) != visible(echo.get("reasoning_content") or ""):
+        harmless.append("reasoning_dropped")
+    return Echo(bool(edits), (*edits, *harmless))
+
+
+def _arguments_changed(given: dict[str, Any], back: dict[str, Any]) -> bool:
+    """Key order counts: it is what a re-rendered history would differ by."""
+    if given["function"]["arguments"] == back["function"]["arguments"]:
+        return False
+    one, other = _arguments(given), _arguments(back)
+    return one != other or (isinstance(one, dict) and list(one) != list(other))

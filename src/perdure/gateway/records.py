@@ -1,0 +1,183 @@
+"""A turn as the journal keeps it: what it adds to an earlier turn, so that a journal grows with
+the text and not with its square. Owns the record's form and the turns read out of a journal.
+"""
+
+import base64
+import json
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from perdure.gateway.base import Answer
+from perdure.gateway.canonical import Message
+from perdure.types import FinishReason, Purpose, Turn, VersionSpan
+
+TURN, OPEN, SEALED, CLOSED = "turn", "open", "sealed", "closed"
+PLACEHOLDER = "(no visible output)"
+"""What an agent reads of a turn that sampled neither text nor a tool call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRecord:
+    """One committed turn.
+
+    `base` is the turn this one is stored against: `kept_messages` leading messages of its request
+    and `kept_ids` leading ids of its prompt + completion are not repeated here; `messages` and
+    `prompt` hold the rest. `parent` is the turn whose prompt + completion the prompt extends,
+    `echo_of` the one whose answer the request's newest assistant message sends back.
+    """
+
+    index: int
+    turn_id: str
+    chain: str
+    parent_chain: str
+    purpose: Purpose
+    parent: int | None
+    base: int | None
+    echo_of: int | None
+    echo_changes: tuple[str, ...]
+    replayed_from: str
+    started_at: float
+    request_sha256: str
+    across_sha256: str
+    tools_sha256: str
+    kept_messages: int
+    messages: list[Message]
+    kept_ids: int
+    prompt: "array[int]"
+    completion: "array[int]"
+    logprobs: "array[float]"
+    versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    engine: str
+    miss: str | None
+    trainable: bool
+    engine_seconds: float
+    seconds: float
+    reasoning_open: bool
+    placeholder: bool
+    """The answer's text stands in for an empty one; the recorded ids are as sampled."""
+    answer: Answer
+
+
+def to_journal(record: TurnRecord) -> dict[str, Any]:
+    fields = dict(vars(record))
+    fields.update(
+        kind=TURN,
+        prompt=_pack(record.prompt),
+        completion=_pack(record.completion),
+        logprobs=_pack(record.logprobs),
+        versions=[[span.version, span.start, span.end] for span in record.versions],
+        answer=asdict(record.answer),
+    )
+    return fields
+
+
+def from_journal(fields: dict[str, Any]) -> TurnRecord:
+    known = {name: fields[name] for name in TurnRecord.__dataclass_fields__}
+    known.update(
+        purpose=Purpose(fields["purpose"]),
+        echo_changes=tuple(fields["echo_changes"]),
+        prompt=_unpack("i", fields["prompt"]),
+        completion=_unpack("i", fields["completion"]),
+        logprobs=_unpack("d", fields["logprobs"]),
+        versions=tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in fields["versions"]),
+        finish_reason=FinishReason(fields["finish_reason"]),
+        answer=Answer(**fields["answer"]),
+    )
+    return TurnRecord(**known)
+
+
+def _pack(values: "array[Any]") -> str:
+    """Little-endian int32 or float64, as base64."""
+    return base64.b64encode(_little_endian(values)).decode("ascii")
+
+
+def _unpack(code: str, text: str) -> "array[Any]":
+    values = array(code)
+    values.frombytes(base64.b64decode(text))
+    return _little_endian(values)
+
+
+def _little_endian(values: "array[Any]") -> "array[Any]":
+    if sys.byteorder == "big":
+        values = array(values.typecode, values)
+        values.byteswap()
+    return values
+
+
+def turn_records(records: Sequence[dict[str, Any]]) -> list[TurnRecord]:
+    """The turns of a journal, as they were committed."""
+    return [from_journal(record) for record in records if record["kind"] == TURN]
+
+
+class Whole(NamedTuple):
+    """A record with what it is stored against put back. Shape of `prompt`: [P]."""
+
+    record: TurnRecord
+    prompt: list[int]
+    messages: list[Message]
+
+
+def whole(records: Sequence[TurnRecord]) -> Iterator[Whole]:
+    """Every record with its whole prompt and request. Turns share their integers and messages."""
+    sequences: list[list[int]] = []
+    requests: list[list[Message]] = []
+    for record in records:
+        held = sequences[record.base] if record.base is not None else []
+        said = requests[record.base] if record.base is not None else []
+        prompt = held[: record.kept_ids] + record.prompt.tolist()
+        sequences.append(prompt + record.completion.tolist())
+        requests.append(said[: record.kept_messages] + record.messages)
+        yield Whole(record, prompt, requests[-1])
+
+
+def turns_of(records: Sequence[TurnRecord]) -> list[Turn]:
+    """The turns of a session with their whole prompts."""
+    lengths: list[int] = []
+    turns: list[Turn] = []
+    for item in whole(records):
+        lengths.append(len(item.messages))
+        parent = item.record.parent
+        seen = 0 if parent is None else lengths[parent] + 1
+        turns.append(_turn(item, item.messages[seen:]))
+    return turns
+
+
+def _turn(item: Whole, new_messages: list[Message]) -> Turn:
+    record = item.record
+    return Turn(
+        index=record.index,
+        chain=record.chain,
+        parent_chain=record.parent_chain,
+        parent=record.parent,
+        purpose=record.purpose,
+        replayed_from=record.replayed_from,
+        new_messages=json.dumps(new_messages),
+        answer=json.dumps(_given(record)),
+        prompt_ids=tuple(item.prompt),
+        completion_ids=tuple(record.completion),
+        logprobs=tuple(record.logprobs),
+        versions=record.versions,
+        finish_reason=record.finish_reason,
+        engine=record.engine,
+        bridged=record.parent is not None and bool(record.completion),
+        bridge_miss=record.miss,
+        trainable=record.trainable,
+        started_at=record.started_at,
+        engine_seconds=record.engine_seconds,
+        seconds=record.seconds,
+        request_sha256=record.request_sha256,
+    )
+
+
+def _given(record: TurnRecord) -> Message:
+    """The answer's message, with what the record knows about it and the agent does not."""
+    said = {**record.answer.message}
+    if record.placeholder:
+        said["placeholder"] = True
+    if record.echo_changes:
+        said["parent_echo_changes"] = list(record.echo_changes)
+    return said

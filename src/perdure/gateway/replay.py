@@ -1,0 +1,97 @@
+"""An earlier attempt's recording: its completions answer the new attempt's matching requests.
+
+Owns which recorded turn answers which request, and where the replay of a chain ends. A recorded
+turn is used once: the ids of its tool calls must stay unique.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from perdure.gateway.records import TurnRecord
+from perdure.types import Purpose
+
+
+class Recorded(NamedTuple):
+    """A turn of the earlier attempt. Shape of `prompt`: [P]; `parent`: its turn in this session."""
+
+    record: TurnRecord
+    prompt: "array[int]"
+    parent: int | None
+    origin: str
+
+
+class Recording:
+    """What an earlier attempt's journal still has to give."""
+
+    def __init__(self, session_id: str, records: Sequence[TurnRecord]) -> None:
+        self._session_id = session_id
+        self._records = records
+        self._waiting: dict[str, list[TurnRecord]] = {}
+        self._ours: dict[int, int] = {}
+        """Index here of a turn there."""
+        self._theirs: dict[str, str] = {}
+        """Chain there of a chain here: harnesses name a sub-agent anew in each run."""
+        self._over: set[str] = set()
+        self._by_origin = {self._origin(record): record for record in records}
+        for record in records:
+            self._waiting.setdefault(record.chain, []).append(record)
+
+    def take(self, chain: str, across_sha256: str, purpose: Purpose) -> Recorded | None:
+        """The recorded turn that answers a request; the first that differs ends a chain's replay."""
+        if chain in self._over:
+            return None
+        theirs = self._theirs.get(chain) or self._counterpart(chain, across_sha256)
+        waiting = self._waiting.get(theirs, [])
+        found = next((r for r in waiting if r.across_sha256 == across_sha256), None)
+        if found is None:
+            if purpose is not Purpose.SIDE:
+                self._over.add(chain)
+            return None
+        waiting.remove(found)  # at once: another call of the session must not take it too
+        self._theirs[chain] = theirs
+        return Recorded(found, self._prompt(found), self._parent(found), self._origin(found))
+
+    def give_back(self, recorded: Recorded) -> None:
+        """It could not be committed: the request will be repeated."""
+        self._waiting[recorded.record.chain].insert(0, recorded.record)
+
+    def committed(self, record: TurnRecord) -> None:
+        """A turn of this session was committed, by whichever process."""
+        theirs = self._by_origin.get(record.replayed_from)
+        if theirs is None:
+            if record.purpose is not Purpose.SIDE:
+                self._over.add(record.chain)
+            return
+        self._ours[theirs.index] = record.index
+        self._theirs[record.chain] = theirs.chain
+        if theirs in self._waiting[theirs.chain]:
+            self._waiting[theirs.chain].remove(theirs)
+
+    def _counterpart(self, chain: str, across_sha256: str) -> str:
+        """The chain there that a new chain repeats: the one of its name, or that opens alike."""
+        if chain in self._waiting:
+            return chain
+        taken = set(self._theirs.values())
+        for theirs, waiting in self._waiting.items():
+            if theirs not in taken and waiting and waiting[0].across_sha256 == across_sha256:
+                return theirs
+        return chain
+
+    def _origin(self, record: TurnRecord) -> str:
+        return record.replayed_from or f"{self._session_id}/{record.index}"
+
+    def _parent(self, record: TurnRecord) -> int | None:
+        return None if record.parent is None else self._ours.get(record.parent)
+
+    def _prompt(self, record: TurnRecord) -> "array[int]":
+        parts = [record.prompt]
+        need, base = record.kept_ids, record.base
+        while base is not None and need > 0:
+            held = self._records[base]
+            parts.append((held.prompt + held.completion)[: max(0, need - held.kept_ids)])
+            need, base = min(need, held.kept_ids), held.base
+        prompt = array("i")
+        for part in reversed(parts):
+            prompt.extend(part)
+        return prompt
