@@ -33,7 +33,7 @@ from perdure.gateway.base import (
     control_token,
     session_key,
 )
-from perdure.gateway.dialects import anthropic, openai_chat
+from perdure.gateway.dialects import anthropic, openai_chat, openai_responses
 from perdure.gateway.dialects.base import Call, Dialect
 from perdure.gateway.engines.choose import Engines, check_engine_settings
 from perdure.gateway.engines.wire import new_client
@@ -52,6 +52,7 @@ MAX_HEADERS = 64 << 10
 DIALECTS: dict[str, Dialect] = {
     "/v1/messages": anthropic,
     "/v1/chat/completions": openai_chat,
+    "/v1/responses": openai_responses,
 }
 
 log = structlog.get_logger()
