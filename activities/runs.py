@@ -6,6 +6,7 @@ import json
 from activities.messages import Page, PageRequest, PreparedRun, RunSummary
 from activities.services import Services
 from activities.shell import shell
+from perdure.agents.check import check_options
 from perdure.episodes import assemble
 from perdure.errors import ConfigurationError, NotFound
 from perdure.instances import catalog
@@ -19,6 +20,8 @@ class Runs:
 
     @shell("prepare_run")
     async def prepare(self, run: RunRequest) -> PreparedRun:
+        rollout = run.rollout_request("any/instance")
+        check_options(rollout.agent, rollout.agent_options)
         refs = await self._select(run)
         store = self.services.store
         key = keys.run_instances(run.run_id)
@@ -61,8 +64,9 @@ class Runs:
     @shell("finish_run")
     async def finish(self, run: RunRequest) -> RunSummary:
         store = self.services.store
-        episodes = await assemble.read_run(store, run.run_id)
+        episodes, unreadable = await assemble.scan_run(store, run.run_id)
         manifest = assemble.manifest(run.run_id, episodes)
+        manifest["unreadable"] = [one.key for one in unreadable]
         data = json.dumps(manifest, indent=1).encode()
         key = keys.manifest(run.run_id)
         try:

@@ -152,6 +152,25 @@ def test_bad_field_of_a_rollout_is_named(tmp_path: Path, perdure: Perdure) -> No
     assert done.error == "error: sampling.temprature: there is no such field"
 
 
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("steps=3", "agent_options.steps: unknown, did you mean step_limit?"),
+        ("step_limit=many", "agent_options.step_limit: input should be a valid integer"),
+    ],
+)
+def test_wrong_agent_option_is_named_before_anything_starts(
+    option: str, said: str, more: tuple[str, ...], tmp_path: Path, perdure: Perdure
+) -> None:
+    """An agent's own options are checked with the rest; the line lists what it takes."""
+    done = perdure("run", str(rows(tmp_path)), "--set", f"agent_options.{option}", *more)
+
+    assert (done.code, done.error.startswith(f"error: {said}")) == (2, True)
+    assert "; mini_swe_agent takes: step_limit, " in done.error
+    assert not (tmp_path / "home").exists()
+
+
 def test_without_a_stack_the_next_command_is_named(tmp_path: Path, perdure: Perdure) -> None:
     """`perdure status` where nothing runs points to `perdure up`."""
     done = perdure("status")

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from perdure import registry
+from perdure.agents.check import check_options
 from perdure.cli.source import SHORT_LIST, Source, chosen
 from perdure.errors import ConfigurationError
 from perdure.instances import catalog
@@ -59,9 +60,10 @@ def check(options: Options) -> None:
 
     Raises: ConfigurationError, pydantic.ValidationError.
     """
-    registry.load("agent", registry.AGENTS, options.agent)
     run = RunRequest(run_id="x", instances=("x/x",), rollout=_rollout(options))
-    registry.load("sandbox", registry.SANDBOXES, run.rollout_request("x/x").sandbox)
+    rollout = run.rollout_request("x/x")
+    check_options(rollout.agent, rollout.agent_options)
+    registry.load("sandbox", registry.SANDBOXES, rollout.sandbox)
 
 
 def build(options: Options, source: Source) -> RunRequest:

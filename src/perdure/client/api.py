@@ -29,6 +29,7 @@ from temporalio.common import (
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
+from perdure.agents.check import check_options
 from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.connection import connect
@@ -92,7 +93,8 @@ class Perdure:
         return cls(await connect(address))
 
     async def start_run(self, request: RunRequest) -> "RunHandle":
-        """Start the run, or join it when it exists."""
+        """Start the run, or join it when it exists. Raises: ConfigurationError."""
+        _check_agent(request.rollout)
         return RunHandle(
             self,
             request.run_id,
@@ -107,7 +109,8 @@ class Perdure:
         )
 
     async def start_group(self, request: GroupRequest) -> "GroupHandle":
-        """Start n samples of one instance, or join them."""
+        """Start n samples of one instance, or join them. Raises: ConfigurationError."""
+        _check_agent(request.rollout.model_dump())
         handle = await self._start(
             names.GROUP,
             request,
@@ -119,6 +122,8 @@ class Perdure:
         return GroupHandle(self, request.n_samples, handle)
 
     async def start_rollout(self, request: RolloutRequest) -> "RolloutHandle":
+        """Start one rollout, or join it. Raises: ConfigurationError."""
+        _check_agent(request.model_dump())
         handle = await self._start(
             names.ROLLOUT,
             request,
@@ -318,6 +323,13 @@ class RolloutHandle:
             if error.status is RPCStatusCode.NOT_FOUND:
                 raise NotFound(f"no rollout '{self.handle.id}' is running") from error
             raise
+
+
+def _check_agent(rollout: dict[str, Any]) -> None:
+    """Refuse what boot_sandbox would; an agent by dotted path may exist on the workers only."""
+    agent = rollout.get("agent", RolloutRequest.model_fields["agent"].default)
+    if ":" not in agent:
+        check_options(agent, rollout.get("agent_options", {}))
 
 
 async def _durably(call: Callable[[], Awaitable[Result]]) -> Result:
