@@ -73,8 +73,15 @@ class RunAgent:
                 sampling=request.sampling,
                 turns_key=f"{keys.attempt(request, attempt.attempt)}/turns.parquet",
                 labels=self.services.labels(request, attempt.attempt, "agent"),
+                replay_of=self._earlier_session(attempt),
             )
         )
+
+    def _earlier_session(self, attempt: Attempt) -> str | None:
+        """What the lost attempt before this one recorded need not be sampled again."""
+        if attempt.attempt <= 1:
+            return None
+        return self.services.agent_identity(attempt.request, attempt.attempt - 1)
 
     async def _close_session(self, attempt: Attempt) -> SessionSummary | None:
         if not self.services.agent(attempt.request.agent).needs_model:
