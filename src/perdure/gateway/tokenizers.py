@@ -9,7 +9,7 @@ import functools
 import importlib.resources
 import json
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +53,11 @@ class Tokenizer:
         self._added_text = {token_id: text for text, token_id in added.items()}
         self.eos_token_id = added.get(eos_token)
         self._cached = functools.lru_cache(CACHED_TEXTS)(self.encode_plain)
+
+    @property
+    def control_tokens(self) -> Sequence[str]:
+        """Every text that stands for an id of its own."""
+        return tuple(self._added)
 
     @abstractmethod
     def encode_plain(self, text: str) -> list[int]:
@@ -178,9 +183,19 @@ def _well_formed(text: str) -> str:
 
 
 def _eos_token(folder: Path) -> str:
-    path = folder / "tokenizer_config.json"
-    token = json.loads(path.read_text("utf-8")).get("eos_token") if path.exists() else None
-    return str(token["content"] if isinstance(token, dict) else token or "<|im_end|>")
+    return token_text(published(folder, "tokenizer_config.json").get("eos_token")) or "<|im_end|>"
+
+
+def token_text(token: Any) -> str:
+    """Tokens are written as text, or as an object around it."""
+    return str(token["content"] if isinstance(token, dict) else token or "")
+
+
+def published(folder: Path, name: str) -> dict[str, Any]:
+    """One of the JSON files beside a model's weights; empty when there is none."""
+    path = folder / name
+    found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    return found
 
 
 @functools.lru_cache(4)
@@ -211,16 +226,22 @@ def load_format(name: str) -> Format:
 
     Reasoning stays in the history as it was sampled (`thinking_retention`): a trainer conditions
     on the tokens the engine saw, so nothing may be taken out between two turns.
-    Raises: ConfigurationError when the model's family is unknown.
+    A family that `renderers` does not know is read by its own chat template.
+    Raises: ConfigurationError when there is neither.
     """
     tokenizer = load_tokenizer(name)
-    if tokenizer.name_or_path not in MODEL_RENDERER_MAP:
+    if tokenizer.name_or_path in MODEL_RENDERER_MAP:
+        config = AutoRendererConfig(thinking_retention="all")
+        return Format(tokenizer, create_renderer(tokenizer, config))
+    from perdure.gateway import chat_template  # it imports this module
+
+    try:
+        return Format(tokenizer, chat_template.load(tokenizer, Path(name)))
+    except chat_template.TemplateError as error:
         raise ConfigurationError(
-            f"no message format for PERDURE_TOKENIZER={tokenizer.name_or_path!r}: name the folder "
-            "as its model is published, e.g. .../Qwen3-8B"
-        )
-    config = AutoRendererConfig(thinking_retention="all")
-    return Format(tokenizer, create_renderer(tokenizer, config))
+            f"no message format for PERDURE_TOKENIZER={name!r}: {error}; name the folder as its "
+            "model is published, e.g. .../Qwen3-8B, or put its chat template there"
+        ) from error
 
 
 def _published_name(folder: Path) -> str:
