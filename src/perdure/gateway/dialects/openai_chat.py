@@ -5,13 +5,21 @@ some; a field we use is checked, and a bad one is refused by name.
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from perdure.gateway.base import Answer, ModelRequest, Refused
+from perdure.gateway.base import MAIN, Answer, ModelRequest, Refused
+from perdure.gateway.dialects.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Fields,
+    bad,
+    name_header,
+    read_body,
+)
+from perdure.types import Purpose
 
 ROLES = {
     "system": "system",
@@ -30,6 +38,9 @@ SAMPLING = {
     "repetition_penalty": (0.0, 100.0),
 }
 SAMPLING_INTEGERS = {"top_k": (-1, 1 << 31), "seed": (-(1 << 62), 1 << 62)}
+MAX_STOPS = 16
+OPENCODE_SESSION, OPENCODE_PARENT = "x-session-affinity", "x-parent-session-id"
+QWEN_CODE, QWEN_SUMMARY = "QwenCode/", "<state_snapshot>"
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -53,186 +64,131 @@ class Parsed:
 
 def parse(raw: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> Parsed:
     """Raises: Refused (400) naming the field and what it must be."""
-    body = _json_object(raw)
-    stream_options = _optional(body, "stream_options", dict, "an object") or {}
+    body = read_body(raw)
+    stream_options = body.object("stream_options")
     if body.get("n") not in (None, 1):
-        raise _bad("n", "must be 1: one session samples one answer at a time")
-    return Parsed(
-        ModelRequest(
-            model=_required_text(body, "model"),
-            messages=messages(body.get("messages")),
-            tools=_tools(body.get("tools")),
-            sampling=_sampling(body),
-            max_tokens=_max_tokens(body),
-            body=body,
-        ),
-        stream=bool(_optional(body, "stream", bool, "true or false")),
-        include_usage=bool(_optional(stream_options, "include_usage", bool, "true or false")),
+        raise body.bad("n", "must be 1: one session samples one answer at a time")
+    stream, found = body.flag("stream"), _messages(body)
+    chain, parent_chain = _origin(headers)
+    request = ModelRequest(
+        model=body.text("model"),
+        messages=found,
+        tools=_tools(body),
+        sampling=_sampling(body),
+        max_tokens=_max_tokens(body),
+        body=body.values,
+        chain=chain,
+        parent_chain=parent_chain,
+        purpose=_purpose(body, headers, found[-1]),
     )
+    return Parsed(request, stream, stream_options.flag("include_usage"))
 
 
-def _bad(param: str, problem: str) -> Refused:
-    return Refused(400, "invalid_value", f"'{param}' {problem}", param=param)
+def _origin(headers: Mapping[str, str]) -> tuple[str, str]:
+    """opencode runs a sub-agent in a session of its own, and names the session it came from.
+
+    Elsewhere a session header names nothing that our key does not.
+    """
+    if not name_header(headers, OPENCODE_PARENT):
+        return MAIN, ""
+    chain = name_header(headers, OPENCODE_SESSION)
+    return (chain, MAIN) if chain else (MAIN, "")
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def _purpose(body: Fields, headers: Mapping[str, str], last: dict[str, Any]) -> Purpose:
+    """Only by marks that are certain: agents without tools exist, and their steps are trained."""
+    if body.get("tools"):
+        return Purpose.STEP
+    if OPENCODE_SESSION in headers and body.get("reasoning_effort") == "low":
+        return Purpose.SIDE  # the title of the session
+    if headers.get("user-agent", "").startswith(QWEN_CODE) and not body.get("stream"):
+        return Purpose.COMPACTION if QWEN_SUMMARY in last["content"] else Purpose.SIDE
+    return Purpose.STEP
 
 
-def _json_object(raw: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(raw, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        message = f"the request body is not valid JSON: {error}"
-        raise Refused(400, "invalid_json", message) from None
-    if not isinstance(body, dict):
-        raise Refused(400, "invalid_json", "the request body must be a JSON object")
-    return body
-
-
-def _optional(fields: dict[str, Any], name: str, kind: type, what: str) -> Any:
-    value = fields.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise _bad(name, f"must be {what}")
-    return value
-
-
-def _required_text(fields: dict[str, Any], name: str, param: str | None = None) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str) or not value:
-        raise _bad(param or name, "must be a non-empty string")
-    return value
-
-
-def _number(body: dict[str, Any], name: str, low: float, high: float) -> float | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise _bad(name, f"must be a number from {low:g} to {high:g}")
-    return value if math.isfinite(value) else None
-
-
-def _sampling(body: dict[str, Any]) -> dict[str, Any]:
-    found = {name: _number(body, name, *bounds) for name, bounds in SAMPLING.items()}
+def _sampling(body: Fields) -> dict[str, Any]:
+    found: dict[str, Any] = {name: body.number(name, *bounds) for name, bounds in SAMPLING.items()}
     for name, (low, high) in SAMPLING_INTEGERS.items():
-        if (value := _optional(body, name, int, "an integer")) is not None:
-            if not low <= value <= high:
-                raise _bad(name, f"must be an integer from {low} to {high}")
-            found[name] = value
-    found["stop"] = _stop(body.get("stop"))
-    return {name: value for name, value in found.items() if value is not None}
+        found[name] = body.integer(name, low, high)
+    stop = body.get("stop")
+    found["stop"] = body.texts("stop", MAX_STOPS) if stop != "" else body.text("stop")
+    return {name: value for name, value in found.items() if value not in (None, [])}
 
 
-def _stop(value: Any) -> Any:
-    stops = [value] if isinstance(value, str) else value
-    if stops is None or stops == []:
-        return None
-    if not isinstance(stops, list) or len(stops) > 16 or not all(_is_text(stop) for stop in stops):
-        raise _bad("stop", "must be a string or a list of at most 16 strings")
-    return stops
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _max_tokens(body: dict[str, Any]) -> int | None:
-    limits = []
-    for name in ("max_tokens", "max_completion_tokens"):
-        value = _optional(body, name, int, "an integer")
-        if value is not None and value < 1:
-            raise _bad(name, "must be at least 1")
-        if value is not None:
-            limits.append(value)
-    return min(limits) if limits else None
+def _max_tokens(body: Fields) -> int | None:
+    names = ("max_tokens", "max_completion_tokens")
+    limits = [body.integer(name, 1, 1 << 31) for name in names]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def messages(value: Any) -> list[dict[str, Any]]:
     """Messages in the gateway's own form. Raises: Refused (400)."""
-    if not isinstance(value, list) or not value:
-        raise _bad("messages", "must be a non-empty list")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
+    return _messages(Fields({"messages": value}))
 
 
-def _message(value: Any, param: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _bad(param, "must be an object")
-    role = value.get("role")
+def _messages(body: Fields) -> list[dict[str, Any]]:
+    found = [_message(message) for message in body.objects("messages", MAX_MESSAGES)]
+    if not found:
+        raise body.bad("messages", "must be a non-empty list")
+    return found
+
+
+def _message(fields: Fields) -> dict[str, Any]:
+    role = fields.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise _bad(f"{param}.role", f"must be one of {', '.join(ROLES)}")
-    message: dict[str, Any] = {
-        "role": ROLES[role],
-        "content": _content(value.get("content"), f"{param}.content"),
-    }
+        raise fields.bad("role", f"must be one of {', '.join(ROLES)}")
+    content = _content(fields, "content", in_result=ROLES[role] == "tool")
+    message: dict[str, Any] = {"role": ROLES[role], "content": content}
     for name in ("reasoning_content", "tool_call_id", "name"):
-        if (text := value.get(name)) is not None:
-            if not isinstance(text, str):
-                raise _bad(f"{param}.{name}", "must be a string")
+        if (text := fields.optional_text(name)) is not None:
             message[name] = text
-    if role == "assistant" and value.get("tool_calls"):
-        message["tool_calls"] = _tool_calls(value["tool_calls"], f"{param}.tool_calls")
+    if role == "assistant" and fields.get("tool_calls"):
+        message["tool_calls"] = [_tool_call(call) for call in fields.objects("tool_calls")]
     return message
 
 
-def _content(value: Any, param: str) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise _bad(param, "must be a string or a list of text parts")
-    return "".join(_text_part(part, f"{param}[{i}]") for i, part in enumerate(value))
+def _content(fields: Fields, key: str, *, in_result: bool = False) -> str:
+    value = fields.get(key)
+    if value is None or isinstance(value, str):
+        return value or ""
+    return "".join(_part(part, path, in_result) for path, part in fields.items(key))
 
 
-def _text_part(part: Any, param: str) -> str:
+def _part(part: Any, param: str, in_result: bool) -> str:
+    """A picture that a tool happened to read must not end the rollout; the model is told."""
     if isinstance(part, str):
         return part
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        return text
-    raise _bad(param, 'must be a text part {"type": "text", "text": "..."}: this model reads text')
+    for name in ("text", "refusal"):
+        if isinstance(part, dict) and isinstance(part.get(name), str):
+            text: str = part[name]
+            return text
+    if in_result and isinstance(part, dict):
+        return f"[{str(part.get('type'))[:40]} not shown: this model reads text]"
+    raise bad(param, 'must be a text part {"type": "text", "text": "..."}: this model reads text')
 
 
-def _tool_calls(value: Any, param: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise _bad(param, "must be a list")
-    return [_tool_call(call, f"{param}[{i}]") for i, call in enumerate(value)]
-
-
-def _tool_call(call: Any, param: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        raise _bad(param, "must be an object with a 'function' object")
+def _tool_call(call: Fields) -> dict[str, Any]:
+    function = call.object("function")
     arguments = function.get("arguments")
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments)
     if not isinstance(arguments, str):
-        raise _bad(f"{param}.function.arguments", "must be a string of JSON")
-    name = _required_text(function, "name", f"{param}.function.name")
-    call_id = call.get("id")
-    if call_id is not None and not isinstance(call_id, str):
-        raise _bad(f"{param}.id", "must be a string")
+        raise function.bad("arguments", "must be a string of JSON")
     return {
-        "id": call_id or "",
+        "id": call.optional_text("id") or "",
         "type": "function",
-        "function": {"name": name, "arguments": arguments},
+        "function": {"name": function.text("name"), "arguments": arguments},
     }
 
 
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list):
-        raise _bad("tools", "must be a list")
-    for i, tool in enumerate(value):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict):
-            raise _bad(f"tools[{i}]", "must be an object with a 'function' object")
-        _required_text(function, "name", f"tools[{i}].function.name")
-    return value
+def _tools(body: Fields) -> list[dict[str, Any]] | None:
+    tools = list(body.objects("tools", MAX_TOOLS))
+    for tool in tools:
+        function = tool.object("function")
+        function.text("name")
+        function.optional_text("description")
+        function.object("parameters")
+    return [tool.values for tool in tools] or None
 
 
 def completion(answer: Answer) -> bytes:
