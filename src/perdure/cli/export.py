@@ -3,11 +3,15 @@
 import asyncio
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from perdure.cli import completion, config
 from perdure.cli.console import answer, json_option
+
+if TYPE_CHECKING:
+    from perdure.episodes.segments import RewardShare, SegmentMode
 
 SUFFIXES = {
     "preds": "json",
@@ -15,6 +19,10 @@ SUFFIXES = {
     "episodes": "parquet",
     "jsonl": "jsonl",
     "sft": "jsonl",
+    "slime": "jsonl",
+    "skyrl": "jsonl",
+    "torchtitan": "jsonl",
+    "verl": "jsonl",
 }
 
 
@@ -31,8 +39,31 @@ SUFFIXES = {
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write.  [default: RUN.FORMAT.SUFFIX here]",
 )
+@click.option(
+    "--segments",
+    "mode",
+    type=click.Choice(["tree", "merge"]),
+    default="tree",
+    show_default=True,
+    help="How trainers' segments are cut: by recorded ids, or by slime's merge_turns.",
+)
+@click.option(
+    "--reward-share",
+    type=click.Choice(["split", "full", "last"]),
+    default="split",
+    show_default=True,
+    help="What each of a rollout's K segments gets: 1/K, all of it, or the last one all.",
+)
 @json_option
-def export(run_id: str, format_name: str, out: Path | None, as_json: bool) -> None:
+def export(
+    *,
+    run_id: str,
+    format_name: str,
+    out: Path | None,
+    mode: "SegmentMode",
+    reward_share: "RewardShare",
+    as_json: bool,
+) -> None:
     """Write a run's episodes as one file.
 
     \b
@@ -41,16 +72,20 @@ def export(run_id: str, format_name: str, out: Path | None, as_json: bool) -> No
     episodes   token arrays: one parquet file, one row a segment
     jsonl      the readable episodes, one line a rollout
     sft        the agent's messages with the reward, one line a graded rollout
+    slime, skyrl, torchtitan, verl
+               that trainer's own fields; arrays in parquet if --out ends in .parquet
 
     What is left out is named on stderr. Exit code 1: the store lost or garbled some of it; the
     rest is written.
     """
     settings = config.load_settings()
-    from perdure.episodes.export import export_run
+    from perdure.episodes.export import Rules, export_run
     from perdure.storage.base import open_store
 
     path = out or Path(f"{run_id}.{format_name}.{SUFFIXES[format_name]}")
-    report = asyncio.run(export_run(open_store(settings), run_id, format_name, path))  # type: ignore[arg-type]  # click checked the choice
+    rules = Rules(mode=mode, reward_share=reward_share)
+    exporting = export_run(open_store(settings), run_id, format_name, path, rules)  # type: ignore[arg-type]  # click checked the choice
+    report = asyncio.run(exporting)
     for one in report.omitted:
         sample = "" if one.sample_index is None else f" #{one.sample_index}"
         head = "error: left out" if one.damaged else "left out "

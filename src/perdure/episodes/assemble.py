@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, JsonValue, ValidationError
 
+from perdure.episodes.accounting import TrajectoryCounts, count_trajectory
 from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
 from perdure.storage import keys
 from perdure.storage.base import Store
@@ -62,6 +63,8 @@ TOKENS_SCHEMA = pa.schema(
         ("outcome", pa.string()),
         ("finish_reason", pa.string()),
         ("trainable", pa.bool_()),
+        ("chain", pa.string()),
+        ("turns", pa.list_(pa.int32())),
     ],
     metadata={b"perdure.episode": b"1"},
 )
@@ -144,11 +147,13 @@ class Episode(Frozen):
     """Tokens the engines read, summed over turns."""
     sampled_tokens: int = 0
     trained_tokens: int = 0
-    """Tokens with mask 1; equals `sampled_tokens` where every turn has its ids."""
+    """Tokens with mask 1; `trajectory` says what became of the rest."""
     policy_version_min: int | None = None
     policy_version_max: int | None = None
     bridge_misses: dict[str, int] = Field(default_factory=dict)
     """Turns after the first that do not extend the one before, by reason."""
+    trajectory: TrajectoryCounts = TrajectoryCounts()
+    """What became of every sampled token, and what the segments cost to train."""
     started_at: float
     finished_at: float
     seconds: float
@@ -255,6 +260,7 @@ def build(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
         policy_version_min=min(versions, default=None),
         policy_version_max=max(versions, default=None),
         bridge_misses=count(t.bridge_miss for t in parts.turns[1:] if t.bridge_miss),
+        trajectory=count_trajectory(parts.turns, segments),
         started_at=parts.started_at,
         finished_at=parts.finished_at,
         seconds=round(parts.finished_at - parts.started_at, 3),
@@ -329,13 +335,14 @@ def _row(episode: Episode, segment: Segment | None) -> dict[str, Any]:
         "outcome": episode.outcome and episode.outcome.value,
         "trainable": episode.trainable,
     }
-    arrays = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions")
+    arrays = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "turns")
     if segment is None:
         return row | {"segment_index": 0} | dict.fromkeys(arrays, ())
     share = None if episode.reward is None else episode.reward * segment.reward_share
     return row | {
         "segment_kind": segment.kind.value,
         "segment_index": segment.index,
+        "chain": segment.chain,
         "reward": share,
         "finish_reason": segment.finish_reason.value,
         **{name: getattr(segment, name) for name in arrays},

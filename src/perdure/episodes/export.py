@@ -17,16 +17,30 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from perdure.episodes.assemble import TOKENS_SCHEMA, Episode, scan_run
+from perdure.episodes.reading import EpisodeSegments, read_segments
+from perdure.episodes.segments import RewardShare, SegmentMode
+from perdure.episodes.trainer_files import TrainerFile, TrainerFormat
 from perdure.errors import ConfigurationError, NotFound
 from perdure.storage.base import Store
 from perdure.types import RolloutStatus
 
-Format = Literal["preds", "preds-all", "episodes", "jsonl", "sft"]
+Format = Literal["preds", "preds-all", "episodes", "jsonl", "sft"] | TrainerFormat
 """preds      predictions of the SWE-bench harness: one JSON object, one patch an instance
 preds-all  the same entries for every graded sample, one JSON line each
 episodes   token arrays: one parquet file, one row a segment
 jsonl      the readable episodes, one JSON line a rollout
-sft        the agent's messages with the reward, one JSON line a graded rollout"""
+sft        the agent's messages with the reward, one JSON line a graded rollout
+slime, skyrl, torchtitan, verl
+           that trainer's own fields: JSON lines, or parquet where the file ends in .parquet"""
+FORMATS: tuple[str, ...] = tuple(name for part in get_args(Format) for name in get_args(part))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How segments are cut and rewarded for a trainer's format."""
+
+    mode: SegmentMode = "tree"
+    reward_share: RewardShare = "split"
 
 
 @dataclass(frozen=True)
@@ -62,20 +76,22 @@ class _Damaged(_Left):
     damaged = True
 
 
-async def export_run(store: Store, run_id: str, format: Format, out: Path) -> ExportReport:
-    """Write one file, whole or not at all.
+async def export_run(
+    store: Store, run_id: str, format: Format, out: Path, rules: Rules | None = None
+) -> ExportReport:
+    """Write one file, whole or not at all. `rules` are for the trainers' formats.
 
     Raises: ConfigurationError on an unknown format; NotFound when the run has no episodes.
     """
-    if format not in get_args(Format):
-        known = ", ".join(get_args(Format))
+    if format not in FORMATS:
+        known = ", ".join(FORMATS)
         raise ConfigurationError(f"unknown export format {format!r}: use one of {known}")
     episodes, unreadable = await scan_run(store, run_id)
     if not episodes and not unreadable:
         raise NotFound(
             f"run {run_id!r} has no episodes in {store.url}: `perdure status` lists the runs"
         )
-    exporter = _Exporter(store, episodes)
+    exporter = _Exporter(store, episodes, rules or Rules(), parquet=out.suffix == ".parquet")
     exporter.omitted += [
         Omitted(one.instance_id, one.sample_index, str(one), damaged=True) for one in unreadable
     ]
@@ -86,8 +102,12 @@ async def export_run(store: Store, run_id: str, format: Format, out: Path) -> Ex
 
 
 class _Exporter:
-    def __init__(self, store: Store, episodes: Sequence[Episode]) -> None:
+    def __init__(
+        self, store: Store, episodes: Sequence[Episode], rules: Rules, *, parquet: bool
+    ) -> None:
         self.store = store
+        self.rules = rules
+        self.parquet = parquet
         self.episodes = episodes
         self.written = 0
         self.omitted: list[Omitted] = []
@@ -97,6 +117,8 @@ class _Exporter:
             await self._preds(file)
         elif format == "episodes":
             await self._tokens(file)
+        elif format in get_args(TrainerFormat):
+            await self._trainer(TrainerFile(format, self.episodes, file, parquet=self.parquet))  # type: ignore[arg-type]  # just checked
         else:
             make: dict[str, Callable[[Episode], Any]] = {
                 "preds-all": self._prediction,
@@ -128,6 +150,28 @@ class _Exporter:
         with pq.ParquetWriter(file, TOKENS_SCHEMA, compression="zstd") as writer:
             async for _, table in self._each(self.episodes, self._table):
                 writer.write_table(table)
+
+    async def _trainer(self, file: TrainerFile) -> None:
+        async def make(episode: Episode) -> EpisodeSegments:
+            found = await self._segments(episode)
+            if (reason := file.why_not(found)) is not None:
+                raise _Left(reason)
+            return found
+
+        async for _, found in self._each(self.episodes, make):
+            file.add(found)
+        file.close()
+
+    async def _segments(self, episode: Episode) -> EpisodeSegments:
+        rules = self.rules
+        try:
+            return await read_segments(
+                self.store, episode, mode=rules.mode, reward_share=rules.reward_share
+            )
+        except NotFound:
+            raise _Damaged(f"{episode.tokens_key} is gone from the store") from None
+        except ValueError as error:
+            raise _Damaged(str(error)) from error
 
     async def _each(
         self, episodes: Sequence[Episode], make: Callable[[Episode], Any]

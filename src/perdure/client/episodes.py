@@ -1,0 +1,46 @@
+"""From the reference of a finished rollout to its tokens, for the adapters of `perdure.integrations`.
+
+Owns finding the episode in the store; what its arrays mean is `perdure.episodes`' business.
+"""
+
+import asyncio
+from collections.abc import Iterable
+
+from perdure.episodes import assemble
+from perdure.episodes.reading import EpisodeSegments, read_segments
+from perdure.episodes.segments import RewardShare, SegmentMode
+from perdure.errors import ConfigurationError
+from perdure.settings import Settings
+from perdure.storage.base import Store, open_store
+from perdure.types import EpisodeRef
+
+
+async def read_episodes(
+    refs: Iterable[EpisodeRef],
+    store: Store | None = None,
+    *,
+    mode: SegmentMode = "tree",
+    reward_share: RewardShare = "split",
+) -> list[EpisodeSegments]:
+    """The episodes and their segments, in the order of `refs`; failed rollouts too, reward None.
+
+    `store` is the one that the settings name, unless given. Raises: NotFound (deleted since),
+    ConfigurationError (they lie in another store), ValueError (unreadable).
+    """
+    source = store or open_store(Settings())
+
+    async def one(ref: EpisodeRef) -> EpisodeSegments:
+        key = _key(ref, source)
+        episode = assemble.parse(key, (await source.get(key)).data)
+        return await read_segments(source, episode, mode=mode, reward_share=reward_share)
+
+    return list(await asyncio.gather(*(one(ref) for ref in refs)))
+
+
+def _key(ref: EpisodeRef, store: Store) -> str:
+    key = ref.uri.removeprefix(f"{store.url}/")
+    if key == ref.uri:
+        raise ConfigurationError(
+            f"the episode lies at {ref.uri}, this process reads {store.url}: set PERDURE_STORE"
+        )
+    return key

@@ -1,0 +1,89 @@
+"""What became of every sampled token of a rollout, and what its training will cost.
+
+Owns the counts of `episode.json` that speak of the trajectory; judges nothing.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from pydantic import Field
+
+from perdure.episodes.segments import untrained
+from perdure.types import Frozen, Purpose, Segment, Turn
+
+
+class TrajectoryCounts(Frozen):
+    """Sampled, trained, not trained and why. All tokens are counts.
+
+    Example:
+        TrajectoryCounts(sampled_tokens=410, trained_tokens=398, untrained_tokens={"side": 12},
+                         segments={"final": 1, "subagent": 2}, chains=3, training_tokens=49_374, ...)
+    """
+
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    untrained_tokens: dict[str, int] = Field(default_factory=dict)
+    """By reason: `side`, `hosted`, `drift`. With `trained_tokens` they add up to `sampled_tokens`."""
+    untrained_turns: dict[str, int] = Field(default_factory=dict)
+    segments: dict[str, int] = Field(default_factory=dict)
+    """By kind."""
+    chains: int = 0
+    compactions: int = 0
+    training_tokens: int = 0
+    """What a trainer reads: prompts and responses of all segments."""
+    duplication: float = 1.0
+    """`training_tokens` over those that are left when every shared beginning is counted once."""
+    replayed_turns: int = 0
+    """Turns answered from an earlier attempt's recording."""
+    replayed_tokens: int = 0
+    replay_ended_at: int | None = None
+    """The first turn that was sampled afresh after replayed ones; None when there is none."""
+
+
+def count_trajectory(turns: Sequence[Turn], segments: Sequence[Segment]) -> TrajectoryCounts:
+    """`segments` as cut from `turns`."""
+    left = untrained(turns, segments)
+    tokens: Counter[str] = Counter()
+    for one in left:
+        tokens[one.reason] += one.tokens
+    replayed = [turn for turn in turns if turn.replayed_from]
+    whole = [segment.prompt_ids + segment.response_ids for segment in segments]
+    training = sum(map(len, whole))
+    return TrajectoryCounts(
+        sampled_tokens=sum(len(turn.completion_ids) for turn in turns),
+        trained_tokens=sum(sum(segment.loss_mask) for segment in segments),
+        untrained_tokens=_sorted(tokens),
+        untrained_turns=_sorted(Counter(one.reason for one in left)),
+        segments=_sorted(Counter(segment.kind.value for segment in segments)),
+        chains=len({turn.chain for turn in turns}),
+        compactions=sum(turn.purpose is Purpose.COMPACTION for turn in turns),
+        training_tokens=training,
+        duplication=round(training / _distinct(whole), 4) if training else 1.0,
+        replayed_turns=len(replayed),
+        replayed_tokens=sum(len(turn.completion_ids) for turn in replayed),
+        replay_ended_at=_first_fresh(turns, replayed),
+    )
+
+
+def _first_fresh(turns: Sequence[Turn], replayed: Sequence[Turn]) -> int | None:
+    if not replayed:
+        return None
+    fresh = (t.index for t in turns if t.index > replayed[-1].index and not t.replayed_from)
+    return next(fresh, None)
+
+
+def _distinct(sequences: Iterable[tuple[int, ...]]) -> int:
+    """Tokens when a beginning that several sequences share is held once."""
+    ordered = sorted(sequences)
+    shared = sum(_common(one, other) for one, other in pairwise(ordered))
+    return sum(map(len, ordered)) - shared
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _sorted(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted(counts.items()))

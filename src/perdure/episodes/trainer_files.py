@@ -1,0 +1,148 @@
+"""A run as one file for a trainer: JSON lines, or parquet with arrays where the file is so named.
+
+Owns the file forms of `perdure.episodes.trainers`. One line is one sample; for SkyRL, whose batches
+are columns, one `GeneratorOutput` a group.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, BinaryIO, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from perdure.episodes import trainers
+from perdure.episodes.assemble import Episode
+from perdure.episodes.reading import EpisodeSegments
+from perdure.episodes.trainers import Row
+
+TrainerFormat = Literal["slime", "skyrl", "torchtitan", "verl"]
+
+PER_BATCH = ("rollout_metrics", "trajectory_generation_times", "trajectory_time_splits")
+"""Fields of SkyRL's output that are not one entry a row; a parquet row has no place for them."""
+
+IDS, FLOATS, MASK = pa.list_(pa.int32()), pa.list_(pa.float64()), pa.list_(pa.int8())
+TEXT, NUMBER, REWARD, TRUTH = pa.string(), pa.int64(), pa.float64(), pa.bool_()
+COLUMNS: dict[str, dict[str, pa.DataType]] = {
+    "slime": {
+        "group_index": NUMBER,
+        "index": NUMBER,
+        "rollout_id": NUMBER,
+        "prompt": TEXT,
+        "tokens": IDS,
+        "response": TEXT,
+        "response_length": NUMBER,
+        "label": TEXT,
+        "reward": REWARD,
+        "loss_mask": MASK,
+        "weight_versions": pa.list_(TEXT),
+        "rollout_log_probs": FLOATS,
+        "remove_sample": TRUTH,
+        "status": TEXT,
+        "session_id": TEXT,
+        "metadata": TEXT,
+    },
+    "skyrl": {
+        "prompt_token_ids": IDS,
+        "response_ids": IDS,
+        "rewards": FLOATS,
+        "loss_masks": MASK,
+        "stop_reasons": TEXT,
+        "rollout_logprobs": FLOATS,
+        "trajectory_ids": TEXT,
+        "is_last_step": TRUTH,
+        "env_metrics": TEXT,
+    },
+    "torchtitan": {
+        "min_policy_version": NUMBER,
+        "max_policy_version": NUMBER,
+        "rollout_id": TEXT,
+        "token_ids": IDS,
+        "loss_mask": pa.list_(TRUTH),
+        "logprobs": FLOATS,
+        "advantage": FLOATS,
+    },
+    "verl": {
+        "prompt_ids": IDS,
+        "response_ids": IDS,
+        "response_mask": MASK,
+        "response_logprobs": FLOATS,
+        "reward_score": REWARD,
+        "num_turns": NUMBER,
+        "metrics": TEXT,
+        "extra_fields": TEXT,
+    },
+}
+"""Of the parquet form; text columns of nested fields hold JSON."""
+
+
+class TrainerFile:
+    """Writes one rollout after the other; `close` completes the file."""
+
+    def __init__(
+        self, format: TrainerFormat, episodes: Sequence[Episode], file: BinaryIO, *, parquet: bool
+    ) -> None:
+        self._format = format
+        self._file = file
+        self._indexes = {episode.rollout_id: n for n, episode in enumerate(episodes)}
+        groups = dict.fromkeys(episode.group_id for episode in episodes)
+        self._groups = {group: n for n, group in enumerate(groups)}
+        self._advantages = trainers.group_advantages(episodes)
+        self._held: list[EpisodeSegments] = []
+        self._schema = pa.schema(list(COLUMNS[format].items()))
+        self._parquet = (
+            pq.ParquetWriter(file, self._schema, compression="zstd") if parquet else None
+        )
+
+    def why_not(self, found: EpisodeSegments) -> str | None:
+        """Why this rollout has no line in this format, or None when it has."""
+        if self._format == "slime":
+            return None
+        if found.episode.reward is None:
+            return f"not graded ({found.episode.status.value}): its reward is unknown, not 0"
+        return None if found.segments else "nothing to train on: no turn with token ids"
+
+    def add(self, found: EpisodeSegments) -> None:
+        if self._format == "skyrl":
+            self._held.append(found)
+        else:
+            self._write(self._rows(found))
+
+    def close(self) -> None:
+        for _, group in groupby(self._held, key=lambda one: one.episode.group_id):
+            output = trainers.skyrl_output(list(group))
+            self._write(list(_transposed(output)) if self._parquet else [output])
+        if self._parquet is not None:
+            self._parquet.close()
+
+    def _rows(self, found: EpisodeSegments) -> list[Row]:
+        episode = found.episode
+        group = self._groups[episode.group_id]
+        if self._format == "slime":
+            index = self._indexes[episode.rollout_id]
+            return trainers.slime_samples(found, index=index, group_index=group)
+        if self._format == "torchtitan":
+            advantage = self._advantages[episode.rollout_id]
+            return trainers.torchtitan_samples(found, group_id=group, advantage=advantage)
+        return trainers.verl_outputs(found)
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        if self._parquet is None:
+            for row in rows:
+                self._file.write(json.dumps(row).encode() + b"\n")
+        elif rows:
+            flat = [{name: _flat(row[name]) for name in self._schema.names} for row in rows]
+            self._parquet.write_table(pa.Table.from_pylist(flat, schema=self._schema))
+
+
+def _transposed(output: Row) -> Iterator[Row]:
+    columns = [
+        name for name, value in output.items() if value is not None and name not in PER_BATCH
+    ]
+    for values in zip(*(output[name] for name in columns), strict=True):
+        yield dict(zip(columns, values, strict=True))
+
+
+def _flat(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, dict) else value

@@ -1,0 +1,251 @@
+"""Episodes in the shapes of slime, SkyRL, TorchTitan and verl, field for field.
+
+Owns the mapping from segments to each trainer's fields, as plain dicts; `perdure.integrations` makes
+the trainers' own objects of them. Ids, masks and logprobs are copied, never computed. Fields as of
+slime 624b824a8, SkyRL a9564572e, TorchTitan b5bcd76c6, verl 1dda039b9 (August 2026).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from perdure.episodes.assemble import Episode
+from perdure.episodes.reading import EpisodeSegments, graded
+from perdure.types import FinishReason, Segment
+
+Row = dict[str, Any]
+NO_VERSION = -1
+
+
+# --- slime -----------------------------------------------------------------------------------
+
+
+def slime_samples(found: EpisodeSegments, *, index: int, group_index: int) -> list[Row]:
+    """`Sample.from_dict` takes each: one a segment, all with the `rollout_id` of the input sample.
+
+    A graded rollout without a segment gives slime's placeholder (one masked token, aborted). One
+    without a verdict gives the same with reward None and `remove_sample`: leave it out of the group's
+    baseline, or sample it again; it is no 0.
+    """
+    if found.episode.reward is None or not found.segments:
+        return [_slime_placeholder(found, index, group_index)]
+    return [_slime_sample(found, segment, index, group_index) for segment in found.segments]
+
+
+def _slime_sample(found: EpisodeSegments, segment: Segment, index: int, group_index: int) -> Row:
+    truncated = segment.finish_reason is FinishReason.LENGTH
+    return _slime_base(found.episode, index, group_index) | {
+        "tokens": [*segment.prompt_ids, *segment.response_ids],
+        "response_length": len(segment.response_ids),
+        "reward": found.reward_of(segment),
+        "loss_mask": list(segment.loss_mask),
+        "weight_versions": [str(version) for version in _versions(segment)],
+        "rollout_log_probs": list(segment.logprobs),
+        "status": "truncated" if truncated else "completed",
+        "metadata": _facts(found, segment),
+    }
+
+
+def _slime_placeholder(found: EpisodeSegments, index: int, group_index: int) -> Row:
+    return _slime_base(found.episode, index, group_index) | {
+        "tokens": [0, 0],
+        "response_length": 1,
+        "reward": found.episode.reward,
+        "loss_mask": [0],
+        "weight_versions": [],
+        "rollout_log_probs": [0.0],
+        "remove_sample": True,
+        "status": "aborted",
+        "metadata": _episode_facts(found.episode) | {"num_segments": len(found.segments)},
+    }
+
+
+def _slime_base(episode: Episode, index: int, group_index: int) -> Row:
+    return {
+        "group_index": group_index,
+        "index": index,
+        "rollout_id": index,
+        "prompt": "",
+        "response": "",
+        "label": episode.instance_id,
+        "remove_sample": False,
+        "session_id": episode.rollout_id,
+    }
+
+
+# --- SkyRL -----------------------------------------------------------------------------------
+
+
+def skyrl_output(found: Sequence[EpisodeSegments]) -> Row:
+    """One `GeneratorOutput`, in the step-wise form: a row a segment, a rollout's rows together, its
+    whole reward on the last token of its last row (SkyRL gives its advantage to all of them).
+
+    Rollouts without a verdict or without segments have no row: SkyRL knows no missing reward.
+    """
+    kept = graded(found)
+    rows = [(one, segment) for one in kept for segment in one.segments]
+    return {
+        "prompt_token_ids": [list(segment.prompt_ids) for _, segment in rows],
+        "response_ids": [list(segment.response_ids) for _, segment in rows],
+        "rewards": [_at_the_end(one, segment) for one, segment in rows],
+        "loss_masks": [list(segment.loss_mask) for _, segment in rows],
+        "stop_reasons": [segment.finish_reason.value for _, segment in rows],
+        "rollout_metrics": _metrics(found, kept),
+        "rollout_logprobs": [list(segment.logprobs) for _, segment in rows],
+        "trajectory_ids": [_trajectory_id(one.episode) for one, _ in rows],
+        "trajectory_generation_times": [one.episode.seconds for one in kept],
+        "trajectory_time_splits": {
+            "llm": [one.episode.engine_seconds for one in kept],
+            "env": [_environment_seconds(one.episode) for one in kept],
+        },
+        "rollout_expert_indices": None,
+        "is_last_step": [segment is one.segments[-1] for one, segment in rows],
+        "env_metrics": [_facts(one, segment) for one, segment in rows],
+        "pixel_values": None,
+        "image_grid_thw": None,
+    }
+
+
+def _at_the_end(found: EpisodeSegments, segment: Segment) -> list[float]:
+    rewards = [0.0] * len(segment.response_ids)
+    if segment is found.segments[-1] and found.episode.reward is not None:
+        rewards[-1] = found.episode.reward
+    return rewards
+
+
+def _trajectory_id(episode: Episode) -> Row:
+    return {"instance_id": episode.instance_id, "repetition_id": episode.sample_index}
+
+
+def _metrics(found: Sequence[EpisodeSegments], kept: Sequence[EpisodeSegments]) -> dict[str, float]:
+    """Numbers of the batch, those left out included."""
+    outcomes = Counter(one.episode.outcome for one in kept if one.episode.outcome)
+    return {
+        "perdure/rollouts": len(found),
+        "perdure/left_out": len(found) - len(kept),
+        "perdure/segments": sum(len(one.segments) for one in kept),
+        **{f"perdure/{outcome.value}": n for outcome, n in sorted(outcomes.items())},
+    }
+
+
+# --- TorchTitan ------------------------------------------------------------------------------
+
+
+def torchtitan_samples(found: EpisodeSegments, *, group_id: int, advantage: float) -> list[Row]:
+    """`TrainingSample` fields, one a branch: an unbroken chain packed into one sequence [L].
+
+    Every branch gets the rollout's whole advantage. None without a verdict or without segments.
+    """
+    if found.episode.reward is None:
+        return []
+    return [
+        _training_sample(found.episode, segment, group_id, advantage) for segment in found.segments
+    ]
+
+
+def _training_sample(episode: Episode, segment: Segment, group_id: int, advantage: float) -> Row:
+    prompt = len(segment.prompt_ids)
+    mask = [False] * prompt + [bool(one) for one in segment.loss_mask]
+    versions = _versions(segment) or [NO_VERSION]
+    return {
+        "min_policy_version": min(versions),
+        "max_policy_version": max(versions),
+        "rollout_id": {
+            "group_id": group_id,
+            "rollout_id": episode.sample_index,
+            "turn_id": segment.turns[0] if segment.turns else 0,
+        },
+        "token_ids": [*segment.prompt_ids, *segment.response_ids],
+        "loss_mask": mask,
+        "logprobs": [0.0] * prompt + list(segment.logprobs),
+        "advantage": [advantage if trained else 0.0 for trained in mask],
+    }
+
+
+def group_advantages(episodes: Iterable[Episode]) -> dict[str, float]:
+    """By `rollout_id`: reward minus the mean over the group's graded rollouts, each counted once."""
+    groups: dict[str, list[Episode]] = {}
+    for episode in episodes:
+        if episode.reward is not None:
+            groups.setdefault(episode.group_id, []).append(episode)
+    found: dict[str, float] = {}
+    for siblings in groups.values():
+        rewards = [episode.reward or 0.0 for episode in siblings]
+        mean = sum(rewards) / len(rewards)
+        found |= {e.rollout_id: r - mean for e, r in zip(siblings, rewards, strict=True)}
+    return found
+
+
+# --- verl ------------------------------------------------------------------------------------
+
+
+def verl_outputs(found: EpisodeSegments) -> list[Row]:
+    """`AgentLoopOutput` fields, one a segment; none without a verdict: verl would compute a reward
+    where `reward_score` is None."""
+    if found.episode.reward is None:
+        return []
+    return [_agent_loop_output(found, segment) for segment in found.segments]
+
+
+def _agent_loop_output(found: EpisodeSegments, segment: Segment) -> Row:
+    episode = found.episode
+    return {
+        "prompt_ids": list(segment.prompt_ids),
+        "response_ids": list(segment.response_ids),
+        "response_mask": list(segment.loss_mask),
+        "response_logprobs": list(segment.logprobs),
+        "routed_experts": None,
+        "multi_modal_data": None,
+        "reward_score": found.reward_of(segment),
+        "num_turns": 2 * len(segment.turns),
+        "metrics": {
+            "generate_sequences": episode.engine_seconds,
+            "tool_calls": _environment_seconds(episode),
+            "compute_score": episode.stage_seconds.get("grade", 0.0),
+            "num_preempted": -1,
+        },
+        "extra_fields": _facts(found, segment),
+        "mm_processor_kwargs": None,
+    }
+
+
+# --- common ----------------------------------------------------------------------------------
+
+
+def _facts(found: EpisodeSegments, segment: Segment) -> Row:
+    """A segment's metadata, under slime's documented names, and where it comes from."""
+    versions = _versions(segment)
+    return _episode_facts(found.episode) | {
+        "segment_kind": segment.kind.value,
+        "finish_reason": segment.finish_reason.value,
+        "segment_idx": segment.index,
+        "num_segments": len(found.segments),
+        "reward_share": segment.reward_share,
+        "chain": segment.chain,
+        "turns": list(segment.turns),
+        "policy_version_min": min(versions, default=None),
+        "policy_version_max": max(versions, default=None),
+    }
+
+
+def _episode_facts(episode: Episode) -> Row:
+    return {
+        "instance_id": episode.instance_id,
+        "sample_index": episode.sample_index,
+        "group_id": episode.group_id,
+        "rollout": episode.rollout_id,
+        "rollout_reward": episode.reward,
+        "status": episode.status.value,
+        "outcome": episode.outcome.value if episode.outcome else None,
+        "agent_end": episode.agent_end.value if episode.agent_end else None,
+        "failure": episode.failure.message if episode.failure else None,
+    }
+
+
+def _versions(segment: Segment) -> list[int]:
+    """The policy versions of the trained tokens, in order of appearance, each once."""
+    return list(dict.fromkeys(version for version in segment.versions if version != NO_VERSION))
+
+
+def _environment_seconds(episode: Episode) -> float:
+    return max(0.0, episode.stage_seconds.get("agent", 0.0) - episode.engine_seconds)

@@ -1,0 +1,1 @@
+"""Thin adapters: Perdure's episodes as the objects of the trainers that are installed."""

@@ -1,0 +1,14 @@
+"""verl: segments as the `AgentLoopOutput`s of an agent loop."""
+
+from typing import Any
+
+from perdure.episodes.reading import EpisodeSegments
+from perdure.episodes.trainers import verl_outputs
+from perdure.integrations import installed
+
+
+def agent_loop_outputs(found: EpisodeSegments) -> list[Any]:
+    """One `AgentLoopOutput` (its dict where verl is not installed) a segment; none when it failed."""
+    rows = verl_outputs(found)
+    output = installed.find("verl.experimental.agent_loop.agent_loop", "AgentLoopOutput")
+    return rows if output is None else [output(**row) for row in rows]

@@ -1,0 +1,367 @@
+"""What trainers read of a run: their own field names, our recorded ids, and no reward invented."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from perdure.client.episodes import read_episodes
+from perdure.episodes import assemble, trainers, turns
+from perdure.episodes.assemble import EpisodeParts
+from perdure.episodes.export import ExportReport, Format, Rules, export_run
+from perdure.episodes.reading import EpisodeSegments, read_segments
+from perdure.episodes.segments import cut
+from perdure.errors import Boundary, ConfigurationError
+from perdure.storage.local import LocalStore
+from perdure.types import (
+    Failure,
+    FinishReason,
+    Grade,
+    Outcome,
+    Rewards,
+    RolloutRequest,
+    RolloutStatus,
+    Turn,
+    VersionSpan,
+)
+
+LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="gone")
+
+
+def turn(index: int, prompt: tuple[int, ...], completion: tuple[int, ...], **fields: Any) -> Turn:
+    version = fields.pop("version", 3)
+    span = VersionSpan(version=version, start=0, end=len(completion))
+    return Turn(
+        index=index,
+        prompt_ids=prompt,
+        completion_ids=completion,
+        logprobs=(-0.1,) * len(completion),
+        versions=(span,),
+        **fields,
+    )
+
+
+TWO_BRANCHES = (
+    turn(0, (1, 2), (4,)),
+    turn(1, (1, 2, 4, 8), (5, 6), version=4, parent=0),
+    turn(2, (90, 91), (7,), version=4, finish_reason=FinishReason.LENGTH),
+)
+
+
+class Run:
+    """A run in a store, rollout by rollout."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self.store = store
+
+    async def add(
+        self,
+        reward: float | None,
+        taken: tuple[Turn, ...] = TWO_BRANCHES,
+        sample_index: int = 0,
+        instance: str = "click-1",
+    ) -> EpisodeSegments:
+        request = RolloutRequest(
+            run_id="r", instance=f"tests/{instance}", sample_index=sample_index
+        )
+        key = f"runs/r/rollouts/{instance}/{sample_index}/attempts/1/turns.parquet"
+        await self.store.put(key, turns.encode(taken))
+        outcome = Outcome.RESOLVED if reward else Outcome.UNRESOLVED
+        parts = EpisodeParts(
+            request=request,
+            status=RolloutStatus.FAILED if reward is None else RolloutStatus.GRADED,
+            failure=LOST if reward is None else None,
+            grade=None
+            if reward is None
+            else Grade(outcome=outcome, rewards=Rewards(binary=reward)),
+            started_at=0.0,
+            finished_at=10.0,
+            turns=taken,
+            turns_key=key,
+        )
+        segments = cut(taken)
+        episode = await assemble.write(self.store, assemble.build(parts, segments), segments)
+        return await read_segments(self.store, episode)
+
+    async def export(
+        self, format: Format, out: Path, rules: Rules | None = None
+    ) -> tuple[ExportReport, list[dict[str, Any]]]:
+        report = await export_run(self.store, "r", format, out, rules)
+        if out.suffix == ".parquet":
+            return report, pq.read_table(out).to_pylist()
+        return report, [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(LocalStore(tmp_path / "store"))
+
+
+async def test_segments_are_read_back_as_they_were_cut(run: Run) -> None:
+    """Ids, masks, logprobs, versions, kinds and turns survive the store."""
+    assert list((await run.add(1.0)).segments) == cut(TWO_BRANCHES)
+
+
+# --- slime -----------------------------------------------------------------------------------
+
+
+async def test_slime_gets_one_sample_a_segment_with_its_share(run: Run) -> None:
+    """Prompt and response in `tokens`, everything else along the response, reward / K, one id."""
+    first, second = trainers.slime_samples(await run.add(1.0), index=5, group_index=2)
+
+    assert (first["tokens"], first["response_length"]) == ([1, 2, 4, 8, 5, 6], 4)
+    assert first["loss_mask"] == [1, 0, 1, 1]
+    assert first["rollout_log_probs"] == [-0.1, 0.0, -0.1, -0.1]
+    assert (first["reward"], second["reward"]) == (0.5, 0.5)
+    assert {(s["index"], s["rollout_id"], s["group_index"]) for s in (first, second)} == {(5, 5, 2)}
+    assert (first["status"], second["status"]) == ("completed", "truncated")
+    assert first["weight_versions"] == ["3", "4"]
+
+
+async def test_slime_metadata_has_the_documented_names(run: Run) -> None:
+    """segment_kind, finish_reason, segment_idx and num_segments, as slime's example emits them."""
+    _, second = trainers.slime_samples(await run.add(1.0), index=0, group_index=0)
+    names = ("segment_kind", "finish_reason", "segment_idx", "num_segments")
+
+    assert [second["metadata"][name] for name in names] == ["final", "length", 1, 2]
+
+
+async def test_slime_placeholder_stands_for_a_rollout_without_a_segment(run: Run) -> None:
+    """One masked token, aborted, with the reward of its grade: the group keeps its size."""
+    (sample,) = trainers.slime_samples(await run.add(0.0, ()), index=0, group_index=0)
+
+    assert (sample["tokens"], sample["response_length"], sample["loss_mask"]) == ([0, 0], 1, [0])
+    assert (sample["reward"], sample["status"], sample["remove_sample"]) == (0.0, "aborted", True)
+
+
+async def test_a_failed_rollout_is_no_zero_for_slime(run: Run) -> None:
+    """Reward null, masked and marked for removal, though its tokens were sampled."""
+    (sample,) = trainers.slime_samples(await run.add(None), index=0, group_index=0)
+
+    assert (sample["reward"], sample["remove_sample"], sample["loss_mask"]) == (None, True, [0])
+    assert sample["metadata"]["failure"] == "gone"
+
+
+# --- SkyRL -----------------------------------------------------------------------------------
+
+
+async def test_skyrl_rows_of_a_rollout_are_its_steps(run: Run) -> None:
+    """Rows of one rollout lie together, the last one ends it and carries the whole reward."""
+    output = trainers.skyrl_output([await run.add(1.0), await run.add(0.0, sample_index=1)])
+
+    assert output["is_last_step"] == [False, True, False, True]
+    assert output["rewards"] == [[0.0] * 4, [1.0], [0.0] * 4, [0.0]]
+    assert output["response_ids"][:2] == [[4, 8, 5, 6], [7]]
+    assert output["loss_masks"][0] == [1, 0, 1, 1]
+    assert [one["repetition_id"] for one in output["trajectory_ids"]] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "responses", "masks", "rewards"),
+    [
+        pytest.param(
+            [((10,), (20,)), ((10, 20, 30), (40, 41))],
+            [[20, 30, 40, 41]],
+            [[1, 0, 1, 1]],
+            [[0.0, 0.0, 0.0, 1.0]],
+            id="an extension is merged",
+        ),
+        pytest.param(
+            [((1,), (2,)), ((1, 2, 3), (4,)), ((1, 23, 4, 5), (6,)), ((1, 23, 4, 5, 6, 7), (8,))],
+            [[2, 3, 4], [6, 7, 8]],
+            [[1, 0, 1], [1, 0, 1]],
+            [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0]],
+            id="another history is another row",
+        ),
+        pytest.param(
+            [((10,), (20, 30)), ((10, 20), (30, 40))],
+            [[20, 30], [30, 40]],
+            [[1, 1], [1, 1]],
+            [[0.0, 0.0], [0.0, 1.0]],
+            id="half a completion is no extension",
+        ),
+    ],
+)
+async def test_skyrl_published_cases(
+    run: Run,
+    pairs: list[tuple[tuple[int, ...], tuple[int, ...]]],
+    responses: list[list[int]],
+    masks: list[list[int]],
+    rewards: list[list[float]],
+) -> None:
+    """Its own merging of steps gives the sequences that our segments are."""
+    taken = tuple(turn(n, prompt, completion) for n, (prompt, completion) in enumerate(pairs))
+    output = trainers.skyrl_output([await run.add(1.0, taken)])
+
+    assert output["response_ids"] == responses
+    assert output["loss_masks"] == masks
+    assert output["rewards"] == rewards
+
+
+async def test_skyrl_counts_what_it_leaves_out(run: Run) -> None:
+    """A failed rollout has no row, because a row needs a reward; the metrics say how many."""
+    output = trainers.skyrl_output([await run.add(None), await run.add(1.0, sample_index=1)])
+
+    assert len(output["response_ids"]) == 2
+    assert output["rollout_metrics"]["perdure/left_out"] == 1
+    assert len(output["trajectory_generation_times"]) == 1
+
+
+# --- TorchTitan ------------------------------------------------------------------------------
+
+
+async def packed(run: Run, *taken: Turn) -> list[dict[str, Any]]:
+    return trainers.torchtitan_samples(await run.add(1.0, taken), group_id=3, advantage=0.5)
+
+
+async def test_torchtitan_one_turn(run: Run) -> None:
+    """Prompt masked out, completion in, the advantage on the completion only."""
+    (sample,) = await packed(run, turn(0, (1, 2), (4, 5)))
+
+    assert sample["token_ids"] == [1, 2, 4, 5]
+    assert sample["loss_mask"] == [False, False, True, True]
+    assert sample["advantage"] == [0.0, 0.0, 0.5, 0.5]
+
+
+async def test_torchtitan_versions_span_the_branch(run: Run) -> None:
+    """The oldest and the newest version of the turns that a branch trains."""
+    (sample,) = await packed(
+        run, turn(0, (1, 2), (4, 5)), turn(1, (1, 2, 4, 5, 9), (7,), version=4)
+    )
+
+    assert sample["token_ids"] == [1, 2, 4, 5, 9, 7]
+    assert (sample["min_policy_version"], sample["max_policy_version"]) == (3, 4)
+
+
+async def test_torchtitan_three_turns_are_one_branch(run: Run) -> None:
+    """Environment replies are masked out, with logprob 0."""
+    (sample,) = await packed(
+        run,
+        turn(0, (1, 2), (4,)),
+        turn(1, (1, 2, 4, 8), (5, 6)),
+        turn(2, (1, 2, 4, 8, 5, 6, 9), (7,)),
+    )
+
+    assert "".join("FT"[one] for one in sample["loss_mask"]) == "FFTFTTFT"
+    assert sample["logprobs"] == [0.0, 0.0, -0.1, 0.0, -0.1, -0.1, 0.0, -0.1]
+
+
+async def test_torchtitan_an_edited_history_opens_a_branch(run: Run) -> None:
+    """Each branch names the turn at which it opens and has the whole advantage."""
+    first, second = await packed(run, turn(0, (1, 2), (4,)), turn(1, (90, 91), (5,)))
+
+    assert (first["token_ids"], second["token_ids"]) == ([1, 2, 4], [90, 91, 5])
+    assert [s["rollout_id"]["turn_id"] for s in (first, second)] == [0, 1]
+    assert (first["advantage"][-1], second["advantage"][-1]) == (0.5, 0.5)
+
+
+async def test_torchtitan_nothing_sampled_is_no_sample(run: Run) -> None:
+    """A first turn that gave no token leaves nothing to train."""
+    assert await packed(run, turn(0, (1, 2), ())) == []
+
+
+async def test_advantages_count_a_rollout_once(run: Run) -> None:
+    """However many segments a rollout has, its group's mean counts it once, and failures not."""
+    found = [
+        await run.add(1.0),
+        await run.add(1.0, TWO_BRANCHES[:1], 1),
+        await run.add(0.0, TWO_BRANCHES[:1], 2),
+        await run.add(0.0, TWO_BRANCHES[:1], 3),
+        await run.add(None, TWO_BRANCHES, 4),
+    ]
+
+    advantages = trainers.group_advantages(one.episode for one in found)
+    assert list(advantages.values()) == [0.5, 0.5, -0.5, -0.5]
+
+
+# --- verl ------------------------------------------------------------------------------------
+
+
+async def test_verl_gets_one_output_a_segment(run: Run) -> None:
+    """Prompt and response apart, the mask on sampled tokens, the segment's share as its score."""
+    first, _ = trainers.verl_outputs(await run.add(1.0))
+
+    assert (first["prompt_ids"], first["response_ids"]) == ([1, 2], [4, 8, 5, 6])
+    assert first["response_mask"] == [1, 0, 1, 1]
+    assert (first["reward_score"], first["num_turns"]) == (0.5, 4)
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["slime", "torchtitan", "verl", "skyrl"])
+async def test_parquet_and_json_lines_hold_the_same(
+    run: Run, tmp_path: Path, format: Format
+) -> None:
+    """The file's form changes no token and no reward."""
+    await run.add(1.0)
+    await run.add(0.0, sample_index=1)
+    _, lines = await run.export(format, tmp_path / "out.jsonl")
+    _, rows = await run.export(format, tmp_path / "out.parquet")
+    if format == "skyrl":
+        assert [row["response_ids"] for row in rows] == lines[0]["response_ids"]
+        lines = []
+
+    for line, row in zip(lines, rows if lines else [], strict=True):
+        same = {name: line[name] for name in row if not isinstance(line[name], dict)}
+        assert same == {name: row[name] for name in same}
+
+
+async def test_a_group_shares_its_index(run: Run, tmp_path: Path) -> None:
+    """Samples of one instance have one group_index, rollouts their own index, across the run."""
+    for sample_index in range(2):
+        for instance in ("click-1", "flask-2"):
+            await run.add(1.0, TWO_BRANCHES, sample_index, instance)
+    _, lines = await run.export("slime", tmp_path / "out.jsonl")
+
+    assert [line["group_index"] for line in lines] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [line["index"] for line in lines] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("format", ["skyrl", "torchtitan", "verl"])
+async def test_a_failed_rollout_is_listed_and_not_written(
+    run: Run, tmp_path: Path, format: Format
+) -> None:
+    """Formats that need a number get no line for a rollout without one; the report names it."""
+    await run.add(None)
+    report, lines = await run.export(format, tmp_path / "out.jsonl")
+
+    assert (report.written, lines) == (0, [])
+    assert "its reward is unknown, not 0" in report.omitted[0].reason
+
+
+@pytest.mark.parametrize(("share", "rewards"), [("full", [1.0, 1.0]), ("last", [0.0, 1.0])])
+async def test_reward_share_is_a_choice(
+    run: Run, tmp_path: Path, share: Any, rewards: list[float]
+) -> None:
+    """All of the reward to each segment, or to the last one, instead of 1/K."""
+    await run.add(1.0)
+    _, lines = await run.export("slime", tmp_path / "out.jsonl", Rules(reward_share=share))
+
+    assert [line["reward"] for line in lines] == rewards
+
+
+async def test_segments_can_be_cut_by_merging(run: Run, tmp_path: Path) -> None:
+    """`--segments merge` cuts the recorded turns anew: the drifted answer is dropped."""
+    await run.add(1.0, (turn(0, (7,), (8,)), turn(1, (7, 8, 1), (2,)), turn(2, (7, 8, 5), (6,))))
+    _, lines = await run.export("slime", tmp_path / "out.jsonl", Rules(mode="merge"))
+
+    assert [line["tokens"] for line in lines] == [[7, 8, 5, 6]]
+
+
+async def test_the_client_reads_episodes_by_reference(run: Run) -> None:
+    """A reference from a workflow is enough to get the segments."""
+    found = await run.add(1.0)
+
+    (read,) = await read_episodes([found.episode.ref(run.store.url)], run.store)
+    assert read == found
+
+
+async def test_an_episode_of_another_store_is_refused(run: Run, tmp_path: Path) -> None:
+    """Reading from the wrong store names both and the setting to change."""
+    found = await run.add(1.0)
+
+    with pytest.raises(ConfigurationError, match="set PERDURE_STORE"):
+        await read_episodes([found.episode.ref(run.store.url)], LocalStore(tmp_path / "elsewhere"))
