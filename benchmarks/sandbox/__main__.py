@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -20,7 +19,8 @@ from pathlib import Path
 
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.bubblewrap import BubblewrapProvider, BubblewrapSandbox
-from perdure.sandboxes.process import ProcessId, ended, reap, started_at
+from perdure.sandboxes.process import ProcessId, ended, reap
+from perdure.sandboxes.procfs import started_at
 
 AT_ONCE = (1, 32)
 AIM_MS = {"boot to first exec": 30.0, "exec": 8.0}
@@ -63,7 +63,7 @@ class Bench:
         box = await self._boot()
         assert isinstance(box, BubblewrapSandbox)
         self.enforced = dict(box.enforced)
-        self.plain = _plain_bwrap(box, self.provider.root)
+        self.plain = _plain_bwrap(self.provider.command(self.spec, box.box), box.box.path)
         await box.kill()
 
     async def rounds(self, at_once: int, rounds: int) -> Times:
@@ -110,17 +110,15 @@ async def _timed(steps: Sequence[Callable[[], Awaitable[object]]]) -> list[float
     return await asyncio.gather(*map(one, steps))
 
 
-def _plain_bwrap(box: BubblewrapSandbox, root: Path) -> list[str]:
+def _plain_bwrap(argv: Sequence[str], box: Path) -> list[str]:
     """The flags the sandbox was booted with, over plain folders, to run `true`."""
-    script = (box.box.path / "mount").read_text()
-    flags = shlex.split(script[script.index("exec ") + len("exec ") :])
-    flags = flags[: flags.index("--")]
+    flags = list(argv[: argv.index("--")])
     at = flags.index("--info-fd")
     del flags[at : at + 2]
+    plain = box.parent.parent / "plain"
     for name in ("tmp", "home", "shm", "tree"):
-        (root.parent / "plain" / name).mkdir(parents=True)
-    disk, plain = str(box.box.path / "disk"), str(root.parent / "plain")
-    return [*(flag.replace(disk, plain) for flag in flags), "--", "/usr/bin/true"]
+        (plain / name).mkdir(parents=True)
+    return [*(flag.replace(str(box / "disk"), str(plain)) for flag in flags), "--", "/usr/bin/true"]
 
 
 def _row(count: int, step: str, times: list[float]) -> dict[str, float | int | str]:

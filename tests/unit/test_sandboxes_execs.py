@@ -9,6 +9,7 @@ import pytest
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.sandboxes.execs import LAUNCH_GRACE_S, ExecRecord
+from perdure.sandboxes.procfs import started_at
 
 
 @pytest.fixture
@@ -18,45 +19,51 @@ def record(tmp_path: Path) -> ExecRecord:
     return record
 
 
-def own_pid_line() -> str:
-    started = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]
-    return f"{os.getpid()} {started} - 0\n"
+def own_line() -> str:
+    """The first line of a command that runs: this very process."""
+    return f"{os.getpid()} {started_at(os.getpid())} - 0 100.0\n"
 
 
 @pytest.mark.parametrize(
-    ("rc", "expected"),
+    ("result", "expected"),
     [
-        ("[1] + Done                       \n", (ExecState.EXITED, 0, None, None)),
-        ("[1] + Done(137)                  \n", (ExecState.EXITED, 137, None, None)),
-        ("[1]   Exit 3                  cmd\n", (ExecState.EXITED, 3, None, None)),
-        ("[1] + Terminated                 \n", (ExecState.KILLED, None, "signal", 15)),
-        ("[1] + Killed oom=1\n", (ExecState.KILLED, None, "oom", 9)),
-        ("[1] + Done(137) oom=1\n", (ExecState.KILLED, None, "oom", 9)),
-        ("[1] + Killed oom=0 holder=gone\n", (ExecState.KILLED, None, "sandbox", 9)),
+        ("exit 0 oom=0", (ExecState.EXITED, 0, None, None)),
+        ("exit 137 oom=0", (ExecState.EXITED, 137, None, None)),
+        ("exit 126", (ExecState.EXITED, 126, None, None)),
+        ("signal 15 oom=0", (ExecState.KILLED, None, "signal", 15)),
+        ("signal 9 oom=1", (ExecState.KILLED, None, "oom", 9)),
+        ("exit 137 oom=1", (ExecState.KILLED, None, "oom", 9)),
+        ("signal 25 oom=0", (ExecState.KILLED, None, "output", 25)),
+        ("signal 9 oom=0 sandbox=gone", (ExecState.KILLED, None, "sandbox", 9)),
     ],
 )
 def test_result_is_read_as_the_keeper_wrote_it(
-    record: ExecRecord, rc: str, expected: tuple[object, ...]
+    record: ExecRecord, result: str, expected: tuple[object, ...]
 ) -> None:
     """Exit codes, signals, oom and a dead sandbox come apart."""
-    (record.path / "pid").write_text(own_pid_line())
-    (record.path / "rc").write_text(rc)
+    (record.path / "pid").write_text(f"{own_line()}{result} 101.5\n")
     status = record.status()
 
     assert (status.state, status.code, status.cause, status.signal) == expected
 
 
+def test_seconds_are_those_between_start_and_end(record: ExecRecord) -> None:
+    """How long it ran is what the keeper measured, whoever reads it and when."""
+    (record.path / "pid").write_text(f"{own_line()}exit 0 oom=0 101.5\n")
+
+    assert record.status().seconds == 1.5
+
+
 def test_half_written_result_is_not_over(record: ExecRecord) -> None:
     """Until its last byte is there a result does not count."""
-    (record.path / "pid").write_text(own_pid_line())
-    (record.path / "rc").write_text("[1] + Done(1")
+    (record.path / "pid").write_text(f"{own_line()}exit 1")
 
     assert record.status() == ExecStatus(ExecState.RUNNING)
 
 
 def test_dead_without_result_is_lost(record: ExecRecord) -> None:
     """A process that is gone, or a later one with its pid, and no result: lost."""
-    pid, started, *rest = own_pid_line().split()
+    pid, started, *rest = own_line().split()
     (record.path / "pid").write_text(f"{pid} {int(started) - 1} {' '.join(rest)}\n")
 
     assert record.status() == ExecStatus(ExecState.LOST)

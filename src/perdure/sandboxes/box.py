@@ -21,7 +21,6 @@ from perdure.sandboxes.execs import EXEC_ID, ExecRecord
 from perdure.sandboxes.process import ProcessId, is_alive, read_process_id
 
 DRAFT = ".draft-"
-STANDBYS_AHEAD = 1
 
 IDENTITY = re.compile(r"[a-z0-9-]{1,63}")
 
@@ -73,13 +72,15 @@ class Box:
 
     @property
     def holder(self) -> ProcessId | None:
-        return read_process_id(self.path / "holder")
+        """Pid 1 of its namespaces; None for a sandbox without any, and until it has booted."""
+        process = read_process_id(self.path / "ready")
+        return process if process is not None and process.pid else None
 
     @property
     def processes(self) -> tuple[ProcessId | None, ...]:
         """What it lives by: its keeper and, where namespaces are held, its holder."""
-        held = (self.path / "boot").exists()
-        return (self.keeper, self.holder) if held else (self.keeper,)
+        holder = self.holder
+        return (self.keeper,) if holder is None else (self.keeper, holder)
 
     @property
     def alive(self) -> bool:
@@ -88,25 +89,17 @@ class Box:
     @property
     def gateway_url(self) -> str | None:
         """Where the forwarder listens, as seen by the sandbox's commands."""
-        with contextlib.suppress(FileNotFoundError):
-            return f"http://127.0.0.1:{(self.path / 'port').read_text().strip()}"
-        return None
+        port = (self.path / "ready").read_text().split()[2]
+        return None if port == "-" else f"http://127.0.0.1:{port}"
 
-    def lay_out(
-        self, meta: BoxMeta, ttl_s: float, scripts: Mapping[str, str] | None = None
-    ) -> None:
-        """Make the folder at once and whole; `scripts` are what keeper.sh reads to boot."""
+    def lay_out(self, meta: BoxMeta, ttl_s: float) -> None:
+        """Make the folder at once and whole."""
         draft = self.path.parent / f"{DRAFT}{uuid4().hex}"
         draft.mkdir(mode=0o700, parents=True)
-        for name in ("disk", "execs", "slots"):
+        for name in ("disk", "execs"):
             (draft / name).mkdir()
-        for name in ("requests", "up", "go"):
-            os.mkfifo(draft / name, 0o600)
-        for number in range(STANDBYS_AHEAD):
-            _make_slot(draft / "slots" / f"x{number}")
+        os.mkfifo(draft / "requests", 0o600)
         (draft / "meta.json").write_text(json.dumps(asdict(meta)))
-        for name, text in (scripts or {}).items():
-            (draft / name).write_text(text, errors="surrogateescape")
         (draft / "deadline").write_text(str(time.time() + ttl_s))
         draft.rename(self.path)
 
@@ -129,14 +122,6 @@ class Box:
             )
         return ExecRecord(self.path / "execs" / exec_id)
 
-    def make_ahead(self, exec_groups: str | None) -> None:
-        """Keep the keeper supplied with slots x0, x1, ...: it would have to spawn mkdir itself."""
-        count = sum("." not in name for name in os.listdir(self.path / "slots"))
-        _make_slot(self.path / "slots" / f"x{count}")
-        if exec_groups is not None:
-            with contextlib.suppress(FileExistsError, FileNotFoundError):
-                os.mkdir(f"{exec_groups}/x{count}")
-
     def request(self, exec_id: str, timeout_s: float | None) -> None:
         """Ask the keeper to run it. Raises OSError when there is no keeper."""
         line = f"{exec_id} {'-' if timeout_s is None else f'{timeout_s:.3f}'}\n"
@@ -145,11 +130,6 @@ class Box:
             os.write(pipe, line.encode())  # atomic: far below PIPE_BUF
         finally:
             os.close(pipe)
-
-
-def _make_slot(path: Path) -> None:
-    with contextlib.suppress(FileExistsError, FileNotFoundError):
-        os.mkfifo(path, 0o600)
 
 
 def check_identity(identity: str) -> None:

@@ -1,12 +1,11 @@
 """The `bubblewrap` provider: own user, pid, ipc, uts, cgroup, mount and net namespaces.
 
-Boots a holder (pid 1 of the namespaces) over an overlay of the tree; every command enters by
-nsenter from its keeper. All mounts live in the holder's mount namespace and die with it.
+Boots a holder (pid 1 of the namespaces) over an overlay of the tree; every command is born in
+them from its launcher. All mounts live in the holder's mount namespace and die with it.
 """
 
 import hashlib
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -20,15 +19,8 @@ from perdure.sandboxes import cgroups
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
 from perdure.sandboxes.box import DRAFT, Box, BoxMeta
 from perdure.sandboxes.files import read_file, write_file
-from perdure.sandboxes.host import (
-    SYSTEM_PATH,
-    HostProvider,
-    HostSandbox,
-    command_in,
-    gateway_command,
-    program,
-    start_keeper,
-)
+from perdure.sandboxes.host import HostProvider, HostSandbox, program
+from perdure.sandboxes.keeping import SYSTEM_PATH, Holder, start_keeper
 
 USER_ID = 1000
 HOME = "/home/agent"
@@ -66,29 +58,16 @@ ETC_OF_HOST = (
     "services", "ssl/certs", "ssl/openssl.cnf", "timezone",
 )  # fmt: skip
 
-# pid 1 reaps what is orphaned, and outlives a `sleep` that the agent kills
-INIT = "echo up; exec >/dev/null; read -r go; exec <&1; while :; do sleep infinity & wait; done"
+# pid 1: bash reaps what is orphaned while it waits, without any process to wait for (dash does not);
+# no line ever comes in, and the end of them comes with the keeper's
+INIT = "echo up; exec >/dev/null; while read -r line; do :; done"
 
 
 class BubblewrapSandbox(HostSandbox):
-    """Namespaces held by pid 1, entered through descriptors that its keeper holds open."""
+    """Namespaces held by pid 1, into which its launcher forks the commands."""
 
-    def _command(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str]) -> list[str]:
-        keeper, holder = self._processes
-        if keeper is None or holder is None:
-            raise self._lost()
-        # the holder's own folder is the workdir, a mount point that nobody inside can replace
-        enter = [*_enter(f"/proc/{keeper.pid}/fd"), f"--wd=/proc/{holder.pid}/cwd"]
-        elsewhere = cwd if cwd != self.workdir else None
-        return [*enter, *command_in(elsewhere, argv, self.enforced, env)]
-
-    def _in_sandbox(self, pid: int) -> bool:
-        try:
-            status = Path(f"/proc/{pid}/status").read_text()
-        except OSError:
-            return False
-        ours, theirs = (_namespace_depth(text) for text in (_own_status(), status))
-        return theirs > ours
+    def _folder(self, cwd: str | None) -> str | None:
+        return None if cwd == self.workdir else cwd
 
     async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
         await write_file(self._root(), self._absolute(path), data, mode)
@@ -114,7 +93,7 @@ class BubblewrapProvider(HostProvider):
 
     def check(self) -> Sequence[str]:
         missing = []
-        for name in ("bwrap", "env", "mount", "nsenter", "prlimit", "setsid", "unshare"):
+        for name in ("bwrap", "mount", "unshare"):
             try:
                 program(name)
             except MissingDependency as error:
@@ -134,9 +113,15 @@ class BubblewrapProvider(HostProvider):
             env={**ENVIRONMENT, **spec.env},
             enforced=_enforced(plan, spec),
         )
-        box.lay_out(meta, spec.ttl_s, _scripts(spec, box, self._etc))
-        await start_keeper(box, plan, boot=box.path / "boot", as_root_of_own=_needs_own_users())
+        box.lay_out(meta, spec.ttl_s)
+        gateway = None if spec.gateway is None else (GATEWAY_PORT, spec.gateway)
+        holder = Holder(tuple(self.command(spec, box)), *_disk_of(spec))
+        await start_keeper(box, plan, holder, gateway, as_root_of_own=_needs_own_users())
         return self._handle(box, meta)
+
+    def command(self, spec: SandboxSpec, box: Box) -> list[str]:
+        """How `bwrap` makes this sandbox, once its disk is mounted."""
+        return _bwrap(spec, box, self._etc)
 
     def _handle(self, box: Box, meta: BoxMeta) -> BubblewrapSandbox:
         return BubblewrapSandbox(box, meta)
@@ -155,36 +140,17 @@ class BubblewrapProvider(HostProvider):
         return folder
 
 
-# -- what keeper.sh runs to boot ------------------------------------------------------------------
+# -- what the keeper boots ------------------------------------------------------------------------
 
 
-def _scripts(spec: SandboxSpec, box: Box, etc: Path) -> dict[str, str]:
-    private = [program("unshare"), "--mount", "--propagation", "private", "/bin/sh", "./mount"]
-    scripts = {
-        "boot": f"{shlex.join(private)} <>go >up 3>info &\n",
-        "mount": _mount_script(spec, box, etc),
-    }
-    if spec.gateway is not None:
-        into_net = [program("nsenter"), "--net=/proc/self/fd/6"]
-        scripts["gateway"] = gateway_command(GATEWAY_PORT, spec.gateway, into_net)
-    return scripts
-
-
-def _mount_script(spec: SandboxSpec, box: Box, etc: Path) -> str:
-    disk = f"size={spec.limits.disk_mb}m,mode=0755,nosuid,nodev"
-    folders = [f"disk/{name}" for name in ("upper", "work", "tree", "home", "shm", "tmp")]
-    lines = [
-        "set -e",
-        f"mount -t tmpfs -o {disk} tmpfs disk",
-        f"mkdir {' '.join(folders)}",
-    ]
-    if spec.tree is not None:
-        # without redirects a folder of the tree cannot be renamed, only copied
-        extra = "userxattr" if _needs_own_users() else "redirect_dir=on"
-        options = f"lowerdir={spec.tree},upperdir=disk/upper,workdir=disk/work,{extra}"
-        lines.append(f"mount -t overlay -o {shlex.quote(options)} overlay disk/tree")
-    lines.append(f"exec {shlex.join(_bwrap(spec, box, etc))}")
-    return "\n".join(lines) + "\n"
+def _disk_of(spec: SandboxSpec) -> tuple[str, str | None]:
+    """Options of the tmpfs, and of the overlay on it where there is a tree."""
+    disk = f"size={spec.limits.disk_mb}m,mode=0755"
+    if spec.tree is None:
+        return disk, None
+    # without redirects a folder of the tree cannot be renamed, only copied
+    extra = "userxattr" if _needs_own_users() else "redirect_dir=on"
+    return disk, f"lowerdir={spec.tree},upperdir=disk/upper,workdir=disk/work,{extra}"
 
 
 def _bwrap(spec: SandboxSpec, box: Box, etc: Path) -> list[str]:
@@ -228,7 +194,7 @@ def _bwrap(spec: SandboxSpec, box: Box, etc: Path) -> list[str]:
         ),
         *_mount_binds(spec.mounts),
         *("--remount-ro", "/dev", "--remount-ro", "/"),
-        *("--chdir", spec.workdir, "--", "/bin/sh", "-c", INIT),
+        *("--chdir", spec.workdir, "--", "/bin/bash", "-c", INIT),
     ]
 
 
@@ -314,31 +280,12 @@ def _enforced(plan: cgroups.Plan, spec: SandboxSpec) -> Mapping[str, str]:
     return {**fallback, **plan.enforced}
 
 
-def _enter(fds: str) -> list[str]:
-    """The keeper opened these in this order (keeper.sh, hold).
-
-    The host's network, where a build shares it, is not entered again: only root may.
-    """
-    names = ("user", "mount", "pid", "net", "ipc", "uts", "cgroup")
-    namespaces = [
-        f"--{name}={fds}/{number}"
-        for number, name in enumerate(names, start=3)
-        if name != "net" or os.readlink(f"{fds}/{number}") != os.readlink("/proc/self/ns/net")
-    ]
-    return [program("nsenter"), *namespaces, "--preserve-credentials"]
-
-
 # -- what this host allows ------------------------------------------------------------------------
 
 
 @cache
 def _own_status() -> str:
     return Path("/proc/self/status").read_text()
-
-
-def _namespace_depth(status: str) -> int:
-    line = next(line for line in status.splitlines() if line.startswith("NSpid:"))
-    return len(line.split())
 
 
 @cache

@@ -98,7 +98,7 @@ def _v1_plan(found: Hierarchies, name: str, limits: Limits) -> Plan:
     )
 
 
-def make(plan: Plan, exec_groups_ahead: int) -> None:
+def make(plan: Plan) -> None:
     """Make the groups and set their limits. A kernel without swap accounting lacks those files."""
     for folder in plan.folders:
         folder.mkdir(exist_ok=True)
@@ -106,8 +106,7 @@ def make(plan: Plan, exec_groups_ahead: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             path.write_text(value)
     if plan.exec_groups is not None:
-        for child in ("holder", *(f"x{number}" for number in range(exec_groups_ahead))):
-            (plan.exec_groups / child).mkdir(exist_ok=True)
+        (plan.exec_groups / "holder").mkdir(exist_ok=True)
 
 
 def members(group: Path) -> list[int]:

@@ -1,11 +1,11 @@
 """The durable record of one command: one folder on the host, outside the sandbox's reach.
 
-Written by `Sandbox.start` (run, in) and by keeper.sh (pid, out, err, cause, rc).
+Written by `Sandbox.start` (run, in), the launcher (out, err) and the keeper (pid, cause).
 
     no folder                   never started
-    rc ends in a newline        over: exited or killed, as the kernel told the keeper
+    pid has a second line       over: exited or killed, as the kernel told the keeper
     pid names a live process    running
-    neither                     lost
+    neither                     about to start, or about to be over; lost when its keeper is
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from typing import cast
 from uuid import uuid4
 
 from perdure.errors import ConfigurationError
+from perdure.sandboxes import procfs
 from perdure.sandboxes.base import ExecState, ExecStatus, KillCause
 from perdure.sandboxes.process import ProcessId, is_alive, read_process_id
 
@@ -29,9 +30,9 @@ EXEC_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 LAUNCH_GRACE_S = 10.0
 """A command whose keeper has not picked it up after this long never will."""
 
-_EXITED = re.compile(r"\b(?:Done|Exit) ?(?:\((\d+)\)|(\d+))?")
-_FACT = re.compile(r" (oom|holder)=(\w+)")
-_SIGNALS = {text: s.value for s in signal.Signals if (text := signal.strsignal(s))}
+_RESULT = re.compile(
+    r"(?P<how>exit|signal) (?P<number>\d+)(?: oom=(?P<ooms>\d+))?(?P<gone> sandbox=gone)? (?P<time>[\d.]+)"
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class ExecRecord:
 
     @property
     def process(self) -> ProcessId | None:
-        """The keeper's process that waits for the command and outlives it by its report."""
+        """The command's first process, on this host; its result follows its end at once."""
         return read_process_id(self.path / "pid")
 
     @property
@@ -120,46 +121,38 @@ class ExecRecord:
         if time.time() - self.path.stat().st_mtime < LAUNCH_GRACE_S:
             return False
         with contextlib.suppress(FileExistsError), open(self.path / "pid", "x") as file:
-            file.write("0 0 - 0\n")
+            file.write(f"0 0 - 0 {time.time()}\n")
         return True
 
     def _over(self) -> ExecStatus | None:
-        try:
-            text = (self.path / "rc").read_text()
-        except FileNotFoundError:
+        """Two whole lines: who ran, and how it ended."""
+        lines = procfs.read(f"{self.path}/pid").decode().split("\n")
+        if len(lines) < 3:
             return None
-        if not text.endswith("\n"):
-            return None
-        seconds = (self.path / "rc").stat().st_mtime - (self.path / "pid").stat().st_mtime
-        return self._verdict(text, max(0.0, seconds))
+        _, _, _, ooms_before, began = lines[0].split()
+        result = _RESULT.fullmatch(lines[1])
+        if result is None:
+            raise ValueError(f"{self.path}/pid holds no result of a command: {lines[1]!r}")
+        seconds = max(0.0, float(result["time"]) - float(began))
+        return self._verdict(result, int(result["ooms"] or 0) > int(ooms_before), seconds)
 
-    def _verdict(self, text: str, seconds: float) -> ExecStatus:
-        facts = dict(_FACT.findall(text))
-        ooms_before = int((self.path / "pid").read_text().split()[3])
-        oom = int(facts.get("oom", 0)) > ooms_before
-        exited = _EXITED.search(text)
-        code = int(exited[1] or exited[2] or 0) if exited else None
-        claimed = self._claimed_cause()
-        # a shell reports its child's death by oom as its own exit code; entering a sandbox that
-        # dies fails with one too; too much output is cut off, however the command then ended
-        died = facts.get("holder") == "gone" or (oom and code == 128 + signal.SIGKILL)
-        hidden = died or claimed == "output"
-        if code is not None and not hidden:
-            return ExecStatus(ExecState.EXITED, code=code, seconds=seconds)
-        signum = next((n for name, n in _SIGNALS.items() if name in text), None)
-        if code is not None:
-            signum = signal.SIGKILL
-        cause = claimed or self._cause(signum, oom, facts)
+    def _verdict(self, result: re.Match[str], oom: bool, seconds: float) -> ExecStatus:
+        number, claimed = int(result["number"]), self._claimed_cause()
+        exited = result["how"] == "exit"
+        # a shell reports its child's death by oom as its own exit code; too much output is cut
+        # off, however the command then ended
+        hidden = claimed == "output" or (oom and number == 128 + signal.SIGKILL)
+        if exited and not hidden:
+            return ExecStatus(ExecState.EXITED, code=number, seconds=seconds)
+        signum = signal.SIGKILL.value if exited else number
+        cause = claimed or self._cause(signum, oom, bool(result["gone"]))
         return ExecStatus(ExecState.KILLED, cause=cause, signal=signum, seconds=seconds)
 
     def _claimed_cause(self) -> KillCause | None:
-        try:
-            return cast(KillCause, (self.path / "cause").read_text().strip())
-        except FileNotFoundError:
-            return None
+        return cast(KillCause, procfs.read(f"{self.path}/cause").decode().strip()) or None
 
-    def _cause(self, signum: int | None, oom: bool, facts: dict[str, str]) -> KillCause:
-        if facts.get("holder") == "gone":
+    def _cause(self, signum: int, oom: bool, sandbox_gone: bool) -> KillCause:
+        if sandbox_gone:
             return "sandbox"
         if oom and signum == signal.SIGKILL:
             return "oom"

@@ -1,29 +1,26 @@
-"""Carries TCP connections on 127.0.0.1 to the gateway's unix socket; a program of its own.
+"""Carries TCP connections on 127.0.0.1 to the gateway's unix socket; a process of its own.
 
-usage: python -I -S forwarder.py PORT SOCKET     prints the port it listens on (PORT 0: any)
-
-Runs on the host's side, inside the sandbox's network namespace only: hostile code reaches the
-gateway through it, and neither the socket's folder nor this process. Imports stay minimal, since
-it starts with every sandbox.
+Forked by the keeper, on the host's side, inside the sandbox's network namespace only: hostile code
+reaches the gateway through it, and neither the socket's folder nor this process.
 """
 
 import _socket
 import _thread
-import sys
+import os
 from time import monotonic, sleep
 
 CONNECT_FOR_S = 30.0
 """A gateway that restarts keeps its callers waiting this long, not refused."""
 
 
-def serve(port: int, path: str) -> None:
+def serve(port: int, path: str, tell: int) -> None:
+    """Never returns. Writes the port it listens on (`port` 0: any) to the descriptor `tell`."""
     listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
     listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     listener.listen(256)
-    sys.stdout.write(f"{listener.getsockname()[1]}\n")
-    sys.stdout.flush()
-    sys.stdout.close()
+    os.write(tell, f"{listener.getsockname()[1]}\n".encode())
+    os.close(tell)
     while True:
         fd, _ = listener._accept()  # type: ignore[attr-defined]  # what socket.accept wraps
         client = _socket.socket(fileno=fd)
@@ -76,7 +73,3 @@ def _pump(source: _socket.socket, sink: _socket.socket) -> None:
             end.shutdown(how)
         except OSError:
             pass
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), sys.argv[2])

@@ -6,11 +6,9 @@
 import asyncio
 import contextlib
 import os
-import re
-import shlex
+import resource
 import shutil
 import signal
-import sys
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,11 +18,9 @@ from typing import Literal
 from uuid import uuid4
 
 from perdure.errors import (
-    Boundary,
     ConfigurationError,
     MissingDependency,
     NotFound,
-    RetryHere,
     SandboxLost,
 )
 from perdure.sandboxes import cgroups
@@ -37,29 +33,18 @@ from perdure.sandboxes.base import (
     SandboxProvider,
     SandboxSpec,
 )
-from perdure.sandboxes.box import DRAFT, STANDBYS_AHEAD, Box, BoxMeta, check_identity, locked
+from perdure.sandboxes.box import DRAFT, Box, BoxMeta, check_identity, locked
 from perdure.sandboxes.execs import ExecRecord
-from perdure.sandboxes.process import (
-    ProcessId,
-    below,
-    ended,
-    is_alive,
-    kill_process,
-    marked,
-    reap,
-)
+from perdure.sandboxes.keeping import SYSTEM_PATH
+from perdure.sandboxes.process import ProcessId, ended, is_alive, kill_process
+from perdure.sandboxes.procfs import below, marked
 
-BOOT_TIMEOUT_S = 60.0
+RESULT_S = 1.0
 GRAVE = ".grave-"
 STALE_S = 600.0
 OUTPUT_CHECK_S = 0.5
 LARGEST_ARGUMENT = 128 * 1024 - 1
 """The kernel's MAX_ARG_STRLEN."""
-
-SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-_KEEPER = Path(__file__).with_name("keeper.sh")
-_FORWARDER = Path(__file__).with_name("forwarder.py")
 
 
 @cache
@@ -71,43 +56,11 @@ def program(name: str) -> str:
     return found
 
 
-_DEFAULT_SIGNALS = [
-    signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGQUIT, signal.SIGTERM, signal.SIGXFSZ
-]  # fmt: skip
-"""What a worker may ignore (Python itself ignores two of them) must not be ignored in commands."""
-
 _PACKAGES = {
     "bwrap": "apt-get install bubblewrap",
-    "env": "apt-get install coreutils",
     "mount": "apt-get install mount",
-    "nsenter": "apt-get install util-linux",
-    "prlimit": "apt-get install util-linux",
-    "setsid": "apt-get install util-linux",
     "unshare": "apt-get install util-linux",
 }
-
-
-# glibc obeys these in every program, and shells forbid or misread the others: they are set in the
-# sandbox only, never for the host's programs that lead there. The rest is exported, because an
-# argument can be read by every user of the host.
-_SET_INSIDE = re.compile(
-    r"LD_.*|MALLOC_.*|GLIBC_TUNABLES|GCONV_PATH|GETCONF_DIR|HOSTALIASES|LOCALDOMAIN|LOCPATH|NIS_PATH"
-    r"|NLSPATH|RESOLV_HOST_CONF|RES_OPTIONS|TZDIR|UID|EUID|PPID|BASHOPTS|SHELLOPTS|IFS|OPTIND|LINENO"
-)
-
-
-def command_in(
-    folder: str | None,
-    argv: Sequence[str],
-    enforced: Mapping[str, str],
-    env: Mapping[str, str],
-) -> list[str]:
-    """The last part of every command: a session of its own, rlimits, its folder unless it is there."""
-    rlimits = [how.split(maxsplit=1)[1] for how in enforced.values() if how.startswith("prlimit")]
-    limited = [program("prlimit"), *rlimits] if rlimits else []
-    into = [f"--chdir={folder}"] if folder else []
-    into += [f"{name}={value}" for name, value in env.items() if _SET_INSIDE.fullmatch(name)]
-    return [program("setsid"), *limited, *([program("env"), *into] if into else []), *argv]
 
 
 class HostSandbox(Sandbox):
@@ -149,16 +102,19 @@ class HostSandbox(Sandbox):
         else:
             token = uuid4().hex
             variables = self._environment({**self.meta.env, **(env or {})})
-            run = self._run_file(
-                record, argv, env=variables, cwd=cwd, token=token, has_stdin=stdin is not None
+            order = self._order(
+                self._argv(argv),
+                env=variables,
+                cwd=self._folder(cwd),
+                token=token,
+                has_stdin=bool(stdin),
             )
-            record.prepare(argv, run, token, stdin)
+            record.prepare(argv, order, token, stdin or None)
         if record.process is None:
             await self._launch(record, timeout_s)
 
     async def _launch(self, record: ExecRecord, timeout_s: float | None) -> None:
         """Repeating it is safe: the keeper runs a folder once, however often it is asked."""
-        self.box.make_ahead(self.meta.exec_groups)
         try:
             self.box.request(record.path.name, timeout_s)
         except OSError as error:
@@ -180,8 +136,8 @@ class HostSandbox(Sandbox):
             status = record.status()
         never_ran = not status.done and record.process is None
         if (never_ran or status.state is ExecState.LOST) and not self.alive:
-            return ExecStatus(ExecState.KILLED, cause="sandbox")
-        return status
+            status = ExecStatus(ExecState.KILLED, cause="sandbox")
+        return ExecStatus(ExecState.RUNNING) if self._ends(record) else status
 
     async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
         """Resumes the moment the command is over: it waits for the process, it does not poll."""
@@ -197,6 +153,7 @@ class HostSandbox(Sandbox):
                 await asyncio.sleep(min(left, 0.005))
             else:
                 await ended(process, left)
+                await self._told(self.box.record(exec_id))
 
     async def output(
         self,
@@ -239,9 +196,12 @@ class HostSandbox(Sandbox):
 
     # -- what differs by provider ---------------------------------------------------------------
 
+    def _argv(self, argv: Sequence[str]) -> Sequence[str]:
+        return argv
+
     @abstractmethod
-    def _command(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str]) -> list[str]:
-        """The host's argv that runs `argv` in the sandbox, in `cwd`."""
+    def _folder(self, cwd: str | None) -> str | None:
+        """Where a command starts; None for the folder its launcher is in."""
 
     def _environment(self, env: Mapping[str, str]) -> Mapping[str, str]:
         return env
@@ -252,19 +212,14 @@ class HostSandbox(Sandbox):
                 f"user={user!r}: this sandbox has one user, 'agent'; leave user unset"
             )
 
-    def _in_sandbox(self, pid: int) -> bool:
-        """False for host-side helpers that share the command's cgroup."""
-        return True
-
     # -- helpers ----------------------------------------------------------------------------------
 
     @property
     def _output_cap(self) -> int:
         return self.meta.output_mb << 20
 
-    def _run_file(
+    def _order(
         self,
-        record: ExecRecord,
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
@@ -272,27 +227,21 @@ class HostSandbox(Sandbox):
         token: str,
         has_stdin: bool,
     ) -> bytes:
-        """The shell text by which a standby process becomes the command."""
+        """What the launcher reads to become the command: fields that end in NUL each."""
         _check_argv(argv)
-        folder = shlex.quote(str(record.path))
-        stdin = f"{folder}/in" if has_stdin else "/dev/null"
-        # in blocks of 512 bytes, and above the disk's size: a full disk is ENOSPC, not a signal
-        blocks = (max(self.meta.output_mb, self.meta.disk_mb) + 1) << 11
-        lines = [
-            "umask 022",
-            f"ulimit -f {blocks}",  # bounds the output even while nobody watches
-            f"exec <{stdin} >>{folder}/out 2>>{folder}/err",
-            "unset PERDURE_BOX PATH PWD OLDPWD",
-            f"export PERDURE_EXEC={token}",
-            *(
-                f"export {name}={shlex.quote(value)}"
-                for name, value in _checked(env).items()
-                if not _SET_INSIDE.fullmatch(name)
-            ),
-            # the keeper's shell ignores INT and QUIT in background jobs; commands must not
-            f"exec {shlex.join([program('env'), '--default-signal=INT,QUIT', *self._command(argv, cwd, env)])}",
+        # above the disk's size: a full disk is ENOSPC, not a signal
+        largest_file = (max(self.meta.output_mb, self.meta.disk_mb) + 1) << 20
+        limits = {resource.RLIMIT_FSIZE: largest_file, **_rlimits(self.enforced)}
+        variables = {"PERDURE_EXEC": token, **_checked(env)}
+        fields = [
+            cwd or "",
+            "1" if has_stdin else "",
+            str(len(argv)),
+            " ".join(f"{number}={value}" for number, value in limits.items()),
+            *argv,
+            *(f"{name}={value}" for name, value in variables.items()),
         ]
-        return os.fsencode("\n".join(lines) + "\n")
+        return os.fsencode("".join(f"{field}\0" for field in fields))
 
     def _lost(self) -> SandboxLost:
         return SandboxLost(f"sandbox {self.identity!r} is gone; boot a new generation")
@@ -317,8 +266,8 @@ class HostSandbox(Sandbox):
         else:
             pids = marked(f"PERDURE_EXEC={record.token}".encode())
             if is_alive(process):  # else its pid may be somebody else's by now
-                pids = [*pids, *below(process.pid)]
-        return [pid for pid in dict.fromkeys(pids) if self._in_sandbox(pid)]
+                pids += [process.pid, *below(process.pid)]
+        return list(dict.fromkeys(pids))
 
     def _end(self, record: ExecRecord, cause: KillCause) -> None:
         record.claim_cause(cause)
@@ -340,6 +289,20 @@ class HostSandbox(Sandbox):
         """Wait until the keeper has written the result of a command that was just killed."""
         if (process := record.process) is not None:
             await ended(process, 5.0)
+        await self._told(record)
+
+    def _ends(self, record: ExecRecord) -> bool:
+        """Its process is over, and the keeper lives that will say how."""
+        process = record.process
+        ran = process is not None and process.pid > 0
+        return ran and record.status().state is ExecState.LOST and is_alive(self._processes[0])
+
+    async def _told(self, record: ExecRecord) -> None:
+        """The result follows the end of the process at once, unless the keeper died or waits."""
+        pause = 0.0003
+        while self._ends(record) and pause < RESULT_S:
+            await asyncio.sleep(pause)
+            pause *= 1.5
 
 
 class HostProvider(SandboxProvider):
@@ -445,86 +408,6 @@ class HostProvider(SandboxProvider):
         )
 
 
-async def start_keeper(
-    box: Box, plan: cgroups.Plan, boot: Path | None, *, as_root_of_own: bool = False
-) -> None:
-    """Spawn the keeper, detached, and wait until it takes commands.
-
-    `as_root_of_own`: in a user namespace of its own, where it may mount.
-
-    Raises: RetryHere with the last words of the boot, when it does not.
-    """
-    cgroups.make(plan, exec_groups_ahead=STANDBYS_AHEAD)
-    reader, writer = os.pipe()
-    try:
-        pid = _spawn_keeper(box, plan, boot, writer, as_root_of_own)
-    finally:
-        os.close(writer)
-    try:
-        said = await _first_line(reader)
-    finally:
-        os.close(reader)
-    if said != b"ready\n":
-        words = (box.path / "log").read_bytes()[-400:].decode("utf-8", "replace").strip()
-        reap(pid)
-        raise RetryHere(
-            f"sandbox {box.identity!r} did not boot: {words or 'no answer'}",
-            boundary=Boundary.SANDBOX,
-        )
-
-
-def _spawn_keeper(
-    box: Box, plan: cgroups.Plan, boot: Path | None, ready: int, as_root_of_own: bool
-) -> int:
-    groups = str(plan.exec_groups) if plan.exec_groups else "-"
-    oom = str(plan.oom_file) if plan.oom_file else "-"
-    own = [program("unshare"), "--user", "--map-root-user"] if as_root_of_own else []
-    keeper = [*own, "/bin/sh", str(_KEEPER), str(box.path), groups, oom]
-    log = str(box.path / "log")
-    return os.posix_spawn(
-        keeper[0],
-        [*keeper, str(boot) if boot else "-", *map(str, plan.joins)],
-        {"PATH": SYSTEM_PATH, "PERDURE_BOX": str(box.path)},
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_DUP2, ready, 1),
-            (os.POSIX_SPAWN_OPEN, 2, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-        ],
-        setsid=True,
-        setsigdef=_DEFAULT_SIGNALS,
-        setsigmask=[],
-    )
-
-
-async def _first_line(reader: int) -> bytes:
-    """Up to the first newline, or what came before the other end closed or time ran out."""
-    loop = asyncio.get_running_loop()
-    said = b""
-    readable = asyncio.Event()
-    os.set_blocking(reader, False)
-    loop.add_reader(reader, readable.set)
-    try:
-        async with asyncio.timeout(BOOT_TIMEOUT_S):
-            while not said.endswith(b"\n"):
-                await readable.wait()
-                readable.clear()
-                with contextlib.suppress(BlockingIOError):
-                    if not (piece := os.read(reader, 512)):
-                        break
-                    said += piece
-    except TimeoutError:
-        pass
-    finally:
-        loop.remove_reader(reader)
-    return said
-
-
-def gateway_command(port: int, socket: Path, enter: Sequence[str] = ()) -> str:
-    """Shell text that becomes the forwarder."""
-    python = os.path.realpath(sys.executable)
-    return f"exec {shlex.join([*enter, python, '-I', '-S', str(_FORWARDER), str(port), str(socket)])}\n"
-
-
 def lock_of(box: Box) -> Path:
     return box.path.parent / ".locks" / box.identity
 
@@ -548,8 +431,6 @@ async def destroy(box: Box) -> None:
     grave = box.path.with_name(f"{GRAVE}{uuid4().hex}")
     box.path.rename(grave)  # gone at once for everybody, however long the removal takes
     await asyncio.to_thread(shutil.rmtree, grave, ignore_errors=True)
-    if keeper is not None:
-        reap(keeper.pid)
 
 
 def _kill_session(keeper: ProcessId) -> bool:
@@ -593,3 +474,13 @@ def _checked(env: Mapping[str, str]) -> Mapping[str, str]:
         if not (name.isascii() and name.isidentifier()) or "\0" in value:
             raise ConfigurationError(f"env {name!r} is not a variable the shell can set; rename it")
     return env
+
+
+def _rlimits(enforced: Mapping[str, str]) -> dict[int, int]:
+    """What is enforced by `prlimit --NAME=VALUE`, as numbers."""
+    found = {}
+    for how in enforced.values():
+        if how.startswith("prlimit --"):
+            name, value = how.removeprefix("prlimit --").split("=")
+            found[getattr(resource, f"RLIMIT_{name.upper()}")] = int(value)
+    return found

@@ -13,20 +13,13 @@ from pathlib import Path
 
 import structlog
 
-from perdure.errors import ConfigurationError, MissingDependency
+from perdure.errors import ConfigurationError
 from perdure.sandboxes import cgroups
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.box import Box, BoxMeta
 from perdure.sandboxes.files import read_file, write_file
-from perdure.sandboxes.host import (
-    SYSTEM_PATH,
-    HostProvider,
-    HostSandbox,
-    command_in,
-    gateway_command,
-    program,
-    start_keeper,
-)
+from perdure.sandboxes.host import HostProvider, HostSandbox
+from perdure.sandboxes.keeping import SYSTEM_PATH, start_keeper
 from perdure.types import Limits
 
 log = structlog.get_logger()
@@ -45,9 +38,11 @@ class LocalSandbox(HostSandbox):
     def _real(self, text: str) -> str:
         return self._named.sub(lambda match: self.meta.paths[match[1]], text)
 
-    def _command(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str]) -> list[str]:
-        folder = str(self._host_path(cwd or "."))
-        return command_in(folder, [self._real(part) for part in argv], self.enforced, env)
+    def _argv(self, argv: Sequence[str]) -> Sequence[str]:
+        return [self._real(part) for part in argv]
+
+    def _folder(self, cwd: str | None) -> str | None:
+        return str(self._host_path(cwd or "."))
 
     def _environment(self, env: Mapping[str, str]) -> Mapping[str, str]:
         return {name: self._real(value) for name, value in env.items()}
@@ -71,13 +66,7 @@ class LocalProvider(HostProvider):
     isolated = False
 
     def check(self) -> Sequence[str]:
-        missing = []
-        for name in ("env", "prlimit", "setsid"):
-            try:
-                program(name)
-            except MissingDependency as error:
-                missing.append(str(error))
-        return missing
+        return []
 
     async def _boot(self, spec: SandboxSpec, box: Box) -> LocalSandbox:
         log.warning(
@@ -95,12 +84,12 @@ class LocalProvider(HostProvider):
             enforced=_enforced(plan, spec.limits),
             paths=_paths(spec, box),
         )
-        gateway = {"gateway": gateway_command(0, spec.gateway)} if spec.gateway else {}
-        box.lay_out(meta, spec.ttl_s, gateway)
+        box.lay_out(meta, spec.ttl_s)
         for name in ("home", "tmp"):
             (box.path / name).mkdir()
         await asyncio.to_thread(_copy_tree, spec.tree, box.path / "tree")
-        await start_keeper(box, plan, boot=None)
+        gateway = None if spec.gateway is None else (0, spec.gateway)
+        await start_keeper(box, plan, gateway=gateway)
         return self._handle(box, meta)
 
     def _handle(self, box: Box, meta: BoxMeta) -> LocalSandbox:

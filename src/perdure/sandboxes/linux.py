@@ -1,0 +1,100 @@
+"""The system calls that keepers need and Python 3.11 lacks. Linux only; imports little."""
+
+import ctypes
+import os
+
+NEW_MOUNTS = 0x00020000
+NEW_CGROUPS = 0x02000000
+NEW_HOSTNAME = 0x04000000
+NEW_IPC = 0x08000000
+NEW_USERS = 0x10000000
+NEW_PIDS = 0x20000000
+NEW_NETWORK = 0x40000000
+
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
+
+_CLONE_PARENT = 0x00008000
+_CLONE_INTO_CGROUP = 0x200000000
+_CLONE3 = 435
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _SIGKILL = 1, 4, 9
+
+# PyDLL, which keeps the interpreter's lock: a forked child must find itself as it was
+_libc = ctypes.PyDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: object) -> int:
+    result: int = getattr(_libc, name)(*arguments)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), name)
+    return result
+
+
+def unshare(flags: int) -> None:
+    _call("unshare", ctypes.c_int(flags))
+
+
+def enter(pidfd: int, flags: int) -> None:
+    """Join these namespaces of the process behind a pidfd (or the one behind a namespace's file)."""
+    _call("setns", ctypes.c_int(pidfd), ctypes.c_int(flags))
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
+    texts = (os.fsencode(text) for text in (source, target, kind))
+    _call("mount", *texts, ctypes.c_ulong(flags), os.fsencode(options))
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL when the parent ends; exits when it already has."""
+    _call("prctl", ctypes.c_int(_PR_SET_PDEATHSIG), ctypes.c_ulong(_SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def hide_memory() -> None:
+    """Until it executes another program, only the host's root may trace it or read its /proc."""
+    _call("prctl", ctypes.c_int(_PR_SET_DUMPABLE), ctypes.c_ulong(0))
+
+
+def become_root_of_own_users() -> None:
+    """In a user namespace of its own the process may mount; outside it stays who it was."""
+    user, group = os.geteuid(), os.getegid()
+    unshare(NEW_USERS)
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"0 {user} 1"),
+        ("gid_map", f"0 {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def fork_sibling(group: int | None = None) -> int:
+    """Fork a child of our parent's, born in the v2 cgroup behind the descriptor `group`.
+
+    Raises: OSError; ENOSYS, EBADF, EINVAL, EOPNOTSUPP or EBUSY when it cannot be born there.
+    """
+    if group is None:
+        number = _CLONE[os.uname().machine]
+        zeros = [ctypes.c_ulong(0)] * 4
+        return _call("syscall", ctypes.c_long(number), ctypes.c_ulong(_CLONE_PARENT), *zeros)
+    # struct clone_args: flags, six fields we leave empty, ..., cgroup; with CLONE_PARENT no signal
+    fields = (ctypes.c_uint64 * 11)(_CLONE_PARENT | _CLONE_INTO_CGROUP, *[0] * 9, group)
+    size = ctypes.c_size_t(ctypes.sizeof(fields))
+    return _call("syscall", ctypes.c_long(_CLONE3), ctypes.byref(fields), size)
+
+
+def name_in_environment(marker: bytes) -> None:
+    """Overwrite our first environment variable in place, so that /proc/PID/environ says `marker`.
+
+    The room for it was made when this program was started; forks inherit the name.
+    """
+    with open("/proc/self/stat", "rb") as file:
+        text = file.read()
+    fields = text[text.rfind(b")") + 2 :].split()
+    start, end = int(fields[47]), int(fields[48])
+    if len(marker) >= end - start:
+        raise ValueError(f"no room for {marker!r} in the environment")
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, marker, len(marker))
