@@ -10,10 +10,11 @@ def find(module: str, name: str) -> Any | None:
     Raises: ImportError when it is installed and broken, or no longer has the class.
     """
     try:
-        return getattr(importlib.import_module(module), name)
+        loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name == module.partition(".")[0]:
             return None
         raise
-    except AttributeError:
-        raise ImportError(f"{module} has no {name} any more: see docs/training.md") from None
+    if not hasattr(loaded, name):
+        raise ImportError(f"{module} has no {name} any more: see docs/training.md")
+    return getattr(loaded, name)
