@@ -1,10 +1,19 @@
-"""The worker of the workflow queue: decides, does no I/O, imports no provider."""
+"""The worker of the workflow queue: decides, does no I/O, imports no provider.
+
+Production runs workflow code as it is; tests and replays run it in the SDK's sandbox, which refuses
+what is not deterministic (docs/decisions/0007-what-a-rollout-costs.md).
+"""
 
 from collections.abc import Sequence
 from datetime import timedelta
 
 from temporalio.client import Client
-from temporalio.worker import PollerBehaviorAutoscaling, Worker
+from temporalio.worker import (
+    PollerBehaviorAutoscaling,
+    UnsandboxedWorkflowRunner,
+    Worker,
+    WorkflowRunner,
+)
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
 from perdure.client import names
@@ -24,17 +33,19 @@ WORKFLOWS: Sequence[type] = (
 PASSTHROUGH = ("perdure", "activities", "workflows", "pydantic_settings", "structlog")
 
 
-def workflow_runner() -> SandboxedWorkflowRunner:
+def checking_runner() -> SandboxedWorkflowRunner:
+    """Fails a workflow that reads clocks, files or the network."""
     restrictions = SandboxRestrictions.default.with_passthrough_modules(*PASSTHROUGH)
     return SandboxedWorkflowRunner(restrictions=restrictions)
 
 
-def workflow_worker(client: Client) -> Worker:
+def workflow_worker(client: Client, runner: WorkflowRunner | None = None) -> Worker:
+    """`runner`: None is production's, without checks."""
     return Worker(
         client,
         task_queue=names.WORKFLOWS_QUEUE,
         workflows=WORKFLOWS,
-        workflow_runner=workflow_runner(),
+        workflow_runner=runner or UnsandboxedWorkflowRunner(),
         max_cached_workflows=2000,
         # How long a decision waits for a worker that was killed, before any other may take it.
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=5),

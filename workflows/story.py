@@ -1,8 +1,11 @@
 """What the Temporal Web UI tells about a rollout: details in Markdown, attributes to filter by.
 
-Details cost no history; each upsert of search attributes costs one event, so stages share them.
+Details cost no history. Search attributes cost the server a write to its index each time, so only
+a stage that lasts is said there.
 """
 
+import asyncio
+from datetime import timedelta
 from typing import Any
 
 from temporalio import workflow
@@ -11,6 +14,10 @@ with workflow.unsafe.imports_passed_through():
     from activities.messages import AgentRun, Booted, Captured, GradedPatch
     from perdure.client import search_attributes as attributes
     from perdure.types import EpisodeRef, Failure, RolloutRequest, RolloutStatus
+
+
+SAY_STAGE_AFTER = timedelta(seconds=2)
+"""A stage that is over sooner is not worth a write; lists lag behind by about as much anyway."""
 
 
 class Story:
@@ -23,6 +30,8 @@ class Story:
         self.number = 0
         self.evidence = ""
         self.look = ""
+        self._said = ("boot", 1)
+        self._saying: asyncio.Task[None] | None = None
 
     def open(self, rollout: RolloutRequest) -> None:
         self.look = f"{rollout.run_id}/{rollout.instance_id}/{rollout.sample_index}"
@@ -36,16 +45,20 @@ class Story:
         workflow.upsert_search_attributes(attributes.updates_of(rollout))
 
     def stage(self, name: str, attempt: int) -> None:
-        if (name, attempt) == ("boot", 1):  # already set by open()
-            self.current, self.number = name, attempt
-            self._tell()
-            return
-        changed: list[Any] = [attributes.STAGE.value_set(name)]
-        if attempt != self.number:
-            changed.append(attributes.ATTEMPT.value_set(attempt))
         self.current, self.number = name, attempt
-        workflow.upsert_search_attributes(changed)
         self._tell()
+        if self._said != (name, attempt) and self._saying is None:
+            self._saying = asyncio.create_task(self._say_stage())
+
+    async def _say_stage(self) -> None:
+        await workflow.sleep(SAY_STAGE_AFTER, summary="then list the stage")
+        self._saying = None
+        stage, attempt = self.current, self.number
+        changed: list[Any] = [attributes.STAGE.value_set(stage)]
+        if attempt != self._said[1]:
+            changed.append(attributes.ATTEMPT.value_set(attempt))
+        self._said = stage, attempt
+        workflow.upsert_search_attributes(changed)
 
     def booted(self, booted: Booted) -> None:
         self.evidence = booted.uri
@@ -73,6 +86,8 @@ class Story:
         self._add(f"worker told to stop, handed over ({count})")
 
     def close(self, episode: EpisodeRef) -> None:
+        if self._saying is not None:
+            self._saying.cancel()
         outcome = episode.outcome.value if episode.outcome else episode.status.value
         final: list[Any] = [
             attributes.STAGE.value_set("done"),

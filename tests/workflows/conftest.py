@@ -14,7 +14,7 @@ from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.connection import DATA_CONVERTER
 from tests.workflows.stages import Stages
-from workers.orchestration import workflow_worker
+from workers.orchestration import checking_runner, workflow_worker
 
 
 def temporal_binary() -> str:
@@ -49,6 +49,6 @@ async def stages(client: Client) -> AsyncIterator[Stages]:
         names.host_queue("host-1"),
     ]
     workers = [Worker(client, task_queue=q, activities=stages.activities()) for q in queues]
-    workers.append(workflow_worker(client))
+    workers.append(workflow_worker(client, checking_runner()))
     async with workers[0], workers[1], workers[2], workers[3], workers[4], workers[5]:
         yield stages

@@ -26,7 +26,8 @@ from perdure.client.connection import DATA_CONVERTER
 from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RunRequest
 from tests.workflows.conftest import temporal_binary
 from tests.workflows.stages import Stages
-from workers.orchestration import workflow_worker
+from workers.orchestration import checking_runner, workflow_worker
+from workflows.story import SAY_STAGE_AFTER
 
 FOLDER = Path(__file__).parent / "histories"
 HOST = "host-1"
@@ -42,6 +43,18 @@ async def plain(client: Client, stages: Stages) -> Handle:
 
     stages.override["boot_sandbox"] = here
     return (await Perdure(client).start_rollout(ROLLOUT)).handle
+
+
+async def slow_agent(client: Client, stages: Stages) -> Handle:
+    """Long enough for its stage to be listed."""
+
+    async def slowly(_: Any) -> AgentRun:
+        await asyncio.sleep(SAY_STAGE_AFTER.total_seconds() + 1)
+        return AgentRun(end=AgentEnd.FINISHED, turns=4)
+
+    stages.override["run_agent"] = slowly
+    request = ROLLOUT.model_copy(update={"heartbeat_timeout_s": 30.0})
+    return (await Perdure(client).start_rollout(request)).handle
 
 
 async def lost_sandbox(client: Client, stages: Stages) -> Handle:
@@ -121,7 +134,7 @@ async def run(client: Client, stages: Stages) -> Handle:
     return (await Perdure(client).start_run(request)).handle
 
 
-SCENARIOS = (plain, lost_sandbox, evictions, cancelled, cancelled_in_boot, group, run)
+SCENARIOS = (plain, slow_agent, lost_sandbox, evictions, cancelled, cancelled_in_boot, group, run)
 
 
 def _forever(stages: Stages, name: str) -> asyncio.Event:
@@ -158,7 +171,7 @@ async def record(scenario: Callable[[Client, Stages], Awaitable[Handle]]) -> str
             for queue in (*queues, names.host_queue(HOST)):
                 worker = Worker(client, task_queue=queue, activities=stages.activities())
                 await workers.enter_async_context(worker)
-            await workers.enter_async_context(workflow_worker(client))
+            await workers.enter_async_context(workflow_worker(client, checking_runner()))
             handle = await scenario(client, stages)
             with contextlib.suppress(TemporalError):  # a cancelled one has no result
                 await handle.result()

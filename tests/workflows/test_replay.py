@@ -14,7 +14,7 @@ from temporalio.workflow import NondeterminismError
 from perdure.client import names
 from perdure.client.connection import DATA_CONVERTER
 from tests.workflows import record_histories
-from workers.orchestration import WORKFLOWS, workflow_runner
+from workers.orchestration import WORKFLOWS, checking_runner
 
 HISTORIES = sorted(record_histories.FOLDER.glob("*.json"))
 
@@ -27,7 +27,7 @@ def history(path: Path) -> WorkflowHistory:
 async def test_a_committed_history_replays(path: Path) -> None:
     """Today's code makes the same decisions, in the same order, from the same events."""
     replayer = Replayer(
-        workflows=WORKFLOWS, workflow_runner=workflow_runner(), data_converter=DATA_CONVERTER
+        workflows=WORKFLOWS, workflow_runner=checking_runner(), data_converter=DATA_CONVERTER
     )
     result = await replayer.replay_workflow(history(path), raise_on_replay_failure=False)
 

@@ -318,6 +318,36 @@ async def test_a_cancellation_does_not_take_the_episode_along(
     assert (await handle.result()).status is RolloutStatus.GRADED
 
 
+async def test_a_stage_that_lasts_is_listed(client: Client, stages: Stages) -> None:
+    """`PerdureStage` follows a rollout whose agent takes a while."""
+    told = asyncio.Event()
+
+    async def slowly(_: Any) -> AgentRun:
+        await told.wait()
+        return AgentRun(end=AgentEnd.FINISHED)
+
+    stages.override["run_agent"] = slowly
+    handle = await _start(client, REQUEST)
+    async with asyncio.timeout(30):
+        while await _stage(handle) != "agent":
+            await asyncio.sleep(0.1)
+    told.set()
+    await handle.result()
+
+    assert await _stage(handle) == "done"
+
+
+async def test_a_quick_rollout_writes_its_attributes_once(client: Client, stages: Stages) -> None:
+    """Started as the SDK does, it says nothing more in the server's index before its end."""
+    request = RolloutRequest.model_validate(REQUEST)
+    handle = await _start(client, REQUEST, search_attributes=attributes.of_rollout(request))
+    await handle.result()
+
+    kinds = await _event_types(handle)
+
+    assert kinds.count("EVENT_TYPE_UPSERT_WORKFLOW_SEARCH_ATTRIBUTES") == 1
+
+
 async def test_it_goes_on_as_the_attempt_that_was_booted(client: Client, stages: Stages) -> None:
     """Attempts of an earlier workflow are used up: every later stage works on the new one."""
 
@@ -329,6 +359,10 @@ async def test_it_goes_on_as_the_attempt_that_was_booted(client: Client, stages:
 
     assert [number for name, number in stages.calls if name != "boot_sandbox"][:3] == [3, 3, 3]
     assert stages.endings[0].attempts == 3
+
+
+async def _stage(handle: WorkflowHandle[Any, Any]) -> str | None:
+    return (await handle.describe()).typed_search_attributes.get(attributes.STAGE)
 
 
 async def _event_types(handle: WorkflowHandle[Any, Any]) -> list[str]:

@@ -61,7 +61,8 @@ async def follow(run: RunHandle, show: Show) -> RunProgress:
 
 
 async def _look(run: RunHandle) -> tuple[RunProgress, list[RolloutInfo]]:
-    return await run.progress(), await run.rollouts()
+    """Lines tell no single rollout; listing them all is the dearest question there is."""
+    return await run.progress(), await run.rollouts() if console.is_terminal else []
 
 
 def _needs_nobody(progress: RunProgress) -> None:

@@ -4,7 +4,8 @@ import os
 import shutil
 import sys
 import sysconfig
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perdure.cli import config, ports
@@ -19,6 +20,8 @@ WORKER_GRACE_S = 20.0
 
 PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL")
 """Without them a file database is half as fast; with them it still survives kill -9."""
+GARBAGE_PERCENT = "400"
+"""The server collects garbage at five times its live memory, not at twice: about 200 MB for 5 % CPU."""
 DYNAMIC_CONFIG = (
     "matching.enableFairness=true",
     # Long polls and searches of one laptop user must not meet limits made for a shared cluster.
@@ -105,10 +108,19 @@ class Plan:
         for name, kind in TYPE_NAMES.items():
             argv += ["--search-attribute", f"{name}={kind}"]
         # The CLI reads TEMPORAL_* and its profile file for a client's sake; the server needs none.
-        return ChildSpec("temporal", tuple(argv), env=_without_temporal(os.environ), grace_s=10.0)
+        env = {"GOGC": GARBAGE_PERCENT, **_without_temporal(os.environ)}
+        return ChildSpec("temporal", tuple(argv), env=env, grace_s=10.0)
 
-    def gateway(self) -> ChildSpec:
-        return self._python("gateway", "perdure.gateway")
+    def gateways(self, listeners: Sequence[int]) -> list[ChildSpec]:
+        """The pool; `listeners` are descriptors of the sockets that all of them accept from."""
+        return [
+            self._gateway(name, listeners)
+            for name in gateway_names(self.settings.gateway_processes)
+        ]
+
+    def health_socket(self, gateway: str) -> Path:
+        """Where one process of the pool answers alone."""
+        return self.home / "run" / f"{gateway}.health"
 
     def worker(self) -> ChildSpec:
         return self._python("worker", "workers.all", grace_s=WORKER_GRACE_S)
@@ -147,9 +159,21 @@ class Plan:
             env["TEMPORAL_ADDRESS"] = self.addresses.temporal_address
         return env
 
+    def _gateway(self, name: str, listeners: Sequence[int]) -> ChildSpec:
+        shared = ",".join(map(str, listeners))
+        health = str(self.health_socket(name))
+        arguments = ("--listeners", shared, "--health", health)
+        spec = self._python(name, "perdure.gateway", *arguments)
+        return replace(spec, inherits=tuple(listeners))
+
     def _python(self, name: str, module: str, *arguments: str, grace_s: float = 10.0) -> ChildSpec:
         argv = (sys.executable, "-m", module, *arguments)
         return ChildSpec(name, argv, self.environment(), self.root, grace_s)
+
+
+def gateway_names(processes: int) -> list[str]:
+    """`gateway`, `gateway-2`, `gateway-3`, ..."""
+    return ["gateway", *(f"gateway-{number}" for number in range(2, processes + 1))]
 
 
 def temporal_binary() -> str:

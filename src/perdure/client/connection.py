@@ -3,6 +3,7 @@
 import atexit
 import gc
 import time
+from typing import ClassVar, Self, cast
 
 from temporalio.client import Client
 from temporalio.contrib.pydantic import PydanticPayloadConverter, ToJsonOptions
@@ -16,10 +17,22 @@ from perdure.errors import ConfigurationError
 
 
 class CompactConverter(PydanticPayloadConverter):
-    """Pydantic in and out; fields nobody set stay out of the history."""
+    """Pydantic in and out; fields nobody set stay out of the history.
+
+    One per process, shared: the SDK makes one for each workflow and several for each of its tasks,
+    and every new one would learn the types from the beginning.
+    """
+
+    _shared: ClassVar["CompactConverter | None"] = None
+
+    def __new__(cls) -> Self:
+        if cls._shared is None:
+            cls._shared = super().__new__(cls)
+        return cast(Self, cls._shared)
 
     def __init__(self) -> None:
-        super().__init__(ToJsonOptions(exclude_unset=True))
+        if not hasattr(self, "converters"):
+            super().__init__(ToJsonOptions(exclude_unset=True))
 
 
 DEFAULT_ADDRESS = "localhost:7233"
