@@ -1,0 +1,184 @@
+"""Packages of the npm registry in the tool cache: pinned, verified, unpacked once; no npm, no Node.
+
+`locks/<name>.json` says which package and version serves which platform, with the registry's sha512.
+A host without a registry names a tarball instead: PERDURE_<NAME>_TARBALL, or the lock's aliases.
+"""
+
+import base64
+import hashlib
+import http.client
+import json
+import os
+import platform
+import ssl
+import tarfile
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from perdure.agents import npmrc, toolcache
+from perdure.errors import AgentError, MissingDependency
+
+LOCKS = Path(__file__).parent / "locks"
+PLATFORMS = {"x86_64": "linux-x64", "amd64": "linux-x64", "aarch64": "linux-arm64"}
+ANY = "any"
+"""The platform of a package without machine code."""
+TRIES = 3
+TIMEOUT_S = 120.0
+"""Of silence on the connection, not of the whole download."""
+BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Package:
+    """One exact tarball of the registry.
+
+    Example:
+        Package("@openai/codex", "0.169.0-linux-x64", "sha512-o05NyAOC...")
+    """
+
+    name: str
+    version: str
+    integrity: str
+
+    @property
+    def path(self) -> str:
+        """Below the registry's address, as every npm registry lays it out."""
+        return f"{self.name}/-/{self.name.rpartition('/')[2]}-{self.version}.tgz"
+
+
+async def installed(tools: Path, name: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """The folder that holds what the tarball has below its first folder (`package/`).
+
+    Raises: AgentError when the registry does not deliver it or it is not what the lock says;
+    MissingDependency on a platform that the lock does not know, or when a named tarball is absent.
+    """
+    lock = json.loads((LOCKS / f"{name}.json").read_text())
+    if tarball := _named_tarball(name, lock, environment):
+        known = tarball.stat()
+        recipe = f"{tarball} {known.st_size} {known.st_mtime_ns}"
+        return await toolcache.built(tools, name, recipe, lambda folder: unpack(tarball, folder))
+    package = locked(name, lock)
+    recipe = f"{package.name} {package.version} {package.integrity}"
+    return await toolcache.built(tools, name, recipe, lambda folder: _fetch(package, folder))
+
+
+def locked(name: str, lock: Mapping[str, Any]) -> Package:
+    """Raises: MissingDependency naming the machine and what would do instead."""
+    here = PLATFORMS.get(platform.machine().lower(), platform.machine())
+    entry = lock.get(here) or lock.get(ANY)
+    if entry is None:
+        raise MissingDependency(
+            f"{name} has no package for {here}; name a tarball of one in {variable(name)}"
+        )
+    return Package(entry["package"], entry["version"], entry["integrity"])
+
+
+def variable(name: str) -> str:
+    return f"PERDURE_{name.upper()}_TARBALL"
+
+
+def _named_tarball(
+    name: str, lock: Mapping[str, Any], environment: Mapping[str, str]
+) -> Path | None:
+    for candidate in (variable(name), *lock.get("tarball_aliases", ())):
+        if path := environment.get(candidate):
+            if not Path(path).is_file():
+                raise MissingDependency(f"{candidate}={path}: no such file; name the tarball")
+            return Path(path).absolute()
+    return None
+
+
+def _fetch(package: Package, folder: Path) -> None:
+    tarball = folder.with_name(f"{folder.name}.tgz")
+    try:
+        _download(package, tarball)
+        unpack(tarball, folder)
+    finally:
+        tarball.unlink(missing_ok=True)
+
+
+def _download(package: Package, to: Path) -> None:
+    """Tried again when the connection broke or the registry was busy, never when it said no."""
+    config = npmrc.load()
+    url = config.registry(package.name) + package.path
+    for attempt in range(1, TRIES + 1):
+        try:
+            return _verified(package, url, config, to)
+        except urllib.error.HTTPError as error:
+            error.close()
+            problem: Exception = error
+            if error.code < 500 and error.code != 429:
+                break
+        except (OSError, http.client.HTTPException) as error:
+            problem = error
+        if attempt < TRIES:
+            time.sleep(2.0**attempt)
+    raise AgentError(
+        f"{package.name}@{package.version} did not come from {_host(url)}: {problem}; "
+        "set npm's registry, or name a tarball (docs/agents.md)"
+    ) from problem
+
+
+def _verified(package: Package, url: str, config: npmrc.Npmrc, to: Path) -> None:
+    """Raises: AgentError when its bytes are not those the lock promises."""
+    algorithm, _, expected = package.integrity.partition("-")
+    digest = hashlib.new(algorithm)
+    request = urllib.request.Request(url)
+    if authorization := config.authorization(url):
+        request.add_unredirected_header("Authorization", authorization)  # never to another host
+    context = ssl.create_default_context(cafile=config.cafile)
+    with (
+        urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer,
+        to.open("wb") as file,
+    ):
+        while block := answer.read(BLOCK):
+            digest.update(block)
+            file.write(block)
+    if base64.b64encode(digest.digest()).decode() != expected:
+        raise AgentError(
+            f"{package.name}@{package.version}: wrong {algorithm}; nothing was unpacked"
+        )
+
+
+def unpack(tarball: Path, folder: Path) -> None:
+    """Regular files only, each below `folder`; links and devices are left out, as npm does.
+
+    Raises: AgentError when it is no tarball or a name leads out of the folder.
+    """
+    try:
+        with tarfile.open(tarball) as archive:
+            for member in archive:
+                content = archive.extractfile(member) if member.isreg() else None
+                if content is not None:
+                    _write(folder / _inside(member.name), content, executable=member.mode & 0o111)
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise AgentError(f"{tarball.name} cannot be unpacked: {error}") from error
+    if not folder.is_dir():
+        raise AgentError(f"{tarball.name} holds no file")
+
+
+def _inside(name: str) -> PurePosixPath:
+    """The path below the tarball's first folder."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or len(path.parts) < 2:
+        raise AgentError(f"the tarball holds {name!r}, which is not inside a folder of its own")
+    return PurePosixPath(*path.parts[1:])
+
+
+def _write(path: Path, content: IO[bytes], *, executable: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        while block := content.read(BLOCK):
+            file.write(block)
+    path.chmod(0o755 if executable else 0o644)
+
+
+def _host(url: str) -> str:
+    """Without a name and password that a user may have put into the address."""
+    return url.partition("//")[2].partition("/")[0].rpartition("@")[2]

@@ -1,0 +1,84 @@
+"""npm's own configuration, as far as a download needs it: registry, scope, key, certificates.
+
+Read in npm's order (environment, user file, global file); a project's `.npmrc` is not ours to obey.
+"""
+
+import base64
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+PUBLIC = "https://registry.npmjs.org/"
+GLOBAL = ("/etc/npmrc", "/usr/etc/npmrc", "/usr/local/etc/npmrc")
+"""Where distributions put npm's global file; `NPM_CONFIG_GLOBALCONFIG` names another."""
+
+
+@dataclass(frozen=True)
+class Npmrc:
+    """What npm would use here; names are lower case, with dashes."""
+
+    values: Mapping[str, str]
+
+    def registry(self, package: str) -> str:
+        """Where a package comes from, ending in a slash; a scope may have its own."""
+        scope = package.partition("/")[0] if package.startswith("@") else ""
+        found = self.values.get(f"{scope}:registry") if scope else None
+        return (found or self.values.get("registry") or PUBLIC).rstrip("/") + "/"
+
+    def authorization(self, url: str) -> str | None:
+        """The header of the longest `//host/path/` with a key for this address, or None."""
+        parts = urlsplit(url)
+        path = f"//{parts.netloc}{parts.path}".lower()
+        while len(path) > 2:
+            path = path.rstrip("/").rpartition("/")[0] + "/"
+            if token := self.values.get(f"{path}:_authtoken"):
+                return f"Bearer {token}"
+            if basic := self.values.get(f"{path}:_auth") or self._password(path):
+                return f"Basic {basic}"
+        return None
+
+    def _password(self, path: str) -> str | None:
+        """`_password` is base64 in the file, and so is the header: name, colon, password."""
+        user, secret = (self.values.get(f"{path}:{name}") for name in ("username", "_password"))
+        if user is None or secret is None:
+            return None
+        return base64.b64encode(f"{user}:".encode() + base64.b64decode(secret)).decode()
+
+    @property
+    def cafile(self) -> str | None:
+        return self.values.get("cafile")
+
+
+def load(environment: Mapping[str, str] = os.environ) -> Npmrc:
+    own = {
+        name.lower().removeprefix("npm_config_").replace("_", "-"): value
+        for name, value in environment.items()
+        if name.lower().startswith("npm_config_") and value
+    }
+    user = own.get("userconfig") or f"{environment.get('HOME') or Path.home()}/.npmrc"
+    files = [*([own["globalconfig"]] if "globalconfig" in own else GLOBAL), user]
+    values: dict[str, str] = {}
+    for file in files:
+        values |= _read(Path(file), environment)
+    return Npmrc(values | own)
+
+
+def _read(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """`key = value` lines; `${NAME}` is filled from the environment, as npm does."""
+    try:
+        lines = file.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition("=") for line in map(str.strip, lines) if line[:1] not in ("#", ";"))
+    return {
+        key.strip().lower(): _filled(value.strip().strip("\"'"), environment)
+        for key, equals, value in pairs
+        if equals
+    }
+
+
+def _filled(value: str, environment: Mapping[str, str]) -> str:
+    return re.sub(r"\$\{(\w+)\}", lambda found: environment.get(found[1], found[0]), value)
