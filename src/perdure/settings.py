@@ -7,6 +7,7 @@ Temporal's own address, namespace, TLS and profile come from the CLI's variables
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import (
@@ -42,6 +43,10 @@ class Settings(BaseSettings):
     """TCP port of the gateway (slime: SHIM_PORT)."""
     gateway_host: str = "127.0.0.1"
     """Address the gateway listens on (slime: SHIM_BIND_HOST)."""
+    gateway_processes: int = Field(1, ge=1, le=64)
+    """Gateway processes that `perdure up` starts on that port; one more for every 100 busy agents."""
+    gateway_durability: Literal["local", "store"] = "local"
+    """What an answer waits for: `local` disk (an S3 store follows seconds later), or the `store`."""
     gateway_url: str = ""
     """Gateway as the workers reach it. Empty = `http://<gateway_host>:<gateway_port>`."""
     engine_url: str = ""

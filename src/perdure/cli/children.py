@@ -43,6 +43,8 @@ class ChildSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: Path | None = None
     grace_s: float = 5.0
+    inherits: tuple[int, ...] = ()
+    """Descriptors that it gets under the same numbers: listening sockets."""
 
 
 class Child:
@@ -117,6 +119,7 @@ class Child:
                 env=dict(self.spec.env),
                 cwd=self.spec.cwd,
                 start_new_session=True,
+                pass_fds=self.spec.inherits,
             )
         process = identify(self._process.pid)
         self.state = ChildState(

@@ -113,10 +113,17 @@ class Plan:
 
     def gateways(self, listeners: Sequence[int]) -> list[ChildSpec]:
         """The pool; `listeners` are descriptors of the sockets that all of them accept from."""
-        return [
-            self._gateway(name, listeners)
-            for name in gateway_names(self.settings.gateway_processes)
-        ]
+        shared = ",".join(map(str, listeners))
+        specs = []
+        for name in gateway_names(self.settings.gateway_processes):
+            health = str(self.health_socket(name))
+            spec = self.gateway(name, "--listeners", shared, "--health", health)
+            specs.append(replace(spec, inherits=tuple(listeners)))
+        return specs
+
+    def gateway(self, name: str = "gateway", *arguments: str) -> ChildSpec:
+        """One process; without arguments it binds its own sockets."""
+        return self._python(name, "perdure.gateway", *arguments)
 
     def health_socket(self, gateway: str) -> Path:
         """Where one process of the pool answers alone."""
@@ -158,13 +165,6 @@ class Plan:
             env = _without_temporal(env)
             env["TEMPORAL_ADDRESS"] = self.addresses.temporal_address
         return env
-
-    def _gateway(self, name: str, listeners: Sequence[int]) -> ChildSpec:
-        shared = ",".join(map(str, listeners))
-        health = str(self.health_socket(name))
-        arguments = ("--listeners", shared, "--health", health)
-        spec = self._python(name, "perdure.gateway", *arguments)
-        return replace(spec, inherits=tuple(listeners))
 
     def _python(self, name: str, module: str, *arguments: str, grace_s: float = 10.0) -> ChildSpec:
         argv = (sys.executable, "-m", module, *arguments)

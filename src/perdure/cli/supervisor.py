@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,15 +22,16 @@ from temporalio.client import Client
 from temporalio.runtime import Runtime
 from temporalio.service import RPCError
 
-from perdure.cli import config, ports, readiness, stack_state
+from perdure.cli import config, gateway_pool, readiness, stack_state
 from perdure.cli.checkout import find_root
 from perdure.cli.children import Child, ChildSpec
 from perdure.cli.failures import explain
-from perdure.cli.plan import Addresses, Plan
+from perdure.cli.plan import Addresses, Plan, gateway_names
 from perdure.cli.processes import identify, stop
 from perdure.cli.stack_state import StackState
 from perdure.cli.temporal_target import given_address
 from perdure.errors import ConfigurationError, PerdureError
+from perdure.gateway import listeners
 from perdure.settings import Settings
 from perdure.telemetry import configure_logging, temporal_runtime
 
@@ -58,8 +59,10 @@ class StartFailed(PerdureError):
 class Supervisor:
     """One stack, from the first process to the last."""
 
-    def __init__(self, plan: Plan, report: Report) -> None:
+    def __init__(self, plan: Plan, report: Report, listeners: Sequence[int]) -> None:
+        """`listeners`: descriptors of the gateway's sockets; they outlive its processes."""
         self.plan = plan
+        self.listeners = listeners
         self.report = report
         self.phase = "starting"
         self.children: dict[str, Child] = {}
@@ -89,12 +92,16 @@ class Supervisor:
         await self._start_temporal()
         if engine is not None:
             await self._launch(engine)
-        await self._launch(self.plan.gateway())
+        gateways = self.plan.gateways(self.listeners)
+        for spec in gateways:
+            await self._launch(spec)
         await self._launch(self.plan.worker())
-        await self._answered("gateway", readiness.wait_for_http(f"{self._gateway()}/healthz"))
+        for spec in gateways:
+            health = self.plan.health_socket(spec.name)
+            await self._answered(spec.name, gateway_pool.wait_for(health))
         if engine is not None:
-            health = f"{self.plan.engine_url}/health"
-            await self._answered("engine", readiness.wait_for_http(health))
+            url = f"{self.plan.engine_url}/health"
+            await self._answered("engine", readiness.wait_for_http(url))
         await self._answered("worker", self._wait_for_worker())
         self._move("ready")
         self.report({"event": "ready"})
@@ -167,10 +174,10 @@ class Supervisor:
 
     async def _keep(self, stopped: "asyncio.Task[Any]") -> None:
         """Look at every part now and then; one that hangs is started again."""
-        looks: dict[str, Callable[[], Awaitable[bool]]] = {
-            "temporal": self._temporal_answers,
-            "gateway": lambda: readiness.answers(f"{self._gateway()}/healthz"),
-        }
+        looks: dict[str, Callable[[], Awaitable[bool]]] = {"temporal": self._temporal_answers}
+        for name in self._gateways():
+            look = functools.partial(gateway_pool.answers, self.plan.health_socket(name))
+            looks[name] = look
         failed = dict.fromkeys(looks, 0)
         while not stopped.done():
             await asyncio.wait({stopped}, timeout=LOOK_EVERY_S)
@@ -193,14 +200,12 @@ class Supervisor:
     async def _stop(self) -> None:
         """In the reverse order of their needs: workers hand over while Temporal still answers."""
         self._move("stopping")
-        for names in (("worker",), ("gateway", "engine"), ("temporal",)):
+        for names in (("worker",), (*self._gateways(), "engine"), ("temporal",)):
             found = [self.children[name] for name in names if name in self.children]
             await asyncio.gather(*(child.stop() for child in found))
 
-    def _gateway(self) -> str:
-        host = self.plan.settings.gateway_host
-        host = ports.LOOPBACK if host in ("0.0.0.0", "::") else host
-        return f"http://{host}:{self.plan.addresses.gateway_port}"
+    def _gateways(self) -> list[str]:
+        return gateway_names(self.plan.settings.gateway_processes)
 
     def _what_is_late(self) -> str:
         words = {name: child.last_words() for name, child in self.children.items()}
@@ -262,10 +267,13 @@ async def supervise(settings: Settings, engine: str, report: Report) -> None:
         plan = Plan(
             settings, find_root(), Addresses.choose(settings, own_temporal=own), engine=engine
         )
-        try:
-            await Supervisor(plan, report).run(stopping)
-        finally:
-            stack_state.forget(settings)
+        address = {"gateway_port": plan.addresses.gateway_port}
+        with listeners.bound(settings.model_copy(update=address)) as sockets:
+            try:
+                descriptors = [listener.fileno() for listener in sockets]
+                await Supervisor(plan, report, descriptors).run(stopping)
+            finally:
+                stack_state.forget(settings)
 
 
 def run(engine: str, report: Report) -> int:

@@ -1,13 +1,20 @@
-"""`python -m perdure.gateway`: one gateway process, configured by PERDURE_* settings."""
+"""`python -m perdure.gateway`: one gateway process, configured by PERDURE_* settings.
 
+`--listeners 5,6` are descriptors of listening sockets shared with other gateways, `--health PATH` a
+unix socket of this process alone: what `perdure up` passes to each process of its pool.
+"""
+
+import argparse
 import asyncio
 import sys
+from pathlib import Path
 
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.settings import Settings
 
 
 def main() -> int:
+    options = _options()
     try:
         from perdure.gateway.control import load_secret
         from perdure.gateway.server import serve
@@ -16,11 +23,29 @@ def main() -> int:
 
         settings = Settings()
         configure_logging(settings, "gateway")
-        asyncio.run(serve(settings, load_secret(settings), open_store(settings)))
+        serving = serve(
+            settings,
+            load_secret(settings),
+            open_store(settings),
+            descriptors=options.listeners,
+            health=options.health,
+        )
+        asyncio.run(serving)
     except (ConfigurationError, MissingDependency) as error:
         print(f"perdure gateway: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m perdure.gateway")
+    parser.add_argument("--listeners", type=_descriptors, default=(), metavar="FD,FD")
+    parser.add_argument("--health", type=Path, metavar="PATH")
+    return parser.parse_args()
+
+
+def _descriptors(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from perdure.errors import GatewayUnavailable
 from perdure.gateway.base import Overtaken
-from perdure.gateway.journal_file import Busy, Known, SessionFile
+from perdure.gateway.journal_file import NOTHING, Busy, Known, SessionFile
 from perdure.gateway.journal_records import JournalDamaged, Records, frame
 
 FILE_NAME = "journal.log"
@@ -64,16 +64,26 @@ class LocalJournal:
         Raises: JournalDamaged; GatewayUnavailable when another process holds the file and hangs.
         """
         known = self._look_up(session_id)
-        start = known if known.records <= after else Known()
+        start = known if known.records <= after else NOTHING
+        found = await self.tail(session_id, start)
+        return found.records[after - start.records :]
+
+    async def tail(self, session_id: str, known: Known) -> Records:
+        """The records behind `known`; costs what is new. Raises: as `read`."""
         deadline = time.monotonic() + BUSY_LIMIT_S
         while True:
             try:
-                found = await asyncio.to_thread(self._read, session_id, start)
-                return found.records[after - start.records :]
+                return await asyncio.to_thread(self._read, session_id, known)
             except Busy:
                 if time.monotonic() > deadline:
                     raise _hangs(session_id) from None
                 await asyncio.sleep(BUSY_PAUSE_S)
+
+    async def find(self, session_id: str, records: int, known: Known = NOTHING) -> Known:
+        """Where the first `records` records end, looking from `known` on."""
+        found = await self.tail(session_id, known)
+        frames = map(frame, found.records[: records - known.records])
+        return Known(records, known.end + sum(map(len, frames)))
 
     async def append(self, session_id: str, record: dict[str, Any], *, position: int) -> None:
         """Returns when the record survives a power cut.
@@ -108,11 +118,11 @@ class LocalJournal:
 
     def _look_up(self, session_id: str) -> Known:
         with self._known_lock:
-            return self._known.get(session_id, Known())
+            return self._known.get(session_id, NOTHING)
 
     def _learn(self, session_id: str, known: Known) -> None:
         with self._known_lock:
-            if known.records >= self._known.get(session_id, Known()).records:
+            if known.records >= self._known.get(session_id, NOTHING).records:
                 self._known[session_id] = known
                 self._known.move_to_end(session_id)
             if len(self._known) > KEPT:

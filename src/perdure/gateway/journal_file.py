@@ -19,6 +19,9 @@ class Known(NamedTuple):
     end: int = 0
 
 
+NOTHING = Known()
+
+
 class Busy(Exception):
     """Another process writes this session right now."""
 

@@ -1,11 +1,11 @@
-"""Serving one gateway app on a TCP port and on the unix socket that sandboxes mount."""
+"""Serving one gateway app on listening sockets, its own or those of a pool."""
 
 import asyncio
 import contextlib
 import itertools
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from perdure.errors import ConfigurationError
+from perdure.gateway import listeners
+from perdure.gateway.acceptor import Acceptor
 from perdure.gateway.app import create_app
-from perdure.gateway.journal import LocalJournal
+from perdure.gateway.gate import Gate
+from perdure.gateway.journal_choice import open_journal
 from perdure.settings import Settings
 from perdure.storage.base import Store
 
@@ -23,8 +25,6 @@ GRACE_S = 5
 """Seconds that turns in flight get after SIGTERM; their clients ask again."""
 NO_GRACE = 0
 """For servers inside a test: connections are cut, which saves 0.1 s each time."""
-LONGEST_SOCKET_PATH = 107
-BACKLOG = 1024
 TICK_S = 0.1
 """uvicorn refreshes its date header every tenth tick."""
 
@@ -37,10 +37,20 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._stopping = asyncio.Event()
+        self._acceptor: Acceptor | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if sockets is None:
+            return await super().startup()
+        await super().startup([])
+        self._acceptor = Acceptor(sockets, self._protocol)
+        if isinstance(self.config.app, Gate):
+            self.config.app.on_crowded = self._crowded
+        self._acceptor.resume()
 
     async def main_loop(self) -> None:
         ticks = itertools.count()
@@ -49,6 +59,8 @@ class Server(uvicorn.Server):
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is not None:
+            self._acceptor.stop()
         if self.config.timeout_graceful_shutdown != NO_GRACE:
             return await super().shutdown(sockets)
         for listener in (*self.servers, *(sockets or ())):
@@ -63,6 +75,20 @@ class Server(uvicorn.Server):
         self.should_exit = True
         self._stopping.set()
 
+    def _protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+    def _crowded(self, crowded: bool) -> None:
+        assert self._acceptor is not None
+        if crowded:
+            self._acceptor.pause()
+        else:
+            self._acceptor.resume()
+
 
 def make_server(app: ASGIApp, **options: Any) -> Server:
     config = uvicorn.Config(
@@ -72,67 +98,48 @@ def make_server(app: ASGIApp, **options: Any) -> Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        backlog=BACKLOG,
         timeout_keep_alive=75,
         **{"http": "h11", "timeout_graceful_shutdown": GRACE_S, **options},
     )
     return Server(config)
 
 
-@contextlib.contextmanager
-def listening(settings: Settings) -> Iterator[list[socket.socket]]:
-    """The two sockets of a gateway, bound; the unix socket's file goes away at the end.
-
-    Raises: ConfigurationError when an address is taken or a path too long.
-    """
-    tcp = _bind_tcp(settings.gateway_host, settings.gateway_port)
-    unix = _bind_unix(settings.gateway_socket)
-    try:
-        yield [tcp, unix]
-    finally:
-        tcp.close()
-        unix.close()
-        settings.gateway_socket.unlink(missing_ok=True)
-
-
-def _bind_tcp(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server(
-            (host, port),
-            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-            backlog=BACKLOG,
-        )
-    except OSError as error:
-        raise ConfigurationError(
-            f"the gateway cannot listen on {host}:{port}: {error.strerror}; "
-            "set PERDURE_GATEWAY_HOST / PERDURE_GATEWAY_PORT"
-        ) from error
-
-
-def _bind_unix(path: Path) -> socket.socket:
-    if len(str(path).encode()) > LONGEST_SOCKET_PATH:
-        raise ConfigurationError(f"PERDURE_HOME is too long for a unix socket: {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # left behind by a killed gateway
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    listener.listen(BACKLOG)  # from now on callers wait instead of being refused
-    path.chmod(0o666)  # the key in each request is what counts, not the sandbox's uid
-    return listener
-
-
-async def serve(settings: Settings, secret: bytes, store: Store) -> None:
+async def serve(
+    settings: Settings,
+    secret: bytes,
+    store: Store,
+    *,
+    descriptors: Sequence[int] = (),
+    health: Path | None = None,
+) -> None:
     """Run a gateway until SIGTERM or SIGINT.
 
+    `descriptors`: listening sockets that a pool shares; without them it binds its own. `health`: a
+    unix socket of this process alone, for whoever watches it.
     Raises: ConfigurationError.
     """
     loop = asyncio.get_running_loop()
-    journal = LocalJournal(settings.home.absolute() / "journal")
-    server = make_server(create_app(settings, secret, store, journal))
+    journal = open_journal(settings, store)
+    server = make_server(Gate(create_app(settings, secret, store, journal)))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
-    with listening(settings) as sockets:
+    with _sockets(settings, descriptors, health) as sockets:
         host, port = sockets[0].getsockname()[:2]
         log.info("gateway listens", host=host, port=port, socket=str(settings.gateway_socket))
         await server.serve(sockets)
     await journal.aclose()
+
+
+@contextlib.contextmanager
+def _sockets(
+    settings: Settings, descriptors: Sequence[int], health: Path | None
+) -> Iterator[list[socket.socket]]:
+    with contextlib.ExitStack() as stack:
+        if descriptors:
+            sockets = listeners.inherited(descriptors)
+        else:
+            sockets = stack.enter_context(listeners.bound(settings))
+        if health is not None:
+            sockets.append(listeners.bind_unix(health))
+            stack.callback(health.unlink, missing_ok=True)
+        yield sockets

@@ -1,0 +1,87 @@
+"""The two sockets of a gateway: the TCP port, and the unix socket that sandboxes mount.
+
+Whoever binds them may hand them on: processes of a pool accept from the same queue, so a killed one
+leaves nobody's connection waiting for it. Light, for the supervisor's sake.
+"""
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from perdure.errors import ConfigurationError
+from perdure.settings import Settings
+
+LONGEST_PATH = 107
+"""Bytes of a unix socket's path."""
+BACKLOG = 1024
+"""Connections that the kernel keeps while every process is busy or being restarted."""
+
+
+@contextlib.contextmanager
+def bound(settings: Settings) -> Iterator[list[socket.socket]]:
+    """Both sockets, bound and listening; the unix socket's file goes away at the end.
+
+    Raises: ConfigurationError when an address is taken or a path too long.
+    """
+    tcp = _bind_tcp(settings.gateway_host, settings.gateway_port)
+    try:
+        unix = bind_unix(settings.gateway_socket)
+    except ConfigurationError:
+        tcp.close()
+        raise
+    try:
+        yield [tcp, unix]
+    finally:
+        tcp.close()
+        unix.close()
+        settings.gateway_socket.unlink(missing_ok=True)
+
+
+def inherited(descriptors: Sequence[int]) -> list[socket.socket]:
+    """The sockets that the process which started us bound."""
+    return [socket.socket(fileno=descriptor) for descriptor in descriptors]
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """Raises: ConfigurationError when the path is too long, or somebody listens there."""
+    if len(str(path).encode()) > LONGEST_PATH:
+        raise ConfigurationError(f"PERDURE_HOME is too long for a unix socket: {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if _answers(path):
+        raise ConfigurationError(
+            f"another gateway listens on {path}: stop it, set another PERDURE_HOME, or let "
+            "`perdure up` start several with PERDURE_GATEWAY_PROCESSES"
+        )
+    path.unlink(missing_ok=True)  # left behind by a killed gateway
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(BACKLOG)  # from now on callers wait instead of being refused
+    path.chmod(0o666)  # the key in each request is what counts, not the sandbox's uid
+    return listener
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:  # its queue is full: there is one
+            return True
+        except OSError:
+            return False
+        return True
+
+
+def _bind_tcp(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            backlog=BACKLOG,
+        )
+    except OSError as error:
+        raise ConfigurationError(
+            f"the gateway cannot listen on {host}:{port}: {error.strerror}; "
+            "set PERDURE_GATEWAY_HOST / PERDURE_GATEWAY_PORT"
+        ) from error
