@@ -232,7 +232,20 @@ def test_runs_can_be_listed_exported_and_cancelled(home: Home) -> None:
     listed = {run["run_id"]: run for run in home.json("status")["runs"]}
     assert run_id in listed
     assert watched.returncode in (0, 1)
-    assert listed[run_id]["done"] < 30
+    assert 0 < listed[run_id]["by_status"]["cancelled"]
+    assert sum(listed[run_id]["by_status"].values()) == 30
+
+
+def test_cancelling_a_finished_rollout_changes_nothing(home: Home) -> None:
+    """Exit code 1 and one line that says how it had ended, for a rollout and for a run."""
+    run_id = home.json("run", "sums/add", "--agent", "oracle", "--wait")["run_id"]
+
+    rollout = home.perdure("cancel", f"{run_id}/add/0")
+    run = home.perdure("cancel", run_id)
+
+    assert (rollout.returncode, run.returncode) == (1, 1)
+    assert "had ended before (resolved, reward 1)" in rollout.stderr
+    assert "had ended before (completed)" in run.stderr
 
 
 def test_worker_serves_temporals_metrics_and_ours(home: Home) -> None:

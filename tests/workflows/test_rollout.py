@@ -10,6 +10,8 @@ from temporalio.exceptions import ApplicationError, CancelledError
 from activities.messages import AgentRun, Booted
 from perdure.client import names
 from perdure.client import search_attributes as attributes
+from perdure.client.api import Perdure
+from perdure.errors import NotFound
 from perdure.types import AgentEnd, EpisodeRef, RolloutRequest, RolloutStatus
 from tests.workflows.stages import Stages
 
@@ -210,6 +212,15 @@ async def test_cancel_still_leaves_an_episode(client: Client, stages: Stages) ->
     assert isinstance(ended.value.cause, CancelledError)
     assert stages.names()[-2:] == ["destroy_sandbox", "emit_episode"]
     assert stages.endings[0].status is RolloutStatus.CANCELLED
+
+
+async def test_cancelling_what_has_ended_says_how_it_ended(client: Client, stages: Stages) -> None:
+    """One line with the outcome and the reward, instead of a server's status code."""
+    handle = await _start(client, REQUEST)
+    await handle.result()
+
+    with pytest.raises(NotFound, match=r"had ended before \(resolved, reward 1\)"):
+        await Perdure(client).rollout(handle.id).cancel()
 
 
 async def test_a_finished_rollout_is_not_done_again(client: Client, stages: Stages) -> None:

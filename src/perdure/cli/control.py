@@ -47,6 +47,7 @@ def cancel(target: str, as_json: bool) -> None:
     """Cancel a run, or one rollout (rollout/RUN/INSTANCE/SAMPLE).
 
     Agents are killed; each rollout keeps what it had and leaves an episode with status cancelled.
+    Exit code 1: it had ended before; the message says how.
     """
     settings = config.load_settings()
 

@@ -249,8 +249,11 @@ class RunHandle:
         return RunProgress.model_validate(await self._update("resize", concurrency))
 
     async def cancel(self) -> None:
-        """Every rollout in flight is cancelled and still leaves its episode."""
-        await self.handle.cancel()
+        """Every rollout in flight is cancelled and still leaves its episode.
+
+        Raises: NotFound when it had ended before; the message says how.
+        """
+        await _cancel(self.handle, f"run '{self.run_id}'")
 
     async def rollouts(self) -> list[RolloutInfo]:
         return await self.perdure.rollouts(self.run_id)
@@ -316,13 +319,8 @@ class RolloutHandle:
         return state
 
     async def cancel(self) -> None:
-        """Raises: NotFound."""
-        try:
-            await self.handle.cancel()
-        except RPCError as error:
-            if error.status is RPCStatusCode.NOT_FOUND:
-                raise NotFound(f"no rollout '{self.handle.id}' is running") from error
-            raise
+        """Raises: NotFound when it had ended before (the message says how), or never started."""
+        await _cancel(self.handle, f"rollout '{self.handle.id}'")
 
 
 def _check_agent(rollout: dict[str, Any]) -> None:
@@ -345,6 +343,17 @@ async def _durably(call: Callable[[], Awaitable[Result]]) -> Result:
                 raise
         await asyncio.sleep(pause)
         pause = min(pause * 2, 15.0)
+
+
+async def _cancel(handle: WorkflowHandle[Any, Any], what: str) -> None:
+    found = await _described(handle, what)
+    if found.status is not WorkflowExecutionStatus.RUNNING:  # the server would say yes to it
+        ended = await _info(found)
+        how = ended.outcome or ended.execution.lower()
+        if ended.episode is not None and ended.episode.reward is not None:
+            how += f", reward {ended.episode.reward:g}"
+        raise NotFound(f"{what} had ended before ({how}): nothing was cancelled")
+    await handle.cancel()
 
 
 async def _described(handle: WorkflowHandle[Any, Any], what: str) -> WorkflowExecution:
