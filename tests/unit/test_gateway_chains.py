@@ -1,0 +1,581 @@
+"""The tree of a session: parents, retries, several processes, replay; with a scripted engine."""
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.episodes.segments import cut
+from perdure.episodes.turns import decode
+from perdure.gateway import sessions as sessions_module
+from perdure.gateway.base import (
+    Answer,
+    Completion,
+    ContextExhausted,
+    Engine,
+    ModelRequest,
+    Refused,
+    SessionSpec,
+)
+from perdure.gateway.chains import bridge
+from perdure.gateway.journal import LocalJournal
+from perdure.gateway.metrics import Metrics
+from perdure.gateway.records import PLACEHOLDER, turn_records, turns_of
+from perdure.gateway.sessions import Sessions
+from perdure.gateway.tokenizers import Format, load_format
+from perdure.storage.local import LocalStore
+from perdure.testing.scripted_engine import Policy, logprob
+from perdure.types import FinishReason, Purpose, Sampling, Turn
+
+FORMAT = load_format("qwen3")
+POLICY = Policy(FORMAT.tokenizer, {})
+Message = dict[str, Any]
+CALL: Message = {
+    "content": "Look.",
+    "tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}],
+}
+TWO_CALLS: Message = {
+    "tool_calls": [{"name": "bash", "arguments": {"command": c}} for c in ("ls", "pwd")]
+}
+TEXT: Message = {"content": "All done."}
+THOUGHT: Message = {"raw": "<think>\nHm.\n</think>\n\n"}
+
+
+class Speaker:
+    """A token engine that says one scripted turn after the other, the last again and again."""
+
+    def __init__(self, *turns: Message) -> None:
+        self.turns = list(turns or (CALL,))
+        self.seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.request_ids: list[str] = []
+        self.released = asyncio.Event()
+        self.released.set()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: dict[str, Any],
+        *,
+        session_id: str,
+        request_id: str,
+    ) -> Completion:
+        ids = POLICY.tokens(self.turns.pop(0) if len(self.turns) > 1 else self.turns[0])
+        self.seen.append((tuple(prompt_ids), tuple(ids)))
+        self.request_ids.append(request_id)
+        await self.released.wait()
+        logprobs = [logprob(token_id, i) for i, token_id in enumerate(ids)]
+        return Completion(ids, logprobs, FinishReason.STOP, (), "speaker")
+
+    async def current(self) -> Engine:
+        """The surface of `Engines`."""
+        return Engine("speaker", tokens=self)
+
+
+class Process:
+    """One gateway process's sessions over a journal that several may share."""
+
+    def __init__(self, folder: Path, speaker: Speaker, model_format: Format = FORMAT) -> None:
+        self.journal = LocalJournal(folder / "journal")
+        self.store = LocalStore(folder / "store")
+        self.metrics = Metrics()
+        engines: Any = speaker
+        self.sessions = Sessions(self.journal, engines, model_format, self.store, self.metrics)
+
+    async def ask(self, messages: list[Message], session: str = "s", **fields: Any) -> Answer:
+        return await self.sessions.complete(session, _request(messages, **fields))
+
+    async def turns(self, session: str = "s") -> list[Turn]:
+        return turns_of(turn_records(await self.journal.read(session)))
+
+
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """Starts gateway processes over one journal."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def started(speaker: Speaker) -> Process:
+            process = Process(tmp_path, speaker)
+            stack.push_async_callback(process.journal.aclose)
+            return process
+
+        yield started
+
+
+def _spec(session: str = "s", **fields: Any) -> SessionSpec:
+    return SessionSpec(session_id=session, turns_key=f"{session}.parquet", **fields)
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _request(messages: list[Message], **fields: Any) -> ModelRequest:
+    wire = json.loads(json.dumps(messages))  # as parsed from the wire: nothing is shared
+    body = {"model": "m", "messages": wire}
+    defaults: Any = {"tools": None, "sampling": {}, "max_tokens": None}
+    return ModelRequest(model="m", messages=wire, body=body, **(defaults | fields))
+
+
+def _results(answer: Answer, text: str = "ok") -> list[Message]:
+    calls = answer.message.get("tool_calls", ())
+    return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls]
+
+
+def _next(messages: list[Message], answer: Answer, text: str = "ok") -> list[Message]:
+    """The next request of an agent's loop."""
+    return [*messages, answer.message, *(_results(answer, text) or [_user(text)])]
+
+
+HELLO = [{"role": "system", "content": "You fix code."}, _user("Fix it.")]
+
+
+# --- parents -----------------------------------------------------------------------------------
+
+
+async def test_any_turn_of_a_chain_may_be_continued(start: Start) -> None:
+    """A request that leaves the newest exchange out continues the turn before: a fork."""
+    process = start(Speaker())
+    await process.sessions.open(_spec())
+    second = _next(HELLO, await process.ask(HELLO))
+    await process.ask(second)
+    await process.ask([*second, _user("Summarise.")])
+    await process.ask([*second, _user("Once more.")])
+
+    turns = await process.turns()
+
+    assert [(turn.parent, turn.bridge_miss) for turn in turns] == [
+        (None, "first"),
+        (0, None),
+        (0, None),
+        (0, None),
+    ]
+
+
+def _defaults(message: Message) -> None:
+    function = message["tool_calls"][0]["function"]
+    function["arguments"] = json.dumps({"extra": False, **json.loads(function["arguments"])})
+
+
+def _unparsed(message: Message) -> None:
+    raw = message["tool_calls"][0]["function"]["arguments"]
+    wrapped = {"__unparsedToolInput": {"raw": raw, "len": len(raw)}}
+    message["tool_calls"][0]["function"]["arguments"] = json.dumps(wrapped)
+
+
+def _set(name: str, value: Any) -> Callable[[Message], None]:
+    return lambda message: message.update({name: value})
+
+
+def _rename(message: Message) -> None:
+    message["tool_calls"][0]["function"]["name"] = "sh"
+
+
+@pytest.mark.parametrize(
+    ("change", "miss", "said"),
+    [
+        (_defaults, None, ["arguments_normalised"]),
+        (_unparsed, None, ["arguments_normalised"]),
+        (_set("reasoning_content", ""), None, ["reasoning_dropped"]),
+        (_set("content", "Now:\n\nLook."), None, ["text_moved"]),
+        (_set("content", "Now:  Look!"), "echo_edited", ["text_changed"]),
+        (_rename, "echo_edited", ["name_changed"]),
+        (lambda message: message["tool_calls"].pop(), "echo_edited", ["calls_changed"]),
+    ],
+)
+async def test_an_echo_is_compared_by_its_ids_and_classed(
+    start: Start, change: Callable[[Message], None], miss: str | None, said: list[str]
+) -> None:
+    """What clients normalise is counted and bridged; changed text, names or calls are edits."""
+    said_first = {**TWO_CALLS, "content": "Now: Look.", "reasoning": "Hm."}
+    process = start(Speaker(said_first, TEXT))
+    await process.sessions.open(_spec())
+    messages = json.loads(json.dumps(_next(HELLO, await process.ask(HELLO))))
+    change(messages[2])
+    await process.ask(messages)
+
+    turn = (await process.turns())[1]
+
+    assert turn.bridge_miss == miss
+    assert json.loads(turn.answer)["parent_echo_changes"] == said
+
+
+async def test_an_old_echo_may_change_its_form_later(start: Start) -> None:
+    """Inputs of an earlier turn rewritten only now, results in another order: still one chain."""
+    process = start(Speaker(TWO_CALLS, CALL, TEXT))
+    await process.sessions.open(_spec())
+    second = _next(HELLO, await process.ask(HELLO))
+    third = json.loads(json.dumps(_next(second, await process.ask(second))))
+    _defaults(third[2])
+    third[3], third[4] = third[4], third[3]
+    third[1]["content"] += "\n"
+    await process.ask(third)
+
+    assert [turn.bridge_miss for turn in await process.turns()] == ["first", None, None]
+
+
+async def test_a_text_only_answer_is_found_again(start: Start) -> None:
+    """Two equal texts of one chain are told apart by what stood before them."""
+    process = start(Speaker(TEXT))
+    await process.sessions.open(_spec())
+    second = _next(HELLO, await process.ask(HELLO), "Go on.")
+    await process.ask(second)
+    await process.ask([*second[:3], _user("Or else?")])
+
+    assert [turn.parent for turn in await process.turns()] == [None, 0, 0]
+
+
+async def test_an_edited_text_is_an_edit_and_a_foreign_one_foreign(start: Start) -> None:
+    """A text nobody sampled is never bridged, whether it replaces an answer or follows one."""
+    process = start(Speaker(TEXT))
+    await process.sessions.open(_spec())
+    answer = await process.ask(HELLO)
+    edited = {"role": "assistant", "content": "I did nothing."}
+    await process.ask([*HELLO, edited, _user("Go on.")])
+    await process.ask([*HELLO, answer.message, _user("Go on."), edited, _user("Go on.")])
+
+    turns = await process.turns()
+
+    assert [turn.bridge_miss for turn in turns] == ["first", "echo_edited", "foreign_assistant"]
+
+
+async def test_ids_of_another_chain_are_no_parent(start: Start) -> None:
+    """A sub-agent that is given its parent's history starts a chain of its own."""
+    process = start(Speaker())
+    await process.sessions.open(_spec())
+    messages = _next(HELLO, await process.ask(HELLO))
+    await process.ask(messages, chain="a1", parent_chain="main")
+    await process.ask(messages)
+
+    turns = await process.turns()
+
+    assert [(turn.chain, turn.parent_chain, turn.parent) for turn in turns] == [
+        ("main", "", None),
+        ("a1", "main", None),
+        ("main", "", 0),
+    ]
+
+
+async def test_a_system_note_in_the_middle_is_bridged_in_place(start: Start) -> None:
+    """A note after the tool results is rendered where it stands; the history before is kept."""
+    process = start(Speaker())
+    await process.sessions.open(_spec())
+    messages = _next(HELLO, await process.ask(HELLO))
+    note = {"role": "system", "content": "[SYSTEM NOTIFICATION] done"}
+    await process.ask([*messages, note])
+
+    turn = (await process.turns())[1]
+
+    assert turn.parent == 0
+    assert FORMAT.tokenizer.decode(turn.prompt_ids).endswith(
+        "<|im_start|>system\n[SYSTEM NOTIFICATION] done<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert json.loads(turn.new_messages) == [*messages[3:], note]
+
+
+async def test_the_end_of_a_prompt_bridges_like_the_whole(start: Start) -> None:
+    """Renderers that are shown the end of a prompt give the ids they give for all of it."""
+    speaker = Speaker({**CALL, "reasoning": "Hm."}, THOUGHT, TEXT, CALL)
+    process = start(speaker)
+    await process.sessions.open(_spec())
+    messages = [*HELLO[:1], _user("word " * 500)]
+    for _ in range(4):
+        messages = _next(messages, await process.ask(messages))
+    tree = process.sessions._sessions["s"].tree
+    assert tree is not None
+    new = [_user("Go on.")]
+    for node in tree.nodes:
+        prompt, completion = speaker.seen[node.index]
+        whole = FORMAT.renderer.bridge_to_next_turn(list(prompt), list(completion), new)
+        assert whole is not None
+
+        assert list(bridge(FORMAT.renderer, node, new, None)) == list(whole.token_ids)
+
+
+# --- retries -----------------------------------------------------------------------------------
+
+
+async def test_a_used_answer_is_not_repeated(start: Start) -> None:
+    """Once a later request carries the answer's ids, the same request is sampled anew."""
+    speaker = Speaker()
+    process = start(speaker)
+    await process.sessions.open(_spec())
+    first = await process.ask(HELLO)
+    again = await process.ask(HELLO)
+    await process.ask(_next(HELLO, first))
+    anew = await process.ask(HELLO)
+
+    assert again == first
+    assert anew.message["tool_calls"][0]["id"] != first.message["tool_calls"][0]["id"]
+    assert len(set(speaker.request_ids)) == 3
+
+
+async def test_an_answer_is_not_repeated_for_ever(start: Start) -> None:
+    """An agent that asks the same again and again gets out of its loop."""
+    speaker = Speaker(TEXT)
+    process = start(speaker)
+    await process.sessions.open(_spec())
+    for _ in range(14):
+        await process.ask(HELLO)
+
+    assert len(speaker.seen) == 2
+
+
+async def test_chains_run_side_by_side(start: Start) -> None:
+    """While one chain waits for the engine, another is asked; neither joins the other."""
+    speaker = Speaker()
+    process = start(speaker)
+    await process.sessions.open(_spec())
+    speaker.released.clear()
+    calls = [asyncio.create_task(process.ask(HELLO, chain=name)) for name in ("main", "a", "b")]
+    while len(speaker.seen) < 3:
+        await asyncio.sleep(0)
+    speaker.released.set()
+    answers = await asyncio.gather(*calls)
+
+    turns = await process.turns()
+
+    assert {turn.chain for turn in turns} == {"main", "a", "b"}
+    assert [turn.index for turn in turns] == [0, 1, 2]
+    assert len({answer.message["tool_calls"][0]["id"] for answer in answers}) == 3
+
+
+async def test_nothing_visible_becomes_a_word_and_stays_recorded(start: Start) -> None:
+    """A thought alone gives the agent text to echo; the record holds what was sampled."""
+    speaker = Speaker(THOUGHT, TEXT)
+    process = start(speaker)
+    await process.sessions.open(_spec())
+    answer = await process.ask(HELLO)
+    await process.ask(_next(HELLO, answer, "Go on."))
+
+    first, second = await process.turns()
+
+    assert answer.message["content"] == PLACEHOLDER
+    assert json.loads(first.answer)["placeholder"] is True
+    assert first.completion_ids == speaker.seen[0][1]
+    assert second.parent == 0
+
+
+async def test_no_room_refuses_before_sampling(start: Start) -> None:
+    """A prompt as long as the context budget is an error with its numbers, and no turn."""
+    speaker = Speaker()
+    process = start(speaker)
+    await process.sessions.open(_spec(sampling=Sampling(max_context_tokens=20)))
+    with pytest.raises(ContextExhausted) as caught:
+        await process.ask([*HELLO, _user("word " * 30)])
+
+    assert caught.value.limit == 20
+    assert not speaker.seen
+
+
+async def test_side_requests_are_recorded_and_not_trained(start: Start) -> None:
+    """A title is a turn that no trainer sees, and leaves the session trainable."""
+    process = start(Speaker(TEXT))
+    await process.sessions.open(_spec())
+    await process.ask(HELLO)
+    await process.ask([_user("A title?")], purpose=Purpose.SIDE)
+
+    turns = await process.turns()
+
+    assert [turn.trainable for turn in turns] == [True, False]
+    assert (await process.sessions.get("s")).trainable
+
+
+# --- several processes -------------------------------------------------------------------------
+
+
+async def test_another_process_continues_a_session(start: Start) -> None:
+    """A second gateway sees what the first one wrote: retries repeat, the next turn bridges."""
+    speaker = Speaker()
+    one, two = start(speaker), start(speaker)
+    await one.sessions.open(_spec())
+    await two.sessions.open(_spec())
+    first = await one.ask(HELLO)
+    repeated = await two.ask(HELLO)
+    second = _next(HELLO, first)
+    await two.ask(second)
+    await one.ask([*second, _user("Go on.")])
+
+    assert repeated == first
+    assert [turn.parent for turn in await one.turns()] == [None, 0, 0]
+    assert len(speaker.seen) == 3
+
+
+async def test_of_two_processes_one_answers(start: Start) -> None:
+    """The same request sampled by two gateways at once is one turn, and one answer to both."""
+    speaker = Speaker()
+    one, two = start(speaker), start(speaker)
+    await one.sessions.open(_spec())
+    await two.sessions.open(_spec())
+    speaker.released.clear()
+    calls = [asyncio.create_task(process.ask(HELLO)) for process in (one, two)]
+    while len(speaker.seen) < 2:
+        await asyncio.sleep(0)
+    speaker.released.set()
+    answers = await asyncio.gather(*calls)
+
+    assert answers[0] == answers[1]
+    assert len(await one.turns()) == 1
+
+
+async def test_a_session_sealed_elsewhere_refuses(start: Start) -> None:
+    """A turn that another gateway's closing overtook is refused, and not recorded."""
+    speaker = Speaker()
+    one, two = start(speaker), start(speaker)
+    await one.sessions.open(_spec())
+    speaker.released.clear()
+    call = asyncio.create_task(one.ask(HELLO))
+    while not speaker.seen:
+        await asyncio.sleep(0)
+    await two.sessions.close("s")
+    speaker.released.set()
+
+    with pytest.raises(Refused, match="closed"):
+        await call
+    assert await two.turns() == []
+
+
+async def test_an_idle_session_is_let_go_and_read_back(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of a session's tree stays in memory when nobody calls, and nothing is lost."""
+    monkeypatch.setattr(sessions_module, "IDLE_S", 0.0)
+    monkeypatch.setattr(sessions_module, "TRIM_EVERY_S", 0.0)
+    process = start(Speaker())
+    await process.sessions.open(_spec())
+    messages = _next(HELLO, await process.ask(HELLO))
+    kept = process.sessions._sessions["s"].tree
+    await process.ask(messages)
+
+    assert kept is None
+    assert [turn.parent for turn in await process.turns()] == [None, 0]
+    assert (await process.sessions.get("s")).turns == 2
+
+
+# --- replay ------------------------------------------------------------------------------------
+
+
+async def _attempt(process: Process, session: str, texts: list[str], **spec: Any) -> None:
+    await process.sessions.open(_spec(session, **spec))
+    messages: list[Message] = HELLO
+    for text in texts:
+        messages = _next(messages, await process.ask(messages, session), text)
+
+
+async def test_a_new_attempt_replays_until_it_differs(start: Start) -> None:
+    """Matching requests get the recorded ids without the engine; the first other one is sampled."""
+    speaker = Speaker({**CALL, "reasoning": "Hm."})
+    process = start(speaker)
+    await _attempt(process, "one", ["a", "b", "c", "d"])
+    await _attempt(process, "two", ["a", "b", "other", "d"], replay_of="one")
+
+    one, two = await process.turns("one"), await process.turns("two")
+
+    assert [turn.replayed_from for turn in two] == ["one/0", "one/1", "one/2", ""]
+    assert [turn.parent for turn in two] == [None, 0, 1, 2]
+    for before, after in zip(one[:3], two[:3], strict=True):
+        assert (after.prompt_ids, after.completion_ids) == (
+            before.prompt_ids,
+            before.completion_ids,
+        )
+        assert (after.logprobs, after.answer) == (before.logprobs, before.answer)
+    assert len(speaker.seen) == 5
+    summary = await process.sessions.get("two")
+    assert (summary.replayed_turns, summary.replayed_tokens) == (
+        3,
+        sum(len(turn.completion_ids) for turn in one[:3]),
+    )
+
+
+async def test_replay_goes_on_in_another_process_and_attempt(start: Start) -> None:
+    """A gateway that takes over goes on replaying; a third attempt replays what the second did."""
+    speaker = Speaker()
+    one, two = start(speaker), start(speaker)
+    await _attempt(one, "one", ["a", "b", "c"])
+    await _attempt(one, "two", ["a"], replay_of="one")
+    await _attempt(two, "two", ["a", "b"], replay_of="one")
+    await _attempt(two, "three", ["a", "b"], replay_of="two")
+
+    assert [turn.replayed_from for turn in await two.turns("two")] == ["one/0", "one/1"]
+    assert [turn.replayed_from for turn in await two.turns("three")] == ["one/0", "one/1"]
+    assert len(speaker.seen) == 3
+
+
+async def test_sub_agents_under_new_names_are_replayed(start: Start) -> None:
+    """A harness names its sub-agents anew; the chain that opens alike is the same one."""
+    speaker = Speaker()
+    process = start(speaker)
+    await process.sessions.open(_spec("one"))
+    await process.sessions.open(_spec("two", replay_of="one"))
+    for session, chain in (("one", "a-77"), ("two", "a-99")):
+        answer = await process.ask([_user("Look.")], session, chain=chain, parent_chain="main")
+        await process.ask(_next([_user("Look.")], answer), session, chain=chain)
+
+    assert [turn.replayed_from for turn in await process.turns("two")] == ["one/0", "one/1"]
+    assert len(speaker.seen) == 2
+
+
+async def test_session_ids_and_ports_do_not_end_a_replay(start: Start) -> None:
+    """What differs between attempts by nature is no difference."""
+    speaker = Speaker()
+    process = start(speaker)
+    uuids = ["52d6f847-bb41-41f3-861a-bf575299687a", "3b9b0af6-c927-4cf7-abd3-18b8ce74ae17"]
+    await process.sessions.open(_spec("one"))
+    await process.sessions.open(_spec("two", replay_of="one"))
+    for session, uuid, port in zip(("one", "two"), uuids, (8100, 9200), strict=True):
+        await process.ask([_user(f"In /tmp/{uuid}, at http://127.0.0.1:{port}/v1")], session)
+
+    assert len(speaker.seen) == 1
+
+
+# --- any tree ----------------------------------------------------------------------------------
+
+
+async def _random_session(process: Process, dice: random.Random) -> None:
+    """Agents that go on, fork, compact, retry and edit, in several chains."""
+    histories: dict[str, list[list[Message]]] = {"main": [HELLO]}
+    for _ in range(dice.randint(5, 25)):
+        chain = dice.choice([*histories, f"agent-{len(histories)}"])
+        known = histories.setdefault(chain, [[_user(f"You are {chain}.")]])
+        messages = dice.choice(known[-3:])
+        for _ in range(dice.choice((1, 1, 1, 2))):
+            answer = await process.ask(messages, chain=chain)
+        following = json.loads(json.dumps(_next(messages, answer, f"result {dice.random()}")))
+        kind = dice.randrange(8)
+        if kind == 0:
+            following = [_user(f"Continued: {dice.random()}"), *following[-2:]]
+        elif kind == 1:
+            following = [_user(f"Anew: {dice.random()}")]
+        elif kind == 2:
+            following[len(messages)]["content"] = "Edited."
+        known.append(following)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_in_any_tree_every_token_is_in_one_node(start: Start, seed: int) -> None:
+    """Recorded ids are the engine's, children start with their parents, each token trains once."""
+    dice = random.Random(seed)
+    said = [CALL, TWO_CALLS, TEXT, THOUGHT, {**CALL, "reasoning": "Hm."}]
+    speaker = Speaker(*dice.choices(said, k=60))
+    process = start(speaker)
+    await process.sessions.open(_spec())
+    await _random_session(process, dice)
+    await process.sessions.close("s")
+
+    turns = decode((await process.store.get("s.parquet")).data)
+
+    assert [(turn.prompt_ids, turn.completion_ids) for turn in turns] == speaker.seen
+    for turn in turns:
+        if turn.parent is not None:
+            held = turns[turn.parent].prompt_ids + turns[turn.parent].completion_ids
+            assert turn.prompt_ids[: len(held)] == held
+            assert turns[turn.parent].chain == turn.chain
+    sampled = sum(len(turn.completion_ids) for turn in turns)
+    assert sum(sum(segment.loss_mask) for segment in cut(turns)) == sampled

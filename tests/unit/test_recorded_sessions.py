@@ -1,0 +1,202 @@
+"""Recorded Claude Code sessions, played to a real gateway core: chains, parents, roots, tokens.
+
+The recordings' answers come from the engine again, as tokens; later requests carry the ids that
+the gateway minted for them. Nothing of the recordings is copied here; without them, all skip.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from perdure.episodes.segments import cut
+from perdure.gateway.base import Completion, Engine, ModelRequest, SessionSpec
+from perdure.gateway.dialects import anthropic
+from perdure.gateway.journal import LocalJournal
+from perdure.gateway.metrics import Metrics
+from perdure.gateway.records import turn_records, turns_of
+from perdure.gateway.sessions import Sessions
+from perdure.gateway.tokenizers import load_format
+from perdure.storage.local import LocalStore
+from perdure.testing.scripted_engine import logprob
+from perdure.types import FinishReason, Sampling, Turn
+
+RECORDINGS = Path(__file__).parents[3] / "shared" / "data" / "trajectories" / "claude_code"
+FORMAT = load_format("qwen3")
+END = FORMAT.tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+class Speaker:
+    """A token engine that says what it is told to say next, and remembers what it saw."""
+
+    def __init__(self) -> None:
+        self.next: list[int] = []
+        self.seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: dict[str, Any],
+        *,
+        session_id: str,
+        request_id: str,
+    ) -> Completion:
+        ids = self.next
+        self.seen.append((tuple(prompt_ids), tuple(ids)))
+        logprobs = [logprob(token_id, i) for i, token_id in enumerate(ids)]
+        return Completion(ids, logprobs, FinishReason.STOP, (), "speaker")
+
+    async def current(self) -> Engine:
+        """The surface of `Engines`."""
+        return Engine("speaker", tokens=self)
+
+
+class Played(NamedTuple):
+    """A session as it was recorded, and as the engine saw it."""
+
+    turns: list[Turn]
+    speaker: Speaker
+
+
+SPEC = SessionSpec(session_id="recorded", turns_key="turns.parquet", sampling=Sampling())
+
+
+def _requests(name: str) -> list[dict[str, Any]]:
+    path = RECORDINGS / f"{name}.json"
+    if not path.exists():
+        pytest.skip(f"no recording {name}")
+    found: list[dict[str, Any]] = json.loads(path.read_bytes())["requests"]
+    return found
+
+
+def _tokens(blocks: list[dict[str, Any]]) -> list[int]:
+    """An answer as the model would have sampled it, its closing token included."""
+
+    def joined(kind: str) -> str:
+        return "".join(block[kind] for block in blocks if block["type"] == kind)
+
+    calls = [
+        {"function": {"name": block["name"], "arguments": json.dumps(block["input"])}}
+        for block in blocks
+        if block["type"] == "tool_use"
+    ]
+    said = {"role": "assistant", "content": joined("text"), "tool_calls": calls}
+    asked = [{"role": "user", "content": "?"}]
+    opened = FORMAT.renderer.render_ids(asked, add_generation_prompt=True)
+    whole = FORMAT.renderer.render_ids([*asked, {**said, "reasoning_content": joined("thinking")}])
+    return list(whole[len(opened) : whole.index(END, len(opened)) + 1])
+
+
+def _request(recorded: dict[str, Any], minted: dict[str, str]) -> ModelRequest:
+    text = json.dumps(recorded["body"])
+    for theirs, ours in minted.items():
+        text = text.replace(theirs, ours)
+    return anthropic.parse(text.encode(), recorded["headers"]).request
+
+
+async def _play(name: str, folder: Path) -> Played:
+    journal = LocalJournal(folder / "journal")
+    speaker = Speaker()
+    engines: Any = speaker
+    sessions = Sessions(journal, engines, FORMAT, LocalStore(folder / "store"), Metrics())
+    await sessions.open(SPEC)
+    minted: dict[str, str] = {}
+    for recorded in _requests(name):
+        if recorded["resp"] is None:
+            continue
+        blocks = recorded["resp"]["blocks"]
+        speaker.next = _tokens(blocks)
+        answer = await sessions.complete(SPEC.session_id, _request(recorded, minted))
+        theirs = [block["id"] for block in blocks if block["type"] == "tool_use"]
+        ours = [call["id"] for call in answer.message.get("tool_calls", ())]
+        minted.update(zip(theirs, ours, strict=True))
+    records = await journal.read(SPEC.session_id)
+    await journal.aclose()
+    return Played(turns_of(turn_records(records)), speaker)
+
+
+@pytest.fixture
+async def played(request: pytest.FixtureRequest, tmp_path: Path) -> Played:
+    return await _play(request.param, tmp_path)
+
+
+EVERY = ["swe", "subfg", "compact", "retry"]
+
+
+@pytest.mark.parametrize("played", EVERY, indirect=True)
+async def test_recorded_ids_are_what_the_engine_saw(played: Played) -> None:
+    """Every turn's prompt and completion equal the engine's own view, in order."""
+    recorded = [(turn.prompt_ids, turn.completion_ids) for turn in played.turns]
+
+    assert recorded == played.speaker.seen
+
+
+@pytest.mark.parametrize("played", EVERY, indirect=True)
+async def test_a_child_starts_with_its_parent(played: Played) -> None:
+    """A turn with a parent has the parent's prompt and completion as its first ids."""
+    by_index = {turn.index: turn for turn in played.turns}
+    for turn in played.turns:
+        if turn.parent is not None:
+            parent = by_index[turn.parent]
+            held = parent.prompt_ids + parent.completion_ids
+
+            assert turn.prompt_ids[: len(held)] == held
+
+
+@pytest.mark.parametrize("played", EVERY, indirect=True)
+async def test_every_sampled_token_is_trained_once(played: Played) -> None:
+    """Cut into segments, the sampled tokens are all there, each with mask 1 once."""
+    trained = sum(sum(segment.loss_mask) for segment in cut(played.turns))
+
+    assert trained == sum(len(turn.completion_ids) for turn in played.turns)
+
+
+@pytest.mark.parametrize(
+    ("played", "sampled", "segments"),
+    [("swe", 369, 1), ("subfg", 276, 3), ("compact", 213, 5), ("retry", 80, 3)],
+    indirect=["played"],
+)
+async def test_segments_are_as_few_as_can_be(played: Played, sampled: int, segments: int) -> None:
+    """One segment a chain and one a compaction: rewritten inputs and retries split nothing."""
+    tokens = sum(len(turn.completion_ids) for turn in played.turns)
+
+    assert (tokens, len(cut(played.turns))) == (sampled, segments)
+
+
+@pytest.mark.parametrize("played", ["subfg"], indirect=True)
+async def test_sub_agents_are_chains_of_their_own(played: Played) -> None:
+    """Two sub-agents beside the main agent: three chains, each turn's parent in its own chain."""
+    chains: dict[str, list[int | None]] = {turn.chain: [] for turn in played.turns}
+    for turn in played.turns:
+        chains[turn.chain].append(turn.parent)
+
+    assert list(chains.values()) == [[None, 0, 5, 6], [None, 1], [None, 2]]
+    assert {turn.parent_chain for turn in played.turns if turn.chain != "main"} == {"main"}
+
+
+@pytest.mark.parametrize("played", ["compact"], indirect=True)
+async def test_a_compacted_history_is_a_new_root_that_says_why(played: Played) -> None:
+    """Carried turns keep their ids but not their history; a fresh start carries none."""
+    found = [(turn.parent, turn.bridge_miss) for turn in played.turns]
+
+    assert found == [
+        (None, "first"),
+        (0, None),
+        (0, None),
+        (None, "prefix_changed"),
+        (3, None),
+        (None, "restart"),
+        (5, None),
+        (None, "restart"),
+    ]
+
+
+@pytest.mark.parametrize("played", ["swe"], indirect=True)
+async def test_rewritten_inputs_are_counted(played: Played) -> None:
+    """`replace_all: false` and reordered keys are no edits, and are written down."""
+    said = [json.loads(turn.answer).get("parent_echo_changes", []) for turn in played.turns]
+
+    assert sum("arguments_normalised" in changes for changes in said) >= 2
+    assert not any("text_changed" in changes for changes in said)
