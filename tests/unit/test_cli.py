@@ -117,6 +117,40 @@ def test_bad_row_is_named_with_its_field_and_the_fix(tmp_path: Path, perdure: Pe
     assert done.error.startswith("error: dataset row 17 lacks `patch`: ")
 
 
+BAD_ROWS = {
+    "log_parser": ({"log_parser": "nope"}, "use one of astroid, "),
+    "test_cmd": ({"test_cmd": "make test"}, "use `eval_cmd` to grade by exit code"),
+    "test_patch": ({"test_patch": "hello"}, "is not a git diff: line 1: "),
+    "patch": ({"patch": "hello"}, "is not a git diff: line 1: "),
+    "source.requirement": (
+        {"source": {"kind": "pypi-sdist", "requirement": "a"}},
+        "write name==version",
+    ),
+    "python": ({"python": "new"}, "write a version such as 3.11"),
+    "workdir": ({"workdir": "here"}, "write an absolute path"),
+    "instance_id": ({"instance_id": "a/b"}, "letters, digits, '.', '_' and '-'"),
+    "FAIL_TO_PASS": ({"FAIL_TO_PASS": []}, "list the tests that the fix makes pass"),
+    "repo": ({"repo": 5}, "give a string, not the number 5"),
+}
+
+
+@pytest.mark.parametrize("field", BAD_ROWS)
+def test_each_fault_of_a_row_is_one_line_with_row_field_and_fix(
+    field: str, tmp_path: Path, perdure: Perdure
+) -> None:
+    """Row, field and fix are named, once each, before anything starts."""
+    wrong, fix = BAD_ROWS[field]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, "instance_id": "b", **wrong}))
+
+    line = perdure("run", str(path), "--agent", "oracle", "--dry-run").error
+
+    assert line.startswith("error: dataset row 2")
+    assert f"`{field}`" in line
+    assert fix in line
+    assert line.removesuffix("; --skip-bad-rows leaves it out").count("row") == 1
+
+
 def test_unknown_agent_lists_the_known_ones(tmp_path: Path, perdure: Perdure) -> None:
     """A wrong agent name is answered with the right ones."""
     done = perdure("run", str(rows(tmp_path)), "--agent", "oracel")

@@ -137,7 +137,7 @@ def test_slime_script_becomes_a_hidden_file(tmp_path: Path, script: str) -> None
     [
         (ROW, {"patch": ""}, "lacks `patch`", "unified diff"),
         (ROW, {"instance_id": None}, "lacks `instance_id`", "its own"),
-        (ROW, {"instance_id": "a b"}, "bad `instance_id`", "pattern"),
+        (ROW, {"instance_id": "a b"}, "bad `instance_id`", "letters, digits"),
         (ROW, {"problem_statement": " "}, "lacks `problem_statement`", "agent is given"),
         (ROW, {"FAIL_TO_PASS": "[]"}, "lacks `FAIL_TO_PASS`", "list the tests"),
         (ROW, {"FAIL_TO_PASS": "t::a"}, "bad `FAIL_TO_PASS`", "give a list"),
@@ -149,7 +149,7 @@ def test_slime_script_becomes_a_hidden_file(tmp_path: Path, script: str) -> None
         (ROW, {"source": {"kind": "blob"}}, "lacks `source.key`", "needs it"),
         (ROW, {"env": "x"}, "bad `env`", "object"),
         (ROW, {"eval_type": "maybe"}, "bad `eval_type`", "fail_only"),
-        (ROW, {"patch": 3}, "bad `patch`", "not a string"),
+        (ROW, {"patch": 3}, "bad `patch`", "give a string, not the number"),
         (ROW, {"before_repo_set_cmd": "git"}, "SWE-bench Pro", "not built yet"),
         (ROW, {"repo": "swesmith/x"}, "SWE-smith", "not built yet"),
         (SLIME, {"metadata": {"image": "i", "swepro": {"a": 1}}}, "`metadata.swepro`", "eval_cmd"),

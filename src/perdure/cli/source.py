@@ -8,6 +8,7 @@ from pathlib import Path
 
 from perdure import registry
 from perdure.errors import ConfigurationError, InstanceError
+from perdure.graders import git_diff
 from perdure.instances import catalog
 from perdure.instances.rows import ImportReport, dataset_name, import_rows
 from perdure.storage import keys
@@ -54,7 +55,11 @@ async def keep_list(store: Store, run_id: str, source: Source) -> None:
 
 
 def check_row(instance: Instance) -> None:
-    """What the grader needs is in the row. Raises: InstanceError."""
+    """What the oracle and the grader need is in the row. Raises: InstanceError."""
+    try:
+        git_diff.parse(instance.gold_patch)
+    except git_diff.MalformedDiff as error:
+        raise InstanceError(f"`patch` is not a git diff: {error}") from error
     grader = registry.load("grader", registry.GRADERS, instance.grading.protocol)()
     grader.validate(instance)
 
@@ -92,7 +97,8 @@ def bad_rows(report: ImportReport) -> str:
     """The first problem, how many more there are, and how to go on without those rows."""
     more = len(report.problems) - 1
     others = f" (and {more} more bad row{'s' if more > 1 else ''})" if more else ""
-    return f"dataset {report.problems[0]}{others}; --skip-bad-rows leaves them out"
+    leaves = f"--skip-bad-rows leaves {'them' if more else 'it'} out"
+    return f"dataset {report.problems[0]}{others}; {leaves}"
 
 
 def chosen(refs: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:

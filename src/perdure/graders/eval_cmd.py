@@ -30,7 +30,7 @@ class EvalCmdGrader:
         """Raises: InstanceError."""
         if not instance.grading.eval_cmd:
             raise InstanceError(
-                f"{instance.ref}: dataset row lacks `eval_cmd`: a shell line, exit code 0 = solved"
+                f"{instance.ref}: lacks `eval_cmd`: add a shell line whose exit code 0 means solved"
             )
         filter_patch(b"", instance)  # reads the row's own diffs
 

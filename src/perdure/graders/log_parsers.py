@@ -50,7 +50,7 @@ def parser_named(name: str) -> LogParser:
     short = name.removeprefix("parse_log_")
     if short not in PARSERS:
         known = ", ".join(sorted(PARSERS))
-        raise InstanceError(f"dataset row names an unknown `log_parser` {name!r}; known: {known}")
+        raise InstanceError(f"unknown `log_parser` {name!r}: use one of {known}")
     return PARSERS[short]
 
 

@@ -135,7 +135,9 @@ if [ "$mode" = repair ]; then
     'for path; do rm -rf "${path%.git}$0" && mv -T "$path" "${path%.git}$0"; done' "$aside" {} +
 fi
 # Also refreshes the index by reading alone; `add` would store again whatever looks touched.
-ignored=$(git status --porcelain --ignored -uall --no-renames | grep -c '^!!')
+ignored=0
+mapfile -t seen < <(git status --porcelain --ignored -uall --no-renames)
+for line in "${seen[@]}"; do [[ $line != '!!'* ]] || ((++ignored)); done
 git add -A --no-warn-embedded-repo >&2 || exit 3
 git diff-index --cached -p --binary --full-index --no-color --no-ext-diff --no-textconv \
   --no-renames --src-prefix=a/ --dst-prefix=b/ HEAD || exit 3
@@ -239,7 +241,7 @@ def _row_paths(diff: bytes, field: str) -> frozenset[bytes]:
     try:
         return paths_of(diff)
     except MalformedDiff as error:
-        raise InstanceError(f"dataset row's `{field}` is not a git diff: {error}") from error
+        raise InstanceError(f"`{field}` is not a git diff: {error}") from error
 
 
 def _shown(paths: Iterable[bytes]) -> tuple[str, ...]:

@@ -41,7 +41,8 @@ class SwebenchGrader:
         validate_suite(instance)
         if not instance.grading.fail_to_pass:
             raise InstanceError(
-                f"{instance.ref}: dataset row lacks `FAIL_TO_PASS`; calibrate it, or give the list"
+                f"{instance.ref}: lacks `FAIL_TO_PASS`: list the tests that the fix makes pass, "
+                "or give an `eval_cmd` to grade by exit code"
             )
 
     async def grade(
@@ -64,7 +65,9 @@ def validate_suite(instance: Instance) -> None:
     """
     grading = instance.grading
     if not grading.test_cmd:
-        raise InstanceError(f"{instance.ref}: dataset row lacks `test_cmd`: how to run its tests")
+        raise InstanceError(
+            f"{instance.ref}: lacks `test_cmd`: add the command that runs its tests"
+        )
     try:
         parse(grading.test_patch)
     except MalformedDiff as error:

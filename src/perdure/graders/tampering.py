@@ -116,7 +116,7 @@ _TAKES_VALUE = frozenset(  # of pytest's options
 def _pytest(line: str, grading: Grading, junit: str) -> _Added:
     if not _PYTEST_CALL.search(line):
         raise InstanceError(
-            "dataset row's `test_cmd` must end in a call of pytest for this `log_parser` "
+            "`test_cmd` must end in a call of pytest for this `log_parser` "
             f"{grading.log_parser!r}, got {line!r}; use `eval_cmd` to grade by exit code"
         )
     words = _words(line)
@@ -139,7 +139,7 @@ def _django(line: str, grading: Grading, junit: str) -> _Added:
     label = next((w for w in reversed(_words(line)) if re.fullmatch(r"[a-z_]\w*(\.\w+)*", w)), "")
     app = label.split(".")[0]
     if not app:
-        raise InstanceError(f"dataset row's `test_cmd` names no django test label: {line!r}")
+        raise InstanceError(f"`test_cmd` names no django test label, such as app.tests: {line!r}")
     content = "import unittest\n\n\nclass Test(unittest.TestCase):\n    def {name}(self):\n        assert {check}\n"
     canary = _canary(f"tests/{app}", "", content)
     return f"{app}.{posixpath.basename(canary.path).removesuffix('.py')}", canary, ""
@@ -167,7 +167,7 @@ def _words(line: str) -> list[str]:
     try:
         return shlex.split(line)
     except ValueError as error:
-        raise InstanceError(f"dataset row's `test_cmd` is not a shell line: {error}") from error
+        raise InstanceError(f"`test_cmd` is not a shell line: {error}") from error
 
 
 def _arguments(words: list[str]) -> list[str]:

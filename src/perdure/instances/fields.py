@@ -13,6 +13,7 @@ from pydantic import JsonValue, ValidationError
 
 from perdure.errors import InstanceError
 
+ID_FORM = "letters, digits, '.', '_' and '-', at most 200, and begin with a letter or digit"
 STRINGS_FIX = "give a list of strings, or a JSON or Python literal of one"
 
 
@@ -47,7 +48,7 @@ class Row:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self.wrong(name, f"it is {type(value).__name__}, not a string")
+            raise self.wrong(name, f"give a string, not {_kind(value)}")
         return value or default
 
     def patch(self, name: str, fix: str | None = None) -> bytes:
@@ -95,7 +96,17 @@ class Row:
         """The first complaint of a model, in this row's words."""
         first = error.errors(include_url=False)[0]
         name = ".".join([*([prefix] if prefix else []), *(str(part) for part in first["loc"])])
-        return self.wrong(name or "row", first["msg"])
+        if first["type"] == "string_pattern_mismatch" and name == "instance_id":
+            return self.wrong(name, f"{first['input']!r} must be {ID_FORM}")
+        problem = first["msg"].removeprefix("Value error, ")
+        problem = problem[:1].lower() + problem[1:]
+        return self.wrong(name or "row", f"{problem}, got {str(first['input'])[:80]!r}")
+
+
+def _kind(value: Any) -> str:
+    """In JSON's words."""
+    kinds = {bool: "true or false", list: "a list", dict: "an object"}
+    return kinds.get(type(value), f"the number {value}")
 
 
 def _literal(text: str) -> Any:

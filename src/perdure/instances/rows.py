@@ -100,7 +100,9 @@ def _instance_of(
         try:
             validate(instance)
         except InstanceError as error:
-            raise InstanceError(f"row {row.number}: {error}") from error
+            problem = str(error).removeprefix(f"{instance.ref}: ")
+            where = f"row {row.number}{'' if problem.startswith('lacks ') else ':'}"
+            raise InstanceError(f"{where} {problem}") from error
     return instance
 
 

@@ -52,7 +52,7 @@ def _prompt(row: Row) -> str:
         said = [turn.get("content") for turn in prompt if _is_user_turn(turn)]
         prompt = said[-1] if said else None
     if not isinstance(prompt, str) or not prompt.strip():
-        raise row.lacks("metadata.problem_statement", "the text that the agent is given")
+        raise row.lacks("metadata.problem_statement", "add the text that the agent is given")
     return prompt
 
 
@@ -94,7 +94,7 @@ def _no_grader(row: Row) -> InstanceError:
             "it has `test_patch` but no grader of slime's (protocol mismatch): "
             "add `metadata.eval_cmd`, or import it as a SWE-bench row"
         )
-    return row.lacks("metadata.eval_cmd", "the command whose exit code 0 means solved")
+    return row.lacks("metadata.eval_cmd", "add the command whose exit code 0 means solved")
 
 
 def added_file(path: str, data: bytes) -> bytes:

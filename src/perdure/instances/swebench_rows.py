@@ -27,16 +27,16 @@ NEEDED_BY_KIND = {
 def to_instance(row: Row, dataset: str) -> Instance:
     """Raises: InstanceError naming row, field and fix."""
     return Instance(
-        instance_id=row.text("instance_id", "every row needs its own"),
+        instance_id=row.text("instance_id", "add a name of its own, such as owner__repo-1"),
         dataset=dataset,
         data_source=row.optional_text("data_source", "swebench"),
         repo=row.optional_text("repo"),
         base_commit=row.optional_text("base_commit") or None,
-        problem_statement=row.text("problem_statement", "the text that the agent is given"),
+        problem_statement=row.text("problem_statement", "add the text that the agent is given"),
         source=source_of(row, _official_image),
         environment=environment_of(row, _official_image),
         grading=eval_cmd_grading(row) if row.has("eval_cmd") else lists_grading(row),
-        gold_patch=row.patch("patch", "the reference solution, as a unified diff"),
+        gold_patch=row.patch("patch", "add the reference solution, as a unified diff"),
         created_at=row.optional_text("created_at") or None,
         metadata=row.kept("version", "difficulty", "environment_setup_commit"),
     )
@@ -55,18 +55,28 @@ def source_of(row: Row, image_of: ImageRule) -> Source:
         raise row.invalid(error, "source") from error
     needed = NEEDED_BY_KIND.get(source.kind)
     if needed and not getattr(source, needed):
-        raise row.lacks(f"source.{needed}", f"a source of kind {source.kind.value} needs it")
+        raise row.lacks(
+            f"source.{needed}", f"add it; a source of kind {source.kind.value} needs it"
+        )
+    if source.requirement and "==" not in source.requirement:
+        pinned = f"pin {source.requirement!r}: write name==version"
+        raise row.wrong("source.requirement", pinned)
     return source
 
 
 def environment_of(row: Row, image_of: ImageRule) -> Environment:
     """What the tree needs to run; an image only when the tree does not come from elsewhere."""
+    python, workdir = row.optional_text("python", "3.11"), row.optional_text("workdir", "/testbed")
+    if not re.fullmatch(r"\d+\.\d+(\.\d+)?", python):
+        raise row.wrong("python", f"write a version such as 3.11, not {python!r}")
+    if not workdir.startswith("/"):
+        raise row.wrong("workdir", f"write an absolute path, not {workdir!r}")
     fields = {
         "image": None if row.has("source") else image_of(row),
-        "python": row.optional_text("python", "3.11"),
+        "python": python,
         "install": row.lines("install"),
         "env": {key: str(value) for key, value in row.mapping("env").items()},
-        "workdir": row.optional_text("workdir", "/testbed"),
+        "workdir": workdir,
     }
     try:
         return Environment.model_validate(fields)
@@ -77,7 +87,7 @@ def environment_of(row: Row, image_of: ImageRule) -> Environment:
 def lists_grading(row: Row) -> Grading:
     """F2P / P2P lists over a test command."""
     fields = {
-        "test_patch": row.patch("test_patch", "the diff that adds the hidden tests"),
+        "test_patch": row.patch("test_patch", "add the diff that adds the hidden tests"),
         "test_cmd": test_command(row),
         "log_parser": row.optional_text("log_parser", "pytest").removeprefix("parse_log_"),
         "eval_type": row.optional_text("eval_type", "pass_and_fail"),
@@ -96,7 +106,7 @@ def eval_cmd_grading(row: Row) -> Grading:
     """One command whose exit code decides."""
     return Grading(
         protocol="eval_cmd",
-        eval_cmd=row.text("eval_cmd", "the command whose exit code 0 means solved"),
+        eval_cmd=row.text("eval_cmd", "add the command whose exit code 0 means solved"),
         test_patch=row.patch("test_patch"),
         pre_commands=row.lines("pre_commands"),
     )
