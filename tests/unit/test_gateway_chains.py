@@ -247,10 +247,11 @@ async def test_an_edited_text_is_an_edit_and_a_foreign_one_foreign(start: Start)
 
 
 async def test_ids_of_another_chain_are_no_parent(start: Start) -> None:
-    """A sub-agent that is given its parent's history starts a chain of its own."""
+    """A sub-agent that is given its parent's history does not go on from its turns."""
     process = start(Speaker())
     await process.sessions.open(_spec())
     messages = _next(HELLO, await process.ask(HELLO))
+    await process.ask([_user("Look.")], chain="a1", parent_chain="main")
     await process.ask(messages, chain="a1", parent_chain="main")
     await process.ask(messages)
 
@@ -258,6 +259,7 @@ async def test_ids_of_another_chain_are_no_parent(start: Start) -> None:
 
     assert [(turn.chain, turn.parent_chain, turn.parent) for turn in turns] == [
         ("main", "", None),
+        ("a1", "main", None),
         ("a1", "main", None),
         ("main", "", 0),
     ]
@@ -492,6 +494,18 @@ async def test_a_new_attempt_replays_until_it_differs(start: Start) -> None:
         3,
         sum(len(turn.completion_ids) for turn in one[:3]),
     )
+
+
+async def test_a_replay_that_ended_stays_ended(start: Start) -> None:
+    """After its first differing request a chain is sampled, whatever it asks."""
+    speaker = Speaker()
+    process = start(speaker)
+    await _attempt(process, "one", ["a"])
+    await process.sessions.open(_spec("two", replay_of="one"))
+    await process.ask([_user("Something else.")], "two")
+    await process.ask(HELLO, "two")
+
+    assert [turn.replayed_from for turn in await process.turns("two")] == ["", ""]
 
 
 async def test_replay_goes_on_in_another_process_and_attempt(start: Start) -> None:
