@@ -22,8 +22,22 @@ TESTS_SHOWN = 20
 @click.argument("rollout")
 @click.option("--patch", is_flag=True, help="The captured diff, byte for byte, and nothing else.")
 @click.option("--log", is_flag=True, help="The output of the hidden tests, byte for byte.")
+@click.option(
+    "--turns", is_flag=True, help="Its trajectory: chains, turns, what is trained and why."
+)
+@click.option("--attempt", type=click.IntRange(1), help="With --turns: another than the last one.")
+@click.option("--full", is_flag=True, help="With --turns: every text whole.")
 @json_option
-def show(rollout: str, patch: bool, log: bool, as_json: bool) -> None:
+def show(
+    *,
+    rollout: str,
+    patch: bool,
+    log: bool,
+    turns: bool,
+    attempt: int | None,
+    full: bool,
+    as_json: bool,
+) -> None:
     """The story of one rollout: stages, attempts, grade, patch, where everything lies.
 
     ROLLOUT is a workflow id (rollout/RUN/INSTANCE/SAMPLE), RUN/INSTANCE[/SAMPLE], or the beginning
@@ -40,6 +54,8 @@ def show(rollout: str, patch: bool, log: bool, as_json: bool) -> None:
             click.echo(f"error: {line}", err=True)
         if patch or log:
             sys.stdout.buffer.write(await _raw(store, found, "patch" if patch else "log"))
+        elif turns:
+            await _turns(settings, store, found, attempt=attempt, full=full, as_json=as_json)
         elif as_json:
             answer(_document(store, found))
         else:
@@ -48,6 +64,24 @@ def show(rollout: str, patch: bool, log: bool, as_json: bool) -> None:
 
     if asyncio.run(work()):
         raise click.exceptions.Exit(1)
+
+
+async def _turns(
+    settings: Settings,
+    store: "Store",
+    found: "Story",
+    *,
+    attempt: int | None,
+    full: bool,
+    as_json: bool,
+) -> None:
+    from perdure.cli import show_turns
+
+    trajectory = await show_turns.read(settings, store, found, attempt)
+    if as_json:
+        answer(show_turns.document(found, trajectory))
+    else:
+        show_turns.show(found, trajectory, full=full)
 
 
 async def _raw(store: "Store", found: "Story", which: str) -> bytes:

@@ -1,0 +1,194 @@
+"""`perdure show --turns`: a trajectory on a terminal and as JSON, from real turns files and journals."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from perdure.cli import show_turns, story
+from perdure.cli.main import invoke
+from perdure.episodes import turns
+from perdure.errors import NotFound
+from perdure.sandboxes.base import identity_of
+from perdure.testing.local_gateway import LocalGateway
+from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.types import Purpose, Turn
+
+ATTEMPT = "runs/r/rollouts/click-1/0/attempts/1"
+Show = Callable[..., str]
+
+
+def turn(index: int, prompt: tuple[int, ...], completion: tuple[int, ...], **fields: Any) -> Turn:
+    known = {"prompt_ids": prompt, "completion_ids": completion, "engine": "vllm-0"}
+    logprobs = (-0.5,) * len(completion)
+    return Turn.model_validate({"index": index, **known, "logprobs": logprobs, **fields})
+
+
+def said(content: str, role: str = "user", **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+TASK = "Fix the bug.\n" + "Take care. " * 60
+CALL = {"id": "c1", "function": {"name": "Bash", "arguments": '{"command": "ls"}'}}
+TURNS = [
+    turn(
+        0,
+        (1, 2, 3),
+        (4, 5),
+        bridge_miss="first",
+        new_messages=json.dumps([said(TASK)]),
+        answer=json.dumps(said("", "assistant", reasoning_content="Look first", tool_calls=[CALL])),
+    ),
+    turn(1, (50,), (51,), chain="agent-7", parent_chain="main", bridge_miss="first"),
+    turn(2, (90,), (91, 92, 93), purpose=Purpose.SIDE, bridge_miss="first"),
+    turn(
+        3,
+        (1, 2, 3, 4, 5, 6),
+        (7,),
+        parent=0,
+        bridged=True,
+        new_messages=json.dumps([said("bug.py \x1b[31mred", "tool")]),
+        answer=json.dumps(said("Done.", "assistant")),
+    ),
+    turn(4, (70, 71), (72,), bridge_miss="restart"),
+]
+
+
+@pytest.fixture
+def shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Show:
+    """The command's stdout for a stored trajectory."""
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("PERDURE_STORE", raising=False)
+
+    def run(*options: str, data: bytes = turns.encode(TURNS)) -> str:
+        file = tmp_path / "home" / "store" / ATTEMPT / "turns.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+        code = invoke(["show", "click-1", "--turns", *options])
+        captured = capsys.readouterr()
+        return captured.out if code == 0 else captured.err
+
+    return run
+
+
+def test_the_head_counts_what_is_trained_and_what_is_not(shown: Show) -> None:
+    """Turns, chains, segments and the tokens that are left out, by reason."""
+    head = shown().splitlines()[:3]
+
+    assert head == [
+        "r/click-1/0",
+        "attempt 1: 5 turns in 2 chains, 0 compactions",
+        "8 tokens sampled, 5 trained in 3 segments; not trained: 3 side",
+    ]
+
+
+def test_each_turn_says_its_size_its_origin_and_its_use(shown: Show) -> None:
+    """Prompt, new part and sample; how the prompt was made; trained or the reason why not."""
+    text = shown()
+
+    assert "  3  prompt 6 (+1) → 1 · logprob -0.50 · stop · vllm-0 · 0.00 s · bridged" in text
+    assert "side · rendered: first  not trained: side" in text
+
+
+def test_messages_are_cut_to_the_width_and_counted(shown: Show) -> None:
+    """One line a text, no wider than the terminal, with the length of what was cut."""
+    lines = shown().splitlines()
+
+    (task,) = [line for line in lines if line.lstrip().startswith("user")]
+    assert task.endswith(f"… {len(TASK)} characters")
+    assert max(map(len, (line for line in lines if line.startswith("     ")))) <= 100
+
+
+def test_full_prints_every_text_whole(shown: Show) -> None:
+    """Nothing is cut when asked so."""
+    text = shown("--full")
+
+    assert text.count("Take care.") == 60
+    assert "characters" not in text
+
+
+def test_what_a_tool_wrote_does_not_command_the_terminal(shown: Show) -> None:
+    """Escape sequences in recorded text are shown as replacement characters; no colour in a pipe."""
+    text = shown()
+
+    assert "\x1b" not in text
+    assert "bug.py \N{REPLACEMENT CHARACTER}[31mred" in text
+
+
+def test_answers_show_reasoning_and_calls(shown: Show) -> None:
+    """Thought, text and tool calls are apart."""
+    text = shown()
+
+    assert "thinks   Look first" in text
+    assert 'calls    Bash {"command": "ls"}' in text
+    assert "says     Done." in text
+
+
+def test_sub_agents_stand_under_the_chain_that_started_them(shown: Show) -> None:
+    """The tree of chains is visible by indentation."""
+    lines = shown().splitlines()
+
+    assert "━━ main" in lines
+    assert "  ━━ sub-agent agent-7, started by main" in lines
+
+
+def test_a_new_segment_says_why(shown: Show) -> None:
+    """Where a chain was broken, the reason the gateway recorded stands there."""
+    assert "┌ segment 2 final (new: restart): prompt 2, response 1, trained 1" in shown()
+
+
+def test_json_holds_everything_but_the_ids(shown: Show) -> None:
+    """Texts whole, counts, segments, and the reason each turn is not trained."""
+    document = json.loads(shown("--json"))
+    by_index = {one["index"]: one for one in document["turns"]}
+
+    assert by_index[0]["new_messages"][0]["content"] == TASK
+    assert (by_index[2]["untrained"], by_index[2]["segment"]) == ("side", None)
+    assert (by_index[3]["new_prompt_tokens"], by_index[3]["logprob_mean"]) == (1, -0.5)
+    assert document["counts"]["untrained_tokens"] == {"side": 3}
+    assert [one["kind"] for one in document["segments"]] == ["subagent", "wipe", "final"]
+
+
+def test_an_unreadable_file_is_named(shown: Show) -> None:
+    """A torn turns file is one line with its key."""
+    assert f"{ATTEMPT}/turns.parquet is unreadable" in shown(data=b"PAR1 torn")
+
+
+async def test_a_running_rollout_is_read_from_the_journal(tmp_path: Path) -> None:
+    """Turns that are answered can be read before their session is closed."""
+    name = story.RolloutName("r", "click-1", 0)
+    session = identity_of(name.run_id, name.workflow_id, "agent", 1)
+    async with (
+        ScriptedEngine() as engine,
+        LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway,
+    ):
+        key = await gateway.open(session)
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
+            body = {"model": "policy", "messages": [said("Hello?")]}
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await http.post("/v1/chat/completions", json=body, headers=headers)
+            answer.raise_for_status()
+        found = await show_turns.read(
+            gateway.settings, gateway.store, story.Story(name, None), attempt=None
+        )
+
+    assert (found.source, len(found.turns)) == ("journal", 1)
+    assert "Hello?" in found.turns[0].new_messages
+
+
+async def test_a_rollout_without_a_turn_says_so(tmp_path: Path) -> None:
+    """Nothing sampled yet is a message, not an empty page."""
+    async with LocalGateway(tmp_path) as gateway:
+        with pytest.raises(NotFound, match="has no turns in attempt 1"):
+            await show_turns.read(
+                gateway.settings,
+                gateway.store,
+                story.Story(story.RolloutName("r", "click-1", 0), None),
+                attempt=None,
+            )
