@@ -16,6 +16,7 @@ SANDBOXES = {
 }
 
 AGENTS = {
+    "claude_code": "perdure.agents.claude_code:ClaudeCode",
     "mini_swe_agent": "perdure.agents.mini_swe_agent:MiniSweAgent",
     "nop": "perdure.agents.nop:Nop",
     "oracle": "perdure.agents.oracle:Oracle",

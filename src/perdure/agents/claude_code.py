@@ -1,0 +1,129 @@
+"""Claude Code 2.1.329, the native package from npm, unmodified, run headless in the sandbox.
+
+One JSON object a line on its standard output is its log; the last `result` in it says how it ended.
+"""
+
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, JsonValue
+
+from perdure.agents import headless, npm, options, prompts
+from perdure.agents.base import HOME, AgentTask, Evidence, Launch
+from perdure.agents.headless import PROMPT
+from perdure.sandboxes.base import Mount
+from perdure.types import AgentEnd
+
+MOUNT = "/opt/claude-code"
+TOOLS = ("Bash", "Read", "Edit", "Write", "Grep", "Glob", "Agent")
+"""WebFetch and WebSearch ask hosts that no sandbox reaches."""
+
+LIMITS = {"max_turns", "budget_exhausted", "prompt_too_long", "blocking_limit"}
+"""Its own words (`terminal_reason`) for an end that is neither an answer nor a fault."""
+
+
+class ClaudeCodeOptions(headless.HeadlessOptions):
+    max_turns: int = Field(250, ge=0)
+    """Model calls of the main agent after which it stops; 0 = none."""
+    tools: tuple[str, ...] = Field(TOOLS, min_length=1)
+    """Tools it may use; a shorter list is a shorter prompt."""
+    agents: dict[str, JsonValue] = Field(default_factory=dict)
+    """Sub-agents to register, as its own `--agents` takes them: name -> description, prompt, tools."""
+
+
+class ClaudeCode:
+    name: ClassVar[str] = "claude_code"
+    needs_model: ClassVar[bool] = True
+    artifacts: ClassVar[tuple[str, ...]] = ()
+
+    async def install(self, tools: Path) -> tuple[Mount, ...]:
+        return (Mount(source=await npm.installed(tools, self.name), target=MOUNT),)
+
+    def launch(self, task: AgentTask) -> Launch:
+        chosen = options.parse(self.name, ClaudeCodeOptions, task.options)
+        fixed = _connection(headless.gateway_of(self.name, task), task)
+        env = headless.environment(_behaviour(task, chosen), fixed, chosen.extra_env)
+        return Launch(
+            argv=headless.with_prompt((f"{MOUNT}/claude", *_flags(task, chosen))),
+            env=env,
+            files={PROMPT: prompts.render(chosen.prompt_template, task).encode()},
+        )
+
+    def classify(self, evidence: Evidence) -> AgentEnd:
+        if (early := headless.early_end(evidence)) is not None:
+            return early
+        result = _last_result(evidence.stdout_tail)
+        if result.get("terminal_reason") in LIMITS:
+            return AgentEnd.LIMIT
+        if evidence.status.ok and result.get("is_error") is False:
+            return AgentEnd.FINISHED
+        return AgentEnd.CRASHED
+
+
+def _flags(task: AgentTask, chosen: ClaudeCodeOptions) -> tuple[str, ...]:
+    headless_flags = ("-p", "--output-format", "stream-json", "--verbose")
+    alone = ("--disable-slash-commands", "--strict-mcp-config", "--setting-sources", "user")
+    turns = ("--max-turns", str(chosen.max_turns)) if chosen.max_turns else ()
+    agents = ("--agents", json.dumps(chosen.agents)) if chosen.agents else ()
+    return (
+        *headless_flags,
+        "--dangerously-skip-permissions",
+        *("--session-id", _session_id(task)),
+        *("--tools", ",".join(chosen.tools)),
+        *turns,
+        *agents,
+        *alone,
+        *chosen.extra_args,
+    )
+
+
+def _session_id(task: AgentTask) -> str:
+    """The same for every sample of an instance: it may stand in prompts, and those should agree."""
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, f"perdure:{task.instance.ref}"))
+
+
+def _connection(gateway_url: str, task: AgentTask) -> dict[str, str]:
+    """Every model name it knows is ours: the name decides the shape of its requests."""
+    models = (
+        "ANTHROPIC_MODEL",
+        "ANTHROPIC_SMALL_FAST_MODEL",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+        "ANTHROPIC_DEFAULT_SONNET_MODEL",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL",
+        "CLAUDE_CODE_SUBAGENT_MODEL",
+    )
+    return {
+        "ANTHROPIC_BASE_URL": gateway_url,
+        "ANTHROPIC_AUTH_TOKEN": task.session_key,
+        **dict.fromkeys(models, task.model),
+    }
+
+
+def _behaviour(task: AgentTask, chosen: ClaudeCodeOptions) -> Mapping[str, str]:
+    switched_on = (
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC",
+        "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS",  # else a refusal is tried again in other shapes
+        "CLAUDE_CODE_DISABLE_BACKGROUND_TASKS",  # sub-agents answer before the turn after them
+        "CLAUDE_CODE_DISABLE_AUTO_MEMORY",
+        "CLAUDE_CODE_DISABLE_GIT_INSTRUCTIONS",
+        "DISABLE_AUTOUPDATER",
+        "DISABLE_PROMPT_CACHING",  # its marks move through the history with each turn
+        "IS_SANDBOX",  # it refuses to run as root otherwise, and images have only root
+    )
+    return {
+        **dict.fromkeys(switched_on, "1"),
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # a system text that differs in every chain
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(chosen.answer(task)),
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(chosen.window(task)),
+        "API_TIMEOUT_MS": str(int(task.budget_s * 1000) + 1000),  # the budget ends a slow turn
+        "HOME": HOME,
+    }
+
+
+def _last_result(stdout: bytes) -> dict[str, Any]:
+    """A background task makes it end twice; the last one counts."""
+    found = (event for event in headless.events(stdout) if event.get("type") == "result")
+    return next(found, {})

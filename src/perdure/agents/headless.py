@@ -1,0 +1,107 @@
+"""What every headless command-line agent takes and needs: shared options, the prompt, its log.
+
+The prompt enters by standard input from a file: an argument ends at 128 KiB, an issue may not.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
+
+from perdure.agents import prompts
+from perdure.agents.base import HOME, AgentTask, Evidence
+from perdure.errors import ConfigurationError
+from perdure.sandboxes.base import ExecState
+from perdure.types import AgentEnd, Request
+
+PROMPT = f"{HOME}/prompt.txt"
+SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$")
+
+
+def _split(value: Any) -> Any:
+    """One string is read as a shell would, as documents 002 and slime write extra arguments."""
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+def _no_secrets(env: dict[str, str]) -> dict[str, str]:
+    for name in env:
+        if SECRET.search(name.upper()):
+            raise ValueError(f"{name}: a request is kept for good, so a secret has no place in it")
+    return env
+
+
+Arguments = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Variables = Annotated[dict[str, str], AfterValidator(_no_secrets)]
+
+
+class HeadlessOptions(Request):
+    """Options that mean the same for every such agent."""
+
+    prompt_template: str = Field(
+        prompts.DEFAULT_TEMPLATE, validation_alias=AliasChoices("prompt_template", "SWE_CC_PROMPT")
+    )
+    """The task it is given, with the placeholders of `perdure.agents.prompts`."""
+    extra_args: Arguments = Field(
+        (), validation_alias=AliasChoices("extra_args", "SWE_CLAUDE_EXTRA_ARGS")
+    )
+    """More of its own flags: a list, or one string that is split as a shell would."""
+    extra_env: Variables = Field(default_factory=dict)
+    """More variables for it; not those that carry the gateway's address and key."""
+    context_window: int | None = Field(None, ge=1024)
+    """Tokens at which it compacts or stops; the request's `sampling.max_context_tokens` if absent."""
+    max_output_tokens: int | None = Field(None, ge=1)
+    """Tokens of one answer; the request's `sampling.max_tokens_per_turn` if absent."""
+
+    def window(self, task: AgentTask) -> int:
+        return self.context_window or task.sampling.max_context_tokens
+
+    def answer(self, task: AgentTask) -> int:
+        return self.max_output_tokens or task.sampling.max_tokens_per_turn
+
+
+def gateway_of(agent: str, task: AgentTask) -> str:
+    """Raises: ConfigurationError when there is none to talk to."""
+    if task.gateway_url is None:
+        raise ConfigurationError(f"{agent} needs a gateway: start one with `perdure up`")
+    return task.gateway_url
+
+
+def with_prompt(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """The same command, reading the prompt from `PROMPT`; the process stays one."""
+    return ("/bin/sh", "-c", f'exec "$@" <{PROMPT}', "sh", *argv)
+
+
+def environment(
+    task_env: Mapping[str, str], fixed: Mapping[str, str], extra: Mapping[str, str]
+) -> dict[str, str]:
+    """`extra` may change `task_env`, never `fixed`.
+
+    Raises: ConfigurationError naming the variable.
+    """
+    for name in extra:
+        if name in fixed:
+            raise ConfigurationError(f"agent_options.extra_env.{name}: set by Perdure; remove it")
+    return {**task_env, **extra, **fixed}
+
+
+def early_end(evidence: Evidence) -> AgentEnd | None:
+    """What needs no agent's own rules: it never asked the model, or something killed it."""
+    if evidence.turns == 0:
+        return AgentEnd.NEVER_CALLED_MODEL
+    if evidence.status.state is ExecState.KILLED:
+        return AgentEnd.LIMIT if evidence.status.cause == "timeout" else AgentEnd.CRASHED
+    return None
+
+
+def events(stdout: bytes) -> Iterator[dict[str, Any]]:
+    """The JSON objects of its log, newest first; all else that it printed is passed over."""
+    for line in reversed(stdout.splitlines()):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(event, dict):
+            yield event
