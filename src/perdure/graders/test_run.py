@@ -5,6 +5,7 @@ The host learns what happened from exit codes as the provider reports them, and 
 """
 
 import io
+import posixpath
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -77,7 +78,7 @@ async def run_tests(
     Raises: InstanceError when the row's own tests or `pre_commands` fail on the base tree;
     RetryHere, SandboxLost when the sandbox failed.
     """
-    upload = _upload(instance, patch, command)
+    upload = _upload(instance, patch, command, posixpath.basename(scratch))
     setup = await _run(sandbox, [_SETUP, "grade", scratch], upload, _SETUP_LIMIT_S)
     if not setup.status.ok:
         return _refused(instance, setup)
@@ -114,7 +115,7 @@ run_git() {
     --git-dir="$PWD/.git" --work-tree="$PWD" "$@" </dev/null
 }
 trap '[ $? = 0 ] || rm -rf "$dir"' EXIT
-mkdir -m 700 "$dir" && tar -xmf - -C "$dir" || exit 91
+tar -xmf - -C "${dir%/*}" || exit 91
 [ -d .git ] || { echo "no git repository at $PWD"; exit 92; }
 if [ -s "$dir/pre.sh" ]; then bash -e "$dir/pre.sh" </dev/null || exit 93; fi
 if [ -s "$dir/tests.patch" ]; then
@@ -125,7 +126,9 @@ if [ -s "$dir/model.patch" ]; then
 fi
 if [ -s "$dir/tests.patch" ]; then
   mapfile -d '' paths <"$dir/tests.paths"
-  rm -rf -- "${paths[@]}"
+  for path in "${paths[@]}"; do
+    if [ -e "$path" ] || [ -L "$path" ]; then rm -rf -- "${paths[@]}"; break; fi
+  done
   if [ -s "$dir/tests.known" ]; then
     run_git checkout -q HEAD --pathspec-from-file="$dir/tests.known" --pathspec-file-nul || exit 96
   fi
@@ -145,7 +148,8 @@ exit $code
 """
 
 
-def _upload(instance: Instance, patch: bytes, command: Command) -> bytes:
+def _upload(instance: Instance, patch: bytes, command: Command, folder: str) -> bytes:
+    """A tar of one folder, which is not there before."""
     grading = instance.grading
     tests = parse(grading.test_patch)
     known = {file.old_path for file in tests if not file.added}
@@ -158,15 +162,20 @@ def _upload(instance: Instance, patch: bytes, command: Command) -> bytes:
             "pre.sh": "\n".join(grading.pre_commands).encode(),
             "run.sh": command.shell.encode() + b"\n",
             "extra.tar": _tar(command.extra_files) if command.extra_files else b"",
-        }
+        },
+        folder,
     )
 
 
-def _tar(files: Mapping[str, bytes]) -> bytes:
+def _tar(files: Mapping[str, bytes], folder: str = "") -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
+        if folder:
+            top = tarfile.TarInfo(folder)
+            top.type, top.mode = tarfile.DIRTYPE, 0o700
+            tar.addfile(top)
         for name, data in files.items():
-            entry = tarfile.TarInfo(name)
+            entry = tarfile.TarInfo(posixpath.join(folder, name))
             entry.size = len(data)
             tar.addfile(entry, io.BytesIO(data))
     return packed.getvalue()
