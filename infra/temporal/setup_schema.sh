@@ -10,7 +10,11 @@ for database in temporal visibility; do
         temporal-sql-tool --plugin postgres12 --ep "$POSTGRES_SEEDS" -p "$DB_PORT" \
             -u "$POSTGRES_USER" --db "$name" "$@"
     }
+    versions="/etc/temporal/schema/postgresql/v12/$database/versioned"
     sql create || true # it exists after the first time
-    sql setup-schema -v 0.0 || true
-    sql update-schema -d "/etc/temporal/schema/postgresql/v12/$database/versioned"
+    # setup-schema would set an existing database back to version 0.0: only where there is none yet.
+    sql update-schema -d "$versions" || {
+        sql setup-schema -v 0.0
+        sql update-schema -d "$versions"
+    }
 done

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,48 @@ def test_mounted_files_exist() -> None:
     paths = [mount.split(":")[0] for mount in mounts if mount.startswith("./")]
 
     assert [p for p in paths if not (ROOT / p).exists()] == []
+
+
+def test_the_image_is_built_from_what_is_here() -> None:
+    """Every path the Dockerfile copies and every extra it installs exists."""
+    dockerfile = (ROOT / "infra/images/Dockerfile").read_text()
+    copied = [p for line in re.findall(r"^COPY (.+)$", dockerfile, re.M) for p in line.split()[:-1]]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+
+    assert [path for path in copied if not (ROOT / path).exists()] == []
+    assert set(re.findall(r"--extra (\w+)", dockerfile)) - set(extras) == set()
+
+
+SQL_TOOL = """#!/bin/sh
+# As temporal-sql-tool behaves on PostgreSQL: a version reset to 0.0 makes the next update collide.
+while [ "$1" != --db ]; do shift; done
+state="$STATE/$2" action=$3
+case $action in
+    create) [ ! -e "$state.db" ] && touch "$state.db" ;;
+    setup-schema) echo 0.0 >"$state.version" ;;
+    update-schema)
+        [ -e "$state.version" ] || exit 1
+        [ "$(cat "$state.version")" = 0.0 ] && [ -e "$state.tables" ] && exit 1
+        touch "$state.tables" && echo 1.19 >"$state.version" ;;
+esac
+"""
+
+
+def test_schema_script_can_be_repeated(tmp_path: Path) -> None:
+    """A second `docker compose up` meets databases that exist, and leaves their version alone."""
+    tool = tmp_path / "temporal-sql-tool"
+    tool.write_text(SQL_TOOL)
+    tool.chmod(0o755)
+    names = ("POSTGRES_SEEDS", "DB_PORT", "POSTGRES_USER")
+    env = dict.fromkeys(names, "x") | {"STATE": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+    for _ in range(2):
+        subprocess.run([ROOT / "infra/temporal/setup_schema.sh"], env=env, check=True)
+
+    versions = {file.stem: file.read_text().strip() for file in tmp_path.glob("*.version")}
+    assert versions == {"temporal": "1.19", "temporal_visibility": "1.19"}
 
 
 def test_dashboard_draws_metrics_that_exist() -> None:
