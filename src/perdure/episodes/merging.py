@@ -1,4 +1,4 @@
-"""`merge_turns`: document 002's rule for stitching turns whose prompts were rendered anew.
+"""`merge_turns`: slime's rule for stitching turns whose prompts were rendered anew.
 
 Owns that rule and nothing else. The project's own turns are bridged from recorded ids and never
 drift; this is for turns that may, and for those who want exactly slime's documented sequences.

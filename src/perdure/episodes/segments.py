@@ -20,7 +20,7 @@ to each; `last`: all of it to the last one."""
 
 SegmentMode = Literal["tree", "merge"]
 """`tree`: a turn goes on where its recorded ids do, so nothing sampled is lost. `merge`: the rules of
-document 002 for prompts that were rendered anew; what a later prompt contradicts is not trained."""
+slime for prompts that were rendered anew; what a later prompt contradicts is not trained."""
 
 
 class Untrained(NamedTuple):
