@@ -106,7 +106,7 @@ def test_an_item_out_of_order_begins_another_answer() -> None:
 def test_results_are_matched_by_call_id() -> None:
     """A result is text, or parts of which pictures are named."""
     parts = [_part("input_text", "one"), {"type": "input_image", "image_url": "data:"}]
-    results = [
+    results: list[Any] = [
         {"type": "function_call_output", "call_id": "a", "output": "two"},
         {"type": "custom_tool_call_output", "call_id": "b", "output": parts},
     ]

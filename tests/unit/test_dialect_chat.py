@@ -1,0 +1,167 @@
+"""OpenAI Chat Completions: what its many clients send besides plain chat."""
+
+import json
+from typing import Any
+
+import pytest
+
+from perdure.gateway.base import MAIN, ContextExhausted, ModelRequest, Refused
+from perdure.gateway.dialects import openai_chat as dialect
+from perdure.types import Purpose
+
+TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+OPENCODE = {"x-session-affinity": "ses_1", "x-session-id": "ses_1"}
+QWEN = {"user-agent": "QwenCode/0.15.10 (linux; x64)"}
+
+
+def _parse(body: dict[str, Any], headers: dict[str, str] | None = None) -> ModelRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **body}
+    return dialect.parse(json.dumps(body).encode(), headers or {}).request
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "purpose"),
+    [
+        (OPENCODE, {"reasoning_effort": "low"}, Purpose.SIDE),
+        (OPENCODE, {"reasoning_effort": "low", "tools": [TOOL]}, Purpose.STEP),
+        (OPENCODE, {}, Purpose.STEP),
+        ({}, {"reasoning_effort": "low"}, Purpose.STEP),
+        (QWEN, {"stream": False}, Purpose.SIDE),
+        (QWEN, {"stream": True}, Purpose.STEP),
+        (QWEN, {"tools": [TOOL]}, Purpose.STEP),
+        ({}, {"stream": False}, Purpose.STEP),
+    ],
+)
+def test_side_requests_are_told_by_certain_marks(
+    headers: dict[str, str], body: dict[str, Any], purpose: Purpose
+) -> None:
+    """A title is no step; an agent that has no tools at all still takes steps."""
+    assert _parse(body, headers).purpose is purpose
+
+
+def test_qwen_codes_summary_is_a_compaction() -> None:
+    """The history goes on from it, so it is no side request."""
+    last = {"role": "user", "content": "Then, generate the <state_snapshot>."}
+
+    assert _parse({"messages": [last]}, QWEN).purpose is Purpose.COMPACTION
+
+
+@pytest.mark.parametrize(
+    ("headers", "chain", "parent"),
+    [
+        ({}, MAIN, ""),
+        (OPENCODE, MAIN, ""),
+        ({"x-session-id": "anything at all"}, MAIN, ""),
+        ({"x-session-affinity": "ses_2", "x-parent-session-id": "ses_1"}, "ses_2", MAIN),
+    ],
+)
+def test_a_session_header_names_a_chain_only_below_another(
+    headers: dict[str, str], chain: str, parent: str
+) -> None:
+    """The key says which rollout asks; opencode's sub-agents have sessions of their own."""
+    request = _parse({}, headers)
+
+    assert (request.chain, request.parent_chain) == (chain, parent)
+
+
+def test_an_assistant_message_that_was_never_sampled_is_context() -> None:
+    """Qwen Code opens with a reply no model gave; parts, nulls and unknown fields pass."""
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "Got it.", "provider_specific_fields": {}, "audio": None},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]
+
+    found = _parse({"messages": messages}).messages
+
+    assert [message["content"] for message in found] == ["ab", "Got it.", "No."]
+
+
+def test_a_picture_in_a_tools_result_is_named() -> None:
+    """The rollout goes on, and the model is told that it sees nothing."""
+    part = {"type": "image_url", "image_url": {"url": "data:"}}
+    message = {"role": "tool", "tool_call_id": "a", "content": [part]}
+
+    content = _parse({"messages": [message]}).messages[0]["content"]
+
+    assert content == "[image_url not shown: this model reads text]"
+
+
+def test_what_clients_commonly_send_is_accepted() -> None:
+    """Fields we do not use change nothing; the smaller token limit holds."""
+    fields = {
+        "max_tokens": 8000,
+        "max_completion_tokens": 4000,
+        "reasoning_effort": "high",
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "stream_options": {"include_usage": True},
+        "stop": "END",
+        "temperature": None,
+        "user": "u",
+    }
+
+    request = _parse(fields)
+
+    assert (request.max_tokens, request.sampling) == (4000, {"stop": ["END"]})
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ({"tools": [{"function": {"name": "x", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [TOOL] * 10_000}, "tools"),
+        ({"messages": [{"role": "user", "content": ""}] * 20_000}, "messages"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"seed": 1 << 70}, "seed"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"n": 2}, "n"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named(body: dict[str, Any], field: str) -> None:
+    """Every refusal says which field is wrong."""
+    with pytest.raises(Refused) as refused:
+        _parse(body)
+
+    assert (refused.value.status, refused.value.param) == (400, field)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a": 1e999}',
+        b'{"a": -Infinity}',
+        b'{"a": "\xed\xa0\x80"}',
+        '{"a": 1}'.encode("utf-16"),
+        b'{"a": ' + b"[" * 150 + b"]" * 150 + b"}",
+        b'{"a": [' + b"0," * 600_000 + b"0]}",
+    ],
+    ids=["too large", "infinite", "half a pair", "utf-16", "deep", "wide"],
+)
+def test_json_beyond_measure_is_refused(raw: bytes) -> None:
+    """Numbers, encodings, depth and size that nothing behind us could take."""
+    with pytest.raises(Refused) as refused:
+        dialect.parse(raw)
+
+    assert (refused.value.status, refused.value.code) == (400, "invalid_json")
+
+
+def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
+    """JavaScript agents cut strings between halves; whole pairs stay what they are."""
+    raw = b'{"model": "m", "messages": [{"role": "user", "content": "\\ud83d\\ude00 \\ud83d"}]}'
+
+    content = dialect.parse(raw).request.messages[0]["content"]
+
+    assert content == "\U0001f600 \ufffd"
+
+
+def test_an_exhausted_context_has_the_code_that_clients_know() -> None:
+    """opencode and Qwen Code look for the code, others for the words."""
+    error = json.loads(dialect.error(ContextExhausted(210, 200)))["error"]
+
+    assert error["code"] == "context_length_exceeded"
+    assert "maximum context length is 200 tokens" in error["message"]

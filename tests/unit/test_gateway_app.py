@@ -1,0 +1,224 @@
+"""The gateway's HTTP face: late headers, pings, keys, limits, and errors in the caller's dialect."""
+
+import functools
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from perdure.gateway.app import MAX_HEADERS, Patience, create_app
+from perdure.testing import local_gateway
+from perdure.testing.local_gateway import LocalGateway
+from perdure.testing.scripted_engine import Faults, ScriptedEngine
+
+DIALECTS = ["/v1/messages", "/v1/chat/completions", "/v1/responses"]
+PINGS = dict(zip(DIALECTS, ["event: ping", ": ping", "event: keepalive"], strict=True))
+ENDS = dict(zip(DIALECTS, ["message_stop", "[DONE]", "response.completed"], strict=True))
+FAILURES = dict(zip(DIALECTS, ["error", "", "response.failed"], strict=True))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine({"default": {"turns": [{"content": "Hello."}]}}) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[LocalGateway]:
+    async with LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def impatient(
+    tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[LocalGateway]:
+    """A gateway that sends headers at once, and a ping whenever an answer is not there yet."""
+    patience = Patience(headers_after_s=0.0, ping_every_s=0.01)
+    monkeypatch.setattr(
+        local_gateway, "create_app", functools.partial(create_app, patience=patience)
+    )
+    async with LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=30) as client:
+        yield client
+
+
+def _body(path: str, **fields: Any) -> dict[str, Any]:
+    messages = "input" if path == "/v1/responses" else "messages"
+    return {"model": "m", messages: [{"role": "user", "content": "Hi"}], **fields}
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_a_slow_answer_is_preceded_by_pings(
+    impatient: LocalGateway, http: httpx.AsyncClient, path: str
+) -> None:
+    """A client whose timer runs sees life, and then the whole stream."""
+    key = await impatient.open("s")
+
+    body = _body(path, stream=True)
+    answer = await http.post(impatient.url + path, json=body, headers=_bearer(key))
+
+    assert answer.headers["content-type"] == "text/event-stream"
+    assert answer.text.startswith(PINGS[path])
+    assert ENDS[path] in answer.text.splitlines()[-2]
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_a_slow_stream_holds_the_bytes_of_a_quick_one(
+    impatient: LocalGateway, http: httpx.AsyncClient, path: str
+) -> None:
+    """Pings go before the answer; nothing of it is sent before it is durable."""
+    key = await impatient.open("s")
+    body = _body(path, stream=True)
+
+    first = await http.post(impatient.url + path, json=body, headers=_bearer(key))
+    again = await http.post(impatient.url + path, json=body, headers=_bearer(key))
+
+    assert _without_pings(path, first.text) == _without_pings(path, again.text)
+
+
+def _without_pings(path: str, stream: str) -> list[str]:
+    return [event for event in stream.split("\n\n") if not event.startswith(PINGS[path])]
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_a_failure_behind_the_headers_ends_the_stream_with_an_error(
+    impatient: LocalGateway, engine: ScriptedEngine, http: httpx.AsyncClient, path: str
+) -> None:
+    """What can no longer be a status is an event of the dialect."""
+    engine.faults = Faults(kind="status", status=400)
+    key = await impatient.open("s")
+
+    body = _body(path, stream=True)
+    answer = await http.post(impatient.url + path, json=body, headers=_bearer(key))
+
+    last = answer.text.removesuffix("\n\n").rpartition("\n\n")[2]
+    data = json.loads(last.rpartition("data: ")[2])
+    assert (answer.status_code, data.get("type", "")) == (200, FAILURES[path])
+    assert "the engine" in last
+
+
+async def test_real_clients_read_through_pings(
+    impatient: LocalGateway, engine: ScriptedEngine
+) -> None:
+    """Both vendors' clients skip pings, and raise the error that ends a stream."""
+    key = await impatient.open("s")
+    ask: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    async with (
+        anthropic.AsyncAnthropic(base_url=impatient.url, api_key=key, max_retries=0) as claude,
+        openai.AsyncOpenAI(base_url=f"{impatient.url}/v1", api_key=key, max_retries=0) as gpt,
+    ):
+        async with claude.messages.stream(**ask, max_tokens=50) as messages:
+            said = await messages.get_final_text()
+        chunks = [c async for c in await gpt.chat.completions.create(**ask, stream=True)]
+        engine.faults = Faults(kind="status", status=400)
+        ask["messages"] = [{"role": "user", "content": "Again"}]
+        with pytest.raises(anthropic.APIStatusError, match="the engine"):
+            async with claude.messages.stream(**ask, max_tokens=50) as messages:
+                await messages.get_final_text()
+        with pytest.raises(openai.APIError, match="the engine"):
+            [c async for c in await gpt.chat.completions.create(**ask, stream=True)]
+
+    assert (said, "".join(c.choices[0].delta.content or "" for c in chunks)) == ("Hello.",) * 2
+
+
+@pytest.mark.parametrize("path", [*DIALECTS, "/v1/messages/count_tokens", "/v1/messages?beta=true"])
+@pytest.mark.parametrize("header", ["authorization", "x-api-key"])
+async def test_the_session_key_comes_in_either_header(
+    gateway: LocalGateway, http: httpx.AsyncClient, path: str, header: str
+) -> None:
+    """Every dialect takes both forms of the key, whatever the query."""
+    key = await gateway.open("s")
+    value = f"Bearer {key}" if header == "authorization" else key
+
+    answer = await http.post(gateway.url + path, json=_body(path), headers={header: value})
+
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("request_line", "headers", "kind"),
+    [
+        ("POST /v1/messages/batches", {}, "not_found_error"),
+        ("GET /v1/messages", {}, "invalid_request_error"),
+        ("GET /v1/files", {"anthropic-version": "2023-06-01"}, "not_found_error"),
+        ("GET /v1/models", {"anthropic-version": "2023-06-01"}, "authentication_error"),
+    ],
+)
+async def test_anthropics_clients_get_anthropics_errors(
+    gateway: LocalGateway,
+    http: httpx.AsyncClient,
+    request_line: str,
+    headers: dict[str, str],
+    kind: str,
+) -> None:
+    """Unknown routes, wrong methods and missing keys are told in the dialect of the caller."""
+    method, path = request_line.split()
+    answer = await http.request(method, gateway.url + path, headers=headers)
+
+    assert answer.json()["error"]["type"] == kind
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/update_weights",
+        "/v1/update_weights",
+        "/pause",
+        "/flush_cache",
+        "/inference/v1/generate",
+        "/v1/completions",
+        "/v1/messages/../../inference/v1/generate",
+    ],
+)
+async def test_no_route_reaches_the_engines_control(
+    gateway: LocalGateway, engine: ScriptedEngine, http: httpx.AsyncClient, path: str
+) -> None:
+    """A session key opens model calls and nothing else."""
+    key = await gateway.open("s")
+
+    answer = await http.post(gateway.url + path, json={}, headers=_bearer(key))
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_route")
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_headers_have_a_limit(
+    gateway: LocalGateway, http: httpx.AsyncClient, path: str
+) -> None:
+    """Absurd headers are refused, before or at the route, and never a crash."""
+    key = await gateway.open("s")
+    headers = {**_bearer(key), **{f"x-{i}": "y" * 1000 for i in range(MAX_HEADERS // 1000 + 1)}}
+
+    answer = await http.post(gateway.url + path, json=_body(path), headers=headers)
+
+    assert answer.status_code in (400, 431)
+
+
+async def test_an_engine_that_is_away_is_overload_to_anthropics_clients(
+    tmp_path: Path, http: httpx.AsyncClient
+) -> None:
+    """529 makes Claude Code wait and ask again; others know 503."""
+    async with LocalGateway(tmp_path) as gateway:
+        key = await gateway.open("s")
+        answers = [
+            await http.post(gateway.url + path, json=_body(path), headers=_bearer(key))
+            for path in DIALECTS
+        ]
+
+    assert [answer.status_code for answer in answers] == [529, 503, 503]
+    assert all("retry-after" in answer.headers for answer in answers)
