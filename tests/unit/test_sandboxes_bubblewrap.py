@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import ConfigurationError, NotFound, SandboxLost
+from perdure.sandboxes import keeping
 from perdure.sandboxes.base import ExecState, Mount, Network, SandboxSpec
 from perdure.sandboxes.bubblewrap import BubblewrapProvider, BubblewrapSandbox
-from perdure.sandboxes.process import ended, is_alive
-from perdure.sandboxes.procfs import marked
+from perdure.sandboxes.process import ProcessId, ended, is_alive
+from perdure.sandboxes.procfs import marked, started_at
 from perdure.types import Limits
 
 LIMITS = Limits(memory_mb=256, cpus=2, pids=64, disk_mb=16, output_mb=1)
@@ -195,6 +196,85 @@ async def test_orphans_are_reaped(box: BubblewrapSandbox) -> None:
     seen = await out(box, "while grep -slq '^State:.Z' /proc/[0-9]*/status; do :; done; echo none")
 
     assert seen == "none\n"
+
+
+# -- keepers ----------------------------------------------------------------------------------------
+
+
+async def test_killed_zygote_is_started_again(
+    provider: BubblewrapProvider, box: BubblewrapSandbox
+) -> None:
+    """kill -9 of what keepers are forked from: old sandboxes work on, and new ones boot."""
+    (zygote,) = keeping._zygotes
+    os.kill(zygote.pid, signal.SIGKILL)
+    assert await ended(ProcessId(zygote.pid, started_at(zygote.pid)), 5)
+    old = await box.exec(["true"])
+    async with await provider.create(SPEC, "two") as second:
+        new = await second.exec(["true"])
+
+    assert (old.status.ok, new.status.ok) == (True, True)
+
+
+async def test_killed_launcher_is_replaced(box: BubblewrapSandbox) -> None:
+    """kill -9 of the launcher: running commands still report, and the next one starts."""
+    await box.start("long", ["bash", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"])
+    keeper = box.box.keeper
+    assert keeper is not None
+    launcher = children_of(keeper.pid)[0]  # the first that a keeper forks
+    os.kill(launcher, signal.SIGKILL)
+    assert await ended(ProcessId(launcher, started_at(launcher)), 5)
+    await box.exec(["true"])
+    again = await box.exec("touch go")
+    status = await box.wait("long")
+
+    assert (again.status.ok, status.code) == (True, 5)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def test_commands_inherit_three_descriptors(box: BubblewrapSandbox) -> None:
+    """A command has its three streams and nothing else of the keeper's or the launcher's."""
+    seen = await out(box, "exec ls /proc/self/fd")
+
+    assert seen.split() == ["0", "1", "2", "3"]  # the last is the folder that ls reads
+
+
+async def test_commands_start_with_default_signals(box: BubblewrapSandbox) -> None:
+    """No signal with a name is ignored or blocked, whatever the worker and the keeper do."""
+    seen = await out(box, "exec grep -E '^Sig(Blk|Ign):' /proc/self/status")
+    named = [int(mask, 16) & 0x7FFFFFFF for mask in seen.split()[1::2]]
+
+    assert named == [0, 0]
+
+
+async def test_script_without_interpreter_runs(box: BubblewrapSandbox) -> None:
+    """An executable text without a `#!` line runs in sh, as a shell would run it."""
+    await box.put("plain", b"echo ran $1", mode=0o755)
+    result = await box.exec(["./plain", "here"])
+
+    assert result.stdout == b"ran here\n"
+
+
+async def test_agent_cannot_flood_the_keepers_pipe(box: BubblewrapSandbox) -> None:
+    """What pid 1 reads from is the agent's to write; the sandbox stays, and stays reaped."""
+    await box.exec("echo x >/proc/1/fd/0; exec 3>/proc/1/fd/0; echo y >&3")
+    result = await box.exec(["true"])
+
+    assert result.status.ok
+
+
+async def test_killed_keeper_takes_its_helpers_along(
+    provider: BubblewrapProvider, box: BubblewrapSandbox
+) -> None:
+    """kill -9 of the keeper ends launcher, forwarder and holder at once, without anybody's help."""
+    keeper = box.box.keeper
+    assert keeper is not None
+    helpers = [ProcessId(pid, started_at(pid)) for pid in children_of(keeper.pid)]
+    os.kill(keeper.pid, signal.SIGKILL)
+
+    assert [await ended(helper, 5) for helper in helpers] == [True] * len(helpers)
 
 
 # -- limits ---------------------------------------------------------------------------------------

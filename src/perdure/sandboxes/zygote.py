@@ -16,6 +16,7 @@ def main() -> None:
     """A message on stdin per keeper, with the descriptor over which it gets its order and answers."""
     channel = socket(fileno=0)
     os.chdir("/")
+    os.closerange(3, 1 << 20)  # what the worker was given by others, and would be every command's
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries its keepers
     gc.disable()
     gc.freeze()
