@@ -25,6 +25,7 @@ from perdure.gateway.base import (
 from perdure.gateway.chains import bridge
 from perdure.gateway.journal import LocalJournal
 from perdure.gateway.metrics import Metrics
+from perdure.gateway.prompt_ids import PromptIds
 from perdure.gateway.records import PLACEHOLDER, turn_records, turns_of
 from perdure.gateway.sessions import Sessions
 from perdure.gateway.tokenizers import Format, load_format
@@ -64,6 +65,8 @@ class Speaker:
         session_id: str,
         request_id: str,
     ) -> Completion:
+        if isinstance(prompt_ids, PromptIds):  # the text that an engine is sent
+            assert json.loads(b"[" + prompt_ids.text + b"]") == list(prompt_ids)
         ids = POLICY.tokens(self.turns.pop(0) if len(self.turns) > 1 else self.turns[0])
         self.seen.append((tuple(prompt_ids), tuple(ids)))
         self.request_ids.append(request_id)

@@ -24,10 +24,13 @@ from perdure.gateway.canonical import (
     same_messages,
     visible,
 )
+from perdure.gateway.prompt_ids import PromptIds, ids_text
 from perdure.gateway.records import TurnRecord
 
 MOST_REPEATS = 12
 """How often a recorded answer is repeated: clients retry ten times; a loop goes on for ever."""
+ID_BYTES = 12
+"""What an id weighs as a number and as text."""
 NODE_BYTES = 4096
 """What a turn weighs in memory besides its ids and its text, roughly."""
 
@@ -60,6 +63,9 @@ class Node:
     """Messages of its request."""
     prompt_length: int
     """Ids of its whole prompt."""
+    text: bytes = b""
+    """JSON of the ids it adds to its base, or of all its ids where it shares only some of those;
+    written when first needed."""
     acknowledged: bool = False
     repeats: int = 0
     children: int = 0
@@ -75,6 +81,24 @@ class Node:
             need = min(need, node.kept_messages)
             node = node.base
         return [message for part in reversed(parts) for message in part]
+
+    @property
+    def extends_base(self) -> bool:
+        """Its prompt starts with everything the base recorded."""
+        base = self.base
+        return base is not None and self.kept_ids == base.prompt_length + len(base.completion)
+
+    def ids_text(self) -> list[bytes]:
+        """JSON of `ids`, as parts to be joined with commas."""
+        parts: list[bytes] = []
+        node: Node | None = self
+        while node is not None:
+            if not node.text:
+                own = node.prompt + node.completion
+                node.text = ids_text(own if node.extends_base else node.ids())
+            parts.append(node.text)
+            node = node.base if node.extends_base else None
+        return parts[::-1]
 
     def ids(self) -> "array[int]":
         """Prompt + completion. Shape [P + C]."""
@@ -294,7 +318,7 @@ class Tree:
 
 def bridge(
     renderer: Renderer, node: Node, new: list[Message], tools: list[dict[str, Any]] | None
-) -> "array[int] | Miss":
+) -> PromptIds | Miss:
     """The next prompt: the recorded ids, then only the new messages rendered. Shape [P].
 
     The renderer is shown the end of the recorded prompt, which is all that it looks at.
@@ -313,8 +337,9 @@ def bridge(
     seen = len(tail) + sampled
     if ids[:seen] != tail + completion:
         return Miss("prefix_assert")
-    held.extend(ids[seen:])
-    return held
+    added = array("i", ids[seen:])
+    held.extend(added)
+    return PromptIds.of(held, b",".join([*node.ids_text(), ids_text(added)]))
 
 
 SHOWN_IDS = 64
@@ -358,6 +383,6 @@ def _text_key(text: str) -> bytes:
 
 
 def _weight(node: Node) -> int:
-    ids = node.prompt.itemsize * (len(node.prompt) + len(node.completion))
+    ids = ID_BYTES * (len(node.prompt) + len(node.completion))
     text = sum(len(message["content"]) for message in node.messages)
     return NODE_BYTES + ids + text + 512 * len(node.messages)

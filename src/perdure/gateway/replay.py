@@ -37,16 +37,14 @@ class Recording:
         for record in records:
             self._waiting.setdefault(record.chain, []).append(record)
 
-    def take(self, chain: str, across_sha256: str, purpose: Purpose) -> Recorded | None:
-        """The recorded turn that answers a request; the first that differs ends a chain's replay."""
+    def take(self, chain: str, across_sha256: str) -> Recorded | None:
+        """The recorded turn that answers a request, while the chain's replay lasts."""
         if chain in self._over:
             return None
         theirs = self._theirs.get(chain) or self._counterpart(chain, across_sha256)
         waiting = self._waiting.get(theirs, [])
         found = next((r for r in waiting if r.across_sha256 == across_sha256), None)
         if found is None:
-            if purpose is not Purpose.SIDE:
-                self._over.add(chain)
             return None
         waiting.remove(found)  # at once: another call of the session must not take it too
         self._theirs[chain] = theirs
@@ -57,7 +55,8 @@ class Recording:
         self._waiting[recorded.record.chain].insert(0, recorded.record)
 
     def committed(self, record: TurnRecord) -> None:
-        """A turn of this session was committed, by whichever process."""
+        """A turn of this session was committed, by whichever process; the first of a chain that
+        had to be sampled ends the chain's replay."""
         theirs = self._by_origin.get(record.replayed_from)
         if theirs is None:
             if record.purpose is not Purpose.SIDE:

@@ -31,8 +31,16 @@ from perdure.gateway.canonical import ToolDigests
 from perdure.gateway.chains import Node, Place, Tree
 from perdure.gateway.engines.choose import Engines
 from perdure.gateway.metrics import Metrics
-from perdure.gateway.records import CLOSED, OPEN, SEALED, TurnRecord, to_journal, turn_records
-from perdure.gateway.replay import Recording
+from perdure.gateway.records import (
+    CLOSED,
+    OPEN,
+    SEALED,
+    TurnRecord,
+    to_journal,
+    turn_records,
+    turns_of,
+)
+from perdure.gateway.replay import Recorded, Recording
 from perdure.gateway.session import CallKey, Session
 from perdure.gateway.tokenizers import Format
 from perdure.gateway.turns import Asked, TurnMaker, replayed
@@ -298,11 +306,11 @@ class Sessions:
             session.recording.give_back(recorded)
             raise
 
-    def _replayable(self, asked: Asked) -> Any:
-        recording, request = asked.session.recording, asked.request
+    def _replayable(self, asked: Asked) -> Recorded | None:
+        recording = asked.session.recording
         if recording is None:
             return None
-        return recording.take(request.chain, asked.place.digests.across, request.purpose)
+        return recording.take(asked.request.chain, asked.place.digests.across)
 
     async def _commit(self, asked: Asked, draft: TurnRecord) -> Answer:
         """Journal a turn, unless another process answered the same request meanwhile."""
@@ -374,6 +382,5 @@ def _forget(session: Session, key: CallKey, call: "asyncio.Task[Answer]") -> Non
 
 def _pack(records: list[dict[str, Any]]) -> bytes:
     from perdure.episodes import turns as codec  # pyarrow: only when a session closes
-    from perdure.gateway.records import turns_of
 
     return codec.encode(turns_of(turn_records(records)))

@@ -20,6 +20,7 @@ from perdure.gateway.canonical import Message
 from perdure.gateway.chains import Miss, Place, bridge, common_ids
 from perdure.gateway.engines.choose import Engines
 from perdure.gateway.metrics import Metrics
+from perdure.gateway.prompt_ids import PromptIds
 from perdure.gateway.records import TurnRecord
 from perdure.gateway.replay import Recorded
 from perdure.gateway.sampling import chat_request, token_sampling
@@ -87,7 +88,7 @@ class TurnMaker:
         read = read_completion(self._format, request, prompt, completion, turn_id)
         return _record(asked, _Made(turn_id, prompt, completion, read, miss, engine_seconds))
 
-    async def _prompt(self, asked: Asked) -> tuple["array[int]", str | None]:
+    async def _prompt(self, asked: Asked) -> tuple[PromptIds, str | None]:
         """The next prompt, and why it is not a bridge (None: it is)."""
         started = time.monotonic()
         try:
@@ -101,7 +102,7 @@ class TurnMaker:
         finally:
             self._metrics.prompt_seconds.observe(time.monotonic() - started)
 
-    async def _bridge(self, asked: Asked) -> "array[int] | Miss":
+    async def _bridge(self, asked: Asked) -> PromptIds | Miss:
         request, place = asked.request, asked.place
         if place.parent is None:
             return Miss(place.miss or "first")
@@ -111,10 +112,9 @@ class TurnMaker:
             return bridge(renderer, place.parent, new, request.tools)
         return await asyncio.to_thread(bridge, renderer, place.parent, new, request.tools)
 
-    async def _render(self, request: ModelRequest) -> "array[int]":
-        def render() -> "array[int]":
-            return array(
-                "i",
+    async def _render(self, request: ModelRequest) -> PromptIds:
+        def render() -> PromptIds:
+            return PromptIds.of(
                 self._format.renderer.render_ids(
                     request.messages, tools=request.tools, add_generation_prompt=True
                 ),
@@ -197,7 +197,7 @@ def _record(asked: Asked, made: _Made) -> TurnRecord:
         kept_messages=place.kept_messages,
         messages=request.messages[place.kept_messages :],
         kept_ids=kept,
-        prompt=made.prompt[kept:],
+        prompt=array("i", made.prompt[kept:]),
         completion=array("i", completion.token_ids),
         logprobs=array("d", completion.logprobs),
         versions=tuple(completion.versions),

@@ -4,6 +4,7 @@ The server must run with `--enable-scale-out`, and with `--logprobs-mode process
 logprobs of the distribution that was really sampled.
 """
 
+import json
 import math
 import re
 from array import array
@@ -14,6 +15,7 @@ import httpx
 
 from perdure.gateway.base import Completion
 from perdure.gateway.engines.wire import PATIENCE_S, Wire, engine_name
+from perdure.gateway.prompt_ids import PromptIds
 from perdure.types import FinishReason, VersionSpan
 
 MISSING_LOGPROB = -9999.0
@@ -51,12 +53,12 @@ class VllmEngine:
     ) -> Completion:
         body = {
             "model": self._model,
-            "token_ids": list(prompt_ids),
             "request_id": request_id,
             "sampling_params": {**sampling, "logprobs": 1, "skip_special_tokens": False},
         }
         headers = {"x-session-id": session_id, "x-request-id": request_id}
-        return await self._wire.post(self._url, body, self._completion, headers)
+        content = _with_ids(body, prompt_ids)
+        return await self._wire.post(self._url, content, self._completion, headers)
 
     def _completion(self, answer: dict[str, Any]) -> Completion:
         choice = answer["choices"][0]
@@ -70,6 +72,13 @@ class VllmEngine:
         logprobs = array("d", _logprobs(choice["logprobs"]["content"], token_ids))
         versions = _versions(choice.get("weight_versions") or (), len(token_ids))
         return Completion(token_ids, logprobs, reason, versions, self.name)
+
+
+def _with_ids(body: dict[str, Any], prompt_ids: Sequence[int]) -> bytes:
+    """The body as JSON; the ids' text is taken over where it is known already."""
+    known = prompt_ids if isinstance(prompt_ids, PromptIds) else PromptIds.of(prompt_ids)
+    head = json.dumps(body, separators=(",", ":")).encode().removesuffix(b"}")
+    return b"".join([head, b',"token_ids":[', known.text, b"]}"])
 
 
 def _logprobs(content: list[dict[str, Any]], token_ids: Sequence[int]) -> list[float]:

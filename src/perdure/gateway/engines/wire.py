@@ -63,21 +63,24 @@ class Wire:
     async def post(
         self,
         url: str,
-        body: Mapping[str, Any],
+        body: Mapping[str, Any] | bytes,
         read: Callable[[dict[str, Any]], T],
         headers: Mapping[str, str] | None = None,
     ) -> T:
         """What `read` makes of the JSON object of a 200; what it cannot read is asked again.
 
+        `body` may be JSON already.
+
         Raises: GatewayUnavailable after `patience_s` without a usable answer; Refused at once when
         the server says that the request or our key is wrong.
         """
-        content = json.dumps(body, separators=(",", ":")).encode()
+        if not isinstance(body, bytes):
+            body = json.dumps(body, separators=(",", ":")).encode()
         deadline = time.monotonic() + self._patience_s
         pause = FIRST_PAUSE_S
         while True:
             try:
-                return self._read(read, await self._once(url, content, headers or {}))
+                return self._read(read, await self._once(url, body, headers or {}))
             except GatewayUnavailable as failure:
                 wait = min(max(failure.retry_after or 0.0, pause), LONGEST_PAUSE_S)
                 if time.monotonic() + wait > deadline:
