@@ -23,6 +23,7 @@ _SAVE_AGAIN_S = 0.5
 
 def keep(line: socket) -> None:
     """The life of one keeper. Its worker reads `ready`, or the end of the line when it fails."""
+    linux.set_name("perdure-keeper")
     order = marshal.loads(_read_order(line))
     os.setsid()
     linux.name_in_environment(b"PERDURE_BOX=" + os.fsencode(order["box"]))
@@ -154,6 +155,7 @@ class Keeper:
         if os.fork() == 0:
             try:
                 linux.die_with_parent(keeper)
+                linux.set_name("perdure-launch")
                 signal.set_wakeup_fd(-1)
                 ours.close()
                 self._line.close()
@@ -181,6 +183,7 @@ class Keeper:
         if os.fork() == 0:
             try:
                 linux.die_with_parent(keeper)
+                linux.set_name("perdure-forward")
                 signal.set_wakeup_fd(-1)
                 self._line.close()
                 if self._holder:

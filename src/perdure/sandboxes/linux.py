@@ -17,7 +17,7 @@ _CLONE_PARENT = 0x00008000
 _CLONE_INTO_CGROUP = 0x200000000
 _CLONE3 = 435
 _CLONE = {"x86_64": 56, "aarch64": 220}
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _SIGKILL = 1, 4, 9
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _SIGKILL = 1, 4, 15, 9
 
 # PyDLL, which keeps the interpreter's lock: a forked child must find itself as it was
 _libc = ctypes.PyDLL(None, use_errno=True)
@@ -50,6 +50,11 @@ def die_with_parent(parent: int) -> None:
     _call("prctl", ctypes.c_int(_PR_SET_PDEATHSIG), ctypes.c_ulong(_SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
+
+
+def set_name(name: str) -> None:
+    """What `ps` and `top` call this process; at most 15 bytes."""
+    _call("prctl", ctypes.c_int(_PR_SET_NAME), name.encode())
 
 
 def hide_memory() -> None:

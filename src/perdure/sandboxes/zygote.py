@@ -9,12 +9,13 @@ import signal
 import sys
 from _socket import SCM_RIGHTS, SOL_SOCKET, socket
 
-from perdure.sandboxes import keeper
+from perdure.sandboxes import keeper, linux
 
 
 def main() -> None:
     """A message on stdin per keeper, with the descriptor over which it gets its order and answers."""
     channel = socket(fileno=0)
+    linux.set_name("perdure-zygote")
     os.chdir("/")
     os.closerange(3, 1 << 20)  # what the worker was given by others, and would be every command's
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries its keepers
