@@ -5,7 +5,6 @@ is written and what happens when two hosts both went on; bytes are `journal_part
 """
 
 import asyncio
-import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -117,43 +116,41 @@ class MirroredJournal:
             await self._round()
 
     async def _round(self) -> None:
-        sessions, self._behind = self._behind, set()
-        await asyncio.gather(*(self._try(session_id) for session_id in sessions))
+        await asyncio.gather(*(self._try(session_id) for session_id in [*self._behind]))
 
     async def _try(self, session_id: str) -> None:
         try:
             async with self._room:
+                self._behind.discard(session_id)
                 await self._upload(session_id)
+        except (StoreUnavailable, asyncio.CancelledError) as error:
+            self._behind.add(session_id)
+            self._wake.set()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            log.warning("journal waits for the store", session_id=session_id, error=str(error))
         except PerdureError as error:
-            log.warning("journal part not uploaded", session_id=session_id, error=str(error))
-            if isinstance(error, StoreUnavailable):
-                self._behind.add(session_id)
-                self._wake.set()
+            log.error("journal part not uploaded", session_id=session_id, error=str(error))
 
     async def _upload(self, session_id: str) -> None:
-        if session_id in self._lost:
-            return
         if session_id not in self._uploaded:
-            with contextlib.suppress(GatewayUnavailable):
-                await self._meet(session_id, needed=True)
-            if session_id not in self._uploaded:
+            await self._meet(session_id, needed=True)
+        while session_id not in self._lost:
+            known = self._uploaded[session_id]
+            records = (await self._local.tail(session_id, known)).records
+            if not records:
                 return
-        known = self._uploaded[session_id]
-        found = await self._local.tail(session_id, known)
-        if not found.records:
-            return
-        written = len(found.records)
-        if not await self._parts.put_records(session_id, known.records, found.records):
-            # Another process of this host was first, with more or fewer of the same records.
-            there = await self._parts.get(session_id, known.records)
-            written = len(there)
-            if there != found.records[:written]:
-                self._lose(session_id)
-                return
-        end = known.records + written
-        self._uploaded[session_id] = await self._local.find(session_id, end, known)
-        if written < len(found.records):
-            self._mark([session_id])
+            end = known.records + await self._put(session_id, known.records, records)
+            self._uploaded[session_id] = await self._local.find(session_id, end, known)
+
+    async def _put(self, session_id: str, first: int, records: list[Record]) -> int:
+        """How many of `records` are in the store now, written by us or by another process."""
+        if await self._parts.put_records(session_id, first, records):
+            return len(records)
+        there = await self._parts.get(session_id, first)
+        if there != records[: len(there)]:
+            self._lose(session_id)
+        return len(there)
 
     def _lose(self, session_id: str) -> None:
         self._lost.add(session_id)

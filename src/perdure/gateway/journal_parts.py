@@ -30,29 +30,21 @@ class Parts:
         names = [key.removeprefix(prefix) async for key in self._store.list(prefix)]
         return [int(name) for name in names if len(name) == DIGITS and name.isdigit()]
 
+    async def has(self, session_id: str, first: int) -> bool:
+        """Whether there is a part of that number."""
+        return await self._store.exists(self._key(session_id, first))
+
     async def read(self, session_id: str, after: int = 0) -> list[Record]:
         """The records from number `after` on. Raises: JournalDamaged."""
         firsts = await self.firsts(session_id)
-        wanted = [
-            first
-            for first, following in zip(firsts, [*firsts[1:], None], strict=True)
-            if following is None or following > after
-        ]
-        if not wanted:
-            return []
-        if firsts[0] != 0:
-            raise JournalDamaged(f"{self._key(session_id, 0)} is missing in {self._store.url}")
+        start = max((first for first in firsts if first <= after), default=0)
         records: list[Record] = []
-        for start in range(0, len(wanted), READ_AT_ONCE):
-            some = wanted[start : start + READ_AT_ONCE]
-            for first, part in zip(
-                some, await asyncio.gather(*(self.get(session_id, f) for f in some)), strict=True
-            ):
-                if first != wanted[0] + len(records):
-                    missing = self._key(session_id, wanted[0] + len(records))
-                    raise JournalDamaged(f"{missing} is missing in {self._store.url}")
-                records += part
-        return records[max(0, after - wanted[0]) :]
+        for first, part in await self._all(session_id, [f for f in firsts if f >= start]):
+            expected = start + len(records)
+            if first != expected:
+                raise JournalDamaged(f"{self._key(session_id, expected)} is missing")
+            records += part
+        return records[after - start :]
 
     async def get(self, session_id: str, first: int) -> list[Record]:
         """Raises: JournalDamaged."""
@@ -65,6 +57,14 @@ class Parts:
         if not records or end != len(data):
             raise JournalDamaged(f"{key} in {self._store.url} is not whole")
         return records
+
+    async def _all(self, session_id: str, firsts: list[int]) -> list[tuple[int, list[Record]]]:
+        found: list[tuple[int, list[Record]]] = []
+        for index in range(0, len(firsts), READ_AT_ONCE):
+            some = firsts[index : index + READ_AT_ONCE]
+            parts = await asyncio.gather(*(self.get(session_id, first) for first in some))
+            found += zip(some, parts, strict=True)
+        return found
 
     async def put(self, session_id: str, first: int, frames: Sequence[bytes]) -> bool:
         """Write a part of framed records; False: another writer was first, nothing changed."""

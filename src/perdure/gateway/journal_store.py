@@ -47,6 +47,8 @@ class StoreJournal:
         held = self._hold(session_id)
         if held.records is None and self._adopt is not None:
             await self._adopt(session_id)
+        if held.records == after > 0 and not await self._parts.has(session_id, after):
+            return []  # what every turn asks before it samples: one look, no listing
         records = await self._parts.read(session_id, after)
         if records or after == 0:
             held.records = max(held.records or 0, after + len(records))

@@ -50,7 +50,7 @@ def bind_unix(path: Path) -> socket.socket:
     path.parent.mkdir(parents=True, exist_ok=True)
     if _answers(path):
         raise ConfigurationError(
-            f"another gateway listens on {path}: stop it, set another PERDURE_HOME, or let "
+            f"another gateway holds {path}: stop it, set another PERDURE_HOME, or let "
             "`perdure up` start several with PERDURE_GATEWAY_PROCESSES"
         )
     path.unlink(missing_ok=True)  # left behind by a killed gateway

@@ -1,0 +1,264 @@
+"""Journals that outlive a host: in the store, and on a disk that the store follows."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from perdure.errors import GatewayUnavailable, StoreUnavailable
+from perdure.gateway.base import Overtaken
+from perdure.gateway.journal import LocalJournal
+from perdure.gateway.journal_mirror import MirroredJournal
+from perdure.gateway.journal_parts import Parts
+from perdure.gateway.journal_records import JournalDamaged
+from perdure.gateway.journal_store import StoreJournal
+from perdure.storage.base import Stored
+from perdure.storage.local import LocalStore
+
+
+class Weather(LocalStore):
+    """A store that can be away, and whose answers can be lost after the work was done."""
+
+    away = False
+    answers_lost = False
+
+    async def put_if_absent(self, key: str, data: bytes) -> bool:
+        self._check()
+        done = await super().put_if_absent(key, data)
+        if self.answers_lost:
+            raise StoreUnavailable("the answer was lost")
+        return done
+
+    async def get(self, key: str) -> Stored:
+        self._check()
+        return await super().get(key)
+
+    async def list(self, prefix: str) -> AsyncIterator[str]:
+        self._check()
+        async for key in super().list(prefix):
+            yield key
+
+    def _check(self) -> None:
+        if self.away:
+            raise StoreUnavailable("the store is away")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Weather:
+    return Weather(tmp_path / "store")
+
+
+def _journal(store: LocalStore) -> StoreJournal:
+    return StoreJournal(Parts(store))
+
+
+def _mirrored(disk: Path, store: LocalStore) -> MirroredJournal:
+    """A host's journal; it uploads at `aclose`, or at once where a test waits for that."""
+    return MirroredJournal(LocalJournal(disk), Parts(store), pause_s=0)
+
+
+async def _parts(store: LocalStore, session_id: str = "s") -> list[int]:
+    return await Parts(store).firsts(session_id)
+
+
+# --- in the store -----------------------------------------------------------------------------
+
+
+async def test_another_host_reads_what_was_appended(store: Weather) -> None:
+    """A record is in the store when its append returns."""
+    await _journal(store).append("s", {"number": 0}, position=0)
+
+    assert await _journal(store).read("s") == [{"number": 0}]
+
+
+async def test_parallel_turns_share_a_part(store: Weather) -> None:
+    """What is appended while a part is on its way goes into the next one together."""
+    journal = _journal(store)
+    appends = [journal.append("s", {"number": n}, position=n) for n in range(20)]
+    await asyncio.gather(*appends)
+
+    assert [record["number"] for record in await _journal(store).read("s")] == [*range(20)]
+    assert len(await _parts(store)) <= 2
+
+
+async def test_reading_starts_anywhere(store: Weather) -> None:
+    """Records from any number on, also from the middle of a part."""
+    journal = _journal(store)
+    await asyncio.gather(*(journal.append("s", {"n": n}, position=n) for n in range(5)))
+    await journal.append("s", {"n": 5}, position=5)
+
+    read = [await _journal(store).read("s", after) for after in range(7)]
+    assert [[record["n"] for record in some] for some in read] == [
+        [*range(after, 6)] for after in range(7)
+    ]
+
+
+async def test_the_store_decides_between_two_hosts(store: Weather) -> None:
+    """Of two hosts that name the same number one wins, and the other can read its record."""
+    one, other = _journal(store), _journal(store)
+    outcomes = await asyncio.gather(
+        one.append("s", {"by": "one"}, position=0),
+        other.append("s", {"by": "other"}, position=0),
+        return_exceptions=True,
+    )
+
+    assert {type(outcome) for outcome in outcomes} == {type(None), Overtaken}
+    assert await one.read("s") == await other.read("s")
+    assert len(await one.read("s")) == 1
+
+
+async def test_a_zombie_host_is_fenced_inside_a_part(store: Weather) -> None:
+    """A host that slept cannot write at a number in the middle of a part it has not read."""
+    zombie, other = _journal(store), _journal(store)
+    await zombie.append("s", {"n": 0}, position=0)
+    await other.read("s")
+    await asyncio.gather(*(other.append("s", {"n": n}, position=n) for n in range(1, 5)))
+
+    with pytest.raises(Overtaken):
+        await zombie.append("s", {"n": "stale"}, position=1)
+    with pytest.raises(Overtaken):
+        await zombie.append("s", {"n": "stale"}, position=2)
+    assert [record["n"] for record in await zombie.read("s")] == [0, 1, 2, 3, 4]
+
+
+async def test_a_lost_answer_is_found_out(store: Weather) -> None:
+    """A part written although the store's answer was lost is found before the next append."""
+    journal = _journal(store)
+    await journal.append("s", {"n": 0}, position=0)
+    store.answers_lost = True
+    with pytest.raises(GatewayUnavailable):
+        await journal.append("s", {"n": 1}, position=1)
+    store.answers_lost = False
+
+    with pytest.raises(Overtaken):
+        await journal.append("s", {"n": "again"}, position=1)
+    assert await journal.read("s", after=1) == [{"n": 1}]
+
+
+async def test_a_store_that_is_away_says_so(store: Weather) -> None:
+    """Nothing is written, and the same append succeeds when the store is back."""
+    journal = _journal(store)
+    store.away = True
+    with pytest.raises(GatewayUnavailable, match="the store is away"):
+        await journal.append("s", {"n": 0}, position=0)
+    store.away = False
+    await journal.append("s", {"n": 0}, position=0)
+
+    assert await journal.read("s") == [{"n": 0}]
+
+
+async def test_a_missing_part_is_damage(store: Weather) -> None:
+    """A gap between parts is an error, never skipped."""
+    journal = _journal(store)
+    for number in range(3):
+        await journal.append("s", {"n": number}, position=number)
+    await store.delete("journal/s/00000001")
+
+    with pytest.raises(JournalDamaged, match="00000001 is missing"):
+        await _journal(store).read("s")
+
+
+# --- on the disk, then in the store ------------------------------------------------------------
+
+
+async def test_another_host_takes_a_session_over(tmp_path: Path, store: Weather) -> None:
+    """A host that never saw a session goes on with it from the parts of the one that is gone."""
+    gone = _mirrored(tmp_path / "gone", store)
+    for number in range(3):
+        await gone.append("s", {"n": number}, position=number)
+    await gone.aclose()
+    next_host = _mirrored(tmp_path / "next", store)
+    before = await next_host.read("s")
+    await next_host.append("s", {"n": 3}, position=3)
+    await next_host.aclose()
+
+    assert before == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert [record["n"] for record in await Parts(store).read("s")] == [0, 1, 2, 3]
+
+
+async def test_a_host_that_comes_back_reads_what_others_did(tmp_path: Path, store: Weather) -> None:
+    """Records that another host added meanwhile come to this host's disk."""
+    first = _mirrored(tmp_path / "first", store)
+    await first.append("s", {"n": 0}, position=0)
+    await first.aclose()
+    other = _mirrored(tmp_path / "other", store)
+    await other.read("s")
+    await other.append("s", {"n": 1}, position=1)
+    await other.aclose()
+
+    back = _mirrored(tmp_path / "first", store)
+    assert await back.read("s") == [{"n": 0}, {"n": 1}]
+    await back.aclose()
+
+
+async def test_two_processes_of_a_host_upload_once(tmp_path: Path, store: Weather) -> None:
+    """Processes that share a disk write parts without gaps or doubles, whoever wrote the record."""
+    one, other = _mirrored(tmp_path / "h", store), _mirrored(tmp_path / "h", store)
+    for number in range(0, 6, 2):
+        await one.read("s")
+        await one.append("s", {"n": number}, position=number)
+        await other.read("s")
+        await other.append("s", {"n": number + 1}, position=number + 1)
+    await asyncio.gather(one.aclose(), other.aclose())
+
+    assert [record["n"] for record in await Parts(store).read("s")] == [*range(6)]
+
+
+async def test_a_killed_processs_records_are_uploaded(tmp_path: Path, store: Weather) -> None:
+    """What a process wrote and did not upload goes up when another one meets the session."""
+    killed = LocalJournal(tmp_path / "h")
+    await killed.append("s", {"n": 0}, position=0)
+    survivor = _mirrored(tmp_path / "h", store)
+    await survivor.read("s")
+    await survivor.aclose()
+    await killed.aclose()
+
+    assert await Parts(store).read("s") == [{"n": 0}]
+
+
+async def test_a_store_that_is_away_does_not_stop_a_turn(tmp_path: Path, store: Weather) -> None:
+    """With `local` durability answers need the disk only; parts follow when the store is back."""
+    journal = _mirrored(tmp_path / "h", store)
+    await journal.append("s", {"n": 0}, position=0)
+    store.away = True
+    await journal.append("s", {"n": 1}, position=1)
+    assert len(await journal.read("s")) == 2
+    store.away = False
+    await journal.aclose()
+
+    assert [record["n"] for record in await Parts(store).read("s")] == [0, 1]
+
+
+async def test_of_two_hosts_that_went_on_one_steps_back(tmp_path: Path, store: Weather) -> None:
+    """The host whose records are not in the store refuses the session; no record is mixed in."""
+    shared = _mirrored(tmp_path / "a", store)
+    await shared.append("s", {"n": 0}, position=0)
+    await shared.aclose()
+    cut_off = LocalJournal(tmp_path / "a")
+    await cut_off.append("s", {"n": "cut off"}, position=1)
+    other = _mirrored(tmp_path / "b", store)
+    await other.read("s")
+    await other.append("s", {"n": "other"}, position=1)
+    await other.aclose()
+
+    back = _mirrored(tmp_path / "a", store)
+    with pytest.raises(GatewayUnavailable, match="another host went on"):
+        await back.read("s")
+    with pytest.raises(GatewayUnavailable, match="another host went on"):
+        await back.append("s", {"n": 2}, position=2)
+    assert await Parts(store).read("s") == [{"n": 0}, {"n": "other"}]
+    await asyncio.gather(back.aclose(), cut_off.aclose())
+
+
+async def test_changing_the_setting_keeps_sessions(tmp_path: Path, store: Weather) -> None:
+    """After `local` became `store`, what lies on this host's disk is brought to the store first."""
+    local = LocalJournal(tmp_path / "h")
+    await local.append("s", {"n": 0}, position=0)
+    journal = StoreJournal(Parts(store), MirroredJournal(local, Parts(store)).adopt)
+    before = await journal.read("s")
+    await journal.append("s", {"n": 1}, position=1)
+
+    assert before == [{"n": 0}]
+    assert [record["n"] for record in await Parts(store).read("s")] == [0, 1]
+    await local.aclose()
