@@ -1,0 +1,49 @@
+"""Recorded Claude Code sessions through a real gateway: the segments that a trainer gets."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.capture.ours import captured
+from perdure.episodes.accounting import count_trajectory
+from perdure.episodes.segments import cut
+from perdure.types import Turn
+
+RECORDINGS = Path(__file__).parents[3] / "shared" / "data" / "trajectories" / "claude_code"
+
+
+async def played(name: str, home: Path) -> list[Turn]:
+    path = RECORDINGS / f"{name}.json"
+    if not path.is_file():
+        pytest.skip(f"no recording {name}")
+    return await captured(path, home)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("swe", [("final", (0, 1, 2, 3, 4, 5, 6, 7))]),
+        ("subfg", [("subagent", (1, 3)), ("subagent", (2, 4)), ("final", (0, 5, 6, 7))]),
+        (
+            "compact",
+            [("wipe", (0, 1)), ("wipe", (2,)), ("wipe", (3, 4)), ("wipe", (5, 6)), ("final", (7,))],
+        ),
+    ],
+)
+async def test_kinds_follow_chains_and_compactions(
+    name: str, expected: list[tuple[str, tuple[int, ...]]], tmp_path: Path
+) -> None:
+    """One segment a chain and one a compaction, whatever the client rewrote in passing."""
+    segments = cut(await played(name, tmp_path))
+
+    assert [(segment.kind.value, segment.turns) for segment in segments] == expected
+
+
+@pytest.mark.parametrize("name", ["swe", "subfg", "compact", "retry"])
+async def test_every_sampled_token_is_trained(name: str, tmp_path: Path) -> None:
+    """Nothing that an agent caused to be sampled is lost to drift, retries or compaction."""
+    turns = await played(name, tmp_path)
+    counts = count_trajectory(turns, cut(turns))
+
+    assert counts.trained_tokens == counts.sampled_tokens > 0
+    assert counts.untrained_tokens == {}
