@@ -1,5 +1,6 @@
 """What trainers read of a run: their own field names, our recorded ids, and no reward invented."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from perdure.cli.main import invoke
 from perdure.client.episodes import read_episodes
 from perdure.episodes import assemble, trainers, turns
 from perdure.episodes.assemble import EpisodeParts
@@ -365,3 +367,18 @@ async def test_an_episode_of_another_store_is_refused(run: Run, tmp_path: Path) 
 
     with pytest.raises(ConfigurationError, match="set PERDURE_STORE"):
         await read_episodes([found.episode.ref(run.store.url)], LocalStore(tmp_path / "elsewhere"))
+
+
+async def test_the_command_takes_the_rules(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`perdure export --format slime` writes the file that the options describe."""
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PERDURE_STORE", str(run.store.root))
+    await run.add(1.0)
+    out = tmp_path / "out.parquet"
+    options = ("--format", "slime", "--reward-share", "full", "--out", str(out))
+    code = await asyncio.to_thread(invoke, ["export", "r", *options])
+
+    assert code == 0
+    assert pq.read_table(out).column("reward").to_pylist() == [1.0, 1.0]
