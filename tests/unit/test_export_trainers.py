@@ -208,7 +208,16 @@ async def test_skyrl_counts_what_it_leaves_out(run: Run) -> None:
 
     assert len(output["response_ids"]) == 2
     assert output["rollout_metrics"]["perdure/left_out"] == 1
-    assert len(output["trajectory_generation_times"]) == 1
+
+
+async def test_skyrl_has_every_list_along_the_rows(run: Run) -> None:
+    """SkyRL zips its lists; each has one entry a row, times too."""
+    output = trainers.skyrl_output([await run.add(1.0), await run.add(0.0, sample_index=1)])
+    lists = {name: value for name, value in output.items() if isinstance(value, list)}
+    lists |= output["trajectory_time_splits"]
+
+    assert {len(value) for value in lists.values()} == {4}
+    assert output["trajectory_generation_times"] == [10.0] * 4
 
 
 # --- TorchTitan ------------------------------------------------------------------------------

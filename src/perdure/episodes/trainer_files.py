@@ -19,11 +19,11 @@ from perdure.episodes.trainers import Row
 
 TrainerFormat = Literal["slime", "skyrl", "torchtitan", "verl"]
 
-PER_BATCH = ("rollout_metrics", "trajectory_generation_times", "trajectory_time_splits")
+PER_BATCH = ("rollout_metrics", "trajectory_time_splits")
 """Fields of SkyRL's output that are not one entry a row; a parquet row has no place for them."""
 
 IDS, FLOATS, MASK = pa.list_(pa.int32()), pa.list_(pa.float64()), pa.list_(pa.int8())
-TEXT, NUMBER, REWARD, TRUTH = pa.string(), pa.int64(), pa.float64(), pa.bool_()
+TEXT, NUMBER, FLOAT, TRUTH = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 COLUMNS: dict[str, dict[str, pa.DataType]] = {
     "slime": {
         "group_index": NUMBER,
@@ -34,7 +34,7 @@ COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "response": TEXT,
         "response_length": NUMBER,
         "label": TEXT,
-        "reward": REWARD,
+        "reward": FLOAT,
         "loss_mask": MASK,
         "weight_versions": pa.list_(TEXT),
         "rollout_log_probs": FLOATS,
@@ -51,6 +51,7 @@ COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "stop_reasons": TEXT,
         "rollout_logprobs": FLOATS,
         "trajectory_ids": TEXT,
+        "trajectory_generation_times": FLOAT,
         "is_last_step": TRUTH,
         "env_metrics": TEXT,
     },
@@ -68,7 +69,7 @@ COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "response_ids": IDS,
         "response_mask": MASK,
         "response_logprobs": FLOATS,
-        "reward_score": REWARD,
+        "reward_score": FLOAT,
         "num_turns": NUMBER,
         "metrics": TEXT,
         "extra_fields": TEXT,

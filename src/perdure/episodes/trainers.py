@@ -78,7 +78,8 @@ def _slime_base(episode: Episode, index: int, group_index: int) -> Row:
 
 def skyrl_output(found: Sequence[EpisodeSegments]) -> Row:
     """One `GeneratorOutput`, in the step-wise form: a row a segment, a rollout's rows together, its
-    whole reward on the last token of its last row (SkyRL gives its advantage to all of them).
+    whole reward on the last token of its last row (SkyRL gives its advantage to all of them). Times
+    are the rollout's, repeated in each of its rows, as SkyRL's own step-wise generator gives them.
 
     Rollouts without a verdict or without segments have no row: SkyRL knows no missing reward.
     """
@@ -93,10 +94,10 @@ def skyrl_output(found: Sequence[EpisodeSegments]) -> Row:
         "rollout_metrics": _metrics(found, kept),
         "rollout_logprobs": [list(segment.logprobs) for _, segment in rows],
         "trajectory_ids": [_trajectory_id(one.episode) for one, _ in rows],
-        "trajectory_generation_times": [one.episode.seconds for one in kept],
+        "trajectory_generation_times": [one.episode.seconds for one, _ in rows],
         "trajectory_time_splits": {
-            "llm": [one.episode.engine_seconds for one in kept],
-            "env": [_environment_seconds(one.episode) for one in kept],
+            "llm": [one.episode.engine_seconds for one, _ in rows],
+            "env": [_environment_seconds(one.episode) for one, _ in rows],
         },
         "rollout_expert_indices": None,
         "is_last_step": [segment is one.segments[-1] for one, segment in rows],
