@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure.episodes.turns import decode, encode
-from perdure.types import FinishReason, Turn, VersionSpan
+from perdure.types import FinishReason, Purpose, Turn, VersionSpan
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
 logprob = st.floats(allow_nan=False, max_value=0.0)
@@ -16,15 +16,26 @@ logprob = st.floats(allow_nan=False, max_value=0.0)
 
 @st.composite
 def turn_lists(draw: st.DrawFn) -> list[Turn]:
+    """Trees: any earlier turn may be the parent, and a prompt may deny the parent it names."""
     turns: list[Turn] = []
-    context: tuple[int, ...] = ()
     for index in range(draw(st.integers(0, 4))):
-        prompt = (context if draw(st.booleans()) else ()) + draw(ids)
+        parent = draw(st.sampled_from([None, *turns]))
+        held = parent.prompt_ids + parent.completion_ids if parent else ()
+        prompt = (held if draw(st.booleans()) else ()) + draw(ids)
         completion = draw(ids)
         n = len(completion)
         turns.append(
             Turn(
                 index=index,
+                chain=draw(st.sampled_from(["main", "agent-1"])),
+                parent_chain=draw(st.sampled_from(["", "main"])),
+                parent=parent.index if parent else None,
+                purpose=draw(st.sampled_from(Purpose)),
+                replayed_from=draw(st.sampled_from(["", "s-1/0"])),
+                new_messages=draw(
+                    st.sampled_from(["", '[{"role": "user", "content": "\u00e9\u2028"}]'])
+                ),
+                answer=draw(st.sampled_from(["", '{"role": "assistant", "content": ""}'])),
                 prompt_ids=prompt,
                 completion_ids=completion,
                 logprobs=tuple(draw(st.lists(logprob, min_size=n, max_size=n))),
@@ -36,7 +47,6 @@ def turn_lists(draw: st.DrawFn) -> list[Turn]:
                 request_sha256="ab" * 32,
             )
         )
-        context = prompt + completion
     return turns
 
 
@@ -63,7 +73,13 @@ def test_a_growing_chain_is_stored_as_what_each_turn_adds() -> None:
     for index in range(50):
         completion = tuple(range(index * 60, index * 60 + 60))
         turns.append(
-            Turn(index=index, prompt_ids=context, completion_ids=completion, logprobs=(-0.5,) * 60)
+            Turn(
+                index=index,
+                parent=index - 1 if index else None,
+                prompt_ids=context,
+                completion_ids=completion,
+                logprobs=(-0.5,) * 60,
+            )
         )
         context = context + completion
 
