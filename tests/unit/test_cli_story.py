@@ -50,3 +50,14 @@ async def test_story_names_the_tests_that_should_have_passed(store: LocalStore) 
 
     assert [one.number for one in found.attempts] == [1, 2]
     assert found.failing_tests() == ["FAILED t::new", "MISSING t::gone"]
+
+
+async def test_notes_about_lost_gradings_are_no_grades(store: LocalStore) -> None:
+    """What a lost grading sandbox left beside the verdict is evidence, and no damage."""
+    key = "runs/r1/rollouts/flask-2/0/attempts/1/grade-abc-lost-1.txt"
+    await store.put(key, b"the grading sandbox was lost")
+
+    found = await story.read(store, RolloutName("r1", "flask-2", 0))
+
+    assert (found.attempts[0].grade, key in found.attempts[0].evidence) == (None, True)
+    assert [line for line in found.damaged if key in line] == []

@@ -113,7 +113,7 @@ class _Reader:
     async def attempt(self, name: RolloutName, number: int) -> AttemptStory:
         folder = f"{name.prefix}/attempts/{number}/"
         mine = [key for key in self.found if key.startswith(folder)]
-        grades = [key for key in mine if key.removeprefix(folder).startswith("grade")]
+        grades = [key for key in mine if _is_grade(key.removeprefix(folder))]
         return AttemptStory(
             number=number,
             sandbox=await self._json(f"{folder}sandbox.json", "provider", "host", "seconds"),
@@ -165,6 +165,11 @@ async def _rollouts(store: Store, run_id: str) -> list[RolloutName]:
         if len(parts) > 5 and parts[2] == "rollouts" and parts[4].isdigit():
             names[RolloutName(parts[1], parts[3], int(parts[4]))] = None
     return list(names)
+
+
+def _is_grade(name: str) -> bool:
+    """A verdict; beside it lie the notes about gradings whose sandbox was lost."""
+    return name.startswith("grade-") and name.endswith(".json")
 
 
 def _attempt_of(key: str, name: RolloutName) -> int:
