@@ -7,6 +7,7 @@ decides who dies and who comes back. Only the scripted engine lives in the test'
 import asyncio
 import contextlib
 import inspect
+import itertools
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ from perdure.client import names
 from perdure.client.api import Perdure
 from perdure.episodes import assemble
 from perdure.episodes.assemble import Episode
+from perdure.gateway.tokenizers import ASSISTANT_HEADER, load_tokenizer
 from perdure.instances import catalog
 from perdure.sandboxes.base import identity_of
 from perdure.sandboxes.box import Box
@@ -64,6 +66,8 @@ PATIENCE_S = 90.0
 """Only what is broken takes this long; nothing waits for the clock."""
 
 TURNS = 6
+ASSISTANT = tuple(load_tokenizer("qwen3").encode(ASSISTANT_HEADER)[:2])
+"""Begins each turn of the policy in a prompt."""
 FIX = "sed -i 's/return a - b/return a + b/' calc.py"
 INSTANCE = "tests/add"
 SLOW_INSTANCE = "tests/add-slowly"
@@ -94,7 +98,7 @@ class HeldEngine(ScriptedEngine):
         super().__init__(script(turns), **options)
         self.turns = turns
         self.waiting: list[str] = []
-        """Request ids that arrived while their turn was held."""
+        """`<session>-<turn>` of the calls that arrived while their turn was held."""
         self._gates: dict[int, asyncio.Event] = {}
 
     def hold(self, turn: int) -> None:
@@ -107,7 +111,7 @@ class HeldEngine(ScriptedEngine):
 
     def times_sampled(self) -> Counter[str]:
         """How often each `<session>-<turn>` was sampled: what the GPU was asked to do."""
-        return Counter(call.request_id for call in self.calls)
+        return Counter(f"{call.session_id}-{_turn(call.prompt_ids)}" for call in self.calls)
 
     def forget(self) -> None:
         self.let_go()
@@ -115,13 +119,18 @@ class HeldEngine(ScriptedEngine):
         self.waiting.clear()
 
     async def _generate(self, request: Request) -> Response:
-        request_id = request.headers["x-request-id"]
-        gate = self._gates.get(int(request_id.rpartition("-")[2]))
+        body = await request.json()  # taken in, so it is sampled even if its caller dies meanwhile
+        turn = _turn(body["token_ids"])
+        gate = self._gates.get(turn)
         if gate is not None:
-            await request.json()  # taken in, so it is sampled even if its caller dies meanwhile
-            self.waiting.append(request_id)
+            self.waiting.append(f"{request.headers['x-session-id']}-{turn}")
             await gate.wait()
         return await super()._generate(request)
+
+
+def _turn(prompt_ids: Sequence[int]) -> int:
+    """How many answers of the policy stand in the prompt: the number of the turn that follows."""
+    return sum(pair == ASSISTANT for pair in itertools.pairwise(prompt_ids)) - 1
 
 
 async def until(condition: Callable[[], Any], what: str, limit_s: float = PATIENCE_S) -> Any:
@@ -442,7 +451,8 @@ class Stack:
         starts = await self.lines(request, "starts.log", attempt)
         assert len(starts) == 1, starts
         files = await self.files(request)
-        assert sum("/grade-" in name for name in files) == 1, files
+        verdicts = [n for n in files if "/grade-" in n and n.endswith(".json")]
+        assert len(verdicts) == 1, files
         await self.nothing_left()
 
     def bought_once(self, request: RolloutRequest, attempt: int = 1, again: int = 0) -> None:
