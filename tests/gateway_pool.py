@@ -204,6 +204,17 @@ async def _stream(store: Store, one: SessionSpec) -> Stream:
     return [(turn.prompt_ids, turn.completion_ids) for turn in turns]
 
 
+def differences(streams: dict[str, Stream], expected: dict[str, Stream]) -> list[str]:
+    """What is not the same, one line a session."""
+    found = []
+    for name, stream in expected.items():
+        got = streams[name]
+        if got != stream:
+            same = [turn for turn, (one, two) in enumerate(zip(got, stream)) if one == two]
+            found.append(f"{name}: {len(got)} turns for {len(stream)}, the same are {same}")
+    return found
+
+
 def scripts(turns: int) -> dict[str, Any]:
     """Every session: so many turns with a tool call, then one without."""
     calls = [

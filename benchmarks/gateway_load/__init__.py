@@ -1,0 +1,1 @@
+"""What a gateway adds to a model call under many sessions, and what it needs for it."""

@@ -1,0 +1,146 @@
+"""What is too much at once waits instead of failing, and connections are left to other processes."""
+
+import asyncio
+import socket
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from perdure.gateway.acceptor import Acceptor
+from perdure.gateway.gate import Gate, Room
+from perdure.gateway.listeners import bind_unix
+
+
+class Slow:
+    """An app that answers once it is told to, and knows how many calls it has."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.most = 0
+        self.go = asyncio.Event()
+        self.changed = asyncio.Condition()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        async with self.changed:
+            self.changed.notify_all()
+        try:
+            await self.go.wait()
+        finally:
+            self.running -= 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    async def until_running(self, count: int) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.running == count)
+
+
+def _client(gate: Gate) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://gateway")
+
+
+def _calls(client: httpx.AsyncClient, count: int, size: int) -> "list[asyncio.Task[Any]]":
+    return [
+        asyncio.create_task(client.post("/v1/messages", content=b"x" * size)) for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "room", [Room(calls=3), Room(body_bytes=300)], ids=["calls", "bytes of bodies"]
+)
+async def test_what_is_too_much_waits(room: Room) -> None:
+    """Ten calls where three fit: never more than three at once, and all are answered."""
+    app = Slow()
+    async with _client(Gate(app, room)) as client:
+        calls = _calls(client, 10, 100)
+        await app.until_running(3)
+        app.go.set()
+        answers = await asyncio.gather(*calls)
+
+    assert app.most == 3
+    assert [answer.status_code for answer in answers] == [200] * 10
+
+
+async def test_a_body_larger_than_the_room_is_worked_on_alone() -> None:
+    """It is not locked out; the app refuses it if it is too large."""
+    app = Slow()
+    app.go.set()
+    async with _client(Gate(app, Room(body_bytes=10))) as client:
+        answer = await client.post("/v1/messages", content=b"x" * 100)
+
+    assert answer.status_code == 200
+
+
+async def test_health_and_control_do_not_wait() -> None:
+    """With every place taken by agents' calls, everything else still passes."""
+    app = Slow()
+    async with _client(Gate(app, Room(calls=1))) as client:
+        calls = _calls(client, 2, 1)
+        await app.until_running(1)
+        health = asyncio.create_task(client.get("/healthz"))
+        await app.until_running(2)
+        app.go.set()
+        await asyncio.gather(*calls, health)
+
+    assert health.result().status_code == 200
+
+
+async def test_a_call_that_gives_up_makes_room() -> None:
+    """A cancelled call leaves the queue, whether it waits or works."""
+    app = Slow()
+    async with _client(Gate(app, Room(calls=1))) as client:
+        working, waiting, last = _calls(client, 3, 1)
+        await app.until_running(1)
+        waiting.cancel()
+        working.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
+        app.go.set()
+
+        assert (await last).status_code == 200
+
+
+async def test_a_crowd_stops_the_accepting_until_it_is_over() -> None:
+    """The gate says once that too many wait, and once that they do not any more."""
+    app = Slow()
+    told: list[bool] = []
+    gate = Gate(app, Room(calls=1, waiting=2))
+    gate.on_crowded = told.append
+    async with _client(gate) as client:
+        calls = _calls(client, 4, 1)
+        await app.until_running(1)
+        app.go.set()
+        await asyncio.gather(*calls)
+
+    assert told == [True, False]
+
+
+async def test_a_paused_acceptor_leaves_connections_to_others(tmp_path: Any) -> None:
+    """What is not accepted here waits in the queue, and another acceptor on it is served."""
+    first, second = asyncio.Queue[str](), asyncio.Queue[str]()
+    path = str(tmp_path / "s")
+    with bind_unix(tmp_path / "s") as listener, listener.dup() as shared:
+        one = Acceptor([listener], lambda: _Protocol(first))
+        other = Acceptor([shared], lambda: _Protocol(second))
+        one.resume()
+        one.pause()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+            caller.connect(path)
+            other.resume()
+            taken = await second.get()
+        other.stop()
+
+    assert taken == "connection"
+    assert first.empty()
+
+
+class _Protocol(asyncio.Protocol):
+    def __init__(self, made: "asyncio.Queue[str]") -> None:
+        self._made = made
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._made.put_nowait("connection")
+        transport.close()
