@@ -17,6 +17,7 @@ SANDBOXES = {
 
 AGENTS = {
     "claude_code": "perdure.agents.claude_code:ClaudeCode",
+    "codex": "perdure.agents.codex:Codex",
     "mini_swe_agent": "perdure.agents.mini_swe_agent:MiniSweAgent",
     "nop": "perdure.agents.nop:Nop",
     "oracle": "perdure.agents.oracle:Oracle",

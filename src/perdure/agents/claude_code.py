@@ -4,6 +4,7 @@ One JSON object a line on its standard output is its log; the last `result` in i
 """
 
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ TOOLS = ("Bash", "Read", "Edit", "Write", "Grep", "Glob", "Agent")
 
 LIMITS = {"max_turns", "budget_exhausted", "prompt_too_long", "blocking_limit"}
 """Its own words (`terminal_reason`) for an end that is neither an answer nor a fault."""
+CUT_OFF = re.compile(r"exceeded the \d+ output token maximum")
+"""Its words after four answers in a row that the cap cut off; `terminal_reason` says `api_error`."""
 
 
 class ClaudeCodeOptions(headless.HeadlessOptions):
@@ -56,7 +59,7 @@ class ClaudeCode:
         if (early := headless.early_end(evidence)) is not None:
             return early
         result = _last_result(evidence.stdout_tail)
-        if result.get("terminal_reason") in LIMITS:
+        if result.get("terminal_reason") in LIMITS or CUT_OFF.search(str(result.get("result"))):
             return AgentEnd.LIMIT
         if evidence.status.ok and result.get("is_error") is False:
             return AgentEnd.FINISHED

@@ -1,0 +1,111 @@
+"""codex 0.169.0, the static binary from npm, unmodified, run headless in the sandbox.
+
+It speaks OpenAI's Responses only. Its standard output is one JSON event a line.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+from perdure.agents import headless, npm, options, prompts
+from perdure.agents.base import EVIDENCE, HOME, AgentTask, Evidence, Launch
+from perdure.agents.headless import PROMPT
+from perdure.errors import AgentError
+from perdure.sandboxes.base import Mount
+from perdure.types import AgentEnd
+
+MOUNT = "/opt/codex"
+CONFIG = f"{HOME}/.codex/config.toml"
+LAST_MESSAGE = f"{EVIDENCE}/last-message.txt"
+KEY = "PERDURE_SESSION_KEY"
+COMPACT_AT = 0.8
+"""Share of the context window at which it summarises its history."""
+
+CONTEXT_WORDS = ("context_length_exceeded", "context window")
+"""In the error that it ends with when neither the task nor a summary fits any more."""
+
+
+class CodexOptions(headless.HeadlessOptions):
+    pass
+
+
+class Codex:
+    name: ClassVar[str] = "codex"
+    needs_model: ClassVar[bool] = True
+    artifacts: ClassVar[tuple[str, ...]] = (LAST_MESSAGE,)
+
+    async def install(self, tools: Path) -> tuple[Mount, ...]:
+        folder = await npm.installed(tools, self.name)
+        programs = [found.parent.parent for found in folder.glob("vendor/*/bin/codex")]
+        if len(programs) != 1:
+            raise AgentError(f"{folder}: not a package of {self.name} for one platform")
+        return (Mount(source=programs[0], target=MOUNT),)
+
+    def launch(self, task: AgentTask) -> Launch:
+        chosen = options.parse(self.name, CodexOptions, task.options)
+        gateway_url = headless.gateway_of(self.name, task)
+        flags = ("--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+        command = (f"{MOUNT}/bin/codex", "exec", *flags, "-o", LAST_MESSAGE, *chosen.extra_args)
+        env = headless.environment({}, {KEY: task.session_key, "HOME": HOME}, chosen.extra_env)
+        return Launch(
+            argv=headless.with_prompt((*command, "-")),
+            env=env,
+            files={
+                PROMPT: prompts.render(chosen.prompt_template, task).encode(),
+                CONFIG: _toml(_configuration(gateway_url, task, chosen)),
+                f"{EVIDENCE}/.keep": b"",
+            },
+        )
+
+    def classify(self, evidence: Evidence) -> AgentEnd:
+        if (early := headless.early_end(evidence)) is not None:
+            return early
+        if evidence.status.ok and _last(evidence.stdout_tail, "turn.completed"):
+            return AgentEnd.FINISHED
+        failure = json.dumps(_last(evidence.stdout_tail, "turn.failed"))
+        if any(words in failure for words in CONTEXT_WORDS):
+            return AgentEnd.LIMIT
+        return AgentEnd.CRASHED
+
+
+def _configuration(gateway_url: str, task: AgentTask, chosen: CodexOptions) -> dict[str, Any]:
+    """Its own settings file. No key in here: files are kept as evidence."""
+    window = chosen.window(task)
+    return {
+        "model": task.model,
+        "model_provider": "perdure",
+        "model_context_window": window,
+        "model_auto_compact_token_limit": int(window * COMPACT_AT),
+        "check_for_update_on_startup": False,
+        "web_search": "disabled",
+        "allow_login_shell": False,  # /etc/profile of an image would take the instance's PATH away
+        "analytics": {"enabled": False},
+        "shell_environment_policy": {"exclude": [KEY]},
+        "model_providers.perdure": {
+            "name": "perdure",
+            "base_url": f"{gateway_url}/v1",
+            "env_key": KEY,
+            "wire_api": "responses",
+            "stream_idle_timeout_ms": int(task.budget_s * 1000) + 1000,  # the budget ends it
+        },
+    }
+
+
+def _toml(settings: dict[str, Any]) -> bytes:
+    """Plain values first, then one table for each nested dict; JSON's strings are TOML's."""
+    plain = [_line(name, value) for name, value in settings.items() if not isinstance(value, dict)]
+    tables = [
+        f"[{name}]\n" + "".join(_line(*item) for item in table.items())
+        for name, table in settings.items()
+        if isinstance(table, dict)
+    ]
+    return "".join([*plain, *tables]).encode()
+
+
+def _line(name: str, value: object) -> str:
+    return f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
+
+
+def _last(stdout: bytes, kind: str) -> dict[str, Any]:
+    found = (event for event in headless.events(stdout) if event.get("type") == kind)
+    return next(found, {})

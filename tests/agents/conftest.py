@@ -1,0 +1,17 @@
+"""The stand of the agents' end-to-end tests; its tool cache outlives the run, so each is fetched once."""
+
+from pathlib import Path
+
+import pytest
+
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from tests.agents.stand import Stand
+
+TOOLS = Path(__file__).parents[2] / ".perdure" / "tools"
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Stand:
+    if missing := BubblewrapProvider(tmp_path / "boxes").check():
+        pytest.skip("; ".join(missing))
+    return Stand(tmp_path, TOOLS)
