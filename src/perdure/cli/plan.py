@@ -21,7 +21,7 @@ WORKER_GRACE_S = 20.0
 PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL")
 """Without them a file database is half as fast; with them it still survives kill -9."""
 GARBAGE_PERCENT = "400"
-"""The server collects garbage at five times its live memory, not at twice: about 200 MB for 5 % CPU."""
+"""The server collects garbage at five times its live memory, not at twice: 100 MB for 5 % CPU."""
 DYNAMIC_CONFIG = (
     "matching.enableFairness=true",
     # Long polls and searches of one laptop user must not meet limits made for a shared cluster.
