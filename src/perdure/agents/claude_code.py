@@ -59,7 +59,9 @@ class ClaudeCode:
         if (early := headless.early_end(evidence)) is not None:
             return early
         result = _last_result(evidence.stdout_tail)
-        if result.get("terminal_reason") in LIMITS or CUT_OFF.search(str(result.get("result"))):
+        if str(result.get("terminal_reason")) in LIMITS or CUT_OFF.search(
+            str(result.get("result"))
+        ):
             return AgentEnd.LIMIT
         if evidence.status.ok and result.get("is_error") is False:
             return AgentEnd.FINISHED

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from perdure.agents import prompts
 from perdure.agents.base import HOME, AgentTask, Evidence
@@ -18,7 +18,7 @@ from perdure.sandboxes.base import ExecState
 from perdure.types import AgentEnd, Request
 
 PROMPT = f"{HOME}/prompt.txt"
-SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$")
+SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$", re.IGNORECASE)
 
 
 def _split(value: Any) -> Any:
@@ -26,15 +26,7 @@ def _split(value: Any) -> Any:
     return shlex.split(value) if isinstance(value, str) else value
 
 
-def _no_secrets(env: dict[str, str]) -> dict[str, str]:
-    for name in env:
-        if SECRET.search(name.upper()):
-            raise ValueError(f"{name}: a request is kept for good, so a secret has no place in it")
-    return env
-
-
 Arguments = Annotated[tuple[str, ...], BeforeValidator(_split)]
-Variables = Annotated[dict[str, str], AfterValidator(_no_secrets)]
 
 
 class HeadlessOptions(Request):
@@ -48,8 +40,9 @@ class HeadlessOptions(Request):
         (), validation_alias=AliasChoices("extra_args", "SWE_CLAUDE_EXTRA_ARGS")
     )
     """More of its own flags: a list, or one string that is split as a shell would."""
-    extra_env: Variables = Field(default_factory=dict)
-    """More variables for it; not those that carry the gateway's address and key."""
+    extra_env: dict[str, str] = Field(default_factory=dict)
+    """More variables for it; no secrets, and not those that carry the gateway's address
+    and key."""
     context_window: int | None = Field(None, ge=1024)
     """Tokens at which it compacts or stops; the request's `sampling.max_context_tokens` if absent."""
     max_output_tokens: int | None = Field(None, ge=1)
@@ -77,13 +70,18 @@ def with_prompt(argv: tuple[str, ...]) -> tuple[str, ...]:
 def environment(
     task_env: Mapping[str, str], fixed: Mapping[str, str], extra: Mapping[str, str]
 ) -> dict[str, str]:
-    """`extra` may change `task_env`, never `fixed`.
+    """`extra` may change `task_env`, never `fixed`, and brings no secrets.
 
     Raises: ConfigurationError naming the variable.
     """
     for name in extra:
         if name in fixed:
             raise ConfigurationError(f"agent_options.extra_env.{name}: set by Perdure; remove it")
+        if SECRET.search(name):  # the value stays out of the message
+            raise ConfigurationError(
+                f"agent_options.extra_env.{name}: a request is kept for good, so a secret has no "
+                "place in it; remove it"
+            )
     return {**task_env, **extra, **fixed}
 
 

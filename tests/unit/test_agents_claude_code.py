@@ -1,0 +1,116 @@
+"""Claude Code's command line, and how its last word is read."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from perdure.agents.claude_code import ClaudeCode
+from perdure.errors import ConfigurationError
+from perdure.types import AgentEnd
+from tests.unit.test_agents_headless import TASK, ended, said, with_options
+
+COMPLETED = said(type="result", is_error=False, terminal_reason="completed", result="Done.")
+
+
+def flag(argv: tuple[str, ...], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_it_runs_headless_and_reads_no_settings_of_the_repository() -> None:
+    """One JSON object a line, no questions, no settings or servers that the repository brings."""
+    argv = ClaudeCode().launch(TASK).argv
+
+    assert flag(argv, "--output-format") == "stream-json"
+    assert flag(argv, "--setting-sources") == "user"
+    assert {"-p", "--dangerously-skip-permissions", "--strict-mcp-config"} <= set(argv)
+
+
+def test_every_model_name_is_ours() -> None:
+    """Sub-agents and small tasks ask for the policy too, whatever model they are made for."""
+    env = ClaudeCode().launch(replace(TASK, model="actor")).env
+    models = {value for name, value in env.items() if name.endswith("_MODEL")}
+
+    assert models == {"actor"}
+
+
+def test_window_and_cap_come_from_the_sampling() -> None:
+    """It compacts by the rollout's own context budget, and asks for no more than the cap."""
+    env = ClaudeCode().launch(TASK).env
+
+    assert env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "50000"
+    assert env["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "2000"
+
+
+def test_options_reach_its_command_line() -> None:
+    """Turn limit, tools, sub-agents and extra flags arrive as it reads them."""
+    helper = {"description": "Reads", "prompt": "Read.", "tools": ["Read"]}
+    options: dict[str, Any] = {
+        "max_turns": 7,
+        "tools": ["Bash"],
+        "agents": {"helper": helper},
+        "extra_args": ["--effort", "low"],
+        "context_window": 30_000,
+    }
+    launch = ClaudeCode().launch(with_options(**options))
+
+    assert flag(launch.argv, "--max-turns") == "7"
+    assert flag(launch.argv, "--tools") == "Bash"
+    assert json.loads(flag(launch.argv, "--agents")) == {"helper": helper}
+    assert launch.argv[-2:] == ("--effort", "low")
+    assert launch.env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "30000"
+
+
+def test_no_turn_limit_on_request() -> None:
+    """0 turns means none, so the flag is absent."""
+    assert "--max-turns" not in ClaudeCode().launch(with_options(max_turns=0)).argv
+
+
+def test_without_tools_it_is_refused() -> None:
+    """An agent without tools cannot change anything."""
+    with pytest.raises(ConfigurationError, match=r"agent_options\.tools"):
+        ClaudeCode().launch(with_options(tools=[]))
+
+
+def test_samples_of_an_instance_share_its_session_id() -> None:
+    """Prompts of siblings agree to the byte, so they share a prefix cache."""
+    argv = ClaudeCode().launch(TASK).argv
+    other = ClaudeCode().launch(replace(TASK, session_key="another.key")).argv
+
+    assert flag(argv, "--session-id") == flag(other, "--session-id")
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "end"),
+    [
+        ({"is_error": False, "terminal_reason": "completed"}, 0, AgentEnd.FINISHED),
+        ({"is_error": False, "terminal_reason": "completed"}, 1, AgentEnd.CRASHED),
+        ({"is_error": True, "terminal_reason": "completed"}, 0, AgentEnd.CRASHED),
+        ({"is_error": True, "terminal_reason": "max_turns"}, 1, AgentEnd.LIMIT),
+        ({"is_error": True, "terminal_reason": "prompt_too_long"}, 1, AgentEnd.LIMIT),
+        ({"is_error": True, "terminal_reason": "budget_exhausted"}, 1, AgentEnd.LIMIT),
+        ({"is_error": True, "terminal_reason": "api_error", "result": "503"}, 1, AgentEnd.CRASHED),
+        (
+            {
+                "terminal_reason": "api_error",
+                "result": "response exceeded the 9 output token maximum",
+            },
+            1,
+            AgentEnd.LIMIT,
+        ),
+        ({"is_error": True, "terminal_reason": ["max_turns"]}, 1, AgentEnd.CRASHED),
+    ],
+)
+def test_its_end_is_read_from_its_result(fields: dict[str, Any], code: int, end: AgentEnd) -> None:
+    """Exit code, error mark and reason decide together; `subtype` says nothing."""
+    stdout = said(type="system") + said(type="result", subtype="success", **fields)
+
+    assert ClaudeCode().classify(ended(stdout, code)) is end
+
+
+def test_the_last_result_counts() -> None:
+    """It prints a second result when a background task ends after the first."""
+    first = said(type="result", is_error=True, terminal_reason="api_error")
+
+    assert ClaudeCode().classify(ended(first + COMPLETED + b"not json\n")) is AgentEnd.FINISHED
