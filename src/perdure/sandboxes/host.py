@@ -134,10 +134,14 @@ class HostSandbox(Sandbox):
             await self._reported(record)
             record.truncate(self._output_cap)
             status = record.status()
+        if status.state is ExecState.LOST:
+            if self._ends(record):
+                return ExecStatus(ExecState.RUNNING)
+            status = record.status()  # it may have been told in between
         never_ran = not status.done and record.process is None
         if (never_ran or status.state is ExecState.LOST) and not self.alive:
-            status = ExecStatus(ExecState.KILLED, cause="sandbox")
-        return ExecStatus(ExecState.RUNNING) if self._ends(record) else status
+            return ExecStatus(ExecState.KILLED, cause="sandbox")
+        return status
 
     async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
         """Resumes the moment the command is over: it waits for the process, it does not poll."""
@@ -149,7 +153,7 @@ class HostSandbox(Sandbox):
             if status.done or left <= 0:
                 return status
             process = self.box.record(exec_id).process
-            if process is None:
+            if process is None or not process.pid:  # no process yet, or there was none to be had
                 await asyncio.sleep(min(left, 0.005))
             else:
                 await ended(process, left)

@@ -245,7 +245,13 @@ class Keeper:
         if pid > 0:
             command.pid, command.started = pid, procfs.started_at(pid)
         who = f"{command.pid} {command.started} {command.group or '-'} {command.ooms}"
-        os.write(record, f"{who} {time()}\n".encode())
+        try:
+            os.write(record, f"{who} {time()}\n".encode())
+        except OSError as error:  # a full disk: what nobody can ever read about does not run
+            _log(error)
+            os.close(record)
+            self._kill_tree(command)
+            return
         if pid <= 0:
             self._refuse(command, -pid)
             return
@@ -423,7 +429,7 @@ def _kill_group(group: str) -> None:
 def _kill_marked(command: _Command) -> None:
     with open(f"execs/{command.exec_id}/run", "rb") as file:
         token = file.readline().split()[2]
-    while True:
+    while command.pid:
         found = procfs.marked(b"PERDURE_EXEC=" + token)
         if procfs.started_at(command.pid) == command.started:  # else it may be somebody else's pid
             found += [command.pid, *procfs.below(command.pid)]

@@ -52,6 +52,8 @@ def kill_process(process: ProcessId | None, signum: int) -> None:
 
 async def ended(process: ProcessId, timeout_s: float) -> bool:
     """Wait, without polling, until the process is over (True) or `timeout_s` has passed."""
+    if not process.pid:
+        return True
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
