@@ -139,8 +139,10 @@ def test_a_wrong_field_is_named(body: dict[str, Any], field: str) -> None:
         '{"a": 1}'.encode("utf-16"),
         b'{"a": ' + b"[" * 150 + b"]" * 150 + b"}",
         b'{"a": [' + b"0," * 600_000 + b"0]}",
+        b'{"a": [' + b'"",' * 600_000 + b"0]}",
+        b'{"a": "' + b',"' * 2_000_000,
     ],
-    ids=["too large", "infinite", "half a pair", "utf-16", "deep", "wide"],
+    ids=["too large", "infinite", "half a pair", "utf-16", "deep", "wide", "texts", "unclosed"],
 )
 def test_json_beyond_measure_is_refused(raw: bytes) -> None:
     """Numbers, encodings, depth and size that nothing behind us could take."""
@@ -148,6 +150,13 @@ def test_json_beyond_measure_is_refused(raw: bytes) -> None:
         dialect.parse(raw)
 
     assert (refused.value.status, refused.value.code) == (400, "invalid_json")
+
+
+def test_a_text_full_of_json_is_not_many_values() -> None:
+    """What stands in a string is text, however it looks."""
+    text = '[{"a": "b\\\\"}, ' * 300_000
+
+    assert _parse({"messages": [{"role": "user", "content": text}]}).messages[0]["content"] == text
 
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:

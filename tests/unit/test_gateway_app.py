@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from perdure.gateway.app import MAX_HEADERS, Patience, create_app
+from perdure.gateway.engines.anthropic_hosted import to_messages
 from perdure.testing import local_gateway
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
@@ -207,6 +208,54 @@ async def test_headers_have_a_limit(
     answer = await http.post(gateway.url + path, json=_body(path), headers=headers)
 
     assert answer.status_code in (400, 431)
+
+
+@pytest.mark.parametrize("kind", ["openai", "anthropic"])
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_a_hosted_engine_serves_every_dialect(
+    tmp_path: Path, engine: ScriptedEngine, http: httpx.AsyncClient, path: str, kind: str
+) -> None:
+    """What a dialect reads is asked of any hosted API, and its answer framed."""
+    async with LocalGateway(
+        tmp_path, engine_url=engine.url, engine_kind=kind, engine_model="hosted"
+    ) as gateway:
+        key = await gateway.open("s")
+        answer = await http.post(gateway.url + path, json=_body(path), headers=_bearer(key))
+
+    assert (answer.status_code, "Hello." in answer.text) == (200, True)
+
+
+@pytest.mark.parametrize(
+    ("chat", "messages"),
+    [
+        ("auto", {"type": "auto"}),
+        ("required", {"type": "any"}),
+        ({"type": "function", "function": {"name": "f"}}, {"type": "tool", "name": "f"}),
+        ("anything", None),
+    ],
+)
+def test_a_hosted_engine_is_told_the_tool_choice(chat: Any, messages: Any) -> None:
+    """Both ways of saying it mean the same."""
+    request = {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 9,
+        "tools": [{"function": {"name": "f"}}],
+        "tool_choice": chat,
+    }
+
+    assert to_messages(request, "m").get("tool_choice") == messages
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_a_packed_body_is_refused_by_its_header(
+    gateway: LocalGateway, http: httpx.AsyncClient, path: str
+) -> None:
+    """A body that unpacks to gigabytes is never unpacked."""
+    headers = {**_bearer(await gateway.open("s")), "content-encoding": "gzip"}
+
+    answer = await http.post(gateway.url + path, content=b"x", headers=headers)
+
+    assert (answer.status_code, "uncompressed" in answer.text) == (415, True)
 
 
 async def test_an_engine_that_is_away_is_overload_to_anthropics_clients(

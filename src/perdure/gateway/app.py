@@ -286,7 +286,9 @@ def _check_headers(request: Request) -> None:
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """Raises: Refused (413) as soon as the limit is passed, announced or not."""
+    """Raises: Refused (413) as soon as the limit is passed, announced or not; (415) when packed."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise Refused(415, "unsupported_encoding", "send the request's body uncompressed")
     too_large = Refused(413, "request_too_large", f"a request may have at most {limit} bytes")
     announced = request.headers.get("content-length", "0")
     if not announced.isdigit() or int(announced) > limit:

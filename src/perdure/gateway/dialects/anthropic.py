@@ -4,6 +4,7 @@ Owns the wire form, its errors, and what Claude Code says of itself: which agent
 asks for something other than its next step. Unknown fields are accepted and ignored.
 """
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from perdure.gateway.dialects.fields import (
     read_body,
     read_json,
 )
+from perdure.gateway.dialects.seen import Seen
 from perdure.types import Purpose
 
 AGENT_HEADER = "x-claude-code-agent-id"
@@ -29,6 +31,7 @@ BILLING_START = "x-anthropic-billing-header"
 """A system block about the client, different in each version: no text for a model."""
 NOTHING_VISIBLE = "[no visible output]"
 """Claude Code drops a reply without text or tool use and asks again, without end."""
+SEEN = Seen()
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 STATUS = {503: 529}
 ERROR_TYPES = {
@@ -156,15 +159,19 @@ def _messages(body: Fields) -> Iterator[dict[str, Any]]:
     if not messages:
         raise body.bad("messages", "must be a non-empty list")
     for message in messages:
-        match message.get("role"):
-            case "user":
-                yield from _user(message)
-            case "assistant":
-                yield _assistant(message)
-            case "system":
-                yield {"role": "system", "content": joined([_text(b) for b in _content(message)])}
-            case _:
-                raise message.bad("role", "must be user, assistant or system")
+        yield from SEEN.translated(message.values, functools.partial(_read, message))
+
+
+def _read(message: Fields) -> list[dict[str, Any]]:
+    match message.get("role"):
+        case "user":
+            return list(_user(message))
+        case "assistant":
+            return [assistant_message(message)]
+        case "system":
+            return [{"role": "system", "content": joined([_text(b) for b in _content(message)])}]
+        case _:
+            raise message.bad("role", "must be user, assistant or system")
 
 
 def _content(message: Fields) -> list[Fields]:
@@ -224,7 +231,8 @@ def _result_text(block: Fields) -> str:
     return NOT_SHOWN.format(kind=kind[:40])
 
 
-def _assistant(message: Fields) -> dict[str, Any]:
+def assistant_message(message: Fields) -> dict[str, Any]:
+    """An assistant's content blocks as one message in the gateway's own form."""
     texts, thoughts, calls = [], [], []
     for block in _content(message):
         match block.text("type"):

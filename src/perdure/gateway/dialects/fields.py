@@ -6,7 +6,7 @@ Owns sizes, nesting, text that no encoding holds, and types. What fields mean is
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -131,6 +132,7 @@ def read_body(raw: bytes) -> Fields:
 
     Clients cut strings between the halves of a surrogate pair; such a half becomes U+FFFD.
     """
+    _check_size(raw)
     try:
         body = read_json(raw.decode())
     except (ValueError, RecursionError) as error:
@@ -138,7 +140,7 @@ def read_body(raw: bytes) -> Fields:
         raise Refused(400, "invalid_json", message) from None
     if not isinstance(body, dict):
         raise Refused(400, "invalid_json", "the request body must be a JSON object")
-    _check_shape(body)
+    _check_depth(body)
     if ESCAPED_HALF.search(raw):
         body = _encodable(body)
     return Fields(body)
@@ -160,24 +162,33 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_shape(body: dict[str, Any]) -> None:
+def _check_size(raw: bytes) -> None:
+    """Before anything is built: tiny values cost a hundred times their bytes."""
+    if _marks(raw) <= MAX_VALUES:
+        return
+    quotes = raw.count(b'"') - raw.count(rb"\"") + raw.count(rb'\\"')
+    if quotes > 4 * MAX_VALUES or _marks(STRING.sub(b"", raw)) > MAX_VALUES:
+        raise Refused(400, "invalid_json", f"the request has more than {MAX_VALUES} values")
+
+
+def _marks(raw: bytes) -> int:
+    """At least as many as values, as each opens a container or follows one of these."""
+    return sum(map(raw.count, (b",", b"[", b"{")))
+
+
+def _check_depth(body: dict[str, Any]) -> None:
     """Level by level, so that no nesting is too deep to be refused."""
     level: list[Any] = [body]
-    total = 0
     for _ in range(MAX_DEPTH):
-        total += len(level)
-        if total > MAX_VALUES:
-            raise Refused(400, "invalid_json", f"the request has more than {MAX_VALUES} values")
         level = [inner for value in level for inner in _inner(value)]
+        level = [value for value in level if isinstance(value, dict | list)]
         if not level:
             return
     raise Refused(400, "invalid_json", f"the request is nested more than {MAX_DEPTH} deep")
 
 
-def _inner(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+def _inner(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _encodable(value: Any) -> Any:

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from perdure.gateway.dialects import openai_chat
+from perdure.gateway.dialects import anthropic, openai_chat
+from perdure.gateway.dialects.fields import Fields
 from perdure.gateway.engines.wire import PATIENCE_S, Wire, engine_name
 
 API_VERSION = "2023-06-01"
@@ -57,12 +58,23 @@ def to_messages(request: dict[str, Any], model: str) -> dict[str, Any]:
         body["system"] = "\n\n".join(system)
     if request.get("tools"):
         body["tools"] = [_tool(tool["function"]) for tool in request["tools"]]
+    if body.get("tools") and (choice := _tool_choice(request.get("tool_choice"))):
+        body["tool_choice"] = choice
     if stop := request.get("stop"):
         body["stop_sequences"] = [stop] if isinstance(stop, str) else stop
     for name in ("temperature", "top_p", "top_k"):
         if request.get(name) is not None:
             body[name] = request[name]
     return body
+
+
+def _tool_choice(choice: Any) -> dict[str, Any] | None:
+    """Raises: Refused on a choice we cannot read."""
+    if isinstance(choice, dict):
+        name = Fields(choice, "tool_choice").object("function").text("name")
+        return {"type": "tool", "name": name}
+    kinds = {chat: kind for kind, chat in anthropic.TOOL_CHOICES.items()}
+    return {"type": kinds[choice]} if choice in kinds else None
 
 
 def _tool(function: dict[str, Any]) -> dict[str, Any]:
@@ -111,14 +123,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 def from_messages(answer: dict[str, Any]) -> dict[str, Any]:
     """A Messages answer as a chat completion object."""
-    blocks = answer["content"]
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": "".join(b["text"] for b in blocks if b["type"] == "text"),
-    }
-    calls = [_call(block) for block in blocks if block["type"] == "tool_use"]
-    if calls:
-        message["tool_calls"] = calls
+    message = anthropic.assistant_message(Fields(answer))
     reason = FINISH.get(answer.get("stop_reason") or "", "stop")
     prompt, sampled = answer["usage"]["input_tokens"], answer["usage"]["output_tokens"]
     return {
@@ -129,8 +134,3 @@ def from_messages(answer: dict[str, Any]) -> dict[str, Any]:
             "total_tokens": prompt + sampled,
         },
     }
-
-
-def _call(block: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": block["name"], "arguments": json.dumps(block["input"])}
-    return {"id": block["id"], "type": "function", "function": function}
