@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.shell_completion import BashComplete
@@ -117,7 +118,7 @@ def test_bad_row_is_named_with_its_field_and_the_fix(tmp_path: Path, perdure: Pe
     assert done.error.startswith("error: dataset row 17 lacks `patch`: ")
 
 
-BAD_ROWS = {
+BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "log_parser": ({"log_parser": "nope"}, "use one of astroid, "),
     "test_cmd": ({"test_cmd": "make test"}, "use `eval_cmd` to grade by exit code"),
     "test_patch": ({"test_patch": "hello"}, "is not a git diff: line 1: "),

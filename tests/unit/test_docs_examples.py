@@ -71,7 +71,9 @@ def test_agent_example_is_launched_with_what_it_needs(agent: Agent) -> None:
 
 def test_agent_example_refuses_unknown_options(agent: Agent) -> None:
     """A misspelt option of the printed agent is named."""
-    with pytest.raises(ConfigurationError, match=r"agent_options.hnit: unknown, did you mean hint\?; one_shot"):
+    with pytest.raises(
+        ConfigurationError, match=r"agent_options.hnit: unknown, did you mean hint\?; one_shot"
+    ):
         agent.launch(task(hnit="x"))
 
 
