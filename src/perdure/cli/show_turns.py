@@ -196,7 +196,7 @@ class _Printer:
         shown.add(chain)
         turns = self.chains[chain]
         indent = "  " * depth
-        of = f", started by {turns[0]['parent_chain']}" if turns[0]["parent_chain"] else ""
+        of = self._started(turns[0])
         name = chain if chain == MAIN else f"sub-agent {chain}"
         click.secho(f"\n{indent}━━ {name}{of}", bold=True)
         segment: int | None = None
@@ -208,6 +208,12 @@ class _Printer:
         for other, its in self.chains.items():
             if its[0]["parent_chain"] == chain:
                 self._chain(other, depth + 1, shown)
+
+    def _started(self, first: dict[str, Any]) -> str:
+        parent = self.chains.get(first["parent_chain"], [])
+        before = [turn["index"] for turn in parent if turn["index"] < first["index"]]
+        after = f" in turn {before[-1]}" if before else ""
+        return f", started by {first['parent_chain']}{after}" if first["parent_chain"] else ""
 
     def _cut(self, turn: dict[str, Any], indent: str, *, first: bool) -> None:
         """Where a segment begins, and why the one before could not go on."""
