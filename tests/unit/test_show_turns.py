@@ -135,7 +135,7 @@ def test_sub_agents_stand_under_the_chain_that_started_them(shown: Show) -> None
     lines = shown().splitlines()
 
     assert "━━ main" in lines
-    assert "  ━━ sub-agent agent-7, started by main in turn 0" in lines
+    assert "  ━━ sub-agent agent-7, started by main after turn 0" in lines
 
 
 def test_a_new_segment_says_why(shown: Show) -> None:

@@ -212,7 +212,7 @@ class _Printer:
     def _started(self, first: dict[str, Any]) -> str:
         parent = self.chains.get(first["parent_chain"], [])
         before = [turn["index"] for turn in parent if turn["index"] < first["index"]]
-        after = f" in turn {before[-1]}" if before else ""
+        after = f" after turn {before[-1]}" if before else ""
         return f", started by {first['parent_chain']}{after}" if first["parent_chain"] else ""
 
     def _cut(self, turn: dict[str, Any], indent: str, *, first: bool) -> None:
