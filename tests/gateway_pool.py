@@ -210,7 +210,9 @@ def differences(streams: dict[str, Stream], expected: dict[str, Stream]) -> list
     for name, stream in expected.items():
         got = streams[name]
         if got != stream:
-            same = [turn for turn, (one, two) in enumerate(zip(got, stream)) if one == two]
+            same = [
+                turn for turn, (one, two) in enumerate(zip(got, stream, strict=False)) if one == two
+            ]
             found.append(f"{name}: {len(got)} turns for {len(stream)}, the same are {same}")
     return found
 

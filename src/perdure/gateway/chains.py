@@ -249,12 +249,16 @@ class Tree:
                 return "echo_edited"
         return "foreign_assistant"
 
-    def recorded(self, chain: str, digest: str) -> Node | None:
-        """The turn that answered this very request and whose answer was not used yet."""
+    def recorded(self, chain: str, digest: str, since: int | None = None) -> Node | None:
+        """The turn that answered this very request and whose answer was not used yet.
+
+        `since`: a turn of that index or later is the answer even if it was used: another process
+        took the same call meanwhile, and the agent went on.
+        """
         node = self._requests.get((chain, digest))
-        if node is None or node.acknowledged or node.repeats >= MOST_REPEATS:
-            return None
-        return node
+        if node is None or (since is not None and node.index >= since):
+            return node
+        return None if node.acknowledged or node.repeats >= MOST_REPEATS else node
 
     @property
     def chains(self) -> int:

@@ -277,10 +277,10 @@ class Sessions:
         call.add_done_callback(lambda task: _forget(session, key, task))
         return call
 
-    def _recorded(self, session: Session, key: CallKey) -> Node | None:
+    def _recorded(self, session: Session, key: CallKey, since: int | None = None) -> Node | None:
         """The turn that answered the same request already, if its answer may be repeated."""
         assert session.tree is not None
-        node = session.tree.recorded(*key)
+        node = session.tree.recorded(*key, since)
         if node is not None:
             node.repeats += 1
             self._metrics.replays.inc()
@@ -289,18 +289,19 @@ class Sessions:
 
     async def _turn(self, session: Session, request: ModelRequest, place: Place) -> Answer:
         arrived = time.time()
+        assert session.tree is not None
+        known = len(session.tree.nodes)
         if await self._refresh(session):
-            assert session.tree is not None
             place = session.tree.place(request)
             key = (request.chain, place.digests.exact)
-            if (node := self._recorded(session, key)) is not None:
+            if (node := self._recorded(session, key, known)) is not None:
                 return node.answer
         asked = Asked(session, request, place, arrived)
         recorded = self._replayable(asked)
         if recorded is None:
-            return await self._commit(asked, await self._maker.sampled(asked))
+            return await self._commit(asked, known, await self._maker.sampled(asked))
         try:
-            return await self._commit(asked, replayed(asked, recorded))
+            return await self._commit(asked, known, replayed(asked, recorded))
         except BaseException:
             assert session.recording is not None
             session.recording.give_back(recorded)
@@ -312,8 +313,11 @@ class Sessions:
             return None
         return recording.take(asked.request.chain, asked.place.digests.across)
 
-    async def _commit(self, asked: Asked, draft: TurnRecord) -> Answer:
-        """Journal a turn, unless another process answered the same request meanwhile."""
+    async def _commit(self, asked: Asked, known: int, draft: TurnRecord) -> Answer:
+        """Journal a turn, unless another process answered the same request meanwhile.
+
+        `known`: how many turns the session had, for us, when the call came.
+        """
         session, request = asked.session, asked.request
         async with session.commit_lock:
             while True:
@@ -327,7 +331,7 @@ class Sessions:
                     await self._read_on(session)
                     if session.sealed:
                         session.check_open()
-                    node = session.tree.recorded(request.chain, record.request_sha256)
+                    node = session.tree.recorded(request.chain, record.request_sha256, known)
                     if node is not None:
                         self._metrics.retries.labels("overtaken").inc()
                         return node.answer

@@ -1,0 +1,78 @@
+"""Two gateways answer one session at once: one answer counts, whoever is late gives that one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from perdure.testing.local_gateway import LocalGateway
+from perdure.testing.scripted_engine import ScriptedEngine
+from tests.gateway_pool import scripts
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine(scripts(3)) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def gateways(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[list[LocalGateway]]:
+    """Two gateways of one home, which share nothing but its journal."""
+    settings: dict[str, Any] = {"engine_url": engine.url, "engine_kind": "vllm"}
+    async with (
+        LocalGateway(tmp_path, **settings) as one,
+        LocalGateway(tmp_path, **settings) as other,
+    ):
+        yield [one, other]
+
+
+async def _ask(gateway: LocalGateway, key: str, messages: list[dict[str, Any]]) -> Any:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"model": "m", "messages": messages}
+        answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+        return answer.raise_for_status().json()
+
+
+def _after(messages: list[dict[str, Any]], answer: Any) -> list[dict[str, Any]]:
+    message = answer["choices"][0]["message"]
+    call = message["tool_calls"][0]["id"]
+    return [*messages, message, {"role": "tool", "tool_call_id": call, "content": "a"}]
+
+
+async def test_an_answer_of_the_other_is_repeated(
+    gateways: list[LocalGateway], engine: ScriptedEngine
+) -> None:
+    """A retry that reaches another gateway gets the recorded answer, without the engine."""
+    one, other = gateways
+    key = await one.open("s")
+    await other.control.get("s")
+    first = [{"role": "user", "content": "hi"}]
+    answers = [await _ask(one, key, first), await _ask(other, key, first)]
+
+    assert answers[0] == answers[1]
+    assert engine.stats().calls == 1
+
+
+async def test_a_late_turn_is_dropped_though_the_agent_went_on(
+    gateways: list[LocalGateway], engine: ScriptedEngine
+) -> None:
+    """A gateway that was slow gives the other's answer and records nothing of its own."""
+    slow, other = gateways
+    key = await slow.open("s")
+    await other.control.get("s")
+    first = [{"role": "user", "content": "hi"}]
+    engine.control(kind="hang", times=1)
+    late = asyncio.create_task(_ask(slow, key, first))
+    while engine.stats().in_flight == 0:
+        await asyncio.sleep(0.01)
+    answer = await _ask(other, key, first)
+    await _ask(other, key, _after(first, answer))
+    engine.reset()
+
+    assert await late == answer
+    assert (await slow.control.get("s")).turns == 2
