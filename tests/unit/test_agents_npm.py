@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from perdure.agents import npm, npmrc
+from perdure.cli import config
 from perdure.errors import AgentError, MissingDependency
 
 
@@ -200,6 +201,16 @@ def test_configuration_in_npms_order(tmp_path: Path) -> None:
     assert config.registry("@corp/tool") == "https://corp/x/"
     assert config.authorization("https://corp/x/@corp/tool/-/tool-1.tgz") == "Bearer secret"
     assert config.authorization("https://corp.example/x/tool") is None
+
+
+@pytest.mark.parametrize("lock", sorted(npm.LOCKS.glob("*.json")), ids=lambda lock: lock.stem)
+def test_every_lock_can_be_replaced_by_a_tarball(lock: Path) -> None:
+    """The variable that names a tarball is known to the command line, and the lock pins sha512."""
+    entries = [entry for entry in json.loads(lock.read_text()).values() if isinstance(entry, dict)]
+
+    assert npm.variable(lock.stem) in config.NOT_SETTINGS
+    assert entries
+    assert all(entry["integrity"].startswith("sha512-") for entry in entries)
 
 
 def test_the_public_registry_is_the_default() -> None:
