@@ -34,18 +34,18 @@ class Slime:
     """Raises: Unavailable, from the constructor, when repository or environment cannot be had."""
 
     def __init__(self, root: Path, checkout: Path | None) -> None:
-        self._checkout = checkout or _cloned(root / f"slime-{COMMIT}")
-        if not (self._checkout / "slime" / "agent" / "trajectory.py").is_file():
-            raise Unavailable(f"{self._checkout} is no checkout of {REPOSITORY}")
-        self._python = environment(PINNED, root) / "bin" / "python"
+        self.checkout = checkout or _cloned(root / f"slime-{COMMIT}")
+        if not (self.checkout / "slime" / "agent" / "trajectory.py").is_file():
+            raise Unavailable(f"{self.checkout} is no checkout of {REPOSITORY}")
+        self.python = environment(PINNED, root) / "bin" / "python"
 
     def captured(self, recording: Path) -> dict[str, int]:
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump([asdict(exchange) for exchange in read(recording)], file)
             file.flush()
-            path = os.pathsep.join(map(str, (self._checkout.resolve(), SOURCES)))
+            path = os.pathsep.join(map(str, (self.checkout.resolve(), SOURCES)))
             done = subprocess.run(
-                [str(self._python), "-P", str(PLAYER), file.name],
+                [str(self.python), "-P", str(PLAYER), file.name],
                 env={"PATH": os.environ["PATH"], "PYTHONPATH": path},
                 capture_output=True,
                 text=True,

@@ -1,0 +1,105 @@
+"""CPU one model call costs the gateway at 2k to 128k tokens of history.
+
+    python -m benchmarks.gateway_cost [--slime CHECKOUT] [--turns N] [--json]
+
+One conversation grows turn by turn through every size, over HTTP, with an engine that answers at
+once: Perdure as it ships (journal included), and slime's current adapter in an environment of its
+own. Then the prompt alone, bridged and rendered in full. All with one tokenizer.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import httpx
+
+from benchmarks.capture.slime import Slime
+from benchmarks.gateway_cost import prompts, sides
+from benchmarks.gateway_cost.agent import Agent
+from benchmarks.gateway_cost.engine import InstantEngine
+from benchmarks.gateway_cost.prompts import Costs
+from benchmarks.peers.environments import Unavailable
+
+SIZES = (2_000, 16_000, 64_000, 128_000)
+FLAT, CHEAPER = 1.5, 30.0
+"""The aims: cost at 128k over cost at 16k; full rendering over cost at 128k."""
+
+BRIDGED, FULL = "prompt alone, bridged", "prompt alone, in full"
+
+
+async def main() -> None:
+    options = _options()
+    with tempfile.TemporaryDirectory(prefix="pd-") as folder:
+        async with InstantEngine() as engine:
+            home = Path(folder)
+            costs = {"perdure": await _grow(sides.perdure(home, engine.url), engine, options)}
+            try:
+                peer = Slime(options.environments, options.slime)
+                costs["slime"] = await _grow(sides.slime(peer, engine.url), engine, options)
+            except Unavailable as reason:
+                print(f"slime: skipped, {reason}")
+            bridged, rendered = await prompts.measure(engine.ids, SIZES, options.turns)
+    costs |= {BRIDGED: bridged, FULL: rendered}
+    if options.json:
+        print(json.dumps(costs))
+    else:
+        _print_table(costs)
+
+
+async def _grow(
+    side: AbstractAsyncContextManager[sides.Serving],
+    engine: InstantEngine,
+    options: argparse.Namespace,
+) -> Costs:
+    """Median CPU ms of the server's processes a turn, at each size."""
+    found: Costs = {}
+    async with (
+        side as serving,
+        httpx.AsyncClient(base_url=serving.url, timeout=120, trust_env=False) as client,
+    ):
+        agent = Agent(client, serving.key)
+        await agent.turn()
+        for size in SIZES:
+            while engine.prompt_tokens < size:
+                await agent.turn()
+            spent = []
+            for _ in range(options.turns):
+                before = sides.cpu_ms(serving.pid)
+                await agent.turn(short=True)
+                spent.append(sides.cpu_ms(serving.pid) - before)
+            found[size] = statistics.median(spent)
+    return found
+
+
+def _print_table(costs: dict[str, Costs]) -> None:
+    print("| CPU ms a turn, median | " + " | ".join(f"{s // 1000}k" for s in SIZES) + " |")
+    print("|---|" + "---|" * len(SIZES))
+    for side, row in costs.items():
+        print(f"| {side} | " + " | ".join(f"{row[size]:.1f}" for size in SIZES) + " |")
+    ours, bridged, full = costs["perdure"], costs[BRIDGED], costs[FULL]
+    print(f"\n128k over 16k: {ours[128_000] / ours[16_000]:.2f} x (aim: at most {FLAT} x)")
+    cheaper = {size: full[size] / bridged[size] for size in SIZES}
+    print(f"in full over bridged: {_ratios(cheaper)} (aim: {CHEAPER:g} x at 128k)")
+    if "slime" in costs:
+        print(f"slime over perdure: {_ratios({s: costs['slime'][s] / ours[s] for s in SIZES})}")
+
+
+def _ratios(values: Costs) -> str:
+    return ", ".join(f"{value:.1f} x at {size // 1000}k" for size, value in values.items())
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--slime", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--environments", type=Path, default=Path(".perdure/bench/environments"))
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,68 @@
+"""An engine that answers at once, in vLLM's and in SGLang's words, in this process.
+
+Its own CPU is not measured; only what it is sent and what it answers matter.
+"""
+
+import asyncio
+import socket
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from perdure.gateway.server import NO_GRACE, Server, make_server
+from perdure.gateway.tokenizers import load_tokenizer
+from perdure.testing.scripted_engine import Policy
+
+ANSWER = {
+    "content": "I look at the next file before I change anything.",
+    "tool_calls": [{"name": "Read", "arguments": {"file_path": "/testbed/src/module.py"}}],
+}
+
+
+class InstantEngine:
+    """Example:
+    async with InstantEngine() as engine:
+        ...                                   # engine.url; engine.prompt_tokens of the last call
+    """
+
+    def __init__(self) -> None:
+        self.ids = Policy(load_tokenizer("qwen3"), {}).tokens(ANSWER)
+        self.url = ""
+        self.prompt_tokens = 0
+        self._server: Server
+        self._serving: asyncio.Task[None]
+
+    async def __aenter__(self) -> "InstantEngine":
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        routes = [
+            Route("/inference/v1/generate", self._vllm, methods=["POST"]),
+            Route("/generate", self._sglang, methods=["POST"]),
+        ]
+        self._server = make_server(Starlette(routes=routes), timeout_graceful_shutdown=NO_GRACE)
+        self._serving = asyncio.create_task(self._server.serve([listener]))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.stop()
+        await self._serving
+
+    async def _vllm(self, request: Request) -> Response:
+        self.prompt_tokens = len((await request.json())["token_ids"])
+        content = [{"token_id": token_id, "logprob": -0.5} for token_id in self.ids]
+        choice: dict[str, Any] = {
+            "index": 0,
+            "token_ids": self.ids,
+            "logprobs": {"content": content},
+            "finish_reason": "stop",
+        }
+        return JSONResponse({"request_id": "0", "choices": [choice]})
+
+    async def _sglang(self, request: Request) -> Response:
+        self.prompt_tokens = len((await request.json())["input_ids"])
+        sampled = [[-0.5, token_id, None] for token_id in self.ids]
+        meta = {"output_token_logprobs": sampled, "finish_reason": {"type": "stop"}}
+        return JSONResponse({"text": "", "meta_info": meta})

@@ -1,0 +1,112 @@
+"""The prompt alone, bridged and rendered in full: no HTTP, no JSON, no journal.
+
+Both in this process, with the same tokenizer, on the same conversation.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.gateway_cost.agent import Agent
+from perdure.gateway.base import Completion, Engine, ModelRequest, SessionSpec
+from perdure.gateway.dialects import anthropic
+from perdure.gateway.journal import LocalJournal
+from perdure.gateway.metrics import Metrics
+from perdure.gateway.sessions import Sessions
+from perdure.gateway.tokenizers import load_format
+from perdure.gateway.turns import Asked
+from perdure.storage.local import LocalStore
+from perdure.types import FinishReason, Sampling
+
+Costs = dict[int, float]
+
+
+class Instant:
+    """An engine in this process that always says the same."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.prompt_tokens = 0
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: dict[str, Any],
+        *,
+        session_id: str,
+        request_id: str,
+    ) -> Completion:
+        self.prompt_tokens = len(prompt_ids)
+        return Completion(self.ids, [-0.5] * len(self.ids), FinishReason.STOP, (), "instant")
+
+    async def current(self) -> Engine:
+        return Engine("instant", tokens=self)
+
+
+async def measure(answer_ids: list[int], sizes: Sequence[int], turns: int) -> tuple[Costs, Costs]:
+    """Median CPU ms of a bridged and of a fully rendered prompt, at each size."""
+    model_format = load_format("qwen3")
+    engine: Any = Instant(answer_ids)
+    bridged: Costs = {}
+    rendered: Costs = {}
+    with tempfile.TemporaryDirectory(prefix="pd-") as folder:
+        home = Path(folder)
+        journal = LocalJournal(home / "journal")
+        sessions = Sessions(journal, engine, model_format, LocalStore(home / "store"), Metrics())
+        rules = Sampling(max_context_tokens=1 << 20)
+        await sessions.open(SessionSpec(session_id="s", turns_key="t.parquet", sampling=rules))
+        spent = _timed_prompts(sessions)
+        agent = Agent(httpx.AsyncClient(), "")
+        for size in sizes:
+            while engine.prompt_tokens < size:
+                await _turn(sessions, agent)
+            spent.clear()
+            full = []
+            for _ in range(turns):
+                request = await _turn(sessions, agent, short=True)
+                full.append(_render(model_format, request))
+            bridged[size], rendered[size] = statistics.median(spent), statistics.median(full)
+        await journal.aclose()
+    return bridged, rendered
+
+
+def _timed_prompts(sessions: Sessions) -> list[float]:
+    """CPU ms of finding what each request continues and of building its prompt."""
+    spent: list[float] = []
+    maker = sessions._maker
+    build = maker._prompt
+
+    async def timed(asked: Asked) -> Any:
+        tree = asked.session.tree
+        assert tree is not None
+        started = time.process_time()
+        tree.place(asked.request)
+        found = await build(asked)
+        spent.append((time.process_time() - started) * 1e3)
+        return found
+
+    maker._prompt = timed  # type: ignore[method-assign]  # measured from outside
+    return spent
+
+
+async def _turn(sessions: Sessions, agent: Agent, *, short: bool = False) -> ModelRequest:
+    call = anthropic.parse(agent.body(), {})
+    answer = await sessions.complete("s", call.request)
+    agent.heard(json.loads(call.whole(answer))["content"], short=short)
+    return call.request
+
+
+def _render(model_format: Any, request: ModelRequest) -> float:
+    """The tokenizer's memory of texts is emptied: among many rollouts no history stays in it."""
+    model_format.tokenizer._cached.cache_clear()
+    started = time.process_time()
+    model_format.renderer.render_ids(
+        request.messages, tools=request.tools, add_generation_prompt=True
+    )
+    return (time.process_time() - started) * 1e3

@@ -1,0 +1,92 @@
+"""The servers that are measured, each a process of its own; their CPU as the kernel counts it."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+
+from benchmarks.capture.slime import SOURCES, Slime
+from perdure.gateway.base import SessionSpec
+from perdure.gateway.control import GatewayControl, load_secret
+from perdure.settings import Settings
+from perdure.types import Sampling
+
+CONTEXT = 1 << 20
+SLIME_SERVER = Path(__file__).with_name("slime_server.py")
+
+
+class Serving(NamedTuple):
+    url: str
+    key: str
+    pid: int
+
+
+@contextlib.asynccontextmanager
+async def perdure(home: Path, engine_url: str) -> AsyncIterator[Serving]:
+    """The gateway as it ships, journal and fsync included."""
+    ours = {
+        "PERDURE_HOME": str(home),
+        "PERDURE_GATEWAY_PORT": "0",
+        "PERDURE_ENGINE_URL": engine_url,
+        "PERDURE_ENGINE_KIND": "vllm",
+    }
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PERDURE_")}
+    with _process([sys.executable, "-m", "perdure.gateway"], inherited | ours) as child:
+        url = f"http://127.0.0.1:{_port(child, b'gateway listens')}"
+        async with GatewayControl(url, load_secret(Settings(home=home))) as control:
+            spec = SessionSpec(
+                session_id="s",
+                turns_key="turns.parquet",
+                sampling=Sampling(max_context_tokens=CONTEXT),
+            )
+            await control.open(spec)
+            yield Serving(url, control.key("s"), child.pid)
+
+
+@contextlib.asynccontextmanager
+async def slime(peer: Slime, engine_url: str) -> AsyncIterator[Serving]:
+    """slime's own adapter, in its own environment."""
+    path = os.pathsep.join(map(str, (peer.checkout.resolve(), SOURCES)))
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": path}
+    argv = [str(peer.python), "-P", str(SLIME_SERVER), engine_url]
+    with _process(argv, environment) as child:
+        yield Serving(f"http://127.0.0.1:{_port(child, b'listens')}", "s", child.pid)
+
+
+@contextlib.contextmanager
+def _process(argv: list[str], environment: dict[str, str]):  # type: ignore[no-untyped-def]
+    child = subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE)
+    try:
+        yield child
+    finally:
+        child.terminate()
+        child.communicate()
+
+
+def _port(child: "subprocess.Popen[bytes]", word: bytes) -> int:
+    assert child.stderr is not None
+    for line in child.stderr:
+        if word in line:
+            return int(json.loads(line)["port"])
+    raise RuntimeError(f"{child.args!r} ended with {child.wait()}")
+
+
+def cpu_ms(pid: int) -> float:
+    """CPU of a process, its threads and its children, in milliseconds."""
+    own = Path(f"/proc/{pid}/task")
+    total = 0.0
+    for task in own.iterdir():
+        total += int((task / "schedstat").read_text().split()[0]) / 1e6
+        children = (task / "children").read_text().split()
+        total += sum(cpu_ms(int(child)) for child in children)
+    return total
+
+
+async def ready(client: httpx.AsyncClient) -> None:
+    (await client.get("/healthz")).raise_for_status()
