@@ -251,7 +251,7 @@ def test_a_segment_of_a_tree_is_what_the_engine_saw(turns: list[Turn]) -> None:
 
 @given(trees())
 def test_merging_never_trains_a_token_twice(turns: list[Turn]) -> None:
-    """Document 002's mode also accounts for every token: trained once, or the reason is recorded."""
+    """Merging, slime's documented mode, also accounts for every token: trained once, or the reason is recorded."""
     segments = cut(turns, mode="merge")
     left = untrained(turns, segments)
     masked = sum(sum(segment.loss_mask) for segment in segments)

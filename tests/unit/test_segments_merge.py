@@ -1,4 +1,4 @@
-"""Document 002's `merge_turns`: what a later prompt repeats is kept, the rest is not trained."""
+"""slime's documented `merge_turns`: what a later prompt repeats is kept, the rest is not trained."""
 
 import json
 from collections.abc import Sequence

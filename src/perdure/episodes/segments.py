@@ -154,7 +154,7 @@ def _grown(turns: Sequence[Turn]) -> list[_Stretch]:
 
 
 def _merged(turns: Sequence[Turn]) -> list[_Stretch]:
-    """Document 002's mode: a chain is frozen where the base of its prompts changes."""
+    """slime's documented mode: a chain is frozen where the base of its prompts changes."""
     open_turns: dict[str, list[Turn]] = {}
     found: list[_Stretch] = []
     for position, turn in enumerate(turns):
