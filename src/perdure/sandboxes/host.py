@@ -424,7 +424,8 @@ async def destroy(box: Box) -> None:
     if meta.exec_groups:
         cgroups.kill(Path(meta.exec_groups))
     kill_process(holder, signal.SIGKILL)
-    if keeper is None or not _kill_session(keeper):
+    session_killed = keeper is not None and _kill_session(keeper)
+    if not session_killed or not box.ready:  # half booted: a holder that nobody has named yet
         _kill_marked(f"PERDURE_BOX={box.path}".encode())
     if meta.exec_groups is None:
         _kill_commands(box)
