@@ -3,9 +3,16 @@
 `tests/chaos/test_gateway_pool.py` does the same with many sessions, hosts and stores.
 """
 
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -33,3 +40,28 @@ async def test_a_killed_process_costs_no_turn(tmp_path: Path, engine: ScriptedEn
     assert crowd.surprises == []
     assert [len(stream) for stream in streams.values()] == [TURNS] * SESSIONS
     assert engine.stats().calls <= SESSIONS * (TURNS + 1)
+
+
+@pytest.mark.temporal
+async def test_the_supervisor_keeps_the_address(tmp_path: Path) -> None:
+    """`perdure up` with two processes: both are killed, and a caller waits instead of failing."""
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PERDURE_", "TEMPORAL_"))
+    }
+    environment |= {"PERDURE_HOME": str(tmp_path / "h"), "PERDURE_GATEWAY_PROCESSES": "2"}
+
+    def perdure(*arguments: str) -> bytes:
+        command = [sys.executable, "-m", "perdure.cli.main", *arguments]
+        return subprocess.run(command, env=environment, check=True, capture_output=True).stdout
+
+    state = json.loads(await asyncio.to_thread(perdure, "up", "--json"))
+    try:
+        pids = [state["children"][name]["pid"] for name in ("gateway", "gateway-2")]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
+            answer = await client.get(f"{state['gateway_url']}/healthz")
+    finally:
+        await asyncio.to_thread(perdure, "down")
+
+    assert answer.status_code == 200
