@@ -6,7 +6,7 @@ Owns sizes, nesting, text that no encoding holds, and types. What fields mean is
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -141,7 +141,7 @@ def read_body(raw: bytes) -> Fields:
     if not isinstance(body, dict):
         raise Refused(400, "invalid_json", "the request body must be a JSON object")
     _check_depth(body)
-    if ESCAPED_HALF.search(raw):
+    if b"\\u" in raw and ESCAPED_HALF.search(raw):
         body = _encodable(body)
     return Fields(body)
 
@@ -164,8 +164,8 @@ def _finite(text: str) -> float:
 
 def _check_size(raw: bytes) -> None:
     """Before anything is built: tiny values cost a hundred times their bytes."""
-    if _marks(raw) <= MAX_VALUES:
-        return
+    if len(raw) <= 2 * MAX_VALUES or _marks(raw) <= MAX_VALUES:
+        return  # a value takes two bytes at least: itself and what parts it from the next
     quotes = raw.count(b'"') - raw.count(rb"\"") + raw.count(rb'\\"')
     if quotes > 4 * MAX_VALUES or _marks(STRING.sub(b"", raw)) > MAX_VALUES:
         raise Refused(400, "invalid_json", f"the request has more than {MAX_VALUES} values")
@@ -180,15 +180,15 @@ def _check_depth(body: dict[str, Any]) -> None:
     """Level by level, so that no nesting is too deep to be refused."""
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
-        level = [inner for value in level for inner in _inner(value)]
-        level = [value for value in level if isinstance(value, dict | list)]
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if type(value) is dict else value)
+            if type(inner) is dict or type(inner) is list
+        ]
         if not level:
             return
     raise Refused(400, "invalid_json", f"the request is nested more than {MAX_DEPTH} deep")
-
-
-def _inner(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def _encodable(value: Any) -> Any:
