@@ -55,6 +55,14 @@ async def test_its_turns_are_one_growing_sequence(stand: Stand) -> None:
     assert run.trained() == run.summary.tokens
 
 
+async def test_samples_of_an_instance_have_the_same_prompts(stand: Stand) -> None:
+    """Nothing of a run stands in its prompts: siblings share a cache, a lost run can be replayed."""
+    one = await stand.run(ClaudeCode(), script(READ, EDIT, CHECK, DONE))
+    other = await stand.run(ClaudeCode(), script(READ, EDIT, CHECK, DONE))
+
+    assert [t.prompt_ids for t in one.turns] == [t.prompt_ids for t in other.turns]
+
+
 async def test_a_sub_agent_is_a_chain_of_its_own(stand: Stand) -> None:
     """A registered sub-agent answers in its own chain; both chains are captured and trained."""
     task = {"description": "Look", "prompt": "HELPERTASK: which line?", "subagent_type": "helper"}

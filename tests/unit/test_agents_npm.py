@@ -179,7 +179,9 @@ def test_links_are_left_out(tmp_path: Path) -> None:
     assert (tmp_path / "folder/out/evil").is_file()
 
 
-@pytest.mark.parametrize("content", [b"", b"no tarball", TOOL[:40], tarball()])
+@pytest.mark.parametrize(
+    "content", [b"", b"no tarball", TOOL[:40], TOOL[:60] + bytes(20) + TOOL[80:], tarball()]
+)
 def test_a_torn_tarball_is_an_error_of_ours(tmp_path: Path, content: bytes) -> None:
     """Whatever is wrong with its bytes, the tarball is named."""
     (tmp_path / "torn.tgz").write_bytes(content)

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import http.client
 import json
+import lzma
 import os
 import platform
 import ssl
@@ -157,7 +158,7 @@ def unpack(tarball: Path, folder: Path) -> None:
                 content = archive.extractfile(member) if member.isreg() else None
                 if content is not None:
                     _write(folder / _inside(member.name), content, executable=member.mode & 0o111)
-    except (tarfile.TarError, EOFError, zlib.error) as error:
+    except (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise AgentError(f"{tarball.name} cannot be unpacked: {error}") from error
     if not folder.is_dir():
         raise AgentError(f"{tarball.name} holds no file")
