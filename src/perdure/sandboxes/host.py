@@ -427,7 +427,7 @@ async def destroy(box: Box) -> None:
     session_killed = keeper is not None and _kill_session(keeper)
     if not session_killed or not box.ready:  # half booted: a holder that nobody has named yet
         _kill_marked(f"PERDURE_BOX={box.path}".encode())
-    if meta.exec_groups is None:
+    if meta.exec_groups is None and holder is None:  # else they end with their group or namespace
         _kill_commands(box)
     for process in (holder, keeper):
         if process is not None:
@@ -451,7 +451,7 @@ def _kill_session(keeper: ProcessId) -> bool:
 def _kill_commands(box: Box) -> None:
     for path in (box.path / "execs").iterdir():
         record = ExecRecord(path)
-        if record.process is not None and not record.status().done:
+        if record.process is not None:
             _kill_marked(f"PERDURE_EXEC={record.token}".encode())
 
 
