@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -203,6 +204,28 @@ async def test_two_processes_of_a_host_upload_once(tmp_path: Path, store: Weathe
     await asyncio.gather(one.aclose(), other.aclose())
 
     assert [record["n"] for record in await Parts(store).read("s")] == [*range(6)]
+
+
+async def test_a_session_may_grow_while_it_is_met(tmp_path: Path, store: Weather) -> None:
+    """Records that another process of the host writes and uploads meanwhile are no conflict."""
+    one = _mirrored(tmp_path / "h", store)
+    await one.append("s", {"n": 0}, position=0)
+    await one.aclose()
+    busy = _mirrored(tmp_path / "h", store)
+
+    class Growing(Parts):
+        grown = False
+
+        async def read(self, session_id: str, after: int = 0) -> list[dict[str, Any]]:
+            if not self.grown:
+                self.grown = True
+                await busy.append("s", {"n": 1}, position=1)
+                await busy.aclose()
+            return await super().read(session_id, after)
+
+    met = MirroredJournal(LocalJournal(tmp_path / "h"), Growing(store), pause_s=0)
+    assert await met.read("s") == [{"n": 0}, {"n": 1}]
+    await met.aclose()
 
 
 async def test_a_killed_processs_records_are_uploaded(tmp_path: Path, store: Weather) -> None:

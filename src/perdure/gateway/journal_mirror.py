@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from perdure.errors import GatewayUnavailable, PerdureError, StoreUnavailable
+from perdure.gateway.base import Overtaken
 from perdure.gateway.journal import LocalJournal
 from perdure.gateway.journal_file import Known
 from perdure.gateway.journal_parts import Parts, Record
@@ -76,6 +77,8 @@ class MirroredJournal:
         here = await self._local.read(session_id)
         try:
             end = await self._compare(session_id, here)
+        except Overtaken:  # another process of this host wrote and uploaded meanwhile
+            return await self._meet(session_id, needed=needed)
         except StoreUnavailable:
             if not here or needed:
                 raise
@@ -90,7 +93,7 @@ class MirroredJournal:
         firsts = await self._parts.firsts(session_id)
         if not firsts:
             return 0
-        start = max(first for first in firsts if first <= len(here))
+        start = max((first for first in firsts if first <= len(here)), default=0)
         there = await self._parts.read(session_id, start)
         common = min(len(here) - start, len(there))
         if here[start : start + common] != there[:common]:
