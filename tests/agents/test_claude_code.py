@@ -139,6 +139,19 @@ async def test_a_full_context_is_compacted_and_not_fatal(stand: Stand) -> None:
     run.assert_token_exact()
 
 
+async def test_a_context_that_no_compaction_saves_is_a_limit(stand: Stand) -> None:
+    """Where even the summary does not fit, it ends at once, and what it did by then is graded."""
+    run = await stand.run(
+        ClaudeCode(),
+        script(EDIT, noise(6000), DONE),
+        options={"context_window": 96_000},
+        sampling=Sampling(max_context_tokens=6500, max_tokens_per_turn=500),
+    )
+
+    assert (run.end, run.grade.outcome) == (AgentEnd.LIMIT, Outcome.RESOLVED), run.said
+    run.assert_token_exact()
+
+
 async def test_max_turns_is_a_limit(stand: Stand) -> None:
     """It stops after the allowed number of model calls; what it did by then is graded."""
     run = await stand.run(ClaudeCode(), script(READ, EDIT, CHECK, DONE), options={"max_turns": 2})
