@@ -163,6 +163,20 @@ def test_tools_in_a_namespace_get_flat_names_and_built_in_ones_are_left_out() ->
         ({"x-openai-subagent": "review"}, ("review", MAIN, Purpose.STEP)),
         ({"x-openai-subagent": "compact", "thread-id": "t0"}, (MAIN, "", Purpose.COMPACTION)),
         (
+            {"x-codex-turn-metadata": '{"request_kind": "compaction"}', "thread-id": "t0"},
+            (MAIN, "", Purpose.COMPACTION),
+        ),
+        (
+            {
+                "x-openai-subagent": "collab_spawn",
+                "thread-id": "t1",
+                "x-codex-turn-metadata": '{"request_kind": "compaction"}',
+            },
+            ("t1", MAIN, Purpose.COMPACTION),
+        ),
+        ({"x-codex-turn-metadata": '{"request_kind": "turn"}'}, (MAIN, "", Purpose.STEP)),
+        ({"x-codex-turn-metadata": "[" * 100}, (MAIN, "", Purpose.STEP)),
+        (
             {"x-openai-subagent": "memory_consolidation"},
             ("memory_consolidation", MAIN, Purpose.SIDE),
         ),

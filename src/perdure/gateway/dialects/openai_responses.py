@@ -26,6 +26,7 @@ from perdure.types import Purpose
 
 KIND_HEADER, THREAD_HEADER = "x-openai-subagent", "thread-id"
 PARENT_HEADER, SESSION_HEADER = "x-codex-parent-thread-id", "session-id"
+TURN_HEADER = "x-codex-turn-metadata"
 KIND_PURPOSES = {"compact": Purpose.COMPACTION, "memory_consolidation": Purpose.SIDE}
 PING = b'event: keepalive\ndata: {"type": "keepalive"}\n\n'
 """An event, as codex's timer does not see comments."""
@@ -97,16 +98,27 @@ def parse(raw: bytes, headers: Mapping[str, str]) -> Parsed:
 
 
 def _origin(headers: Mapping[str, str]) -> dict[str, Any]:
-    """codex names what kind of helper asks, and the thread it asks in."""
+    """codex names what kind of helper asks, the thread it asks in, and what for."""
     kind = name_header(headers, KIND_HEADER)
     purpose = KIND_PURPOSES.get(kind, Purpose.STEP)
-    if not kind or purpose is Purpose.COMPACTION:
+    if _request_kind(headers) == "compaction":
+        purpose = Purpose.COMPACTION
+    if not kind or kind == "compact":
         return {"purpose": purpose}
     parent = name_header(headers, PARENT_HEADER)
     if parent == name_header(headers, SESSION_HEADER):
         parent = MAIN
     chain = name_header(headers, THREAD_HEADER) or kind
     return {"chain": chain, "parent_chain": parent or MAIN, "purpose": purpose}
+
+
+def _request_kind(headers: Mapping[str, str]) -> Any:
+    """A compaction of codex itself has no other mark: it comes in the thread it sums up."""
+    try:
+        metadata = read_json(headers.get(TURN_HEADER, ""))
+    except (ValueError, RecursionError):  # for other readers than us
+        return None
+    return metadata.get("request_kind") if isinstance(metadata, dict) else None
 
 
 def _sampling(body: Fields) -> dict[str, Any]:
