@@ -44,7 +44,7 @@ class Settings(BaseSettings):
     gateway_host: str = "127.0.0.1"
     """Address the gateway listens on (slime: SHIM_BIND_HOST)."""
     gateway_processes: int = Field(1, ge=1, le=64)
-    """Gateway processes that `perdure up` starts on that port; one more for every 100 busy agents."""
+    """Gateway processes that `perdure up` starts on that port. One serves about 100 turns a second."""
     gateway_durability: Literal["local", "store"] = "local"
     """What an answer waits for: `local` disk (an S3 store follows seconds later), or the `store`."""
     gateway_url: str = ""
