@@ -48,13 +48,15 @@ class Seen:
 
 def _mark(wire: Message) -> Any:
     """What few messages share: the id of a call, or the end of a text. None: not worth keeping."""
-    content = wire.get("content")
+    role, content = wire.get("role"), wire.get("content")
+    if not isinstance(role, str):
+        return None
     if isinstance(content, list) and content and isinstance(content[-1], dict):
         block = content[-1]
         name = block.get("tool_use_id") or block.get("id")
         if isinstance(name, str):
-            return wire.get("role"), "cache_control" in block, name
+            return role, "cache_control" in block, name
         content = block.get("text")
     if not isinstance(content, str):
         return None
-    return wire.get("role"), len(content), content[-END:]
+    return role, len(content), content[-END:]
