@@ -32,6 +32,7 @@ from perdure.types import (
     Instance,
     Outcome,
     PatchRef,
+    Purpose,
     Rewards,
     RolloutRequest,
     RolloutStatus,
@@ -238,7 +239,8 @@ def build(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
     if (grade is not None) != (parts.status is RolloutStatus.GRADED):
         raise ValueError(f"status {parts.status} does not go with grade {grade and grade.outcome}")
     versions = [span.version for turn in parts.turns for span in turn.versions]
-    exact = bool(segments) and all(turn.trainable for turn in parts.turns)
+    steps = [turn for turn in parts.turns if turn.purpose is not Purpose.SIDE]
+    exact = bool(segments) and all(turn.trainable for turn in steps)
     return Episode(
         run_id=request.run_id,
         group_id=request.group_id or f"{request.run_id}/{request.instance_id}",

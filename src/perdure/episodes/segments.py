@@ -128,9 +128,9 @@ def share(policy: RewardShare, index: int, count: int) -> float:
 
 
 def _why_left_out(turn: Turn) -> str | None:
-    if not turn.trainable or not turn.prompt_ids:
-        return "hosted"
-    return "side" if turn.purpose is Purpose.SIDE else None
+    if turn.purpose is Purpose.SIDE:
+        return "side"
+    return None if turn.trainable and turn.prompt_ids else "hosted"
 
 
 def _grown(turns: Sequence[Turn]) -> list[_Stretch]:
