@@ -72,7 +72,11 @@ class RunAgent:
                 model=request.model,
                 sampling=request.sampling,
                 turns_key=f"{keys.attempt(request, attempt.attempt)}/turns.parquet",
-                labels=self.services.labels(request, attempt.attempt, "agent"),
+                labels={
+                    **self.services.labels(request, attempt.attempt, "agent"),
+                    # Siblings share their prompt: the gateway sends them to one engine.
+                    "group": request.group_id or f"{request.run_id}/{request.instance_id}",
+                },
                 replay_of=self._earlier_session(attempt),
             )
         )

@@ -445,6 +445,15 @@ class VersionSpan(Frozen):
     end: int
 
 
+class EngineSpan(Frozen):
+    """Tokens [start, end) of a completion came from this engine, in its so-many-th boot."""
+
+    engine: str
+    generation: int
+    start: int
+    end: int
+
+
 class Purpose(StrEnum):
     """What an agent asked a turn for."""
 
@@ -487,6 +496,10 @@ class Turn(Frozen):
     versions: tuple[VersionSpan, ...] = ()
     finish_reason: FinishReason = FinishReason.STOP
     engine: str = ""
+    """The engine that finished it."""
+    engines: tuple[EngineSpan, ...] = ()
+    """Which engine sampled which tokens: several where one was lost within the turn. Empty: not
+    known, or a hosted API."""
     bridged: bool = False
     """The prompt extends the previous turn's prompt + completion, built from recorded ids."""
     bridge_miss: str | None = None

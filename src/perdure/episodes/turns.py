@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from perdure.types import FinishReason, Purpose, Turn, VersionSpan
+from perdure.types import EngineSpan, FinishReason, Purpose, Turn, VersionSpan
 
 FORMAT = b"perdure.turns"
 VERSION = b"2"
@@ -37,6 +37,19 @@ SCHEMA = pa.schema(
         ),
         ("finish_reason", pa.string()),
         ("engine", pa.string()),
+        (
+            "engines",
+            pa.list_(
+                pa.struct(
+                    [
+                        ("engine", pa.string()),
+                        ("generation", pa.int64()),
+                        ("start", pa.int32()),
+                        ("end", pa.int32()),
+                    ]
+                )
+            ),
+        ),
         ("bridged", pa.bool_()),
         ("bridge_miss", pa.string()),
         ("trainable", pa.bool_()),
@@ -90,6 +103,7 @@ def _row(turn: Turn, kept: int) -> dict[str, Any]:
         prompt_kept=kept,
         prompt_ids=turn.prompt_ids[kept:],
         versions=[vars(span) for span in turn.versions],
+        engines=[vars(span) for span in turn.engines],
         finish_reason=turn.finish_reason.value,
         purpose=turn.purpose.value,
     )
@@ -103,6 +117,7 @@ def _turn(row: dict[str, Any], held: tuple[int, ...]) -> Turn:
         completion_ids=tuple(row["completion_ids"]),
         logprobs=tuple(row["logprobs"]),
         versions=tuple(VersionSpan(**span) for span in row["versions"]),
+        engines=tuple(EngineSpan(**span) for span in row.get("engines") or ()),
         finish_reason=FinishReason(row["finish_reason"]),
         purpose=Purpose(row["purpose"]),
     )

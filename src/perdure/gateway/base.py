@@ -15,14 +15,15 @@ finds it again. Control calls carry the control token and are not reachable with
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import Field, StringConstraints
 
 from perdure.errors import Boundary, PerdureError
-from perdure.types import FinishReason, Frozen, Purpose, Sampling, VersionSpan
+from perdure.types import EngineSpan, FinishReason, Frozen, Purpose, Sampling, VersionSpan
 
 SESSION_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,239}$"
 SessionId = Annotated[str, StringConstraints(pattern=SESSION_ID)]
@@ -156,6 +157,10 @@ class Completion(NamedTuple):
     finish_reason: FinishReason
     versions: Sequence[VersionSpan]
     engine: str
+    engines: Sequence[EngineSpan] = ()
+
+
+NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class TokenEngine(Protocol):
@@ -168,8 +173,12 @@ class TokenEngine(Protocol):
         *,
         session_id: str,
         request_id: str,
+        labels: Mapping[str, str] = NO_LABELS,
     ) -> Completion:
-        """Raises: GatewayUnavailable (nothing usable came back; ask again), Refused."""
+        """`labels`: those of the session; `group` and `run` decide where it is placed and queued.
+
+        Raises: GatewayUnavailable (nothing usable came back; ask again), Refused.
+        """
         ...
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from perdure.gateway.base import Answer
 from perdure.gateway.canonical import Message
-from perdure.types import FinishReason, Purpose, Turn, VersionSpan
+from perdure.types import EngineSpan, FinishReason, Purpose, Turn, VersionSpan
 
 TURN, OPEN, SEALED, CLOSED = "turn", "open", "sealed", "closed"
 PLACEHOLDER = "(no visible output)"
@@ -50,6 +50,7 @@ class TurnRecord:
     completion: "array[int]"
     logprobs: "array[float]"
     versions: tuple[VersionSpan, ...]
+    engines: tuple[EngineSpan, ...]
     finish_reason: FinishReason
     engine: str
     miss: str | None
@@ -70,12 +71,14 @@ def to_journal(record: TurnRecord) -> dict[str, Any]:
         completion=_pack(record.completion),
         logprobs=_pack(record.logprobs),
         versions=[[span.version, span.start, span.end] for span in record.versions],
+        engines=[span.model_dump() for span in record.engines],
         answer=asdict(record.answer),
     )
     return fields
 
 
 def from_journal(fields: dict[str, Any]) -> TurnRecord:
+    fields = {"engines": (), **fields}  # journals of before engines were pooled
     known = {name: fields[name] for name in TurnRecord.__dataclass_fields__}
     known.update(
         purpose=Purpose(fields["purpose"]),
@@ -84,6 +87,7 @@ def from_journal(fields: dict[str, Any]) -> TurnRecord:
         completion=_unpack("i", fields["completion"]),
         logprobs=_unpack("d", fields["logprobs"]),
         versions=tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in fields["versions"]),
+        engines=tuple(EngineSpan(**span) for span in fields["engines"]),
         finish_reason=FinishReason(fields["finish_reason"]),
         answer=Answer(**fields["answer"]),
     )
@@ -161,6 +165,7 @@ def _turn(item: Whole, new_messages: list[Message]) -> Turn:
         completion_ids=tuple(record.completion),
         logprobs=tuple(record.logprobs),
         versions=record.versions,
+        engines=record.engines,
         finish_reason=record.finish_reason,
         engine=record.engine,
         bridged=record.parent is not None and bool(record.completion),

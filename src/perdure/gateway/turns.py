@@ -81,7 +81,11 @@ class TurnMaker:
         completion = await abandonable(
             session,
             engine.generate(
-                prompt, sampling, session_id=session.spec.session_id, request_id=turn_id
+                prompt,
+                sampling,
+                session_id=session.spec.session_id,
+                request_id=turn_id,
+                labels=session.spec.labels,
             ),
         )
         engine_seconds = time.monotonic() - started
@@ -147,7 +151,7 @@ def replayed(asked: Asked, recorded: Recorded) -> TurnRecord:
     """
     old = recorded.record
     completion = Completion(
-        old.completion, old.logprobs, old.finish_reason, old.versions, old.engine
+        old.completion, old.logprobs, old.finish_reason, old.versions, old.engine, old.engines
     )
     read = Read(old.answer, old.reasoning_open, old.placeholder)
     lost = old.parent is not None and recorded.parent is None
@@ -201,6 +205,7 @@ def _record(asked: Asked, made: _Made) -> TurnRecord:
         completion=array("i", completion.token_ids),
         logprobs=array("d", completion.logprobs),
         versions=tuple(completion.versions),
+        engines=tuple(completion.engines),
         finish_reason=completion.finish_reason,
         engine=completion.engine,
         miss=made.miss,

@@ -8,12 +8,12 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
-from perdure.gateway.base import Completion
+from perdure.gateway.base import NO_LABELS, Completion
 from perdure.gateway.engines.wire import PATIENCE_S, Wire, engine_name
 from perdure.gateway.prompt_ids import PromptIds
 from perdure.types import FinishReason, VersionSpan
@@ -50,6 +50,7 @@ class VllmEngine:
         *,
         session_id: str,
         request_id: str,
+        labels: Mapping[str, str] = NO_LABELS,
     ) -> Completion:
         body = {
             "model": self._model,
