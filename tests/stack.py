@@ -432,11 +432,13 @@ class Stack:
         """Assert that our finished rollouts have left nothing on this host."""
         await until(lambda: not self.left_behind(), f"nothing is left: {self.left_behind()}", 20)
 
-    async def solved_once(self, request: RolloutRequest, attempt: int = 1, again: int = 0) -> None:
+    async def solved_once(
+        self, request: RolloutRequest, attempt: int = 1, again: int = 0, replayed: int = 0
+    ) -> None:
         """Assert what an interrupted rollout owes: solved, nothing done twice, nothing left.
 
         `again`: turns that were in flight when their gateway or engine died, and may be bought
-        twice.
+        twice. `replayed`: first turns that a lost attempt had bought already.
         """
         episode = await self.episode(request)
         verdict = (episode.status, episode.outcome, episode.reward)
@@ -446,7 +448,7 @@ class Stack:
         )
         turns = self.engine.turns
         assert (episode.turns, len(episode.attempts)) == (turns, attempt), episode
-        self.bought_once(request, attempt, again)
+        self.bought_once(request, attempt, again, replayed)
         assert await self.lines(request, "commands.log", attempt) == commands(turns)
         starts = await self.lines(request, "starts.log", attempt)
         assert len(starts) == 1, starts
@@ -455,11 +457,15 @@ class Stack:
         assert len(verdicts) == 1, files
         await self.nothing_left()
 
-    def bought_once(self, request: RolloutRequest, attempt: int = 1, again: int = 0) -> None:
-        """Assert that the attempt asked for each turn, and for at most `again` of them twice."""
+    def bought_once(
+        self, request: RolloutRequest, attempt: int = 1, again: int = 0, replayed: int = 0
+    ) -> None:
+        """Assert that the attempt asked for each turn after the `replayed` ones, and for at most
+        `again` of them twice."""
         session = self.identity(request, "agent", attempt)
         sampled = {k: n for k, n in self.engine.times_sampled().items() if k.startswith(session)}
-        assert sampled.keys() == {f"{session}-{turn}" for turn in range(self.engine.turns)}, sampled
+        due = {f"{session}-{turn}" for turn in range(replayed, self.engine.turns)}
+        assert sampled.keys() == due, sampled
         assert sum(sampled.values()) - len(sampled) <= again, sampled
 
     # --- the temporal CLI ----------------------------------------------------------------------

@@ -80,7 +80,8 @@ async def test_a_worker_that_is_told_to_stop_hands_over(stack: Stack) -> None:
 
 
 async def test_a_lost_sandbox_means_a_new_attempt_and_keeps_the_old_evidence(stack: Stack) -> None:
-    """kill -9 of what holds the sandbox: attempt 2 solves it; turns and output of 1 stay."""
+    """kill -9 of what holds the sandbox: attempt 2 solves it, and buys no turn of attempt 1 again;
+    turns and output of 1 stay."""
     stack.engine.hold(HELD)
     request = await stack.start("sandbox-lost")
     await stack.held(request)
@@ -88,7 +89,7 @@ async def test_a_lost_sandbox_means_a_new_attempt_and_keeps_the_old_evidence(sta
     await stack.held(request, attempt=2)
     stack.engine.let_go()
 
-    await stack.solved_once(request, attempt=2)
+    await stack.solved_once(request, attempt=2, replayed=HELD)
     kept = turns.decode(await stack.read(request, "turns.parquet", attempt=1))
     assert len(kept) == HELD
     assert await stack.lines(request, "stdout.log", attempt=1) == [
@@ -154,7 +155,7 @@ async def test_a_cancelled_rollout_can_be_started_again(stack: Stack) -> None:
     stack.engine.let_go()
     await stack.perdure.start_rollout(request)
 
-    await stack.solved_once(request, attempt=2)
+    await stack.solved_once(request, attempt=2, replayed=HELD)
 
 
 async def test_a_finished_rollout_started_again_does_no_work(stack: Stack) -> None:
