@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=30_000, help="history of a busy session")
     parser.add_argument("--idle", type=int, default=1000, help="sessions that come on top")
-    parser.add_argument("--idle-tokens", type=int, default=4_000, help="history of each of them")
+    parser.add_argument("--idle-tokens", type=int, default=30_000, help="history of each of them")
     print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=1))
 
 
