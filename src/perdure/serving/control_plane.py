@@ -1,0 +1,208 @@
+"""vLLM's own control routes on one engine: probes, metrics, pause, weights.
+
+Only managers and gateways come here, straight to the engine; nothing of it is ever proxied.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from perdure.errors import Boundary, ControlPlaneError
+from perdure.serving.state import is_fenced, root_of
+
+PROBE_S = 30.0
+"""A loaded engine is slow to answer: one slow answer alone is no verdict."""
+PROBE_PROMPT = (1, 2, 3)
+PROBE_SESSION = "perdure-probe"
+SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{([^}]*)\})?\s+(\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """What an engine's /metrics say; None where it does not say."""
+
+    boot: str = ""
+    """Start time of its process, as text."""
+    running: float = 0.0
+    waiting: float = 0.0
+    starved: float = 0.0
+    """Requests that wait for KV room."""
+    steps: float | None = None
+    tokens: float | None = None
+    preemptions: float = 0.0
+    kv_used: float = 0.0
+    """Share of the KV cache in use, 0 to 1."""
+    kv_tokens: int | None = None
+    """Tokens that fit into the KV cache."""
+    cache_queries: float = 0.0
+    cache_hits: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One greedy token after a prompt, and its logprob."""
+
+    token_id: int
+    logprob: float
+
+
+class EngineControl:
+    """The control plane of one engine."""
+
+    def __init__(self, url: str, client: httpx.AsyncClient, *, api_key: str = "") -> None:
+        self.url = root_of(url)
+        self._client = client
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def vitals(self) -> Vitals:
+        """Raises: ControlPlaneError."""
+        response = await self._send("GET", "/metrics", timeout=PROBE_S)
+        return read_vitals(response.text)
+
+    async def boot(self, model: str, vitals: Vitals) -> str:
+        """What tells this boot of the engine from another: its fenced name, or its start time."""
+        response = await self._send("GET", "/v1/models", timeout=PROBE_S, absent_ok=True)
+        served = [str(card.get("id", "")) for card in _object(response).get("data", ())]
+        return next((name for name in served if is_fenced(model, name)), vitals.boot)
+
+    async def round_trip(self, model: str, *, timeout_s: float = PROBE_S) -> None:
+        """One sampled token, or an error: what readiness means. Raises: ControlPlaneError."""
+        await self.score(model, PROBE_PROMPT, timeout_s=timeout_s)
+
+    async def score(
+        self, model: str, prompt_ids: Sequence[int], *, timeout_s: float = PROBE_S
+    ) -> Scored:
+        """The greedy next token. Raises: ControlPlaneError."""
+        body = {
+            "model": model,
+            "request_id": PROBE_SESSION,
+            "token_ids": list(prompt_ids),
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "logprobs": 1},
+        }
+        headers = {"x-session-id": PROBE_SESSION}
+        route = "/inference/v1/generate"
+        response = await self._send("POST", route, body, headers=headers, timeout=timeout_s)
+        try:
+            choice = _object(response)["choices"][0]
+            entry = choice["logprobs"]["content"][0]
+            return Scored(int(choice["token_ids"][0]), float(entry["logprob"]))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise self._failed(f"sampled no token: {error!r}") from error
+
+    async def is_paused(self) -> bool | None:
+        """None where the engine has no such route (not started in vLLM's dev mode)."""
+        response = await self._send("GET", "/is_paused", timeout=PROBE_S, absent_ok=True)
+        return _object(response).get("is_paused")
+
+    async def version(self) -> int | None:
+        """The number in its weight label; None where it has none."""
+        response = await self._send("GET", "/weight_info", timeout=PROBE_S, absent_ok=True)
+        return version_number(_object(response).get("weight_version"))
+
+    async def pause(self, mode: str) -> None:
+        """`abort` ends requests in flight with what they have, `keep` freezes them. The prefix
+        cache is cleared in both: KV of other weights must not be attended to."""
+        await self._send("POST", f"/pause?mode={mode}&clear_cache=true", timeout=120.0)
+
+    async def resume(self) -> None:
+        await self._send("POST", "/resume", timeout=60.0)
+
+    async def start_update(self) -> None:
+        await self._send("POST", "/start_weight_update", timeout=600.0)
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        body = {"update_info": dict(info)}
+        await self._send("POST", "/update_weights", body, timeout=1800.0)
+
+    async def finish_update(self, version: int) -> None:
+        body = {"weight_version": str(version)}
+        await self._send("POST", "/finish_weight_update", body, timeout=600.0)
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Once a boot. Raises: ControlPlaneError."""
+        body = {"init_info": dict(info)}
+        await self._send("POST", "/init_weight_transfer_engine", body, timeout=600.0)
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout: float,
+        headers: Mapping[str, str] | None = None,
+        absent_ok: bool = False,
+    ) -> httpx.Response:
+        try:
+            response = await self._client.request(
+                method,
+                self.url + path,
+                json=None if body is None else dict(body),
+                headers={**self._headers, **(headers or {})},
+                timeout=httpx.Timeout(timeout, connect=5.0, pool=None),
+            )
+        except httpx.TransportError as error:
+            raise self._failed(f"{method} {path}: {type(error).__name__} {error}") from None
+        if response.is_success or (absent_ok and response.status_code in (404, 405)):
+            return response
+        raise self._failed(f"{method} {path} answered {response.status_code}: {_short(response)}")
+
+    def _failed(self, problem: str) -> ControlPlaneError:
+        return ControlPlaneError(
+            f"the engine {self.url} failed: {problem}", boundary=Boundary.ENGINE
+        )
+
+
+def read_vitals(text: str) -> Vitals:
+    """Sums over the engine's data-parallel ranks; the KV share is the fullest rank's."""
+    sums: dict[str, float] = {}
+    starved, kv_used, kv_tokens = 0.0, 0.0, 0
+    for name, labels, number in SAMPLE.findall(text):
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        sums[name] = sums.get(name, 0.0) + value
+        if name == "vllm:num_requests_waiting_by_reason" and 'reason="capacity"' in labels:
+            starved += value
+        elif name == "vllm:kv_cache_usage_perc":
+            kv_used = max(kv_used, value)
+        elif name == "vllm:cache_config_info":
+            size = re.search(r'kv_cache_size_tokens="(\d+)"', labels)
+            kv_tokens += int(size[1]) if size else 0
+    started = sums.get("process_start_time_seconds")
+    return Vitals(
+        boot="" if started is None else f"{started:.2f}",
+        running=sums.get("vllm:num_requests_running", 0.0),
+        waiting=sums.get("vllm:num_requests_waiting", 0.0),
+        starved=starved,
+        steps=sums.get("vllm:iteration_tokens_total_count"),
+        tokens=sums.get("vllm:generation_tokens_total"),
+        preemptions=sums.get("vllm:num_preemptions_total", 0.0),
+        kv_used=kv_used,
+        kv_tokens=kv_tokens or None,
+        cache_queries=sums.get("vllm:prefix_cache_queries_total", 0.0),
+        cache_hits=sums.get("vllm:prefix_cache_hits_total", 0.0),
+    )
+
+
+def version_number(label: object) -> int | None:
+    """`step-7` is 7; vLLM's unset label `default` names no version."""
+    found = re.search(r"\d+$", str(label))
+    return int(found[0]) if found else None
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        value = json.loads(response.content)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) and response.is_success else {}
+
+
+def _short(response: httpx.Response) -> str:
+    return " ".join(response.text[:300].split())
