@@ -7,14 +7,14 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.gateway_cost.agent import Agent
-from perdure.gateway.base import Completion, Engine, ModelRequest, SessionSpec
+from perdure.gateway.base import NO_LABELS, Completion, Engine, ModelRequest, SessionSpec
 from perdure.gateway.dialects import anthropic
 from perdure.gateway.journal import LocalJournal
 from perdure.gateway.metrics import Metrics
@@ -41,6 +41,7 @@ class Instant:
         *,
         session_id: str,
         request_id: str,
+        labels: Mapping[str, str] = NO_LABELS,
     ) -> Completion:
         self.prompt_tokens = len(prompt_ids)
         return Completion(self.ids, [-0.5] * len(self.ids), FinishReason.STOP, (), "instant")

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from perdure.episodes.segments import cut
 from perdure.episodes.turns import decode
 from perdure.gateway import sessions as sessions_module
 from perdure.gateway.base import (
+    NO_LABELS,
     Answer,
     Completion,
     ContextExhausted,
@@ -64,6 +65,7 @@ class Speaker:
         *,
         session_id: str,
         request_id: str,
+        labels: Mapping[str, str] = NO_LABELS,
     ) -> Completion:
         if isinstance(prompt_ids, PromptIds):  # the text that an engine is sent
             assert json.loads(b"[" + prompt_ids.text + b"]") == list(prompt_ids)

@@ -5,14 +5,14 @@ the gateway minted for them. Nothing of the recordings is copied here; without t
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from perdure.episodes.segments import cut
-from perdure.gateway.base import Completion, Engine, ModelRequest, SessionSpec
+from perdure.gateway.base import NO_LABELS, Completion, Engine, ModelRequest, SessionSpec
 from perdure.gateway.dialects import anthropic
 from perdure.gateway.journal import LocalJournal
 from perdure.gateway.metrics import Metrics
@@ -42,6 +42,7 @@ class Speaker:
         *,
         session_id: str,
         request_id: str,
+        labels: Mapping[str, str] = NO_LABELS,
     ) -> Completion:
         ids = self.next
         self.seen.append((tuple(prompt_ids), tuple(ids)))
