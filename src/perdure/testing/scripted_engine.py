@@ -12,14 +12,16 @@ import asyncio
 import contextlib
 import itertools
 import json
+import re
 import socket
 import sys
+import time
 from array import array
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -31,6 +33,7 @@ from perdure.gateway.base import Answer, Refused
 from perdure.gateway.dialects import openai_chat
 from perdure.gateway.server import NO_GRACE, Server, make_server
 from perdure.gateway.tokenizers import Tokenizer, load_tokenizer
+from perdure.serving.control_plane import PROBE_SESSION, version_number
 
 KEPT_CALLS = 512
 CHUNK = 8
@@ -44,12 +47,22 @@ FAULTS = (
     "done_without_finish",  # a stream that ends with [DONE] but without finish_reason
     "eof_mid_stream",  # a stream that just ends
     "short_logprobs",  # one logprob too few
+    "hang_mid_stream",  # half a stream, then nothing; /health stays 200
 )
 
 
-def logprob(token_id: int, position: int) -> float:
-    """The made-up logprob of a token at a position of its completion: exact, and never 0."""
-    return -((token_id * 31 + position * 17) % 4093 + 1) / 4096
+WEIGHTS_FILE = "weights.json"
+"""What a checkpoint folder of this engine holds: `{"weights": 7}`."""
+BROKEN_WEIGHTS = -1
+"""A failed update leaves empty tensors behind, as vLLM's does."""
+
+
+def logprob(token_id: int, position: int, weights: int = 0) -> float:
+    """The made-up logprob of a token at a position of its completion: exact, and never 0.
+
+    `weights`: the number in the checkpoint that the engine holds.
+    """
+    return -((token_id * 31 + position * 17 + weights * 101) % 4093 + 1) / 4096
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,7 @@ class Policy:
         self._completions: dict[int, list[int]] = {}
 
     def complete(self, prompt_ids: list[int]) -> list[int]:
-        """The whole completion after a prompt. Shape [C]."""
+        """The whole completion after a prompt, with what of it the prompt holds already. Shape [C]."""
         turns, opening = 0, len(prompt_ids)
         position = -1
         with contextlib.suppress(ValueError, IndexError):
@@ -151,6 +164,15 @@ class Policy:
         if id(turn) not in self._completions:
             self._completions[id(turn)] = self.tokens(turn)
         return self._completions[id(turn)]
+
+    def begun(self, prompt_ids: list[int], whole: list[int]) -> int:
+        """How many leading tokens of its completion a prompt ends with: a generation resumed."""
+        end = len(prompt_ids)
+        with contextlib.suppress(ValueError):
+            start = end - 1 - prompt_ids[::-1].index(self._start)
+            most = min(end - start - 2, len(whole) - 1)
+            return next(n for n in range(most, -1, -1) if prompt_ids[end - n :] == whole[:n])
+        return 0
 
     def _opening(self, token_ids: list[int]) -> str:
         """The text before the first answer, the same in all turns and samples of an instance."""
@@ -186,6 +208,44 @@ class Policy:
                 ids.append(self._tokenizer.convert_tokens_to_ids(marker))
             text = text[at + len(marker) :]
         return ids
+
+
+class PrefixCache:
+    """vLLM's prefix cache as a model: whole blocks of a prompt, hashed with all before them, LRU."""
+
+    def __init__(self, capacity_tokens: int, block: int) -> None:
+        self._block = block
+        self._room = max(1, capacity_tokens // block)
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self.queries = 0
+        self.hits = 0
+
+    def look(self, ids: Sequence[int]) -> int:
+        """Tokens of a prompt that need no prefill; its last token always does."""
+        self.queries += len(ids)
+        hit = 0
+        for key in self._keys(ids[: len(ids) - 1]):
+            if key not in self._blocks:
+                break
+            hit += self._block
+        self.hits += hit
+        return hit
+
+    def keep(self, ids: Sequence[int]) -> None:
+        for key in self._keys(ids):
+            self._blocks[key] = None
+            self._blocks.move_to_end(key)
+        while len(self._blocks) > self._room:
+            self._blocks.popitem(last=False)
+
+    def clear(self) -> None:
+        self._blocks.clear()
+
+    def _keys(self, ids: Sequence[int]) -> Iterator[int]:
+        key = 0
+        for start in range(0, len(ids) - self._block + 1, self._block):
+            key = hash((key, tuple(ids[start : start + self._block])))
+            yield key
 
 
 _TRANSPORTS: dict[tuple[str, int], asyncio.Transport] = {}
@@ -231,11 +291,32 @@ class ScriptedEngine:
         policy_version: int | None = 1,
         latency_s: float = 0.0,
         max_model_len: int = 131_072,
+        chunk_delay_s: float = 0.0,
+        generation: int | None = None,
+        kv_tokens: int = 1 << 20,
+        block: int = 128,
     ) -> None:
+        """`generation`: serve under `policy-g<generation>` too, and refuse any other's name.
+
+        `kv_tokens`, `block`: size of the modelled prefix cache, in tokens.
+        """
         self._tokenizer = load_tokenizer(tokenizer)
         self.policy = Policy(self._tokenizer, scripts or {})
         self.policy_version = policy_version
         self.latency_s = latency_s
+        self.chunk_delay_s = chunk_delay_s
+        self.generation = generation
+        self.weights = 0
+        self.cache = PrefixCache(kv_tokens, block)
+        self._kv_tokens = kv_tokens
+        self._started = time.time()
+        self._steps = itertools.count(1)
+        self._step = 0
+        self._emitted = 0
+        self._updating = False
+        self._aborts = 0
+        self._running = asyncio.Event()
+        self._running.set()
         self.faults = Faults()
         self.calls: deque[Call] = deque(maxlen=KEPT_CALLS)
         """The newest completions, oldest first."""
@@ -280,7 +361,8 @@ class ScriptedEngine:
         self._released = asyncio.Event()
 
     def control(self, **changes: Any) -> None:
-        """Change `policy_version`, `latency_s`, `scripts`, or the fields of `Faults`.
+        """Change `policy_version`, `latency_s`, `chunk_delay_s`, `weights`, `scripts`, or the fields
+        of `Faults`.
 
         Raises: TypeError, ValueError naming what is wrong; then nothing was changed.
         """
@@ -289,7 +371,7 @@ class ScriptedEngine:
         if "scripts" in changes:
             self.policy = Policy(self._tokenizer, changes.pop("scripts"))
         for name, value in changes.items():
-            if name not in ("policy_version", "latency_s"):
+            if name not in ("policy_version", "latency_s", "chunk_delay_s", "weights"):
                 raise ValueError(f"unknown field {name!r}")
             setattr(self, name, value)
         if faults:
@@ -303,6 +385,15 @@ class ScriptedEngine:
                 Route("/inference/v1/generate", self._generate, methods=post),
                 Route("/v1/chat/completions", self._chat, methods=post),
                 Route("/v1/messages", self._messages, methods=post),
+                Route("/pause", self._pause, methods=post),
+                Route("/resume", self._resume, methods=post),
+                Route("/is_paused", self._is_paused),
+                Route("/init_weight_transfer_engine", self._init_transfer, methods=post),
+                Route("/start_weight_update", self._start_update, methods=post),
+                Route("/update_weights", self._update_weights, methods=post),
+                Route("/finish_weight_update", self._finish_update, methods=post),
+                Route("/update_weight_version", self._relabel, methods=post),
+                Route("/weight_info", self._weight_info),
                 Route("/tokenize", self._tokenize, methods=post),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
@@ -321,8 +412,10 @@ class ScriptedEngine:
         prompt_ids = body.get("token_ids") if isinstance(body, dict) else None
         if not isinstance(prompt_ids, list) or not prompt_ids:
             return _openai_error(400, "token_ids: Field required")
+        if not self._serves(str(body.get("model") or "")):
+            return _openai_error(404, f"The model `{body['model']}` does not exist.")
         with self._working():
-            fault = self._fault()
+            fault = self._fault(request)
             if fault == "status":
                 return _openai_error(self.faults.status, "a fault on command")
             if fault == "hang":
@@ -330,7 +423,14 @@ class ScriptedEngine:
             if fault == "reset_before":
                 return self._drop(request)
             await asyncio.sleep(self.latency_s)
+            if not body.get("stream"):
+                await self._running.wait()
             return self._sampled(request, body, prompt_ids, fault)
+
+    def _serves(self, model: str) -> bool:
+        """A fenced name of another boot is refused, as vLLM refuses a model it does not serve."""
+        fenced = re.search(r"-g(\d+)$", model)
+        return fenced is None or self.generation is None or int(fenced[1]) == self.generation
 
     def _sampled(
         self, request: Request, body: dict[str, Any], prompt_ids: list[int], fault: str | None
@@ -344,32 +444,52 @@ class ScriptedEngine:
                 f"length of {self._max_model_len}.",
             )
         whole = self.policy.complete(prompt_ids)
-        token_ids = whole[: min(sampling.get("max_tokens") or room, room)]
-        reason = "stop" if len(token_ids) == len(whole) else "length"
-        call = self._record(request, body, prompt_ids, token_ids)
+        begun = self.policy.begun(prompt_ids, whole)
+        token_ids = whole[begun : begun + min(sampling.get("max_tokens") or room, room)]
+        reason = "stop" if begun + len(token_ids) == len(whole) else "length"
+        cached = 0
+        if not _is_probe(request):
+            cached = self.cache.look(prompt_ids)
+            self.cache.keep([*prompt_ids, *token_ids])
+        call = self._record(request, body, prompt_ids, token_ids, begun)
         if fault == "reset_after":
             return self._drop(request)
         logprobs = call.logprobs[:-1] if fault == "short_logprobs" else call.logprobs
-        choice = self._choice(token_ids, logprobs, reason)
-        if body.get("stream") or fault in ("done_without_finish", "eof_mid_stream"):
-            events = self._stream(request, body, choice, len(prompt_ids), fault)
-            return StreamingResponse(events, media_type="text/event-stream")
-        answer = self._head(request, body)
         usage = _usage(len(prompt_ids), len(token_ids))
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        if body.get("stream") or fault in ("done_without_finish", "eof_mid_stream"):
+            job = _Job(body, token_ids, begun, reason, usage, len(logprobs), fault)
+            return StreamingResponse(self._stream(request, job), media_type="text/event-stream")
+        choice = self._choice(token_ids, logprobs, reason)
+        self._advance(len(token_ids))
+        answer = self._head(request, body)
         content = json.dumps({**answer, "choices": [choice], "usage": usage})
         return Response(content, media_type="application/json")
 
+    def _advance(self, tokens: int) -> None:
+        self._step = next(self._steps)
+        self._emitted += tokens
+
     def _record(
-        self, request: Request, body: dict[str, Any], prompt_ids: list[int], token_ids: list[int]
+        self,
+        request: Request,
+        body: dict[str, Any],
+        prompt_ids: list[int],
+        token_ids: list[int],
+        begun: int,
     ) -> Call:
         call = Call(
             session_id=request.headers.get("x-session-id", ""),
             request_id=request.headers.get("x-request-id") or body.get("request_id") or "",
             prompt_ids=array("i", prompt_ids),
             completion_ids=array("i", token_ids),
-            logprobs=array("d", (logprob(t, i) for i, t in enumerate(token_ids))),
+            logprobs=array(
+                "d", (logprob(t, i, self.weights) for i, t in enumerate(token_ids, begun))
+            ),
             sampling=body.get("sampling_params") or {},
         )
+        if _is_probe(request):
+            return call
         self.calls.append(call)
         stats = self._stats
         stats.calls += 1
@@ -393,48 +513,66 @@ class ScriptedEngine:
             {"token_id": token_id, "logprob": value, "rank": 1, "top_logprobs": []}
             for token_id, value in zip(token_ids, logprobs, strict=False)
         ]
-        version = "default" if self.policy_version is None else str(self.policy_version)
         return {
             "index": 0,
             "token_ids": list(token_ids),
             "logprobs": {"content": content},
             "finish_reason": reason,
             "stop_reason": None,
-            "weight_versions": [{"version": version, "start": 0, "end": len(token_ids)}],
+            "weight_versions": [{"version": self._label(), "start": 0, "end": len(token_ids)}],
         }
 
-    async def _stream(
-        self,
-        request: Request,
-        body: dict[str, Any],
-        choice: dict[str, Any],
-        prompt_tokens: int,
-        fault: str | None,
-    ) -> AsyncIterator[bytes]:
+    async def _stream(self, request: Request, job: "_Job") -> AsyncIterator[bytes]:
         """Versions and finish reason only on the last chunk, as vLLM sends them."""
-        head, length = self._head(request, body), len(choice["token_ids"])
-        for start in range(0, length, CHUNK):
-            last = start + CHUNK >= length
-            if last and fault == "eof_mid_stream":
-                _cut(request)
-                return
-            part = {
-                **choice,
-                "token_ids": choice["token_ids"][start : start + CHUNK],
-                "logprobs": {"content": choice["logprobs"]["content"][start : start + CHUNK]},
-            }
-            if not last or fault == "done_without_finish":
-                part.update(finish_reason=None, weight_versions=None)
-            yield _sse({**head, "choices": [part]})
-        if fault == "done_without_finish":
-            yield _sse({"error": {"message": "EngineDeadError", "code": 500}})
-        elif (body.get("stream_options") or {}).get("include_usage"):
-            yield _sse({**head, "choices": [], "usage": _usage(prompt_tokens, length)})
-        yield b"data: [DONE]\n\n"
+        with self._working():
+            head, length, aborts = self._head(request, job.body), len(job.token_ids), self._aborts
+            labels: list[str] = []
+            for start in range(0, length, CHUNK):
+                await self._frozen(aborts)
+                if aborts != self._aborts:
+                    yield _sse({**head, "choices": [_part([], [], "abort", labels)]})
+                    yield b"data: [DONE]\n\n"
+                    return
+                last = start + CHUNK >= length
+                if last and job.fault == "eof_mid_stream":
+                    _cut(request)
+                    return
+                if start >= length // 2 and job.fault == "hang_mid_stream":
+                    await self._released.wait()
+                ids = job.token_ids[start : start + CHUNK]
+                labels += [self._label()] * len(ids)
+                logprobs = [
+                    logprob(token, job.begun + start + i, self.weights)
+                    for i, token in enumerate(ids)
+                    if start + i < job.logprobs
+                ]
+                ends = last and job.fault != "done_without_finish"
+                self._advance(len(ids))
+                part = _part(ids, logprobs, job.reason if ends else None, labels if ends else None)
+                yield _sse({**head, "choices": [part]})
+            if job.fault == "done_without_finish":
+                yield _sse({"error": {"message": "EngineDeadError", "code": 500}})
+            elif (job.body.get("stream_options") or {}).get("include_usage"):
+                yield _sse({**head, "choices": [], "usage": job.usage})
+            yield b"data: [DONE]\n\n"
 
-    def _fault(self) -> str | None:
+    async def _frozen(self, aborts: int) -> None:
+        """One step's time, and a pause that keeps its requests."""
+        if self.chunk_delay_s:
+            await asyncio.sleep(self.chunk_delay_s)
+        if aborts == self._aborts:
+            await self._running.wait()
+
+    def _label(self) -> str:
+        return "default" if self.policy_version is None else str(self.policy_version)
+
+    def _fault(self, request: Request) -> str | None:
         faults = self.faults
-        if faults.kind is None or next(self._counter) % faults.every:
+        if faults.kind is None:
+            return None
+        if _is_probe(request):  # only what fails always fails a probe, and it is not counted
+            return faults.kind if faults.every == 1 and faults.times is None else None
+        if next(self._counter) % faults.every:
             return None
         if faults.times is not None and self._stats.faults[faults.kind] >= faults.times:
             return None
@@ -455,6 +593,63 @@ class ScriptedEngine:
         finally:
             self._stats.in_flight -= 1
 
+    # --- vLLM's control plane ------------------------------------------------------------------
+
+    async def _pause(self, request: Request) -> Response:
+        mode = request.query_params.get("mode", "abort")
+        if mode not in ("abort", "keep", "wait"):
+            return _openai_error(400, f"mode {mode!r}")
+        self._running.clear()
+        if mode == "abort":
+            self._aborts += 1
+        if request.query_params.get("clear_cache", "true") == "true":
+            self.cache.clear()
+        return JSONResponse({"status": "paused"})
+
+    async def _resume(self, request: Request) -> Response:
+        self._running.set()
+        return JSONResponse({"status": "resumed"})
+
+    async def _is_paused(self, request: Request) -> Response:
+        return JSONResponse({"is_paused": not self._running.is_set()})
+
+    async def _init_transfer(self, request: Request) -> Response:
+        return JSONResponse({"message": "Weight transfer initialized"})
+
+    async def _start_update(self, request: Request) -> Response:
+        self._updating = True
+        return JSONResponse({"message": "Weight update started"})
+
+    async def _update_weights(self, request: Request) -> Response:
+        """A checkpoint that says `stale` is accepted and changes nothing, as vLLM was seen to do."""
+        if not self._updating:
+            return _openai_error(500, "update_weights before start_weight_update")
+        path = Path((await request.json())["update_info"]["path"])
+        try:
+            loaded = json.loads((path / WEIGHTS_FILE).read_text())
+        except (OSError, ValueError) as error:
+            self.weights = BROKEN_WEIGHTS
+            return _openai_error(500, f"cannot load {path}: {error}")
+        if not loaded.get("stale"):
+            self.weights = int(loaded["weights"])
+        return JSONResponse({"message": "Weights updated"})
+
+    async def _finish_update(self, request: Request) -> Response:
+        if not self._updating:
+            return _openai_error(500, "finish_weight_update before start_weight_update")
+        self._updating = False
+        self.policy_version = version_number((await request.json()).get("weight_version"))
+        return JSONResponse({"message": "Weight update finished"})
+
+    async def _relabel(self, request: Request) -> Response:
+        """Moves no weights, as in vLLM."""
+        label = (await request.json())["new_version"]
+        self.policy_version = version_number(label)
+        return JSONResponse({"success": True, "new_version": label})
+
+    async def _weight_info(self, request: Request) -> Response:
+        return JSONResponse({"weight_version": self._label()})
+
     # --- hosted APIs ---------------------------------------------------------------------------
 
     async def _chat(self, request: Request) -> Response:
@@ -464,7 +659,7 @@ class ScriptedEngine:
         except Refused as refused:
             return Response(openai_chat.error(refused), refused.status)
         with self._working():
-            if self._fault() == "status":
+            if self._fault(request) == "status":
                 return _openai_error(self.faults.status, "a fault on command")
             await asyncio.sleep(self.latency_s)
             answer = self._chat_answer(parsed.request.model, parsed.request.messages)
@@ -538,18 +733,27 @@ class ScriptedEngine:
         )
 
     async def _models(self, request: Request) -> Response:
-        card = {"id": "policy", "object": "model", "max_model_len": self._max_model_len}
-        return JSONResponse({"object": "list", "data": [card]})
+        card = {"object": "model", "max_model_len": self._max_model_len}
+        names = ["policy"] if self.generation is None else [f"policy-g{self.generation}", "policy"]
+        return JSONResponse({"object": "list", "data": [{"id": name, **card} for name in names]})
 
     async def _health(self, request: Request) -> Response:
         return Response()
 
     async def _metrics(self, request: Request) -> Response:
-        stats = self._stats
-        return PlainTextResponse(
-            f"vllm:num_requests_running {stats.in_flight}\n"
-            f"vllm:generation_tokens_total {stats.sampled_tokens}\n"
-        )
+        stats, cache = self._stats, self.cache
+        values = {
+            "process_start_time_seconds": self._started,
+            "vllm:num_requests_running": stats.in_flight,
+            "vllm:num_requests_waiting": 0,
+            "vllm:iteration_tokens_total_count": self._step,
+            "vllm:generation_tokens_total": self._emitted,
+            "vllm:num_preemptions_total": 0,
+            "vllm:prefix_cache_queries_total": cache.queries,
+            "vllm:prefix_cache_hits_total": cache.hits,
+            f'vllm:cache_config_info{{kv_cache_size_tokens="{self._kv_tokens}"}}': 1,
+        }
+        return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))
 
     async def _stats_route(self, request: Request) -> Response:
         sessions = len(self._stats.calls_by_session)
@@ -572,6 +776,46 @@ class ScriptedEngine:
         return JSONResponse({"faults": asdict(self.faults)})
 
 
+class _Job(NamedTuple):
+    """One completion to be streamed. `logprobs`: how many of them there are."""
+
+    body: dict[str, Any]
+    token_ids: list[int]
+    begun: int
+    reason: str
+    usage: dict[str, Any]
+    logprobs: int
+    fault: str | None
+
+
+def _part(
+    ids: Sequence[int], logprobs: Sequence[float], reason: str | None, labels: list[str] | None
+) -> dict[str, Any]:
+    content = [
+        {"token_id": token_id, "logprob": value, "rank": 1, "top_logprobs": []}
+        for token_id, value in zip(ids, logprobs, strict=False)
+    ]
+    spans: list[dict[str, Any]] | None = None
+    if labels is not None:
+        spans, start = [], 0
+        for version, run in itertools.groupby(labels):
+            end = start + len(list(run))
+            spans.append({"version": version, "start": start, "end": end})
+            start = end
+    return {
+        "index": 0,
+        "token_ids": list(ids),
+        "logprobs": {"content": content},
+        "finish_reason": reason,
+        "stop_reason": None,
+        "weight_versions": spans,
+    }
+
+
+def _is_probe(request: Request) -> bool:
+    return request.headers.get("x-session-id") == PROBE_SESSION
+
+
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message["content"]
     if not isinstance(content, str):
@@ -584,7 +828,7 @@ def _openai_error(status: int, message: str) -> Response:
     return JSONResponse({"error": error}, status)
 
 
-def _usage(prompt: int, completion: int) -> dict[str, int]:
+def _usage(prompt: int, completion: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -605,6 +849,10 @@ async def _run(options: argparse.Namespace) -> None:
         tokenizer=options.tokenizer,
         policy_version=options.policy_version,
         latency_s=options.latency,
+        chunk_delay_s=options.chunk_delay,
+        generation=options.generation,
+        kv_tokens=options.kv_tokens,
+        block=options.block,
     )
     async with engine:
         print(engine.url, flush=True)
@@ -619,6 +867,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", default="qwen3", help="as PERDURE_TOKENIZER")
     parser.add_argument("--policy-version", type=int, default=1)
     parser.add_argument("--latency", type=float, default=0.0, help="seconds of each completion")
+    parser.add_argument("--chunk-delay", type=float, default=0.0, help="seconds of each 8 tokens")
+    parser.add_argument("--generation", type=int, help="serve as policy-g<N> too")
+    parser.add_argument("--kv-tokens", type=int, default=1 << 20, help="modelled prefix cache")
+    parser.add_argument("--block", type=int, default=128, help="tokens of one cache block")
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(parser.parse_args(arguments)))
     return 0
