@@ -67,7 +67,7 @@ def chosen_pairs(recipe: Recipe, only: Sequence[str], *, demo: bool = False) -> 
         pairs = [p for p in pairs if any(fnmatch.fnmatch(p.instance_id, glob) for glob in only)]
     if not pairs:
         known = ", ".join(pair.instance_id for pair in recipe.pairs)
-        raise ConfigurationError(f"--only leaves nothing of {recipe.name}; it has {known}")
+        raise ConfigurationError(f"--include leaves nothing of {recipe.name}; it has {known}")
     return pairs
 
 

@@ -21,14 +21,14 @@ def instances() -> None:
 
 @instances.command()
 @click.argument("dataset", default="first-steps")
-@click.option("--only", multiple=True, metavar="GLOB", help="Only these instance ids.")
+@click.option("-i", "--include", multiple=True, metavar="GLOB", help="Only these instance ids.")
 @click.option("--demo", is_flag=True, help="Only the quick ones that the demo runs.")
 @click.option("--runs", type=click.IntRange(1, 20), default=3, show_default=True,
               help="How often gold and base are run; only stable tests are kept.")  # fmt: skip
 @click.option("--rebuild", is_flag=True, help="Build again what the store has.")
 @json_option
 def build(
-    *, dataset: str, only: tuple[str, ...], demo: bool, runs: int, rebuild: bool, as_json: bool
+    *, dataset: str, include: tuple[str, ...], demo: bool, runs: int, rebuild: bool, as_json: bool
 ) -> None:
     """Build instances from a recipe: DATASET under datasets/, or a folder with a dataset.toml.
 
@@ -37,7 +37,7 @@ def build(
     """
     settings = config.load_settings()
     built = asyncio.run(
-        build_dataset(settings, dataset, only, demo=demo, runs=runs, rebuild=rebuild)
+        build_dataset(settings, dataset, include, demo=demo, runs=runs, rebuild=rebuild)
     )
     if as_json:
         answer({"dataset": dataset, "instances": [_built_document(one) for one in built]})

@@ -144,8 +144,10 @@ def show_results(
     for name, value in facts.items():
         if value:
             click.echo(f"{name:<9} {value}")
-    first = episodes[0].instance_id if episodes else "INSTANCE"
+    first = f"{episodes[0].instance_id}/{episodes[0].sample_index}" if episodes else "INSTANCE"
     click.echo(f"Next      {me()} show {run_id}/{first}")
+    if any(episode.turns for episode in episodes):
+        click.echo(f"          {me()} show {run_id}/{first} --turns")
     click.echo(f"          {me()} export {run_id} --format preds")
 
 
