@@ -86,6 +86,16 @@ async def test_a_token_endpoint_is_found_by_asking(
     assert engine.stats().calls == 2
 
 
+async def test_the_engine_tells_its_counts_over_http(engine: ScriptedEngine) -> None:
+    """/stats is a JSON document also when calls were counted by session."""
+    async with httpx.AsyncClient(base_url=engine.url) as http:
+        body = {"token_ids": [1], "sampling_params": {"max_tokens": 4}}
+        await http.post("/inference/v1/generate", json=body, headers={"x-session-id": "s"})
+        told = await http.get("/stats")
+
+    assert told.json()["calls_by_session"] == {"s": 1}
+
+
 async def test_a_gateway_waits_for_an_engine_that_starts_later(
     tmp_path: Path, engine: ScriptedEngine
 ) -> None:

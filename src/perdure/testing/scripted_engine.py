@@ -757,7 +757,7 @@ class ScriptedEngine:
 
     async def _stats_route(self, request: Request) -> Response:
         sessions = len(self._stats.calls_by_session)
-        return JSONResponse({**asdict(self._stats), "sessions": sessions})
+        return JSONResponse({**vars(self._stats), "sessions": sessions})
 
     async def _calls_route(self, request: Request) -> Response:
         wanted = request.query_params.get("session")
