@@ -51,7 +51,7 @@ class Story:
             self._saying = asyncio.create_task(self._say_stage())
 
     async def _say_stage(self) -> None:
-        await workflow.sleep(SAY_STAGE_AFTER, summary="then list the stage")
+        await workflow.sleep(SAY_STAGE_AFTER, summary="stage is listed if it lasts 2 s")
         self._saying = None
         stage, attempt = self.current, self.number
         changed: list[Any] = [attributes.STAGE.value_set(stage)]
