@@ -50,13 +50,15 @@ class Settings(BaseSettings):
     gateway_url: str = ""
     """Gateway as the workers reach it. Empty = `http://<gateway_host>:<gateway_port>`."""
     engine_url: str = ""
-    """Inference server behind the gateway. Empty = OPENAI_BASE_URL, else ANTHROPIC_BASE_URL, else none."""
+    """Inference server behind the gateway, or several: `URL=WEIGHT,URL`. Empty = OPENAI_BASE_URL, else ANTHROPIC_BASE_URL, else none."""
     engine_kind: str = "auto"
     """`vllm` (token endpoint), `openai` or `anthropic` (hosted, trainable: false), or `auto`."""
     engine_model: str = ""
     """Model name sent to the engine. Empty = OPENAI_MODEL / ANTHROPIC_MODEL, else the rollout's own `model`."""
     engine_api_key_env: str = ""
     """Name of the variable that holds the engine's key. Empty = OPENAI_API_KEY / ANTHROPIC_API_KEY."""
+    engine_hang_s: float = Field(120.0, gt=0)
+    """An engine that gives no token for so long, with calls waiting, is left and asked again."""
     tokenizer: str = "qwen3"
     """Tokenizer of the served model: `qwen3`, or a folder with tokenizer.json."""
     boot_slots: int = Field(8, ge=1)

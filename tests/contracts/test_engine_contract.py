@@ -10,9 +10,10 @@ from perdure.errors import Boundary, GatewayUnavailable
 from perdure.gateway.base import ChatEngine, Refused, TokenEngine
 from perdure.gateway.engines.anthropic_hosted import AnthropicHosted, from_messages, to_messages
 from perdure.gateway.engines.openai_hosted import OpenAIHosted
-from perdure.gateway.engines.vllm import VllmEngine
+from perdure.gateway.engines.pool import EnginePool, EngineSpec
 from perdure.gateway.engines.wire import new_client
 from perdure.gateway.tokenizers import load_tokenizer
+from perdure.serving.roster import LoneRoster
 from perdure.testing.scripted_engine import ScriptedEngine, logprob
 
 CALL = {"name": "bash", "arguments": {"command": "ls"}}
@@ -26,7 +27,9 @@ MakeToken = Callable[[str, httpx.AsyncClient, float], TokenEngine]
 MakeChat = Callable[[str, httpx.AsyncClient, float], ChatEngine]
 
 TOKEN_ENGINES: dict[str, MakeToken] = {
-    "vllm": lambda url, client, patience: VllmEngine(url, "policy", client, patience_s=patience),
+    "pool": lambda url, client, patience: EnginePool(
+        LoneRoster(), client, [EngineSpec(url)], patience_s=patience
+    ),
 }
 HOSTED = {"api_key": "sk-secret-value", "key_source": "SOME_API_KEY"}
 CHAT_ENGINES: dict[str, MakeChat] = {
@@ -163,9 +166,10 @@ async def test_a_prompt_too_long_is_refused_for_good(
     make_token: MakeToken, client: httpx.AsyncClient
 ) -> None:
     """The engine's own context limit reaches the agent in words it knows."""
-    async with ScriptedEngine(SCRIPTS, max_model_len=len(PROMPT)) as small:
+    async with ScriptedEngine(SCRIPTS, max_model_len=32) as small:
+        engine = make_token(small.url, client, 30)
         with pytest.raises(Refused) as caught:
-            await _generate(make_token(small.url, client, 30))
+            await engine.generate(PROMPT * 32, SAMPLING, session_id="s", request_id="s-0")
 
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 

@@ -24,6 +24,7 @@ from perdure.errors import (
     PerdureError,
     RetryHere,
 )
+from perdure.gateway import engine_routes
 from perdure.gateway.base import (
     DEFAULT_MODEL,
     Answer,
@@ -40,6 +41,7 @@ from perdure.gateway.engines.wire import new_client
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.sessions import Sessions
 from perdure.gateway.tokenizers import load_format
+from perdure.serving.roster import StoredRoster, roster_key
 from perdure.settings import Settings
 from perdure.storage.base import Store
 
@@ -101,10 +103,13 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with new_client() as client:
-            engines = Engines(settings, client)
+            engines = Engines(settings, client, StoredRoster(store, roster_key(secret)))
             sessions = Sessions(journal, engines, model_format, store, metrics)
             app.state.gateway = Gateway(settings, secret, sessions, engines, metrics, patience)
-            yield
+            try:
+                yield
+            finally:
+                await engines.aclose()
 
     return Starlette(
         routes=[
@@ -116,6 +121,7 @@ def create_app(
             Route("/sessions/{session_id}", _control(_open), methods=["PUT"]),
             Route("/sessions/{session_id}", _control(_get), methods=["GET"]),
             Route("/sessions/{session_id}/close", _control(_close), methods=["POST"]),
+            *engine_routes.routes(_control),
             Route("/healthz", _healthz),
             Route("/metrics", _metrics),
         ],
@@ -237,6 +243,7 @@ async def _get(request: Request) -> Response:
 
 async def _close(request: Request) -> Response:
     summary = await _gateway(request).sessions.close(request.path_params["session_id"])
+    _gateway(request).engines.left(summary.session_id)
     return Response(summary.model_dump_json(), media_type="application/json")
 
 
@@ -264,7 +271,9 @@ async def _healthz(request: Request) -> Response:
 
 
 async def _metrics(request: Request) -> Response:
-    return Response(_gateway(request).metrics.text(), media_type="text/plain; version=0.0.4")
+    gateway = _gateway(request)
+    content = gateway.metrics.text() + gateway.engines.metrics()
+    return Response(content, media_type="text/plain; version=0.0.4")
 
 
 # --- shared ----------------------------------------------------------------------------------

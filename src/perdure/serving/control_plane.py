@@ -16,9 +16,26 @@ from perdure.serving.state import is_fenced, root_of
 
 PROBE_S = 30.0
 """A loaded engine is slow to answer: one slow answer alone is no verdict."""
+REFUSALS = {400, 401, 403, 404, 405, 422}
 PROBE_PROMPT = (1, 2, 3)
 PROBE_SESSION = "perdure-probe"
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{([^}]*)\})?\s+(\S+)", re.MULTILINE)
+
+
+class EngineSilent(ControlPlaneError):
+    """No answer came. `gone`: nobody listens there at all."""
+
+    boundary = Boundary.ENGINE
+
+    def __init__(self, message: str, *, gone: bool) -> None:
+        super().__init__(message)
+        self.gone = gone
+
+
+class EngineRefused(ControlPlaneError):
+    """It answered that what we ask is wrong: a model it does not serve, a key, a missing route."""
+
+    boundary = Boundary.ENGINE
 
 
 @dataclass(frozen=True)
@@ -146,15 +163,21 @@ class EngineControl:
                 timeout=httpx.Timeout(timeout, connect=5.0, pool=None),
             )
         except httpx.TransportError as error:
-            raise self._failed(f"{method} {path}: {type(error).__name__} {error}") from None
+            gone = isinstance(error, httpx.ConnectError)
+            problem = f"{method} {path}: {type(error).__name__} {error}".strip()
+            raise EngineSilent(self._told(problem), gone=gone) from None
         if response.is_success or (absent_ok and response.status_code in (404, 405)):
             return response
-        raise self._failed(f"{method} {path} answered {response.status_code}: {_short(response)}")
+        problem = f"{method} {path} answered {response.status_code}: {_short(response)}"
+        if response.status_code in REFUSALS:
+            raise EngineRefused(self._told(problem))
+        raise self._failed(problem)
+
+    def _told(self, problem: str) -> str:
+        return f"the engine {self.url} failed: {problem}"
 
     def _failed(self, problem: str) -> ControlPlaneError:
-        return ControlPlaneError(
-            f"the engine {self.url} failed: {problem}", boundary=Boundary.ENGINE
-        )
+        return ControlPlaneError(self._told(problem), boundary=Boundary.ENGINE)
 
 
 def read_vitals(text: str) -> Vitals:

@@ -79,6 +79,8 @@ class EngineRecord(Frozen):
     """What tells this boot from the next: a fenced model name, or its process's start time."""
     condemned: str = ""
     """A boot that may not serve again: a weight update broke it."""
+    held_by: str = ""
+    """Who paused it and will say when it goes on: `update 7`."""
     version: int | None = None
     """Policy version of its weights; None: not known, or changing this moment."""
     deaths: int = 0
@@ -86,6 +88,8 @@ class EngineRecord(Frozen):
     not_before: float = 0.0
     """Unix seconds before which a dead engine is not asked again."""
     drain_by: float | None = None
+    from_settings: bool = False
+    """Named by the settings of some gateway, and used by those gateways only."""
     removed: bool = False
     """Taken out by a person, though the settings still name it."""
 
@@ -124,6 +128,7 @@ class EngineRecord(Frozen):
             "since": time.time(),
             "version": None,
             "condemned": "",
+            "held_by": "",
         }
         return self.model_copy(update=update)
 

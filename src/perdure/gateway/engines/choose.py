@@ -11,11 +11,16 @@ import httpx
 from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable
 from perdure.gateway.base import DEFAULT_MODEL, Engine
 from perdure.gateway.engines.anthropic_hosted import AnthropicHosted
+from perdure.gateway.engines.metrics import pool_metrics
 from perdure.gateway.engines.openai_hosted import OpenAIHosted
-from perdure.gateway.engines.vllm import VllmEngine
+from perdure.gateway.engines.pool import EnginePool, EngineSpec
+from perdure.gateway.engines.wire import engine_name
+from perdure.serving.roster import LoneRoster, SharedRoster
+from perdure.serving.state import name_of
 from perdure.settings import Settings
 
 KINDS = ("vllm", "openai", "anthropic")
+TOKENS = ("auto", "vllm")
 NO_ENGINE = (
     "no engine is configured: set PERDURE_ENGINE_URL (an inference server), "
     "or OPENAI_BASE_URL / ANTHROPIC_BASE_URL (a hosted API)"
@@ -23,18 +28,53 @@ NO_ENGINE = (
 
 
 class Engines:
-    """The one engine of this gateway, found once. A pool with leases takes this seam later."""
+    """What samples behind this gateway: the pool of token engines, or one hosted API."""
 
-    def __init__(self, settings: Settings, client: httpx.AsyncClient) -> None:
+    def __init__(
+        self, settings: Settings, client: httpx.AsyncClient, roster: SharedRoster | None = None
+    ) -> None:
+        """`roster`: what the gateways of a home share; a process on its own needs none."""
         self._settings = settings
         self._client = client
+        self._roster = roster or LoneRoster()
         self._engine: Engine | None = None
+        self._pool: EnginePool | None = None
         self._probing = asyncio.Lock()
 
     @property
     def name(self) -> str:
         """The engine in use, for /healthz; what is configured while none was needed yet."""
         return self._engine.name if self._engine else _url_and_kind(self._settings)[0] or "none"
+
+    @property
+    def pool(self) -> EnginePool:
+        """The pool, made when it is first needed."""
+        if self._pool is None:
+            settings, key_source = self._settings, self._settings.engine_api_key_env
+            own = engine_specs(settings.engine_url) if settings.engine_kind in TOKENS else ()
+            self._pool = EnginePool(
+                self._roster,
+                self._client,
+                own,
+                model=settings.engine_model or DEFAULT_MODEL,
+                api_key=os.environ.get(key_source, ""),
+                key_source=key_source,
+                hang_s=settings.engine_hang_s,
+            )
+        return self._pool
+
+    async def aclose(self) -> None:
+        if self._pool is not None:
+            await self._pool.aclose()
+
+    def left(self, session_id: str) -> None:
+        """A session ended: its seat is free."""
+        if self._pool is not None:
+            self._pool.leases.release(session_id)
+
+    def metrics(self) -> bytes:
+        """Prometheus text of the pool; empty while there is none."""
+        return b"" if self._pool is None else pool_metrics(self._pool)
 
     async def current(self) -> Engine:
         """Raises: GatewayUnavailable naming the setting, or the engine that cannot be reached."""
@@ -45,11 +85,18 @@ class Engines:
 
     async def _find(self) -> Engine:
         url, kind = _url_and_kind(self._settings)
-        if not url:
+        if not url and not await self._registered():
             raise GatewayUnavailable(NO_ENGINE, boundary=Boundary.ENGINE)
+        specs = engine_specs(url) if url else ()
         if kind == "auto":
-            kind = await self._probe(url)
-        return self._build(kind, url)
+            kind = await self._probe(specs[0].url) if len(specs) == 1 else "vllm"
+        if kind == "vllm":
+            return Engine(", ".join(engine_name("vllm", spec.url) for spec in specs), self.pool)
+        return self._hosted(kind, url)
+
+    async def _registered(self) -> bool:
+        """Whether somebody added engines at run time."""
+        return any(not engine.removed for engine in (await self._roster.read()).engines)
 
     async def _probe(self, url: str) -> str:
         """vLLM answers an empty request on its token route with a complaint, others with 404."""
@@ -70,22 +117,32 @@ class Engines:
         absent = (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED)
         return "openai" if response.status_code in absent else "vllm"
 
-    def _build(self, kind: str, url: str) -> Engine:
-        model = self._settings.engine_model
-        if not model and kind != "vllm":
-            model = os.environ.get(f"{kind.upper()}_MODEL", "")
-        key_source = self._settings.engine_api_key_env
-        if kind == "vllm":
-            api_key = os.environ.get(key_source, "")
-            vllm = VllmEngine(
-                url, model or DEFAULT_MODEL, self._client, api_key=api_key, key_source=key_source
-            )
-            return Engine(vllm.name, tokens=vllm)
+    def _hosted(self, kind: str, url: str) -> Engine:
+        model = self._settings.engine_model or os.environ.get(f"{kind.upper()}_MODEL", "")
         hosted = OpenAIHosted if kind == "openai" else AnthropicHosted
-        key_source = key_source or f"{kind.upper()}_API_KEY"
+        key_source = self._settings.engine_api_key_env or f"{kind.upper()}_API_KEY"
         api_key = os.environ.get(key_source, "")
         chat = hosted(url, model, self._client, api_key=api_key, key_source=key_source)
         return Engine(chat.name, chat=chat)
+
+
+def engine_specs(text: str) -> list[EngineSpec]:
+    """`http://a:8000, http://b:8000=2`: engines with their weights.
+
+    Raises: ConfigurationError naming the part that is wrong.
+    """
+    specs = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        url, _, weight = part.partition("=")
+        try:
+            share = float(weight or 1)
+            name_of(url)
+        except ValueError as error:
+            raise ConfigurationError(f"PERDURE_ENGINE_URL: {part!r}: {error}") from None
+        if not 0 < share < float("inf"):
+            raise ConfigurationError(f"PERDURE_ENGINE_URL: the weight in {part!r} must be above 0")
+        specs.append(EngineSpec(url, share))
+    return specs
 
 
 def check_engine_settings(settings: Settings) -> None:
@@ -96,8 +153,10 @@ def check_engine_settings(settings: Settings) -> None:
             f"PERDURE_ENGINE_KIND is {kind!r}: use auto, {', '.join(KINDS[:-1])} or {KINDS[-1]}"
         )
     url = _url_and_kind(settings)[0]
-    if url and not url.startswith(("http://", "https://")):
+    if any(not part.strip().startswith(("http://", "https://")) for part in url.split(",") if url):
         raise ConfigurationError("the engine's URL must start with http:// or https://")
+    if len(engine_specs(url)) > 1 and kind not in TOKENS:
+        raise ConfigurationError(f"PERDURE_ENGINE_URL: several engines cannot be {kind}: use vllm")
 
 
 def _url_and_kind(settings: Settings) -> tuple[str, str]:

@@ -97,14 +97,14 @@ class Wire:
             raise self.unavailable(f"{type(error).__name__} {error}".strip()) from None
         if response.status_code in PASSING:
             raise self.unavailable(
-                f"HTTP {response.status_code} {_excerpt(response)}", _retry_after(response)
+                f"HTTP {response.status_code} {excerpt(response)}", retry_after(response)
             )
         if response.status_code != httpx.codes.OK:
-            raise self._refused(response)
+            raise refusal(self.name, response, self._key_source)
         try:
             value = json.loads(response.content)
         except ValueError:
-            raise self.unavailable(f"not JSON: {_excerpt(response)}") from None
+            raise self.unavailable(f"not JSON: {excerpt(response)}") from None
         if not isinstance(value, dict):
             raise self.unavailable("an answer that is no JSON object")
         return value
@@ -122,21 +122,21 @@ class Wire:
             boundary=Boundary.ENGINE,
         )
 
-    def _refused(self, response: httpx.Response) -> Refused:
-        status = response.status_code
-        if status in KEY_REFUSED:
-            hint = f": check the variable {self._key_source}" if self._key_source else ""
-            return Refused(
-                403, "engine_refused_key", f"the engine {self.name} answered {status}{hint}"
-            )
-        message = f"the engine {self.name} answered {status}: {_excerpt(response)}"
-        if status == httpx.codes.NOT_FOUND:
-            message += " (PERDURE_ENGINE_MODEL and PERDURE_ENGINE_URL must name what it serves)"
-        code = "context_length_exceeded" if _too_long(response) else "engine_refused"
-        return Refused(400, code, message)
+
+def refusal(name: str, response: httpx.Response, key_source: str = "") -> Refused:
+    """What a server's final no means for the caller."""
+    status = response.status_code
+    if status in KEY_REFUSED:
+        hint = f": check the variable {key_source}" if key_source else ""
+        return Refused(403, "engine_refused_key", f"the engine {name} answered {status}{hint}")
+    message = f"the engine {name} answered {status}: {excerpt(response)}"
+    if status == httpx.codes.NOT_FOUND:
+        message += " (PERDURE_ENGINE_MODEL and PERDURE_ENGINE_URL must name what it serves)"
+    code = "context_length_exceeded" if _too_long(response) else "engine_refused"
+    return Refused(400, code, message)
 
 
-def _excerpt(response: httpx.Response) -> str:
+def excerpt(response: httpx.Response) -> str:
     return " ".join(response.text[:500].split())
 
 
@@ -145,7 +145,7 @@ def _too_long(response: httpx.Response) -> bool:
     return any(said in text for said in TOO_LONG)
 
 
-def _retry_after(response: httpx.Response) -> float | None:
+def retry_after(response: httpx.Response) -> float | None:
     try:
         return float(response.headers.get("retry-after", ""))
     except ValueError:

@@ -1,0 +1,232 @@
+"""Which engine a session talks to: kept for its KV cache, moved only for a reason.
+
+Owns the table and its rules, and no clock, socket or task. Waiting for room is in `queueing`.
+"""
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+LEAST_AGENTS, MOST_AGENTS = 64, 128
+"""Agents of one engine, document 001's rule; KV pressure may lower it below."""
+KV_SHARE = 0.9
+"""Of the KV cache, what agents' contexts may fill on average."""
+IDLE_S = 600.0
+"""A session not called for so long has left."""
+RECLAIM_S = 60.0
+"""While others wait, one that has been in a tool for so long gives up its place."""
+OVERLOAD, SLACK = 1.5, 4.0
+"""An engine is overloaded beyond 1.5 x the average and 4 agents."""
+EVEN = 1.25
+"""How even a pool is made when an engine joins."""
+
+
+@dataclass
+class Place:
+    """An engine as somewhere to sit."""
+
+    name: str
+    generation: int
+    weight: float = 1.0
+    capacity: int = LEAST_AGENTS
+    foreign: float = 0.0
+    """Requests on it that are not ours: other gateways' agents."""
+
+
+@dataclass
+class Lease:
+    """One session's seat. `context` is its last prompt's length in tokens."""
+
+    session: str
+    group: str
+    engine: str
+    generation: int
+    context: int = 0
+    last_used: float = 0.0
+    busy: int = 0
+
+
+@dataclass
+class Leases:
+    """All leases of one gateway process."""
+
+    clock: Callable[[], float] = time.monotonic
+    _table: dict[str, Lease] = field(default_factory=dict)
+    _agents: Counter[str] = field(default_factory=Counter)
+    moved: int = 0
+    """Sessions that changed engines: each costs one prefill."""
+
+    def get(self, session: str) -> Lease | None:
+        return self._table.get(session)
+
+    def agents(self, engine: str) -> int:
+        return self._agents[engine]
+
+    def mean_context(self, engine: str) -> float:
+        contexts = [lease.context for lease in self._table.values() if lease.engine == engine]
+        return sum(contexts) / len(contexts) if contexts else 0.0
+
+    def take(
+        self, session: str, group: str, places: Collection[Place], avoid: Collection[str] = ()
+    ) -> Lease | None:
+        """The session's lease, kept, moved or new; None when no engine has room.
+
+        `avoid`: engines that failed this call just now; used all the same when there is no other.
+        """
+        usable = [place for place in places if place.name not in avoid] or list(places)
+        lease = self._table.get(session)
+        at = _find(lease, usable) if lease is not None else None
+        if lease is not None and at is not None and not self._should_leave(lease, at, usable):
+            return lease
+        # Who holds a seat is never sent to the queue by a move: its engine is gone, not full.
+        chosen = self._choose(session, group, usable, full_ok=lease is not None)
+        if chosen is None:
+            return None
+        if lease is not None and lease.engine != chosen.name:
+            self.moved += 1
+        fresh = Lease(session, group, chosen.name, chosen.generation, last_used=self.clock())
+        if lease is not None:
+            fresh.context, fresh.busy = lease.context, lease.busy
+        self.release(session)
+        self._table[session] = fresh
+        self._agents[fresh.engine] += 1
+        return fresh
+
+    def _choose(
+        self, session: str, group: str, places: Collection[Place], *, full_ok: bool
+    ) -> Place | None:
+        roomy = [place for place in places if self._has_room(place)] or (
+            list(places) if full_ok else []
+        )
+        if not roomy:
+            return None
+        siblings = self._siblings(group, session)
+        for place in sorted(roomy, key=lambda place: -siblings.get(place.name, 0)):
+            if siblings.get(place.name) and not self._overloaded(place, places):
+                return place
+        return min(roomy, key=lambda place: self._rank(place, group or session))
+
+    def _rank(self, place: Place, key: str) -> tuple[float, float, bytes]:
+        """Least agents for its weight, then least KV; ties as every gateway breaks them."""
+        tie = hashlib.sha256(f"{key}\0{place.name}".encode()).digest()
+        context = self.mean_context(place.name) * self.agents(place.name)
+        return self._load(place), context / place.weight, tie
+
+    def _siblings(self, group: str, session: str) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for lease in self._table.values():
+            if group and lease.group == group and lease.session != session:
+                counts[lease.engine] = counts.get(lease.engine, 0) + 1
+        return counts
+
+    def _load(self, place: Place) -> float:
+        return (self.agents(place.name) + place.foreign) / place.weight
+
+    def _has_room(self, place: Place) -> bool:
+        return self.agents(place.name) + place.foreign < place.capacity
+
+    def _overloaded(self, place: Place, places: Collection[Place]) -> bool:
+        if len(places) < 2:
+            return False
+        total = sum(self._load(other) * other.weight for other in places)
+        average = total / sum(other.weight for other in places)
+        return self._load(place) > OVERLOAD * average + SLACK / place.weight
+
+    def _should_leave(self, lease: Lease, at: Place, places: Collection[Place]) -> bool:
+        return lease.busy == 0 and self._overloaded(at, places)
+
+    def use(self, session: str, context: int) -> None:
+        """A call of this session begins. `context` in tokens."""
+        lease = self._table[session]
+        lease.busy += 1
+        lease.context, lease.last_used = context, self.clock()
+
+    def done(self, session: str, context: int) -> None:
+        lease = self._table.get(session)
+        if lease is not None:
+            lease.busy = max(0, lease.busy - 1)
+            lease.context, lease.last_used = context, self.clock()
+
+    def release(self, session: str) -> None:
+        lease = self._table.pop(session, None)
+        if lease is not None:
+            self._agents[lease.engine] -= 1
+
+    def expire(self) -> int:
+        """Forget sessions that have left; how many."""
+        return self._drop(self._idle(IDLE_S))
+
+    def reclaim(self, places: Iterable[Place]) -> bool:
+        """Free one seat of an agent that has been away from the engines for long, on one of these."""
+        names = {place.name for place in places}
+        idle = [lease for lease in self._idle(RECLAIM_S) if lease.engine in names]
+        return bool(self._drop(idle[:1]))
+
+    def _idle(self, seconds: float) -> list[Lease]:
+        """The one idle for longest first."""
+        before = self.clock() - seconds
+        idle = [x for x in self._table.values() if not x.busy and x.last_used < before]
+        return sorted(idle, key=lambda lease: lease.last_used)
+
+    def _drop(self, leases: Sequence[Lease]) -> int:
+        for lease in leases:
+            self.release(lease.session)
+        return len(leases)
+
+    def rebalance(self, places: Collection[Place]) -> int:
+        """An engine joined: give it its share of the sessions that are not generating; how many."""
+        total = sum(self.agents(place.name) for place in places)
+        weights = sum(place.weight for place in places)
+        moved = 0
+        for place in places:
+            share = total * place.weight / weights
+            surplus = int(self.agents(place.name) - EVEN * share)
+            for lease in self._movable(place.name)[: max(0, surplus)]:
+                target = min(places, key=lambda other: self._rank(other, lease.session))
+                self._agents[lease.engine] -= 1
+                self._agents[target.name] += 1
+                lease.engine, lease.generation = target.name, target.generation
+                moved += 1
+        self.moved += moved
+        return moved
+
+    def _movable(self, engine: str) -> list[Lease]:
+        """Small contexts first: theirs is the cheapest prefill."""
+        idle = [x for x in self._table.values() if x.engine == engine and not x.busy]
+        return sorted(idle, key=lambda lease: lease.context)
+
+
+def _find(lease: Lease, places: Collection[Place]) -> Place | None:
+    """Its engine, in the generation it was leased from."""
+    at = (lease.engine, lease.generation)
+    return next((place for place in places if (place.name, place.generation) == at), None)
+
+
+@dataclass
+class Capacity:
+    """Agents that an engine may have: from its KV cache, lowered under pressure, raised after.
+
+    Example:
+        capacity = Capacity()
+        capacity.observe(kv_tokens=4_800_000, mean_context=32_000, starved=0, preemptions=0)
+        assert capacity.agents == 128
+    """
+
+    ceiling: float = float(MOST_AGENTS)
+    """What pressure leaves of it."""
+    agents: int = LEAST_AGENTS
+    _preemptions: float = 0.0
+
+    def observe(
+        self, *, kv_tokens: int | None, mean_context: float, starved: float, preemptions: float
+    ) -> None:
+        """One look at the engine. `preemptions` is its counter; `starved` waits for KV now."""
+        thrashes = starved > 0 or preemptions > self._preemptions
+        self._preemptions = preemptions
+        self.ceiling = max(self.ceiling * 0.9, 1.0) if thrashes else self.ceiling + 1.0
+        self.ceiling = min(self.ceiling, float(MOST_AGENTS))
+        fits = KV_SHARE * kv_tokens / mean_context if kv_tokens and mean_context else LEAST_AGENTS
+        base = max(LEAST_AGENTS, min(MOST_AGENTS, fits))
+        self.agents = max(1, int(min(base, self.ceiling)))
