@@ -73,10 +73,12 @@ def run(
     """
     from perdure.cli import config, launch
     from perdure.cli.request import Options, fields_of
+    from perdure.client.host_variables import defaults_for
 
     named = {"sandbox": sandbox, "model": model, "agent_budget_s": budget}
     given = {name: value for name, value in named.items() if value is not None}
-    options = Options(fields=fields_of(assignments, given), **asked)  # type: ignore[arg-type]  # click's own names
+    fields = defaults_for(fields_of(assignments, given), str(asked["agent"]))
+    options = Options(fields=fields, **asked)  # type: ignore[arg-type]  # click's own names
     settings = config.load_settings()
     if dry_run:
         launch.show_plan(settings, options, as_json=as_json)

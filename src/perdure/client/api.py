@@ -33,6 +33,7 @@ from perdure.agents.check import check_options
 from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.connection import connect
+from perdure.client.host_variables import rollout_with_defaults, run_with_defaults
 from perdure.errors import NotFound
 from perdure.types import EpisodeRef, Frozen, GroupRequest, RolloutRequest, RunRequest
 
@@ -94,6 +95,7 @@ class Perdure:
 
     async def start_run(self, request: RunRequest) -> "RunHandle":
         """Start the run, or join it when it exists. Raises: ConfigurationError."""
+        request = run_with_defaults(request)
         _check_agent(request.rollout)
         return RunHandle(
             self,
@@ -110,6 +112,7 @@ class Perdure:
 
     async def start_group(self, request: GroupRequest) -> "GroupHandle":
         """Start n samples of one instance, or join them. Raises: ConfigurationError."""
+        request = request.model_copy(update={"rollout": rollout_with_defaults(request.rollout)})
         _check_agent(request.rollout.model_dump())
         handle = await self._start(
             names.GROUP,
@@ -123,6 +126,7 @@ class Perdure:
 
     async def start_rollout(self, request: RolloutRequest) -> "RolloutHandle":
         """Start one rollout, or join it. Raises: ConfigurationError."""
+        request = rollout_with_defaults(request)
         _check_agent(request.model_dump())
         handle = await self._start(
             names.ROLLOUT,

@@ -1,0 +1,78 @@
+"""Variables of document 002 and slime, as defaults of a request where it is started.
+
+Owns which field each one stands for. What a request says itself always wins.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from perdure.errors import ConfigurationError
+from perdure.types import RolloutRequest, RunRequest
+
+
+class HostVariable(NamedTuple):
+    """`field`: of a RolloutRequest. `agent`: the only one that it speaks of; "" = all."""
+
+    name: str
+    field: str
+    is_seconds: bool = False
+    agent: str = ""
+
+
+VARIABLES = (
+    HostVariable("SWE_TIME_BUDGET_SEC", "agent_budget_s", is_seconds=True),
+    HostVariable("SWE_AGENT_TIME_BUDGET_SEC", "agent_budget_s", is_seconds=True),
+    HostVariable("SWE_EVAL_TIMEOUT_SEC", "grade_timeout_s", is_seconds=True),
+    HostVariable("SWE_CC_PROMPT", "agent_options.prompt_template", agent="claude_code"),
+    HostVariable("SWE_CLAUDE_EXTRA_ARGS", "agent_options.extra_args", agent="claude_code"),
+)
+"""Of two for one field, the first that is set counts."""
+
+
+def defaults_for(
+    rollout: Mapping[str, Any], agent: str, environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """`rollout`, fields of a RolloutRequest, with what it leaves open filled in.
+
+    Raises: ConfigurationError naming a variable that is no number of seconds.
+    """
+    filled = dict(rollout)
+    for variable in VARIABLES:
+        text = environment.get(variable.name, "").strip()
+        if text and variable.agent in ("", agent):
+            _fill(filled, variable, _seconds(variable.name, text) if variable.is_seconds else text)
+    return filled
+
+
+def rollout_with_defaults(request: RolloutRequest) -> RolloutRequest:
+    """Raises: ConfigurationError, as `defaults_for`."""
+    given = request.model_dump(mode="json", exclude_unset=True)
+    return RolloutRequest.model_validate(defaults_for(given, request.agent))
+
+
+def run_with_defaults(request: RunRequest) -> RunRequest:
+    """Raises: ConfigurationError, as `defaults_for`."""
+    agent = request.rollout.get("agent", RolloutRequest.model_fields["agent"].default)
+    return request.model_copy(update={"rollout": defaults_for(request.rollout, str(agent))})
+
+
+def _fill(rollout: dict[str, Any], variable: HostVariable, value: float | str) -> None:
+    field, _, option = variable.field.partition(".")
+    if not option:
+        rollout.setdefault(field, value)
+        return
+    options = dict(rollout.get(field) or {})
+    if variable.name not in options:  # a document's name is an option's other name
+        options.setdefault(option, value)
+    rollout[field] = options
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigurationError(f"{name}={text}: write a number of seconds above 0, or unset it")
+    return seconds
