@@ -16,7 +16,7 @@ from temporalio.exceptions import ApplicationError, CancelledError
 
 from perdure.client import names
 from perdure.episodes import turns
-from perdure.types import EpisodeRef, Outcome, RolloutRequest, RolloutStatus
+from perdure.types import EpisodeRef, Outcome, RolloutRequest, RolloutStatus, Turn
 from tests import stack as stacks
 from tests.stack import TURNS, Stack, until
 
@@ -95,6 +95,26 @@ async def test_a_lost_sandbox_means_a_new_attempt_and_keeps_the_old_evidence(sta
     assert await stack.lines(request, "stdout.log", attempt=1) == [
         f"{command} 0" for command in stacks.commands()[:HELD]
     ]
+
+
+async def test_an_episode_tells_where_its_replay_ended(stack: Stack) -> None:
+    """Attempt 2 answers the lost attempt's turns with the very tokens it had sampled."""
+    stack.engine.hold(HELD)
+    request = await stack.start("replayed")
+    await stack.held(request)
+    await stack.lose(request, "agent")
+    await stack.held(request, attempt=2)
+    stack.engine.let_go()
+    told = (await stack.episode(request)).trajectory
+    lost, final = [turns.decode(await stack.read(request, "turns.parquet", n)) for n in (1, 2)]
+
+    assert (told.replayed_turns, told.replay_ended_at) == (HELD, HELD)
+    assert told.replayed_tokens == sum(len(turn.completion_ids) for turn in lost)
+    assert [_sampled(turn) for turn in final[:HELD]] == [_sampled(turn) for turn in lost]
+
+
+def _sampled(turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    return turn.prompt_ids, turn.completion_ids, turn.logprobs
 
 
 async def test_a_sandbox_lost_while_grading_is_graded_again(stack: Stack) -> None:
