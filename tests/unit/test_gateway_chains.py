@@ -554,6 +554,18 @@ async def test_session_ids_and_ports_do_not_end_a_replay(start: Start) -> None:
     assert len(speaker.seen) == 1
 
 
+async def test_what_codex_writes_over_an_output_does_not_end_a_replay(start: Start) -> None:
+    """Two runs of a command with one output are one, whatever they were called and took."""
+    speaker = Speaker()
+    process = start(speaker)
+    output = "Chunk ID: {}\nWall time: {} seconds\nProcess exited with code 0\nOutput:\ncalc.py\n"
+    await _attempt(process, "one", [output.format("5f25e9", "0.0512"), "x"])
+    await _attempt(process, "two", [output.format("2490fc", "1.2000"), "x"], replay_of="one")
+
+    assert [turn.replayed_from for turn in await process.turns("two")] == ["one/0", "one/1"]
+    assert len(speaker.seen) == 2
+
+
 # --- any tree ----------------------------------------------------------------------------------
 
 

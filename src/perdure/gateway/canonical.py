@@ -36,8 +36,10 @@ PASSING_FIELDS = frozenset(
 VOLATILE = re.compile(
     r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}"
     r"|\b(?:127\.0\.0\.1|localhost|0\.0\.0\.0):\d{2,5}\b"
+    r"|Chunk ID: [0-9a-f]{6}|Wall time: \d+\.\d+ seconds"
 )
-"""What differs between two attempts by nature: session ids, the ports of servers."""
+"""What differs between two attempts by nature: session ids, the ports of servers, and what codex
+writes over the output of each command."""
 KEPT_TOOL_LISTS = 32
 
 
