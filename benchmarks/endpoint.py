@@ -102,6 +102,14 @@ class Endpoint:
     def calls(self) -> Calls:
         return Calls(**self._ask("/bought"))
 
+    def stats(self) -> dict[str, Any]:
+        """The engine's own counts."""
+        return dict(self._ask("/stats"))
+
+    def sampled(self) -> list[dict[str, Any]]:
+        """The newest completions, as the engine sampled them."""
+        return list(self._ask("/calls"))
+
     def _ask(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=data)
