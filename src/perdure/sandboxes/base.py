@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Literal, NamedTuple, Self
 from uuid import uuid4
 
+from perdure.errors import ConfigurationError
 from perdure.types import Limits
 
 
@@ -90,6 +91,15 @@ class ExecResult(NamedTuple):
     status: ExecStatus
     stdout: bytes
     stderr: bytes
+
+
+class PortStream(NamedTuple):
+    """A connection to a port inside. `headers`: what the provider's own proxy wants to see in the
+    first HTTP request on it, such as its host name and token."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -175,6 +185,13 @@ class Sandbox(ABC):
     async def kill(self) -> None:
         """The sandbox and its disk are gone. Absent = success."""
 
+    async def dial(self, port: int) -> PortStream:
+        """Connect to a TCP port on the sandbox's own loopback, where the provider `dials`.
+
+        Raises: OSError when nobody listens there.
+        """
+        raise ConfigurationError(f"sandbox {self.identity!r} cannot be dialled")
+
     # -- what every provider gets for free ----------------------------------------------------
 
     async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
@@ -246,6 +263,8 @@ class SandboxProvider(ABC):
     """False only for `local`, which says so loudly."""
     host_bound: bool = False
     """True when a sandbox is a process of this host: only workers here can reach it."""
+    dials: bool = False
+    """`Sandbox.dial` works: a host can connect to a port inside."""
     runs_images: bool = False
     """Makes sandboxes from `SandboxSpec.image`; without it, rows whose tree lies in one are refused."""
 

@@ -16,8 +16,9 @@ from uuid import uuid4
 
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.sandboxes import cgroups
-from perdure.sandboxes.base import Mount, Network, SandboxSpec
+from perdure.sandboxes.base import Mount, Network, PortStream, SandboxSpec
 from perdure.sandboxes.box import DRAFT, Box, BoxMeta
+from perdure.sandboxes.dialling import dial_into
 from perdure.sandboxes.files import read_file, write_file
 from perdure.sandboxes.host import HostProvider, HostSandbox, program
 from perdure.sandboxes.keeping import SYSTEM_PATH, Holder, start_keeper
@@ -75,6 +76,13 @@ class BubblewrapSandbox(HostSandbox):
     async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
         return await read_file(self._root(), self._absolute(path), offset, limit)
 
+    async def dial(self, port: int) -> PortStream:
+        self._check_alive()
+        _, holder = self._processes
+        if holder is None:
+            raise self._lost()
+        return await dial_into(holder, port)
+
     def _absolute(self, path: str) -> str:
         return path if path.startswith("/") else f"{self.workdir}/{path}"
 
@@ -90,6 +98,7 @@ class BubblewrapProvider(HostProvider):
     """The default on one machine: works as root and as an ordinary user."""
 
     name = "bubblewrap"
+    dials = True
 
     def check(self) -> Sequence[str]:
         missing = []
