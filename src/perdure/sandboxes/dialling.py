@@ -10,14 +10,13 @@ import socket
 import sys
 from pathlib import Path
 
-from perdure.sandboxes import linux
 from perdure.sandboxes.base import PortStream
 from perdure.sandboxes.process import ProcessId, is_alive
 
 _SOURCE = str(Path(__file__).parents[2])
 _CHILD = (
     "import sys; sys.path.append(sys.argv[1]); "
-    "from perdure.sandboxes.dialling import connect_and_hand_out as out; out(*sys.argv[2:])"
+    "from perdure.sandboxes.dialler import connect_and_hand_out as out; out(*sys.argv[2:])"
 )
 LIMIT = 1 << 20
 
@@ -38,15 +37,3 @@ async def dial_into(holder: ProcessId, port: int) -> PortStream:
     connected = socket.socket(fileno=descriptors[0])
     connected.setblocking(False)
     return PortStream(*await asyncio.open_connection(sock=connected, limit=LIMIT))
-
-
-def connect_and_hand_out(pid: str, port: str, channel: str) -> None:
-    """The child's whole life; its exit code is the answer."""
-    holder = os.pidfd_open(int(pid))
-    users = os.readlink(f"/proc/{pid}/ns/user") != os.readlink("/proc/self/ns/user")
-    if os.geteuid() != 0 and users:  # others than root may enter only what is theirs
-        linux.enter(holder, linux.NEW_USERS)
-    linux.enter(holder, linux.NEW_NETWORK)
-    with socket.create_connection(("127.0.0.1", int(port)), timeout=10) as connected:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        socket.send_fds(socket.socket(fileno=int(channel)), [b"s"], [connected.fileno()])
