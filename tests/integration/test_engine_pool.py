@@ -1,0 +1,399 @@
+"""The pool of engines against real engine processes that are killed, stopped and replaced."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from perdure.episodes.turns import decode
+from perdure.gateway.base import Completion, control_token
+from perdure.gateway.engines.pool import EnginePool, EngineSpec, Seat
+from perdure.gateway.engines.wire import new_client
+from perdure.gateway.tokenizers import load_tokenizer
+from perdure.serving.roster import LoneRoster, SharedRoster
+from perdure.serving.state import EngineState, name_of
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
+from perdure.testing.scripted_engine import ScriptedEngine, logprob
+
+LONG = {"default": {"turns": [{"content": " ".join(f"word{n}" for n in range(120))}]}}
+TOKENIZER = load_tokenizer("qwen3")
+PROMPT = [
+    *TOKENIZER.encode_plain("The task."),
+    TOKENIZER.convert_tokens_to_ids("<|im_start|>"),
+    *TOKENIZER.encode_plain("assistant\n"),
+]
+STOP = 151_645
+SAMPLING: dict[str, Any] = {"max_tokens": 4000, "temperature": 0.0, "stop_token_ids": [STOP]}
+
+
+class EngineProcess:
+    """`python -m perdure.testing.scripted_engine`, in a process of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        scripts = folder / "scripts.json"
+        scripts.write_text(json.dumps(LONG))
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "perdure.testing.scripted_engine"),
+                *("--port", "0", "--scripts", str(scripts), "--chunk-delay", "0.03", *arguments),
+            ],
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().decode().strip()
+        self.name = name_of(self.url)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
+    started: list[EngineProcess] = []
+
+    def start(*arguments: str) -> EngineProcess:
+        started.append(EngineProcess(tmp_path, *arguments))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with new_client() as client:
+        yield client
+
+
+@asynccontextmanager
+async def opened(
+    client: httpx.AsyncClient, *urls: str, roster: SharedRoster | None = None, **options: Any
+) -> AsyncIterator[EnginePool]:
+    pool = EnginePool(
+        roster or LoneRoster(),
+        client,
+        [EngineSpec(url) for url in urls],
+        **{"poll_s": 0.05, "hang_s": 1.0, **options},
+    )
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.aclose()
+
+
+def ask(pool: EnginePool, session: str = "s", **labels: str) -> "asyncio.Task[Completion]":
+    call = pool.generate(
+        PROMPT, SAMPLING, session_id=session, request_id=f"{session}-0", labels=labels
+    )
+    return asyncio.ensure_future(call)
+
+
+async def until(condition: Callable[[], Any]) -> Any:
+    while not (found := condition()):
+        await asyncio.sleep(0.01)
+    return found
+
+
+async def ready(pool: EnginePool, count: int) -> None:
+    await until(lambda: sum(seat.record.serves for seat in pool.seats.values()) == count)
+
+
+async def sampling(pool: EnginePool, tokens: int = 40) -> Seat:
+    """The engine that has given so many tokens of a call that goes on."""
+
+    def busy() -> Seat | None:
+        for seat in pool.seats.values():
+            if any(len(call.salvage.ids) >= tokens for call in seat.running):
+                return seat
+        return None
+
+    seat: Seat = await until(busy)
+    return seat
+
+
+async def undisturbed() -> list[int]:
+    async with ScriptedEngine(LONG) as engine:
+        return engine.policy.complete(PROMPT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+async def test_a_completion_survives_its_engine(
+    processes: Callable[..., EngineProcess], client: httpx.AsyncClient, number: int
+) -> None:
+    """Killed or hung mid-stream: same ids and logprobs as undisturbed, one answer, two spans."""
+    engines = {engine.name: engine for engine in (processes(), processes())}
+    async with opened(client, *(engine.url for engine in engines.values())) as pool:
+        await ready(pool, 2)
+        call = ask(pool)
+        first = await sampling(pool)
+        engines[first.record.name].signal(number)
+        completion = await call
+
+    whole = await undisturbed()
+    assert list(completion.token_ids) == whole
+    assert list(completion.logprobs) == [logprob(t, i) for i, t in enumerate(whole)]
+    before, after = completion.engines
+    assert (before.start, before.end, after.end) == (0, after.start, len(whole))
+    assert before.end >= 40
+    assert before.engine.endswith(first.record.name)
+    assert completion.engine == after.engine != before.engine
+    assert [(v.version, v.start, v.end) for v in completion.versions] == [(1, 0, len(whole))]
+
+
+async def test_an_engine_that_comes_back_is_a_new_generation(
+    processes: Callable[..., EngineProcess], client: httpx.AsyncClient
+) -> None:
+    """A stopped engine is declared dead and, when it goes on, takes calls under another number."""
+    engine = processes()
+    async with opened(client, engine.url) as pool:
+        await ready(pool, 1)
+        (seat,) = pool.seats.values()
+        first = seat.record.generation
+        call = ask(pool)
+        await sampling(pool)
+        engine.signal(signal.SIGSTOP)
+        await until(lambda: seat.record.state is EngineState.DEAD)
+        engine.signal(signal.SIGCONT)
+        completion = await call
+
+    assert list(completion.token_ids) == await undisturbed()
+    assert [span.generation for span in completion.engines] == [first, first + 1]
+
+
+async def test_another_boot_at_the_same_address_is_a_new_generation(
+    processes: Callable[..., EngineProcess], client: httpx.AsyncClient
+) -> None:
+    """A restarted engine does not pass for the one before it, though it answers at once."""
+    engine = processes()
+    port = engine.name.rpartition(":")[2]
+    async with opened(client, engine.url) as pool:
+        await ready(pool, 1)
+        (seat,) = pool.seats.values()
+        first = seat.record.generation
+        engine.close()
+        processes("--port", port)
+        await until(lambda: seat.record.serves and seat.record.generation == first + 1)
+        completion = await ask(pool)
+
+    assert [span.generation for span in completion.engines] == [first + 1]
+
+
+async def test_a_fenced_engine_refuses_what_was_meant_for_another_boot(
+    processes: Callable[..., EngineProcess], client: httpx.AsyncClient
+) -> None:
+    """Requests carry the boot's own model name, so that a successor answers 404, not tokens."""
+    engine = processes("--generation", "7")
+    async with opened(client, engine.url) as pool:
+        await ready(pool, 1)
+        (seat,) = pool.seats.values()
+        boot = seat.record.wire_model
+        answer = await client.post(
+            f"{engine.url}/inference/v1/generate", json={"model": "policy-g6", "token_ids": [1]}
+        )
+
+    assert boot == "policy-g7"
+    assert answer.status_code == 404
+
+
+async def test_an_engine_that_only_says_it_is_healthy_is_not_ready(
+    client: httpx.AsyncClient,
+) -> None:
+    """/health answers 200 while generation hangs: no call is sent there."""
+    async with ScriptedEngine(LONG) as hung, ScriptedEngine(LONG) as good:
+        hung.control(kind="hang")
+        async with opened(client, hung.url, good.url) as pool:
+            completions = await asyncio.gather(*(ask(pool, f"s-{n}") for n in range(4)))
+            state = pool.seats[name_of(hung.url)].record.state
+
+    assert {span.engine for c in completions for span in c.engines} == {f"vllm {name_of(good.url)}"}
+    assert state is EngineState.STARTING
+
+
+async def test_all_gateways_of_a_home_follow_one_roster(client: httpx.AsyncClient) -> None:
+    """An engine added through one process is used, and drained, by the other."""
+    roster = LoneRoster()
+    async with (
+        ScriptedEngine(LONG) as one,
+        ScriptedEngine(LONG) as two,
+        opened(client, one.url, roster=roster) as here,
+        opened(client, one.url, roster=roster) as there,
+    ):
+        await here.add(EngineSpec(two.url))
+        await ready(there, 2)
+        await there.drain(name_of(one.url))
+        await until(lambda: here.seats[name_of(one.url)].record.removed)
+        completion = await ask(here)
+
+    assert completion.engine == f"vllm {name_of(two.url)}"
+
+
+async def test_a_drained_engine_finishes_what_it_has(client: httpx.AsyncClient) -> None:
+    """Before its deadline nothing is moved; nothing new is sent."""
+    async with (
+        ScriptedEngine(LONG, chunk_delay_s=0.02) as one,
+        ScriptedEngine(LONG) as two,
+        opened(client, one.url, two.url) as pool,
+    ):
+        await ready(pool, 2)
+        call = ask(pool)
+        seat = await sampling(pool)
+        await pool.drain(seat.record.name)
+        other = await ask(pool, "t")
+        completion = await call
+
+    assert len(completion.engines) == 1
+    assert completion.engine == seat.engine.name != other.engine
+
+
+async def test_a_drain_moves_what_is_left_at_its_deadline(client: httpx.AsyncClient) -> None:
+    """A spot notice's deadline: the completion goes on elsewhere with what it had."""
+    async with (
+        ScriptedEngine(LONG, chunk_delay_s=0.05) as one,
+        ScriptedEngine(LONG, chunk_delay_s=0.05) as two,
+        opened(client, one.url, two.url) as pool,
+    ):
+        await ready(pool, 2)
+        call = ask(pool)
+        seat = await sampling(pool)
+        await pool.drain(seat.record.name, deadline_s=0)
+        completion = await call
+
+    assert list(completion.token_ids) == await undisturbed()
+    assert len(completion.engines) == 2
+
+
+async def test_a_call_waits_for_room_and_is_never_refused(client: httpx.AsyncClient) -> None:
+    """Short of capacity an agent sees a slow answer."""
+    async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
+        await ready(pool, 1)
+        (seat,) = pool.seats.values()
+        seat.capacity.ceiling = 1.0
+        await until(lambda: seat.capacity.agents <= 2)
+        first = await ask(pool, "a")
+        seat.capacity.agents = 1
+        second = ask(pool, "b")
+        await until(lambda: pool.waiting)
+        pool.leases.release("a")
+        answered = await second
+
+    assert first.finish_reason == answered.finish_reason == "stop"
+
+
+async def test_what_looks_back_at_sampled_tokens_is_begun_anew(client: httpx.AsyncClient) -> None:
+    """With a penalty, salvage would count as prompt: the whole completion comes from one engine."""
+    async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
+        await ready(pool, 1)
+        engine.control(kind="eof_mid_stream", times=1)
+        completion = await pool.generate(
+            PROMPT, {**SAMPLING, "presence_penalty": 1.0}, session_id="s", request_id="s-0"
+        )
+
+    assert list(completion.token_ids) == await undisturbed()
+    assert len(completion.engines) == 1
+
+
+async def test_a_turn_that_ended_is_not_continued(client: httpx.AsyncClient) -> None:
+    """Its stop token came and the finish reason did not: asking on would sample past the end."""
+    async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
+        await ready(pool, 1)
+        engine.control(kind="done_without_finish", times=1)
+        completion = await ask(pool)
+
+    assert completion.finish_reason == "stop"
+    assert engine.stats().calls == 1
+
+
+async def test_a_resumed_turn_is_recorded_with_its_engines(tmp_path: Path) -> None:
+    """What a trainer reads says which engine sampled which tokens."""
+    async with (
+        ScriptedEngine(LONG) as engine,
+        LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway,
+    ):
+        key = await gateway.open("s")
+        engine.control(kind="eof_mid_stream", times=1)
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+            body = {"model": "policy", "messages": [{"role": "user", "content": "Go."}]}
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await http.post("/v1/chat/completions", json=body, headers=headers)
+        await gateway.control.close("s")
+        (turn,) = decode((await gateway.store.get(turns_key_of("s"))).data)
+
+    assert answer.status_code == 200
+    assert [span.generation for span in turn.engines] == [1, 1]
+    assert turn.engines[-1].end == len(turn.completion_ids)
+    assert turn.engines[0].end == turn.engines[1].start
+
+
+# --- control ---------------------------------------------------------------------------------
+
+
+async def test_engines_are_added_and_removed_with_the_control_token(tmp_path: Path) -> None:
+    """A session key is not enough; a name nobody knows is 404; a wrong weight is named."""
+    async with ScriptedEngine(LONG) as engine, LocalGateway(tmp_path) as gateway:
+        control = {"authorization": f"Bearer {control_token(gateway.secret)}"}
+        session = {"authorization": f"Bearer {await gateway.open('s')}"}
+        async with httpx.AsyncClient(base_url=gateway.url, headers=control) as http:
+            added = await http.post("/engines", json={"url": engine.url, "weight": 2})
+            listed = (await http.get("/engines")).json()["engines"]
+            refused = await http.get("/engines", headers=session)
+            wrong = await http.post("/engines", json={"url": engine.url, "weight": -1})
+            removed = await http.delete(f"/engines/{name_of(engine.url)}")
+            unknown = await http.delete(f"/engines/{name_of(engine.url)}")
+
+    assert added.status_code == 200
+    assert [(e["name"], e["weight"]) for e in listed] == [(name_of(engine.url), 2.0)]
+    assert (refused.status_code, wrong.status_code) == (401, 400)
+    assert "weight" in wrong.text
+    assert (removed.status_code, unknown.status_code) == (204, 404)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("GET", "/is_paused"),
+        ("POST", "/start_weight_update"),
+        ("POST", "/update_weights"),
+        ("POST", "/finish_weight_update"),
+        ("POST", "/collective_rpc"),
+        ("POST", "/inference/v1/generate"),
+        ("POST", "/inference/v1/abort_requests"),
+    ],
+)
+async def test_an_engines_own_routes_are_not_proxied(
+    tmp_path: Path, method: str, path: str
+) -> None:
+    """Neither a session key nor the control token reaches an engine's control through us."""
+    async with (
+        ScriptedEngine(LONG) as engine,
+        LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway,
+    ):
+        keys = (await gateway.open("s"), control_token(gateway.secret))
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
+            statuses = [
+                (
+                    await http.request(method, path, headers={"authorization": f"Bearer {key}"})
+                ).status_code
+                for key in keys
+            ]
+
+    assert statuses == [404, 404]
