@@ -116,7 +116,7 @@ class Asked(Policy):
 
     def complete(self, prompt_ids: list[int]) -> list[int]:
         starts = [at for at, token in enumerate(prompt_ids) if token == self._opens]
-        last = self._reader.decode(prompt_ids[starts[-2] :])
+        last = self._reader.decode(prompt_ids[starts[-2] :] if len(starts) > 1 else prompt_ids)
         for phrase, answer in self._answers.items():
             if phrase in last:
                 return self.tokens(answer)
