@@ -14,6 +14,10 @@ OPENCODE = {"x-session-affinity": "ses_1", "x-session-id": "ses_1"}
 QWEN = {"user-agent": "QwenCode/0.15.10 (linux; x64)"}
 
 
+TITLE = {"messages": [{"role": "system", "content": "You are a title generator. You output ONLY"}]}
+SUMMARY = "You are a context summarization agent. You are given a conversation between a user"
+
+
 def _parse(body: dict[str, Any], headers: dict[str, str] | None = None) -> ModelRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **body}
     return dialect.parse(json.dumps(body).encode(), headers or {}).request
@@ -22,8 +26,10 @@ def _parse(body: dict[str, Any], headers: dict[str, str] | None = None) -> Model
 @pytest.mark.parametrize(
     ("headers", "body", "purpose"),
     [
-        (OPENCODE, {"reasoning_effort": "low"}, Purpose.SIDE),
-        (OPENCODE, {"reasoning_effort": "low", "tools": [TOOL]}, Purpose.STEP),
+        (OPENCODE, TITLE, Purpose.SIDE),
+        (OPENCODE, {**TITLE, "tools": [TOOL]}, Purpose.STEP),
+        (OPENCODE, {"reasoning_effort": "low"}, Purpose.STEP),
+        ({}, TITLE, Purpose.STEP),
         (OPENCODE, {}, Purpose.STEP),
         ({}, {"reasoning_effort": "low"}, Purpose.STEP),
         (QWEN, {"stream": False}, Purpose.SIDE),
@@ -37,6 +43,13 @@ def test_side_requests_are_told_by_certain_marks(
 ) -> None:
     """A title is no step; an agent that has no tools at all still takes steps."""
     assert _parse(body, headers).purpose is purpose
+
+
+def test_opencodes_summary_is_a_compaction() -> None:
+    """Its main agent goes on from it."""
+    messages = [{"role": "system", "content": SUMMARY}, {"role": "user", "content": "[User]: fix"}]
+
+    assert _parse({"messages": messages}, OPENCODE).purpose is Purpose.COMPACTION
 
 
 def test_qwen_codes_summary_is_a_compaction() -> None:

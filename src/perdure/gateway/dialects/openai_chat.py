@@ -40,6 +40,8 @@ SAMPLING = {
 SAMPLING_INTEGERS = {"top_k": (-1, 1 << 31), "seed": (-(1 << 62), 1 << 62)}
 MAX_STOPS = 16
 OPENCODE_SESSION, OPENCODE_PARENT = "x-session-affinity", "x-parent-session-id"
+OPENCODE_TITLE = "You are a title generator."
+OPENCODE_SUMMARY = "You are a context summarization agent."
 QWEN_CODE, QWEN_SUMMARY = "QwenCode/", "<state_snapshot>"
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -79,7 +81,7 @@ def parse(raw: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> Pars
         body=body.values,
         chain=chain,
         parent_chain=parent_chain,
-        purpose=_purpose(body, headers, found[-1]),
+        purpose=_purpose(body, headers, found),
     )
     return Parsed(request, stream, stream_options.flag("include_usage"))
 
@@ -95,15 +97,23 @@ def _origin(headers: Mapping[str, str]) -> tuple[str, str]:
     return (chain, MAIN) if chain else (MAIN, "")
 
 
-def _purpose(body: Fields, headers: Mapping[str, str], last: dict[str, Any]) -> Purpose:
+def _purpose(body: Fields, headers: Mapping[str, str], found: list[dict[str, Any]]) -> Purpose:
     """Only by marks that are certain: agents without tools exist, and their steps are trained."""
     if body.get("tools"):
         return Purpose.STEP
-    if OPENCODE_SESSION in headers and body.get("reasoning_effort") == "low":
-        return Purpose.SIDE  # the title of the session
+    if OPENCODE_SESSION in headers and found[0]["role"] == "system":
+        return _purpose_of_opencode(found[0]["content"])
     if headers.get("user-agent", "").startswith(QWEN_CODE) and not body.get("stream"):
-        return Purpose.COMPACTION if QWEN_SUMMARY in last["content"] else Purpose.SIDE
+        return Purpose.COMPACTION if QWEN_SUMMARY in found[-1]["content"] else Purpose.SIDE
     return Purpose.STEP
+
+
+def _purpose_of_opencode(system: str) -> Purpose:
+    """Its title and summary agents have system texts of their own; `reasoning_effort` depends on
+    how the model is configured."""
+    if system.startswith(OPENCODE_TITLE):
+        return Purpose.SIDE
+    return Purpose.COMPACTION if system.startswith(OPENCODE_SUMMARY) else Purpose.STEP
 
 
 def _sampling(body: Fields) -> dict[str, Any]:
