@@ -1,0 +1,165 @@
+"""The supervisor of an engine, on real process groups that are killed in every order."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PATIENCE_S = 30.0
+ENGINE = """
+import os, signal, subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+print(os.getpid(), worker.pid, flush=True)
+signal.pause()
+"""
+
+
+class Supervised:
+    """A supervisor with a server and its worker: two processes, as vLLM has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.note = folder / "note"
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "perdure.serving.supervisor", str(self.note), "0.5", "--"),
+                *(sys.executable, "-c", ENGINE),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdout is not None
+        self.server, self.worker = map(int, self.process.stdout.readline().split())
+        self.watched = [os.pidfd_open(pid) for pid in (self.server, self.worker)]
+
+    def owner_dies(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def gone(self) -> bool:
+        """Waits for the end of both processes; True when both have ended."""
+        end = time.monotonic() + PATIENCE_S
+        poll = select.poll()
+        left = set(self.watched)
+        for descriptor in left:
+            poll.register(descriptor, select.POLLIN)
+        while left and time.monotonic() < end:
+            for descriptor, _ in poll.poll((end - time.monotonic()) * 1000):
+                poll.unregister(descriptor)
+                left.discard(descriptor)
+        return not left
+
+    def close(self) -> None:
+        self.process.kill()
+        for descriptor in self.watched:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def supervised(tmp_path: Path) -> Iterator[Supervised]:
+    held = Supervised(tmp_path)
+    yield held
+    held.close()
+
+
+def test_a_dead_owner_takes_the_whole_engine_along(supervised: Supervised) -> None:
+    """When the pipe from the owner closes, server and worker both end."""
+    supervised.owner_dies()
+
+    assert supervised.gone()
+
+
+def test_a_killed_server_takes_its_worker_along(supervised: Supervised) -> None:
+    """An engine core whose API server was killed does not go on holding the device."""
+    os.kill(supervised.server, signal.SIGKILL)
+
+    assert supervised.gone()
+    assert supervised.process.wait() == 128 + signal.SIGKILL
+
+
+def test_a_frozen_worker_is_killed(supervised: Supervised) -> None:
+    """A worker that hears no SIGTERM, as one stuck in a collective, is killed after the grace."""
+    os.kill(supervised.worker, signal.SIGSTOP)
+
+    supervised.owner_dies()
+
+    assert supervised.gone()
+
+
+def test_sigterm_ends_the_engine_in_order(supervised: Supervised) -> None:
+    """A supervisor told to stop ends the group and leaves no note behind."""
+    supervised.process.terminate()
+
+    assert supervised.gone()
+    assert supervised.process.wait() == 128 + signal.SIGTERM
+    assert not supervised.note.exists()
+
+
+def test_a_killed_supervisor_takes_the_server_along(supervised: Supervised) -> None:
+    """The kernel kills the server when its supervisor is killed: no boot outlives its owner."""
+    pidfd = supervised.watched[0]
+
+    supervised.process.kill()
+
+    assert select.select([pidfd], [], [], PATIENCE_S)[0]
+
+
+def test_the_next_start_ends_what_a_killed_supervisor_left(
+    supervised: Supervised, tmp_path: Path
+) -> None:
+    """Workers whose supervisor was killed are ended before the next engine takes the device."""
+    supervised.process.kill()
+    supervised.process.wait()
+
+    following = Supervised(tmp_path)
+
+    assert supervised.gone()
+    following.close()
+
+
+def test_a_note_of_another_process_kills_nobody(tmp_path: Path) -> None:
+    """A pid that was given to somebody else since is left alone."""
+    from perdure.serving.supervisor import end_noted
+
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    note = tmp_path / "note"
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    note.write_text(json.dumps({"group": bystander.pid, "started": 1, "boot_id": boot_id}))
+
+    killed = end_noted(note)
+
+    assert (killed, bystander.poll()) == (False, None)
+    bystander.kill()
+    bystander.wait()
+
+
+def test_an_absent_command_is_told(tmp_path: Path) -> None:
+    """What cannot be started ends with 127 and a line that names it."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "perdure.serving.supervisor",
+            tmp_path / "n",
+            "--",
+            "no-such-engine",
+        ],
+        stdin=subprocess.PIPE,
+        capture_output=True,
+        check=False,
+    )
+
+    assert (done.returncode, b"no-such-engine" in done.stderr) == (127, True)
