@@ -4,23 +4,21 @@ Owns the wire form, its errors, and what Claude Code says of itself: which agent
 asks for something other than its next step. Unknown fields are accepted and ignored.
 """
 
-import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from perdure.gateway.base import MAIN, Answer, ContextExhausted, ModelRequest, Refused
+from perdure.gateway.dialects.bodies import BODIES, translated
 from perdure.gateway.dialects.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Fields,
     joined,
     name_header,
-    read_body,
     read_json,
 )
-from perdure.gateway.dialects.seen import Seen
 from perdure.types import Purpose
 
 AGENT_HEADER = "x-claude-code-agent-id"
@@ -31,7 +29,6 @@ BILLING_START = "x-anthropic-billing-header"
 """A system block about the client, different in each version: no text for a model."""
 NOTHING_VISIBLE = "[no visible output]"
 """Claude Code drops a reply without text or tool use and asks again, without end."""
-SEEN = Seen()
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 STATUS = {503: 529}
 ERROR_TYPES = {
@@ -65,7 +62,7 @@ class Parsed:
 
 def parse(raw: bytes, headers: Mapping[str, str]) -> Parsed:
     """Raises: Refused (400) naming the field and what it must be."""
-    body = read_body(raw)
+    body = BODIES.read(raw, "messages", headers)
     messages = [*_system(body), *_messages(body)]
     tools = [_tool(tool) for tool in body.objects("tools", MAX_TOOLS)]
     chat = _chat_body(body, messages, tools)
@@ -159,7 +156,7 @@ def _messages(body: Fields) -> Iterator[dict[str, Any]]:
     if not messages:
         raise body.bad("messages", "must be a non-empty list")
     for message in messages:
-        yield from SEEN.translated(message.values, functools.partial(_read, message))
+        yield from translated(message, _read)
 
 
 def _read(message: Fields) -> list[dict[str, Any]]:

@@ -132,7 +132,7 @@ def read_body(raw: bytes) -> Fields:
 
     Clients cut strings between the halves of a surrogate pair; such a half becomes U+FFFD.
     """
-    _check_size(raw)
+    check_size(raw)
     try:
         body = read_json(raw.decode())
     except (ValueError, RecursionError) as error:
@@ -140,15 +140,13 @@ def read_body(raw: bytes) -> Fields:
         raise Refused(400, "invalid_json", message) from None
     if not isinstance(body, dict):
         raise Refused(400, "invalid_json", "the request body must be a JSON object")
-    _check_depth(body)
-    if b"\\u" in raw and ESCAPED_HALF.search(raw):
-        body = _encodable(body)
-    return Fields(body)
+    check_depth(body)
+    return Fields(encodable(body, raw))
 
 
 def read_json(text: str) -> Any:
     """JSON as the standard has it. Raises: ValueError, RecursionError."""
-    return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+    return json.loads(text, **STRICT)
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -162,7 +160,11 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_size(raw: bytes) -> None:
+STRICT: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite}
+"""How `json` is told to refuse what is not in the standard."""
+
+
+def check_size(raw: bytes) -> None:
     """Before anything is built: tiny values cost a hundred times their bytes."""
     if len(raw) <= 2 * MAX_VALUES or _marks(raw) <= MAX_VALUES:
         return  # a value takes two bytes at least: itself and what parts it from the next
@@ -176,7 +178,7 @@ def _marks(raw: bytes) -> int:
     return sum(map(raw.count, (b",", b"[", b"{")))
 
 
-def _check_depth(body: dict[str, Any]) -> None:
+def check_depth(body: dict[str, Any]) -> None:
     """Level by level, so that no nesting is too deep to be refused."""
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
@@ -189,6 +191,13 @@ def _check_depth(body: dict[str, Any]) -> None:
         if not level:
             return
     raise Refused(400, "invalid_json", f"the request is nested more than {MAX_DEPTH} deep")
+
+
+def encodable(value: dict[str, Any], raw: bytes) -> dict[str, Any]:
+    """`value`, read from `raw`, with U+FFFD for each half of a surrogate pair."""
+    halved = b"\\u" in raw and ESCAPED_HALF.search(raw)
+    found: dict[str, Any] = _encodable(value) if halved else value
+    return found
 
 
 def _encodable(value: Any) -> Any:

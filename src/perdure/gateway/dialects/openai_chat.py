@@ -11,13 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 from perdure.gateway.base import MAIN, Answer, ModelRequest, Refused
+from perdure.gateway.dialects.bodies import BODIES, translated
 from perdure.gateway.dialects.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Fields,
     bad,
     name_header,
-    read_body,
 )
 from perdure.types import Purpose
 
@@ -66,7 +66,7 @@ class Parsed:
 
 def parse(raw: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> Parsed:
     """Raises: Refused (400) naming the field and what it must be."""
-    body = read_body(raw)
+    body = BODIES.read(raw, "messages", headers)
     stream_options = body.object("stream_options")
     if body.get("n") not in (None, 1):
         raise body.bad("n", "must be 1: one session samples one answer at a time")
@@ -137,10 +137,15 @@ def messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _messages(body: Fields) -> list[dict[str, Any]]:
-    found = [_message(message) for message in body.objects("messages", MAX_MESSAGES)]
+    wire = body.objects("messages", MAX_MESSAGES)
+    found = [message for sent in wire for message in translated(sent, _read)]
     if not found:
         raise body.bad("messages", "must be a non-empty list")
     return found
+
+
+def _read(message: Fields) -> list[dict[str, Any]]:
+    return [_message(message)]
 
 
 def _message(fields: Fields) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from perdure.gateway.base import MAIN, Answer, ModelRequest, Refused
 from perdure.gateway.dialects import openai_chat
+from perdure.gateway.dialects.bodies import BODIES
 from perdure.gateway.dialects.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Fields,
     joined,
     name_header,
-    read_body,
     read_json,
 )
 from perdure.types import Purpose
@@ -71,7 +71,7 @@ class Parsed:
 
 def parse(raw: bytes, headers: Mapping[str, str]) -> Parsed:
     """Raises: Refused (400) naming the field and what it must be."""
-    body = read_body(raw)
+    body = BODIES.read(raw, "input", headers)
     for name in ("previous_response_id", "conversation"):
         if body.get(name) is not None:
             raise body.bad(name, "is not supported: nothing is stored, send the whole input")

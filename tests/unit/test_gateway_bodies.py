@@ -1,0 +1,133 @@
+"""Only what a sender sent before is taken over from the last time, and only byte for byte."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from perdure.gateway.base import Refused
+from perdure.gateway.dialects import anthropic, bodies
+from perdure.gateway.dialects.bodies import Bodies
+from perdure.gateway.dialects.fields import MAX_DEPTH, Fields, read_body
+
+TOOLS = [{"name": "bash", "input_schema": {"type": "object"}}]
+
+
+def _body(messages: list[Any], **rest: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": messages, "tools": TOOLS, **rest}).encode()
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": text}]}
+
+
+def _call(value: Any) -> dict[str, Any]:
+    use = {"type": "tool_use", "id": "a", "name": "bash", "input": {"n": value}}
+    return {"role": "assistant", "content": [use]}
+
+
+def _read(known: Bodies, raw: bytes, key: str = "k") -> dict[str, Any]:
+    return known.read(raw, "messages", {"x-api-key": key}).values
+
+
+def _outcome(read: Callable[..., Fields], *arguments: Any) -> str:
+    """What came of reading, down to the types of numbers."""
+    try:
+        return repr(read(*arguments).values)
+    except Refused as refused:
+        return f"refused: {refused}"
+
+
+def test_what_was_sent_before_is_the_same_object() -> None:
+    """A longer history shares its beginning, and what stands around it, with the shorter one."""
+    known = Bodies()
+    first = _read(known, _body([_user("a"), _call(1)]))
+    second = _read(known, _body([_user("a"), _call(1), _user("b")]))
+
+    shared = zip(first["messages"], second["messages"], strict=False)
+    assert all(one is other for one, other in shared)
+    assert second["tools"] is first["tools"]
+    assert second == json.loads(_body([_user("a"), _call(1), _user("b")]))
+
+
+def test_a_mark_that_moves_costs_only_its_messages() -> None:
+    """Clients mark the newest message for their cache; the messages before it stay known."""
+    known = Bodies()
+    marked = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
+    before = [_user("a"), _call(1), {"role": "user", "content": [marked]}]
+    first = _read(known, _body(before))
+    second = _read(known, _body([*before[:2], _user("b"), _call(2)]))
+
+    assert second["messages"][1] is first["messages"][1]
+    assert second["messages"][2] == _user("b")
+
+
+@pytest.mark.parametrize("numbers", [(1, 1.0), (1, True), (0, False), (1.0, True)])
+def test_equal_numbers_of_two_kinds_stay_apart(numbers: tuple[Any, Any]) -> None:
+    """An input changed from 1 to 1.0 or true is a changed input: the model reads the new one."""
+    arguments = []
+    for number in numbers:
+        request = anthropic.parse(
+            _body([_user("a"), _call(number), _user("b")], max_tokens=9), {"x-api-key": "numbers"}
+        ).request
+        arguments.append(request.messages[1]["tool_calls"][0]["function"]["arguments"])
+
+    assert arguments == [json.dumps({"n": number}) for number in numbers]
+
+
+def test_senders_share_nothing() -> None:
+    """The same bytes under another session's key are read anew."""
+    known = Bodies()
+    raw = _body([_user("a")])
+
+    assert _read(known, raw, "one")["messages"][0] is not _read(known, raw, "other")["messages"][0]
+
+
+def test_parallel_sub_agents_of_one_session_all_stay_known() -> None:
+    """Histories that take turns do not push each other out."""
+    known = Bodies()
+    openings = [_user(str(number)) for number in range(4)]
+    first = [_read(known, _body([opening, _call(1)])) for opening in openings]
+    again = [_read(known, _body([opening, _call(1), _user("x")])) for opening in openings]
+
+    pairs = zip(first, again, strict=True)
+    assert all(one["messages"][0] is two["messages"][0] for one, two in pairs)
+
+
+def test_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit the sender not heard for longest is forgotten."""
+    raw = _body([_user("a")])
+    monkeypatch.setattr(bodies, "KEPT_BYTES", 2 * len(raw))
+    known = Bodies()
+    first = {key: _read(known, raw, key)["messages"][0] for key in ("1", "2", "3")}
+
+    kept = [key for key in ("3", "2", "1") if _read(known, raw, key)["messages"][0] is first[key]]
+    assert kept == ["3", "2"]
+    assert known._weight <= 2 * len(raw)
+
+
+def test_every_reading_equals_a_first_reading() -> None:
+    """Bodies that share any beginning or end, broken ones among them, read as if nothing was known."""
+    dice = random.Random(3)
+    bases = [
+        _body([_user("a"), _call(1), _user('b"]}, {'), _call("\ud83d"), _user("é \U0001f600")]),
+        _body([_user("a"), _call(1)], model="other", max_tokens=7),
+        b'{"messages": [{"role": "user"}, {"role": "x"}], "model": 1, "model": 2}',
+        b'{"model": 1, "messages": [ {} , {} ] , "messages": [{"a": 1}]} ',
+        b'{"mess\\u0061ges": [{"a": NaN}, {"a": 1e999}, {"a": 1}]}',
+        b'{"messages": [{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}]}",
+        b'{"messages": [], "a": 1}',
+        b'{"messages": [1, 2]}',
+    ]
+    known = Bodies()
+    for _ in range(3000):
+        raw = dice.choice(bases)
+        for _ in range(dice.randint(0, 2)):
+            at, end = sorted(dice.choices(range(len(raw) + 1), k=2))
+            end = min(end, at + dice.randint(0, 12))
+            middle = dice.choice([b"", b"", b",", b"{}", b"1", b"]", b"}", b" ", raw[at:end] * 2])
+            raw = raw[:at] + middle + raw[end:]
+
+        assert _outcome(known.read, raw, "messages", {}) == _outcome(read_body, raw)
