@@ -21,12 +21,16 @@ from perdure.sandboxes.box import DRAFT, Box, BoxMeta
 from perdure.sandboxes.dialling import dial_into
 from perdure.sandboxes.files import read_file, write_file
 from perdure.sandboxes.host import HostProvider, HostSandbox, program
+from perdure.sandboxes.keeper import DEVICES
 from perdure.sandboxes.keeping import SYSTEM_PATH, Holder, start_keeper
 
 USER_ID = 1000
 HOME = "/home/agent"
 GATEWAY_PORT = 18001
 CAP_SYS_ADMIN = 21
+LEAST_INODES, INODES_PER_MB = 1 << 15, 256
+TOLD_TO_ROOT = ("keys", "kpagecgroup", "kpagecount", "kpageflags", "slabinfo", "vmallocinfo")
+"""Files of /proc about the host, readable by its root: and a worker that is root is agent inside."""
 
 ENVIRONMENT = {
     "HOME": HOME,
@@ -154,7 +158,8 @@ class BubblewrapProvider(HostProvider):
 
 def _disk_of(spec: SandboxSpec) -> tuple[str, str | None]:
     """Options of the tmpfs, and of the overlay on it where there is a tree."""
-    disk = f"size={spec.limits.disk_mb}m,mode=0755"
+    inodes = max(LEAST_INODES, spec.limits.disk_mb * INODES_PER_MB)  # each costs kernel memory
+    disk = f"size={spec.limits.disk_mb}m,nr_inodes={inodes},mode=0755"
     if spec.tree is None:
         return disk, None
     # without redirects a folder of the tree cannot be renamed, only copied
@@ -184,6 +189,8 @@ def _bwrap(spec: SandboxSpec, box: Box, etc: Path) -> list[str]:
             SYSTEM_PATH,
             "--info-fd",
             "3",
+            "--seccomp",
+            "4",
         ),
         *_base(),
         *_bind(etc, "/etc"),
@@ -202,13 +209,20 @@ def _bwrap(spec: SandboxSpec, box: Box, etc: Path) -> list[str]:
             "/tmp",
         ),
         *_mount_binds(spec.mounts),
-        *("--remount-ro", "/dev", "--remount-ro", "/"),
+        *_hidden(),
+        # the host's kernel settings and devices: root's are agent's, where the worker is root
+        *(part for name in DEVICES for part in _device(disk / "dev" / name, name)),
+        *("--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/"),
         *("--chdir", spec.workdir, "--", "/bin/bash", "-c", INIT),
     ]
 
 
 def _bind(source: Path, target: str, *, writable: bool = False) -> tuple[str, str, str]:
     return ("--bind" if writable else "--ro-bind", str(source), target)
+
+
+def _device(source: Path, name: str) -> tuple[str, str, str]:
+    return ("--dev-bind", str(source), f"/dev/{name}")
 
 
 @cache
@@ -226,6 +240,14 @@ def _base() -> tuple[str, ...]:
         if outside and os.access(prefix, os.R_OK | os.X_OK):
             binds += _bind(Path(prefix), prefix)
     return tuple(binds)
+
+
+@cache
+def _hidden() -> tuple[str, ...]:
+    found = (Path("/proc", name) for name in TOLD_TO_ROOT)
+    return tuple(
+        part for path in found if path.exists() for part in _bind(Path("/dev/null"), str(path))
+    )
 
 
 def _resolver(network: Network) -> Sequence[str]:

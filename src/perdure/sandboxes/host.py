@@ -43,6 +43,7 @@ RESULT_S = 1.0
 GRAVE = ".grave-"
 STALE_S = 600.0
 OUTPUT_CHECK_S = 0.5
+OPEN_FILES = 1 << 16
 LARGEST_ARGUMENT = 128 * 1024 - 1
 """The kernel's MAX_ARG_STRLEN."""
 
@@ -235,7 +236,12 @@ class HostSandbox(Sandbox):
         _check_argv(argv)
         # above the disk's size: a full disk is ENOSPC, not a signal
         largest_file = (max(self.meta.output_mb, self.meta.disk_mb) + 1) << 20
-        limits = {resource.RLIMIT_FSIZE: largest_file, **_rlimits(self.enforced)}
+        limits = {
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_FSIZE: largest_file,
+            resource.RLIMIT_NOFILE: _open_files(),
+            **_rlimits(self.enforced),
+        }
         variables = {"PERDURE_EXEC": token, **_checked(env)}
         fields = [
             cwd or "",
@@ -479,6 +485,11 @@ def _checked(env: Mapping[str, str]) -> Mapping[str, str]:
         if not (name.isascii() and name.isidentifier()) or "\0" in value:
             raise ConfigurationError(f"env {name!r} is not a variable the shell can set; rename it")
     return env
+
+
+def _open_files() -> int:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
 
 
 def _rlimits(enforced: Mapping[str, str]) -> dict[int, int]:

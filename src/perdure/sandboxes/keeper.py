@@ -12,11 +12,14 @@ import signal
 from _socket import AF_UNIX, SOCK_SEQPACKET, socket, socketpair
 from time import monotonic, sleep, time
 
-from perdure.sandboxes import forwarder, linux, procfs
+from perdure.sandboxes import forwarder, linux, procfs, seccomp
 from perdure.sandboxes.launcher import CANNOT_EXECUTE, Launcher
 
 DYING_S = 0.05
 """A dying holder takes its processes along before it is gone itself: who died first is asked later."""
+
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+"""At `disk/dev` of a sandbox with namespaces: the host's own nodes, usable and unchangeable."""
 
 _SAVE_AGAIN_S = 0.5
 
@@ -399,17 +402,35 @@ def _become_holder(holder: dict[str, object], life: int, up: int, info: int) -> 
     linux.unshare(linux.NEW_MOUNTS)
     linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE, "")
     linux.mount("tmpfs", "disk", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, str(holder["disk"]))
-    for name in ("upper", "work", "tree", "home", "shm", "tmp"):
+    for name in ("upper", "work", "tree", "home", "shm", "tmp", "dev"):
         os.mkdir(f"disk/{name}")
+    for name in DEVICES:
+        _bind_device(f"/dev/{name}", f"disk/dev/{name}")
     if holder["overlay"]:
         linux.mount("overlay", "disk/tree", "overlay", 0, str(holder["overlay"]))
     # above their final numbers first, so that none overwrites another
-    held = [os.dup(fd) for fd in (life, up, info)]
-    for fd, target in zip(held, (0, 1, 3), strict=True):
+    held = [os.dup(fd) for fd in (life, up, info, _filter_file())]
+    for fd, target in zip(held, (0, 1, 3, 4), strict=True):
         os.dup2(fd, target)
         os.set_inheritable(target, True)
     argv: list[str] = holder["argv"]  # type: ignore[assignment]
     os.execve(argv[0], argv, {"PERDURE_BOX": os.getcwd()})
+
+
+def _bind_device(source: str, target: str) -> None:
+    """Read-only: who owns a node may else change its mode for the whole host."""
+    os.close(os.open(target, os.O_CREAT, 0o600))
+    linux.mount(source, target, "", linux.MS_BIND, "")
+    kept = os.statvfs(target).f_flag & linux.MS_KEPT
+    linux.mount("none", target, "", linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | kept, "")
+
+
+def _filter_file() -> int:
+    """Pid 1 is filtered too: whoever could trace it could else do what it may do."""
+    fd = os.memfd_create("filter")
+    os.write(fd, seccomp.program())
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def _kill_group(group: str) -> None:

@@ -35,7 +35,8 @@ class Holder:
     """How the keeper boots pid 1 of a sandbox's namespaces."""
 
     argv: tuple[str, ...]
-    """Writes its pid to descriptor 3 and `up` to 1; ends when descriptor 0 does."""
+    """Writes its pid to descriptor 3 and `up` to 1; reads a system-call filter from 4; ends when
+    descriptor 0 does."""
     disk: str
     """Options of the tmpfs at `disk`."""
     overlay: str | None

@@ -11,7 +11,7 @@ import resource
 import signal
 from _socket import socket
 
-from perdure.sandboxes import linux
+from perdure.sandboxes import linux, seccomp
 
 CANNOT_START, CANNOT_EXECUTE, NOT_FOUND = 125, 126, 127
 """Exit codes of a command that never became one, as `env` has them."""
@@ -24,6 +24,9 @@ _TO_DEFAULT = (
     signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGQUIT, signal.SIGTERM,
     signal.SIGXFSZ, signal.SIGCHLD,
 )  # fmt: skip
+
+
+_FILTER = seccomp.program()  # assembled once, in the zygote
 
 
 class Launcher:
@@ -111,6 +114,9 @@ class Launcher:
         for limit in limits:
             number, value = map(int, limit.split(b"="))
             resource.setrlimit(number, (value, value))
+        if self._holder is not None:
+            linux.drop_capabilities()
+            linux.refuse_calls(_FILTER)
         _execute(argv, env)
 
 

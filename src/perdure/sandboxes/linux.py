@@ -11,13 +11,19 @@ NEW_USERS = 0x10000000
 NEW_PIDS = 0x20000000
 NEW_NETWORK = 0x40000000
 
-MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 0x1, 0x2, 0x4, 0x20
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+MS_KEPT = 0xF
+"""What a remount in a user namespace may not take away; the same bits in statvfs."""
 
 _CLONE_PARENT = 0x00008000
 _CLONE_INTO_CGROUP = 0x200000000
 _CLONE3 = 435
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _SIGKILL = 1, 4, 15, 9
+_PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 22, 24, 38
+_SECCOMP_MODE_FILTER = 2
+_EINVAL = 22
 
 # PyDLL, which keeps the interpreter's lock: a forked child must find itself as it was
 _libc = ctypes.PyDLL(None, use_errno=True)
@@ -60,6 +66,32 @@ def set_name(name: str) -> None:
 def hide_memory() -> None:
     """Until it executes another program, only the host's root may trace it or read its /proc."""
     _call("prctl", ctypes.c_int(_PR_SET_DUMPABLE), ctypes.c_ulong(0))
+
+
+class _FilterProgram(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def drop_capabilities(kept: frozenset[int] = frozenset()) -> None:
+    """No program that this process becomes can have any other, not even as root of its users."""
+    for capability in range(64):
+        if capability in kept:
+            continue
+        try:
+            _call("prctl", ctypes.c_int(_PR_CAPBSET_DROP), ctypes.c_ulong(capability))
+        except OSError as error:
+            if error.errno != _EINVAL:
+                raise
+            return  # the kernel's last one was the one before
+
+
+def refuse_calls(instructions: bytes) -> None:
+    """Install a system-call filter, for good: on this process and all that it starts or becomes."""
+    zeros = [ctypes.c_ulong(0)] * 3
+    _call("prctl", ctypes.c_int(_PR_SET_NO_NEW_PRIVS), ctypes.c_ulong(1), *zeros)
+    program = _FilterProgram(len(instructions) // 8, instructions)
+    mode = ctypes.c_ulong(_SECCOMP_MODE_FILTER)
+    _call("prctl", ctypes.c_int(_PR_SET_SECCOMP), mode, ctypes.byref(program))
 
 
 def become_root_of_own_users() -> None:
