@@ -70,19 +70,27 @@ class Scored:
 class EngineControl:
     """The control plane of one engine."""
 
-    def __init__(self, url: str, client: httpx.AsyncClient, *, api_key: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        client: httpx.AsyncClient,
+        *,
+        api_key: str = "",
+        probe_s: float = PROBE_S,
+    ) -> None:
         self.url = root_of(url)
+        self._probe_s = probe_s
         self._client = client
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def vitals(self) -> Vitals:
         """Raises: ControlPlaneError."""
-        response = await self._send("GET", "/metrics", timeout=PROBE_S)
+        response = await self._send("GET", "/metrics", timeout=self._probe_s)
         return read_vitals(response.text)
 
     async def boot(self, model: str, vitals: Vitals) -> str:
         """What tells this boot of the engine from another: its fenced name, or its start time."""
-        response = await self._send("GET", "/v1/models", timeout=PROBE_S, absent_ok=True)
+        response = await self._send("GET", "/v1/models", timeout=self._probe_s, absent_ok=True)
         served = [str(card.get("id", "")) for card in _object(response).get("data", ())]
         return next((name for name in served if is_fenced(model, name)), vitals.boot)
 
@@ -112,12 +120,12 @@ class EngineControl:
 
     async def is_paused(self) -> bool | None:
         """None where the engine has no such route (not started in vLLM's dev mode)."""
-        response = await self._send("GET", "/is_paused", timeout=PROBE_S, absent_ok=True)
+        response = await self._send("GET", "/is_paused", timeout=self._probe_s, absent_ok=True)
         return _object(response).get("is_paused")
 
     async def version(self) -> int | None:
         """The number in its weight label; None where it has none."""
-        response = await self._send("GET", "/weight_info", timeout=PROBE_S, absent_ok=True)
+        response = await self._send("GET", "/weight_info", timeout=self._probe_s, absent_ok=True)
         return version_number(_object(response).get("weight_version"))
 
     async def pause(self, mode: str) -> None:

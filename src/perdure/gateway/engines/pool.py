@@ -23,7 +23,7 @@ from perdure.gateway.engines.vllm import Ask, Break, Broken, VllmEngine
 from perdure.gateway.engines.wire import FIRST_PAUSE_S, LONGEST_PAUSE_S, engine_name
 from perdure.gateway.prompt_ids import PromptIds
 from perdure.serving import watch
-from perdure.serving.control_plane import EngineControl
+from perdure.serving.control_plane import PROBE_S, EngineControl
 from perdure.serving.roster import Change, Roster, SharedRoster
 from perdure.serving.state import EngineRecord, EngineState, name_of, root_of
 from perdure.types import FinishReason
@@ -70,6 +70,13 @@ class Running:
     seen: int = 0
     progress: float = 0.0
     evicted: Broken | None = None
+    trusted: int | None = None
+    """Tokens from before somebody began to change the engine's weights."""
+
+    def distrust(self) -> None:
+        """The weights turned out wrong: nothing that they sampled is kept."""
+        if self.trusted is not None:
+            self.salvage.cut(self.trusted)
 
     def evict(self, why: Broken) -> None:
         self.evicted = self.evicted or why
@@ -266,7 +273,8 @@ class EnginePool:
     def _new_seat(self, record: EngineRecord) -> Seat:
         api_key, key_source = self._key
         name = engine_name("vllm", record.url)
-        control = EngineControl(record.url, self._client, api_key=api_key)
+        probe_s = min(PROBE_S, self._hang_s)
+        control = EngineControl(record.url, self._client, api_key=api_key, probe_s=probe_s)
         seat = Seat(
             record,
             VllmEngine(name, record.url, self._client, api_key=api_key, key_source=key_source),
@@ -292,6 +300,12 @@ class EnginePool:
                 generation=record.generation,
                 reason=record.reason,
             )
+        if record.held_by and not before.held_by:
+            for call in seat.running:
+                call.trusted = len(call.salvage.ids)
+        if record.condemned and not before.condemned:
+            for call in seat.running:
+                call.distrust()
         if record.generation != before.generation or record.state is EngineState.DEAD:
             # Whatever it still says belongs to a boot that is over.
             _evict(seat, Broken(Break.FENCED, f"generation {before.generation} is over"))
@@ -546,7 +560,7 @@ class _Call:
         self.avoid = {seat.record.name}
         self.gained = self.salvage.part
         if not _resumable(self.sampling):
-            self.salvage.clear()
+            self.salvage.cut()
             self.gained = 0
         if self.gained:
             self._since, self._pause = time.monotonic(), FIRST_PAUSE_S

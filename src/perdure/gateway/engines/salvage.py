@@ -48,11 +48,11 @@ class Salvage:
             at = slice(self._begun + span.start, self._begun + span.end)
             self._versions[at] = [span.version] * (span.end - span.start)
 
-    def clear(self) -> None:
-        """What cannot be continued is not kept."""
-        del self.ids[:], self.logprobs[:]
-        self.engines.clear()
-        self._versions.clear()
+    def cut(self, length: int = 0) -> None:
+        """Keep so many tokens: what cannot be continued, or trusted, is let go."""
+        del self.ids[length:], self.logprobs[length:], self._versions[length:]
+        kept = [span for span in self.engines if span.start < length]
+        self.engines = [s.model_copy(update={"end": min(s.end, length)}) for s in kept]
 
     @property
     def part(self) -> int:

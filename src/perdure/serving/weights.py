@@ -1,0 +1,270 @@
+"""New weights for running engines: pause, load, finish, resume, and proof that they are what was meant.
+
+A version label proves nothing: weights can change without it, and a load that says it succeeded can
+leave old tensors behind. So each engine must give the trainer's own logprobs before it serves again.
+How tensors travel is a `Transfer`; engines that read a folder themselves are `FromDisk`.
+"""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal, Protocol
+
+import httpx
+import structlog
+
+from perdure.errors import Boundary, ConfigurationError, PerdureError
+from perdure.serving.control_plane import EngineControl
+from perdure.serving.roster import Roster, SharedRoster
+from perdure.serving.state import ANY_BOOT, EngineRecord, EngineState, is_fenced
+from perdure.storage.base import Store
+
+TOLERANCE = 0.2
+"""Between the trainer's logprob and the engine's, in bf16; other weights differ by whole units."""
+NOTICE_S = 2.5
+"""What every gateway needs to have read the roster: twice its polling, and a little."""
+InFlight = Literal["resubmit", "keep"]
+
+log = structlog.get_logger()
+
+
+class UpdateRefused(PerdureError):
+    """The new weights are not served: the message says which engine showed what."""
+
+    boundary = Boundary.ENGINE
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What the trainer's model of this version says after a fixed prompt: the greedy token."""
+
+    prompt_ids: Sequence[int]
+    token_id: int
+    logprob: float
+    tolerance: float = TOLERANCE
+
+
+class Transfer(Protocol):
+    """How a version's tensors get into a paused engine.
+
+    Implement it over NCCL, IPC or RDMA where the trainer sends them itself: `load` is called between
+    vLLM's start and finish of an update, once per engine, and may call `control.update_weights` as
+    often as it has chunks.
+    """
+
+    async def load(self, control: EngineControl, version: int) -> None:
+        """Raises: PerdureError; the engine is then condemned, for its tensors may be half new."""
+        ...
+
+
+@dataclass(frozen=True)
+class FromDisk:
+    """A checkpoint folder that the engines can read."""
+
+    path: Path
+
+    async def load(self, control: EngineControl, version: int) -> None:
+        await control.update_weights({"path": str(self.path)})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A version, where its weights come from, and what proves them."""
+
+    version: int
+    source: Transfer
+    canary: Canary
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How an update meets what is in flight.
+
+    `in_flight`: `resubmit` ends completions with what they have and goes on with them elsewhere, or
+    here after the canary; `keep` freezes them, and they go on with new weights before the canary.
+    `at_once`: engines that are paused together; the others serve on with the old version.
+    """
+
+    in_flight: InFlight = "resubmit"
+    at_once: int = 1
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What an update did to one engine. `paused_s`: seconds from pause to the canary's answer."""
+
+    engine: str
+    paused_s: float
+
+
+class WeightUpdates:
+    """Moves a policy version into the engines of a roster.
+
+    Example:
+        updates = WeightUpdates(roster, client)
+        await updates.update(8, FromDisk(Path("/ckpt/8")), Canary(ids, 151, -0.73))
+    """
+
+    def __init__(
+        self,
+        roster: SharedRoster,
+        client: httpx.AsyncClient,
+        *,
+        api_key: str = "",
+        notice_s: float = NOTICE_S,
+    ) -> None:
+        self._roster = roster
+        self._client = client
+        self._api_key = api_key
+        self._notice_s = notice_s
+
+    async def update(
+        self,
+        version: int,
+        source: Transfer,
+        canary: Canary,
+        policy: Policy = Policy(),
+        *,
+        previous: Checkpoint | None = None,
+    ) -> list[Updated]:
+        """Every engine that serves, `policy.at_once` at a time; the first refusal stops it.
+
+        Engines not reached yet keep the old version and serve on. One whose load failed, or whose
+        canary differs, gets `previous` back and must prove that; without it, or when that fails too,
+        it is condemned: it serves again only after a restart.
+        Raises: UpdateRefused, ConfigurationError (a lower version, or no engine serves).
+        """
+        serving = [e for e in (await self._roster.read()).engines if e.serves]
+        if not serving:
+            raise ConfigurationError("no engine is ready, so none can take new weights")
+        newest = max((e.version for e in serving if e.version is not None), default=None)
+        if newest is not None and version < newest:
+            raise ConfigurationError(f"version {version} is older than {newest}, which is served")
+        wanted = Checkpoint(version, source, canary)
+        done: list[Updated] = []
+        waiting = [e for e in serving if e.version != version]
+        while waiting:
+            batch, waiting = waiting[: policy.at_once], waiting[policy.at_once :]
+            results = await asyncio.gather(
+                *(self._one(e.name, wanted, policy, previous) for e in batch),
+                return_exceptions=True,
+            )
+            done += [result for result in results if isinstance(result, Updated)]
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+        return done
+
+    async def _one(
+        self, name: str, wanted: Checkpoint, policy: Policy, previous: Checkpoint | None
+    ) -> Updated:
+        record = await self._hold(name, f"update {wanted.version}")
+        await asyncio.sleep(self._notice_s)  # no gateway may stamp tokens with the old version now
+        started = time.monotonic()
+        try:
+            await self._load(record, wanted, policy)
+        except BaseException as error:
+            await asyncio.shield(self._back(record, previous, policy, error))
+            if not isinstance(error, PerdureError):
+                raise
+            raise UpdateRefused(f"version {wanted.version} is not served: {error}") from error
+        paused_s = time.monotonic() - started
+        await self._roster.change(lambda roster: _released(roster, record, wanted.version))
+        log.info(
+            "weights updated", engine=name, version=wanted.version, paused_s=round(paused_s, 3)
+        )
+        return Updated(name, paused_s)
+
+    async def _load(self, record: EngineRecord, wanted: Checkpoint, policy: Policy) -> None:
+        """Raises: PerdureError."""
+        control = EngineControl(record.url, self._client, api_key=self._api_key)
+        await control.pause("abort" if policy.in_flight == "resubmit" else "keep")
+        await control.start_update()
+        await wanted.source.load(control, wanted.version)
+        await control.finish_update(wanted.version)
+        await control.resume()
+        await self._prove(control, record, wanted.canary)
+
+    async def _back(
+        self,
+        record: EngineRecord,
+        previous: Checkpoint | None,
+        policy: Policy,
+        error: BaseException,
+    ) -> None:
+        """The old version again, proven; else the engine may not serve until it was restarted."""
+        if previous is not None and isinstance(error, PerdureError):
+            try:
+                await self._load(record, previous, policy)
+                await self._roster.change(
+                    lambda roster: _released(roster, record, previous.version)
+                )
+                return
+            except PerdureError as failure:
+                log.error("the old weights do not come back", error=str(failure))
+        await self._condemn(record, f"{record.held_by}: {error}")
+
+    async def _hold(self, name: str, why: str) -> EngineRecord:
+        """Announced before it is done: gateways send nothing new, and stamp no version."""
+
+        def held(roster: Roster) -> Roster:
+            record = roster.get(name)
+            if record is None or not record.serves:
+                raise UpdateRefused(f"engine {name} stopped serving before its update")
+            return roster.having(record.to(EngineState.PAUSED, why, held_by=why))
+
+        record = (await self._roster.change(held)).get(name)
+        assert record is not None
+        return record
+
+    async def _prove(self, control: EngineControl, record: EngineRecord, canary: Canary) -> None:
+        """Raises: UpdateRefused."""
+        served = record.boot if is_fenced(record.model, record.boot) else record.model
+        scored = await control.score(served, canary.prompt_ids)
+        off = abs(scored.logprob - canary.logprob)
+        if scored.token_id != canary.token_id or not off <= canary.tolerance:
+            raise UpdateRefused(
+                f"engine {record.name} does not have the trainer's weights: token {scored.token_id} "
+                f"at {scored.logprob:.3f} instead of {canary.token_id} at {canary.logprob:.3f}"
+            )
+
+    async def _condemn(self, record: EngineRecord, why: str) -> None:
+        def condemned(roster: Roster) -> Roster:
+            now = roster.get(record.name)
+            if now is None or now.generation != record.generation:
+                return roster
+            boot = now.boot or ANY_BOOT
+            dead = now.to(EngineState.DEAD, why, condemned=boot, held_by="", version=None)
+            return roster.having(dead)
+
+        await self._roster.change(condemned)
+
+
+def _released(roster: Roster, held: EngineRecord, version: int) -> Roster:
+    now = roster.get(held.name)
+    if now is None or (now.generation, now.held_by) != (held.generation, held.held_by):
+        raise UpdateRefused(f"engine {held.name} restarted during its update")
+    return roster.having(now.to(EngineState.READY, "", held_by="", version=version))
+
+
+@asynccontextmanager
+async def downloaded(store: Store, prefix: str) -> AsyncIterator[FromDisk]:
+    """A checkpoint of the store as a folder, while it is needed: `checkpoints/8/`.
+
+    Raises: ConfigurationError when nothing lies there, StoreUnavailable.
+    """
+    prefix = prefix.rstrip("/") + "/"
+    with tempfile.TemporaryDirectory(prefix="perdure-weights-") as folder:
+        found = False
+        async for key in store.list(prefix):
+            path = Path(folder) / PurePosixPath(key.removeprefix(prefix))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes((await store.get(key)).data)
+            found = True
+        if not found:
+            raise ConfigurationError(f"no checkpoint at {store.url}/{prefix}")
+        yield FromDisk(Path(folder))

@@ -1,0 +1,222 @@
+"""New weights in running engines, over their real control routes."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from perdure.gateway.base import Completion
+from perdure.gateway.engines.pool import EnginePool, EngineSpec
+from perdure.gateway.engines.wire import new_client
+from perdure.gateway.tokenizers import load_tokenizer
+from perdure.serving.roster import LoneRoster
+from perdure.serving.state import EngineState, name_of
+from perdure.serving.weights import (
+    Canary,
+    Checkpoint,
+    FromDisk,
+    Policy,
+    UpdateRefused,
+    WeightUpdates,
+    downloaded,
+)
+from perdure.storage.local import LocalStore
+from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logprob
+
+LONG = {"default": {"turns": [{"content": " ".join(f"word{n}" for n in range(120))}]}}
+TOKENIZER = load_tokenizer("qwen3")
+PROMPT = [
+    *TOKENIZER.encode_plain("The task."),
+    TOKENIZER.convert_tokens_to_ids("<|im_start|>"),
+    *TOKENIZER.encode_plain("assistant\n"),
+]
+FIRST = TOKENIZER.encode_plain("word0")[0]
+NOTICE_S = 0.15
+
+
+def checkpoint(folder: Path, weights: int, **more: Any) -> FromDisk:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / WEIGHTS_FILE).write_text(json.dumps({"weights": weights, **more}))
+    return FromDisk(folder)
+
+
+def canary(weights: int) -> Canary:
+    """What a trainer's forward pass with these weights says."""
+    return Canary(tuple(PROMPT), FIRST, logprob(FIRST, 0, weights), tolerance=0.01)
+
+
+@dataclass
+class Stand:
+    pool: EnginePool
+    updates: WeightUpdates
+    engines: list[ScriptedEngine]
+
+    def ask(self) -> "asyncio.Task[Completion]":
+        sampling = {"max_tokens": 4000, "temperature": 0.0, "stop_token_ids": [151_645]}
+        call = self.pool.generate(PROMPT, sampling, session_id="s", request_id="s-0")
+        return asyncio.ensure_future(call)
+
+    async def sampling(self) -> None:
+        """Until a completion is well under way."""
+        while not any(
+            len(call.salvage.ids) >= 40
+            for seat in self.pool.seats.values()
+            for call in seat.running
+        ):
+            await asyncio.sleep(0.005)
+
+    async def seen(self, engine: ScriptedEngine, state: EngineState) -> None:
+        """Until the pool knows what the update left behind."""
+        while self.pool.seats[name_of(engine.url)].record.state is not state:
+            await asyncio.sleep(0.005)
+
+    def true_versions(self, completion: Completion) -> list[int]:
+        """Which weights made each token, read off its logprob. Version and weights agree here."""
+        return [
+            next(w for w in (1, 2, 3) if logprob(token, i, w) == value)
+            for i, (token, value) in enumerate(
+                zip(completion.token_ids, completion.logprobs, strict=True)
+            )
+        ]
+
+
+def recorded_versions(completion: Completion) -> list[int]:
+    versions = [-1] * len(completion.token_ids)
+    for span in completion.versions:
+        versions[span.start : span.end] = [span.version] * (span.end - span.start)
+    return versions
+
+
+@asynccontextmanager
+async def stand(count: int, delay_s: float = 0.0) -> AsyncIterator[Stand]:
+    roster = LoneRoster()
+    engines = [ScriptedEngine(LONG, chunk_delay_s=delay_s, policy_version=1) for _ in range(count)]
+    async with new_client() as client:
+        for engine in engines:
+            engine.weights = 1
+            await engine.__aenter__()
+        pool = EnginePool(
+            roster, client, [EngineSpec(e.url) for e in engines], poll_s=0.03, hang_s=5
+        )
+        await pool.start()
+        try:
+            while not all(seat.record.serves for seat in pool.seats.values()):
+                await asyncio.sleep(0.005)
+            yield Stand(pool, WeightUpdates(roster, client, notice_s=NOTICE_S), engines)
+        finally:
+            await pool.aclose()
+            for engine in engines:
+                await engine.__aexit__()
+
+
+@pytest.mark.parametrize("in_flight", ["resubmit", "keep"])
+async def test_every_token_is_recorded_with_the_version_that_sampled_it(
+    tmp_path: Path, in_flight: Any
+) -> None:
+    """An update in the middle of a completion: two versions in one turn, each where it was."""
+    async with stand(1, delay_s=0.03) as it:
+        call = it.ask()
+        await it.sampling()
+        policy = Policy(in_flight=in_flight)
+        await it.updates.update(2, checkpoint(tmp_path, 2), canary(2), policy)
+        completion = await call
+
+    assert recorded_versions(completion) == it.true_versions(completion)
+    assert set(recorded_versions(completion)) == {1, 2}
+
+
+async def test_a_rolling_update_leaves_an_engine_to_talk_to(tmp_path: Path) -> None:
+    """While one engine loads, the completion goes on at another; the record says who knew what."""
+    async with stand(2, delay_s=0.03) as it:
+        call = it.ask()
+        await it.sampling()
+        updated = await it.updates.update(2, checkpoint(tmp_path, 2), canary(2))
+        completion = await call
+
+    assert len(updated) == 2
+    assert recorded_versions(completion) == it.true_versions(completion)
+
+
+@pytest.mark.parametrize("broken", ["stale", "absent"])
+async def test_weights_that_are_not_the_trainers_are_refused(tmp_path: Path, broken: str) -> None:
+    """A load without effect, or one that failed: the old version serves on, the new one nowhere."""
+    old = Checkpoint(1, checkpoint(tmp_path / "1", 1), canary(1))
+    new = checkpoint(tmp_path / "2", 2, stale=True) if broken == "stale" else FromDisk(tmp_path)
+    async with stand(2) as it:
+        with pytest.raises(UpdateRefused):
+            await it.updates.update(2, new, canary(2), previous=old)
+        for engine in it.engines:
+            await it.seen(engine, EngineState.READY)
+        completion = await it.ask()
+
+    assert {engine.weights for engine in it.engines} == {1}
+    assert set(recorded_versions(completion)) == {1} == set(it.true_versions(completion))
+
+
+async def test_a_condemned_engine_serves_again_only_after_a_restart(tmp_path: Path) -> None:
+    """Without the old weights at hand it stays out, however well it answers."""
+    async with stand(2) as it:
+        with pytest.raises(UpdateRefused, match="trainer's weights"):
+            await it.updates.update(2, checkpoint(tmp_path, 2, stale=True), canary(2))
+        first, second = (it.pool.seats[name_of(engine.url)] for engine in it.engines)
+        await it.seen(it.engines[0], EngineState.DEAD)
+        verdict = await first.watcher.look(first.record, first.load())
+        completion = await it.ask()
+
+    assert verdict is None
+    assert completion.engine == second.engine.name
+
+
+async def test_what_wrong_weights_sampled_is_not_kept(tmp_path: Path) -> None:
+    """Frozen requests go on before the canary: when it fails, their new tokens are let go."""
+    async with stand(2, delay_s=0.03) as it:
+        call = it.ask()
+        await it.sampling()
+        with pytest.raises(UpdateRefused):
+            await it.updates.update(
+                2, checkpoint(tmp_path, 3), canary(2), Policy(in_flight="keep", at_once=2)
+            )
+        for engine in it.engines:  # as a restart would
+            engine.weights, engine._started = 1, engine._started + 1
+        completion = await call
+
+    assert set(it.true_versions(completion)) == {1}
+
+
+async def test_a_checkpoint_comes_out_of_the_store(tmp_path: Path) -> None:
+    """S3 or folder: the prefix lies on disk while it is needed."""
+    store = LocalStore(tmp_path / "store")
+    data = json.dumps({"weights": 2}).encode()
+    await store.put(f"checkpoints/2/{WEIGHTS_FILE}", data)
+    async with stand(1) as it:
+        async with downloaded(store, "checkpoints/2") as source:
+            await it.updates.update(2, source, canary(2))
+        completion = await it.ask()
+
+    assert set(recorded_versions(completion)) == {2}
+    assert not source.path.exists()
+
+
+async def test_an_update_is_announced_before_it_is_done(tmp_path: Path) -> None:
+    """The roster says paused, and by whom, before the engine is touched."""
+
+    class Looks(httpx.AsyncHTTPTransport):
+        seen: list[str]
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/pause":
+                self.seen = [e.held_by for e in (await it.pool.roster()).engines]
+            return await super().handle_async_request(request)
+
+    looks = Looks()
+    async with stand(1) as it, httpx.AsyncClient(transport=looks) as client:
+        updates = WeightUpdates(it.pool._roster, client, notice_s=0)
+        await updates.update(2, checkpoint(tmp_path, 2), canary(2))
+
+    assert looks.seen == ["update 2"]
