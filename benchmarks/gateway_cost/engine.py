@@ -4,6 +4,7 @@ Its own CPU is not measured; only what it is sent and what it answers matter.
 """
 
 import asyncio
+import json
 import socket
 from typing import Any
 
@@ -51,7 +52,8 @@ class InstantEngine:
         await self._serving
 
     async def _vllm(self, request: Request) -> Response:
-        self.prompt_tokens = len((await request.json())["token_ids"])
+        asked = await request.json()
+        self.prompt_tokens = len(asked["token_ids"])
         content = [{"token_id": token_id, "logprob": -0.5} for token_id in self.ids]
         choice: dict[str, Any] = {
             "index": 0,
@@ -59,7 +61,10 @@ class InstantEngine:
             "logprobs": {"content": content},
             "finish_reason": "stop",
         }
-        return JSONResponse({"request_id": "0", "choices": [choice]})
+        answer = {"request_id": "0", "choices": [choice]}
+        if not asked.get("stream"):  # a probe
+            return JSONResponse(answer)
+        return Response(f"data: {json.dumps(answer)}\n\n", media_type="text/event-stream")
 
     async def _sglang(self, request: Request) -> Response:
         self.prompt_tokens = len((await request.json())["input_ids"])
