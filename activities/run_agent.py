@@ -7,6 +7,7 @@ import time
 
 from activities import checkpoints
 from activities.boot_sandbox import agent_task
+from activities.earlier_sessions import most_recorded
 from activities.messages import AgentRun, Attempt
 from activities.services import Services
 from activities.shell import cancelled_by_user, report, shell
@@ -66,9 +67,12 @@ class RunAgent:
         request = attempt.request
         if not self.services.agent(request.agent).needs_model:
             return None
+        session_id = self._session_id(attempt)
+        with contextlib.suppress(NotFound):  # as opened by an earlier try of this activity
+            return await self.services.gateway.get(session_id)
         return await self.services.gateway.open(
             SessionSpec(
-                session_id=self._session_id(attempt),
+                session_id=session_id,
                 model=request.model,
                 sampling=request.sampling,
                 turns_key=f"{keys.attempt(request, attempt.attempt)}/turns.parquet",
@@ -77,15 +81,17 @@ class RunAgent:
                     # Siblings share their prompt: the gateway sends them to one engine.
                     "group": request.group_id or f"{request.run_id}/{request.instance_id}",
                 },
-                replay_of=self._earlier_session(attempt),
+                replay_of=await self._earlier_session(attempt),
             )
         )
 
-    def _earlier_session(self, attempt: Attempt) -> str | None:
-        """What the lost attempt before this one recorded need not be sampled again."""
-        if attempt.attempt <= 1:
-            return None
-        return self.services.agent_identity(attempt.request, attempt.attempt - 1)
+    async def _earlier_session(self, attempt: Attempt) -> str | None:
+        """What a lost attempt before this one recorded need not be sampled again."""
+        identities = [
+            self.services.agent_identity(attempt.request, number)
+            for number in range(1, attempt.attempt)
+        ]
+        return await most_recorded(self.services.gateway, identities)
 
     async def _close_session(self, attempt: Attempt) -> SessionSummary | None:
         if not self.services.agent(attempt.request.agent).needs_model:

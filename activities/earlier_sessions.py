@@ -1,0 +1,27 @@
+"""Which earlier attempt of a rollout a new one replays.
+
+Owns the choice alone: opening is `run_agent`'s, replaying the gateway's.
+"""
+
+from collections.abc import Sequence
+
+from perdure.errors import NotFound
+from perdure.gateway.control import GatewayControl
+
+
+async def most_recorded(gateway: GatewayControl, session_ids: Sequence[str]) -> str | None:
+    """The session that recorded the most turns, the later one of two; None when none has any.
+
+    `session_ids`: those of the earlier attempts, oldest first. An attempt that died while it booted
+    has no session, and one that died while it replayed holds less than the one it replayed.
+
+    Raises: GatewayUnavailable.
+    """
+    turns: dict[str, int] = {}
+    for session_id in reversed(session_ids):
+        try:
+            turns[session_id] = (await gateway.get(session_id)).turns
+        except NotFound:
+            continue
+    best = max(turns, key=turns.__getitem__, default=None)
+    return best if best is not None and turns[best] else None
