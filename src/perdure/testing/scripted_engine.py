@@ -295,10 +295,12 @@ class ScriptedEngine:
         generation: int | None = None,
         kv_tokens: int = 1 << 20,
         block: int = 128,
+        prefill_per_s: float = 0.0,
     ) -> None:
         """`generation`: serve under `policy-g<generation>` too, and refuse any other's name.
 
-        `kv_tokens`, `block`: size of the modelled prefix cache, in tokens.
+        `kv_tokens`, `block`: size of the modelled prefix cache, in tokens. `prefill_per_s`: tokens
+        not in it that are read in a second, one prompt after the other; 0 = at once.
         """
         self._tokenizer = load_tokenizer(tokenizer)
         self.policy = Policy(self._tokenizer, scripts or {})
@@ -309,6 +311,8 @@ class ScriptedEngine:
         self.weights = 0
         self.cache = PrefixCache(kv_tokens, block)
         self._kv_tokens = kv_tokens
+        self._prefill_per_s = prefill_per_s
+        self._prefilling = asyncio.Lock()
         self._started = time.time()
         self._steps = itertools.count(1)
         self._step = 0
@@ -459,6 +463,8 @@ class ScriptedEngine:
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
         if body.get("stream") or fault in ("done_without_finish", "eof_mid_stream"):
             job = _Job(body, token_ids, begun, reason, usage, len(logprobs), fault)
+            if self._prefill_per_s:
+                job = job._replace(prefill_s=(len(prompt_ids) - cached) / self._prefill_per_s)
             return StreamingResponse(self._stream(request, job), media_type="text/event-stream")
         choice = self._choice(token_ids, logprobs, reason)
         self._advance(len(token_ids))
@@ -527,6 +533,9 @@ class ScriptedEngine:
         with self._working():
             head, length, aborts = self._head(request, job.body), len(job.token_ids), self._aborts
             labels: list[str] = []
+            if job.prefill_s:
+                async with self._prefilling:
+                    await asyncio.sleep(job.prefill_s)
             for start in range(0, length, CHUNK):
                 await self._frozen(aborts)
                 if aborts != self._aborts:
@@ -786,6 +795,7 @@ class _Job(NamedTuple):
     usage: dict[str, Any]
     logprobs: int
     fault: str | None
+    prefill_s: float = 0.0
 
 
 def _part(

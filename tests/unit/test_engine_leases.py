@@ -1,0 +1,197 @@
+"""Where sessions sit, who waits, and how many an engine may have."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from perdure.gateway.engines.leases import (
+    IDLE_S,
+    MOST_AGENTS,
+    RECLAIM_S,
+    Capacity,
+    Leases,
+    Place,
+)
+from perdure.gateway.engines.queueing import FairQueue
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def leases(clock: Clock) -> Leases:
+    return Leases(clock=clock)
+
+
+def engines(leases: Leases, places: list[Place], sessions: int, group: str = "") -> Counter[str]:
+    """How many of so many new sessions each engine gets."""
+    taken = [leases.take(f"{group}-{n}", group, places) for n in range(sessions)]
+    return Counter(lease.engine for lease in taken if lease)
+
+
+def test_new_sessions_follow_the_weights(leases: Leases) -> None:
+    """An engine of weight 3 gets three sessions for each of the other's."""
+    places = [Place("a", 1, weight=3.0), Place("b", 2)]
+
+    assert engines(leases, places, 40) == {"a": 30, "b": 10}
+
+
+def test_a_session_stays_with_its_engine(leases: Leases) -> None:
+    """Its KV cache is there: other engines being emptier is no reason to move."""
+    places = [Place("a", 1), Place("b", 2)]
+    first = leases.take("s", "", places)
+    engines(leases, places, 5)
+
+    assert first is not None
+    assert [leases.take("s", "", places) for _ in range(3)] == [first] * 3
+
+
+def test_siblings_share_an_engine(leases: Leases) -> None:
+    """Samples of one instance have one prompt: it is prefilled once."""
+    places = [Place("a", 1), Place("b", 2)]
+
+    groups = [engines(leases, places, 8, group) for group in ("x", "y", "z", "w")]
+
+    assert all(len(group) == 1 for group in groups)
+    assert {name: leases.agents(name) for name in "ab"} == {"a": 16, "b": 16}
+
+
+def test_an_engine_of_another_generation_is_another_engine(leases: Leases) -> None:
+    """A lease on a boot that is over is void."""
+    before = leases.take("s", "", [Place("a", 1)])
+    after = leases.take("s", "", [Place("a", 2)])
+
+    assert before is not None
+    assert after is not None
+    assert (before.generation, after.generation) == (1, 2)
+
+
+def test_a_session_moves_when_its_engine_goes(leases: Leases) -> None:
+    """Even to an engine that is full: who sat is not sent to the queue."""
+    a, b = Place("a", 1), Place("b", 2, capacity=0)
+    leases.take("s", "", [a, b])
+    moved = leases.take("s", "", [b])
+
+    assert moved is not None
+    assert (moved.engine, leases.moved, leases.agents("a")) == ("b", 1, 0)
+
+
+def test_nothing_is_leased_beyond_capacity(leases: Leases) -> None:
+    """Other gateways' requests count as well."""
+    places = [Place("a", 1, capacity=3, foreign=1.0), Place("b", 2, capacity=1)]
+
+    assert engines(leases, places, 9) == {"a": 2, "b": 1}
+
+
+def test_an_idle_agent_gives_up_its_place_to_one_that_waits(leases: Leases, clock: Clock) -> None:
+    """Away in a tool for a minute, not while it generates."""
+    place = Place("a", 1, capacity=2)
+    engines(leases, [place], 2)
+    leases.use("-1", 100)
+    clock.now = RECLAIM_S + 1
+
+    assert leases.reclaim([place])
+    assert (leases.get("-0"), leases.reclaim([place])) == (None, False)
+
+
+def test_who_left_is_forgotten(leases: Leases, clock: Clock) -> None:
+    """A session that nobody closed does not hold its place for ever."""
+    leases.take("s", "", [Place("a", 1)])
+    clock.now = IDLE_S + 1
+
+    assert (leases.expire(), leases.agents("a")) == (1, 0)
+
+
+def test_an_engine_that_joins_gets_its_share(leases: Leases) -> None:
+    """Sessions that generate stay; the cheapest prefills move."""
+    old, new = Place("a", 1), Place("b", 2)
+    engines(leases, [old], 20)
+    leases.use("-3", 10)
+    for n in range(4, 20):
+        leases.done(f"-{n}", 1000 * n)
+
+    moved = leases.rebalance([old, new])
+
+    stayed = leases.get("-3")
+    assert stayed is not None
+    assert (moved, leases.agents("b"), stayed.engine) == (7, 7, "a")
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "context", "agents"),
+    [(4_800_000, 32_000, 128), (650_000, 10_000, 64), (3_000_000, 30_000, 90), (None, 0, 64)],
+)
+def test_capacity_follows_kv_tokens_and_context(
+    kv_tokens: int | None, context: float, agents: int
+) -> None:
+    """Between 64 and 128 agents while nothing presses."""
+    capacity = Capacity()
+    capacity.observe(kv_tokens=kv_tokens, mean_context=context, starved=0, preemptions=0)
+
+    assert capacity.agents == agents
+
+
+def test_kv_pressure_lowers_capacity_and_its_absence_raises_it() -> None:
+    """Preempted requests mean too many agents, whatever the formula says."""
+    capacity = Capacity()
+    for preemptions in range(1, 31):
+        capacity.observe(kv_tokens=650_000, mean_context=10_000, starved=0, preemptions=preemptions)
+    pressed = capacity.agents
+    for _ in range(int(MOST_AGENTS)):
+        capacity.observe(kv_tokens=650_000, mean_context=10_000, starved=0, preemptions=30)
+
+    assert pressed < 10
+    assert capacity.agents == 64
+
+
+async def test_runs_take_turns() -> None:
+    """A small run's call does not wait behind all of a large one's."""
+    queue, order, room = FairQueue(), list[str](), 0
+
+    async def call(run: str) -> None:
+        def attempt() -> bool:
+            if len(order) < room:
+                order.append(run)
+                return True
+            return False
+
+        await queue.wait(run, attempt)
+
+    calls = [asyncio.ensure_future(call(run)) for run in ("large",) * 4 + ("small",)]
+    await asyncio.sleep(0)
+    for room in range(1, 6):  # noqa: B007  # read by the attempts
+        queue.serve()
+    await asyncio.gather(*calls)
+
+    assert order == ["large", "small", "large", "large", "large"]
+
+
+async def test_a_call_that_gave_up_leaves_the_queue() -> None:
+    """Its turn goes to the next one."""
+    queue, served = FairQueue(), list[str]()
+
+    async def call(name: str) -> None:
+        def attempt() -> bool:
+            served.append(name)
+            return True
+
+        await queue.wait("run", attempt)
+
+    gone, stays = (asyncio.ensure_future(call(name)) for name in ("gone", "stays"))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    queue.serve()
+    await stays
+
+    assert (served, len(queue)) == (["stays"], 0)

@@ -1,0 +1,142 @@
+"""What an engine may become, and one truth about it for many processes."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from perdure.errors import ConfigurationError
+from perdure.gateway.engines.choose import check_engine_settings, engine_specs
+from perdure.gateway.engines.salvage import Salvage
+from perdure.serving.control_plane import read_vitals
+from perdure.serving.roster import Roster, StoredRoster, roster_key
+from perdure.serving.state import EngineRecord, EngineState, backoff_s, name_of
+from perdure.serving.watch import Verdict, apply
+from perdure.settings import Settings
+from perdure.storage.local import LocalStore
+from perdure.types import EngineSpan, VersionSpan
+
+DEAD, READY, SUSPECT = EngineState.DEAD, EngineState.READY, EngineState.SUSPECT
+
+
+def record(state: EngineState = READY, **fields: object) -> EngineRecord:
+    given = {"name": "h:1", "url": "http://h:1", "model": "policy", "generation": 3}
+    return EngineRecord.model_validate({**given, "state": state, **fields})
+
+
+def test_a_dead_engine_comes_back_as_a_new_generation() -> None:
+    """Numbers are never given twice, also not to another engine."""
+    dead = Roster().having(record(DEAD, boot="1.0"))
+    back = apply(dead, record(DEAD, boot="1.0"), Verdict(READY, boot="2.0")).get("h:1")
+
+    assert back is not None
+    assert (back.generation, back.state, back.boot) == (4, READY, "2.0")
+
+
+def test_the_same_boot_keeps_its_generation() -> None:
+    """A suspicion that proves wrong costs nothing."""
+    roster = Roster().having(record(SUSPECT, boot="1.0"))
+    back = apply(roster, record(SUSPECT, boot="1.0"), Verdict(READY, boot="1.0")).get("h:1")
+
+    assert back is not None
+    assert (back.generation, back.state) == (3, READY)
+
+
+def test_a_stale_verdict_changes_nothing() -> None:
+    """What was seen of an earlier generation says nothing about this one."""
+    roster = Roster().having(record(READY, generation=4))
+
+    assert apply(roster, record(READY), Verdict(DEAD, "late news")) == roster
+
+
+def test_only_reborn_leads_out_of_death() -> None:
+    """A late answer cannot make a dead engine ready."""
+    with pytest.raises(ValueError, match="is dead and cannot become ready"):
+        record(DEAD).to(READY)
+
+
+def test_a_crash_loop_is_left_alone_longer_each_time() -> None:
+    """The first death costs no wait; the wait doubles and is bounded."""
+    assert [backoff_s(n) for n in (1, 2, 3, 4, 99)] == [0.0, 1.0, 2.0, 4.0, 300.0]
+
+
+def test_a_condemned_boot_may_not_return_and_its_successor_may() -> None:
+    """Broken weights end with the process that holds them."""
+    condemned = record(DEAD, boot="1.0", condemned="1.0")
+
+    assert (condemned.may_return("1.0"), condemned.may_return("2.0")) == (False, True)
+
+
+async def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Each change is applied to the newest roster."""
+    key = roster_key(b"a secret of many letters")
+    rosters = [StoredRoster(LocalStore(tmp_path), key) for _ in range(4)]
+
+    async def add(number: int) -> None:
+        new = record(name=f"h:{number}", generation=1)
+        await rosters[number % 4].change(
+            lambda roster: roster.having(
+                new.model_copy(update={"generation": roster.next_generation})
+            )
+        )
+
+    await asyncio.gather(*(add(number) for number in range(12)))
+    found = await rosters[0].read()
+
+    assert sorted(engine.generation for engine in found.engines) == list(range(1, 13))
+
+
+def test_settings_name_many_engines() -> None:
+    """A comma list, weights behind an equals sign."""
+    specs = engine_specs("http://a:8000/v1, http://b:8000=2.5")
+
+    assert [(name_of(spec.url), spec.weight) for spec in specs] == [
+        ("a:8000", 1.0),
+        ("b:8000", 2.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a:1=0", "http://a:1=x", "http://a:1,ftp://b", "http://a:b"]
+)
+def test_a_wrong_engine_is_named(tmp_path: Path, url: str) -> None:
+    """Before the gateway starts."""
+    with pytest.raises(ConfigurationError, match="ngine|ENGINE_URL"):
+        check_engine_settings(Settings(home=tmp_path, engine_url=url))
+
+
+def test_metrics_of_all_ranks_are_read() -> None:
+    """Sums over engines of one server; KV room by reason; the size of the cache."""
+    vitals = read_vitals(
+        "# HELP x\n"
+        'vllm:num_requests_running{engine="0",model_name="policy"} 3.0\n'
+        'vllm:num_requests_running{engine="1",model_name="policy"} 4.0\n'
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 2.0\n'
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="deferred"} 9.0\n'
+        'vllm:cache_config_info{block_size="16",kv_cache_size_tokens="46592"} 1.0\n'
+        "process_start_time_seconds 1.7637e+09\n"
+    )
+
+    assert (vitals.running, vitals.starved, vitals.kv_tokens) == (7.0, 2.0, 46592)
+    assert vitals.boot == "1763700000.00"
+
+
+def test_the_engines_word_wins_over_what_was_known() -> None:
+    """Salvaged tokens carry the version known then; reported ones the engine's, where it began."""
+    salvage = Salvage()
+    salvage.begin("a", 1)
+    salvage.add([1, 2], [-0.1, -0.2], 7)
+    salvage.add([3], [-0.3], None)
+    salvage.begin("b", 2)
+    salvage.add([4], [-0.4], 7)
+    salvage.add([5], [-0.5], 7)
+    salvage.report([VersionSpan(version=8, start=0, end=2)])
+
+    assert salvage.engines == [
+        EngineSpan(engine="a", generation=1, start=0, end=3),
+        EngineSpan(engine="b", generation=2, start=3, end=5),
+    ]
+    assert salvage.versions == [
+        VersionSpan(version=7, start=0, end=2),
+        VersionSpan(version=8, start=3, end=5),
+    ]
