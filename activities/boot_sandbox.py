@@ -116,12 +116,14 @@ class BootSandbox:
     def _refuse_what_cannot_run(self, request: RolloutRequest, instance: Instance) -> None:
         """Every mistake in the row or the options is named before anything boots."""
         self.services.grader(instance.grading.protocol).validate(instance)
+        self.services.reach(request.sandbox)
         agent = self.services.agent(request.agent)
         agent.launch(agent_task(request, instance, gateway_url="http://127.0.0.1", session_key=""))
 
     def _spec(self, attempt: Attempt, prepared: Prepared, tools: tuple[Mount, ...]) -> SandboxSpec:
         request = attempt.request
         needs_model = self.services.agent(request.agent).needs_model
+        by_socket = needs_model and self.services.reach(request.sandbox) == "socket"
         return SandboxSpec(
             workdir=prepared.workdir,
             tree=prepared.tree,
@@ -129,7 +131,7 @@ class BootSandbox:
             mounts=(*prepared.mounts, *tools, *_pristine_git(prepared)),
             env=prepared.env,
             limits=request.limits,
-            gateway=self.services.settings.gateway_socket if needs_model else None,
+            gateway=self.services.settings.gateway_socket if by_socket else None,
             labels=self.services.labels(request, attempt.attempt, "agent"),
             ttl_s=self.services.settings.sandbox_ttl_s,
         )

@@ -9,6 +9,7 @@ from activities import checkpoints
 from activities.boot_sandbox import agent_task
 from activities.earlier_sessions import most_recorded
 from activities.messages import AgentRun, Attempt
+from activities.reach_gateway import Way, reached
 from activities.services import Services
 from activities.shell import cancelled_by_user, report, shell
 from perdure.agents.base import EXEC_ID, Evidence
@@ -38,10 +39,11 @@ class RunAgent:
         sandbox = await self._attach(attempt)
         try:
             session = await self._open_session(attempt)
-            await self._start_once(attempt, sandbox)
-            if session is not None:
-                report(turns=session.turns)
-            status = await self._watch(attempt, sandbox)
+            async with reached(self.services, attempt, sandbox) as way:
+                await self._start_once(attempt, sandbox, way.url)
+                if session is not None:
+                    report(turns=session.turns)
+                status = await self._watch(attempt, sandbox, way)
             run = await self._conclude(attempt, sandbox, status)
         except asyncio.CancelledError:
             if cancelled_by_user():
@@ -98,7 +100,7 @@ class RunAgent:
             return None
         return await self.services.gateway.close(self._session_id(attempt))
 
-    async def _start_once(self, attempt: Attempt, sandbox: Sandbox) -> None:
+    async def _start_once(self, attempt: Attempt, sandbox: Sandbox, url: str | None) -> None:
         try:
             await sandbox.poll(EXEC_ID)
             return  # an earlier attempt of this activity started it: only watch
@@ -108,9 +110,7 @@ class RunAgent:
         agent = self.services.agent(request.agent)
         instance = await self.services.instance(request)
         key = self.services.gateway.key(self._session_id(attempt)) if agent.needs_model else ""
-        launch = agent.launch(
-            agent_task(request, instance, gateway_url=sandbox.gateway_url, session_key=key)
-        )
+        launch = agent.launch(agent_task(request, instance, gateway_url=url, session_key=key))
         for path, content in launch.files.items():
             await sandbox.put(path, content)
         await sandbox.start(
@@ -121,13 +121,14 @@ class RunAgent:
             timeout_s=request.agent_budget_s,
         )
 
-    async def _watch(self, attempt: Attempt, sandbox: Sandbox) -> ExecStatus:
+    async def _watch(self, attempt: Attempt, sandbox: Sandbox, way: Way) -> ExecStatus:
         needs_model = self.services.agent(attempt.request.agent).needs_model
         renewed = time.monotonic()
         while True:
             status = await sandbox.wait(EXEC_ID, WATCH_S)
             if status.done:
                 break
+            way.check()
             if time.monotonic() - renewed > self.services.settings.sandbox_ttl_s / 4:
                 renewed = time.monotonic()
                 await sandbox.touch(self.services.settings.sandbox_ttl_s)

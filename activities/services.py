@@ -11,6 +11,7 @@ from perdure.graders.base import Grader
 from perdure.instances import catalog
 from perdure.instances.environments import Environments
 from perdure.sandboxes.base import SandboxProvider, identity_of
+from perdure.sandboxes.relay_choice import Reach, choose_reach
 from perdure.settings import Settings
 from perdure.storage.base import Store, open_store
 from perdure.types import Instance, RolloutRequest
@@ -40,6 +41,13 @@ class Services:
         provider: SandboxProvider = make(self.home)
         registry.remember_sandboxes(self.home, name)
         return provider
+
+    def reach(self, sandbox: str) -> Reach:
+        """How sandboxes of this provider reach the gateway. Raises: ConfigurationError."""
+        settings = self.settings
+        return choose_reach(
+            settings.gateway_reach, self.provider(sandbox), settings.gateway_base_url
+        )
 
     @functools.cache  # noqa: B019
     def environments(self, sandbox: str) -> Environments:

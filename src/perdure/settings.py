@@ -49,6 +49,8 @@ class Settings(BaseSettings):
     """What an answer waits for: `local` disk (an S3 store follows seconds later), or the `store`."""
     gateway_url: str = ""
     """Gateway as the workers reach it. Empty = `http://<gateway_host>:<gateway_port>`."""
+    gateway_reach: Literal["auto", "url", "socket", "dial", "stdio", "file"] = "auto"
+    """How sandboxes reach it: `url`, unix `socket`, a relay (`dial`, `stdio`, `file`), or `auto`."""
     engine_url: str = ""
     """Inference server behind the gateway, or several: `URL=WEIGHT,URL`. Empty = OPENAI_BASE_URL, else ANTHROPIC_BASE_URL, else none."""
     engine_kind: str = "auto"

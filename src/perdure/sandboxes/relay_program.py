@@ -48,9 +48,13 @@ class Log:
 
     def __init__(self, descriptor: int, path: str) -> None:
         self.path = path
-        self.size = 0
         self.grown = threading.Condition()
         self._descriptor = descriptor
+
+    @property
+    def size(self) -> int:
+        """Bytes, also of what others wrote into it."""
+        return os.fstat(self._descriptor).st_size
 
     def say(self, **fields: Any) -> None:
         line = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
@@ -58,7 +62,6 @@ class Log:
             left = memoryview(line)
             while left:
                 left = left[os.write(self._descriptor, left) :]
-            self.size += len(line)
             self.grown.notify_all()
 
 
@@ -334,7 +337,9 @@ class Handler(BaseHTTPRequestHandler):
                         continue
                     line = log.readline()
                     offset += len(line)
-                    self.wfile.write(_frame(relay, offset, line))
+                    frame = _frame(relay, offset, line)
+                    if frame:
+                        self.wfile.write(frame)
         except OSError:
             pass
         with contextlib.suppress(OSError):
@@ -352,13 +357,17 @@ def _chunk(body: bytes) -> bytes:
 
 
 def _frame(relay: Relay, offset: int, line: bytes) -> bytes:
-    fields, body = json.loads(line), b""
-    if "size" in fields:
-        try:
-            with open(relay.body_file(fields["id"]), "rb") as file:
-                body = file.read()
-        except FileNotFoundError:
-            pass  # answered long ago
+    """Empty for what others wrote into our log."""
+    try:
+        fields, body = json.loads(line), b""
+        if "size" in fields:
+            with (
+                contextlib.suppress(FileNotFoundError),
+                open(relay.body_file(str(fields["id"])), "rb") as file,
+            ):
+                body = file.read()  # else answered long ago
+    except (ValueError, TypeError, KeyError, RecursionError, OSError):
+        return b""
     return b"%d %d %d\n%s%s" % (offset, len(line), len(body), line, body)
 
 
@@ -390,7 +399,7 @@ def main() -> None:
         os.makedirs(os.path.join(options.spool, name))
     descriptor = 1
     if options.log != "-":
-        descriptor = os.open(options.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(options.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     remembered = os.path.join(options.spool, "port")
     server = listen(options.port, remembered)
     port = server.server_address[1]

@@ -1,0 +1,92 @@
+"""How a sandbox reaches the gateway: chosen from the setting and the provider, refused before a boot.
+
+Owns the choice and the look from inside; the relays themselves are `relay`'s.
+"""
+
+import ipaddress
+from typing import Literal
+from urllib.parse import urlsplit
+
+from perdure.errors import ConfigurationError
+from perdure.sandboxes.base import Sandbox, SandboxProvider
+
+Reach = Literal["auto", "url", "socket", "dial", "stdio", "file"]
+
+OPEN_S = 20.0
+
+_OPEN = """
+url=$1
+if command -v python3 >/dev/null 2>&1; then
+    exec python3 -c 'import sys, urllib.request as u
+opener = u.build_opener(u.ProxyHandler({}))
+try: opener.open(sys.argv[1], timeout=10).read(64)
+except Exception as error: sys.exit(str(error))' "$url"
+elif command -v curl >/dev/null 2>&1; then exec curl -fsS --noproxy '*' -m 10 -o /dev/null "$url"
+elif command -v wget >/dev/null 2>&1; then exec wget -q -T 10 --no-proxy -O /dev/null "$url"
+fi
+echo "neither python3, curl nor wget is there to open it with" >&2; exit 1
+"""
+
+
+def choose_reach(wanted: Reach, provider: SandboxProvider, gateway_url: str) -> Reach:
+    """What `wanted` means for sandboxes of this provider; `auto` becomes one of the others.
+
+    `auto`: the unix socket on this host, the URL where it is no address of this host alone, else
+    the relay by `dial` where the provider can, else by `stdio`.
+    Raises: ConfigurationError naming the setting and the fix.
+    """
+    relay: Reach = "dial" if provider.dials else "stdio"
+    if wanted == "auto":
+        if provider.host_bound:
+            return "socket"
+        return relay if _is_private_to_host(gateway_url) else "url"
+    if wanted == "socket" and not provider.host_bound:
+        raise ConfigurationError(
+            f"gateway_reach = socket: sandboxes of {provider.name!r} are not on this host; "
+            "set PERDURE_GATEWAY_REACH=auto"
+        )
+    if wanted == "dial" and not provider.dials:
+        raise ConfigurationError(
+            f"gateway_reach = dial: sandboxes of {provider.name!r} cannot be dialled; "
+            "set PERDURE_GATEWAY_REACH=stdio"
+        )
+    if wanted == "url" and provider.isolated and _is_private_to_host(gateway_url):
+        raise ConfigurationError(
+            f"gateway_url {gateway_url} is an address of this host alone: a sandbox of "
+            f"{provider.name!r} cannot open it; set PERDURE_GATEWAY_URL to an address it can, or "
+            "PERDURE_GATEWAY_REACH=auto"
+        )
+    return wanted
+
+
+async def open_from_inside(sandbox: Sandbox, gateway_url: str) -> str:
+    """One look at the gateway with the sandbox's own eyes; empty, or why it failed."""
+    argv = ["sh", "-c", _OPEN, "sh", f"{gateway_url}/healthz"]
+    result = await sandbox.exec(argv, timeout=OPEN_S)
+    if result.status.ok:
+        return ""
+    said = result.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+    return said[0][:300] if said else "no answer"
+
+
+def unreachable(sandbox: Sandbox, gateway_url: str, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"gateway_url {gateway_url} does not open inside sandbox {sandbox.identity}: {reason}; "
+        "set PERDURE_GATEWAY_URL to an address it can open, or PERDURE_GATEWAY_REACH=auto"
+    )
+
+
+def _is_private_to_host(url: str) -> bool:
+    """Loopback, the unspecified address, `localhost`, a unix socket, or no address at all."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").rstrip(".").lower()
+    if parts.scheme not in ("http", "https") or not host:
+        return True
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    return bool(mapped.is_loopback or mapped.is_unspecified)

@@ -1,0 +1,308 @@
+"""Every carrier of the relay keeps one promise: the agent's model calls arrive once, and are answered.
+
+Real parts: a bubblewrap sandbox without a network, a gateway, an engine that counts its samples.
+"""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.errors import AgentError, ConfigurationError
+from perdure.sandboxes import relay as relay_module
+from perdure.sandboxes.base import Sandbox, SandboxSpec
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.relay import CARRIERS, CarrierName, Relay, exec_id_of
+from perdure.testing.local_gateway import LocalGateway
+from perdure.testing.scripted_engine import ScriptedEngine
+
+SESSION = "s-1"
+IDENTITY = "p-test-relay-1"
+HOST = Path(__file__).parents[1] / "relay_host.py"
+LONG_S = 60.0
+
+CLIENT = """
+import concurrent.futures, http.client, json, sys, time
+ask = json.loads(sys.argv[1])
+
+def once(number):
+    connection = http.client.HTTPConnection("127.0.0.1", ask["port"], timeout=60)
+    text = "Hi %d " % number + "x" * ask.get("pad", 0)
+    body = {"model": "m", "stream": ask.get("stream", False)}
+    body["messages"] = [{"role": "user", "content": text}]
+    headers = {"authorization": "Bearer " + ask["key"], "content-type": "application/json"}
+    content = json.dumps(body) if ask.get("method", "POST") == "POST" else None
+    connection.request(ask.get("method", "POST"), ask.get("path", "/v1/chat/completions"), content, headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+def stubborn(number):
+    for attempt in range(200):
+        try:
+            return once(number)
+        except (OSError, http.client.HTTPException):
+            if not ask.get("again"):
+                raise
+            time.sleep(0.1)
+
+with concurrent.futures.ThreadPoolExecutor(32) as pool:
+    print(json.dumps(list(pool.map(stubborn, range(ask.get("count", 1))))))
+"""
+
+
+class Stand:
+    """One sandbox with its network closed, beside a gateway it cannot see."""
+
+    def __init__(self, home: Path, gateway: LocalGateway, engine: ScriptedEngine) -> None:
+        self.home, self.gateway, self.engine = home, gateway, engine
+        self.sandbox: Sandbox
+        self.key = ""
+        self.port = 0
+
+    @asynccontextmanager
+    async def relay(self, carrier: CarrierName, **options: Any) -> AsyncIterator[Relay]:
+        relay = Relay(
+            self.sandbox,
+            carrier,
+            gateway_url=self.gateway.url,
+            session_key=self.key,
+            near=True,
+            **options,
+        )
+        async with relay:
+            self.port = int(relay.url.rsplit(":", 1)[1])
+            yield relay
+
+    async def start(self, exec_id: str, **ask: Any) -> None:
+        words = json.dumps({"port": self.port, "key": self.key, **ask})
+        await self.sandbox.start(exec_id, ["python3", "-c", CLIENT, words], timeout_s=LONG_S)
+
+    async def answers(self, exec_id: str) -> list[tuple[int, str]]:
+        status = await self.sandbox.wait(exec_id, LONG_S)
+        assert status.ok, await self.sandbox.output(exec_id, "stderr")
+        return [tuple(pair) for pair in json.loads(await self.sandbox.output(exec_id))]
+
+    async def ask(self, **ask: Any) -> list[tuple[int, str]]:
+        await self.start("client", **ask)
+        return await self.answers("client")
+
+    @asynccontextmanager
+    async def host(self, carrier: str) -> AsyncIterator[asyncio.subprocess.Process]:
+        """The host's side in a process of its own, serving."""
+        words = [str(self.home), IDENTITY, carrier, self.gateway.url, self.key]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(HOST), *words, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        try:
+            line = await asyncio.wait_for(process.stdout.readline(), LONG_S)
+            self.port = int(line.decode().rsplit(":", 1)[1])
+            yield process
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    async def engine_is_busy(self) -> None:
+        async with asyncio.timeout(LONG_S):
+            while not self.engine.stats().in_flight:
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+    provider = BubblewrapProvider(tmp_path / "boxes")
+    if missing := provider.check():
+        pytest.skip(missing[0])
+    scripts = {"default": {"turns": [{"content": "Hello."}]}}
+    async with (
+        ScriptedEngine(scripts) as engine,
+        LocalGateway(tmp_path / "home", engine_url=engine.url, engine_kind="vllm") as gateway,
+    ):
+        stand = Stand(tmp_path / "boxes", gateway, engine)
+        stand.key = await gateway.open(SESSION)
+        async with await provider.create(SandboxSpec("/testbed"), IDENTITY) as stand.sandbox:
+            yield stand
+
+
+@pytest.fixture(params=CARRIERS)
+def carrier(request: pytest.FixtureRequest) -> CarrierName:
+    name: CarrierName = request.param
+    return name
+
+
+async def test_plain_and_streamed_answers_pass(stand: Stand, carrier: CarrierName) -> None:
+    """A plain answer is one JSON, a streamed one a whole stream of events."""
+    async with stand.relay(carrier):
+        [(status, text)] = await stand.ask()
+        await stand.start("streamed", stream=True)
+        [(streamed, events)] = await stand.answers("streamed")
+
+    assert (status, json.loads(text)["choices"][0]["message"]["content"]) == (200, "Hello.")
+    assert (streamed, events.rstrip().splitlines()[-1]) == (200, "data: [DONE]")
+
+
+async def test_large_requests_pass(stand: Stand, carrier: CarrierName) -> None:
+    """A request of a megabyte arrives whole: the gateway reads it, and says that it is too long."""
+    async with stand.relay(carrier):
+        [(status, text)] = await stand.ask(pad=1 << 20)
+
+    assert status in (200, 400), text
+    assert "invalid_json" not in text
+
+
+async def test_twenty_calls_at_once(stand: Stand, carrier: CarrierName) -> None:
+    """Twenty requests at the same time get twenty answers of twenty samples."""
+    async with stand.relay(carrier):
+        answers = await stand.ask(count=20)
+
+    assert [status for status, _ in answers] == [200] * 20
+    assert len({json.loads(text)["id"] for _, text in answers}) == 20
+    assert stand.engine.stats().calls == 20
+
+
+async def test_killed_host_loses_nothing(stand: Stand, carrier: CarrierName) -> None:
+    """kill -9 of the host's side while the engine samples: another goes on; one sample, one answer."""
+    stand.engine.control(latency_s=0.5)
+    async with stand.host(carrier) as first:
+        await stand.start("client")
+        await stand.engine_is_busy()
+        first.send_signal(signal.SIGKILL)
+        await first.wait()
+    async with stand.host(carrier):
+        [(status, text)] = await stand.answers("client")
+
+    assert (status, stand.engine.stats().calls) == (200, 1), text
+
+
+async def test_host_that_comes_back_repeats_no_old_call(stand: Stand, carrier: CarrierName) -> None:
+    """A second host reads the whole log and leaves alone what the first has answered."""
+    async with stand.host(carrier):
+        await stand.ask()
+    async with stand.relay(carrier) as relay:
+        asked: list[str] = []
+        relay._gateway.event_hooks["request"].append(_noting(asked))
+        await stand.start("second", count=2)
+        await stand.answers("second")
+
+    assert asked.count("/v1/chat/completions") == 2
+
+
+def _noting(asked: list[str]) -> Any:
+    async def note(request: Any) -> None:
+        asked.append(request.url.path)
+
+    return note
+
+
+async def test_killed_relay_is_started_again(stand: Stand, carrier: CarrierName) -> None:
+    """The relay's own death costs the agent one more try, at the same address, and no sample."""
+    stand.engine.control(latency_s=0.5)
+    async with stand.relay(carrier):
+        await stand.start("client", again=True)
+        await stand.engine_is_busy()
+        await stand.sandbox.signal(exec_id_of(carrier, 1), signal.SIGKILL)
+        [(status, text)] = await stand.answers("client")
+
+    assert (status, stand.engine.stats().calls) == (200, 1), text
+
+
+async def test_relay_that_is_killed_for_ever_fails_clearly(
+    stand: Stand, carrier: CarrierName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that keeps killing its relay ends with one error that says so."""
+    monkeypatch.setattr(relay_module, "MOST_STARTS", 1)
+    async with stand.relay(carrier) as relay:
+        await stand.sandbox.signal(exec_id_of(carrier, 1), signal.SIGKILL)
+        await asyncio.wait([relay._serving], timeout=LONG_S)
+
+        with pytest.raises(AgentError, match="ended 1 times"):
+            relay.check()
+
+
+async def test_lost_answer_is_sent_again(stand: Stand, carrier: CarrierName) -> None:
+    """A piece that never arrives is asked for again and comes from the record, not the engine."""
+    async with stand.relay(carrier, again_s=0.2) as relay:
+        answer, lost = relay._carrier.answer, list[dict[str, Any]]()
+
+        async def lose_first(head: dict[str, Any], body: bytes) -> None:
+            if not lost:
+                lost.append(head)
+            else:
+                await answer(head, body)
+
+        relay._carrier.answer = lose_first  # type: ignore[method-assign]
+        [(status, text)] = await stand.ask()
+
+    assert (status, len(lost), stand.engine.stats().calls) == (200, 1, 1), text
+
+
+async def test_duplicated_pieces_are_dropped(stand: Stand, carrier: CarrierName) -> None:
+    """Every piece delivered twice gives the agent every answer once."""
+    async with stand.relay(carrier) as relay:
+        answer = relay._carrier.answer
+
+        async def twice(head: dict[str, Any], body: bytes) -> None:
+            await answer(head, body)
+            await answer(head, body)
+
+        relay._carrier.answer = twice  # type: ignore[method-assign]
+        answers = await stand.ask(count=3, stream=True)
+
+    assert [text.count("[DONE]") for _, text in answers] == [1, 1, 1]
+
+
+async def test_control_routes_are_out_of_reach(stand: Stand, carrier: CarrierName) -> None:
+    """Neither sessions nor metrics answer through a relay, however the path is written."""
+    paths = ["/sessions/s-1", "/metrics", "/v1/../metrics", "//metrics", "/v1/..%2fmetrics"]
+    async with stand.relay(carrier):
+        for number, path in enumerate(paths):
+            await stand.start(f"c{number}", method="GET", path=path)
+            [(status, _)] = await stand.answers(f"c{number}")
+
+            assert status == 404, path
+
+
+async def test_only_its_own_key_opens_the_gateway(stand: Stand, carrier: CarrierName) -> None:
+    """The valid key of another session is as good as none."""
+    other = await stand.gateway.open("s-2")
+    async with stand.relay(carrier):
+        [(status, _)] = await stand.ask(key=other)
+
+    assert status == 401
+
+
+async def test_garbage_in_the_log_is_dropped(stand: Stand, carrier: CarrierName) -> None:
+    """What hostile code writes into the log costs it nothing but its own calls."""
+    async with stand.relay(carrier):
+        log = f"/tmp/.perdure-{IDENTITY}/log-{exec_id_of(carrier, 1)}"
+        if carrier == "stdio":
+            log = "/proc/$(pgrep -f relay.py | head -1)/fd/1"
+        lines = [
+            "head -c 400000 /dev/urandom",
+            "head -c 400000 /dev/zero",
+            "echo; echo '{}'; echo '[]'; echo '{\"id\": 7}'; echo '{\"port\": -1}'",
+            'echo \'{"id":"../../etc","method":"GET","path":"/v1/models","headers":[]}\'',
+        ]
+        await stand.sandbox.exec(f"({'; '.join(lines)}) >> {log}", check=carrier != "stdio")
+        [(status, text)] = await stand.ask(again=True)
+
+    assert status == 200, text
+
+
+async def test_image_without_python_says_so(
+    stand: Stand, carrier: CarrierName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no interpreter is found, the error names the field, the need and the fix."""
+    monkeypatch.setattr(
+        relay_module, "_FIND_PYTHON", "echo 'no python3 in this image' >&2; exit 127"
+    )
+    with pytest.raises(ConfigurationError, match=r"gateway_reach = .*python3 .*image"):
+        async with stand.relay(carrier):
+            pass

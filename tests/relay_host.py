@@ -1,0 +1,23 @@
+"""The host's side of a relay as a process of its own, to be killed: HOME IDENTITY CARRIER URL KEY."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import cast
+
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.relay import CarrierName, Relay
+
+
+async def main() -> None:
+    home, identity, carrier, url, key = sys.argv[1:]
+    sandbox = await BubblewrapProvider(Path(home)).attach(identity)
+    name = cast(CarrierName, carrier)
+    async with Relay(sandbox, name, gateway_url=url, session_key=key, near=True) as relay:
+        print(relay.url, flush=True)
+        while True:
+            await asyncio.sleep(0.1)
+            relay.check()
+
+
+asyncio.run(main())
