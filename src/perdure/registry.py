@@ -20,7 +20,9 @@ AGENTS = {
     "codex": "perdure.agents.codex:Codex",
     "mini_swe_agent": "perdure.agents.mini_swe_agent:MiniSweAgent",
     "nop": "perdure.agents.nop:Nop",
+    "opencode": "perdure.agents.opencode:Opencode",
     "oracle": "perdure.agents.oracle:Oracle",
+    "qwen_code": "perdure.agents.qwen_code:QwenCode",
 }
 
 GRADERS = {

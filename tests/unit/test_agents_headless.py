@@ -12,6 +12,8 @@ from perdure.agents import headless
 from perdure.agents.base import Agent, AgentTask, Evidence
 from perdure.agents.claude_code import ClaudeCode
 from perdure.agents.codex import Codex
+from perdure.agents.opencode import Opencode
+from perdure.agents.qwen_code import QwenCode
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind
@@ -31,7 +33,7 @@ TASK = AgentTask(
     sampling=Sampling(max_context_tokens=50_000, max_tokens_per_turn=2000),
     budget_s=60.0,
 )
-AGENTS = [ClaudeCode(), Codex()]
+AGENTS = [ClaudeCode(), Codex(), Opencode(), QwenCode()]
 every_agent = pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 
 

@@ -1,0 +1,134 @@
+"""opencode 1.18.33, the native package from npm, unmodified, run headless in the sandbox.
+
+It speaks Chat Completions. Its standard output is one JSON event a line; its exit code says little.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from perdure.agents import headless, npm, options, prompts
+from perdure.agents.base import HOME, AgentTask, Evidence, Launch
+from perdure.agents.headless import PROMPT
+from perdure.sandboxes.base import Mount
+from perdure.types import AgentEnd
+
+MOUNT = "/opt/opencode"
+CONFIG = f"{HOME}/opencode.json"
+KEY = "PERDURE_SESSION_KEY"
+PROVIDER = "perdure"
+TITLE = "rollout"
+"""Given, since it asks the model for one otherwise."""
+CONTEXT = "ContextOverflowError"
+NO_SUMMARY = "Tool call not allowed while generating summary"
+"""The model called a tool where it was to summarise its history: its own failure, so it is graded."""
+
+
+class OpencodeOptions(headless.HeadlessOptions):
+    max_steps: int = Field(250, ge=0)
+    """Model calls of the main agent, the last of which is told to close without tools; 0 = none."""
+
+
+class Opencode:
+    name: ClassVar[str] = "opencode"
+    needs_model: ClassVar[bool] = True
+    artifacts: ClassVar[tuple[str, ...]] = (CONFIG,)
+
+    async def install(self, tools: Path) -> tuple[Mount, ...]:
+        return (Mount(source=await npm.installed(tools, self.name), target=MOUNT),)
+
+    def launch(self, task: AgentTask) -> Launch:
+        chosen = options.parse(self.name, OpencodeOptions, task.options)
+        gateway_url = headless.gateway_of(self.name, task)
+        flags = ("--format", "json", "-m", f"{PROVIDER}/{task.model}", "--title", TITLE)
+        command = (f"{MOUNT}/bin/opencode", "run", *flags, *chosen.extra_args)
+        fixed = {KEY: task.session_key, "HOME": HOME, "OPENCODE_CONFIG": CONFIG}
+        return Launch(
+            argv=headless.with_prompt(command),
+            env=headless.environment(_behaviour(), fixed, chosen.extra_env),
+            files={
+                PROMPT: prompts.render(chosen.prompt_template, task).encode(),
+                CONFIG: json.dumps(_configuration(gateway_url, task, chosen)).encode(),
+            },
+        )
+
+    def classify(self, evidence: Evidence) -> AgentEnd:
+        if (early := headless.early_end(evidence)) is not None:
+            return early
+        log = list(headless.events(evidence.stdout_tail))
+        steps = _steps_allowed(evidence.files.get(CONFIG, b""))
+        if steps and sum(event.get("type") == "step_finish" for event in log) >= steps:
+            return AgentEnd.LIMIT
+        if error := next((e for e in log if e.get("type") == "error"), None):
+            return _end_of_error(json.dumps(error))
+        reason = _finish_reason(log)
+        if reason == "length":
+            return AgentEnd.LIMIT
+        return AgentEnd.FINISHED if evidence.status.ok and reason == "stop" else AgentEnd.CRASHED
+
+
+def _end_of_error(error: str) -> AgentEnd:
+    if CONTEXT in error:
+        return AgentEnd.LIMIT
+    return AgentEnd.GAVE_UP if NO_SUMMARY in error else AgentEnd.CRASHED
+
+
+def _finish_reason(log: list[dict[str, Any]]) -> str:
+    """Why its newest finished step ended; "" when none did."""
+    parts = (event.get("part") for event in log if event.get("type") == "step_finish")
+    part = next(parts, None)
+    return str(part.get("reason")) if isinstance(part, dict) else ""
+
+
+def _steps_allowed(config: bytes) -> int:
+    """As its own settings file says, which is kept; 0 when none is set or it was spoilt."""
+    try:
+        steps = json.loads(config)["agent"]["build"]["steps"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return 0
+    return steps if isinstance(steps, int) else 0
+
+
+def _configuration(gateway_url: str, task: AgentTask, chosen: OpencodeOptions) -> dict[str, Any]:
+    """Its own settings file. No key in here: files are kept as evidence."""
+    name = f"{PROVIDER}/{task.model}"
+    limits = {"context": chosen.window(task), "output": chosen.answer(task)}
+    steps = {"steps": chosen.max_steps} if chosen.max_steps else {}
+    return {
+        "model": name,
+        "small_model": name,
+        "provider": {
+            PROVIDER: {
+                "npm": "@ai-sdk/openai-compatible",
+                "options": {
+                    "baseURL": f"{gateway_url}/v1",
+                    "apiKey": f"{{env:{KEY}}}",
+                    "timeout": False,  # the budget ends a slow turn
+                },
+                "models": {task.model: {"name": task.model, "limit": limits}},
+            }
+        },
+        "agent": {"build": steps},
+        "permission": {"*": "allow", "webfetch": "deny", "websearch": "deny"},
+        "autoupdate": False,
+        "share": "disabled",
+        "snapshot": False,
+        "compaction": {"auto": True, "prune": False},
+        "lsp": False,
+        "formatter": False,
+    }
+
+
+def _behaviour() -> dict[str, str]:
+    switched_on = (
+        "OPENCODE_DISABLE_AUTOUPDATE",
+        "OPENCODE_DISABLE_CLAUDE_CODE",
+        "OPENCODE_DISABLE_DEFAULT_PLUGINS",
+        "OPENCODE_DISABLE_LSP_DOWNLOAD",
+        "OPENCODE_DISABLE_MODELS_FETCH",
+        "OPENCODE_DISABLE_PROJECT_CONFIG",
+        "OPENCODE_DISABLE_SHARE",
+    )
+    return dict.fromkeys(switched_on, "1")

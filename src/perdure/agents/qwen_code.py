@@ -1,0 +1,102 @@
+"""Qwen Code 0.15.10 from npm on a Node of its own, unmodified, run headless in the sandbox.
+
+It speaks Chat Completions. It leaves with 0 after an API error, which stands in its result's text.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from perdure.agents import headless, npm, options, prompts
+from perdure.agents.base import HOME, AgentTask, Evidence, Launch
+from perdure.agents.headless import PROMPT
+from perdure.sandboxes.base import Mount
+from perdure.types import AgentEnd
+
+MOUNT = "/opt/qwen-code"
+NODE = "/opt/node"
+SETTINGS = f"{HOME}/.qwen/settings.json"
+TOO_MANY_TURNS = 53
+"""Its exit code at `--max-session-turns`."""
+API_ERROR, CONTEXT = "[API Error:", "maximum context length"
+_BEHAVIOUR = {"QWEN_CODE_NO_RELAUNCH": "true"}  # else it starts itself again, for more memory
+
+
+class QwenCodeOptions(headless.HeadlessOptions):
+    max_turns: int = Field(250, ge=0)
+    """Model calls of the main agent after which it stops; 0 = none."""
+
+
+class QwenCode:
+    name: ClassVar[str] = "qwen_code"
+    needs_model: ClassVar[bool] = True
+    artifacts: ClassVar[tuple[str, ...]] = ()
+
+    async def install(self, tools: Path) -> tuple[Mount, ...]:
+        return (
+            Mount(source=await npm.installed(tools, self.name), target=MOUNT),
+            Mount(source=await npm.installed(tools, "node"), target=NODE),
+        )
+
+    def launch(self, task: AgentTask) -> Launch:
+        chosen = options.parse(self.name, QwenCodeOptions, task.options)
+        gateway_url = headless.gateway_of(self.name, task)
+        fixed = {
+            "OPENAI_BASE_URL": f"{gateway_url}/v1",
+            "OPENAI_API_KEY": task.session_key,
+            "OPENAI_MODEL": task.model,
+            "HOME": HOME,
+        }
+        turns = ("--max-session-turns", str(chosen.max_turns)) if chosen.max_turns else ()
+        flags = ("--yolo", "--output-format", "stream-json", "--auth-type", "openai")
+        return Launch(
+            argv=headless.with_prompt(
+                (f"{NODE}/bin/node", f"{MOUNT}/cli.js", *flags, *turns, *chosen.extra_args)
+            ),
+            env=headless.environment(_BEHAVIOUR, fixed, chosen.extra_env),
+            files={
+                PROMPT: prompts.render(chosen.prompt_template, task).encode(),
+                SETTINGS: json.dumps(_settings(task, chosen)).encode(),
+            },
+        )
+
+    def classify(self, evidence: Evidence) -> AgentEnd:
+        if (early := headless.early_end(evidence)) is not None:
+            return early
+        if evidence.status.code == TOO_MANY_TURNS:
+            return AgentEnd.LIMIT
+        log = list(headless.events(evidence.stdout_tail))
+        result = next((event for event in log if event.get("type") == "result"), {})
+        if not evidence.status.ok or result.get("is_error") is not False:
+            return AgentEnd.CRASHED
+        text = str(result.get("result"))
+        if not text.startswith(API_ERROR) or _was_sampled(log):
+            return AgentEnd.FINISHED
+        return AgentEnd.LIMIT if CONTEXT in text else AgentEnd.CRASHED
+
+
+def _was_sampled(log: list[dict[str, Any]]) -> bool:
+    """Whether its last words are the model's own, which may read as an error of its endpoint."""
+    said = next((event.get("message") for event in log if event.get("type") == "assistant"), None)
+    usage = said.get("usage") if isinstance(said, dict) else None
+    return isinstance(usage, dict) and bool(usage.get("output_tokens"))
+
+
+def _settings(task: AgentTask, chosen: QwenCodeOptions) -> dict[str, Any]:
+    """Its own settings file. No key in here: files are kept as evidence."""
+    generation = {
+        "timeout": int(task.budget_s * 1000) + 1000,  # the budget ends a slow turn
+        "contextWindowSize": chosen.window(task),
+        "samplingParams": {"max_tokens": chosen.answer(task)},
+    }
+    return {
+        "model": {"generationConfig": generation},
+        "security": {"auth": {"selectedType": "openai"}},
+        "privacy": {"usageStatisticsEnabled": False},
+        "telemetry": {"enabled": False},
+        "general": {"enableAutoUpdate": False},
+        "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
+        "tools": {"exclude": ["web_fetch"]},  # it asks hosts that no sandbox reaches
+    }
