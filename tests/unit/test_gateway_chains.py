@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from renderers.configs import Qwen35RendererConfig
+from renderers.qwen35 import Qwen35Renderer
 
 from perdure.episodes.segments import cut
 from perdure.episodes.turns import decode
@@ -106,8 +108,8 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     """Starts gateway processes over one journal."""
     async with contextlib.AsyncExitStack() as stack:
 
-        def started(speaker: Speaker) -> Process:
-            process = Process(tmp_path, speaker)
+        def started(speaker: Speaker, model_format: Format = FORMAT) -> Process:
+            process = Process(tmp_path, speaker, model_format)
             stack.push_async_callback(process.journal.aclose)
             return process
 
@@ -285,6 +287,18 @@ async def test_a_system_note_in_the_middle_is_bridged_in_place(start: Start) -> 
         "<|im_start|>system\n[SYSTEM NOTIFICATION] done<|im_end|>\n<|im_start|>assistant\n"
     )
     assert json.loads(turn.new_messages) == [*messages[3:], note]
+
+
+async def test_a_late_system_note_is_said_as_user_where_a_format_refuses_it(start: Start) -> None:
+    """Behind a compaction it stands in the middle of a root; Qwen3.5 has no place for it there."""
+    qwen35 = Qwen35Renderer(FORMAT.tokenizer, Qwen35RendererConfig(thinking_retention="all"))
+    process = start(Speaker(), Format(FORMAT.tokenizer, qwen35))
+    await process.sessions.open(_spec())
+    note = {"role": "system", "content": "Mind the tests."}
+    await process.ask([*HELLO, note])
+
+    prompt = FORMAT.tokenizer.decode((await process.turns())[0].prompt_ids)
+    assert "<|im_start|>user\nMind the tests.<|im_end|>\n<|im_start|>assistant\n" in prompt
 
 
 async def test_the_end_of_a_prompt_bridges_like_the_whole(start: Start) -> None:

@@ -19,6 +19,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from renderers.base import ParsedResponse, RenderedTokens
 
+from perdure.gateway import late_system
 from perdure.gateway.template_calls import split_calls
 from perdure.gateway.tokenizers import Tokenizer, published, token_text
 
@@ -151,15 +152,9 @@ class ChatTemplate:
     ) -> str:
         """The rendered text; control tokens that came with a message carry `mark` inside."""
         given = [self._escaped(_for_template(message), mark) for message in messages]
-        try:
-            return self._render(given, tools, add_generation_prompt, mark)
-        except TemplateError:
-            late = [m for m in given[1:] if m["role"] == "system"]
-            if not late:
-                raise
-        # Many templates take a system message in first place only: a later one is said as user.
-        folded = [given[0], *(_as_user(message) for message in given[1:])]
-        return self._render(folded, tools, add_generation_prompt, mark)
+        return late_system.rendered(
+            given, lambda told: self._render(told, tools, add_generation_prompt, mark)
+        )
 
     def _render(
         self, given: list[Message], tools: list[Any] | None, generate: bool, mark: str
@@ -207,7 +202,7 @@ class ChatTemplate:
         Seen after two different made-up conversations; where they disagree, it hangs on more than
         the new messages. Where the template moves or drops a system message, it is said as user.
         """
-        for told in (new, [_as_user(message) for message in new]):
+        for told in (new, [late_system.as_user(message) for message in new]):
             seen = {self._after_made_up(told, tools, mark, said) for said in ("Go on.", "And now?")}
             found = seen.pop() if len(seen) == 1 else None
             if found is not None and self._says_all(found[1], told, mark):
@@ -292,10 +287,6 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         function["arguments"] = json.loads(function["arguments"])
     return {**call, "function": function}
-
-
-def _as_user(message: Message) -> Message:
-    return {**message, "role": "user"} if message["role"] == "system" else message
 
 
 def _answer_before(new: Sequence[Message], text: str) -> Message:

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import structlog
 
+from perdure.gateway import late_system
 from perdure.gateway.answers import Read, hosted_answer, read_completion
 from perdure.gateway.base import ChatEngine, Completion, ModelRequest, Refused, TokenEngine
 from perdure.gateway.canonical import Message
@@ -117,12 +118,14 @@ class TurnMaker:
         return await asyncio.to_thread(bridge, renderer, place.parent, new, request.tools)
 
     async def _render(self, request: ModelRequest) -> PromptIds:
-        def render() -> PromptIds:
-            return PromptIds.of(
-                self._format.renderer.render_ids(
-                    request.messages, tools=request.tools, add_generation_prompt=True
-                ),
+        def ids(messages: list[Message]) -> list[int]:
+            found: list[int] = self._format.renderer.render_ids(
+                messages, tools=request.tools, add_generation_prompt=True
             )
+            return found
+
+        def render() -> PromptIds:
+            return PromptIds.of(late_system.rendered(request.messages, ids))
 
         if _chars(request.messages) < INLINE_CHARS:
             return render()
