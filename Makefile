@@ -1,6 +1,6 @@
 # Every command sets itself up: Python 3.11, make and git are enough.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-agents test-real test-vllm fmt build chaos bench clean
+.PHONY: help setup demo check test test-agents test-redteam test-real test-vllm fmt build chaos bench clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
@@ -35,6 +35,9 @@ test-vllm: setup ## the engine client against a real vLLM on CPU, in an environm
 test-agents: setup ## every agent from its registry, end to end in a sandbox (slow; downloads once)
 	@$(RUN) pytest tests/agents
 
+test-redteam: setup ## hostile code inside every local sandbox provider; it must fail
+	@$(RUN) pytest -rs tests/redteam
+
 fmt: setup ## format and fix
 	@$(RUN) ruff check --fix -q .
 	@$(RUN) ruff format .
@@ -47,7 +50,7 @@ chaos: setup ## kill -9, SIGTERM and lost answers, with real processes (slow)
 	@$(RUN) pytest tests/chaos
 
 bench: setup ## every committed benchmark, one after the other (slow)
-	@for b in overhead crash sandbox capture gateway_load; do $(RUN) python -m benchmarks.$$b || exit 1; done
+	@for b in overhead crash replay sandbox capture gateway_load; do $(RUN) python -m benchmarks.$$b || exit 1; done
 
 clean: ## remove the environment and everything local
 	rm -rf .venv .uv dist .perdure .mypy_cache .ruff_cache .pytest_cache

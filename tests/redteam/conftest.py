@@ -1,0 +1,60 @@
+"""Boxes for hostile code, of every local provider that works here; each attack is Python in one."""
+
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from perdure.registry import SANDBOXES, load
+from perdure.sandboxes.base import ExecResult, Sandbox, SandboxProvider, SandboxSpec
+from perdure.types import Limits
+
+PROVIDERS = [name for name in ("bubblewrap", "podman", "docker") if name in SANDBOXES]
+LIMITS = Limits(memory_mb=256, cpus=1, pids=64, disk_mb=16, output_mb=1)
+SPEC = SandboxSpec(workdir="/testbed", limits=LIMITS)
+
+Boot = Callable[..., Awaitable[Sandbox]]
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A short path, because unix sockets lie below it."""
+    with tempfile.TemporaryDirectory(prefix="rt-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(params=PROVIDERS)
+def provider(request: pytest.FixtureRequest, home: Path) -> SandboxProvider:
+    made: SandboxProvider = load("sandbox", SANDBOXES, request.param)(home)
+    if missing := made.check():
+        pytest.skip(missing[0])
+    return made
+
+
+@pytest.fixture
+async def boot(provider: SandboxProvider) -> AsyncIterator[Boot]:
+    """`await boot(field=value...)`: a box of the suite's small limits, killed after the test."""
+    identities: list[str] = []
+
+    async def make(**changes: object) -> Sandbox:
+        identities.append(f"redteam-{uuid4().hex[:12]}")
+        return await provider.create(replace(SPEC, **changes), identities[-1])  # type: ignore[arg-type]
+
+    yield make
+    for identity in identities:
+        await provider.kill(identity)
+
+
+async def attack(box: Sandbox, code: str, *arguments: str) -> ExecResult:
+    """Run Python inside; what it prints is the loot."""
+    return await box.exec(["python3", "-c", code, *arguments], timeout=120)
+
+
+def require(box: Sandbox, limit: str) -> None:
+    """Skip where this host gives no means to enforce the limit on a whole sandbox."""
+    enforced: dict[str, str] = getattr(box, "enforced", {})
+    if not enforced.get(limit, "").startswith("cgroup"):
+        pytest.skip(f"{limit} is not limited by cgroups here")
