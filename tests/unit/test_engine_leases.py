@@ -113,7 +113,7 @@ def test_who_left_is_forgotten(leases: Leases, clock: Clock) -> None:
 
 
 def test_an_engine_that_joins_gets_its_share(leases: Leases) -> None:
-    """Sessions that generate stay; the cheapest prefills move."""
+    """The cheapest prefills move; sessions that generate are the last to."""
     old, new = Place("a", 1), Place("b", 2)
     engines(leases, [old], 20)
     leases.use("-3", 10)

@@ -101,7 +101,7 @@ def test_settings_name_many_engines() -> None:
 )
 def test_a_wrong_engine_is_named(tmp_path: Path, url: str) -> None:
     """Before the gateway starts."""
-    with pytest.raises(ConfigurationError, match="ngine|ENGINE_URL"):
+    with pytest.raises(ConfigurationError, match=r"engine|ENGINE_URL"):
         check_engine_settings(Settings(home=tmp_path, engine_url=url))
 
 

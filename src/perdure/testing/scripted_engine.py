@@ -451,8 +451,8 @@ class ScriptedEngine:
         begun = self.policy.begun(prompt_ids, whole)
         token_ids = whole[begun : begun + min(sampling.get("max_tokens") or room, room)]
         reason = "stop" if begun + len(token_ids) == len(whole) else "length"
-        cached = 0
-        if not _is_probe(request):
+        cached, prefills = 0, bool(self._prefill_per_s and body.get("stream"))
+        if not prefills and not _is_probe(request):
             cached = self.cache.look(prompt_ids)
             self.cache.keep([*prompt_ids, *token_ids])
         call = self._record(request, body, prompt_ids, token_ids, begun)
@@ -463,8 +463,8 @@ class ScriptedEngine:
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
         if body.get("stream") or fault in ("done_without_finish", "eof_mid_stream"):
             job = _Job(body, token_ids, begun, reason, usage, len(logprobs), fault)
-            if self._prefill_per_s:
-                job = job._replace(prefill_s=(len(prompt_ids) - cached) / self._prefill_per_s)
+            if prefills:
+                job = job._replace(prefill=prompt_ids)
             return StreamingResponse(self._stream(request, job), media_type="text/event-stream")
         choice = self._choice(token_ids, logprobs, reason)
         self._advance(len(token_ids))
@@ -533,9 +533,8 @@ class ScriptedEngine:
         with self._working():
             head, length, aborts = self._head(request, job.body), len(job.token_ids), self._aborts
             labels: list[str] = []
-            if job.prefill_s:
-                async with self._prefilling:
-                    await asyncio.sleep(job.prefill_s)
+            if job.prefill is not None:
+                await self._prefill(job, job.prefill)
             for start in range(0, length, CHUNK):
                 await self._frozen(aborts)
                 if aborts != self._aborts:
@@ -564,6 +563,13 @@ class ScriptedEngine:
             elif (job.body.get("stream_options") or {}).get("include_usage"):
                 yield _sse({**head, "choices": [], "usage": job.usage})
             yield b"data: [DONE]\n\n"
+
+    async def _prefill(self, job: "_Job", prompt_ids: list[int]) -> None:
+        async with self._prefilling:
+            cached = self.cache.look(prompt_ids)
+            await asyncio.sleep((len(prompt_ids) - cached) / self._prefill_per_s)
+            self.cache.keep([*prompt_ids, *job.token_ids])
+        job.usage["prompt_tokens_details"] = {"cached_tokens": cached}
 
     async def _frozen(self, aborts: int) -> None:
         """One step's time, and a pause that keeps its requests."""
@@ -795,7 +801,8 @@ class _Job(NamedTuple):
     usage: dict[str, Any]
     logprobs: int
     fault: str | None
-    prefill_s: float = 0.0
+    prefill: list[int] | None = None
+    """A prompt that takes its time to be read."""
 
 
 def _part(

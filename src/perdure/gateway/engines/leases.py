@@ -176,7 +176,8 @@ class Leases:
         return len(leases)
 
     def rebalance(self, places: Collection[Place]) -> int:
-        """An engine joined: give it its share of the sessions that are not generating; how many."""
+        """An engine joined: give it its share of the sessions; how many. One that generates ends its
+        turn where it is."""
         total = sum(self.agents(place.name) for place in places)
         weights = sum(place.weight for place in places)
         moved = 0
@@ -193,9 +194,9 @@ class Leases:
         return moved
 
     def _movable(self, engine: str) -> list[Lease]:
-        """Small contexts first: theirs is the cheapest prefill."""
-        idle = [x for x in self._table.values() if x.engine == engine and not x.busy]
-        return sorted(idle, key=lambda lease: lease.context)
+        """Whole groups, and small contexts first: theirs is the cheapest prefill."""
+        here = [lease for lease in self._table.values() if lease.engine == engine]
+        return sorted(here, key=lambda lease: (lease.busy > 0, lease.group, lease.context))
 
 
 def _find(lease: Lease, places: Collection[Place]) -> Place | None:

@@ -1,0 +1,91 @@
+"""An engine and its control routes, as the agent's sandbox sees them: not at all."""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from perdure.gateway import listeners
+from perdure.gateway.app import create_app
+from perdure.gateway.base import session_key
+from perdure.gateway.journal import LocalJournal
+from perdure.gateway.server import NO_GRACE, make_server
+from perdure.sandboxes.base import Sandbox, SandboxSpec
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.settings import Settings
+from perdure.storage.local import LocalStore
+from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.types import Limits
+
+SECRET = b"a secret of many letters"
+LABELS = {"run": "r", "rollout": "o", "attempt": "1"}
+LIMITS = Limits(memory_mb=256, cpus=2, pids=64, disk_mb=16, output_mb=1)
+CONTROL = [
+    "POST /pause",
+    "POST /update_weights",
+    "POST /collective_rpc",
+    "POST /inference/v1/generate",
+    "GET /engines",
+    "POST /engines",
+]
+
+
+@pytest.fixture
+def provider(tmp_path: Path) -> BubblewrapProvider:
+    provider = BubblewrapProvider(tmp_path / "boxes")
+    if missing := provider.check():
+        pytest.skip(missing[0])
+    return provider
+
+
+@pytest.fixture
+def socket() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="pe-"))  # a socket's path is short
+    yield folder / "gateway.sock"
+    shutil.rmtree(folder)
+
+
+@asynccontextmanager
+async def gateway(home: Path, socket: Path, engine_url: str) -> AsyncIterator[None]:
+    settings = Settings(home=home, engine_url=engine_url, engine_kind="vllm")
+    journal = LocalJournal(home / "journal")
+    app = create_app(settings, SECRET, LocalStore(home / "store"), journal)
+    server = make_server(app, timeout_graceful_shutdown=NO_GRACE)
+    serving = asyncio.create_task(server.serve([listeners.bind_unix(socket)]))
+    yield
+    server.stop()
+    await serving
+    await journal.aclose()
+
+
+async def status(box: Sandbox, address: str, route: str, key: str) -> str:
+    """Status of one request from inside, or `unreachable`."""
+    host, port = address.removeprefix("http://").split(":")
+    head = rf"{route} HTTP/1.0\r\nAuthorization: Bearer {key}\r\nContent-Length: 0\r\n\r\n"
+    result = await box.exec(f"exec 3<>/dev/tcp/{host}/{port} && printf '{head}' >&3 && head -1 <&3")
+    return result.stdout.split()[1].decode() if result.stdout else "unreachable"
+
+
+async def test_a_sandbox_reaches_the_gateway_and_no_engine(
+    tmp_path: Path, provider: BubblewrapProvider, socket: Path
+) -> None:
+    """No route of an engine answers inside; the gateway does, and leads to none of them."""
+    key = session_key(SECRET, "s")
+    spec = SandboxSpec(workdir="/testbed", limits=LIMITS, labels=LABELS, gateway=socket)
+    async with (
+        ScriptedEngine() as engine,
+        gateway(tmp_path, socket, engine.url),
+        await provider.create(spec, "isolated") as box,
+    ):
+        assert box.gateway_url is not None
+        direct = [await status(box, engine.url, route, key) for route in ("GET /health", *CONTROL)]
+        known = await status(box, box.gateway_url, "GET /v1/models", key)
+        through = [await status(box, box.gateway_url, route, key) for route in CONTROL]
+
+    assert set(direct) == {"unreachable"}
+    assert known == "200"
+    assert through == ["404", "404", "404", "404", "401", "401"]
