@@ -39,7 +39,7 @@ def read(path: Path) -> list[Exchange]:
             {name: r["headers"][name] for name in SENT_HEADERS if name in r["headers"]},
             {**r["body"], "stream": False},
             r["resp"]["blocks"],
-            _answer_ids(r["resp"]["blocks"]),
+            answer_ids(r["resp"]["blocks"]),
         )
         for r in requests
         if r["resp"] is not None
@@ -66,7 +66,9 @@ class Session:
         self.minted.update(zip(theirs, ours, strict=True))
 
 
-def _answer_ids(blocks: list[dict[str, Any]]) -> list[int]:
+def answer_ids(blocks: list[dict[str, Any]]) -> list[int]:
+    """An answer as the model would have sampled it, its closing token included."""
+
     def joined(kind: str) -> str:
         return "".join(block[kind] for block in blocks if block["type"] == kind)
 

@@ -6,10 +6,7 @@ worker, command line. Calls are counted where they are paid for, at the endpoint
 
 import argparse
 import json
-import shutil
-import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +19,7 @@ from benchmarks.peers.base import Peer
 from benchmarks.peers.environments import Unavailable
 from benchmarks.peers.harbor import Harbor
 from benchmarks.peers.mini_swe_agent import MiniSweAgent
+from benchmarks.workplace import workplace
 
 ENVIRONMENTS = Path(".perdure/bench/environments")
 AGENTS = {
@@ -37,8 +35,6 @@ HEAD = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    # Ended from outside, it still stops what it started.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     crash = Crash(
         rollouts=options.rollouts,
         turns=options.turns,
@@ -48,26 +44,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     outcomes: list[Outcome] = []
     skipped: list[str] = []
-    folder = Path(tempfile.mkdtemp(prefix="perdure-crash-"))
-    try:
-        with Endpoint.start(folder / "endpoint", toy.script(crash.turns)) as endpoint:
-            for number in range(options.rounds):
-                for name in options.agents:
-                    side = CrashedPerdure(name, AGENTS[name], folder / f"{name}-{number}", endpoint)
-                    outcomes.append(_told(side.measure(crash)))
-                for name in options.peers:
-                    try:
-                        peer = PEERS[name](ENVIRONMENTS.absolute())
-                    except Unavailable as error:
-                        skipped.append(str(error))
-                        continue
-                    peer_side = CrashedPeer(peer, folder / f"{name}-{number}", endpoint)
-                    outcomes.append(_told(peer_side.measure(crash)))
-    finally:
-        if options.keep:
-            print(f"kept: {folder}", file=sys.stderr)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+    with (
+        workplace("perdure-crash-", keep=options.keep) as folder,
+        Endpoint.start(folder / "endpoint", toy.script(crash.turns)) as endpoint,
+    ):
+        for number in range(options.rounds):
+            for name in options.agents:
+                side = CrashedPerdure(name, AGENTS[name], folder / f"{name}-{number}", endpoint)
+                outcomes.append(_told(side.measure(crash)))
+            for name in options.peers:
+                try:
+                    peer = PEERS[name](ENVIRONMENTS.absolute())
+                except Unavailable as error:
+                    skipped.append(str(error))
+                    continue
+                peer_side = CrashedPeer(peer, folder / f"{name}-{number}", endpoint)
+                outcomes.append(_told(peer_side.measure(crash)))
     if options.json:
         document = {"machine": machine(), "outcomes": [asdict(o) for o in outcomes]}
         options.json.write_text(json.dumps(document | {"skipped": skipped}, indent=1) + "\n")

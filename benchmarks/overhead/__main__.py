@@ -6,10 +6,7 @@ meets everybody alike; medians over the rounds are reported.
 
 import argparse
 import json
-import shutil
-import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from benchmarks.peers.base import Peer
 from benchmarks.peers.environments import Unavailable
 from benchmarks.peers.harbor import Harbor
 from benchmarks.peers.mini_swe_agent import MiniSweAgent
+from benchmarks.workplace import workplace
 
 TURNS = 4
 CACHE = Path(".perdure/bench")
@@ -34,28 +32,22 @@ PEERS: dict[str, Callable[[Path], Peer]] = {"mini-swe-agent": MiniSweAgent, "har
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    # Ended from outside, it still stops what it started.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     skipped: list[str] = []
-    folder = Path(tempfile.mkdtemp(prefix="perdure-bench-"))
     samples: list[Sample] = []
-    try:
-        with Endpoint.start(folder / "endpoint", toy.script(TURNS)) as endpoint:
-            sides = _sides(options, folder, endpoint, skipped)
-            for size in _plan(options):
-                for number in range(options.rounds):
-                    turn = number % len(sides)
-                    for side in [*sides[turn:], *sides[:turn]]:
-                        if size.rollouts > side.largest or (size.rollouts == 1 and side.is_service):
-                            continue
-                        sample = side.measure(size)
-                        samples.append(sample)
-                        print(report.line(sample), file=sys.stderr, flush=True)
-    finally:
-        if options.keep:
-            print(f"kept: {folder}", file=sys.stderr)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+    with (
+        workplace("perdure-bench-", keep=options.keep) as folder,
+        Endpoint.start(folder / "endpoint", toy.script(TURNS)) as endpoint,
+    ):
+        sides = _sides(options, folder, endpoint, skipped)
+        for size in _plan(options):
+            for number in range(options.rounds):
+                turn = number % len(sides)
+                for side in [*sides[turn:], *sides[:turn]]:
+                    if size.rollouts > side.largest or (size.rollouts == 1 and side.is_service):
+                        continue
+                    sample = side.measure(size)
+                    samples.append(sample)
+                    print(report.line(sample), file=sys.stderr, flush=True)
     found = report.Report(samples, skipped)
     if options.json:
         options.json.write_text(json.dumps(found.document(), indent=1) + "\n")

@@ -7,10 +7,7 @@ bought again; without replay that is all that the lost sandboxes had bought.
 
 import argparse
 import json
-import shutil
-import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +19,7 @@ from benchmarks.overhead.report import machine
 from benchmarks.perdure_stack import Home, Stack
 from benchmarks.replay.scripts import HARNESSES, Harness
 from benchmarks.replay.sides import Job, Result, measure
+from benchmarks.workplace import workplace
 
 HEAD = (
     "agent, commands | sandboxes killed | bought before | not bought again | share | bought in all |"
@@ -31,16 +29,8 @@ HEAD = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    # Ended from outside, it still stops what it started.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    folder = Path(tempfile.mkdtemp(prefix="pd-replay-"))
-    try:
+    with workplace("pd-replay-", keep=options.keep) as folder:
         results = list(_measured(options, folder))
-    finally:
-        if options.keep:
-            print(f"kept: {folder}", file=sys.stderr)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
     if options.json:
         document = {"machine": machine(), "results": [asdict(r) for r in results]}
         options.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -19,6 +19,7 @@ from benchmarks.endpoint import Endpoint
 from benchmarks.perdure_stack import Home, Stack, right_answers
 from perdure.episodes import assemble, turns
 from perdure.episodes.assemble import Episode
+from perdure.gateway.canonical import VOLATILE
 from perdure.gateway.tokenizers import load_tokenizer
 from perdure.sandboxes.base import identity_of
 from perdure.sandboxes.box import Box
@@ -154,6 +155,7 @@ async def _turns(home: Home, episode: Episode, attempt: int) -> Sequence[Turn]:
 def _difference(one: Turn, other: Turn) -> str:
     """The first line in which two prompts differ, their numbers taken out."""
     read = load_tokenizer("qwen3").decode
-    before, after = (read(list(turn.prompt_ids)).splitlines() for turn in (one, other))
+    texts = [VOLATILE.sub("*", read(list(turn.prompt_ids))) for turn in (one, other)]
+    before, after = (text.splitlines() for text in texts)
     marked = [line for line in difflib.ndiff(before, after) if line[:1] in "-+"]
     return NUMBER.sub("#", " / ".join(line[:60] for line in marked[:1])) or "the same prompt"

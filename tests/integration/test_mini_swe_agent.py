@@ -1,14 +1,11 @@
 """mini-swe-agent from PyPI, in a bubblewrap sandbox, against the gateway and the scripted engine."""
 
-import asyncio
 import itertools
 import json
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -22,6 +19,7 @@ from perdure.sandboxes.bubblewrap import BubblewrapProvider
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind, Turn
+from tests.agents.stand import unix_socket
 
 ISSUE = "Say \N{BUG}\u2028 hello, {workdir}: 'politely'"
 WORKDIR = "/testbed"
@@ -91,26 +89,6 @@ def tree(tmp_path: Path) -> Path:
         who = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
         subprocess.run(["git", *who, *command], cwd=tree, check=True)
     return tree
-
-
-@asynccontextmanager
-async def unix_socket(path: Path, url: str) -> AsyncIterator[Path]:
-    """The gateway's TCP port, as the socket that sandboxes mount."""
-    tcp = urlsplit(url)
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-        writer.close()
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_connection(tcp.hostname, tcp.port)
-        await asyncio.gather(pump(reader, up_writer), pump(up_reader, writer))
-
-    async with await asyncio.start_unix_server(relay, path):
-        path.chmod(0o666)
-        yield path
 
 
 class Stand:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks.capture.recordings import answer_ids
 from perdure.episodes.segments import cut
 from perdure.gateway.base import NO_LABELS, Completion, Engine, ModelRequest, SessionSpec
 from perdure.gateway.dialects import anthropic
@@ -25,7 +26,6 @@ from perdure.types import FinishReason, Sampling, Turn
 
 RECORDINGS = Path(__file__).parents[3] / "shared" / "data" / "trajectories" / "claude_code"
 FORMAT = load_format("qwen3")
-END = FORMAT.tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
 class Speaker:
@@ -72,24 +72,6 @@ def _requests(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _tokens(blocks: list[dict[str, Any]]) -> list[int]:
-    """An answer as the model would have sampled it, its closing token included."""
-
-    def joined(kind: str) -> str:
-        return "".join(block[kind] for block in blocks if block["type"] == kind)
-
-    calls = [
-        {"function": {"name": block["name"], "arguments": json.dumps(block["input"])}}
-        for block in blocks
-        if block["type"] == "tool_use"
-    ]
-    said = {"role": "assistant", "content": joined("text"), "tool_calls": calls}
-    asked = [{"role": "user", "content": "?"}]
-    opened = FORMAT.renderer.render_ids(asked, add_generation_prompt=True)
-    whole = FORMAT.renderer.render_ids([*asked, {**said, "reasoning_content": joined("thinking")}])
-    return list(whole[len(opened) : whole.index(END, len(opened)) + 1])
-
-
 def _request(recorded: dict[str, Any], minted: dict[str, str]) -> ModelRequest:
     text = json.dumps(recorded["body"])
     for theirs, ours in minted.items():
@@ -108,7 +90,7 @@ async def _play(name: str, folder: Path) -> Played:
         if recorded["resp"] is None:
             continue
         blocks = recorded["resp"]["blocks"]
-        speaker.next = _tokens(blocks)
+        speaker.next = answer_ids(blocks)
         answer = await sessions.complete(SPEC.session_id, _request(recorded, minted))
         theirs = [block["id"] for block in blocks if block["type"] == "tool_use"]
         ours = [call["id"] for call in answer.message.get("tool_calls", ())]

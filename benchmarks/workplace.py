@@ -1,0 +1,23 @@
+"""The folder in which a benchmark works, removed however it ends."""
+
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def workplace(prefix: str, *, keep: bool) -> Iterator[Path]:
+    """Ended by SIGTERM, the benchmark still stops what it started and leaves no folder."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield folder
+    finally:
+        if keep:
+            print(f"kept: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
