@@ -4,8 +4,8 @@ Owns the file format that the gateway writes when a session closes and episodes 
 """
 
 import io
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +14,8 @@ from perdure.types import EngineSpan, FinishReason, Purpose, Turn, VersionSpan
 
 FORMAT = b"perdure.turns"
 VERSION = b"2"
+GROUP_IDS = 1 << 18
+"""Ids written at once: a row group."""
 SCHEMA = pa.schema(
     [
         ("index", pa.int32()),
@@ -62,18 +64,42 @@ SCHEMA = pa.schema(
 )
 
 
+class Delta(NamedTuple):
+    """A turn as the file holds it: `prompt_ids` are those behind the first `kept` ids of its parent
+    turn (its prompt, then its completion)."""
+
+    turn: Turn
+    kept: int
+
+
 def encode(turns: Sequence[Turn]) -> bytes:
     """One row a turn; each prompt as what it adds to its parent turn, so the file stays linear."""
-    rows: list[dict[str, Any]] = []
+    return encode_deltas(_deltas(turns))
+
+
+def encode_deltas(deltas: Iterable[Delta]) -> bytes:
+    """As `encode`, for a writer that holds no whole prompt: a few rows are in memory at a time."""
+    sink = io.BytesIO()
+    with pq.ParquetWriter(sink, SCHEMA, compression="zstd") as writer:
+        rows: list[dict[str, Any]] = []
+        pending = 0
+        for turn, kept in deltas:
+            rows.append(_row(turn, kept))
+            pending += len(turn.prompt_ids) + len(turn.completion_ids)
+            if pending >= GROUP_IDS:
+                writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+                rows, pending = [], 0
+        writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+    return sink.getvalue()
+
+
+def _deltas(turns: Sequence[Turn]) -> Iterator[Delta]:
     known: dict[int | None, tuple[int, ...]] = {}
     for turn in turns:
         held = known.get(turn.parent, ())
         kept = len(held) if turn.prompt_ids[: len(held)] == held else 0
-        rows.append(_row(turn, kept))
+        yield Delta(turn.model_copy(update={"prompt_ids": turn.prompt_ids[kept:]}), kept)
         known[turn.index] = turn.prompt_ids + turn.completion_ids
-    sink = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), sink, compression="zstd")
-    return sink.getvalue()
 
 
 def decode(data: bytes) -> list[Turn]:
@@ -101,7 +127,6 @@ def _row(turn: Turn, kept: int) -> dict[str, Any]:
     row = {name: getattr(turn, name) for name in SCHEMA.names if name != "prompt_kept"}
     row.update(
         prompt_kept=kept,
-        prompt_ids=turn.prompt_ids[kept:],
         versions=[vars(span) for span in turn.versions],
         engines=[vars(span) for span in turn.engines],
         finish_reason=turn.finish_reason.value,

@@ -8,7 +8,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from perdure.gateway.base import Answer
 from perdure.gateway.canonical import Message
@@ -117,41 +117,66 @@ def turn_records(records: Sequence[dict[str, Any]]) -> list[TurnRecord]:
     return [from_journal(record) for record in records if record["kind"] == TURN]
 
 
-class Whole(NamedTuple):
-    """A record with what it is stored against put back. Shape of `prompt`: [P]."""
-
-    record: TurnRecord
-    prompt: list[int]
-    messages: list[Message]
-
-
-def whole(records: Sequence[TurnRecord]) -> Iterator[Whole]:
-    """Every record with its whole prompt and request. Turns share their integers and messages."""
-    sequences: list[list[int]] = []
-    requests: list[list[Message]] = []
-    for record in records:
-        held = sequences[record.base] if record.base is not None else []
-        said = requests[record.base] if record.base is not None else []
-        prompt = held[: record.kept_ids] + record.prompt.tolist()
-        sequences.append(prompt + record.completion.tolist())
-        requests.append(said[: record.kept_messages] + record.messages)
-        yield Whole(record, prompt, requests[-1])
-
-
 def turns_of(records: Sequence[TurnRecord]) -> list[Turn]:
     """The turns of a session with their whole prompts."""
-    lengths: list[int] = []
-    turns: list[Turn] = []
-    for item in whole(records):
-        lengths.append(len(item.messages))
-        parent = item.record.parent
-        seen = 0 if parent is None else lengths[parent] + 1
-        turns.append(_turn(item, item.messages[seen:]))
-    return turns
+    return [_turn(records, record, prompt_of(records, record)) for record in records]
 
 
-def _turn(item: Whole, new_messages: list[Message]) -> Turn:
-    record = item.record
+def turn_deltas(records: Sequence[TurnRecord]) -> Iterator[tuple[Turn, int]]:
+    """The turns of a session, one whole prompt in memory at most: each with only the prompt ids behind
+    the first n ids of its parent (its prompt, then its completion), and that n."""
+    for record in records:
+        kept, added = _behind_parent(records, record)
+        yield _turn(records, record, added), kept
+
+
+def _behind_parent(records: Sequence[TurnRecord], record: TurnRecord) -> tuple[int, "array[int]"]:
+    if record.parent is not None and record.parent == record.base:
+        return record.kept_ids, record.prompt
+    prompt = prompt_of(records, record)
+    if record.parent is None:
+        return 0, prompt
+    parent = records[record.parent]
+    held = prompt_of(records, parent) + parent.completion
+    return (len(held), prompt[len(held) :]) if prompt[: len(held)] == held else (0, prompt)
+
+
+def prompt_of(records: Sequence[TurnRecord], record: TurnRecord) -> "array[int]":
+    """A record's whole prompt. Shape [P]."""
+    parts = [record.prompt]
+    need, base = record.kept_ids, record.base
+    while base is not None and need > 0:
+        held = records[base]
+        parts.append((held.prompt + held.completion)[: max(0, need - held.kept_ids)])
+        need, base = min(need, held.kept_ids), held.base
+    prompt = array("i")
+    for part in reversed(parts):
+        prompt.extend(part)
+    return prompt
+
+
+def _messages_from(records: Sequence[TurnRecord], record: TurnRecord, start: int) -> list[Message]:
+    """A record's request messages from number `start` on."""
+    parts: list[list[Message]] = []
+    need, at = _length(record), record
+    while need > start:
+        first = at.kept_messages
+        parts.append(at.messages[max(0, start - first) : max(0, need - first)])
+        need = min(need, first)
+        if at.base is None:
+            break
+        at = records[at.base]
+    return [message for part in reversed(parts) for message in part]
+
+
+def _length(record: TurnRecord) -> int:
+    return record.kept_messages + len(record.messages)
+
+
+def _turn(records: Sequence[TurnRecord], record: TurnRecord, prompt: "array[int]") -> Turn:
+    # The parent's request and its answer were seen already.
+    seen = 0 if record.parent is None else _length(records[record.parent]) + 1
+    new_messages = _messages_from(records, record, seen)
     return Turn(
         index=record.index,
         chain=record.chain,
@@ -161,7 +186,7 @@ def _turn(item: Whole, new_messages: list[Message]) -> Turn:
         replayed_from=record.replayed_from,
         new_messages=json.dumps(new_messages),
         answer=json.dumps(_given(record)),
-        prompt_ids=tuple(item.prompt),
+        prompt_ids=tuple(prompt),
         completion_ids=tuple(record.completion),
         logprobs=tuple(record.logprobs),
         versions=record.versions,

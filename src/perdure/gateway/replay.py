@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from perdure.gateway.records import TurnRecord
+from perdure.gateway.records import TurnRecord, prompt_of
 from perdure.types import Purpose
 
 
@@ -48,7 +48,9 @@ class Recording:
             return None
         waiting.remove(found)  # at once: another call of the session must not take it too
         self._theirs[chain] = theirs
-        return Recorded(found, self._prompt(found), self._parent(found), self._origin(found))
+        return Recorded(
+            found, prompt_of(self._records, found), self._parent(found), self._origin(found)
+        )
 
     def give_back(self, recorded: Recorded) -> None:
         """It could not be committed: the request will be repeated."""
@@ -82,15 +84,3 @@ class Recording:
 
     def _parent(self, record: TurnRecord) -> int | None:
         return None if record.parent is None else self._ours.get(record.parent)
-
-    def _prompt(self, record: TurnRecord) -> "array[int]":
-        parts = [record.prompt]
-        need, base = record.kept_ids, record.base
-        while base is not None and need > 0:
-            held = self._records[base]
-            parts.append((held.prompt + held.completion)[: max(0, need - held.kept_ids)])
-            need, base = min(need, held.kept_ids), held.base
-        prompt = array("i")
-        for part in reversed(parts):
-            prompt.extend(part)
-        return prompt

@@ -37,8 +37,8 @@ from perdure.gateway.records import (
     SEALED,
     TurnRecord,
     to_journal,
+    turn_deltas,
     turn_records,
-    turns_of,
 )
 from perdure.gateway.replay import Recorded, Recording
 from perdure.gateway.session import CallKey, Session
@@ -387,4 +387,4 @@ def _forget(session: Session, key: CallKey, call: "asyncio.Task[Answer]") -> Non
 def _pack(records: list[dict[str, Any]]) -> bytes:
     from perdure.episodes import turns as codec  # pyarrow: only when a session closes
 
-    return codec.encode(turns_of(turn_records(records)))
+    return codec.encode_deltas(codec.Delta(*delta) for delta in turn_deltas(turn_records(records)))
