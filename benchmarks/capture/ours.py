@@ -6,15 +6,17 @@ import httpx
 
 from benchmarks.capture.recordings import Session, read
 from perdure.episodes import turns
+from perdure.gateway.tokenizers import load_tokenizer
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
-from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.testing.scripted_engine import Policy, ScriptedEngine
 from perdure.types import Turn
 
 
-class Speaker:
+class Speaker(Policy):
     """The policy of a scripted engine: says what it is told to say next."""
 
     def __init__(self) -> None:
+        super().__init__(load_tokenizer("qwen3"), {})
         self.next: list[int] = []
 
     def complete(self, prompt_ids: list[int]) -> list[int]:
@@ -25,7 +27,7 @@ async def captured(recording: Path, home: Path) -> list[Turn]:
     """The turns that the gateway left in its store."""
     session, speaker, name = Session(read(recording)), Speaker(), recording.stem
     async with ScriptedEngine() as engine:
-        engine.policy = speaker  # type: ignore[assignment]  # its one method is all that is used
+        engine.policy = speaker
         async with LocalGateway(home, engine_url=engine.url, engine_kind="vllm") as gateway:
             key = await gateway.open(name)
             async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
