@@ -14,6 +14,7 @@ from renderers.qwen35 import Qwen35Renderer
 
 from perdure.episodes.segments import cut
 from perdure.episodes.turns import decode
+from perdure.errors import GatewayUnavailable
 from perdure.gateway import sessions as sessions_module
 from perdure.gateway.base import (
     NO_LABELS,
@@ -32,6 +33,7 @@ from perdure.gateway.prompt_ids import PromptIds
 from perdure.gateway.records import PLACEHOLDER, turn_records, turns_of
 from perdure.gateway.sessions import Sessions
 from perdure.gateway.tokenizers import Format, load_format
+from perdure.gateway.turns import abandonable
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import Policy, logprob
 from perdure.types import FinishReason, Purpose, Sampling, Turn
@@ -59,6 +61,7 @@ class Speaker:
         self.request_ids: list[str] = []
         self.released = asyncio.Event()
         self.released.set()
+        self.failure: Exception | None = None
 
     async def generate(
         self,
@@ -75,6 +78,8 @@ class Speaker:
         self.seen.append((tuple(prompt_ids), tuple(ids)))
         self.request_ids.append(request_id)
         await self.released.wait()
+        if self.failure is not None:
+            raise self.failure
         logprobs = [logprob(token_id, i) for i, token_id in enumerate(ids)]
         return Completion(ids, logprobs, FinishReason.STOP, (), "speaker")
 
@@ -478,6 +483,91 @@ async def test_an_idle_session_is_let_go_and_read_back(
     assert kept is None
     assert [turn.parent for turn in await process.turns()] == [None, 0]
     assert (await process.sessions.get("s")).turns == 2
+
+
+# --- closing -----------------------------------------------------------------------------------
+
+
+async def test_an_idle_session_learns_what_another_process_did(start: Start) -> None:
+    """Let go here and called there: its sums and its close hold the turns of both."""
+    one, two = start(Speaker()), start(Speaker())
+    await one.sessions.open(_spec())
+    messages = _next(HELLO, await one.ask(HELLO))
+    one.sessions._sessions["s"].forget()
+    await two.ask(messages)
+
+    assert (await one.sessions.get("s")).turns == 2
+    one.sessions._sessions["s"].forget()
+    await two.ask([*messages, _user("More.")])
+    assert (await one.sessions.close("s")).turns == 3
+    assert len(decode((await one.store.get("s.parquet")).data)) == 3
+
+
+async def test_a_call_that_meets_a_close_is_not_sampled(start: Start) -> None:
+    """A session closed while a call reads it back refuses the call, and no turn follows its seal."""
+    speaker = Speaker()
+    process = start(speaker)
+    await process.sessions.open(_spec())
+    messages = _next(HELLO, await process.ask(HELLO))
+    session = process.sessions._sessions["s"]
+    session.forget()
+    async with session.commit_lock:
+        call = asyncio.create_task(process.ask(messages))
+        close = asyncio.create_task(process.sessions.close("s"))
+        while not session.sealing:
+            await asyncio.sleep(0)
+
+    with pytest.raises(Refused, match="closed"):
+        await call
+    assert (await close).turns == len(speaker.seen) == 1
+
+
+async def test_a_prompt_made_too_late_asks_no_engine(start: Start) -> None:
+    """Closing does not wait for a completion that was not begun yet."""
+    speaker = Speaker()
+    process = start(speaker)
+    await process.sessions.open(_spec())
+    session = process.sessions._sessions["s"]
+    session.sealing = True
+
+    with pytest.raises(Refused, match="closed"):
+        await abandonable(session, speaker.generate([], {}, session_id="s", request_id="1"))
+    assert speaker.seen == []
+
+
+async def test_callers_that_joined_share_an_engine_s_failure(start: Start) -> None:
+    """All are told, nothing is recorded, and the next call samples afresh."""
+    speaker = Speaker()
+    speaker.released.clear()
+    process = start(speaker)
+    await process.sessions.open(_spec())
+    calls = [asyncio.create_task(process.ask(HELLO)) for _ in range(3)]
+    while not speaker.seen:
+        await asyncio.sleep(0.001)
+    speaker.failure = GatewayUnavailable("gone")
+    speaker.released.set()
+    told = await asyncio.gather(*calls, return_exceptions=True)
+    speaker.failure = None
+
+    assert [type(error) for error in told] == [GatewayUnavailable] * 3
+    assert (await process.ask(HELLO)).message["tool_calls"]
+    assert len(speaker.seen) == 2
+    assert len(await process.turns()) == 1
+
+
+async def test_the_same_request_on_two_chains_is_two_turns(start: Start) -> None:
+    """Two agents that say the same at once each get an answer, and each goes on from its own."""
+    process = start(Speaker())
+    await process.sessions.open(_spec())
+    names = ["main", "a1"]
+    first = await asyncio.gather(*(process.ask(HELLO, chain=name) for name in names))
+    asked = zip(names, first, strict=True)
+    await asyncio.gather(*(process.ask(_next(HELLO, a), chain=name) for name, a in asked))
+
+    turns = await process.turns()
+    assert sorted(turn.chain for turn in turns) == ["a1", "a1", "main", "main"]
+    parents = [(turn.chain, turns[turn.parent].chain) for turn in turns if turn.parent is not None]
+    assert sorted(parents) == [("a1", "a1"), ("main", "main")]
 
 
 # --- replay ------------------------------------------------------------------------------------

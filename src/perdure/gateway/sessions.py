@@ -245,7 +245,9 @@ class Sessions:
         """
         async with self._using(session_id) as session:
             session.check_open()
-            place = (await self._awake(session)).place(request)
+            tree = await self._awake(session)
+            session.check_open()  # it may have been closed meanwhile
+            place = tree.place(request)
             key = (request.chain, place.digests.exact)
             call = session.calls.get(key)
             if call is not None:
@@ -321,6 +323,8 @@ class Sessions:
         session, request = asked.session, asked.request
         async with session.commit_lock:
             while True:
+                if session.sealed:
+                    session.check_open()
                 assert session.tree is not None
                 record = replace(draft, index=len(session.tree.nodes))
                 try:
@@ -329,8 +333,6 @@ class Sessions:
                     break
                 except Overtaken:
                     await self._read_on(session)
-                    if session.sealed:
-                        session.check_open()
                     node = session.tree.recorded(request.chain, record.request_sha256, known)
                     if node is not None:
                         self._metrics.retries.labels("overtaken").inc()
@@ -344,13 +346,17 @@ class Sessions:
 
     async def _refresh(self, session: Session) -> bool:
         """Whether other processes wrote something that we did not know."""
-        if session.tree is None:  # closed, or let go: read back as a whole when it is called
+        if session.closed:
             return False
         async with session.commit_lock:
             return await self._read_on(session)
 
     async def _read_on(self, session: Session) -> bool:
-        records = await self._journal.read(session.spec.session_id, session.position)
+        session_id = session.spec.session_id
+        records = await self._journal.read(session_id, session.position)
+        if records and session.tree is None:  # let go while it was idle
+            session.awaken(self._tool_digests, await self._journal.read(session_id))
+            return True
         for record in records:
             session.replay(record)
         return bool(records)

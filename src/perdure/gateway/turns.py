@@ -225,6 +225,8 @@ async def abandonable(session: Session, call: Awaitable[T]) -> T:
     """Wait for an engine, unless the session is closed meanwhile: then nobody wants the answer."""
     task = asyncio.ensure_future(call)
     session.sampling.add(task)
+    if session.sealing:  # it was closed while the prompt was made
+        task.cancel()
     try:
         return await task
     except asyncio.CancelledError:
