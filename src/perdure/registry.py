@@ -12,7 +12,9 @@ from perdure.errors import ConfigurationError
 
 SANDBOXES = {
     "bubblewrap": "perdure.sandboxes.bubblewrap:BubblewrapProvider",
+    "e2b": "perdure.sandboxes.e2b:E2BProvider",
     "local": "perdure.sandboxes.local:LocalProvider",
+    "podman": "perdure.sandboxes.podman:PodmanProvider",
 }
 
 AGENTS = {
@@ -21,6 +23,7 @@ AGENTS = {
     "mini_swe_agent": "perdure.agents.mini_swe_agent:MiniSweAgent",
     "nop": "perdure.agents.nop:Nop",
     "opencode": "perdure.agents.opencode:Opencode",
+    "openhands": "perdure.agents.openhands:Openhands",
     "oracle": "perdure.agents.oracle:Oracle",
     "qwen_code": "perdure.agents.qwen_code:QwenCode",
 }

@@ -13,6 +13,7 @@ from perdure.agents.base import Agent, AgentTask, Evidence
 from perdure.agents.claude_code import ClaudeCode
 from perdure.agents.codex import Codex
 from perdure.agents.opencode import Opencode
+from perdure.agents.openhands import Openhands
 from perdure.agents.qwen_code import QwenCode
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import ExecState, ExecStatus
@@ -33,7 +34,7 @@ TASK = AgentTask(
     sampling=Sampling(max_context_tokens=50_000, max_tokens_per_turn=2000),
     budget_s=60.0,
 )
-AGENTS = [ClaudeCode(), Codex(), Opencode(), QwenCode()]
+AGENTS = [ClaudeCode(), Codex(), Opencode(), Openhands(), QwenCode()]
 every_agent = pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from perdure.errors import AgentError, MissingDependency
@@ -47,13 +48,50 @@ def python_identity() -> str:
     return f"{sys.base_prefix} {sys.version} {platform.machine()}"
 
 
-def make_virtual_environment(folder: Path, lock: Path) -> None:
-    """A relocatable virtual environment on this interpreter, exactly as locked, hashes checked.
+@dataclass(frozen=True)
+class Python:
+    """An interpreter of this host that is not the one we run on."""
+
+    executable: Path
+    prefix: Path
+    """What must be visible where it runs."""
+    identity: str
+
+
+def find_python(minimum: str, named: str | None, variable: str) -> Python:
+    """The interpreter a user named, or the first that uv finds on this host.
+
+    Raises: MissingDependency saying how to get one.
+    """
+    find = [_uv(), "python", "find", "--no-project", "--no-python-downloads", f">={minimum}"]
+    found = [named] if named else _output(find).split("\n")
+    told = "import sys; print(sys.base_prefix, sys.version_info >= (%s))"
+    script = told % ", ".join(minimum.split("."))
+    prefix, _, enough = _output([found[0] or "false", "-I", "-c", script]).rpartition(" ")
+    if enough != "True":
+        raise MissingDependency(
+            f"no Python {minimum} on this host: `uv python install {minimum}`, or name one in {variable}"
+        )
+    version = _output([found[0], "-VV"])
+    return Python(Path(found[0]), Path(prefix), f"{prefix} {version} {platform.machine()}")
+
+
+def _output(argv: list[str]) -> str:
+    """Its first output, stripped; "" when it fails or does not exist."""
+    try:
+        return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def make_virtual_environment(folder: Path, lock: Path, interpreter: str = "") -> None:
+    """A relocatable virtual environment on this interpreter, or the one named, exactly as locked,
+    hashes checked.
 
     Raises: MissingDependency without uv; AgentError when the registry does not deliver.
     """
     uv = _uv()
-    interpreter = f"{sys.base_prefix}/bin/python3.{sys.version_info.minor}"
+    interpreter = interpreter or f"{sys.base_prefix}/bin/python3.{sys.version_info.minor}"
     _run([uv, "venv", "--quiet", "--relocatable", "--python", interpreter, str(folder)])
     exact = ["--require-hashes", "--no-deps", "--only-binary", ":all:", "--compile-bytecode"]
     python = str(folder / "bin" / "python")

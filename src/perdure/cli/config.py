@@ -22,6 +22,7 @@ NOT_SETTINGS = {
     "PERDURE_OPENCODE_TARBALL": "its package, where no npm registry is",
     "PERDURE_QWEN_CODE_TARBALL": "its package, where no npm registry is",
     "PERDURE_NODE_TARBALL": "Node for qwen_code, likewise (slime: SWE_HOST_NODE_TARBALL)",
+    "PERDURE_OPENHANDS_PYTHON": "the Python of at least 3.12 that openhands runs on, where uv finds none",
 }
 
 

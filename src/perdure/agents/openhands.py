@@ -1,0 +1,115 @@
+"""OpenHands' software-agent SDK 1.58.0 from PyPI, unmodified, run headless in the sandbox.
+
+Its default agent with its own tools and prompts; `openhands_run.py` only starts it. It needs a
+Python 3.12, which is taken from the host and mounted beside it.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from perdure.agents import headless, options, prompts, toolcache
+from perdure.agents.base import HOME, AgentTask, Evidence, Launch
+from perdure.agents.headless import PROMPT
+from perdure.sandboxes.base import Mount
+from perdure.types import AgentEnd
+
+MOUNT = "/opt/openhands"
+SETTINGS = f"{HOME}/openhands.json"
+KEY = "PERDURE_SESSION_KEY"
+LOCK = Path(__file__).parent / "locks" / "openhands.txt"
+RUNNER = Path(__file__).parent / "openhands_run.py"
+PYTHON = "PERDURE_OPENHANDS_PYTHON"
+"""Names the Python to use where uv does not find one of at least 3.12."""
+
+LIMITS = {"MaxIterationsReached", "LLMContextWindowExceedError"}
+
+
+class OpenhandsOptions(headless.HeadlessOptions):
+    max_steps: int = Field(250, ge=1)
+    """Steps of the agent after which it stops."""
+
+
+class Openhands:
+    name: ClassVar[str] = "openhands"
+    needs_model: ClassVar[bool] = True
+    artifacts: ClassVar[tuple[str, ...]] = ()
+
+    async def install(self, tools: Path) -> tuple[Mount, ...]:
+        python = await asyncio.to_thread(
+            toolcache.find_python, "3.12", os.environ.get(PYTHON), PYTHON
+        )
+        recipe = "\n".join((python.identity, LOCK.read_text(), RUNNER.read_text()))
+        folder = await toolcache.built(tools, self.name, recipe, lambda to: _build(to, python))
+        program = Mount(source=folder, target=MOUNT)
+        if python.prefix.is_relative_to("/usr"):  # every sandbox has it
+            return (program,)
+        return (program, Mount(source=python.prefix, target=str(python.prefix)))
+
+    def launch(self, task: AgentTask) -> Launch:
+        chosen = options.parse(self.name, OpenhandsOptions, task.options)
+        gateway_url = headless.gateway_of(self.name, task)
+        # -I: a folder of the repository, or its PYTHONPATH, must not shadow the agent's imports.
+        command = (f"{MOUNT}/bin/python", "-I", f"{MOUNT}/{RUNNER.name}", SETTINGS)
+        fixed = {KEY: task.session_key, "HOME": HOME}
+        return Launch(
+            argv=headless.with_prompt((*command, *chosen.extra_args)),
+            env=headless.environment(BEHAVIOUR, fixed, chosen.extra_env),
+            files={
+                PROMPT: prompts.render(chosen.prompt_template, task).encode(),
+                SETTINGS: json.dumps(_settings(gateway_url, task, chosen)).encode(),
+            },
+        )
+
+    def classify(self, evidence: Evidence) -> AgentEnd:
+        if (early := headless.early_end(evidence)) is not None:
+            return early
+        log = list(headless.events(evidence.stdout_tail))
+        status = next((e.get("status") for e in log if e.get("kind") == "perdure_end"), None)
+        failures = [e for e in log if e.get("kind") == "ConversationErrorEvent"]
+        if failures and str(failures[0].get("code")) in LIMITS:
+            return AgentEnd.LIMIT
+        if status == "stuck":
+            return AgentEnd.GAVE_UP
+        finished = evidence.status.ok and status == "finished"
+        return AgentEnd.FINISHED if finished else AgentEnd.CRASHED
+
+
+BEHAVIOUR: Mapping[str, str] = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it asks the internet for prices
+    "ALLOW_SHORT_CONTEXT_WINDOWS": "true",  # else it refuses those below 16,384 tokens
+    "LOG_LEVEL": "WARNING",
+    "OPENHANDS_SUPPRESS_BANNER": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+def _build(folder: Path, python: toolcache.Python) -> None:
+    toolcache.make_virtual_environment(folder, LOCK, str(python.executable))
+    shutil.copyfile(RUNNER, folder / RUNNER.name)
+
+
+def _settings(gateway_url: str, task: AgentTask, chosen: OpenhandsOptions) -> dict[str, Any]:
+    """For `openhands_run.py`. No key in here: files are kept as evidence."""
+    return {
+        "llm": {
+            "model": f"openai/{task.model}",
+            "base_url": f"{gateway_url}/v1",
+            "usage_id": "agent",
+            "timeout": int(task.budget_s) + 1,  # the budget ends a slow turn, not the client
+            "max_input_tokens": chosen.window(task),
+            "max_output_tokens": chosen.answer(task),
+            "caching_prompt": False,
+            "reasoning_effort": None,
+            "input_cost_per_token": 0.0,  # else it looks the price up and warns
+            "output_cost_per_token": 0.0,
+        },
+        "persistence_dir": f"{HOME}/conversations",
+        "max_steps": chosen.max_steps,
+    }

@@ -1,0 +1,45 @@
+"""Runs OpenHands' SDK headless: its own agent, tools and prompts, as its default preset has them.
+
+A script for the agent's own Python inside the sandbox, where Perdure is not installed. Reads a JSON
+file of settings and the prompt from standard input; prints one event a line, `perdure_end` last.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(settings: dict[str, Any], prompt: str) -> None:
+    from openhands.sdk import LLM, Conversation  # type: ignore[import-not-found]
+    from openhands.tools.preset.default import (  # type: ignore[import-not-found]
+        get_default_agent,
+    )
+
+    llm = LLM(api_key=os.environ.pop("PERDURE_SESSION_KEY"), **settings["llm"])
+    conversation = Conversation(
+        agent=get_default_agent(llm=llm, cli_mode=True),
+        workspace=os.getcwd(),
+        callbacks=[lambda event: tell(json.loads(event.model_dump_json()))],
+        persistence_dir=settings["persistence_dir"],
+        visualizer=None,
+        max_iteration_per_run=settings["max_steps"],
+    )
+    conversation.send_message(prompt)
+    error = ""
+    try:
+        conversation.run()
+    except Exception as raised:  # told below, whatever it is: the process has no other reader
+        error = f"{type(raised).__name__}: {raised}"
+    tell({"kind": "perdure_end", "status": conversation.state.execution_status, "error": error})
+    conversation.close()
+
+
+def tell(event: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(event) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), sys.stdin.read())
