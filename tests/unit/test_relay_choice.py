@@ -1,0 +1,92 @@
+"""How sandboxes reach the gateway: chosen by what their provider can, refused with the fix."""
+
+from pathlib import Path
+
+import pytest
+
+from perdure.errors import ConfigurationError
+from perdure.sandboxes.base import SandboxProvider, SandboxSpec
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.local import LocalProvider
+from perdure.sandboxes.relay_carriers import LARGEST_LINE, Lines
+from perdure.sandboxes.relay_choice import Reach, choose_reach, open_from_inside, unreachable
+
+ROUTABLE = "http://10.1.2.3:18001"
+UNROUTABLE = [
+    "http://127.0.0.1:18001",
+    "http://localhost:18001",
+    "http://gateway.localhost",
+    "http://0.0.0.0:18001",
+    "http://[::1]:18001",
+    "http://[::]:1",
+    "http://[::ffff:127.0.0.1]:1",
+    "unix:///run/gateway.sock",
+    "/run/gateway.sock",
+]
+
+
+class Remote(LocalProvider):
+    """A service elsewhere, as far as the choice can tell."""
+
+    name = "remote"
+    isolated = True
+    host_bound = False
+
+
+class DialledRemote(Remote):
+    dials = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "url", "expected"),
+    [
+        (BubblewrapProvider, ROUTABLE, "socket"),
+        (LocalProvider, UNROUTABLE[0], "socket"),
+        (Remote, ROUTABLE, "url"),
+        (Remote, UNROUTABLE[0], "stdio"),
+        (DialledRemote, UNROUTABLE[0], "dial"),
+    ],
+)
+def test_auto_takes_the_nearest_way(
+    tmp_path: Path, kind: type[SandboxProvider], url: str, expected: Reach
+) -> None:
+    """The socket on this host, else a routable URL, else the best relay that the provider allows."""
+    assert choose_reach("auto", kind(tmp_path), url) == expected  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("url", UNROUTABLE)
+def test_an_address_of_this_host_alone_is_refused(tmp_path: Path, url: str) -> None:
+    """Loopback, unspecified and socket addresses given to a sandbox elsewhere: field and fix named."""
+    with pytest.raises(ConfigurationError, match=r"gateway_url .* PERDURE_GATEWAY_URL"):
+        choose_reach("url", Remote(tmp_path), url)
+
+
+@pytest.mark.parametrize("reach", ["socket", "dial"])
+def test_a_way_that_the_provider_lacks_is_refused(tmp_path: Path, reach: Reach) -> None:
+    """A socket needs a sandbox on this host, dialling a provider that can: the error says so."""
+    with pytest.raises(
+        ConfigurationError, match=f"gateway_reach = {reach}: .*PERDURE_GATEWAY_REACH"
+    ):
+        choose_reach(reach, Remote(tmp_path), ROUTABLE)
+
+
+async def test_an_address_that_does_not_open_inside_is_named(tmp_path: Path) -> None:
+    """Seen from inside a sandbox without a network, before any agent starts."""
+    provider = BubblewrapProvider(tmp_path)
+    if missing := provider.check():
+        pytest.skip(missing[0])
+    async with await provider.create(SandboxSpec("/testbed"), "p-reach-1") as sandbox:
+        reason = await open_from_inside(sandbox, ROUTABLE)
+
+        assert "unreachable" in reason
+        assert f"{ROUTABLE} does not open inside" in str(unreachable(sandbox, ROUTABLE, reason))
+
+
+def test_endless_lines_are_dropped_and_the_next_is_read() -> None:
+    """A line without end costs bounded memory, and only itself."""
+    lines = Lines()
+    for _ in range(64):
+        lines.feed(b"x" * LARGEST_LINE)
+
+    assert len(lines._rest) <= LARGEST_LINE
+    assert lines.feed(b'\n{"done":"a"}\n') == [{"done": "a"}]
