@@ -11,10 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from perdure.gateway.base import Completion
+from perdure.errors import ControlPlaneError
+from perdure.gateway.base import Completion, Refused
 from perdure.gateway.engines.pool import EnginePool, EngineSpec
 from perdure.gateway.engines.wire import new_client
 from perdure.gateway.tokenizers import load_tokenizer
+from perdure.serving.control_plane import EngineControl
 from perdure.serving.roster import LoneRoster
 from perdure.serving.state import EngineState, name_of
 from perdure.serving.weights import (
@@ -57,9 +59,9 @@ class Stand:
     updates: WeightUpdates
     engines: list[ScriptedEngine]
 
-    def ask(self) -> "asyncio.Task[Completion]":
+    def ask(self, **labels: str) -> "asyncio.Task[Completion]":
         sampling = {"max_tokens": 4000, "temperature": 0.0, "stop_token_ids": [151_645]}
-        call = self.pool.generate(PROMPT, sampling, session_id="s", request_id="s-0")
+        call = self.pool.generate(PROMPT, sampling, session_id="s", request_id="s-0", labels=labels)
         return asyncio.ensure_future(call)
 
     async def sampling(self) -> None:
@@ -91,6 +93,19 @@ def recorded_versions(completion: Completion) -> list[int]:
     for span in completion.versions:
         versions[span.start : span.end] = [span.version] * (span.end - span.start)
     return versions
+
+
+@dataclass
+class OnlyOn:
+    """A transfer that reaches one engine and fails at all others."""
+
+    engine: ScriptedEngine
+    source: FromDisk
+
+    async def load(self, control: EngineControl, version: int) -> None:
+        if control.url != self.engine.url:
+            raise ControlPlaneError("the trainer cannot reach it")
+        await self.source.load(control, version)
 
 
 @asynccontextmanager
@@ -220,3 +235,38 @@ async def test_an_update_is_announced_before_it_is_done(tmp_path: Path) -> None:
         await updates.update(2, checkpoint(tmp_path, 2), canary(2))
 
     assert looks.seen == ["update 2"]
+
+
+async def test_a_group_is_not_sampled_by_too_new_a_policy(tmp_path: Path) -> None:
+    """In a rolling update it stays with engines within its staleness; with none left, it is told."""
+    group = {"policy_version": "1", "max_staleness": "0"}
+    async with stand(2) as it:
+        with pytest.raises(UpdateRefused):  # the first takes version 2, the second cannot load
+            await it.updates.update(2, OnlyOn(it.engines[0], checkpoint(tmp_path, 2)), canary(2))
+        await it.seen(it.engines[1], EngineState.DEAD)
+        with pytest.raises(Refused, match="policy version 1"):
+            await it.ask(**group)
+        allowed = await it.ask(policy_version="1", max_staleness="1")
+
+    assert set(recorded_versions(allowed)) == {2}
+
+
+async def test_tokens_of_a_version_nobody_knows_are_in_no_span(tmp_path: Path) -> None:
+    """Sampled after somebody announced a change, and lost before the engine could say: not guessed."""
+    async with stand(2, delay_s=0.03) as it:
+        call = it.ask()
+        await it.sampling()
+        (seat,) = (seat for seat in it.pool.seats.values() if seat.running)
+        (running,) = seat.running
+        await it.updates._hold(seat.record.name, "update 2")
+        await it.seen(next(e for e in it.engines if e.url == seat.record.url), EngineState.PAUSED)
+        known = len(running.salvage.ids)
+        while len(running.salvage.ids) < known + 16:
+            await asyncio.sleep(0.005)
+        await it.pool.remove(seat.record.name)
+        completion = await call
+
+    versions = recorded_versions(completion)
+    assert set(versions[:known]) == {1}
+    assert set(versions[known : known + 16]) == {-1}
+    assert versions[-1] == 1

@@ -5,6 +5,7 @@ Slow: run by `make test-vllm`, which installs vLLM (3.2 GB) and a tiny random mo
 """
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -28,12 +29,14 @@ from starlette.routing import Route
 from perdure.episodes import assemble, turns
 from perdure.gateway.base import Refused, TokenEngine
 from perdure.gateway.engines.choose import Engines
-from perdure.gateway.engines.vllm import VllmEngine
+from perdure.gateway.engines.pool import EnginePool, EngineSpec
 from perdure.gateway.engines.wire import new_client
 from perdure.gateway.server import NO_GRACE, make_server
 from perdure.gateway.tokenizers import load_tokenizer
 from perdure.instances import catalog
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.serving.control_plane import PROBE_SESSION
+from perdure.serving.roster import LoneRoster
 from perdure.settings import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import FinishReason, Grading, Instance, Source, SourceKind, Turn
@@ -134,11 +137,13 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture
-async def engine(url: str, client: httpx.AsyncClient) -> TokenEngine:
+async def engine(url: str, client: httpx.AsyncClient) -> AsyncIterator[TokenEngine]:
     """Found as a gateway finds it, by asking the server what it is."""
-    found = await Engines(Settings(engine_url=url, engine_model="policy"), client).current()
+    engines = Engines(Settings(engine_url=url, engine_model="policy"), client)
+    found = await engines.current()
     assert found.tokens is not None
-    return found.tokens
+    yield found.tokens
+    await engines.aclose()
 
 
 async def _rescored(client: httpx.AsyncClient, url: str, ids: list[int], start: int) -> list[float]:
@@ -189,10 +194,11 @@ async def test_a_prompt_beyond_the_context_is_told_as_such(engine: TokenEngine) 
 
 async def test_a_wrong_model_name_is_told_with_the_fix(url: str, client: httpx.AsyncClient) -> None:
     """vLLM's 404 names the settings that must agree with it."""
-    engine = VllmEngine(url, "another", client, patience_s=0)
+    pool = EnginePool(LoneRoster(), client, [EngineSpec(url)], model="another")
 
     with pytest.raises(Refused, match="PERDURE_ENGINE_MODEL"):
-        await engine.generate(PROMPT, SAMPLING, session_id="s", request_id="name")
+        await pool.generate(PROMPT, SAMPLING, session_id="s", request_id="name")
+    await pool.aclose()
 
 
 @dataclass
@@ -212,8 +218,22 @@ class Recorder:
         )
         if answer.is_success:
             asked = await request.json()
-            self.seen[asked["request_id"]] = (asked, answer.json())
-        return Response(answer.content, answer.status_code, media_type="application/json")
+            if asked["request_id"] != PROBE_SESSION:
+                self.seen[asked["request_id"]] = (asked, _joined(answer.text))
+        kind = answer.headers["content-type"]
+        return Response(answer.content, answer.status_code, media_type=kind)
+
+
+def _joined(stream: str) -> dict[str, Any]:
+    """The chunks of a stream as the one answer that they are parts of."""
+    ids: list[int] = []
+    content: list[dict[str, Any]] = []
+    for event in stream.split("\n\n"):
+        data = event.removeprefix("data:").strip()
+        for choice in json.loads(data)["choices"] if data.startswith("{") else ():
+            ids += choice["token_ids"]
+            content += (choice["logprobs"] or {"content": []})["content"]
+    return {"choices": [{"token_ids": ids, "logprobs": {"content": content}}]}
 
 
 @asynccontextmanager

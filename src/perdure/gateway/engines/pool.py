@@ -405,16 +405,18 @@ class EnginePool:
             try:
                 async with asyncio.timeout(timeout):
                     await self._queue.wait(
-                        call.run, lambda: self._try_seat(call) or self._refused() is not None
+                        call.run, lambda: self._try_seat(call) or self._refused(call) is not None
                     )
             except TimeoutError:
                 if all(seat.looked for seat in self._seats.values()) and not self._usable():
                     raise self._unusable() from None
-            if call.seat is None and (refused := self._refused()) is not None:
+            if call.seat is None and (refused := self._refused(call)) is not None:
                 raise refused
 
     def _try_seat(self, call: "_Call") -> bool:
-        places = self._places()
+        places = [
+            place for place in self._places() if not call.is_stale_on(self._seats[place.name])
+        ]
         if not places:
             return False
         lease = self.leases.take(call.session_id, call.group, places, call.avoid)
@@ -435,8 +437,12 @@ class EnginePool:
     def _usable(self) -> bool:
         return any(seat.record.serves for seat in self._seats.values())
 
-    def _refused(self) -> Refused | None:
-        """When every engine says that we ask for the wrong thing, waiting helps nobody."""
+    def _refused(self, call: "_Call") -> Refused | None:
+        """When every engine says that we ask for the wrong thing, or serves too new a policy,
+        waiting helps nobody."""
+        serving = [seat for seat in self._seats.values() if seat.record.state not in LEAVING]
+        if serving and all(call.is_stale_on(seat) for seat in serving):
+            return Refused(409, "policy_too_stale", f"every engine is past {call.limits}")
         why = [seat.watcher.refused for seat in self._seats.values() if not seat.record.removed]
         if not why or not all(why):
             return None
@@ -538,6 +544,18 @@ class _Call:
     @property
     def run(self) -> str:
         return self.labels.get("run", "")
+
+    @property
+    def limits(self) -> str:
+        version, allowed = self.labels.get("policy_version"), self.labels.get("max_staleness")
+        return f"policy version {version} + {allowed}, which this group may be sampled by"
+
+    def is_stale_on(self, seat: Seat) -> bool:
+        """Its group began at a version that this engine's is too far ahead of."""
+        version, allowed = self.labels.get("policy_version"), self.labels.get("max_staleness")
+        if not version or not allowed or seat.record.version is None:
+            return False
+        return seat.record.version > int(version) + int(allowed)
 
     @property
     def length(self) -> int:
