@@ -12,7 +12,9 @@ from perdure.errors import ConfigurationError
 
 SANDBOXES = {
     "bubblewrap": "perdure.sandboxes.bubblewrap:BubblewrapProvider",
+    "e2b": "perdure.sandboxes.e2b:E2BProvider",
     "local": "perdure.sandboxes.local:LocalProvider",
+    "podman": "perdure.sandboxes.podman:PodmanProvider",
 }
 
 AGENTS = {

@@ -1,0 +1,93 @@
+"""Calls of the E2B SDK: every failure typed by what to do next, passing ones tried again.
+
+Only calls that may be repeated come here: the sandbox's identity and the guest's records make all
+of ours so. The SDK's own retries are off.
+"""
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, SandboxLost
+
+T = TypeVar("T")
+
+PAUSE_S = (0.1, 8.0)
+REFUSAL_PASSES_S = 6.5
+"""E2B's and other proxies cache a refused key for 5 s: asking sooner meets the cached refusal."""
+RELEASE_S = 10.0
+"""Between tries to boot while the account's sandboxes are all in use."""
+PATIENCE_S = 45.0
+"""No further try after this long; then Temporal's retries, which are slower, take over."""
+
+
+class Conflict(PerdureError):
+    """409: the idempotency key is taken by another request, or by one in progress."""
+
+
+class Missing(PerdureError):
+    """404 or its like: of the sandbox perhaps, of a path perhaps; the caller knows more."""
+
+
+async def again(call: Callable[[], Awaitable[T]], *, patience_s: float = PATIENCE_S) -> T:
+    """Repeat while the failure is a passing one."""
+    end = time.monotonic() + patience_s
+    pause, longest = PAUSE_S
+    while True:
+        try:
+            return await call()
+        except ControlPlaneError as error:
+            wait = error.retry_after or pause * random.uniform(0.5, 1)
+            if time.monotonic() + wait > end:
+                raise
+        await asyncio.sleep(wait)
+        pause = min(pause * 2, longest)
+
+
+def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
+    """The failure as one of ours. `key_works`: the API key was accepted before."""
+    import httpx
+    from e2b import exceptions as e2b
+
+    if isinstance(error, PerdureError):
+        return error
+    said = f"E2B: {what}: {type(error).__name__}: {error}"[:500]
+    match error:
+        case e2b.AuthenticationException():
+            if key_works:
+                return ControlPlaneError(said, retry_after=REFUSAL_PASSES_S)
+            return ConfigurationError(f"{said}; set E2B_API_KEY to a valid key")
+        case e2b.RateLimitException():
+            full = "concurrent" in str(error)
+            return ControlPlaneError(said, retry_after=RELEASE_S if full else 1.0)
+        case e2b.SandboxNotRunningException() | e2b.NotFoundException():
+            return Missing(said)
+        case e2b.NotEnoughSpaceException():
+            return ConfigurationError(f"{said}; the template's disk is full, give it a larger one")
+        case e2b.InvalidArgumentException():
+            return ConfigurationError(said)
+        case e2b.ServiceBusyException() | e2b.TimeoutException() | httpx.HTTPError():
+            return ControlPlaneError(said)
+    return _by_status(error, said)
+
+
+def _by_status(error: Exception, said: str) -> PerdureError:
+    """What the SDK has no class for says its status in its text."""
+    found = re.match(r"(\d{3}):", str(error))
+    status = getattr(error, "status_code", None) or (int(found[1]) if found else None)
+    if status == 403 or "permission_denied" in str(error).lower():
+        return ConfigurationError(f"{said}; the account of E2B_API_KEY may not do this")
+    if status == 404:
+        return Missing(said)
+    if status == 409:
+        return Conflict(said)
+    if status == 413:
+        return ConfigurationError(f"{said}; it is larger than the service takes")
+    return ControlPlaneError(said)
+
+
+def lost(identity: str, why: object = "") -> SandboxLost:
+    return SandboxLost(f"e2b sandbox {identity!r} is gone; boot a new generation {why}".strip())

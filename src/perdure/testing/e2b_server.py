@@ -1,0 +1,703 @@
+"""An E2B that runs here: its wire protocol to the unmodified `e2b` SDK, bubblewrap boxes behind it.
+
+    python -m perdure.testing.e2b_server --state DIR --port 3900
+    export E2B_API_URL=http://127.0.0.1:3900 E2B_SANDBOX_URL=http://127.0.0.1:3900 E2B_API_KEY=e2b_0
+
+Kill it and start it again on the same DIR: it forgets nothing, and its sandboxes live on. Faults
+are posted to `/__control/rules` (see `faults.Rule`). Not played: PTY, pause, watchers, ports.
+"""
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import signal
+import struct
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+from uuid import uuid4
+
+from aiohttp import web
+
+from perdure.errors import NotFound, PerdureError, SandboxLost
+from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, SandboxSpec
+from perdure.sandboxes.box import Box
+from perdure.sandboxes.bubblewrap import BubblewrapProvider, BubblewrapSandbox
+from perdure.testing.faults import CONTROL, Faults, Handler
+from perdure.types import Limits
+
+ENVD = "0.6.7"
+HOME = "/home/user"
+PIECE = 32 << 10
+LIMITS = Limits(memory_mb=4096, cpus=2, pids=1024, disk_mb=4096, output_mb=512)
+LONGEST_NAP_S = 0.1
+
+
+class Refusal(Exception):
+    """An answer other than the wanted one."""
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.response = web.json_response(
+            {"code": status, "message": message}, status=status, headers=headers
+        )
+
+
+class Guests(BubblewrapProvider):
+    """Bubblewrap boxes whose root may be written, as a virtual machine's may."""
+
+    def command(self, spec: SandboxSpec, box: Box) -> list[str]:
+        argv = super().command(spec, box)
+        at = next(n for n in range(len(argv)) if argv[n : n + 2] == ["--remount-ro", "/"])
+        return argv[:at] + argv[at + 2 :]
+
+
+class Records:
+    """One JSON file each, replaced whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, value: Any) -> None:
+        draft = self.folder / f".{uuid4().hex}"
+        draft.write_text(json.dumps(value))
+        draft.replace(self.folder / f"{name}.json")
+
+    def read(self, name: str) -> Any:
+        try:
+            return json.loads((self.folder / f"{name}.json").read_text())
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name: str) -> None:
+        (self.folder / f"{name}.json").unlink(missing_ok=True)
+
+    def all(self) -> list[Any]:
+        names = sorted(path.stem for path in self.folder.glob("[!.]*.json"))
+        return [found for name in names if (found := self.read(name)) is not None]
+
+
+class E2BServer:
+    """Both planes on one port. `settings` may be changed while it runs, by `/__control/settings`."""
+
+    def __init__(self, state: Path) -> None:
+        state.mkdir(parents=True, exist_ok=True)
+        self.guests = Guests(state / "guests")
+        self.sandboxes = Records(state / "sandboxes")
+        self.keys = Records(state / "keys")
+        self.faults = Faults(state / "rules.json")
+        self.settings: dict[str, float | None] = {
+            "max_live": None, "creates_per_s": None, "boot_s": 0.0, "list_lag_s": 0.0,
+        }  # fmt: skip
+        self._creating: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        self._created: deque[float] = deque()
+        self._inputs: dict[tuple[str, int], int] = {}
+        self._starting = asyncio.Lock()
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._middleware], client_max_size=1 << 32)
+        app.add_routes(self.faults.routes())
+        app.add_routes(
+            [
+                web.get(f"{CONTROL}sandboxes", self._truth),
+                web.post(f"{CONTROL}settings", self._set),
+                web.post("/v2/sandboxes", self._create),
+                web.post("/sandboxes", self._create),
+                web.get("/v2/sandboxes", self._list),
+                web.get("/sandboxes/{id}", self._info),
+                web.delete("/sandboxes/{id}", self._kill),
+                web.post("/sandboxes/{id}/timeout", self._timeout),
+                web.post("/v2/sandboxes/{id}/connect", self._connect),
+                web.post("/sandboxes/{id}/connect", self._connect),
+                web.get("/health", self._health),
+                web.get("/files", self._read),
+                web.post("/files", self._write),
+                web.post("/process.Process/Start", self._start),
+                web.post("/process.Process/Connect", self._reattach),
+                web.post("/process.Process/List", self._processes),
+                web.post("/process.Process/SendSignal", self._signal),
+                web.post("/process.Process/SendInput", self._input),
+                web.post("/process.Process/CloseStdin", self._close_stdin),
+                web.post("/filesystem.Filesystem/{operation}", self._filesystem),
+            ]
+        )
+        app.cleanup_ctx.append(self._expiring)
+        return app
+
+    @property
+    def _middleware(self) -> Any:
+        @web.middleware
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            async def answered(request: web.Request) -> web.StreamResponse:
+                try:
+                    return await handler(request)
+                except Refusal as refusal:
+                    return refusal.response
+
+            return await self.faults.around(request, answered)
+
+        return middleware
+
+    # -- control plane ----------------------------------------------------------------------------
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        self._check_key(request)
+        body = await request.json()
+        key = request.headers.get("Idempotency-Key") or uuid4().hex
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        known = self.keys.read(key)
+        if known is not None and known["digest"] != digest:
+            raise Refusal(409, "idempotency_request_mismatch: this key came with another request")
+        if known is not None and "made" in known:  # also when it is dead by now
+            return web.json_response(_created(known["made"]), status=201)
+        if known is None:
+            self._check_quota()
+            known = {"digest": digest, "id": f"i{uuid4().hex[:19]}"}
+            self.keys.write(key, known)
+        if key not in self._creating:
+            self._creating[key] = asyncio.create_task(self._boot(known["id"], body))
+        try:  # whoever asks, and goes away, the sandbox is made
+            record = await asyncio.shield(self._creating[key])
+        finally:
+            if key in self._creating and self._creating[key].done():
+                self._creating.pop(key)
+        self.keys.write(key, {**known, "made": record})
+        return web.json_response(_created(record), status=201)
+
+    async def _boot(self, identity: str, body: dict[str, Any]) -> dict[str, Any]:
+        record: dict[str, Any] | None = self.sandboxes.read(identity)
+        if record is not None and record["state"] != "creating":
+            return record
+        now = time.time()
+        record = record or {
+            "id": identity,
+            "template": body["templateID"],
+            "metadata": body.get("metadata") or {},
+            "env": body.get("envVars") or {},
+            "started": now,
+            "ends": now + (body.get("timeout") or 15),
+            "token": uuid4().hex,
+            "state": "creating",
+            "processes": {},
+        }
+        self.sandboxes.write(identity, record)
+        await asyncio.sleep(self.settings["boot_s"] or 0)
+        spec = SandboxSpec(HOME, env={**record["env"], "HOME": HOME}, limits=LIMITS)
+        await self.guests.create(spec, identity)
+        record["state"] = "running"
+        self.sandboxes.write(identity, record)
+        return record
+
+    def _check_quota(self) -> None:
+        live, rate = self.settings["max_live"], self.settings["creates_per_s"]
+        if live is not None and sum(r["state"] != "dead" for r in self.sandboxes.all()) >= live:
+            raise Refusal(
+                429, f"you have reached the maximum number of concurrent E2B sandboxes ({live:.0f})"
+            )
+        now = time.monotonic()
+        while self._created and self._created[0] < now - 1:
+            self._created.popleft()
+        if rate is not None and len(self._created) >= rate:
+            raise Refusal(429, "too many sandboxes created per second", {"Retry-After": "1"})
+        self._created.append(now)
+
+    async def _list(self, request: web.Request) -> web.StreamResponse:
+        self._check_key(request)
+        pairs = parse_qsl(request.query.get("metadata", ""))
+        wanted = {unquote(name): unquote(value) for name, value in pairs}
+        newest = time.time() - (self.settings["list_lag_s"] or 0)
+        found = [
+            record
+            for record in self.sandboxes.all()
+            if record["state"] == "running"
+            and record["started"] <= newest
+            and wanted.items() <= record["metadata"].items()
+        ]
+        found.sort(key=lambda record: (record["started"], record["id"]))
+        start, limit = int(request.query.get("nextToken", 0)), int(request.query.get("limit", 100))
+        page = found[start : start + limit]
+        headers = {"x-next-token": str(start + limit)} if start + limit < len(found) else {}
+        return web.json_response([_listed(record) for record in page], headers=headers)
+
+    async def _info(self, request: web.Request) -> web.StreamResponse:
+        record = self._controlled(request)
+        detail = {**_listed(record), "envdAccessToken": record["token"], "domain": None}
+        return web.json_response(detail)
+
+    async def _kill(self, request: web.Request) -> web.StreamResponse:
+        await self._end(self._controlled(request)["id"])
+        return web.Response(status=204)
+
+    async def _timeout(self, request: web.Request) -> web.StreamResponse:
+        record = self._controlled(request)
+        record["ends"] = time.time() + (await request.json())["timeout"]
+        self.sandboxes.write(record["id"], record)
+        return web.Response(status=204)
+
+    async def _connect(self, request: web.Request) -> web.StreamResponse:
+        record = self._controlled(request)
+        seconds = (await request.json()).get("timeout") or 0
+        record["ends"] = max(record["ends"], time.time() + seconds)
+        self.sandboxes.write(record["id"], record)
+        return web.json_response(_created(record))
+
+    async def _end(self, identity: str) -> None:
+        await self.guests.kill(identity)
+        self.sandboxes.remove(identity)
+        for place in [place for place in self._inputs if place[0] == identity]:
+            os.close(self._inputs.pop(place))
+
+    def _check_key(self, request: web.Request) -> None:
+        if not request.headers.get("X-API-KEY"):
+            raise Refusal(401, "no API key")
+
+    def _controlled(self, request: web.Request) -> dict[str, Any]:
+        self._check_key(request)
+        record = self._running(request.match_info["id"])
+        if record is None:
+            raise Refusal(404, f"sandbox {request.match_info['id']} not found")
+        return record
+
+    def _running(self, identity: str) -> dict[str, Any] | None:
+        record: dict[str, Any] | None = self.sandboxes.read(identity)
+        if record is None or record["state"] != "running" or record["ends"] < time.time():
+            return None
+        return record
+
+    async def _expiring(self, app: web.Application) -> Any:
+        task = asyncio.create_task(self._expire())
+        yield
+        task.cancel()
+        for fd in self._inputs.values():
+            os.close(fd)
+
+    async def _expire(self) -> None:
+        while True:
+            for record in self.sandboxes.all():
+                if record["state"] == "running" and record["ends"] < time.time():
+                    with contextlib.suppress(PerdureError):
+                        await self._end(record["id"])
+            await asyncio.sleep(0.5)
+
+    async def _truth(self, request: web.Request) -> web.Response:
+        """What exists, whatever `list` says."""
+        return web.json_response(self.sandboxes.all())
+
+    async def _set(self, request: web.Request) -> web.Response:
+        self.settings.update(await request.json())
+        return web.json_response(self.settings)
+
+    # -- data plane: files ------------------------------------------------------------------------
+
+    async def _guest(self, request: web.Request) -> tuple[dict[str, Any], BubblewrapSandbox]:
+        identity = request.headers.get("E2b-Sandbox-Id", "")
+        rule = request.get("rule")
+        if rule is not None and rule.kill and rule.when == "before":
+            await self._end(identity)
+        record = self._running(identity)
+        try:
+            box = None if record is None else await self.guests.attach(identity)
+        except (NotFound, SandboxLost):
+            box = None
+        if record is None or box is None:
+            raise _not_running(identity)
+        if request.headers.get("X-Access-Token") != record["token"]:
+            raise Refusal(401, "wrong access token")
+        assert isinstance(box, BubblewrapSandbox)
+        return record, box
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        identity = request.headers.get("E2b-Sandbox-Id", "")
+        if self._running(identity) is None:
+            raise _not_running(identity)
+        return web.Response(status=204)
+
+    async def _read(self, request: web.Request) -> web.StreamResponse:
+        _, box = await self._guest(request)
+        path = request.query["path"]
+        try:
+            return web.Response(body=await box.get(_absolute(path)))
+        except NotFound:
+            raise Refusal(404, f"path '{path}' does not exist") from None
+
+    async def _write(self, request: web.Request) -> web.StreamResponse:
+        _, box = await self._guest(request)
+        written: list[dict[str, str]] = []
+        if request.content_type == "application/octet-stream":
+            await self._store(box, request.query["path"], request.content, written)
+        else:
+            async for part in await request.multipart():
+                assert not isinstance(part, list)
+                path = request.query.get("path") or str(getattr(part, "filename", ""))
+                await self._store(box, path, part, written)
+        return web.json_response(written)
+
+    async def _store(
+        self, box: Sandbox, path: str, source: Any, written: list[dict[str, str]]
+    ) -> None:
+        """Through a file of the host, so that no upload lies in memory."""
+        draft = self.sandboxes.folder / f".upload-{uuid4().hex}"
+        try:
+            with draft.open("wb") as file:
+                while piece := await (
+                    source.read_chunk(1 << 16)
+                    if hasattr(source, "read_chunk")
+                    else source.read(1 << 16)
+                ):
+                    file.write(piece)
+            await box.put(_absolute(path), draft)
+        finally:
+            draft.unlink(missing_ok=True)
+        written.append({"path": path, "name": path.rsplit("/", 1)[-1], "type": "file"})
+
+    # -- data plane: commands ---------------------------------------------------------------------
+
+    async def _start(self, request: web.Request) -> web.StreamResponse:
+        record, box = await self._guest(request)
+        order = json.loads((await request.read())[5:])
+        process = order["process"]
+        async with self._starting:
+            record = self.sandboxes.read(record["id"]) or record
+            pid = 1000 + len(record["processes"])
+            record["processes"][str(pid)] = {**process, "tag": order.get("tag")}
+            self.sandboxes.write(record["id"], record)
+        argv = [process["cmd"], *process.get("args", [])]
+        if order.get("stdin"):
+            argv = await self._with_input(box, record["id"], pid, argv)
+        env, cwd = process.get("envs") or {}, process.get("cwd") or HOME
+        await box.start(f"p{pid}", argv, env=env, cwd=cwd)
+        if order.get("stdin"):
+            self._open_input(box, record["id"], pid)
+        return await self._stream(request, box, record["id"], pid, (0, 0))
+
+    async def _reattach(self, request: web.Request) -> web.StreamResponse:
+        record, box = await self._guest(request)
+        pid = _selected(record, json.loads((await request.read())[5:]))
+        offsets = await _sizes(box, pid)  # what nobody heard is lost
+        return await self._stream(request, box, record["id"], pid, offsets)
+
+    async def _stream(
+        self,
+        request: web.Request,
+        box: BubblewrapSandbox,
+        identity: str,
+        pid: int,
+        offsets: tuple[int, int],
+    ) -> web.StreamResponse:
+        rule = request.get("rule")
+        how = rule.stream if rule is not None else ""
+        if rule is not None and rule.when == "after":
+            await box.wait(f"p{pid}")  # its answer gets lost, so it is not sent
+            if rule.kill:
+                await self._end(identity)
+            return web.Response()
+        response = web.StreamResponse(headers={"Content-Type": "application/connect+json"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        await response.write(_message({"event": {"start": {"pid": pid}}}))
+        if how == "cut":
+            return _abort(request)
+        timeout_ms = int(request.headers.get("connect-timeout-ms") or 0)
+        deadline = time.monotonic() + timeout_ms / 1000 if timeout_ms else None
+        status = await self._copy(response, box, pid, offsets, deadline)
+        if how == "empty_end":
+            await response.write(_message({"event": {"end": {}}}))
+        elif how == "unavailable" or status.cause == "sandbox":
+            gone = "the connection to sandbox ended before the stream completed"
+            await response.write(_end({"code": "unavailable", "message": gone}))
+            return response
+        elif status.state is ExecState.RUNNING:
+            _signal_one(box, pid, signal.SIGKILL)
+            late = {"code": "deadline_exceeded", "message": "the deadline was exceeded"}
+            await response.write(_end(late))
+            return response
+        elif not how:
+            await response.write(_message({"event": {"end": _outcome(status)}}))
+        await response.write(_end())
+        return response
+
+    async def _copy(
+        self,
+        response: web.StreamResponse,
+        box: BubblewrapSandbox,
+        pid: int,
+        offsets: tuple[int, int],
+        deadline: float | None,
+    ) -> ExecStatus:
+        """Everything it writes, as it comes, until it ends or its time is over."""
+        at, nap = {"stdout": offsets[0], "stderr": offsets[1]}, 0.01
+        while True:
+            try:
+                status = await box.wait(f"p{pid}", nap)
+            except (SandboxLost, NotFound, FileNotFoundError):
+                return ExecStatus(ExecState.KILLED, cause="sandbox")
+            for stream in ("stdout", "stderr"):
+                name: Any = stream
+                while data := await box.output(f"p{pid}", name, at[stream], PIECE):
+                    at[stream] += len(data)
+                    event = {"data": {stream: base64.b64encode(data).decode()}}
+                    await response.write(_message({"event": event}))
+            if status.done or (deadline is not None and time.monotonic() > deadline):
+                return status
+            nap = min(nap * 1.5, LONGEST_NAP_S)
+
+    async def _processes(self, request: web.Request) -> web.StreamResponse:
+        record, box = await self._guest(request)
+        running = []
+        for pid, process in record["processes"].items():
+            if not (await box.poll(f"p{pid}")).done:
+                config = {name: process.get(name) for name in ("cmd", "args", "envs", "cwd")}
+                config = {name: value for name, value in config.items() if value is not None}
+                running.append({"config": config, "pid": int(pid)})
+        return web.json_response({"processes": running})
+
+    async def _signal(self, request: web.Request) -> web.StreamResponse:
+        record, box = await self._guest(request)
+        order = await request.json()
+        pid = _selected(record, order)
+        if (await box.poll(f"p{pid}")).done:
+            raise _rpc("not_found", f"process with pid {pid} not found")
+        _signal_one(box, pid, signal.Signals[order["signal"].removeprefix("SIGNAL_")])
+        return web.json_response({})
+
+    async def _input(self, request: web.Request) -> web.StreamResponse:
+        record, box = await self._guest(request)
+        order = await request.json()
+        pid = _selected(record, order)
+        fd = self._inputs.get((record["id"], pid)) or self._open_input(box, record["id"], pid)
+        data = base64.b64decode(order["input"]["stdin"])
+        await asyncio.to_thread(_write_all, fd, data)
+        return web.json_response({})
+
+    async def _close_stdin(self, request: web.Request) -> web.StreamResponse:
+        record, _ = await self._guest(request)
+        fd = self._inputs.pop((record["id"], _selected(record, await request.json())), None)
+        if fd is not None:
+            os.close(fd)
+        return web.json_response({})
+
+    async def _with_input(
+        self, box: BubblewrapSandbox, identity: str, pid: int, argv: list[str]
+    ) -> list[str]:
+        fifo = f"/tmp/.envd-{pid}"
+        await box.exec(["mkfifo", fifo], check=True)
+        return ["bash", "-c", f'exec "$@" <{fifo}', "envd", *argv]
+
+    def _open_input(self, box: BubblewrapSandbox, identity: str, pid: int) -> int:
+        """Opened for both directions: it never waits for the reader to come."""
+        path = f"/proc/{_pid_of(box, pid)}/root/tmp/.envd-{pid}"
+        fd = os.open(path, os.O_RDWR)
+        self._inputs[identity, pid] = fd
+        return fd
+
+    async def _filesystem(self, request: web.Request) -> web.StreamResponse:
+        _, box = await self._guest(request)
+        order, operation = await request.json(), request.match_info["operation"]
+        path = _absolute(order.get("path") or order.get("destination") or "/")
+        quoted = shlex.quote(path)
+        if operation == "ListDir":
+            found = await box.exec(f"find {quoted} -mindepth 1 -maxdepth {order.get('depth') or 1}")
+            names = found.stdout.decode().splitlines()
+            return web.json_response({"entries": await _entries(box, names)})
+        script = {
+            "MakeDir": f"[ ! -e {quoted} ] || exit 9; mkdir -p {quoted}",
+            "Move": f"mv -T {shlex.quote(_absolute(order.get('source', '/')))} {quoted}",
+            "Remove": f"rm -rf {quoted}",
+            "Stat": "true",
+        }.get(operation)
+        if script is None:
+            raise _rpc("unimplemented", operation)
+        done = (await box.exec(script)).status
+        if done.code == 9:
+            raise _rpc("already_exists", f"{path} exists")
+        entries = await _entries(box, [path])
+        if operation == "Remove":
+            return web.json_response({})
+        if not done.ok or not entries:
+            raise _rpc("not_found", f"path '{path}' does not exist")
+        return web.json_response({"entry": entries[0]})
+
+
+# -- how things look on the wire ------------------------------------------------------------------
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _created(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "templateID": record["template"],
+        "sandboxID": record["id"],
+        "clientID": "local",
+        "envdVersion": ENVD,
+        "envdAccessToken": record["token"],
+        "domain": None,
+    }
+
+
+def _listed(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "templateID": record["template"],
+        "sandboxID": record["id"],
+        "clientID": "local",
+        "startedAt": _time(record["started"]),
+        "endAt": _time(record["ends"]),
+        "cpuCount": 2,
+        "memoryMB": LIMITS.memory_mb,
+        "diskSizeMB": LIMITS.disk_mb,
+        "state": "running",
+        "envdVersion": ENVD,
+        "metadata": record["metadata"],
+    }
+
+
+def _not_running(identity: str) -> Refusal:
+    refusal = Refusal(502, "The sandbox was not found")
+    refusal.response = web.json_response(
+        {"sandboxId": identity, "message": "The sandbox was not found", "code": 502}, status=502
+    )
+    return refusal
+
+
+def _rpc(code: str, message: str) -> Refusal:
+    status = {"not_found": 404, "already_exists": 409}.get(code, 501)
+    refusal = Refusal(status, message)
+    refusal.response = web.json_response({"code": code, "message": message}, status=status)
+    return refusal
+
+
+def _message(value: Any) -> bytes:
+    data = json.dumps(value).encode()
+    return struct.pack(">BI", 0, len(data)) + data
+
+
+def _end(error: Mapping[str, str] | None = None) -> bytes:
+    data = json.dumps({} if error is None else {"error": error}).encode()
+    return struct.pack(">BI", 2, len(data)) + data
+
+
+def _outcome(status: ExecStatus) -> dict[str, Any]:
+    """proto3 JSON: a zero is left out."""
+    if status.state is ExecState.EXITED:
+        code = {"exitCode": status.code} if status.code else {}
+        return {**code, "exited": True, "status": f"exit status {status.code}"}
+    killed = f"signal: {signal.Signals(status.signal or signal.SIGKILL).name}"
+    return {"exitCode": -1, "status": killed, "error": killed}
+
+
+def _abort(request: web.Request) -> web.StreamResponse:
+    if request.transport is not None:
+        request.transport.abort()
+    raise asyncio.CancelledError
+
+
+def _absolute(path: str) -> str:
+    return path if path.startswith("/") else f"{HOME}/{path}"
+
+
+def _selected(record: Mapping[str, Any], order: Mapping[str, Any]) -> int:
+    selector = order["process"]
+    if "pid" in selector and str(selector["pid"]) in record["processes"]:
+        return int(selector["pid"])
+    for pid, process in record["processes"].items():
+        if "tag" in selector and process.get("tag") == selector["tag"]:
+            return int(pid)
+    raise _rpc("not_found", f"process {selector} not found")
+
+
+def _pid_of(box: BubblewrapSandbox, pid: int) -> int:
+    process = box.box.record(f"p{pid}").process
+    return process.pid if process is not None else 0
+
+
+def _signal_one(box: BubblewrapSandbox, pid: int, signum: int) -> None:
+    """Only the started process, as envd does; its children live on."""
+    if number := _pid_of(box, pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signum)
+
+
+async def _sizes(box: BubblewrapSandbox, pid: int) -> tuple[int, int]:
+    folder = box.box.record(f"p{pid}").path
+    out, err = (
+        path.stat().st_size if (path := folder / name).exists() else 0 for name in ("out", "err")
+    )
+    return out, err
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+async def _entries(box: Sandbox, paths: Sequence[str]) -> list[dict[str, Any]]:
+    if not paths:
+        return []
+    names = " ".join(map(shlex.quote, paths))
+    seen = await box.exec(f"stat -c '%F|%s|%a|%U|%G|%Y|%n' -- {names}")
+    entries = []
+    for line in seen.stdout.decode().splitlines():
+        kind, size, mode, user, group, modified, path = line.split("|", 6)
+        folder = kind == "directory"
+        entries.append(
+            {
+                "name": path.rsplit("/", 1)[-1],
+                "type": "FILE_TYPE_DIRECTORY" if folder else "FILE_TYPE_FILE",
+                "path": path,
+                "size": size,
+                "mode": int(mode, 8),
+                "permissions": mode,
+                "owner": user,
+                "group": group,
+                "modifiedTime": _time(float(modified)),
+            }
+        )
+    return entries
+
+
+@contextlib.asynccontextmanager
+async def serving(state: Path, port: int = 0) -> Any:
+    """The server in this event loop: yields (server, url). Its sandboxes outlive it."""
+    server = E2BServer(state)
+    runner = web.AppRunner(server.app(), handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    bound = runner.addresses[0][1]
+    try:
+        yield server, f"http://127.0.0.1:{bound}"
+    finally:
+        await runner.cleanup()
+
+
+async def _serve(state: Path, port: int, rules: Path | None) -> None:
+    async with serving(state, port) as (server, url):
+        if rules is not None:
+            server.faults.add(json.loads(rules.read_text()))
+        print(f"E2B_API_URL={url} E2B_SANDBOX_URL={url}", flush=True)
+        await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--state", type=Path, required=True, help="folder of all that it remembers")
+    parser.add_argument("--port", type=int, default=3900)
+    parser.add_argument("--rules", type=Path, help="JSON list of faults to begin with")
+    arguments = parser.parse_args()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(arguments.state, arguments.port, arguments.rules))
+
+
+if __name__ == "__main__":
+    main()

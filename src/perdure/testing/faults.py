@@ -1,0 +1,166 @@
+"""Faults by rule, for servers that play somebody else's service: what to break, where, how often.
+
+A rule either replaces the work (`before`) or loses its answer (`after`: the one that finds leaks
+and double execution). Rules and their counts lie on disk, so a restarted server goes on failing.
+"""
+
+import asyncio
+import json
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+CONTROL = "/__control/"
+
+
+@dataclass
+class Rule:
+    """One fault. `match` is a regular expression searched in `METHOD /path`.
+
+    Example: Rule("POST /v2/sandboxes$", when="after", reset=True)
+    """
+
+    match: str
+    times: int | None = 1
+    """How many requests meet it; None for all."""
+    skip: int = 0
+    """Let this many matching requests pass first."""
+    probability: float = 1.0
+    when: Literal["before", "after"] = "before"
+    """Instead of the work, or after it, in place of the answer."""
+    delay_s: float = 0.0
+    status: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    body: Any = None
+    """An object is sent as JSON, a string as HTML; None makes an error body that fits the status."""
+    reset: bool = False
+    """Cut the connection without an answer."""
+    hang: bool = False
+    """Accept, and never answer."""
+    refuse_for_s: float = 0.0
+    """A status met once stays the answer to this caller for so long: negative caching."""
+    kill: bool = False
+    """The sandbox that the request is about dies."""
+    stream: Literal["", "cut", "no_end", "empty_end", "unavailable"] = ""
+    """How a command's stream ends. All but `cut` let the command itself finish first."""
+    seen: int = 0
+    hits: int = 0
+
+    def meets(self, line: str) -> bool:
+        """Counts the request, and says whether it is one to break."""
+        if not re.search(self.match, line):
+            return False
+        self.seen += 1
+        if self.seen <= self.skip or (self.times is not None and self.hits >= self.times):
+            return False
+        if random.random() >= self.probability:
+            return False
+        self.hits += 1
+        return True
+
+
+class Faults:
+    """The rules of one server, and its log of requests."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rules: list[Rule] = []
+        self.log: list[dict[str, Any]] = []
+        self._refused: dict[tuple[str, str], tuple[float, Rule]] = {}
+        if path.exists():
+            self.rules = [Rule(**fields) for fields in json.loads(path.read_text())]
+
+    def add(self, rules: list[dict[str, Any]]) -> None:
+        self.rules += [Rule(**fields) for fields in rules]
+        self._save()
+
+    def clear(self) -> None:
+        self.rules, self._refused = [], {}
+        self.log.clear()
+        self._save()
+
+    def _save(self) -> None:
+        draft = self._path.with_suffix(".tmp")
+        draft.write_text(json.dumps([asdict(rule) for rule in self.rules]))
+        draft.replace(self._path)
+
+    def pick(self, line: str, caller: tuple[str, str]) -> Rule | None:
+        until, rule = self._refused.get(caller, (0.0, None))
+        if time.monotonic() < until:
+            return rule
+        found = next((rule for rule in self.rules if rule.meets(line)), None)
+        if found is not None:
+            self._save()
+            if found.refuse_for_s:
+                self._refused[caller] = (time.monotonic() + found.refuse_for_s, found)
+        return found
+
+    async def apply(self, request: web.Request, rule: Rule) -> web.StreamResponse | None:
+        """The answer that this rule gives; None when it gives none of its own."""
+        await asyncio.sleep(rule.delay_s)
+        if rule.hang:
+            await asyncio.Event().wait()
+        if rule.reset:
+            if request.transport is not None:
+                request.transport.abort()
+            raise asyncio.CancelledError
+        if rule.status is None:
+            return None
+        if isinstance(rule.body, str):
+            return web.Response(
+                status=rule.status, text=rule.body, content_type="text/html", headers=rule.headers
+            )
+        body = rule.body or {"code": rule.status, "message": f"injected {rule.status}"}
+        return web.json_response(body, status=rule.status, headers=rule.headers)
+
+    async def around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Middleware: what a rule names is broken, the control routes never are."""
+        if request.path.startswith(CONTROL):
+            return await handler(request)
+        line = f"{request.method} {request.path}"
+        headers = request.headers
+        caller = (
+            headers.get("X-API-KEY", headers.get("Authorization", "")),
+            headers.get("E2b-Sandbox-Id", ""),
+        )
+        self.log.append({"line": line, "headers": dict(headers), "at": time.time()})
+        rule = self.pick(line, caller)
+        if rule is None:
+            return await handler(request)
+        request["rule"] = rule
+        if rule.when == "before":
+            answer = await self.apply(request, rule)
+            return answer if answer is not None else await handler(request)
+        done = await handler(request)
+        answer = await self.apply(request, rule)
+        return answer if answer is not None else done
+
+    def routes(self) -> list[web.RouteDef]:
+        """`POST` adds a list of rules, `GET` shows them with their counts, `DELETE` forgets all."""
+
+        async def add(request: web.Request) -> web.Response:
+            self.add(await request.json())
+            return web.json_response([asdict(rule) for rule in self.rules])
+
+        async def show(request: web.Request) -> web.Response:
+            return web.json_response([asdict(rule) for rule in self.rules])
+
+        async def clear(request: web.Request) -> web.Response:
+            self.clear()
+            return web.json_response([])
+
+        async def log(request: web.Request) -> web.Response:
+            return web.json_response(self.log)
+
+        path = f"{CONTROL}rules"
+        return [
+            web.post(path, add), web.get(path, show), web.delete(path, clear),
+            web.get(f"{CONTROL}log", log),
+        ]  # fmt: skip
