@@ -365,6 +365,31 @@ async def test_engines_are_added_and_removed_with_the_control_token(tmp_path: Pa
     assert (removed.status_code, unknown.status_code) == (204, 404)
 
 
+async def test_an_engine_added_at_one_gateway_serves_the_sessions_of_another(
+    tmp_path: Path,
+) -> None:
+    """Two gateways of one home, through the store: no truth of a process alone."""
+    async with (
+        ScriptedEngine(LONG) as engine,
+        LocalGateway(tmp_path) as here,
+        LocalGateway(tmp_path) as there,
+    ):
+        control = {"authorization": f"Bearer {control_token(here.secret)}"}
+        async with httpx.AsyncClient(timeout=60, headers=control) as http:
+            await http.post(f"{here.url}/engines", json={"url": engine.url})
+            key = await there.open("s")
+            answer = await http.post(
+                f"{there.url}/v1/chat/completions",
+                json={"model": "policy", "messages": [{"role": "user", "content": "Go."}]},
+                headers={"authorization": f"Bearer {key}"},
+            )
+            await http.delete(f"{there.url}/engines/{name_of(engine.url)}")
+            listed = (await http.get(f"{here.url}/engines")).json()["engines"]
+
+    assert answer.status_code == 200
+    assert listed == []
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [

@@ -10,6 +10,7 @@ finds it again. Control calls carry the control token and are not reachable with
     POST /v1/messages, /v1/messages/count_tokens      (Authorization: Bearer, or x-api-key:
     POST /v1/chat/completions, /v1/responses           the session key)
     GET  /v1/models
+    GET  /engines ...                                 engines at run time: `engine_routes`
     GET  /healthz, GET /metrics
 """
 
