@@ -8,6 +8,7 @@ import pytest
 
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.local import LocalProvider
+from perdure.sandboxes.podman import PodmanProvider
 from perdure.testing.sandbox_contract import SandboxContract
 
 
@@ -30,6 +31,15 @@ class TestBubblewrap(SandboxContract):
     @pytest.fixture
     def provider(self, tmp_path: Path) -> BubblewrapProvider:
         provider = BubblewrapProvider(tmp_path / "home")
+        if missing := provider.check():
+            pytest.skip(missing[0])
+        return provider
+
+
+class TestPodman(SandboxContract):
+    @pytest.fixture
+    def provider(self, tmp_path: Path) -> PodmanProvider:
+        provider = PodmanProvider(tmp_path / "home")
         if missing := provider.check():
             pytest.skip(missing[0])
         return provider

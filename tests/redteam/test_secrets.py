@@ -1,7 +1,7 @@
 """Hostile code reads nothing that is not its own: files, environments, keys, tests."""
 
+import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -62,7 +62,7 @@ if platform.machine() == "x86_64":
 
 
 @pytest.fixture
-def secret(home: Path) -> Iterator[Path]:
+def secret(home: Path) -> Path:
     """A file of the host that everybody may read."""
     home.chmod(0o755)
     path = home / "secret"
@@ -133,9 +133,7 @@ async def test_symlinks_do_not_lead_our_writes_outside(boot: Boot, secret: Path)
     """put() below a symlink to a host folder writes nothing to the host."""
     box = await boot()
     await box.exec(["ln", "-s", str(secret.parent), "folder"], check=True)
-    try:
+    with contextlib.suppress(ConfigurationError):  # there is no such folder inside
         await box.put("folder/secret", b"overwritten")
-    except ConfigurationError:
-        pass  # there is no such folder inside
 
     assert secret.read_text() == "the host's secret"

@@ -43,6 +43,8 @@ class BoxMeta:
     """Cgroup under which each command gets its own."""
     enforced: Mapping[str, str] = field(default_factory=dict)
     """Limit -> mechanism in force."""
+    farewell: tuple[str, ...] = ()
+    """Command that has others forget it, run once its processes are over."""
     paths: Mapping[str, str] = field(default_factory=dict)
     """Path as the spec names it -> host path, where the sandbox has no view of its own."""
 
@@ -105,7 +107,8 @@ class Box:
 
     def meta(self) -> BoxMeta:
         fields = json.loads((self.path / "meta.json").read_text())
-        return BoxMeta(**{**fields, "groups": tuple(fields["groups"])})
+        tuples = {name: tuple(fields.get(name, ())) for name in ("groups", "farewell")}
+        return BoxMeta(**{**fields, **tuples})
 
     def expires(self) -> float:
         return float((self.path / "deadline").read_text())

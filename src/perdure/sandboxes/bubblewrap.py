@@ -23,14 +23,13 @@ from perdure.sandboxes.files import read_file, write_file
 from perdure.sandboxes.host import HostProvider, HostSandbox, program
 from perdure.sandboxes.keeper import DEVICES
 from perdure.sandboxes.keeping import SYSTEM_PATH, Holder, start_keeper
+from perdure.sandboxes.launcher import TOLD_TO_ROOT
 
 USER_ID = 1000
 HOME = "/home/agent"
 GATEWAY_PORT = 18001
 CAP_SYS_ADMIN = 21
 LEAST_INODES, INODES_PER_MB = 1 << 15, 256
-TOLD_TO_ROOT = ("keys", "kpagecgroup", "kpagecount", "kpageflags", "slabinfo", "vmallocinfo")
-"""Files of /proc about the host, readable by its root: and a worker that is root is agent inside."""
 
 ENVIRONMENT = {
     "HOME": HOME,
@@ -116,7 +115,7 @@ class BubblewrapProvider(HostProvider):
         return missing
 
     async def _boot(self, spec: SandboxSpec, box: Box) -> BubblewrapSandbox:
-        _check_spec(spec)
+        check_spec(spec)
         plan = cgroups.plan(box.path, spec.limits)
         meta = self._meta(
             spec,
@@ -124,11 +123,11 @@ class BubblewrapProvider(HostProvider):
             plan,
             workdir=spec.workdir,
             env={**ENVIRONMENT, **spec.env},
-            enforced=_enforced(plan, spec),
+            enforced=enforced(plan, spec),
         )
         box.lay_out(meta, spec.ttl_s)
         gateway = None if spec.gateway is None else (GATEWAY_PORT, spec.gateway)
-        holder = Holder(tuple(self.command(spec, box)), *_disk_of(spec))
+        holder = Holder(tuple(self.command(spec, box)), *disk_of(spec))
         await start_keeper(box, plan, holder, gateway, as_root_of_own=_needs_own_users())
         return self._handle(box, meta)
 
@@ -156,7 +155,7 @@ class BubblewrapProvider(HostProvider):
 # -- what the keeper boots ------------------------------------------------------------------------
 
 
-def _disk_of(spec: SandboxSpec) -> tuple[str, str | None]:
+def disk_of(spec: SandboxSpec) -> tuple[str, str | None]:
     """Options of the tmpfs, and of the overlay on it where there is a tree."""
     inodes = max(LEAST_INODES, spec.limits.disk_mb * INODES_PER_MB)  # each costs kernel memory
     disk = f"size={spec.limits.disk_mb}m,nr_inodes={inodes},mode=0755"
@@ -282,7 +281,7 @@ def _mount_binds(mounts: Iterable[Mount]) -> list[str]:
     return binds
 
 
-def _check_spec(spec: SandboxSpec) -> None:
+def check_spec(spec: SandboxSpec) -> None:
     for target in (spec.workdir, *(mount.target for mount in spec.mounts)):
         if not target.startswith("/") or target == "/":
             raise ConfigurationError(f"{target!r} is no absolute path below /; give one")
@@ -299,7 +298,7 @@ def _check_spec(spec: SandboxSpec) -> None:
         )
 
 
-def _enforced(plan: cgroups.Plan, spec: SandboxSpec) -> Mapping[str, str]:
+def enforced(plan: cgroups.Plan, spec: SandboxSpec) -> Mapping[str, str]:
     """Limit -> mechanism. The kernel exempts root's processes from the pids rlimit."""
     fallback = {
         "memory": f"prlimit --data={spec.limits.memory_mb << 20}",

@@ -59,6 +59,7 @@ def program(name: str) -> str:
 
 _PACKAGES = {
     "bwrap": "apt-get install bubblewrap",
+    "podman": "apt-get install podman runc",
     "mount": "apt-get install mount",
     "unshare": "apt-get install util-linux",
 }
@@ -401,6 +402,7 @@ class HostProvider(SandboxProvider):
         env: Mapping[str, str],
         enforced: Mapping[str, str],
         paths: Mapping[str, str] | None = None,
+        farewell: tuple[str, ...] = (),
     ) -> BoxMeta:
         return BoxMeta(
             provider=self.name,
@@ -415,6 +417,7 @@ class HostProvider(SandboxProvider):
             exec_groups=str(plan.exec_groups) if plan.exec_groups else None,
             enforced=enforced,
             paths=paths or {},
+            farewell=farewell,
         )
 
 
@@ -438,10 +441,23 @@ async def destroy(box: Box) -> None:
     for process in (holder, keeper):
         if process is not None:
             await ended(process, 5.0)
+    await _bid_farewell(meta.farewell)
     await cgroups.remove(map(Path, meta.groups))
     grave = box.path.with_name(f"{GRAVE}{uuid4().hex}")
     box.path.rename(grave)  # gone at once for everybody, however long the removal takes
     await asyncio.to_thread(shutil.rmtree, grave, ignore_errors=True)
+
+
+async def _bid_farewell(command: Sequence[str]) -> None:
+    """Failing is no harm: what it names may never have been."""
+    if command:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        await process.wait()
 
 
 def _kill_session(keeper: ProcessId) -> bool:

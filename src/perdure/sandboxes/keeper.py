@@ -140,8 +140,12 @@ class Keeper:
             os.close(fd)
         if os.read(up, 16) != b"up\n":
             os._exit(1)  # why is in the log
-        words = os.read(told, 4096).split()
-        self._holder = int(words[words.index(b'"child-pid":') + 1].rstrip(b",}"))
+        if holder["pid_file"]:
+            with open(str(holder["pid_file"])) as file:
+                self._holder = int(file.read())
+        else:
+            words = os.read(told, 4096).split()
+            self._holder = int(words[words.index(b'"child-pid":') + 1].rstrip(b",}"))
         self._holder_fd = os.pidfd_open(self._holder)
         for fd in (told, up):
             os.close(fd)
@@ -408,6 +412,10 @@ def _become_holder(holder: dict[str, object], life: int, up: int, info: int) -> 
         _bind_device(f"/dev/{name}", f"disk/dev/{name}")
     if holder["overlay"]:
         linux.mount("overlay", "disk/tree", "overlay", 0, str(holder["overlay"]))
+    if holder["root"]:
+        for name in ("root", "root.upper", "root.work"):
+            os.mkdir(f"disk/{name}")
+        linux.mount("overlay", "disk/root", "overlay", 0, str(holder["root"]))
     # above their final numbers first, so that none overwrites another
     held = [os.dup(fd) for fd in (life, up, info, _filter_file())]
     for fd, target in zip(held, (0, 1, 3, 4), strict=True):
@@ -421,8 +429,7 @@ def _bind_device(source: str, target: str) -> None:
     """Read-only: who owns a node may else change its mode for the whole host."""
     os.close(os.open(target, os.O_CREAT, 0o600))
     linux.mount(source, target, "", linux.MS_BIND, "")
-    kept = os.statvfs(target).f_flag & linux.MS_KEPT
-    linux.mount("none", target, "", linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | kept, "")
+    linux.remount_read_only(target)
 
 
 def _filter_file() -> int:

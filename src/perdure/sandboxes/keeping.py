@@ -41,6 +41,10 @@ class Holder:
     """Options of the tmpfs at `disk`."""
     overlay: str | None
     """Options of the overlay at `disk/tree`."""
+    root: str | None = None
+    """Options of the overlay at `disk/root`, for what makes its own root folder of it."""
+    pid_file: str | None = None
+    """Where its pid is written instead of to descriptor 3."""
 
 
 async def start_keeper(

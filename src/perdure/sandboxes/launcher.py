@@ -17,6 +17,7 @@ CANNOT_START, CANNOT_EXECUTE, NOT_FOUND = 125, 126, 127
 """Exit codes of a command that never became one, as `env` has them."""
 
 _INSIDE = linux.NEW_MOUNTS | linux.NEW_PIDS | linux.NEW_IPC | linux.NEW_HOSTNAME
+_TO_COMPARE = (("net", linux.NEW_NETWORK), ("user", linux.NEW_USERS), ("cgroup", linux.NEW_CGROUPS))
 _NO_BIRTH_IN_GROUP = (
     errno.ENOSYS, errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP, errno.EBUSY, errno.EPERM, errno.E2BIG
 )  # fmt: skip
@@ -25,6 +26,9 @@ _TO_DEFAULT = (
     signal.SIGXFSZ, signal.SIGCHLD,
 )  # fmt: skip
 
+
+TOLD_TO_ROOT = ("keys", "kpagecgroup", "kpagecount", "kpageflags", "slabinfo", "vmallocinfo")
+"""Files of /proc about the host that its root may read, whose id a sandbox's user may have."""
 
 _FILTER = seccomp.program()  # assembled once, in the zygote
 
@@ -37,6 +41,7 @@ class Launcher:
         self._execs = os.open("execs", os.O_PATH)
         self._groups = os.open(groups, os.O_PATH) if groups else -1
         self._holder: int | None = None
+        self._last_to_enter = 0
         for signum in _TO_DEFAULT:
             signal.signal(signum, signal.SIG_DFL)
         os.umask(0o022)
@@ -62,11 +67,16 @@ class Launcher:
     def _enter(self, holder: int) -> None:
         linux.hide_memory()  # its children are visible inside before they are the command
         self._holder = os.pidfd_open(holder)
-        own, theirs = (os.readlink(f"/proc/{pid}/ns/net") for pid in ("self", holder))
+        others = 0  # a shared one (the host's network, for a build) is not entered: only root may
+        for name, flag in _TO_COMPARE:
+            own, theirs = (os.readlink(f"/proc/{pid}/ns/{name}") for pid in ("self", holder))
+            others |= flag if own != theirs else 0
+        self._last_to_enter = others & (linux.NEW_USERS | linux.NEW_CGROUPS)
         # the holder's own folder is the workdir, a mount point that nobody inside can replace
         folder = os.open(f"/proc/{holder}/cwd", os.O_PATH)
-        # the host's network, where a build shares it, is not entered again: only root may
-        linux.enter(self._holder, _INSIDE | (linux.NEW_NETWORK if own != theirs else 0))
+        linux.enter(self._holder, _INSIDE | others & linux.NEW_NETWORK)
+        if not others & linux.NEW_USERS:
+            _seal()
         os.fchdir(folder)
 
     def _launch(self, exec_id: str, group: str) -> int:
@@ -104,8 +114,8 @@ class Launcher:
         cwd, has_stdin, count, limits = fields[0], fields[1], int(fields[2]), fields[3].split()
         argv, env = fields[4 : 4 + count], dict(f.split(b"=", 1) for f in fields[4 + count : -1])
         _open_streams(folder, has_stdin == b"1")
-        if self._holder is not None:
-            linux.enter(self._holder, linux.NEW_USERS | linux.NEW_CGROUPS)
+        if self._holder is not None and self._last_to_enter:
+            linux.enter(self._holder, self._last_to_enter)
         if cwd:
             try:
                 os.chdir(cwd)
@@ -118,6 +128,17 @@ class Launcher:
             linux.drop_capabilities()
             linux.refuse_calls(_FILTER)
         _execute(argv, env)
+
+
+def _seal() -> None:
+    """In a container, before anything hostile runs: what a root without capabilities still owns."""
+    if os.statvfs("/proc").f_flag & linux.MS_RDONLY:
+        return
+    for name in TOLD_TO_ROOT:
+        if os.path.exists(f"/proc/{name}"):
+            linux.mount("/dev/null", f"/proc/{name}", "", linux.MS_BIND, "")
+    for folder in ("/proc", "/dev"):
+        linux.remount_read_only(folder)
 
 
 def _join(group: int, folder: int) -> None:

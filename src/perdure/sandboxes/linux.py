@@ -13,7 +13,7 @@ NEW_NETWORK = 0x40000000
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 0x1, 0x2, 0x4, 0x20
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
-MS_KEPT = 0xF
+_MS_KEPT = 0xF
 """What a remount in a user namespace may not take away; the same bits in statvfs."""
 
 _CLONE_PARENT = 0x00008000
@@ -49,6 +49,12 @@ def enter(pidfd: int, flags: int) -> None:
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
     texts = (os.fsencode(text) for text in (source, target, kind))
     _call("mount", *texts, ctypes.c_ulong(flags), os.fsencode(options))
+
+
+def remount_read_only(target: str) -> None:
+    """One mount point as this mount namespace sees it."""
+    flags = os.statvfs(target).f_flag & _MS_KEPT | MS_REMOUNT | MS_BIND | MS_RDONLY
+    mount("none", target, "", flags, "")
 
 
 def die_with_parent(parent: int) -> None:
