@@ -442,11 +442,15 @@ class ScriptedEngine:
         sampling = body.get("sampling_params") or {}
         room = self._max_model_len - len(prompt_ids)
         if room <= 0:
-            return _openai_error(
-                400,
+            message = (
                 f"The decoder prompt (length {len(prompt_ids)}) is longer than the maximum model "
-                f"length of {self._max_model_len}.",
+                f"length of {self._max_model_len}."
             )
+            if not body.get("stream"):
+                return _openai_error(400, message)
+            told = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
+            refusal = _sse({"error": told}) + b"data: [DONE]\n\n"
+            return Response(refusal, media_type="text/event-stream")  # a 200, as vLLM's streams
         whole = self.policy.complete(prompt_ids)
         begun = self.policy.begun(prompt_ids, whole)
         token_ids = whole[begun : begun + min(sampling.get("max_tokens") or room, room)]

@@ -15,16 +15,18 @@ from typing import Any
 
 import httpx
 
+from perdure.gateway.base import Refused
 from perdure.gateway.engines.salvage import Salvage
 from perdure.gateway.engines.wire import PASSING, UNREADABLE, excerpt, refusal, retry_after
 from perdure.gateway.prompt_ids import PromptIds
-from perdure.serving.control_plane import version_number
+from perdure.serving.control_plane import REFUSALS, version_number
 from perdure.serving.state import root_of
 from perdure.types import FinishReason, VersionSpan
 
 MISSING_LOGPROB = -9999.0
 """vLLM's stand-in for a logprob that is absent, NaN or minus infinity."""
 FENCED = re.compile(r"-g\d+$")
+DEATH = "EngineDead"
 LONGEST_EVENT = 32 << 20
 
 
@@ -108,7 +110,7 @@ class VllmEngine:
             raise Broken(Break.BUSY, f"HTTP {status} {excerpt(response)}", wait)
         if status == httpx.codes.NOT_FOUND and ask.model in response.text:
             raise Broken(Break.FENCED, f"it no longer serves {ask.model}")
-        raise refusal(self.name, response, self._key_source)
+        raise refusal(self.name, status, response.text, self._key_source)
 
     async def _read(
         self,
@@ -122,6 +124,8 @@ class VllmEngine:
                 reason = self._take(event, salvage, version, ask)
                 if reason is not None:
                     return reason
+        except Refused:
+            raise
         except UNREADABLE as error:
             raise Broken(Break.LOST, f"a malformed answer: {error!r}") from error
         raise Broken(Break.LOST, "the stream ended without a finish reason")
@@ -135,7 +139,7 @@ class VllmEngine:
     ) -> FinishReason | None:
         """One chunk. `[DONE]` ends crashed streams too: only a finish reason is an end."""
         if "error" in event:
-            raise Broken(Break.LOST, f"the engine failed: {str(event['error'])[:300]}")
+            raise self._failed(event["error"], begun=salvage.part > 0)
         # A server with several names echoes its first: only a fenced one tells boots apart.
         if FENCED.search(ask.model) and event.get("model") not in (None, ask.model):
             raise Broken(Break.FENCED, f"{event['model']} answered instead of {ask.model}")
@@ -155,6 +159,14 @@ class VllmEngine:
         if not salvage.ids:
             raise ValueError("no sampled token")
         return reason
+
+    def _failed(self, error: object, *, begun: bool) -> Exception:
+        """In a stream vLLM refuses by an event, behind a 200; it dies by one, too."""
+        told = error if isinstance(error, dict) else {}
+        code, message = told.get("code"), str(told.get("message", error))
+        if isinstance(code, int) and code in REFUSALS and not begun and DEATH not in message:
+            return refusal(self.name, code, message, self._key_source)
+        return Broken(Break.LOST, f"the engine failed: {message[:300]}")
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -100,7 +100,7 @@ class Wire:
                 f"HTTP {response.status_code} {excerpt(response)}", retry_after(response)
             )
         if response.status_code != httpx.codes.OK:
-            raise refusal(self.name, response, self._key_source)
+            raise refusal(self.name, response.status_code, response.text, self._key_source)
         try:
             value = json.loads(response.content)
         except ValueError:
@@ -123,26 +123,28 @@ class Wire:
         )
 
 
-def refusal(name: str, response: httpx.Response, key_source: str = "") -> Refused:
+def refusal(name: str, status: int, text: str, key_source: str = "") -> Refused:
     """What a server's final no means for the caller."""
-    status = response.status_code
     if status in KEY_REFUSED:
         hint = f": check the variable {key_source}" if key_source else ""
         return Refused(403, "engine_refused_key", f"the engine {name} answered {status}{hint}")
-    message = f"the engine {name} answered {status}: {excerpt(response)}"
+    message = f"the engine {name} answered {status}: {_short(text)}"
     if status == httpx.codes.NOT_FOUND:
         message += " (PERDURE_ENGINE_MODEL and PERDURE_ENGINE_URL must name what it serves)"
-    code = "context_length_exceeded" if _too_long(response) else "engine_refused"
+    code = "context_length_exceeded" if _too_long(text) else "engine_refused"
     return Refused(400, code, message)
 
 
 def excerpt(response: httpx.Response) -> str:
-    return " ".join(response.text[:500].split())
+    return _short(response.text)
 
 
-def _too_long(response: httpx.Response) -> bool:
-    text = response.text[:5000]
-    return any(said in text for said in TOO_LONG)
+def _short(text: str) -> str:
+    return " ".join(text[:500].split())
+
+
+def _too_long(text: str) -> bool:
+    return any(said in text[:5000] for said in TOO_LONG)
 
 
 def retry_after(response: httpx.Response) -> float | None:
