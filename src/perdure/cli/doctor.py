@@ -51,7 +51,7 @@ def doctor(as_json: bool) -> None:
 def examine(settings: Settings) -> Iterable[Finding]:
     """Every check, in the order in which a newcomer meets the parts."""
     checks: list[Callable[[Settings], Finding]] = [
-        python, checkout, bubblewrap, limits, uv, git, disk, store, temporal, port_numbers, gateway,
+        python, checkout, bubblewrap, e2b, limits, uv, git, disk, store, temporal, port_numbers, gateway,
         engine,
     ]  # fmt: skip
     for check in checks:
@@ -79,6 +79,16 @@ def bubblewrap(settings: Settings) -> Finding:
         fix = "infra/setup/bubblewrap does it, or `--sandbox local` without isolation"
         return Finding("bubblewrap", "missing", problems[0], fix)
     return Finding("bubblewrap", "ok", f"{shutil.which('bwrap')}, user namespaces, overlay")
+
+
+def e2b(settings: Settings) -> Finding:
+    from perdure.cli.sandboxes import provider
+
+    problems = provider(settings, "e2b").check()
+    if problems:
+        return Finding("e2b", "note", f"--sandbox e2b cannot be used: {problems[0]}")
+    where = os.environ.get("E2B_API_URL") or os.environ.get("E2B_DOMAIN") or "e2b.app"
+    return Finding("e2b", "ok", f"E2B_API_KEY is set, sandboxes at {where}")
 
 
 def limits(settings: Settings) -> Finding:
