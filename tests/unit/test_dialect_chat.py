@@ -52,6 +52,15 @@ def test_opencodes_summary_is_a_compaction() -> None:
     assert _parse({"messages": messages}, OPENCODE).purpose is Purpose.COMPACTION
 
 
+def test_openhands_summary_is_a_compaction() -> None:
+    """It sends no name of its own; without tools, this system text is nobody's step."""
+    text = "You are maintaining a context-aware state summary for an interactive agent."
+    messages = [{"role": "system", "content": [{"type": "text", "text": text}]}]
+
+    assert _parse({"messages": messages}).purpose is Purpose.COMPACTION
+    assert _parse({"messages": messages, "tools": [TOOL]}).purpose is Purpose.STEP
+
+
 def test_qwen_codes_summary_is_a_compaction() -> None:
     """The history goes on from it, so it is no side request."""
     last = {"role": "user", "content": "Then, generate the <state_snapshot>."}

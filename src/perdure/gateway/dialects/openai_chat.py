@@ -42,6 +42,7 @@ MAX_STOPS = 16
 OPENCODE_SESSION, OPENCODE_PARENT = "x-session-affinity", "x-parent-session-id"
 OPENCODE_TITLE = "You are a title generator."
 OPENCODE_SUMMARY = "You are a context summarization agent."
+OPENHANDS_SUMMARY = "You are maintaining a context-aware state summary"
 QWEN_CODE, QWEN_SUMMARY = "QwenCode/", "<state_snapshot>"
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -103,6 +104,8 @@ def _purpose(body: Fields, headers: Mapping[str, str], found: list[dict[str, Any
         return Purpose.STEP
     if OPENCODE_SESSION in headers and found[0]["role"] == "system":
         return _purpose_of_opencode(found[0]["content"])
+    if found[0]["role"] == "system" and found[0]["content"].startswith(OPENHANDS_SUMMARY):
+        return Purpose.COMPACTION
     if headers.get("user-agent", "").startswith(QWEN_CODE) and not body.get("stream"):
         return Purpose.COMPACTION if QWEN_SUMMARY in found[-1]["content"] else Purpose.SIDE
     return Purpose.STEP
