@@ -317,8 +317,8 @@ def test_completion_knows_the_commands() -> None:
 
 
 def test_completion_knows_the_agents() -> None:
-    """Tab after `--agent o` offers oracle."""
-    assert offers(["run", "x", "--agent"], "o") == ["oracle"]
+    """Tab after `--agent or` offers oracle."""
+    assert offers(["run", "x", "--agent"], "or") == ["oracle"]
 
 
 def test_settings_page_is_the_one_in_the_docs() -> None:
