@@ -42,6 +42,14 @@ MIRROR_VARIABLE = "PERDURE_IMAGE_MIRROR"
 ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=32768:32768")
 """Of pid 1; podman's own are above what it may set inside most containers."""
 
+NEVER_TO_BE_PULLED = (
+    "manifest unknown",
+    "not found",
+    "unauthorized",
+    "denied",
+    "invalid reference",
+)
+
 FOLDERS = ("dev", "etc", "home", "opt", "proc", "run", "sys", "tmp", "usr", "var")
 
 
@@ -179,7 +187,12 @@ def _find(name: str) -> str | None:
 
 
 def _pull(name: str) -> str:
-    return _run("pull", "--quiet", _mirrored(name)).strip()
+    try:
+        return _run("pull", "--quiet", _mirrored(name)).strip()
+    except RetryHere as error:
+        if any(words in str(error).lower() for words in NEVER_TO_BE_PULLED):
+            raise ConfigurationError(f"image {name!r} cannot be had: {error}") from None
+        raise
 
 
 def _run(*arguments: str) -> str:
