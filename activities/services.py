@@ -51,7 +51,10 @@ class Services:
 
     @functools.cache  # noqa: B019
     def environments(self, sandbox: str) -> Environments:
-        return Environments(self.home / "environments", self.store, self.provider(sandbox))
+        """What runs elsewhere is built here all the same, and uploaded."""
+        runs_on = self.provider(sandbox)
+        builder = runs_on if runs_on.host_bound else self.provider("bubblewrap")
+        return Environments(self.home / "environments", self.store, builder, runs_on=runs_on)
 
     @functools.cache  # noqa: B019
     def agent(self, name: str) -> Agent:

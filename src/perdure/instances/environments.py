@@ -59,10 +59,19 @@ class Environments:
     Any number of processes may share it; each environment is built by one of them at a time.
     """
 
-    def __init__(self, root: Path, store: Store, provider: SandboxProvider) -> None:
+    def __init__(
+        self,
+        root: Path,
+        store: Store,
+        provider: SandboxProvider,
+        *,
+        runs_on: SandboxProvider | None = None,
+    ) -> None:
+        """`runs_on`: whose sandboxes they are for, where `provider` only builds."""
         self.root = root.absolute()
         self._store = store
         self._provider = provider
+        self._runs_on = runs_on or provider
         for folder in ("ready", "building", "locks", "logs", "uv-cache"):
             (self.root / folder).mkdir(parents=True, exist_ok=True)
 
@@ -74,19 +83,22 @@ class Environments:
         sandbox cannot build it), and what making a sandbox raises.
         """
         if instance.source.kind is SourceKind.IMAGE:
-            return _from_image(instance, self._provider)
+            return _from_image(instance, self._runs_on)
         if instance.environment.install and not self._provider.isolated:
             raise ConfigurationError(
                 f"{instance.ref} has install lines, which need a sandbox that can mount "
                 f"{VENV}: use --sandbox bubblewrap instead of {self._provider.name}"
             )
+        elsewhere = not self._runs_on.host_bound
+        if elsewhere:
+            await asyncio.to_thread(_check_portable, instance, self._runs_on)
         key = await asyncio.to_thread(environment_key, instance)
         ready = self.root / "ready" / key
         if not ready.is_dir():
             async with self._locked(key):
                 if not ready.is_dir():
                     await self._build(instance, key, ready)
-        return await asyncio.to_thread(_prepared, instance, ready)
+        return await asyncio.to_thread(_prepared, instance, ready, elsewhere)
 
     @asynccontextmanager
     async def _locked(self, key: str) -> AsyncIterator[None]:
@@ -210,11 +222,13 @@ def _commit(tree: Path) -> str:
     return repository.commit_all(tree)
 
 
-def _prepared(instance: Instance, ready: Path) -> Prepared:
+def _prepared(instance: Instance, ready: Path, elsewhere: bool) -> Prepared:
     os.utime(ready)  # used now: what an age-based clean-up of the cache goes by
     environment = instance.environment
     prefix = uv.find_python(environment.python)
     mounts = _python_mounts(prefix)
+    if elsewhere and environment.install and prefix != Path("/usr"):
+        mounts = (Mount(prefix, str(prefix)),)  # there is nothing of this host's
     path = f"{prefix}/bin:{SYSTEM_PATH}"
     variables = _environment_variables(instance)
     if environment.install:
@@ -249,6 +263,17 @@ def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:
     return Prepared(
         environment.workdir, None, environment.image, (), variables, instance.base_commit
     )
+
+
+def _check_portable(instance: Instance, runs_on: SandboxProvider) -> None:
+    """What was installed here runs elsewhere only with the interpreter it was installed for."""
+    prefix = uv.find_python(instance.environment.python)
+    if instance.environment.install and prefix == Path("/usr"):
+        raise ConfigurationError(
+            f"environment.python of {instance.ref} is this host's /usr, which a {runs_on.name} "
+            "sandbox does not have: name a version that uv manages (`uv python install`), or give "
+            "the environment as an image"
+        )
 
 
 def _environment_variables(instance: Instance) -> dict[str, str]:

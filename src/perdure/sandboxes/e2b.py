@@ -30,7 +30,7 @@ from perdure.sandboxes.base import (
     SandboxSpec,
 )
 from perdure.sandboxes.box import check_identity
-from perdure.sandboxes.bubblewrap import ENVIRONMENT, GATEWAY_PORT, HOME
+from perdure.sandboxes.bubblewrap import ENVIRONMENT, HOME
 from perdure.sandboxes.e2b_calls import Conflict, Missing, again, lost, typed
 from perdure.sandboxes.execs import EXEC_ID, argv_digest
 from perdure.sandboxes.host import _check_argv, _checked
@@ -75,7 +75,6 @@ class E2BSandbox(Sandbox):
     ) -> None:
         self.provider, self.sdk, self.identity = provider, sdk, identity
         self.workdir = own.get(f"{OWN}workdir", "/")
-        self.gateway_url = f"http://127.0.0.1:{GATEWAY_PORT}" if f"{OWN}gateway" in own else None
 
     async def start(
         self,
@@ -445,13 +444,11 @@ class E2BProvider(SandboxProvider):
         return sdk
 
     def _metadata(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
-        gateway = {f"{OWN}gateway": "1"} if spec.gateway is not None else {}
         return {
             **spec.labels,
             f"{OWN}scope": self._scope,
             f"{OWN}identity": identity,
             f"{OWN}workdir": spec.workdir,
-            **gateway,
         }
 
     # -- finding ----------------------------------------------------------------------------------
@@ -604,6 +601,10 @@ def _template(spec: SandboxSpec) -> str:
 
 
 def _check_spec(spec: SandboxSpec) -> None:
+    if spec.gateway is not None:
+        raise ConfigurationError(
+            "gateway: an e2b sandbox cannot see a socket of this host; reach the gateway by a relay"
+        )
     for mount in spec.mounts:
         if mount.writable:
             raise ConfigurationError(

@@ -87,7 +87,10 @@ def unpack(archive: str, target: str, sha256: str, owned: bool) -> Answer:
 
 
 def unpacked(target: str) -> Answer:
-    return {"done": os.path.exists(state("unpacked", hashlib.sha256(target.encode()).hexdigest()))}
+    """Also where the template brings it and will not have it written."""
+    done = os.path.exists(state("unpacked", hashlib.sha256(target.encode()).hexdigest()))
+    brought = os.path.isdir(target) and os.listdir(target) and not os.access(target, os.W_OK)
+    return {"done": done or bool(brought)}
 
 
 def ready(workdir: str, home: str, env: dict[str, str], output: int) -> Answer:

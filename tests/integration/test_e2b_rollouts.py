@@ -1,0 +1,76 @@
+"""Whole rollouts with `--sandbox e2b`, against the double: boot, agent, diff, grade, clean-up."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from perdure.instances import catalog
+from perdure.types import Outcome, RolloutStatus
+from tests import stack as stacks
+from tests.stack import INSTANCE, Stack
+
+pytest.importorskip("e2b")
+pytest.importorskip("aiohttp")
+pytestmark = pytest.mark.temporal
+
+GOLD = b"""\
+diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -1,2 +1,2 @@
+ def add(a, b):
+-    return a - b
++    return a + b
+"""
+
+
+@pytest.fixture
+async def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[object]:
+    """The double; the stack's processes inherit how to reach it."""
+    from perdure.testing.e2b_server import serving
+
+    if missing := stacks.why_not_here():
+        pytest.skip(missing)
+    async with serving(tmp_path / "server") as (server, url):
+        for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
+            monkeypatch.setenv(name, url)
+        monkeypatch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
+        yield server
+        for record in server.sandboxes.all():
+            await server.guests.kill(record["id"])
+
+
+@pytest.fixture
+async def stack(tmp_path: Path, service: object) -> AsyncIterator[Stack]:
+    async with stacks.running(tmp_path / "stack") as stack:
+        yield stack
+
+
+async def solved(stack: Stack, service: object, run_id: str, **fields: object) -> object:
+    """What happened, and how many sandboxes the service still has."""
+    request = await stack.start(run_id, sandbox="e2b", **fields)
+    episode = await stack.episode(request)
+    assert episode.status is RolloutStatus.GRADED, (episode, stack.last_words())
+    return episode.outcome, episode.turns, service.sandboxes.all()  # type: ignore[attr-defined]
+
+
+async def test_gold_patch_resolves_in_e2b(stack: Stack, service: object) -> None:
+    """The oracle's rollout is graded resolved, and the service has no sandbox left."""
+    instance = await catalog.load(stack.store, INSTANCE)
+    await catalog.save(
+        stack.store, instance.model_copy(update={"gold_patch": GOLD, "instance_id": "gold"})
+    )
+
+    assert await solved(stack, service, "gold", instance="tests/gold", agent="oracle") == (
+        Outcome.RESOLVED,
+        0,
+        [],
+    )
+
+
+async def test_agent_reaches_the_gateway_by_a_relay(stack: Stack, service: object) -> None:
+    """An agent in a sandbox without any network calls the model and solves the instance."""
+    turns = stack.engine.turns
+
+    assert await solved(stack, service, "relayed") == (Outcome.RESOLVED, turns, [])
