@@ -83,7 +83,10 @@ def pushed(tmp_path: Path, provider: PodmanProvider) -> Path:
     (root / "testbed/file").write_text("from the image\n")
     for name in PROGRAMS:
         _copy_program(Path("/bin", name), root)
-    subprocess.run(["tar", "-C", root, "-cf", tmp_path / "image.tar", "."], check=True)
+    subprocess.run(
+        ["tar", "--owner=0", "--group=0", "-C", root, "-cf", tmp_path / "image.tar", "."],
+        check=True,
+    )
     changes = ("--change", "ENV KIND=image", "--change", "ENV PATH=/bin:/usr/bin")
     built = podman("import", "--quiet", *changes, str(tmp_path / "image.tar"))
     podman("push", "--quiet", "--format", "v2s2", built, f"dir:{tmp_path}/pushed")

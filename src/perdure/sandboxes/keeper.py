@@ -194,7 +194,8 @@ class Keeper:
                 signal.set_wakeup_fd(-1)
                 self._line.close()
                 if self._holder:
-                    linux.enter(self._holder_fd, linux.NEW_NETWORK)
+                    users = linux.users_to_enter_first(self._holder)
+                    linux.enter(self._holder_fd, users | linux.NEW_NETWORK)
                 forwarder.serve(*gateway, tell=writer)
             except Exception as error:
                 _log(error)
@@ -403,6 +404,18 @@ def _become_holder(holder: dict[str, object], life: int, up: int, info: int) -> 
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
+    if holder["disk"]:
+        _mount_disk(holder)
+    # above their final numbers first, so that none overwrites another
+    held = [os.dup(fd) for fd in (life, up, info, _filter_file())]
+    for fd, target in zip(held, (0, 1, 3, 4), strict=True):
+        os.dup2(fd, target)
+        os.set_inheritable(target, True)
+    argv: list[str] = holder["argv"]  # type: ignore[assignment]
+    os.execve(argv[0], argv, {"PERDURE_BOX": os.getcwd()})
+
+
+def _mount_disk(holder: dict[str, object]) -> None:
     linux.unshare(linux.NEW_MOUNTS)
     linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE, "")
     linux.mount("tmpfs", "disk", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, str(holder["disk"]))
@@ -416,13 +429,6 @@ def _become_holder(holder: dict[str, object], life: int, up: int, info: int) -> 
         for name in ("root", "root.upper", "root.work"):
             os.mkdir(f"disk/{name}")
         linux.mount("overlay", "disk/root", "overlay", 0, str(holder["root"]))
-    # above their final numbers first, so that none overwrites another
-    held = [os.dup(fd) for fd in (life, up, info, _filter_file())]
-    for fd, target in zip(held, (0, 1, 3, 4), strict=True):
-        os.dup2(fd, target)
-        os.set_inheritable(target, True)
-    argv: list[str] = holder["argv"]  # type: ignore[assignment]
-    os.execve(argv[0], argv, {"PERDURE_BOX": os.getcwd()})
 
 
 def _bind_device(source: str, target: str) -> None:

@@ -38,7 +38,7 @@ class Holder:
     """Writes its pid to descriptor 3 and `up` to 1; reads a system-call filter from 4; ends when
     descriptor 0 does."""
     disk: str
-    """Options of the tmpfs at `disk`."""
+    """Options of the tmpfs at `disk`; empty: `argv` mounts it, and the overlays."""
     overlay: str | None
     """Options of the overlay at `disk/tree`."""
     root: str | None = None

@@ -74,8 +74,10 @@ class Launcher:
         self._last_to_enter = others & (linux.NEW_USERS | linux.NEW_CGROUPS)
         # the holder's own folder is the workdir, a mount point that nobody inside can replace
         folder = os.open(f"/proc/{holder}/cwd", os.O_PATH)
-        linux.enter(self._holder, _INSIDE | others & linux.NEW_NETWORK)
-        if not others & linux.NEW_USERS:
+        first = linux.users_to_enter_first(holder)
+        self._last_to_enter &= ~first
+        linux.enter(self._holder, first | _INSIDE | others & linux.NEW_NETWORK)
+        if not self._last_to_enter & linux.NEW_USERS:
             _seal()
         os.fchdir(folder)
 

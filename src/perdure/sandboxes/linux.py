@@ -24,6 +24,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _SIGKILL = 1, 4, 15, 9
 _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 22, 24, 38
 _SECCOMP_MODE_FILTER = 2
 _EINVAL = 22
+_CAP_SYS_ADMIN = 21
 
 # PyDLL, which keeps the interpreter's lock: a forked child must find itself as it was
 _libc = ctypes.PyDLL(None, use_errno=True)
@@ -44,6 +45,14 @@ def unshare(flags: int) -> None:
 def enter(pidfd: int, flags: int) -> None:
     """Join these namespaces of the process behind a pidfd (or the one behind a namespace's file)."""
     _call("setns", ctypes.c_int(pidfd), ctypes.c_int(flags))
+
+
+def users_to_enter_first(pid: int) -> int:
+    """NEW_USERS where only the user namespace of `pid` gives us the right to enter its others."""
+    with open("/proc/self/status", "rb") as file:
+        effective = next(line for line in file if line.startswith(b"CapEff:")).split()[1]
+    same = os.readlink("/proc/self/ns/user") == os.readlink(f"/proc/{pid}/ns/user")
+    return 0 if same or int(effective, 16) >> _CAP_SYS_ADMIN & 1 else NEW_USERS
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:

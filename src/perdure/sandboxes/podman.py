@@ -8,6 +8,7 @@ import asyncio
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -70,8 +71,6 @@ class PodmanProvider(BubblewrapProvider):
                 program(name)
             except MissingDependency as error:
                 missing.append(str(error))
-        if not missing and os.geteuid() != 0:
-            missing.append("podman sandboxes need a worker that is root; use bubblewrap otherwise")
         if not missing and isinstance(found := _runtime(), _Refused):
             missing.append(f"podman cannot run a container: {found}; install runc or crun")
         return missing
@@ -94,13 +93,13 @@ class PodmanProvider(BubblewrapProvider):
         gateway = None if spec.gateway is None else (GATEWAY_PORT, spec.gateway)
         lower = self._skeleton if image is None else image.root
         disk, overlay = disk_of(spec)
-        holder = Holder(
-            tuple(self.command(spec, box)),
-            disk,
-            overlay,
-            root=f"lowerdir={lower},upperdir=disk/root.upper,workdir=disk/root.work",
-            pid_file=str(box.path / "pid"),
-        )
+        root = f"lowerdir={lower},upperdir=disk/root.upper,workdir=disk/root.work"
+        command, pid_file = self.command(spec, box), str(box.path / "pid")
+        if os.geteuid() == 0:
+            holder = Holder(tuple(command), disk, overlay, root, pid_file)
+        else:
+            command = _in_own_users(command, box, disk, overlay, f"{root},userxattr")
+            holder = Holder(tuple(command), "", None, None, pid_file)
         await start_keeper(box, plan, holder, gateway)
         return self._handle(box, meta)
 
@@ -116,7 +115,7 @@ class PodmanProvider(BubblewrapProvider):
         ]
         network = "host" if spec.network is Network.HOST else "none"
         return [
-            *("/usr/bin/env", f"PATH={SYSTEM_PATH}", f"PERDURE_BOX={box.path}", *_podman()),
+            *("/usr/bin/env", f"PERDURE_BOX={box.path}", *_variables(), *_podman()),
             *("run", "--interactive", "--rm", "--name", _name(box), "--network", network),
             *("--pidfile", str(box.path / "pid"), "--workdir", spec.workdir, "--user", "0:0"),
             *("--hostname", "sandbox", "--no-hosts", "--log-driver", "none"),
@@ -169,7 +168,7 @@ def _prepare_image(name: str, lock: Path) -> _Image:
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # one pull at a time on this host; the others find it here
         found = _find(name) or _find(_mirrored(name)) or _pull(name)
-        root = _run("image", "mount", found).strip()
+        root = _run("image", "mount", found, inside=True).strip()
     (config,) = json.loads(_run("image", "inspect", "--format", "json", found))
     variables = (config.get("Config") or {}).get("Env") or []
     return _Image(root, dict(variable.split("=", 1) for variable in variables))
@@ -195,11 +194,12 @@ def _pull(name: str) -> str:
         raise
 
 
-def _run(*arguments: str) -> str:
-    """Raises: RetryHere with podman's last line."""
+def _run(*arguments: str, inside: bool = False) -> str:
+    """`inside`: where podman's own mounts are. Raises: RetryHere with podman's last line."""
+    where = [program("podman"), "unshare"] if inside and os.geteuid() else []
     try:
         done = subprocess.run(
-            [*_podman(), *arguments],
+            [*where, *_podman(), *arguments],
             capture_output=True,
             check=False,
             timeout=PULL_TIMEOUT_S,
@@ -265,6 +265,34 @@ def _try_runtime(name: str, root: str) -> str | None:
     if tried.returncode == 0:
         return None
     return (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1]
+
+
+def _variables() -> list[str]:
+    """What podman needs to find the storage of this user."""
+    names = ("HOME", "XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF")
+    found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return [f"PATH={SYSTEM_PATH}", *found]
+
+
+def _in_own_users(
+    command: Sequence[str], box: Box, disk: str, overlay: str | None, root: str
+) -> list[str]:
+    """As an ordinary user, only podman's user namespace has the right to mount what a box needs."""
+    folders = ("upper", "work", "tree", "home", "shm", "tmp", "root", "root.upper", "root.work")
+    script = [
+        "set -e",
+        f"cd {shlex.quote(str(box.path))}",
+        f"mount -t tmpfs -o {shlex.quote(disk)},nosuid,nodev tmpfs disk",
+        f"cd disk && mkdir {' '.join(folders)} && cd ..",
+        f"mount -t overlay -o {shlex.quote(root)} overlay disk/root",
+    ]
+    if overlay:
+        script.append(f"mount -t overlay -o {shlex.quote(overlay)} overlay disk/tree")
+    return [
+        *("/usr/bin/env", *_variables(), program("podman"), "unshare"),
+        *(program("unshare"), "--mount", "sh", "-c", "; ".join([*script, 'exec "$@"']), "sh"),
+        *command,
+    ]
 
 
 def _name(box: Box) -> str:
