@@ -128,6 +128,23 @@ def command_of(pid: int) -> str:
     return ""
 
 
+def name_of(pid: int) -> str:
+    """What it calls itself; empty when it is gone."""
+    return _status(pid).get("Name", "")
+
+
+def parent_of(pid: int) -> int:
+    """0 when it is gone."""
+    return int(_status(pid).get("PPid", "0"))
+
+
+def _status(pid: int) -> dict[str, str]:
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    return {}
+
+
 # --- control groups ------------------------------------------------------------------------------
 
 

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import toy
 from benchmarks.endpoint import Endpoint
-from benchmarks.measuring import Meter, command_of
+from benchmarks.measuring import Meter, command_of, name_of, parent_of
 from benchmarks.peers.base import Grading, Job, Peer
 from benchmarks.perdure_stack import DATASET, PERDURE, ROOT, Home, Stack, right_answers
 from perdure.sandboxes.base import identity_of
@@ -160,11 +160,17 @@ class CrashedPerdure:
                 folders=len(list((self._home.folder / "sandboxes").glob("*/p-*"))),
                 mounts=_mounts_below(self._home.folder),
                 groups=_groups(RUN, crash),
-                processes=sum(pid not in ours and bool(command_of(pid)) for pid in meter.pids()),
+                processes=sum(_is_left(pid, ours) for pid in meter.pids()),
             )
             if left.nothing or time.monotonic() > deadline:
                 return left
             time.sleep(PAUSE_S)
+
+
+def _is_left(pid: int, ours: Collection[int]) -> bool:
+    """Alive, not of the stack, and not a living worker's zygote, which boots its next sandboxes."""
+    zygote = name_of(pid) == "perdure-zygote" and parent_of(pid) in ours
+    return pid not in ours and not zygote and bool(command_of(pid))
 
 
 class CrashedPeer:
