@@ -41,7 +41,7 @@ def test_an_option_wins_by_either_name(option: str) -> None:
 
 
 def test_the_newer_name_of_the_budget_works() -> None:
-    """slime's main calls it SWE_AGENT_TIME_BUDGET_SEC; document 002's name goes first."""
+    """slime's main calls it SWE_AGENT_TIME_BUDGET_SEC; its coding-agent example's name goes first."""
     newer = {"SWE_AGENT_TIME_BUDGET_SEC": "60"}
 
     assert defaults_for({}, "codex", newer) == {"agent_budget_s": 60.0}

@@ -1,4 +1,4 @@
-"""Variables of document 002 and slime, as defaults of a request where it is started.
+"""Variables of slime and of its coding-agent example, as defaults of a request where it is started.
 
 Owns which field each one stands for. What a request says itself always wins.
 """

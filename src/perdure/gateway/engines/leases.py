@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 LEAST_AGENTS, MOST_AGENTS = 64, 128
-"""Agents of one engine, document 001's rule; KV pressure may lower it below."""
+"""Agents of one engine, the range Anyscale reports; KV pressure may lower it below."""
 KV_SHARE = 0.9
 """Of the KV cache, what agents' contexts may fill on average."""
 IDLE_S = 600.0
