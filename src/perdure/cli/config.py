@@ -17,6 +17,8 @@ NOT_SETTINGS = {
     "PERDURE_SECRET": "what session keys derive from, where gateway and workers share no home",
     "PERDURE_BOX": "set inside sandboxes",
     "PERDURE_EXEC": "set inside sandboxes",
+    "PERDURE_E2B_SCOPE": "names the deployment among sandboxes of one E2B account",
+    "PERDURE_E2B_TEMPLATE": "the E2B template that trees are uploaded into, `base` by default",
     "PERDURE_IMAGE_MIRROR": "put before the names of images to pull (podman), e.g. `mirror.example/hub/`",
     "PERDURE_CLAUDE_CODE_TARBALL": "its package, where no npm registry is (slime: SWE_HOST_CC_TARBALL)",
     "PERDURE_CODEX_TARBALL": "its package, where no npm registry is",
