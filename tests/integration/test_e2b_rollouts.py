@@ -74,3 +74,17 @@ async def test_agent_reaches_the_gateway_by_a_relay(stack: Stack, service: objec
     turns = stack.engine.turns
 
     assert await solved(stack, service, "relayed") == (Outcome.RESOLVED, turns, [])
+
+
+@pytest.mark.registry
+async def test_mini_swe_agent_solves_in_e2b(stack: Stack, service: object) -> None:
+    """The unmodified mini-swe-agent from PyPI, uploaded, finishes through the relay: resolved."""
+    commands = [*stacks.commands(), "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    calls = [
+        {"content": "", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}
+        for command in commands
+    ]
+    stack.engine.control(scripts={"default": {"turns": calls}})
+    seen = await solved(stack, service, "mini", agent="mini_swe_agent")
+
+    assert seen == (Outcome.RESOLVED, stacks.TURNS, [])
