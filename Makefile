@@ -1,6 +1,6 @@
 # Every command sets itself up: Python 3.11, make and git are enough.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-agents test-redteam test-real test-vllm fmt build chaos bench clean
+.PHONY: help setup demo check test test-agents test-redteam test-real test-vllm test-serving fmt build chaos bench clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
@@ -31,6 +31,9 @@ test-real: setup ## seven real SWE-bench rows, three times each, through the com
 
 test-vllm: setup ## the engine client against a real vLLM on CPU, in an environment of its own (slow)
 	@$(RUN) pytest -rs tests/real/test_vllm.py
+
+test-serving: setup ## engines on real Ray nodes that are killed (slow)
+	@$(RUN) pytest tests/serving
 
 test-agents: setup ## every agent from its registry, end to end in a sandbox (slow; downloads once)
 	@$(RUN) pytest tests/agents

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from perdure.serving.supervisor import end_orphans
+
 PATIENCE_S = 30.0
 ENGINE = """
 import os, signal, subprocess, sys
@@ -26,7 +28,7 @@ class Supervised:
     """A supervisor with a server and its worker: two processes, as vLLM has."""
 
     def __init__(self, folder: Path) -> None:
-        self.note = folder / "note"
+        self.note = folder / "engine.note"
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "perdure.serving.supervisor", str(self.note), "0.5", "--"),
@@ -124,24 +126,28 @@ def test_the_next_start_ends_what_a_killed_supervisor_left(
     supervised.process.kill()
     supervised.process.wait()
 
-    following = Supervised(tmp_path)
+    end_orphans(tmp_path)
 
     assert supervised.gone()
-    following.close()
+
+
+def test_a_running_engine_is_no_orphan(supervised: Supervised, tmp_path: Path) -> None:
+    """A second engine that starts on the node leaves the first one alone."""
+    ended = end_orphans(tmp_path)
+
+    assert (ended, supervised.process.poll()) == ([], None)
 
 
 def test_a_note_of_another_process_kills_nobody(tmp_path: Path) -> None:
     """A pid that was given to somebody else since is left alone."""
-    from perdure.serving.supervisor import end_noted
-
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    note = tmp_path / "note"
+    facts = {"group": bystander.pid, "started": 1, "supervisor": 1, "supervisor_started": 1}
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    note.write_text(json.dumps({"group": bystander.pid, "started": 1, "boot_id": boot_id}))
+    (tmp_path / "other.note").write_text(json.dumps({**facts, "boot_id": boot_id}))
 
-    killed = end_noted(note)
+    ended = end_orphans(tmp_path)
 
-    assert (killed, bystander.poll()) == (False, None)
+    assert (ended, bystander.poll()) == ([], None)
     bystander.kill()
     bystander.wait()
 
@@ -154,6 +160,7 @@ def test_an_absent_command_is_told(tmp_path: Path) -> None:
             "-m",
             "perdure.serving.supervisor",
             tmp_path / "n",
+            "1",
             "--",
             "no-such-engine",
         ],

@@ -25,6 +25,7 @@ COMMANDS = {
     "cancel": ("perdure.cli.control:cancel", "Cancel a run or one rollout; evidence is kept."),
     "export": ("perdure.cli.export:export", "Write a run's episodes for trainers and graders."),
     "instances": ("perdure.cli.instances:instances", "Build, import, list and show instances."),
+    "engines": ("perdure.cli.engines:engines", "Start engines on Ray; list, add, drain, remove."),
     "up": ("perdure.cli.stack:up", "Start Temporal, the gateway and the workers here."),
     "down": ("perdure.cli.stack:down", "Stop everything that `up` started."),
     "doctor": ("perdure.cli.doctor:doctor", "What works here, what is missing, and the fix."),

@@ -30,7 +30,6 @@ def main(arguments: Sequence[str]) -> int:
     note, grace, dashes, *command = arguments
     if dashes != "--" or not command:
         raise SystemExit("usage: supervisor NOTE GRACE_S -- COMMAND")
-    end_noted(Path(note))
     return supervise(command, Path(note), float(grace))
 
 
@@ -65,7 +64,7 @@ def _start(command: Sequence[str]) -> Child:
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=die_with_me,  # noqa: PLW1509: one thread here, which lives as long as we do
+        preexec_fn=die_with_me,  # noqa: PLW1509 (one thread here, as long as we live)
     )
 
 
@@ -121,20 +120,34 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 def _write_note(note: Path, group: int) -> None:
-    content = {"group": group, "started": _started(group), "boot_id": _boot_id()}
+    me = os.getpid()
+    content = {
+        "group": group,
+        "started": _started(group),
+        "supervisor": me,
+        "supervisor_started": _started(me),
+        "boot_id": _boot_id(),
+    }
     draft = note.with_suffix(".draft")
     draft.write_text(json.dumps(content))
     draft.rename(note)
 
 
-def end_noted(note: Path) -> bool:
-    """Kill the group that a note names, if it is still that one. True = something was alive."""
+def end_orphans(folder: Path) -> list[str]:
+    """Kill the groups whose supervisors are gone; call it before taking a device. Their notes."""
+    return [note.stem for note in sorted(folder.glob("*.note")) if _end_orphan(note)]
+
+
+def _end_orphan(note: Path) -> bool:
+    """Whether something was alive."""
     try:
         content: dict[str, Any] = json.loads(note.read_text())
     except (OSError, ValueError):
         return False
-    group, leader = int(content["group"]), _started(int(content["group"]))
     same_host_boot = content["boot_id"] == _boot_id()
+    if same_host_boot and _started(content["supervisor"]) == content["supervisor_started"]:
+        return False
+    group, leader = int(content["group"]), _started(int(content["group"]))
     # No process gets a pid that is still some group's: without its leader, the group is the old one.
     ours = same_host_boot and leader in (None, content["started"])
     killed = ours and _signal_group(group, signal.SIGKILL)

@@ -1,0 +1,298 @@
+"""`perdure engines`: start, list, add, drain, remove and read the engines of a home.
+
+Talks to the shared roster and to the manager on Ray; needs no gateway that runs.
+"""
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from perdure.cli import config
+from perdure.cli.console import answer, json_option, me, say
+from perdure.settings import Settings
+
+if TYPE_CHECKING:
+    from perdure.serving.commands import EnginePlan
+    from perdure.serving.registration import PoolStatus
+    from perdure.serving.roster import StoredRoster
+
+NAME = click.argument("name", metavar="HOST:PORT")
+ADDRESS = click.option(
+    "--ray-address",
+    default="",
+    metavar="HOST:PORT",
+    help="A Ray cluster; default: RAY_ADDRESS, or one of our own.",
+)
+
+
+@click.group()
+def engines() -> None:
+    """Engines: start them on Ray, add others, drain, remove, read their logs."""
+
+
+@engines.command()
+@click.option("--model", default="", help="A hub name or a folder. Default: what was up before.")
+@click.option("--replicas", type=click.IntRange(0, 512), default=1, show_default=True)
+@click.option("--gpus-per-replica", type=click.IntRange(0, 64), default=1, show_default=True)
+@click.option("--cpus-per-replica", type=float, default=1.0, show_default=True)
+@click.option("--server", type=click.Choice(["vllm", "sglang"]), default="vllm", show_default=True)
+@click.option(
+    "--executable",
+    default="",
+    metavar="PATH",
+    help="vllm, or sglang's Python, in its own environment.",
+)
+@click.option(
+    "--vllm-args",
+    "arguments",
+    default="",
+    metavar="'--FLAG VALUE ...'",
+    help="Further words for the server (sglang's too).",
+)
+@click.option(
+    "--engine-command",
+    default="",
+    metavar="'WORDS'",
+    help="Another server with vLLM's token endpoint; {model} {host} {port} {generation} are filled in.",
+)
+@click.option(
+    "--env", "variables", multiple=True, metavar="NAME=VALUE", help="For the server's process."
+)
+@click.option("--weight", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True)
+@click.option(
+    "--listen",
+    default="",
+    metavar="ADDRESS",
+    help="Default: loopback on our own cluster, else each node's address.",
+)
+@click.option(
+    "--wait/--no-wait",
+    default=True,
+    show_default=True,
+    help="Until every replica has sampled a token.",
+)
+@ADDRESS
+@json_option
+def up(model: str, ray_address: str, wait: bool, as_json: bool, **wishes: Any) -> None:
+    """Keep N replicas of an engine running on Ray; again: with other wishes.
+
+    Exit code 1: a replica was given up; the reason is printed, `perdure engines logs` has the rest.
+    """
+    settings = config.load_settings()
+    status = asyncio.run(_up(settings, model, ray_address, wait, wishes))
+    _print_status(status, as_json)
+    if any(replica.state == "given up" for replica in status.replicas):
+        raise click.exceptions.Exit(1)
+
+
+async def _up(
+    settings: Settings, model: str, address: str, wait: bool, wishes: dict[str, Any]
+) -> "PoolStatus":
+    from perdure.errors import ConfigurationError
+    from perdure.serving import cluster
+    from perdure.serving.registration import PoolStatus, read_plan
+    from perdure.storage.base import open_store
+
+    key = _roster_key(settings)
+    plan = _plan(settings, model, wishes) if model else await read_plan(open_store(settings), key)
+    if plan is None:
+        raise ConfigurationError("--model is missing: nothing was up in this home before")
+    connected = cluster.connect(settings, address)
+    from perdure.serving import manager
+
+    if connected.local and not plan.listen:
+        plan = plan.model_copy(update={"listen": cluster.LOOPBACK})
+    if connected.dashboard:
+        say(f"Ray dashboard {connected.dashboard}")
+    actor = manager.get_or_start(settings, key, connected.dashboard)
+    await actor.apply.remote(plan.model_dump_json())
+    while True:
+        status = PoolStatus.model_validate_json(await actor.status.remote())
+        settled = len(status.replicas) == plan.replicas and all(
+            replica.engine or replica.state == "given up" for replica in status.replicas
+        )
+        if settled or not wait:
+            return status
+        await asyncio.sleep(0.5)
+
+
+def _plan(settings: Settings, model: str, wishes: dict[str, Any]) -> "EnginePlan":
+    from perdure.errors import ConfigurationError
+    from perdure.serving import commands
+
+    command = commands.words(wishes["engine_command"])
+    variables = dict(pair.partition("=")[::2] for pair in wishes["variables"])
+    if "" in variables or any("=" not in pair for pair in wishes["variables"]):
+        raise ConfigurationError("--env wants NAME=VALUE")
+    return commands.EnginePlan(
+        model=model,
+        served_model=settings.engine_model or "policy",
+        replicas=wishes["replicas"],
+        gpus_per_replica=wishes["gpus_per_replica"],
+        cpus_per_replica=wishes["cpus_per_replica"],
+        server="custom" if command else wishes["server"],
+        executable=wishes["executable"],
+        command=command,
+        arguments=commands.words(wishes["arguments"]),
+        environment=variables,
+        weight=wishes["weight"],
+        listen=wishes["listen"],
+    )
+
+
+@engines.command()
+@ADDRESS
+def down(ray_address: str) -> None:
+    """End all replicas, and the Ray node that `up` started. Engines that were added stay known."""
+    settings = config.load_settings()
+    asyncio.run(_down(settings, ray_address))
+    from perdure.serving import cluster
+
+    cluster.stop_local(settings)
+    click.echo("No replicas run.")
+
+
+async def _down(settings: Settings, address: str) -> None:
+    from perdure.errors import ConfigurationError
+    from perdure.serving import cluster
+
+    try:
+        cluster.connect(settings, address, start=False)
+    except ConfigurationError:
+        return  # no cluster, no replicas
+    import ray
+
+    from perdure.serving import manager
+
+    actor = manager.find(_roster_key(settings))
+    if actor is not None:
+        await actor.stop.remote()
+        ray.kill(actor)
+    ray.shutdown()
+
+
+@engines.command(name="list")
+@json_option
+def list_(as_json: bool) -> None:
+    """Every engine of the pool, and every replica that is wanted."""
+    from perdure.serving.registration import read_status
+    from perdure.storage.base import open_store
+
+    settings = config.load_settings()
+    key = _roster_key(settings)
+    status = asyncio.run(read_status(open_store(settings), key))
+    roster = asyncio.run(_roster(settings).read())
+    known = [record for record in roster.engines if not record.removed]
+    if as_json:
+        pool = [record.model_dump(mode="json") for record in known]
+        answer({"engines": pool, "replicas": json.loads(status.model_dump_json())})
+        return
+    for record in known:
+        version = "-" if record.version is None else record.version
+        click.echo(
+            f"{record.name:<24}{record.state.value:<10} generation {record.generation}  "
+            f"version {version}  weight {record.weight:g}  {record.reason}".rstrip()
+        )
+    if not known:
+        click.echo(f"No engines: {me()} engines add URL, or {me()} engines up --model M")
+    if status.replicas:
+        _print_status(status, False)
+
+
+def _print_status(status: "PoolStatus", as_json: bool) -> None:
+    if as_json:
+        answer(json.loads(status.model_dump_json()))
+        return
+    for one in (*status.replicas, *status.leaving):
+        click.echo(f"replica {one.index}  {one.state:<12}{one.engine:<24}{one.reason}".rstrip())
+    if status.dashboard:
+        click.echo(f"Ray dashboard {status.dashboard}")
+
+
+@engines.command()
+@click.argument("url")
+@click.option("--weight", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True)
+@json_option
+def add(url: str, weight: float, as_json: bool) -> None:
+    """Let an engine that runs elsewhere take sessions; again: with another weight."""
+    from perdure.errors import ConfigurationError
+    from perdure.serving.registration import add_engine
+
+    settings = config.load_settings()
+    model = settings.engine_model or "policy"
+    try:
+        record = asyncio.run(add_engine(_roster(settings), url, model, weight))
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    if as_json:
+        answer(record.model_dump(mode="json"))
+    else:
+        click.echo(f"{record.name} takes sessions once a gateway has seen a token from it.")
+
+
+@engines.command()
+@NAME
+@click.option(
+    "--deadline",
+    type=click.FloatRange(0),
+    default=300.0,
+    show_default=True,
+    help="Seconds for what it still has.",
+)
+def drain(name: str, deadline: float) -> None:
+    """Give it nothing new; what it has at the deadline goes on elsewhere. A replica is replaced."""
+    from perdure.serving.registration import drain_engine
+
+    asyncio.run(drain_engine(_roster(config.load_settings()), name, deadline))
+    click.echo(f"{name} drains for at most {deadline:g} s.")
+
+
+@engines.command()
+@NAME
+def remove(name: str) -> None:
+    """Take it out now; its calls go on elsewhere. A replica is replaced."""
+    from perdure.serving.registration import remove_engine
+
+    asyncio.run(remove_engine(_roster(config.load_settings()), name))
+    click.echo(f"{name} is out.")
+
+
+@engines.command()
+@click.argument("replica", type=click.IntRange(0), default=0)
+@click.option("-n", "--lines", type=click.IntRange(1), default=100, show_default=True)
+@ADDRESS
+def logs(replica: int, lines: int, ray_address: str) -> None:
+    """The end of a replica's log; of its last boot where none runs."""
+    settings = config.load_settings()
+    said = asyncio.run(_tail(settings, replica, ray_address))
+    click.echo(b"\n".join(said.splitlines()[-lines:]))
+
+
+async def _tail(settings: Settings, replica: int, address: str) -> bytes:
+    from perdure.errors import NotFound
+    from perdure.serving import cluster
+
+    cluster.connect(settings, address, start=False)
+    from perdure.serving import manager
+
+    actor = manager.find(_roster_key(settings))
+    if actor is None:
+        raise NotFound(f"no replicas: `{me()} engines up --model M` starts some")
+    said: bytes = await actor.tail.remote(replica)
+    return said
+
+
+def _roster_key(settings: Settings) -> str:
+    from perdure.gateway.control import load_secret
+    from perdure.serving.roster import roster_key
+
+    return roster_key(load_secret(settings))
+
+
+def _roster(settings: Settings) -> "StoredRoster":
+    from perdure.serving.roster import StoredRoster
+    from perdure.storage.base import open_store
+
+    return StoredRoster(open_store(settings), _roster_key(settings))

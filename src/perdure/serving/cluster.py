@@ -1,0 +1,195 @@
+"""The Ray cluster that engines run on: one that is given, or one node on this host.
+
+Owns how Ray is set up and which processes of it are ours; `ray stop` would end every cluster here.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from perdure.errors import ConfigurationError, MissingDependency
+from perdure.serving.commands import NAMESPACE
+from perdure.settings import Settings
+
+LOOPBACK = "127.0.0.1"
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else Ray uploads the folder and builds it anew, each time
+    "RAY_AUTH_MODE": "disabled",  # unset, Ray writes a token that later starts on this host demand
+}
+START_S = 120.0
+OBJECT_STORE_BYTES = 80 << 20
+"""Nothing of ours goes through it."""
+
+
+class Connected(NamedTuple):
+    address: str
+    dashboard: str
+    """URL, or empty."""
+    local: bool
+    """Ours, on this host."""
+
+
+def set_environment() -> None:
+    """Before Ray is imported. What somebody set already stays."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def connect(settings: Settings, address: str = "", *, start: bool = True) -> Connected:
+    """`address`: of a cluster; empty = RAY_ADDRESS, else our own, started if need be.
+
+    Raises: MissingDependency; ConfigurationError when there is none or it cannot be reached.
+    """
+    set_environment()
+    try:
+        import ray
+    except ImportError:
+        raise MissingDependency("engines on Ray need Ray: pip install 'perdure[serving]'") from None
+    given = address or os.environ.get("RAY_ADDRESS", "")
+    found = given or _running(settings) or (start_local(settings) if start else "")
+    if not found:
+        raise ConfigurationError(
+            "no Ray cluster: `perdure engines up --model M` starts one, or set RAY_ADDRESS"
+        )
+    try:
+        context = ray.init(
+            address=found, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR"
+        )
+    except (ConnectionError, TimeoutError, RuntimeError) as error:
+        said = str(error).splitlines()[0]
+        raise ConfigurationError(f"the Ray cluster at {found} cannot be used: {said}") from error
+    if not given and (state := _state(settings)) is not None:
+        return Connected(found, str(state["dashboard"]), True)
+    dashboard = context.dashboard_url
+    return Connected(found, f"http://{dashboard}" if dashboard else "", False)
+
+
+def start_local(settings: Settings) -> str:
+    """One Ray node on loopback, as a group of processes that `stop_local` ends. Its address."""
+    folder = settings.home.absolute()
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    port, dashboard_port, log = _free_port(), _free_port(), folder / "logs" / "ray.log"
+    words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    words += ["--node-ip-address", LOOPBACK, "--port", str(port), "--disable-usage-stats"]
+    words += ["--include-dashboard", "true", "--dashboard-host", LOOPBACK]
+    words += [
+        "--dashboard-port",
+        str(dashboard_port),
+        "--object-store-memory",
+        str(OBJECT_STORE_BYTES),
+    ]
+    with log.open("ab") as file:
+        child = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            env={**os.environ, **ENVIRONMENT},
+        )
+    address = f"{LOOPBACK}:{port}"
+    end = time.monotonic() + START_S
+    while not _listens(port):
+        if child.poll() is not None or time.monotonic() > end:
+            raise ConfigurationError(f"Ray did not start: see {log}")
+        time.sleep(0.1)
+    path = _state_file(settings)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "address": address,
+        "dashboard": f"http://{LOOPBACK}:{dashboard_port}",
+        "pid": child.pid,
+        "started": _started(child.pid),
+    }
+    path.write_text(json.dumps(facts))
+    return address
+
+
+def stop_local(settings: Settings) -> bool:
+    """End the node that `start_local` started, and nothing else. False = there was none."""
+    state = _state(settings)
+    if state is None:
+        return False
+    ours = _of_node(state["pid"])
+    _send([state["pid"]], signal.SIGTERM)  # `ray start --block` ends what it started
+    end = time.monotonic() + 20.0
+    while any(_alive(pid, born) for pid, born in ours.items()) and time.monotonic() < end:
+        time.sleep(0.1)
+    _send([pid for pid, born in ours.items() if _alive(pid, born)], signal.SIGKILL)
+    _state_file(settings).unlink(missing_ok=True)
+    return True
+
+
+def _running(settings: Settings) -> str:
+    state = _state(settings)
+    return str(state["address"]) if state else ""
+
+
+def _state(settings: Settings) -> dict[str, Any] | None:
+    try:
+        state: dict[str, Any] = json.loads(_state_file(settings).read_text())
+    except (OSError, ValueError):
+        return None
+    return state if _alive(state["pid"], state["started"]) else None
+
+
+def _state_file(settings: Settings) -> Path:
+    return settings.home.absolute() / "run" / "ray.json"
+
+
+def _of_node(root: int) -> dict[int, int]:
+    """The process and all below it, with their start times."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        parents[int(path.name)] = int(fields[1])
+    found, frontier = {root}, [root]
+    while frontier:
+        parent = frontier.pop()
+        below = [pid for pid, above in parents.items() if above == parent and pid not in found]
+        found.update(below)
+        frontier += below
+    return {pid: born for pid in found if (born := _started(pid)) is not None}
+
+
+def _alive(pid: int, born: int | None) -> bool:
+    return born is not None and _started(pid) == born
+
+
+def _started(pid: int) -> int | None:
+    """Start time in clock ticks; None when there is no such process, or only its zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0

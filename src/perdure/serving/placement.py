@@ -1,0 +1,146 @@
+"""Ray, as the manager uses it: one actor per replica in a placement group of its own.
+
+The only module besides `manager` that imports Ray. Nothing here decides anything.
+"""
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from perdure.serving.commands import NAMESPACE, EnginePlan
+from perdure.serving.replica import Replica, ReplicaReport
+
+
+class ReplicaActor:
+    """A replica, on the node that Ray chose. The server dies with this process."""
+
+    def __init__(self, plan: str, name: str, generation: int) -> None:
+        self._plan = EnginePlan.model_validate_json(plan)
+        host = self._plan.listen or ray.util.get_node_ip_address()
+        self._replica = Replica(self._plan, name, generation, host)
+        self._started = False
+
+    async def start(self) -> str:
+        """The node it is on. Repeating is harmless."""
+        if not self._started:
+            self._started = True
+            await self._replica.start()
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def report(self) -> str:
+        return self._replica.report().model_dump_json()
+
+    async def tail(self) -> bytes:
+        return self._replica.tail()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def stop(self) -> None:
+        await self._replica.stop()
+
+
+@dataclass
+class Placed:
+    """A boot of a replica, from the request for its room on."""
+
+    name: str
+    group: Any
+    actor: Any
+
+    async def start(self) -> str:
+        return str(await self.actor.start.remote())
+
+    async def report(self) -> ReplicaReport:
+        return ReplicaReport.model_validate_json(await self.actor.report.remote())
+
+    async def tail(self) -> bytes:
+        found: bytes = await self.actor.tail.remote()
+        return found
+
+    async def stop(self) -> None:
+        await self.actor.stop.remote()
+
+    def release(self) -> None:
+        """Kill the actor, whatever it does, and give its room back."""
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self.actor)
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.util.remove_placement_group(self.group)
+
+
+def place(plan: EnginePlan, name: str, generation: int, target: str | None) -> Placed:
+    """Ask for room and start the actor there, when there is some. `target`: preferred node."""
+    group = placement_group(
+        [bundle(plan)],
+        strategy="STRICT_PACK",
+        name=name,
+        lifetime="detached",
+        _soft_target_node_id=target,
+    )
+    actor = (
+        ray.remote(ReplicaActor)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",  # outlives the manager, which finds it again by name
+            max_restarts=0,  # a restart is a new generation, and only the manager gives those
+            num_cpus=plan.cpus_per_replica,
+            num_gpus=plan.gpus_per_replica,
+            max_concurrency=16,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+        )
+        .remote(plan.model_dump_json(), name, generation)
+    )
+    return Placed(name, group, actor)
+
+
+def find(name: str) -> Placed | None:
+    """A boot that an earlier manager placed."""
+    try:
+        return Placed(
+            name, ray.util.get_placement_group(name), ray.get_actor(name, namespace=NAMESPACE)
+        )
+    except ValueError:
+        return None
+
+
+def names() -> list[str]:
+    """All named actors of ours, alive or waiting for room."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return [one["name"] for one in found if one["namespace"] == NAMESPACE]
+
+
+def bundle(plan: EnginePlan) -> dict[str, float]:
+    wanted = {"CPU": plan.cpus_per_replica, "GPU": float(plan.gpus_per_replica)}
+    return {name: amount for name, amount in wanted.items() if amount} or {"CPU": 0.001}
+
+
+def emptiest(plan: EnginePlan, taken: Iterable[str], draining: Mapping[str, int]) -> str | None:
+    """The node that can hold the replica and has the fewest; replicas spread as nodes come."""
+    needed, used = bundle(plan), Counter(taken)
+    fit = [
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"]
+        and node["NodeID"] not in draining
+        and all(node["Resources"].get(name, 0.0) >= amount for name, amount in needed.items())
+    ]
+    return min(fit, key=lambda node: (used[node], node), default=None)
+
+
+def draining_nodes() -> dict[str, int]:
+    """Nodes with a notice, and their deadline in Unix milliseconds (0: none). Private API of Ray,
+    which its own libraries poll too."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
+
+    address = ray.get_runtime_context().gcs_address
+    found: dict[str, int] = GcsClient(address=address).get_draining_nodes()
+    return found

@@ -1,0 +1,189 @@
+"""Engines on real Ray nodes that are killed: run by `make test-serving` (slow)."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from perdure.gateway.base import Completion
+from perdure.gateway.engines.pool import EnginePool
+from perdure.gateway.engines.wire import new_client
+from perdure.gateway.tokenizers import load_tokenizer
+from perdure.serving.state import EngineState
+from tests.serving.conftest import PATIENCE_S, Pool, engine_pid
+
+TOKENIZER = load_tokenizer("qwen3")
+PROMPT = [
+    *TOKENIZER.encode_plain("The task."),
+    TOKENIZER.convert_tokens_to_ids("<|im_start|>"),
+    *TOKENIZER.encode_plain("assistant\n"),
+]
+SAMPLING: dict[str, Any] = {"max_tokens": 4000, "temperature": 0.0, "stop_token_ids": [151_645]}
+
+
+@asynccontextmanager
+async def gateway(pool: Pool) -> AsyncIterator[EnginePool]:
+    """What a gateway uses engines with, on the roster of the same home."""
+    async with new_client() as client:
+        engines = EnginePool(pool.roster, client, poll_s=0.1, hang_s=5.0)
+        await engines.start()
+        try:
+            yield engines
+        finally:
+            await engines.aclose()
+
+
+async def serving(engines: EnginePool, count: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while sum(seat.record.serves for seat in engines.seats.values()) != count:
+            await asyncio.sleep(0.05)
+
+
+def ask(engines: EnginePool, session: str) -> "asyncio.Task[Completion]":
+    return asyncio.ensure_future(
+        engines.generate(PROMPT, SAMPLING, session_id=session, request_id=f"{session}-0")
+    )
+
+
+async def test_replicas_spread_and_a_lost_node_costs_no_answer(pool: Pool) -> None:
+    """Two nodes hold one replica each; one is killed under load: every call is answered whole, and
+    a new node gets the replacement as a new generation."""
+    nodes = [pool.add_node(), pool.add_node()]
+    await pool.apply(replicas=2)
+    before = await pool.joined(2)
+    assert len({replica.node for replica in before}) == 2
+
+    async with gateway(pool) as engines:
+        await serving(engines, 2)
+        calls = [ask(engines, f"s{number}") for number in range(4)]
+        while not all(seat.running for seat in engines.seats.values()):
+            await asyncio.sleep(0.02)
+        lost = next(one for one in before if one.node == nodes[0].node_id)
+        server = os.pidfd_open(engine_pid(pool, lost))
+        pool.cluster.remove_node(nodes[0], allow_graceful=False)
+
+        answers = await asyncio.gather(*calls)
+
+        assert len({tuple(answer.token_ids) for answer in answers}) == 1
+        assert select.select([server], [], [], PATIENCE_S)[0], "the killed node's engine runs on"
+        os.close(server)
+        pool.add_node()
+        await pool.until(
+            lambda now: all(
+                one.engine and one.generation != lost.generation for one in now.replicas
+            )
+        )
+        await serving(engines, 2)
+
+
+async def test_a_killed_actor_leaves_no_engine_behind(pool: Pool) -> None:
+    """SIGKILL of the actor's process ends its server, and the place is filled anew."""
+    pool.add_node()
+    await pool.apply(replicas=1)
+    (first,) = await pool.joined(1)
+    server = os.pidfd_open(engine_pid(pool, first))
+
+    os.kill(await pool.actor_pid(first), signal.SIGKILL)
+
+    assert select.select([server], [], [], PATIENCE_S)[0]
+    os.close(server)
+    await pool.until(lambda now: now.replicas[0].engine and now.replicas[0].generation > 1)
+
+
+async def test_a_model_that_does_not_fit_is_told_and_not_tried_again(pool: Pool) -> None:
+    """The place is given up with the verdict; the log's end can be read."""
+    pool.add_node()
+    words = "ValueError: No available memory for the cache blocks."
+    command = (sys.executable, "-c", f"raise SystemExit({words!r})")
+
+    await pool.apply(replicas=1, command=command)
+
+    status = await pool.until(lambda now: now.replicas and now.replicas[0].state == "given up")
+    assert "KV cache for 0 sequences" in status.replicas[0].reason
+    assert words.encode() in await pool.actor.tail.remote(0)
+
+
+async def test_a_drain_notice_moves_the_replica_before_the_node_goes(pool: Pool) -> None:
+    """A node with a preemption notice gives its sessions up and is replaced by another node."""
+    leaving = pool.add_node()
+    await pool.apply(replicas=1)
+    (first,) = await pool.joined(1)
+    pool.add_node()
+    async with gateway(pool) as engines:
+        await serving(engines, 1)
+        call = ask(engines, "s")
+
+        words = [sys.executable, "-m", "ray.scripts.scripts", "drain-node"]
+        words += ["--address", pool.cluster.address, "--node-id", leaving.node_id]
+        words += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+        subprocess.run([*words, "--deadline-remaining-seconds", "60"], check=True)
+
+        await pool.until(
+            lambda now: (
+                now.replicas[0].engine
+                and now.replicas[0].node != first.node
+                and first.engine not in now.managed
+            )
+        )
+        await call
+        assert (await pool.read()).get(first.engine) is None
+
+
+async def test_a_killed_manager_takes_its_replicas_up_again(pool: Pool) -> None:
+    """Ray starts the manager anew; it finds the replica by name, same generation, same process."""
+    pool.add_node()
+    await pool.apply(replicas=1)
+    (first,) = await pool.joined(1)
+    server = engine_pid(pool, first)
+
+    import ray
+
+    ray.kill(pool.actor, no_restart=False)
+
+    (again,) = await pool.joined(1)
+    assert (again.engine, again.generation, engine_pid(pool, again)) == (
+        first.engine,
+        first.generation,
+        server,
+    )
+
+
+async def test_an_engine_that_gateways_found_dead_is_replaced(pool: Pool) -> None:
+    """The pool's verdict on a hung engine, whose health route still answers, ends that boot."""
+    pool.add_node()
+    await pool.apply(replicas=1)
+    (first,) = await pool.joined(1)
+    server = os.pidfd_open(engine_pid(pool, first))
+
+    record = (await pool.read()).get(first.engine)
+    assert record is not None
+    await pool.roster.change(lambda now: now.having(record.to(EngineState.DEAD, "it hangs")))
+
+    assert select.select([server], [], [], PATIENCE_S)[0]
+    os.close(server)
+    await pool.until(
+        lambda now: now.replicas[0].engine and now.replicas[0].generation > first.generation
+    )
+
+
+@pytest.mark.parametrize("count", [0])
+async def test_wanting_fewer_ends_replicas(pool: Pool, count: int) -> None:
+    """`--replicas 0` drains what runs; nothing of it is left in the pool."""
+    pool.add_node()
+    await pool.apply(replicas=1)
+    (first,) = await pool.joined(1)
+    server = os.pidfd_open(engine_pid(pool, first))
+
+    async with gateway(pool):
+        await pool.apply(replicas=count)
+        await pool.until(lambda now: not now.managed)
+
+    assert select.select([server], [], [], PATIENCE_S)[0]
+    os.close(server)
