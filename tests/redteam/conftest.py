@@ -12,7 +12,7 @@ from perdure.registry import SANDBOXES, load
 from perdure.sandboxes.base import ExecResult, Sandbox, SandboxProvider, SandboxSpec
 from perdure.types import Limits
 
-PROVIDERS = [name for name in ("bubblewrap", "podman", "docker") if name in SANDBOXES]
+PROVIDERS = [name for name in ("bubblewrap", "podman") if name in SANDBOXES]
 LIMITS = Limits(memory_mb=256, cpus=1, pids=64, disk_mb=16, output_mb=1)
 SPEC = SandboxSpec(workdir="/testbed", limits=LIMITS)
 
