@@ -20,6 +20,7 @@ from perdure.instances.repository import commit_all
 from perdure.sandboxes.base import Mount, Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.local import LocalProvider
+from perdure.sandboxes.podman import PodmanProvider
 from perdure.testing.grader_contract import (
     BASE,
     FAIL_TO_PASS,
@@ -287,6 +288,26 @@ async def test_captured_fix_is_resolved(make_sandbox: MakeSandbox, tmp_path: Pat
     assert graded.grade.outcome is Outcome.RESOLVED, graded.grade.reason
     assert b"passed" in graded.log
     assert (graded.junit or b"").startswith(b"<?xml")
+
+
+async def test_captured_fix_is_resolved_in_podman(tmp_path: Path) -> None:
+    """The same whole way with containers: another provider changes nothing about the verdict."""
+    provider = PodmanProvider(tmp_path / "home")
+    if missing := provider.check():
+        pytest.skip(missing[0])
+    tree = tmp_path / "tiny"
+    tree.mkdir()
+    make_repository(tree)
+    base_git = Mount(tree / ".git", BASE_GIT)
+    async with await _boot(provider, tree, mounts=(base_git,)) as sandbox:
+        for name, content in GOLD.items():
+            assert content is not None
+            await sandbox.write_file(name, content)
+        captured = await capture(sandbox, BASE_GIT)
+    async with await _boot(provider, tree, "grade") as sandbox:
+        graded = await SwebenchGrader().grade(sandbox, tiny_instance(), captured.data, timeout_s=60)
+
+    assert graded.grade.outcome is Outcome.RESOLVED, graded.grade.reason
 
 
 @pytest.mark.parametrize(

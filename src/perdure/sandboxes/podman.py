@@ -113,6 +113,8 @@ class PodmanProvider(BubblewrapProvider):
             *([] if spec.image and not spec.tree else [Mount(disk / "tree", spec.workdir, True)]),
             *sorted(spec.mounts, key=lambda mount: mount.target.count("/")),
         ]
+        # podman refuses two at one target; the spec's wins
+        volumes = {mount.target: _volume(mount) for mount in mounts}.values()
         network = "host" if spec.network is Network.HOST else "none"
         return [
             *("/usr/bin/env", f"PERDURE_BOX={box.path}", *_variables(), *_podman()),
@@ -123,7 +125,7 @@ class PodmanProvider(BubblewrapProvider):
             *("--security-opt", "no-new-privileges", "--cap-drop", "all"),
             *ULIMITS,
             *([] if spec.image else ["--read-only", "--read-only-tmpfs=false"]),
-            *(part for mount in mounts for part in ("--volume", _volume(mount))),
+            *(part for volume in volumes for part in ("--volume", volume)),
             *("--rootfs", str(disk / "root"), "/bin/bash", "-c", INIT),
         ]
 
