@@ -6,6 +6,7 @@ name: it may die at any moment, and so may every node.
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -141,6 +142,9 @@ class EngineManager:
             slot.given_up, slot.deaths, slot.not_before = False, 0, 0.0
             if not same and slot.boot is not None:
                 await self._drain(slot, time.time() + DRAIN_S)
+
+    async def pid(self) -> int:
+        return os.getpid()
 
     async def status(self) -> str:
         return self._picture().model_dump_json()
