@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, resources
@@ -21,6 +22,7 @@ from uuid import uuid4
 
 from perdure.errors import ConfigurationError, ControlPlaneError, NotFound, OutcomeUnknown
 from perdure.sandboxes.base import (
+    ExecResult,
     ExecState,
     ExecStatus,
     Network,
@@ -87,21 +89,44 @@ class E2BSandbox(Sandbox):
         stdin: bytes | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        if user not in (None, "agent", "root"):
-            raise ConfigurationError(f"user={user!r}: this sandbox has 'agent' and 'root'")
-        _check_argv(argv)
-        _check_exec_id(exec_id)
         await self._guest(
             "start",
-            exec_id=exec_id,
-            argv=list(argv),
-            digest=argv_digest(argv),
-            env=dict(_checked(env or {})),
-            cwd=cwd,
-            root=user == "root",
-            stdin=base64.b64encode(stdin).decode() if stdin is not None else None,
-            timeout=timeout_s,
+            **_order(exec_id, argv, env=env, cwd=cwd, user=user, stdin=stdin, timeout_s=timeout_s),
         )
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        user: str | None = None,
+        check: bool = False,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        """As everywhere, in one call where the command is short and says little."""
+        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
+        exec_id = f"x-{uuid4().hex}"
+        order = _order(exec_id, argv, env=env, cwd=cwd, user=user, stdin=None, timeout_s=timeout)
+        found = await self._guest("run", seconds=WATCH_S, **order)
+        status = _status(found)
+        if not status.done:
+            status = await self.wait(exec_id)
+        out, err = [
+            await self._rest(exec_id, stream, found.get(name))
+            for stream, name in (("stdout", "out"), ("stderr", "err"))
+        ]
+        if check and not status.ok:
+            tail = (err or out)[-2000:].decode("utf-8", "replace")
+            raise RuntimeError(f"{shlex.join(argv)[:200]} ended as {status}: {tail}")
+        return ExecResult(status, out, err)
+
+    async def _rest(self, exec_id: str, stream: Any, begun: Mapping[str, Any] | None) -> bytes:
+        """A whole output of which `begun` may be the beginning."""
+        data = _bytes_of(begun) if begun is not None else b""
+        if begun is not None and begun["size"] <= len(data):
+            return data
+        return data + await self.output(exec_id, stream, len(data))
 
     async def poll(self, exec_id: str) -> ExecStatus:
         _check_exec_id(exec_id)
@@ -286,10 +311,7 @@ class E2BSandbox(Sandbox):
 
     async def _piece(self, op: str, offset: int, size: int, order: Mapping[str, Any]) -> bytes:
         answer = await self._guest_once(op, offset=offset, limit=size, **order)
-        data = base64.b64decode(answer["data"])
-        if hashlib.sha256(data).hexdigest() != answer["sha256"]:
-            raise ControlPlaneError(f"E2B: {op}: bytes were damaged on the way")
-        return data
+        return _bytes_of(answer)
 
     async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         return await again(lambda: self._once(what, call))
@@ -567,6 +589,39 @@ class E2BProvider(SandboxProvider):
 
 def _command(call: Mapping[str, Any]) -> str:
     return f"python3 -I {GUEST} call:{base64.b64encode(json.dumps(call).encode()).decode()}"
+
+
+def _order(
+    exec_id: str,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None,
+    cwd: str | None,
+    user: str | None,
+    stdin: bytes | None,
+    timeout_s: float | None,
+) -> dict[str, Any]:
+    if user not in (None, "agent", "root"):
+        raise ConfigurationError(f"user={user!r}: this sandbox has 'agent' and 'root'")
+    _check_argv(argv)
+    _check_exec_id(exec_id)
+    return {
+        "exec_id": exec_id,
+        "argv": list(argv),
+        "digest": argv_digest(argv),
+        "env": dict(_checked(env or {})),
+        "cwd": cwd,
+        "root": user == "root",
+        "stdin": base64.b64encode(stdin).decode() if stdin is not None else None,
+        "timeout": timeout_s,
+    }
+
+
+def _bytes_of(answer: Mapping[str, Any]) -> bytes:
+    data = base64.b64decode(answer["data"])
+    if hashlib.sha256(data).hexdigest() != answer["sha256"]:
+        raise ControlPlaneError("E2B: bytes were damaged on the way")
+    return data
 
 
 def _status(found: Mapping[str, Any]) -> ExecStatus:

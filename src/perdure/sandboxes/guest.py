@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
 import fcntl
 import hashlib
 import json
 import os
 import pwd
 import resource
-import shutil
 import signal
 import sys
-import tarfile
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,6 +31,7 @@ MARK = "perdure-answer:"
 STATE = os.path.dirname(os.path.abspath(__file__))
 LAUNCH_GRACE_S = 10.0
 TICK_S = 0.05
+INLINE = 1 << 18
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -70,6 +68,8 @@ def hello() -> Answer:
 
 def unpack(archive: str, target: str, sha256: str, owned: bool) -> Answer:
     """Unpack an uploaded archive at `target`, once. `owned`: it belongs to the agent."""
+    import tarfile  # late, as others here: every call starts an interpreter
+
     with locked("setup"):
         done = state("unpacked", hashlib.sha256(target.encode()).hexdigest())
         if os.path.exists(done):
@@ -134,12 +134,24 @@ def start(  # noqa: PLR0917
         try:
             os.rename(draft, folder)
         except OSError:
+            import shutil
+
             shutil.rmtree(draft)
     if order_of(folder)["digest"] != digest:
         raise Refused("argv", "it was started with another argv")
     if process_of(folder) is None:
         launch(folder)
     return {}
+
+
+def run(seconds: float, **order: Any) -> Answer:
+    """Start, wait a while, and bring the beginning of its output: one call for a short command."""
+    start(**order)
+    found = dict(wait(order["exec_id"], seconds))
+    if found["state"] != "running":
+        for stream in ("out", "err"):
+            found[stream] = output(order["exec_id"], stream, 0, INLINE)
+    return found
 
 
 def launch(folder: str) -> None:
@@ -167,6 +179,8 @@ def supervise(folder: str) -> None:
     except FileExistsError:
         return
     os.chdir("/")
+    import ctypes
+
     # whatever it leaves behind, in whatever session, becomes this process's child
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.write(guard, f"{os.getpid()} {start_time(os.getpid())}\n".encode())
@@ -417,6 +431,8 @@ def place(
             with open(draft, "wb") as file:
                 file.write(base64.b64decode(data or ""))
         else:
+            import shutil
+
             shutil.copyfile(staged, draft)
         verify(draft, sha256)
         give(draft)
@@ -592,6 +608,7 @@ OPERATIONS: Any = {
     "poll": poll,
     "read": read_file,
     "ready": ready,
+    "run": run,
     "signal": send_signal,
     "start": start,
     "unpack": unpack,
