@@ -1,6 +1,7 @@
 """Real Ray nodes on this host, each a raylet that can be killed; engines are scripted ones."""
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -78,7 +79,8 @@ class Pool:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while True:
-                    status = await self.status()
+                    with contextlib.suppress(ray.exceptions.RayError):  # it was killed just now
+                        status = await self.status()
                     if holds(status):
                         return status
                     await asyncio.sleep(0.1)

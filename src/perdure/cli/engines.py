@@ -103,7 +103,8 @@ async def _up(
     from perdure.serving import manager
 
     if connected.local and not plan.listen:
-        plan = plan.model_copy(update={"listen": cluster.LOOPBACK})
+        folder = str(settings.home.absolute() / "logs" / "engines")
+        plan = plan.model_copy(update={"listen": cluster.LOOPBACK, "folder": folder})
     if connected.dashboard:
         say(f"Ray dashboard {connected.dashboard}")
     actor = manager.get_or_start(settings, key, connected.dashboard)
@@ -282,6 +283,12 @@ async def _tail(settings: Settings, replica: int, address: str) -> bytes:
         raise NotFound(f"no replicas: `{me()} engines up --model M` starts some")
     said: bytes = await actor.tail.remote(replica)
     return said
+
+
+def any_known(settings: Settings) -> bool:
+    """Whether the home's pool has engines, whatever the settings name."""
+    roster = asyncio.run(_roster(settings).read())
+    return any(not record.removed for record in roster.engines)
 
 
 def _roster_key(settings: Settings) -> str:

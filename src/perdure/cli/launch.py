@@ -10,6 +10,7 @@ import click
 
 from perdure.cli import follow, render, results, source, stack
 from perdure.cli.console import answer, me, print_table, say
+from perdure.cli.engines import any_known
 from perdure.cli.request import Options, build, check, instances_of, needs_model
 from perdure.cli.sandboxes import ready_provider
 from perdure.cli.session import Session, connect
@@ -78,7 +79,7 @@ def make_ready(settings: Settings, request: RunRequest) -> None:
     agent = str(request.rollout.get("agent", "mini_swe_agent"))
     ready_provider(settings, str(request.rollout.get("sandbox", "bubblewrap")))
     state, _ = stack.ensure_up(settings)
-    if needs_model(agent):
+    if needs_model(agent) and (state.engine or not any_known(settings)):
         check_engine(state.engine, agent)
 
 
