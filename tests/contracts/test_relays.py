@@ -4,8 +4,11 @@ Real parts: a bubblewrap sandbox without a network, a gateway, an engine that co
 """
 
 import asyncio
+import hashlib
 import json
+import random
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,12 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from perdure.errors import AgentError, ConfigurationError
+from perdure.gateway.server import NO_GRACE, make_server
 from perdure.sandboxes import relay as relay_module
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.relay import CARRIERS, CarrierName, Relay, exec_id_of
+from perdure.sandboxes.relay_carriers import DialCarrier
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 
@@ -55,6 +64,57 @@ with concurrent.futures.ThreadPoolExecutor(32) as pool:
     print(json.dumps(list(pool.map(stubborn, range(ask.get("count", 1))))))
 """
 
+RAW_CLIENT = """
+import hashlib, http.client, random, sys
+port, path, seed, size, chunked = int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+body = random.Random(seed).randbytes(size)
+connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+parts = (body[at:at + 70001] for at in range(0, size, 70001)) if chunked else body
+connection.request("POST", path, parts, encode_chunked=bool(chunked),
+                   headers={"transfer-encoding": "chunked"} if chunked else {})
+print(hashlib.sha256(connection.getresponse().read()).hexdigest())
+"""
+
+
+class Upstream:
+    """In the gateway's place: keeps every body as it came, and answers bytes that are no text."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.bodies: list[bytes] = []
+        self.answer = random.Random(7).randbytes((3 << 20) + 11)
+
+    async def _whole(self, request: Request) -> Response:
+        self.bodies.append(await request.body())
+        return Response(self.answer)
+
+    async def _streamed(self, request: Request) -> Response:
+        self.bodies.append(await request.body())
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield self.answer[:1]
+            for at in range(1, len(self.answer), 99991):
+                yield self.answer[at : at + 99991]
+
+        return StreamingResponse(parts())
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["Upstream"]:
+        routes = [
+            Route("/healthz", lambda _: PlainTextResponse("ok")),
+            Route("/v1/whole", self._whole, methods=["POST"]),
+            Route("/v1/streamed", self._streamed, methods=["POST"]),
+        ]
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = make_server(Starlette(routes=routes), timeout_graceful_shutdown=NO_GRACE)
+        task = asyncio.create_task(server.serve([listener]))
+        try:
+            yield self
+        finally:
+            server.stop()
+            await task
+
 
 class Stand:
     """One sandbox with its network closed, beside a gateway it cannot see."""
@@ -67,14 +127,8 @@ class Stand:
 
     @asynccontextmanager
     async def relay(self, carrier: CarrierName, **options: Any) -> AsyncIterator[Relay]:
-        relay = Relay(
-            self.sandbox,
-            carrier,
-            gateway_url=self.gateway.url,
-            session_key=self.key,
-            near=True,
-            **options,
-        )
+        options = {"gateway_url": self.gateway.url, "near": True, **options}
+        relay = Relay(self.sandbox, carrier, session_key=self.key, **options)
         async with relay:
             self.port = int(relay.url.rsplit(":", 1)[1])
             yield relay
@@ -148,8 +202,29 @@ async def test_plain_and_streamed_answers_pass(stand: Stand, carrier: CarrierNam
     assert (streamed, events.rstrip().splitlines()[-1]) == (200, "data: [DONE]")
 
 
-async def test_large_requests_pass(stand: Stand, carrier: CarrierName) -> None:
-    """A request of a megabyte arrives whole: the gateway reads it, and says that it is too long."""
+@pytest.mark.parametrize("path", ["/v1/whole", "/v1/streamed"])
+@pytest.mark.parametrize("chunked", [0, 1], ids=["length", "chunks"])
+async def test_bodies_pass_byte_for_byte(
+    stand: Stand, carrier: CarrierName, path: str, chunked: int
+) -> None:
+    """A megabyte there and three back, whole or in parts, are the bytes that were sent."""
+    seed, size = 3, (1 << 20) + 5
+    async with (
+        Upstream().serving() as upstream,
+        stand.relay(carrier, gateway_url=upstream.url),
+    ):
+        words = [str(word) for word in (stand.port, path, seed, size, chunked)]
+        await stand.sandbox.start("raw", ["python3", "-c", RAW_CLIENT, *words], timeout_s=LONG_S)
+        status = await stand.sandbox.wait("raw", LONG_S)
+        read = (await stand.sandbox.output("raw")).decode().strip()
+
+    assert status.ok
+    assert upstream.bodies == [random.Random(seed).randbytes(size)]
+    assert read == hashlib.sha256(upstream.answer).hexdigest()
+
+
+async def test_large_requests_reach_the_gateway(stand: Stand, carrier: CarrierName) -> None:
+    """The gateway reads a request of a megabyte, and says that it is too long."""
     async with stand.relay(carrier):
         [(status, text)] = await stand.ask(pad=1 << 20)
 
@@ -199,6 +274,51 @@ def _noting(asked: list[str]) -> Any:
         asked.append(request.url.path)
 
     return note
+
+
+async def test_later_of_two_watchers_keeps_the_line(stand: Stand) -> None:
+    """Two that dial one relay do not cut each other off for ever: the later one asks every call."""
+    async with stand.relay("dial") as earlier, stand.relay("dial") as later:
+        refused = _second_try(earlier)
+        asked_by: dict[str, list[str]] = {"earlier": [], "later": []}
+        earlier._gateway.event_hooks["request"].append(_noting(asked_by["earlier"]))
+        later._gateway.event_hooks["request"].append(_noting(asked_by["later"]))
+        await stand.start("first")
+        await stand.answers("first")
+        await asyncio.wait_for(refused.wait(), LONG_S)
+        await stand.start("second", count=3)
+        await stand.answers("second")
+
+    assert asked_by == {"earlier": [], "later": ["/v1/chat/completions"] * 4}
+
+
+async def test_earlier_watcher_serves_again_when_the_later_has_gone(stand: Stand) -> None:
+    """Cut off is not given up: when nobody else is connected the earlier watcher goes on."""
+    async with stand.relay("dial") as earlier:
+        refused = _second_try(earlier)
+        async with stand.relay("dial"):
+            await stand.start("first")
+            await stand.answers("first")
+            await asyncio.wait_for(refused.wait(), LONG_S)
+        [(status, text)] = await stand.ask(pad=1)
+
+    assert (status, stand.engine.stats().calls) == (200, 2), text
+
+
+def _second_try(relay: Relay) -> asyncio.Event:
+    """Set when a carrier that was cut off has tried to connect again, whatever came of it."""
+    carrier, tried = relay._carrier, asyncio.Event()
+    assert isinstance(carrier, DialCarrier)
+    connect = carrier._connect
+
+    async def noted() -> tuple[asyncio.StreamReader, int]:
+        try:
+            return await connect()
+        finally:
+            tried.set()
+
+    carrier._connect = noted  # type: ignore[method-assign]
+    return tried
 
 
 async def test_killed_relay_is_started_again(stand: Stand, carrier: CarrierName) -> None:

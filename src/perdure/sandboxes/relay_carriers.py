@@ -208,7 +208,10 @@ async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
 
 
 class DialCarrier:
-    """One connection into the sandbox, made again whenever it breaks."""
+    """One connection into the sandbox, made again whenever it breaks.
+
+    Refused while a later watcher is connected; then it asks again, ever more rarely.
+    """
 
     name: ClassVar[str] = "dial"
 
@@ -218,6 +221,10 @@ class DialCarrier:
         self._spool = spool
         self._token = token
         self._offset = 0
+        self._ticket = 0
+        """Given by the relay at the first connection: a later watcher's is higher, and wins."""
+        self._unheard: list[Heard] = []
+        """Read, and not yet handed on; a connection that breaks does not lose it."""
         self._writer: asyncio.StreamWriter | None = None
 
     async def batches(self) -> AsyncIterator[list[Heard]]:
@@ -250,6 +257,7 @@ class DialCarrier:
             "Upgrade": "perdure-relay",
             "X-Perdure-Token": self._token,
             "X-Perdure-Offset": str(self._offset),
+            "X-Perdure-Ticket": str(self._ticket),
             **headers,
         }
         asking = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
@@ -259,28 +267,29 @@ class DialCarrier:
         answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
         if answer[0].split()[1:2] != ["101"]:
             raise ValueError(f"the relay answered {answer[0]!r}")
-        sizes = [line.split(":")[1] for line in answer if line.startswith("x-perdure-size:")]
-        return reader, int(sizes[0])
+        fields = dict(line.split(":", 1) for line in answer[1:] if ":" in line)
+        self._ticket = int(fields.get("x-perdure-ticket", 0))
+        return reader, int(fields.get("x-perdure-size", 0))
 
     async def _read(self, reader: asyncio.StreamReader, size: int) -> AsyncIterator[list[Heard]]:
-        batch = [Heard({"dialled": True})]
+        self._unheard.append(Heard({"dialled": True}))
         while True:
-            if self._offset >= size and batch:
+            if self._offset >= size and self._unheard:
+                batch, self._unheard = self._unheard, []
                 yield batch
-                batch = []
             async with asyncio.timeout(SILENCE_S):
                 offset, length, body_length = map(int, (await reader.readuntil(b"\n")).split())
                 if length > LARGEST_LINE or not 0 <= body_length <= LARGEST_BODY:
                     raise ValueError("a frame is too large")
                 line = await reader.readexactly(length)
                 body = await reader.readexactly(body_length) if body_length else None
-            if not length:
-                continue
+            if not offset:
+                continue  # it lives, and has nothing to say
             if not self._offset < offset <= LARGEST_LOG:
                 raise ValueError("the log goes backwards, or never ends")
             self._offset = offset
-            if (fields := as_object(line)) is not None:
-                batch.append(Heard(fields, body))
+            if length and (fields := as_object(line)) is not None:
+                self._unheard.append(Heard(fields, body))
 
     def _hang_up(self) -> None:
         if self._writer is not None:

@@ -107,6 +107,7 @@ class Relay:
         self.token = os.environ.get("PERDURE_RELAY_TOKEN", "")
         self.calls: dict[str, Call] = {}
         self.dialled: object | None = None
+        self._tickets = 0
         self._budget = inline_budget
         self._lock = threading.Lock()
         self._waiting = threading.Event()
@@ -172,6 +173,20 @@ class Relay:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         return bool(names)
+
+    def admit(self, host: object, ticket: int) -> int:
+        """The ticket of a host that dials in, 0 at its first time; the one before is cut off.
+
+        Of two that watch at once the later keeps the connection, else they would cut each other
+        off for ever. Raises: BlockingIOError while a later one is connected.
+        """
+        with self.log.grown:
+            if ticket and ticket < self._tickets and self.dialled is not None:
+                raise BlockingIOError
+            self._tickets = max(self._tickets, ticket or self._tickets + 1)
+            self.dialled = host
+            self.log.grown.notify_all()
+            return ticket or self._tickets
 
     def check(self, port: int) -> None:
         """The whole way once: through our own listener, the host and the gateway, and back."""
@@ -304,11 +319,16 @@ class Handler(BaseHTTPRequestHandler):
         if not relay.token or not hmac.compare_digest(given.encode(), relay.token.encode()):
             return self._refuse(404, "no such path")
         offset = int(self.headers.get("x-perdure-offset", "0"))
-        me = relay.dialled = object()
+        me = object()
+        try:
+            ticket = relay.admit(me, int(self.headers.get("x-perdure-ticket", "0")))
+        except BlockingIOError:
+            return self._refuse(409, "a later host is connected")
         self.send_response_only(101)
         self.send_header("Connection", "Upgrade")
         self.send_header("Upgrade", "perdure-relay")
         self.send_header("X-Perdure-Size", str(relay.log.size))
+        self.send_header("X-Perdure-Ticket", str(ticket))
         self.end_headers()
         threading.Thread(target=self._tell, args=(relay, offset, me), daemon=True).start()
         try:
@@ -329,7 +349,7 @@ class Handler(BaseHTTPRequestHandler):
                 log.seek(offset)
                 while relay.dialled is me:
                     with relay.log.grown:
-                        if relay.log.size <= offset:
+                        if relay.log.size <= offset and relay.dialled is me:
                             relay.log.grown.wait(BEAT_S)
                         idle = relay.log.size <= offset
                     if idle:
@@ -337,9 +357,7 @@ class Handler(BaseHTTPRequestHandler):
                         continue
                     line = log.readline()
                     offset += len(line)
-                    frame = _frame(relay, offset, line)
-                    if frame:
-                        self.wfile.write(frame)
+                    self.wfile.write(_frame(relay, offset, line))
         except OSError:
             pass
         with contextlib.suppress(OSError):
@@ -357,7 +375,7 @@ def _chunk(body: bytes) -> bytes:
 
 
 def _frame(relay: Relay, offset: int, line: bytes) -> bytes:
-    """Empty for what others wrote into our log."""
+    """Without a line for what others wrote into our log."""
     try:
         fields, body = json.loads(line), b""
         if "size" in fields:
@@ -367,7 +385,7 @@ def _frame(relay: Relay, offset: int, line: bytes) -> bytes:
             ):
                 body = file.read()  # else answered long ago
     except (ValueError, TypeError, KeyError, RecursionError, OSError):
-        return b""
+        return b"%d 0 0\n" % offset
     return b"%d %d %d\n%s%s" % (offset, len(line), len(body), line, body)
 
 
