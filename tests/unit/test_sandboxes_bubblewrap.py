@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures.thread  # noqa: F401  # not importable later, as nobody
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -278,6 +279,30 @@ async def test_killed_keeper_takes_its_helpers_along(
 
 
 # -- limits ---------------------------------------------------------------------------------------
+
+
+async def test_expired_sandbox_ends_by_itself(provider: BubblewrapProvider) -> None:
+    """At its deadline a sandbox and its commands are gone, with no worker and no reaper alive."""
+    box = await provider.create(replace(SPEC, ttl_s=2.0), "expires")
+    await box.start("long", ["sleep", "infinity"])
+
+    status = await box.wait("long", timeout_s=60)
+
+    assert (status.state, status.cause) == (ExecState.KILLED, "sandbox")
+    with pytest.raises(SandboxLost):
+        await provider.attach("expires")
+
+
+async def test_sandbox_without_its_folder_ends_by_itself(
+    provider: BubblewrapProvider, box: BubblewrapSandbox
+) -> None:
+    """Whoever removes a home by hand leaves no sandbox running in it."""
+    keeper = box.box.keeper
+    assert keeper is not None
+
+    shutil.rmtree(box.box.path)
+
+    assert await ended(keeper, 60)
 
 
 @pytest.mark.parametrize("place", ["/testbed", "/tmp", "/home/agent", "/dev/shm"])

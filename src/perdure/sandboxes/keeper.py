@@ -21,6 +21,9 @@ DYING_S = 0.05
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 """At `disk/dev` of a sandbox with namespaces: the host's own nodes, usable and unchangeable."""
 
+LOOK_S = 5.0
+"""How often a keeper asks whether its sandbox may live on."""
+
 _SAVE_AGAIN_S = 0.5
 
 
@@ -107,6 +110,7 @@ class Keeper:
         self._deadlines: list[tuple[float, _Command]] = []
         self._undecided: list[tuple[float, _Command]] = []
         self._unsaved: list[tuple[int, bytes]] = []
+        self._look_at = 0.0
 
     # -- boot -----------------------------------------------------------------------------------
 
@@ -222,12 +226,14 @@ class Keeper:
             self._decide()
             self._enforce_deadlines()
             self._save()
+            if self._look_at <= monotonic():
+                self._leave_when_expired()
 
-    def _pause_ms(self) -> int | None:
-        times = [when for when, _ in (*self._deadlines, *self._undecided)]
+    def _pause_ms(self) -> int:
+        times = [self._look_at, *(when for when, _ in (*self._deadlines, *self._undecided))]
         if self._unsaved:
             times.append(monotonic() + _SAVE_AGAIN_S)
-        return max(0, int((min(times) - monotonic()) * 1000) + 1) if times else None
+        return max(0, int((min(times) - monotonic()) * 1000) + 1)
 
     def _handle(self, fd: int) -> None:
         if fd == self._requests:
@@ -372,6 +378,23 @@ class Keeper:
 
     # -- deadlines ------------------------------------------------------------------------------
 
+    def _leave_when_expired(self) -> None:
+        """A sandbox that nobody renewed, or whose folder is gone, ends without anybody's help."""
+        try:
+            with open("deadline") as file:
+                left = float(file.read()) - time()
+        except FileNotFoundError:
+            left = 0.0
+        if left > 0:
+            self._look_at = monotonic() + min(left, LOOK_S)
+            return
+        for command in self._running.values():
+            self._kill_at_once(command)
+        if self._holder:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._holder_fd, signal.SIGKILL)
+        os._exit(0)  # the rest dies with its parent; what is left of the folder is the reaper's
+
     def _enforce_deadlines(self) -> None:
         now = monotonic()
         for when, command in [*self._deadlines]:
@@ -391,12 +414,15 @@ class Keeper:
         """In a process of its own, because what forks as it dies may keep the killer busy."""
         if os.fork() == 0:
             try:
-                if command.group is not None:
-                    _kill_group(command.group)
-                else:
-                    _kill_marked(command)
+                self._kill_at_once(command)
             finally:
                 os._exit(0)
+
+    def _kill_at_once(self, command: _Command) -> None:
+        if command.group is not None:
+            _kill_group(command.group)
+        else:
+            _kill_marked(command)
 
 
 def _become_holder(holder: dict[str, object], life: int, up: int, info: int) -> None:
