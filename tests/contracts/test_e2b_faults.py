@@ -91,6 +91,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         provider.connection = Connection(request_s=3.0)
         await provider.list()  # the key has worked once
         yield Bench(provider, server)
+        assert all(rule.hits for rule in server.faults.rules), "a fault was never met"
         for record in server.sandboxes.all():
             await server.guests.kill(record["id"])
 

@@ -32,7 +32,7 @@ from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, SandboxSpec
 from perdure.sandboxes.box import Box
 from perdure.sandboxes.bubblewrap import BubblewrapProvider, BubblewrapSandbox
-from perdure.testing.faults import CONTROL, Faults, Handler
+from perdure.testing.faults import CONTROL, Faults, Handler, met_rule
 from perdure.types import Limits
 
 ENVD = "0.6.7"
@@ -301,7 +301,7 @@ class E2BServer:
 
     async def _guest(self, request: web.Request) -> tuple[dict[str, Any], BubblewrapSandbox]:
         identity = request.headers.get("E2b-Sandbox-Id", "")
-        rule = request.get("rule")
+        rule = met_rule.get()
         if rule is not None and rule.kill and rule.when == "before":
             await self._end(identity)
         record = self._running(identity)
@@ -394,7 +394,7 @@ class E2BServer:
         pid: int,
         offsets: tuple[int, int],
     ) -> web.StreamResponse:
-        rule = request.get("rule")
+        rule = met_rule.get()
         how = rule.stream if rule is not None else ""
         if rule is not None and rule.when == "after":
             await box.wait(f"p{pid}")  # its answer gets lost, so it is not sent

@@ -10,6 +10,7 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -64,6 +65,10 @@ class Rule:
             return False
         self.hits += 1
         return True
+
+
+met_rule: ContextVar[Rule | None] = ContextVar("met_rule", default=None)
+"""What the request in hand has met: for handlers that break in ways of their own."""
 
 
 class Faults:
@@ -134,7 +139,7 @@ class Faults:
         rule = self.pick(line, caller)
         if rule is None:
             return await handler(request)
-        request["rule"] = rule
+        met_rule.set(rule)
         if rule.when == "before":
             answer = await self.apply(request, rule)
             return answer if answer is not None else await handler(request)
