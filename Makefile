@@ -4,14 +4,15 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
-RUN := $(UV) run --frozen --all-extras
+EXTRAS := --extra laptop --extra e2b --extra doubles
+RUN := $(UV) run --frozen $(EXTRAS)
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: ## uv, the locked environment, bubblewrap
 	@command -v $(UV) >/dev/null || infra/setup/uv $(PYTHON)
-	@$(UV) sync -q --frozen --all-extras
+	@$(UV) sync -q --frozen --inexact $(EXTRAS)
 	@infra/setup/bubblewrap
 
 demo: setup ## real instances, three agents, a result table: under three minutes
@@ -33,7 +34,7 @@ test-vllm: setup ## the engine client against a real vLLM on CPU, in an environm
 	@$(RUN) pytest -rs tests/real/test_vllm.py
 
 test-serving: setup ## engines on real Ray nodes that are killed (slow)
-	@$(RUN) pytest tests/serving
+	@$(RUN) --extra serving pytest tests/serving
 
 test-agents: setup ## every agent from its registry, end to end in a sandbox (slow; downloads once)
 	@$(RUN) pytest tests/agents

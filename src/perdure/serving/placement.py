@@ -139,7 +139,7 @@ def emptiest(plan: EnginePlan, taken: Iterable[str], draining: Mapping[str, int]
 def draining_nodes() -> dict[str, int]:
     """Nodes with a notice, and their deadline in Unix milliseconds (0: none). Private API of Ray,
     which its own libraries poll too."""
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
+    from ray._raylet import GcsClient  # type: ignore[attr-defined, unused-ignore]  # compiled; Ray may be absent
 
     address = ray.get_runtime_context().gcs_address
     found: dict[str, int] = GcsClient(address=address).get_draining_nodes()
