@@ -1,5 +1,6 @@
 """Whole rollouts whose sandbox has no way to the gateway but a relay, and whose worker is killed."""
 
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from perdure.cli import readiness
-from perdure.sandboxes.relay import CARRIERS
+from perdure.errors import NotFound
+from perdure.sandboxes.relay import CARRIERS, exec_id_of
+from perdure.sandboxes.relay_choice import choose_reach
+from perdure.types import Outcome
+from tests import remote_box
 from tests import stack as stacks
+from tests.agents.conftest import TOOLS
 from tests.stack import Process, Stack
 
 pytestmark = pytest.mark.temporal
@@ -25,9 +31,9 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
         yield stack
 
 
-async def start_worker(stack: Stack, carrier: str) -> Process:
+async def start_worker(stack: Stack, carrier: str, **env: str) -> Process:
     spec = stack.plan.worker()
-    spec = replace(spec, env={**spec.env, "PERDURE_GATEWAY_REACH": carrier})
+    spec = replace(spec, env={**spec.env, "PERDURE_GATEWAY_REACH": carrier, **env})
     process = stack.spawn(spec)
     await readiness.wait_for_pollers(stack.client, process.pid)
     return process
@@ -48,3 +54,74 @@ async def test_a_killed_worker_loses_no_relayed_call(stack: Stack, carrier: str)
     stack.engine.let_go()
 
     await stack.solved_once(request)
+
+
+@pytest.mark.registry
+@pytest.mark.parametrize("carrier", CARRIERS)
+async def test_mini_swe_agent_solves_through_a_relay(stack: Stack, carrier: str) -> None:
+    """The unmodified mini-swe-agent from PyPI, its calls carried out by a relay: graded resolved."""
+    await stack.kill_all(*stack.workers)
+    TOOLS.mkdir(parents=True, exist_ok=True)
+    (stack.home / "tools").symlink_to(TOOLS)  # fetched once for all
+    await start_worker(stack, carrier)
+    calls = [
+        {"content": "", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}
+        for command in [*stacks.commands(), "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    ]
+    stack.engine.control(scripts={"default": {"turns": calls}})
+    request = await stack.start(
+        f"mini-{carrier}", agent="mini_swe_agent", agent_options={"client": "direct"}
+    )
+    episode = await stack.episode(request)
+
+    assert (episode.outcome, episode.turns) == (Outcome.RESOLVED, len(calls)), stack.last_words()
+    stack.bought_once(request)
+
+
+async def test_auto_takes_a_relay_where_the_url_does_not_open(stack: Stack) -> None:
+    """A URL that looks routable and fails from inside costs nothing: the calls leave by the relay."""
+    address = address_of_this_host()
+    await stack.kill_all(*stack.workers, stack.gateway)
+    url = await start_gateway_at(stack, address)
+    assert choose_reach("auto", remote_box.RemoteBox(stack.home), url) == "url"
+    await start_worker(stack, "auto", PERDURE_GATEWAY_URL=url)
+    stack.engine.hold(HELD)
+    request = await stack.start("auto", sandbox=remote_box.NAME)
+    await stack.held(request)
+    carriers = await relays_of(stack, stack.identity(request, "agent"))
+    stack.engine.let_go()
+
+    await stack.solved_once(request)
+    assert carriers == ["dial"]
+
+
+def address_of_this_host() -> str:
+    """One that is not loopback; nothing is sent to learn it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this host has no address but loopback")
+        return str(probe.getsockname()[0])
+
+
+async def start_gateway_at(stack: Stack, address: str) -> str:
+    """The gateway's URL there."""
+    spec = stack.plan.gateway()
+    stack.spawn(replace(spec, env={**spec.env, "PERDURE_GATEWAY_HOST": address}))
+    url = f"http://{address}:{stack.plan.addresses.gateway_port}"
+    await readiness.wait_for_http(f"{url}/healthz")
+    return url
+
+
+async def relays_of(stack: Stack, identity: str) -> list[str]:
+    """The carriers whose relay was started in this sandbox."""
+    sandbox = await stack.provider.attach(identity)
+    found: list[str] = []
+    for carrier in CARRIERS:
+        try:
+            await sandbox.poll(exec_id_of(carrier, 1))
+        except NotFound:
+            continue
+        found.append(carrier)
+    return found
