@@ -56,6 +56,7 @@ def commands() -> Iterator[Named]:
             lines = () if code else text.replace("\\\n", " ").splitlines()
             yield from (Named(page, found) for line in lines for found in _in_shell(line))
         prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.M | re.S)
+        prose = re.sub(r"\\\n +", " ", prose)
         indented = re.findall(r"^ {4}(.+)$", prose, re.M)
         yield from (Named(page, found) for line in indented for found in _in_shell(line))
         for found in re.findall(r"`+ ?(perdure(?: [^`]*)?)`", prose):
