@@ -112,7 +112,8 @@ async def test_everything_is_killed_at_once(stack: Stack) -> None:
 
 
 async def test_the_machine_goes_down(stack: Stack) -> None:
-    """Sandboxes die too, as in a reboot: every rollout is solved in its second attempt."""
+    """Sandboxes die too, as in a reboot: every rollout is solved in its second attempt,
+    which replays what the first had bought."""
     requests = await met(stack, "reboot", 3)
     await stack.kill_all(stack.temporal, stack.gateway, *stack.workers)
     for request in requests:
@@ -121,4 +122,4 @@ async def test_the_machine_goes_down(stack: Stack) -> None:
     stack.engine.let_go()
 
     for request in requests:
-        await stack.solved_once(request, attempt=2)
+        await stack.solved_once(request, attempt=2, replayed=3)
