@@ -19,7 +19,7 @@ from benchmarks.peers.base import Peer
 from benchmarks.peers.environments import Unavailable
 from benchmarks.peers.harbor import Harbor
 from benchmarks.peers.mini_swe_agent import MiniSweAgent
-from benchmarks.workplace import workplace
+from benchmarks.scratch import scratch_folder
 
 ENVIRONMENTS = Path(".perdure/bench/environments")
 AGENTS = {
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes: list[Outcome] = []
     skipped: list[str] = []
     with (
-        workplace("perdure-crash-", keep=options.keep) as folder,
+        scratch_folder("perdure-crash-", keep=options.keep) as folder,
         Endpoint.start(folder / "endpoint", toy.script(crash.turns)) as endpoint,
     ):
         for number in range(options.rounds):

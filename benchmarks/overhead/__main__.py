@@ -18,7 +18,7 @@ from benchmarks.peers.base import Peer
 from benchmarks.peers.environments import Unavailable
 from benchmarks.peers.harbor import Harbor
 from benchmarks.peers.mini_swe_agent import MiniSweAgent
-from benchmarks.workplace import workplace
+from benchmarks.scratch import scratch_folder
 
 TURNS = 4
 CACHE = Path(".perdure/bench")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     skipped: list[str] = []
     samples: list[Sample] = []
     with (
-        workplace("perdure-bench-", keep=options.keep) as folder,
+        scratch_folder("perdure-bench-", keep=options.keep) as folder,
         Endpoint.start(folder / "endpoint", toy.script(TURNS)) as endpoint,
     ):
         sides = _sides(options, folder, endpoint, skipped)

@@ -19,7 +19,7 @@ from benchmarks.overhead.report import machine
 from benchmarks.perdure_stack import Home, Stack
 from benchmarks.replay.scripts import HARNESSES, Harness
 from benchmarks.replay.sides import Job, Result, measure
-from benchmarks.workplace import workplace
+from benchmarks.scratch import scratch_folder
 
 HEAD = (
     "agent, commands | sandboxes killed | bought before | not bought again | share | bought in all |"
@@ -29,7 +29,7 @@ HEAD = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    with workplace("pd-replay-", keep=options.keep) as folder:
+    with scratch_folder("pd-replay-", keep=options.keep) as folder:
         results = list(_measured(options, folder))
     if options.json:
         document = {"machine": machine(), "results": [asdict(r) for r in results]}

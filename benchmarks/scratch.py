@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @contextmanager
-def workplace(prefix: str, *, keep: bool) -> Iterator[Path]:
+def scratch_folder(prefix: str, *, keep: bool) -> Iterator[Path]:
     """Ended by SIGTERM, the benchmark still stops what it started and leaves no folder."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix=prefix))
