@@ -26,7 +26,7 @@ PINNED = Pinned(
     ),
     ("3.11", "3.12"),
 )
-SOURCES = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
 PLAYER = Path(__file__).with_name("slime_player.py")
 
 
@@ -38,15 +38,16 @@ class Slime:
         if not (self.checkout / "slime" / "agent" / "trajectory.py").is_file():
             raise Unavailable(f"{self.checkout} is no checkout of {REPOSITORY}")
         self.python = environment(PINNED, root) / "bin" / "python"
+        path = os.pathsep.join(map(str, (self.checkout.resolve(), ROOT / "src", ROOT)))
+        self.variables = {"PATH": os.environ["PATH"], "PYTHONPATH": path}
 
     def captured(self, recording: Path) -> dict[str, int]:
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump([asdict(exchange) for exchange in read(recording)], file)
             file.flush()
-            path = os.pathsep.join(map(str, (self.checkout.resolve(), SOURCES)))
             done = subprocess.run(
                 [str(self.python), "-P", str(PLAYER), file.name],
-                env={"PATH": os.environ["PATH"], "PYTHONPATH": path},
+                env=self.variables,
                 capture_output=True,
                 text=True,
                 check=False,

@@ -10,50 +10,16 @@ are empty modules: slime's types only name them.
 import asyncio
 import json
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.inside_slime import ChatTokenizer  # before anything of slime
 
-class _Empty(types.ModuleType):
-    """A module that has every name."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-for absent in ("torch", "torch.distributed", "ray"):
-    sys.modules[absent] = _Empty(absent)
-
-from aiohttp.test_utils import TestClient, TestServer  # noqa: E402  # after the empty modules
-from renderers import create_renderer  # noqa: E402
-from slime.agent.adapters import common  # noqa: E402
-from slime.agent.adapters.anthropic import AnthropicAdapter  # noqa: E402
-from slime.agent.parsing import ParsedModelOutput  # noqa: E402
-from slime.utils.types import Sample  # noqa: E402
-
-from perdure.gateway.tokenizers import load_tokenizer  # noqa: E402
-
-
-class ChatTokenizer:
-    """Qwen3's vocabulary and template, as slime asks a Hugging Face tokenizer for them."""
-
-    def __init__(self) -> None:
-        self._tokenizer = load_tokenizer("qwen3")
-        self._renderer = create_renderer(self._tokenizer)
-
-    def apply_chat_template(
-        self, messages: Any, *, tools: Any, tokenize: bool, add_generation_prompt: bool
-    ) -> list[int]:
-        rendered = self._renderer.render_ids(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt
-        )
-        return list(rendered)
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode(ids)
+from aiohttp.test_utils import TestClient, TestServer  # isort: skip
+from slime.agent.adapters import common  # isort: skip
+from slime.agent.adapters.anthropic import AnthropicAdapter  # isort: skip
+from slime.agent.parsing import ParsedModelOutput  # isort: skip
+from slime.utils.types import Sample  # isort: skip
 
 
 async def play(exchanges: list[dict[str, Any]]) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import httpx
 
-from benchmarks.capture.slime import SOURCES, Slime
+from benchmarks.capture.slime import Slime
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl, load_secret
 from perdure.settings import Settings
@@ -52,10 +52,8 @@ async def perdure(home: Path, engine_url: str) -> AsyncIterator[Serving]:
 @contextlib.asynccontextmanager
 async def slime(peer: Slime, engine_url: str) -> AsyncIterator[Serving]:
     """slime's own adapter, in its own environment."""
-    path = os.pathsep.join(map(str, (peer.checkout.resolve(), SOURCES)))
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": path}
     argv = [str(peer.python), "-P", str(SLIME_SERVER), engine_url]
-    with _process(argv, environment) as child:
+    with _process(argv, peer.variables) as child:
         yield Serving(f"http://127.0.0.1:{_port(child, b'listens')}", "s", child.pid)
 
 

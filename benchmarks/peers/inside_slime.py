@@ -1,0 +1,46 @@
+"""What slime's adapter needs around it: imported inside slime's environment, before slime.
+
+torch and ray are empty modules, which slime's types only name; the tokenizer is the one Perdure uses,
+behind the two methods that slime asks of it.
+"""
+
+import sys
+import types
+from typing import Any
+
+
+class _Empty(types.ModuleType):
+    """A module that has every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+for absent in ("torch", "torch.distributed", "ray"):
+    sys.modules[absent] = _Empty(absent)
+
+from renderers import create_renderer  # noqa: E402  # after the empty modules
+
+from perdure.gateway.tokenizers import load_tokenizer  # noqa: E402
+
+
+class ChatTokenizer:
+    """Qwen3's vocabulary and template, as slime asks a Hugging Face tokenizer for them."""
+
+    def __init__(self) -> None:
+        self._tokenizer = load_tokenizer("qwen3")
+        self._renderer = create_renderer(self._tokenizer)
+
+    def apply_chat_template(
+        self, messages: Any, *, tools: Any, tokenize: bool, add_generation_prompt: bool
+    ) -> list[int]:
+        self._tokenizer._cached.cache_clear()  # among many rollouts no history stays in it
+        rendered = self._renderer.render_ids(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt
+        )
+        return list(rendered)
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids)
