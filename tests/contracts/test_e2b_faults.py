@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from perdure.errors import ConfigurationError, ControlPlaneError, OutcomeUnknown, SandboxLost
-from perdure.sandboxes import e2b_calls
+from perdure.sandboxes import calls, e2b_calls
 from perdure.sandboxes.base import ExecState, Sandbox, SandboxSpec
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.e2b import Connection, E2BProvider
@@ -180,7 +180,7 @@ async def test_create_whose_outcome_stays_unknown_says_so(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When no answer ever comes the type says look by identity; kill then finds what was made."""
-    monkeypatch.setattr(e2b_calls.again, "__kwdefaults__", {"patience_s": 0.5})
+    monkeypatch.setattr(calls.again, "__kwdefaults__", {"patience_s": 0.5})
     bench.inject(CREATE, when="after", reset=True, times=None)
     with pytest.raises(OutcomeUnknown):
         await bench.provider.create(SPEC, ID)
@@ -315,7 +315,7 @@ async def test_lasting_outage_is_tried_again_later(
 ) -> None:
     """A service that stays down is no lost sandbox: Temporal may ask again."""
     async with bench.box() as box:
-        monkeypatch.setattr(e2b_calls.again, "__kwdefaults__", {"patience_s": 0.3})
+        monkeypatch.setattr(calls.again, "__kwdefaults__", {"patience_s": 0.3})
         bench.inject(EXEC, status=503, times=None)
         with pytest.raises(ControlPlaneError):
             await box.exec("true")

@@ -5,53 +5,31 @@ guest program (`guest`), whose records survive every lost answer. Trees and moun
 """
 
 import asyncio
-import base64
 import contextlib
-import hashlib
-import json
 import math
 import os
 import re
-import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from perdure.errors import ConfigurationError, ControlPlaneError, NotFound, OutcomeUnknown
-from perdure.sandboxes.base import (
-    ExecResult,
-    ExecState,
-    ExecStatus,
-    Network,
-    Sandbox,
-    SandboxInfo,
-    SandboxProvider,
-    SandboxSpec,
-)
+from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.box import check_identity
-from perdure.sandboxes.bubblewrap import ENVIRONMENT, HOME
-from perdure.sandboxes.e2b_calls import Conflict, Missing, again, lost, typed
-from perdure.sandboxes.execs import EXEC_ID, argv_digest
-from perdure.sandboxes.host import _check_argv, _checked
-from perdure.sandboxes.packs import pack
+from perdure.sandboxes.calls import Conflict, Missing, again, lost
+from perdure.sandboxes.e2b_calls import typed
+from perdure.sandboxes.guested import GuestSandbox
+from perdure.sandboxes.service import ServiceProvider
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox
 
 T = TypeVar("T")
 
-FOLDER = "/var/lib/perdure"
-GUEST = f"{FOLDER}/guest.py"
-MARK = "perdure-answer:"
-INLINE_BYTES = 60_000
-"""Longer orders are uploaded: the kernel bounds an argument at 128 KiB."""
-PIECE = 1 << 20
 REQUEST_S = 60.0
-WATCH_S = 5.0
-"""One waiting call; the guest looks by itself meanwhile."""
 MOST_KEYS = 8
 """Idempotency keys tried for one identity: a killed sandbox's key is spent."""
 LIST_LAG_S = 2.0
@@ -71,107 +49,14 @@ class Connection:
         return {"retries": 0, "request_timeout": self.request_s}
 
 
-class E2BSandbox(Sandbox):
+class E2BSandbox(GuestSandbox):
+    service = "E2B"
+
     def __init__(
         self, provider: "E2BProvider", sdk: "AsyncSandbox", identity: str, own: Mapping[str, str]
     ) -> None:
-        self.provider, self.sdk, self.identity = provider, sdk, identity
-        self.workdir = own.get(f"{OWN}workdir", "/")
-
-    async def start(
-        self,
-        exec_id: str,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        user: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        await self._guest(
-            "start",
-            **_order(exec_id, argv, env=env, cwd=cwd, user=user, stdin=stdin, timeout_s=timeout_s),
-        )
-
-    async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        user: str | None = None,
-        check: bool = False,
-        timeout: float | None = None,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> ExecResult:
-        """As everywhere, in one call where the command is short and says little."""
-        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
-        exec_id = f"x-{uuid4().hex}"
-        order = _order(exec_id, argv, env=env, cwd=cwd, user=user, stdin=None, timeout_s=timeout)
-        found = await self._guest("run", seconds=WATCH_S, **order)
-        status = _status(found)
-        if not status.done:
-            status = await self.wait(exec_id)
-        out, err = [
-            await self._rest(exec_id, stream, found.get(name))
-            for stream, name in (("stdout", "out"), ("stderr", "err"))
-        ]
-        if check and not status.ok:
-            tail = (err or out)[-2000:].decode("utf-8", "replace")
-            raise RuntimeError(f"{shlex.join(argv)[:200]} ended as {status}: {tail}")
-        return ExecResult(status, out, err)
-
-    async def _rest(self, exec_id: str, stream: Any, begun: Mapping[str, Any] | None) -> bytes:
-        """A whole output of which `begun` may be the beginning."""
-        data = _bytes_of(begun) if begun is not None else b""
-        if begun is not None and begun["size"] <= len(data):
-            return data
-        return data + await self.output(exec_id, stream, len(data))
-
-    async def poll(self, exec_id: str) -> ExecStatus:
-        _check_exec_id(exec_id)
-        return _status(await self._guest("poll", exec_id=exec_id))
-
-    async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
-        _check_exec_id(exec_id)
-        loop = asyncio.get_running_loop()
-        end = math.inf if timeout_s is None else loop.time() + timeout_s
-        while True:
-            seconds = max(0.0, min(WATCH_S, end - loop.time()))
-            status = _status(await self._guest("wait", exec_id=exec_id, seconds=seconds))
-            if status.done or loop.time() >= end:
-                return status
-
-    async def output(
-        self,
-        exec_id: str,
-        stream: Literal["stdout", "stderr"] = "stdout",
-        offset: int = 0,
-        limit: int = 1 << 24,
-    ) -> bytes:
-        _check_exec_id(exec_id)
-        name = "out" if stream == "stdout" else "err"
-        return await self._range("output", offset, limit, exec_id=exec_id, stream=name)
-
-    async def signal(self, exec_id: str, signum: int) -> None:
-        _check_exec_id(exec_id)
-        await self._guest("signal", exec_id=exec_id, signum=int(signum))
-
-    async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
-        if isinstance(data, bytes) and len(data) <= INLINE_BYTES // 2:
-            sha256, text = hashlib.sha256(data).hexdigest(), base64.b64encode(data).decode()
-            await self._guest("place", path=path, sha256=sha256, mode=mode, data=text)
-            return
-        sha256 = await asyncio.to_thread(_digest, data)
-
-        async def send() -> None:  # what did not arrive whole is sent again, not only placed again
-            staged = await self._upload(data)
-            await self._guest_once("place", path=path, sha256=sha256, mode=mode, staged=staged)
-
-        await again(send)
-
-    async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
-        return await self._range("read", offset, limit, path=path)
+        super().__init__(identity, own.get(f"{OWN}workdir", "/"), packs=provider.root / "packs")
+        self.provider, self.sdk = provider, sdk
 
     async def touch(self, ttl_s: float) -> None:
         await self._call(
@@ -182,96 +67,18 @@ class E2BSandbox(Sandbox):
     async def kill(self) -> None:
         await self.provider.kill(self.identity)
 
-    # -- set-up -----------------------------------------------------------------------------------
-
-    async def set_up(self, spec: SandboxSpec) -> None:
-        """Everything the spec asks for is inside afterwards, however often and by whomever run."""
-        if (await again(self._install_guest))["ready"]:
-            return
-        for mount in sorted(spec.mounts, key=lambda mount: mount.target.count("/")):
-            if mount.source.is_dir():
-                await self._unpack(mount.source, mount.target, owned=False)
-            else:
-                mode = mount.source.stat().st_mode & 0o777
-                await self.put(mount.target, mount.source, mode=mode)
-        if spec.tree is not None:
-            await self._unpack(spec.tree, spec.workdir, owned=True)
-        env = {**ENVIRONMENT, **spec.env}
-        output = spec.limits.output_mb << 20
-        await self._guest("ready", workdir=spec.workdir, home=HOME, env=env, output=output)
-
-    async def _install_guest(self) -> dict[str, Any]:
-        program = resources.files("perdure.sandboxes").joinpath("guest.py").read_bytes()
-        text = base64.b64encode(program).decode()
-        draft = f"{GUEST}.{uuid4().hex}"
-        return await self._run(
-            "set-up",
-            f"umask 077 && mkdir -p {FOLDER} && printf %s {text} | base64 -d >{draft}"
-            f" && mv {draft} {GUEST} && {_command({'op': 'hello'})}",
-        )
-
-    async def _unpack(self, folder: Path, target: str, *, owned: bool) -> None:
-        if (await self._guest("unpacked", target=target))["done"]:
-            return
-        packed = await asyncio.to_thread(pack, folder, self.provider.root / "packs")
-
-        async def send() -> None:
-            staged = await self._upload(packed.path)
-            order = {"archive": staged, "target": target, "sha256": packed.sha256, "owned": owned}
-            await self._guest_once("unpack", **order)
-
-        await again(send)
-
-    async def _upload(self, data: bytes | Path) -> str:
-        staged = f"{FOLDER}/staged/{uuid4().hex}"
-
+    async def _write(self, path: str, data: bytes | Path) -> None:
         async def write() -> None:
             options: Any = {"user": "root", "request_timeout": self.provider.connection.request_s}
             if isinstance(data, bytes):
-                await self.sdk.files.write(staged, data, **options)
+                await self.sdk.files.write(path, data, **options)
             else:
                 with data.open("rb") as file:
-                    await self.sdk.files.write(staged, file, **options)
+                    await self.sdk.files.write(path, file, **options)
 
         await self._once("upload", write)
-        return staged
 
-    # -- the guest --------------------------------------------------------------------------------
-
-    async def _guest(self, op: str, **order: Any) -> dict[str, Any]:
-        """One operation of the guest, again while its answer does not come."""
-        return await again(lambda: self._guest_once(op, **order))
-
-    async def _guest_once(self, op: str, **order: Any) -> dict[str, Any]:
-        call = {"op": op, **order}
-        command = _command(call)
-        if len(command) > INLINE_BYTES:
-            staged = await self._upload(json.dumps(call).encode())
-            command = f"python3 -I {GUEST} order:{base64.b64encode(staged.encode()).decode()}"
-        answer = await self._run(op, command, extra_s=order.get("seconds", 0.0))
-        return self._accepted(answer, order)
-
-    def _accepted(self, answer: dict[str, Any], order: Mapping[str, Any]) -> dict[str, Any]:
-        message = answer.get("message", "")
-        match answer.get("refused"):
-            case None:
-                return answer
-            case "unknown":
-                raise NotFound(
-                    f"exec_id {order['exec_id']!r} was never started in sandbox {self.identity!r}"
-                )
-            case "argv":
-                raise ConfigurationError(
-                    f"exec_id {order['exec_id']!r} was started with another argv; use a new exec_id"
-                )
-            case "missing":
-                raise NotFound(f"{order.get('path')!r} in sandbox {self.identity!r}: {message}")
-            case "short":
-                raise ControlPlaneError(f"E2B: {message}: {order.get('path', order.get('target'))}")
-        raise ConfigurationError(f"sandbox {self.identity!r} cannot do it: {message}")
-
-    async def _run(self, what: str, command: str, *, extra_s: float = 0.0) -> dict[str, Any]:
-        """The guest's marked line is the only answer; exit codes and ends of streams are hints."""
+    async def _print(self, what: str, command: str, extra_s: float) -> str:
         seconds = self.provider.connection.request_s + extra_s
 
         async def run() -> str:
@@ -290,28 +97,7 @@ class E2BSandbox(Sandbox):
                 return f"{error.stdout}\n{error.stderr[-300:]}"
             return done.stdout
 
-        said = await self._once(what, run)
-        for line in reversed(said.splitlines()):
-            if line.startswith(MARK):
-                with contextlib.suppress(ValueError):
-                    answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
-                    return answer
-        raise ControlPlaneError(f"E2B: {what}: the command's answer was lost: {said[-300:]!r}")
-
-    async def _range(self, op: str, offset: int, limit: int | None, **order: Any) -> bytes:
-        pieces, left = [], math.inf if limit is None else max(0, limit)
-        while left > 0:
-            size = int(min(PIECE, left))
-            piece = await again(lambda size=size, at=offset: self._piece(op, at, size, order))  # type: ignore[misc]
-            pieces.append(piece)
-            offset, left = offset + len(piece), left - len(piece)
-            if len(piece) < size:
-                break
-        return b"".join(pieces)
-
-    async def _piece(self, op: str, offset: int, size: int, order: Mapping[str, Any]) -> bytes:
-        answer = await self._guest_once(op, offset=offset, limit=size, **order)
-        return _bytes_of(answer)
+        return await self._once(what, run)
 
     async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         return await again(lambda: self._once(what, call))
@@ -324,23 +110,31 @@ class E2BSandbox(Sandbox):
             found = typed(error, what, key_works=True)
             if isinstance(found, Missing | ControlPlaneError):
                 if not await self.provider.exists(self.sdk.sandbox_id):
-                    raise lost(self.identity) from error
+                    raise lost("e2b", self.identity) from error
                 if isinstance(found, Missing):
                     raise ControlPlaneError(str(found)) from error
             raise found from error
 
 
-class E2BProvider(SandboxProvider):
+class E2BProvider(ServiceProvider):
     """`E2B_API_KEY` and the SDK's other variables say which account; `PERDURE_E2B_SCOPE` which
     deployment, where several hosts share one or several deployments share an account."""
 
     name = "e2b"
-    runs_images = True
+    scope_variable = "PERDURE_E2B_SCOPE"
 
     def __init__(self, home: Path) -> None:
-        self.root = home.absolute() / "e2b"
+        super().__init__(home)
         self.connection = Connection()
         self._key_works = False
+
+    def _check_spec(self, spec: SandboxSpec) -> None:
+        super()._check_spec(spec)
+        if not TEMPLATE.fullmatch(_template(spec)):
+            raise ConfigurationError(
+                f"environment.image: {spec.image!r} is no E2B template; build one from the image "
+                "(`e2b template build`) and name it there"
+            )
 
     def check(self) -> Sequence[str]:
         missing = []
@@ -351,18 +145,6 @@ class E2BProvider(SandboxProvider):
         if not os.environ.get("E2B_API_KEY"):
             missing.append("E2B_API_KEY is not set; make a key at https://e2b.dev/dashboard")
         return missing
-
-    async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
-        check_identity(identity)
-        _check_spec(spec)
-        making = asyncio.create_task(self._create(spec, identity))
-        try:
-            return await asyncio.shield(making)
-        except asyncio.CancelledError:  # what was asked for may exist: find it, then end it
-            with contextlib.suppress(BaseException):
-                await making
-            await asyncio.shield(self.kill(identity))
-            raise
 
     async def attach(self, identity: str) -> Sandbox:
         check_identity(identity)
@@ -524,7 +306,7 @@ class E2BProvider(SandboxProvider):
             )
             return await self._connect(sandbox_id, identity, info.metadata)
         except Missing:
-            raise lost(identity) from None
+            raise lost(self.name, identity) from None
 
     async def _connect(self, sandbox_id: str, identity: str, own: Mapping[str, str]) -> E2BSandbox:
         from e2b import AsyncSandbox
@@ -537,7 +319,7 @@ class E2BProvider(SandboxProvider):
                 )
             )
         except Missing as error:
-            raise lost(identity, error) from error
+            raise lost(self.name, identity, error) from error
         self._remember(identity, sandbox_id)
         return E2BSandbox(self, sdk, identity, own)
 
@@ -561,21 +343,6 @@ class E2BProvider(SandboxProvider):
 
     # -- this host's notes ------------------------------------------------------------------------
 
-    @property
-    def _scope(self) -> str:
-        """Whose sandboxes these are: nobody else's are ever adopted, listed or killed."""
-        if named := os.environ.get("PERDURE_E2B_SCOPE"):
-            return named
-        path = self.root / "scope"
-        if not path.exists():
-            self.root.mkdir(parents=True, exist_ok=True)
-            draft = self.root / f".{uuid4().hex}"
-            draft.write_text(uuid4().hex[:16])
-            with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
-            draft.unlink()
-        return path.read_text()
-
     def _hint(self, identity: str) -> Path:
         return self.root / "boxes" / identity
 
@@ -587,91 +354,8 @@ class E2BProvider(SandboxProvider):
         draft.replace(path)
 
 
-def _command(call: Mapping[str, Any]) -> str:
-    return f"python3 -I {GUEST} call:{base64.b64encode(json.dumps(call).encode()).decode()}"
-
-
-def _order(
-    exec_id: str,
-    argv: Sequence[str],
-    *,
-    env: Mapping[str, str] | None,
-    cwd: str | None,
-    user: str | None,
-    stdin: bytes | None,
-    timeout_s: float | None,
-) -> dict[str, Any]:
-    if user not in (None, "agent", "root"):
-        raise ConfigurationError(f"user={user!r}: this sandbox has 'agent' and 'root'")
-    _check_argv(argv)
-    _check_exec_id(exec_id)
-    return {
-        "exec_id": exec_id,
-        "argv": list(argv),
-        "digest": argv_digest(argv),
-        "env": dict(_checked(env or {})),
-        "cwd": cwd,
-        "root": user == "root",
-        "stdin": base64.b64encode(stdin).decode() if stdin is not None else None,
-        "timeout": timeout_s,
-    }
-
-
-def _bytes_of(answer: Mapping[str, Any]) -> bytes:
-    data = base64.b64decode(answer["data"])
-    if hashlib.sha256(data).hexdigest() != answer["sha256"]:
-        raise ControlPlaneError("E2B: bytes were damaged on the way")
-    return data
-
-
-def _status(found: Mapping[str, Any]) -> ExecStatus:
-    return ExecStatus(
-        ExecState(found["state"]),
-        code=found.get("code"),
-        cause=found.get("cause"),
-        signal=found.get("signal"),
-        seconds=found.get("seconds"),
-    )
-
-
-def _digest(data: bytes | Path) -> str:
-    if isinstance(data, bytes):
-        return hashlib.sha256(data).hexdigest()
-    with data.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check_exec_id(exec_id: str) -> None:
-    if not EXEC_ID.fullmatch(exec_id):
-        raise ConfigurationError(
-            f"exec_id {exec_id!r} must be 1 to 128 letters, digits, '.', '_' or '-'"
-        )
-
-
 def _template(spec: SandboxSpec) -> str:
     """A tree comes by upload into the default template; without one, the image is the template."""
     if spec.tree is None and spec.image is not None:
         return spec.image
     return os.environ.get("PERDURE_E2B_TEMPLATE") or "base"
-
-
-def _check_spec(spec: SandboxSpec) -> None:
-    if spec.gateway is not None:
-        raise ConfigurationError(
-            "gateway: an e2b sandbox cannot see a socket of this host; reach the gateway by a relay"
-        )
-    for mount in spec.mounts:
-        if mount.writable:
-            raise ConfigurationError(
-                f"mounts: {mount.target!r} is writable, and nothing an e2b sandbox writes comes "
-                "back to this host; use --sandbox bubblewrap for this"
-            )
-        if not mount.source.exists():
-            raise ConfigurationError(f"mount source {str(mount.source)!r} does not exist")
-    if spec.tree is not None and not spec.tree.is_dir():
-        raise ConfigurationError(f"tree {str(spec.tree)!r} is no folder")
-    if not TEMPLATE.fullmatch(_template(spec)):
-        raise ConfigurationError(
-            f"environment.image: {spec.image!r} is no E2B template; build one from the image "
-            "(`e2b template build`) and name it there"
-        )

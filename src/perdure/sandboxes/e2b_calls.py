@@ -1,50 +1,14 @@
-"""Calls of the E2B SDK: every failure typed by what to do next, passing ones tried again.
+"""Failures of the E2B SDK, typed by what to do next. The SDK's own retries are off."""
 
-Only calls that may be repeated come here: the sandbox's identity and the guest's records make all
-of ours so. The SDK's own retries are off.
-"""
-
-import asyncio
-import random
 import re
-import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
-from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, SandboxLost
+from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError
+from perdure.sandboxes.calls import Conflict, Missing
 
-T = TypeVar("T")
-
-PAUSE_S = (0.1, 8.0)
 REFUSAL_PASSES_S = 6.5
 """E2B's and other proxies cache a refused key for 5 s: asking sooner meets the cached refusal."""
 RELEASE_S = 10.0
 """Between tries to boot while the account's sandboxes are all in use."""
-PATIENCE_S = 45.0
-"""No further try after this long; then Temporal's retries, which are slower, take over."""
-
-
-class Conflict(PerdureError):
-    """409: the idempotency key is taken by another request, or by one in progress."""
-
-
-class Missing(PerdureError):
-    """404 or its like: of the sandbox perhaps, of a path perhaps; the caller knows more."""
-
-
-async def again(call: Callable[[], Awaitable[T]], *, patience_s: float = PATIENCE_S) -> T:
-    """Repeat while the failure is a passing one."""
-    end = time.monotonic() + patience_s
-    pause, longest = PAUSE_S
-    while True:
-        try:
-            return await call()
-        except ControlPlaneError as error:
-            wait = error.retry_after or pause * random.uniform(0.5, 1)
-            if time.monotonic() + wait > end:
-                raise
-        await asyncio.sleep(wait)
-        pause = min(pause * 2, longest)
 
 
 def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
@@ -87,7 +51,3 @@ def _by_status(error: Exception, said: str) -> PerdureError:
     if status == 413:
         return ConfigurationError(f"{said}; it is larger than the service takes")
     return ControlPlaneError(said)
-
-
-def lost(identity: str, why: object = "") -> SandboxLost:
-    return SandboxLost(f"e2b sandbox {identity!r} is gone; boot a new generation {why}".strip())

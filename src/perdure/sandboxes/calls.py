@@ -1,0 +1,48 @@
+"""Calls of a service that makes sandboxes elsewhere: passing failures are tried again.
+
+Only calls that may be repeated come here: the sandbox's identity and the guest's records make all
+of ours so. How a service's failures are typed is said beside its provider.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from perdure.errors import ControlPlaneError, PerdureError, SandboxLost
+
+T = TypeVar("T")
+
+PAUSE_S = (0.1, 8.0)
+PATIENCE_S = 45.0
+"""No further try after this long; then Temporal's retries, which are slower, take over."""
+
+
+class Conflict(PerdureError):
+    """409: the identity is taken by another request, or by one in progress."""
+
+
+class Missing(PerdureError):
+    """404 or its like: of the sandbox perhaps, of a path perhaps; the caller knows more."""
+
+
+async def again(call: Callable[[], Awaitable[T]], *, patience_s: float = PATIENCE_S) -> T:
+    """Repeat while the failure is a passing one."""
+    end = time.monotonic() + patience_s
+    pause, longest = PAUSE_S
+    while True:
+        try:
+            return await call()
+        except ControlPlaneError as error:
+            wait = error.retry_after or pause * random.uniform(0.5, 1)
+            if time.monotonic() + wait > end:
+                raise
+        await asyncio.sleep(wait)
+        pause = min(pause * 2, longest)
+
+
+def lost(service: str, identity: str, why: object = "") -> SandboxLost:
+    return SandboxLost(
+        f"{service} sandbox {identity!r} is gone; boot a new generation {why}".strip()
+    )

@@ -1,0 +1,320 @@
+"""What sandboxes of a service elsewhere share: commands and files by the guest program.
+
+`guest` runs inside and keeps durable records, so every order may be repeated after a lost answer.
+Trees and mounts are packed once and uploaded. How the service carries an order is the provider's.
+"""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import math
+import shlex
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+from uuid import uuid4
+
+from perdure.errors import ConfigurationError, ControlPlaneError, NotFound
+from perdure.sandboxes.base import ExecResult, ExecState, ExecStatus, Sandbox, SandboxSpec
+from perdure.sandboxes.bubblewrap import ENVIRONMENT, HOME
+from perdure.sandboxes.calls import again
+from perdure.sandboxes.execs import EXEC_ID, argv_digest
+from perdure.sandboxes.host import _check_argv, _checked
+from perdure.sandboxes.packs import pack
+
+FOLDER = "/var/lib/perdure"
+GUEST = f"{FOLDER}/guest.py"
+MARK = "perdure-answer:"
+INLINE_BYTES = 60_000
+"""Longer orders are uploaded: the kernel bounds an argument at 128 KiB."""
+PIECE = 1 << 20
+WATCH_S = 5.0
+"""One waiting call; the guest looks by itself meanwhile."""
+
+
+class GuestSandbox(Sandbox):
+    service: ClassVar[str]
+    """As messages name it."""
+
+    def __init__(self, identity: str, workdir: str, *, packs: Path) -> None:
+        """`packs`: the folder of this host's archives."""
+        self.identity, self.workdir, self._packs = identity, workdir, packs
+
+    @abstractmethod
+    async def _print(self, what: str, command: str, extra_s: float) -> str:
+        """Run one shell line as root and bring what it printed. It may take `extra_s` on purpose.
+
+        Raises: ControlPlaneError when it may be asked again; SandboxLost; ConfigurationError.
+        """
+
+    @abstractmethod
+    async def _write(self, path: str, data: bytes | Path) -> None:
+        """Upload, as root, to a path that nobody reads yet. Raises as `_print` does."""
+
+    async def start(
+        self,
+        exec_id: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        await self._guest(
+            "start",
+            **_order(exec_id, argv, env=env, cwd=cwd, user=user, stdin=stdin, timeout_s=timeout_s),
+        )
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        user: str | None = None,
+        check: bool = False,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        """As everywhere, in one call where the command is short and says little."""
+        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
+        exec_id = f"x-{uuid4().hex}"
+        order = _order(exec_id, argv, env=env, cwd=cwd, user=user, stdin=None, timeout_s=timeout)
+        found = await self._guest("run", seconds=WATCH_S, **order)
+        status = _status(found)
+        if not status.done:
+            status = await self.wait(exec_id)
+        out, err = [
+            await self._rest(exec_id, stream, found.get(name))
+            for stream, name in (("stdout", "out"), ("stderr", "err"))
+        ]
+        if check and not status.ok:
+            tail = (err or out)[-2000:].decode("utf-8", "replace")
+            raise RuntimeError(f"{shlex.join(argv)[:200]} ended as {status}: {tail}")
+        return ExecResult(status, out, err)
+
+    async def _rest(self, exec_id: str, stream: Any, begun: Mapping[str, Any] | None) -> bytes:
+        """A whole output of which `begun` may be the beginning."""
+        data = _bytes_of(begun) if begun is not None else b""
+        if begun is not None and begun["size"] <= len(data):
+            return data
+        return data + await self.output(exec_id, stream, len(data))
+
+    async def poll(self, exec_id: str) -> ExecStatus:
+        _check_exec_id(exec_id)
+        return _status(await self._guest("poll", exec_id=exec_id))
+
+    async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
+        _check_exec_id(exec_id)
+        loop = asyncio.get_running_loop()
+        end = math.inf if timeout_s is None else loop.time() + timeout_s
+        while True:
+            seconds = max(0.0, min(WATCH_S, end - loop.time()))
+            status = _status(await self._guest("wait", exec_id=exec_id, seconds=seconds))
+            if status.done or loop.time() >= end:
+                return status
+
+    async def output(
+        self,
+        exec_id: str,
+        stream: Literal["stdout", "stderr"] = "stdout",
+        offset: int = 0,
+        limit: int = 1 << 24,
+    ) -> bytes:
+        _check_exec_id(exec_id)
+        name = "out" if stream == "stdout" else "err"
+        return await self._range("output", offset, limit, exec_id=exec_id, stream=name)
+
+    async def signal(self, exec_id: str, signum: int) -> None:
+        _check_exec_id(exec_id)
+        await self._guest("signal", exec_id=exec_id, signum=int(signum))
+
+    async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
+        if isinstance(data, bytes) and len(data) <= INLINE_BYTES // 2:
+            sha256, text = hashlib.sha256(data).hexdigest(), base64.b64encode(data).decode()
+            await self._guest("place", path=path, sha256=sha256, mode=mode, data=text)
+            return
+        sha256 = await asyncio.to_thread(_digest, data)
+
+        async def send() -> None:  # what did not arrive whole is sent again, not only placed again
+            staged = await self._upload(data)
+            await self._guest_once("place", path=path, sha256=sha256, mode=mode, staged=staged)
+
+        await again(send)
+
+    async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
+        return await self._range("read", offset, limit, path=path)
+
+    # -- set-up -----------------------------------------------------------------------------------
+
+    async def set_up(self, spec: SandboxSpec) -> None:
+        """Everything the spec asks for is inside afterwards, however often and by whomever run."""
+        if (await again(self._install_guest))["ready"]:
+            return
+        for mount in sorted(spec.mounts, key=lambda mount: mount.target.count("/")):
+            if mount.source.is_dir():
+                await self._unpack(mount.source, mount.target, owned=False)
+            else:
+                mode = mount.source.stat().st_mode & 0o777
+                await self.put(mount.target, mount.source, mode=mode)
+        if spec.tree is not None:
+            await self._unpack(spec.tree, spec.workdir, owned=True)
+        env = {**ENVIRONMENT, **spec.env}
+        output = spec.limits.output_mb << 20
+        await self._guest("ready", workdir=spec.workdir, home=HOME, env=env, output=output)
+
+    async def _install_guest(self) -> dict[str, Any]:
+        program = resources.files("perdure.sandboxes").joinpath("guest.py").read_bytes()
+        text = base64.b64encode(program).decode()
+        draft = f"{GUEST}.{uuid4().hex}"
+        return await self._run(
+            "set-up",
+            f"umask 077 && mkdir -p {FOLDER} && printf %s {text} | base64 -d >{draft}"
+            f" && mv {draft} {GUEST} && {_command({'op': 'hello'})}",
+        )
+
+    async def _unpack(self, folder: Path, target: str, *, owned: bool) -> None:
+        if (await self._guest("unpacked", target=target))["done"]:
+            return
+        packed = await asyncio.to_thread(pack, folder, self._packs)
+
+        async def send() -> None:
+            staged = await self._upload(packed.path)
+            order = {"archive": staged, "target": target, "sha256": packed.sha256, "owned": owned}
+            await self._guest_once("unpack", **order)
+
+        await again(send)
+
+    async def _upload(self, data: bytes | Path) -> str:
+        staged = f"{FOLDER}/staged/{uuid4().hex}"
+        await self._write(staged, data)
+        return staged
+
+    # -- the guest --------------------------------------------------------------------------------
+
+    async def _guest(self, op: str, **order: Any) -> dict[str, Any]:
+        """One operation of the guest, again while its answer does not come."""
+        return await again(lambda: self._guest_once(op, **order))
+
+    async def _guest_once(self, op: str, **order: Any) -> dict[str, Any]:
+        call = {"op": op, **order}
+        command = _command(call)
+        if len(command) > INLINE_BYTES:
+            staged = await self._upload(json.dumps(call).encode())
+            command = f"python3 -I {GUEST} order:{base64.b64encode(staged.encode()).decode()}"
+        answer = await self._run(op, command, extra_s=order.get("seconds", 0.0))
+        return self._accepted(answer, order)
+
+    def _accepted(self, answer: dict[str, Any], order: Mapping[str, Any]) -> dict[str, Any]:
+        message = answer.get("message", "")
+        match answer.get("refused"):
+            case None:
+                return answer
+            case "unknown":
+                raise NotFound(
+                    f"exec_id {order['exec_id']!r} was never started in sandbox {self.identity!r}"
+                )
+            case "argv":
+                raise ConfigurationError(
+                    f"exec_id {order['exec_id']!r} was started with another argv; use a new exec_id"
+                )
+            case "missing":
+                raise NotFound(f"{order.get('path')!r} in sandbox {self.identity!r}: {message}")
+            case "short":
+                raise ControlPlaneError(
+                    f"{self.service}: {message}: {order.get('path', order.get('target'))}"
+                )
+        raise ConfigurationError(f"sandbox {self.identity!r} cannot do it: {message}")
+
+    async def _run(self, what: str, command: str, *, extra_s: float = 0.0) -> dict[str, Any]:
+        """The guest's marked line is the only answer; exit codes and ends of streams are hints."""
+        said = await self._print(what, command, extra_s)
+        for line in reversed(said.splitlines()):
+            if line.startswith(MARK):
+                with contextlib.suppress(ValueError):
+                    answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                    return answer
+        raise ControlPlaneError(
+            f"{self.service}: {what}: the command's answer was lost: {said[-300:]!r}"
+        )
+
+    async def _range(self, op: str, offset: int, limit: int | None, **order: Any) -> bytes:
+        pieces, left = [], math.inf if limit is None else max(0, limit)
+        while left > 0:
+            size = int(min(PIECE, left))
+            piece = await again(lambda size=size, at=offset: self._piece(op, at, size, order))  # type: ignore[misc]
+            pieces.append(piece)
+            offset, left = offset + len(piece), left - len(piece)
+            if len(piece) < size:
+                break
+        return b"".join(pieces)
+
+    async def _piece(self, op: str, offset: int, size: int, order: Mapping[str, Any]) -> bytes:
+        answer = await self._guest_once(op, offset=offset, limit=size, **order)
+        return _bytes_of(answer)
+
+
+def _command(call: Mapping[str, Any]) -> str:
+    return f"python3 -I {GUEST} call:{base64.b64encode(json.dumps(call).encode()).decode()}"
+
+
+def _order(
+    exec_id: str,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None,
+    cwd: str | None,
+    user: str | None,
+    stdin: bytes | None,
+    timeout_s: float | None,
+) -> dict[str, Any]:
+    if user not in (None, "agent", "root"):
+        raise ConfigurationError(f"user={user!r}: this sandbox has 'agent' and 'root'")
+    _check_argv(argv)
+    _check_exec_id(exec_id)
+    return {
+        "exec_id": exec_id,
+        "argv": list(argv),
+        "digest": argv_digest(argv),
+        "env": dict(_checked(env or {})),
+        "cwd": cwd,
+        "root": user == "root",
+        "stdin": base64.b64encode(stdin).decode() if stdin is not None else None,
+        "timeout": timeout_s,
+    }
+
+
+def _bytes_of(answer: Mapping[str, Any]) -> bytes:
+    data = base64.b64decode(answer["data"])
+    if hashlib.sha256(data).hexdigest() != answer["sha256"]:
+        raise ControlPlaneError("bytes were damaged on the way")
+    return data
+
+
+def _status(found: Mapping[str, Any]) -> ExecStatus:
+    return ExecStatus(
+        ExecState(found["state"]),
+        code=found.get("code"),
+        cause=found.get("cause"),
+        signal=found.get("signal"),
+        seconds=found.get("seconds"),
+    )
+
+
+def _digest(data: bytes | Path) -> str:
+    if isinstance(data, bytes):
+        return hashlib.sha256(data).hexdigest()
+    with data.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_exec_id(exec_id: str) -> None:
+    if not EXEC_ID.fullmatch(exec_id):
+        raise ConfigurationError(
+            f"exec_id {exec_id!r} must be 1 to 128 letters, digits, '.', '_' or '-'"
+        )

@@ -1,0 +1,73 @@
+"""What providers elsewhere share: which deployment a sandbox belongs to, and what no spec may ask.
+
+A service makes sandboxes for several deployments of one account; a *scope* says whose one is.
+"""
+
+import asyncio
+import contextlib
+import os
+from abc import abstractmethod
+from pathlib import Path
+from typing import ClassVar
+from uuid import uuid4
+
+from perdure.errors import ConfigurationError
+from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
+from perdure.sandboxes.box import check_identity
+
+
+class ServiceProvider(SandboxProvider):
+    runs_images = True
+    scope_variable: ClassVar[str]
+    """Names the deployment, where several hosts share one or several share an account."""
+
+    def __init__(self, home: Path) -> None:
+        self.root = home.absolute() / self.name
+
+    @abstractmethod
+    async def _create(self, spec: SandboxSpec, identity: str) -> Sandbox:
+        """As `create`; it is never cancelled."""
+
+    async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
+        check_identity(identity)
+        self._check_spec(spec)
+        making = asyncio.create_task(self._create(spec, identity))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:  # what was asked for may exist: find it, then end it
+            with contextlib.suppress(BaseException):
+                await making
+            await asyncio.shield(self.kill(identity))
+            raise
+
+    def _check_spec(self, spec: SandboxSpec) -> None:
+        if spec.gateway is not None:
+            raise ConfigurationError(
+                f"gateway: a sandbox of {self.name} cannot see a socket of this host; reach the "
+                "gateway by a relay"
+            )
+        for mount in spec.mounts:
+            if mount.writable:
+                raise ConfigurationError(
+                    f"mounts: {mount.target!r} is writable, and nothing a sandbox of {self.name} "
+                    "writes comes back to this host; use --sandbox bubblewrap for this"
+                )
+            if not mount.source.exists():
+                raise ConfigurationError(f"mount source {str(mount.source)!r} does not exist")
+        if spec.tree is not None and not spec.tree.is_dir():
+            raise ConfigurationError(f"tree {str(spec.tree)!r} is no folder")
+
+    @property
+    def _scope(self) -> str:
+        """Whose sandboxes these are: nobody else's are ever adopted, listed or killed."""
+        if named := os.environ.get(self.scope_variable):
+            return named
+        path = self.root / "scope"
+        if not path.exists():
+            self.root.mkdir(parents=True, exist_ok=True)
+            draft = self.root / f".{uuid4().hex}"
+            draft.write_text(uuid4().hex[:16])
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+            draft.unlink()
+        return path.read_text()
