@@ -13,15 +13,17 @@ from activities.reach_gateway import Way, reached
 from activities.services import Services
 from activities.shell import cancelled_by_user, report, shell
 from perdure.agents.base import EXEC_ID, Evidence
-from perdure.errors import NotFound, PerdureError, SandboxLost
+from perdure.errors import NotFound, PerdureError, PolicyTooStale, SandboxLost
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox
 from perdure.storage import keys
 from perdure.telemetry import metrics
-from perdure.types import AgentEnd
+from perdure.types import AgentEnd, RolloutRequest
 
 WATCH_S = 5.0
 """How often the watch looks up: heartbeat details, the sandbox's lease, the turn count."""
+KILLED_S = 10.0
+"""What a killed agent takes to be gone."""
 TAIL = 4 << 20
 """Bytes of the agent's own output that are kept."""
 
@@ -82,6 +84,7 @@ class RunAgent:
                     **self.services.labels(request, attempt.attempt, "agent"),
                     # Siblings share their prompt: the gateway sends them to one engine.
                     "group": request.group_id or f"{request.run_id}/{request.instance_id}",
+                    **_versions(request),
                 },
                 replay_of=await self._earlier_session(attempt),
             )
@@ -133,7 +136,12 @@ class RunAgent:
                 renewed = time.monotonic()
                 await sandbox.touch(self.services.settings.sandbox_ttl_s)
             if needs_model:
-                report(turns=(await self.services.gateway.get(self._session_id(attempt))).turns)
+                session = await self.services.gateway.get(self._session_id(attempt))
+                report(turns=session.turns)
+                if session.too_stale:  # whatever the agent makes of it, there is no verdict here
+                    await sandbox.signal(EXEC_ID, signal.SIGKILL)
+                    status = await sandbox.wait(EXEC_ID, KILLED_S)
+                    break
         if status.state is ExecState.LOST or status.cause == "sandbox":
             raise SandboxLost(f"sandbox {sandbox.identity} died while the agent was running")
         return status
@@ -149,6 +157,8 @@ class RunAgent:
             turns=summary.turns if summary else 0,
         )
         await self._keep(attempt, evidence)
+        if summary is not None and summary.too_stale:
+            raise PolicyTooStale(summary.too_stale)
         if summary is not None:
             metrics.agent_time(status.seconds or 0.0, summary.engine_seconds)
         end = agent.classify(evidence)
@@ -192,12 +202,20 @@ class RunAgent:
         """A person cancelled: kill the agent, keep what it left behind."""
         try:
             await sandbox.signal(EXEC_ID, signal.SIGKILL)
-            status = await sandbox.wait(EXEC_ID, 10.0)
+            status = await sandbox.wait(EXEC_ID, KILLED_S)
             run = await self._conclude(attempt, sandbox, status)
             run = run.model_copy(update={"detail": "cancelled"})
             await checkpoints.write(self.services.store, key, run)
         except PerdureError:
             return  # the evidence is a courtesy here; the sandbox is destroyed either way
+
+
+def _versions(request: RolloutRequest) -> dict[str, str]:
+    """What the gateway's engines are held to; nothing for a rollout that takes any version."""
+    if request.policy_version is None or request.max_staleness is None:
+        return {}
+    version, staleness = str(request.policy_version), str(request.max_staleness)
+    return {"policy_version": version, "max_staleness": staleness}
 
 
 def _detail(end: AgentEnd, evidence: Evidence) -> str:

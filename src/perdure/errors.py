@@ -2,14 +2,16 @@
 
 PerdureError
 ├── RetryHere            the call failed, nothing happened, or repeating it is safe: try again here
-│   ├── ControlPlaneError    a provider answered 429, 5xx, or a passing 401; `retry_after` in seconds
+│   ├── ControlPlaneError    a provider answered 5xx, or a passing 401; `retry_after` in seconds
+│   │   └── RateLimited          429: too many creates at a time, or too many sandboxes at once
 │   ├── StoreUnavailable     the store could not be reached
 │   └── GatewayUnavailable   the gateway or every engine behind it could not be reached
 ├── OutcomeUnknown       the request may have been carried out: look by identity, then repeat
 ├── SandboxLost          this sandbox is gone or condemned: boot a new attempt
 ├── GiveUp               this rollout cannot succeed as specified: finish it with a status
 │   ├── InstanceError        the row, its environment or its tests are defective (data)
-│   └── AgentError           the agent could not be installed or launched
+│   ├── AgentError           the agent could not be installed or launched
+│   └── PolicyTooStale       every engine has newer weights than its group may be sampled by
 ├── ActionNeeded         a person must act: stop the run
 │   ├── ConfigurationError   a setting, flag or request field is wrong; the message names it and the fix
 │   ├── MissingDependency    a program or package is absent; the message says how to install it
@@ -22,6 +24,7 @@ failure is never reward 0: it is raised as one of these and ends as `reward: nul
 """
 
 from enum import StrEnum
+from typing import Literal
 
 
 class Boundary(StrEnum):
@@ -66,6 +69,20 @@ class ControlPlaneError(RetryHere):
     boundary = Boundary.SANDBOX
 
 
+class RateLimited(ControlPlaneError):
+    """429. `limit`: `rate` passes by itself; `concurrency` when one of our sandboxes is killed."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        limit: Literal["rate", "concurrency"] = "rate",
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.limit = limit
+
+
 class StoreUnavailable(RetryHere):
     boundary = Boundary.STORE
 
@@ -94,6 +111,10 @@ class InstanceError(GiveUp):
 
 class AgentError(GiveUp):
     boundary = Boundary.AGENT
+
+
+class PolicyTooStale(GiveUp):
+    boundary = Boundary.ENGINE
 
 
 class ActionNeeded(PerdureError):

@@ -164,6 +164,16 @@ class Limits(Request):
     """Cap on each command's captured stdout and stderr; a command that exceeds it is killed."""
 
 
+class AccountCaps(Request):
+    """What an account of a sandbox provider may do at once; absent: found out by being refused."""
+
+    live: int | None = Field(None, ge=1)
+    """Sandboxes that exist at the same time."""
+    creates_per_s: float | None = Field(None, gt=0)
+    starting: int | None = Field(None, ge=1)
+    """Sandboxes that are being made at the same time."""
+
+
 class Sampling(Request):
     """How the policy is sampled; passed to the engine unless the agent's own request says otherwise."""
 
@@ -192,8 +202,12 @@ class RolloutRequest(Request):
     sandbox: str = "bubblewrap"
     """A name of the sandbox registry, or a dotted path."""
     model: str = "policy"
-    policy_version: int | None = None
-    """The policy version the caller expects at start; recorded, and used for staleness."""
+    policy_version: int | None = Field(None, ge=0)
+    """The policy version that the rollout is to be sampled by, as far as the caller knows."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Only versions from `policy_version` to that many later may sample it; absent: any may.
+
+    All samples of a group share both. 0: `policy_version` alone."""
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     agent_budget_s: float = Field(1800.0, gt=0)
@@ -211,6 +225,12 @@ class RolloutRequest(Request):
     expires_at: float | None = None
     """Unix seconds after which a rollout that has not booted ends as `expired`."""
     schema_version: Literal[1] = 1
+
+    @model_validator(mode="after")
+    def _staleness_is_of_a_version(self) -> "RolloutRequest":
+        if self.max_staleness is not None and self.policy_version is None:
+            raise ValueError("max_staleness counts from policy_version: give that too")
+        return self
 
     @property
     def instance_id(self) -> str:

@@ -42,6 +42,18 @@ from perdure.cli.console import json_option
     help="Where agents and graders run.  [default: bubblewrap]",
 )
 @click.option("--model", metavar="M", help="Model name that the agent asks for.")
+@click.option(
+    "--policy-version",
+    type=click.IntRange(0),
+    metavar="V",
+    help="Version of the weights that the rollouts are to be sampled by.",
+)
+@click.option(
+    "--max-staleness",
+    type=click.IntRange(0),
+    metavar="K",
+    help="Refuse engines that are not at version V to V+K.  [default: any]",
+)
 @click.option("--budget", type=float, metavar="SECONDS", help="Wall clock of each agent.")
 @click.option(
     *("--set", "assignments"),
@@ -58,6 +70,8 @@ def run(
     assignments: tuple[str, ...],
     sandbox: str | None,
     model: str | None,
+    policy_version: int | None,
+    max_staleness: int | None,
     budget: float | None,
     wait: bool,
     dry_run: bool,
@@ -75,7 +89,13 @@ def run(
     from perdure.cli.request import Options, fields_of
     from perdure.client.host_variables import defaults_for
 
-    named = {"sandbox": sandbox, "model": model, "agent_budget_s": budget}
+    named = {
+        "sandbox": sandbox,
+        "model": model,
+        "policy_version": policy_version,
+        "max_staleness": max_staleness,
+        "agent_budget_s": budget,
+    }
     given = {name: value for name, value in named.items() if value is not None}
     fields = defaults_for(fields_of(assignments, given), str(asked["agent"]))
     options = Options(fields=fields, **asked)  # type: ignore[arg-type]  # click's own names

@@ -35,6 +35,8 @@ MAIN = "main"
 """The chain of the agent itself; a sub-agent's is named by its harness's agent id."""
 DEFAULT_MODEL = "policy"
 """What a served policy is called when nobody named it."""
+TOO_STALE = "policy_too_stale"
+"""Code of a refusal: every engine has weights that the session's group may not be sampled by."""
 
 
 class SessionSpec(Frozen):
@@ -63,6 +65,8 @@ class SessionSummary(Frozen):
     policy_version_max: int | None = None
     bridge_misses: dict[str, int] = Field(default_factory=dict)
     chains: int = 0
+    too_stale: str = ""
+    """Why no engine may sample it any more, where one of its calls was refused for that."""
     replayed_turns: int = 0
     """Turns answered from the earlier attempt's recording."""
     replayed_tokens: int = 0

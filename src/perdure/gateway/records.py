@@ -14,7 +14,7 @@ from perdure.gateway.base import Answer
 from perdure.gateway.canonical import Message
 from perdure.types import EngineSpan, FinishReason, Purpose, Turn, VersionSpan
 
-TURN, OPEN, SEALED, CLOSED = "turn", "open", "sealed", "closed"
+TURN, OPEN, SEALED, CLOSED, STALE = "turn", "open", "sealed", "closed", "stale"
 PLACEHOLDER = "(no visible output)"
 """What an agent reads of a turn that sampled neither text nor a tool call."""
 

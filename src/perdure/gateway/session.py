@@ -12,7 +12,7 @@ from typing import Any
 from perdure.gateway.base import Answer, Refused, SessionSpec, SessionSummary
 from perdure.gateway.canonical import Rolled, ToolDigests
 from perdure.gateway.chains import Node, Tree
-from perdure.gateway.records import CLOSED, SEALED, TURN, TurnRecord, from_journal
+from perdure.gateway.records import CLOSED, SEALED, STALE, TURN, TurnRecord, from_journal
 from perdure.gateway.replay import Recording
 
 CallKey = tuple[str, str]
@@ -63,6 +63,8 @@ class Session:
     sealing: bool = False
     sealed: bool = False
     closed: bool = False
+    too_stale: str = ""
+    """Why its calls are refused, in every gateway process, once one was."""
     commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the journal is read or written for this session."""
     close_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -90,6 +92,8 @@ class Session:
             self.sealed = True
         elif record["kind"] == CLOSED:
             self.sealed = self.closed = True
+        elif record["kind"] == STALE:
+            self.too_stale = record["message"]
 
     def apply(self, record: TurnRecord, rolled: Rolled | None = None) -> Node:
         assert self.tree is not None
@@ -122,6 +126,7 @@ class Session:
             policy_version_max=max(totals.versions, default=None),
             bridge_misses=dict(totals.misses),
             chains=len(totals.chains),
+            too_stale=self.too_stale,
             replayed_turns=totals.replayed_turns,
             replayed_tokens=totals.replayed_tokens,
         )

@@ -19,6 +19,7 @@ import structlog
 from perdure.errors import ConfigurationError, NotFound
 from perdure.gateway.base import (
     SESSION_ID,
+    TOO_STALE,
     Answer,
     Journal,
     ModelRequest,
@@ -35,6 +36,7 @@ from perdure.gateway.records import (
     CLOSED,
     OPEN,
     SEALED,
+    STALE,
     TurnRecord,
     to_journal,
     turn_deltas,
@@ -146,6 +148,17 @@ class Sessions:
                     await self._read_on(session)
                 else:
                     session.replay({"kind": kind})
+
+    async def _note_stale(self, session: Session, message: str) -> None:
+        record = {"kind": STALE, "message": message}
+        async with session.commit_lock:
+            while not (session.too_stale or session.sealed):
+                try:
+                    await self._append(session.spec.session_id, record, session.position)
+                except Overtaken:
+                    await self._read_on(session)
+                else:
+                    session.replay(record)
 
     async def _turns(self, session_id: str) -> bytes:
         records = await self._journal.read(session_id)
@@ -301,12 +314,21 @@ class Sessions:
         asked = Asked(session, request, place, arrived)
         recorded = self._replayable(asked)
         if recorded is None:
-            return await self._commit(asked, known, await self._maker.sampled(asked))
+            return await self._commit(asked, known, await self._sampled(asked))
         try:
             return await self._commit(asked, known, replayed(asked, recorded))
         except BaseException:
             assert session.recording is not None
             session.recording.give_back(recorded)
+            raise
+
+    async def _sampled(self, asked: Asked) -> TurnRecord:
+        """A refusal that ends the rollout is journaled: whoever watches it may ask elsewhere."""
+        try:
+            return await self._maker.sampled(asked)
+        except Refused as refused:
+            if refused.code == TOO_STALE:
+                await self._note_stale(asked.session, str(refused))
             raise
 
     def _replayable(self, asked: Asked) -> Recorded | None:

@@ -83,6 +83,8 @@ class EngineRecord(Frozen):
     """Who paused it and will say when it goes on: `update 7`."""
     version: int | None = None
     """Policy version of its weights; None: not known, or changing this moment."""
+    coming: int | None = None
+    """The version that the update in progress brings."""
     deaths: int = 0
     """In a row, without `STABLE_S` of service between them."""
     not_before: float = 0.0
@@ -129,6 +131,7 @@ class EngineRecord(Frozen):
             "version": None,
             "condemned": "",
             "held_by": "",
+            "coming": None,
         }
         return self.model_copy(update=update)
 

@@ -9,16 +9,18 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import httpx
 import structlog
 
 from perdure.errors import Boundary, GatewayUnavailable, NotFound, PerdureError
-from perdure.gateway.base import NO_LABELS, Completion, Refused
+from perdure.gateway.base import NO_LABELS, TOO_STALE, Completion, Refused
 from perdure.gateway.engines.leases import Capacity, Leases, Place
 from perdure.gateway.engines.queueing import FairQueue
 from perdure.gateway.engines.salvage import Salvage
+from perdure.gateway.engines.versions import Versions
 from perdure.gateway.engines.vllm import Ask, Break, Broken, VllmEngine
 from perdure.gateway.engines.wire import FIRST_PAUSE_S, LONGEST_PAUSE_S, engine_name
 from perdure.gateway.prompt_ids import PromptIds
@@ -66,6 +68,7 @@ class Running:
 
     task: "asyncio.Task[FinishReason]"
     salvage: Salvage
+    versions: Versions
     started: float
     seen: int = 0
     progress: float = 0.0
@@ -301,8 +304,10 @@ class EnginePool:
                 reason=record.reason,
             )
         if record.held_by and not before.held_by:
-            for call in seat.running:
+            for call in list(seat.running):
                 call.trusted = len(call.salvage.ids)
+                if not call.versions.allow(record.coming):
+                    call.evict(Broken(Break.ABORTED, "its group is held to older weights"))
         if record.condemned and not before.condemned:
             for call in seat.running:
                 call.distrust()
@@ -401,21 +406,25 @@ class EnginePool:
         """Raises: GatewayUnavailable, Refused."""
         while call.seat is None:
             # Short of room, it waits as long as it takes; short of engines, a bounded time.
-            timeout = None if self._usable() else max(call.patience(self._patience_s), FIRST_LOOK_S)
+            timeout = (
+                None if self._usable(call) else max(call.patience(self._patience_s), FIRST_LOOK_S)
+            )
             try:
                 async with asyncio.timeout(timeout):
                     await self._queue.wait(
                         call.run, lambda: self._try_seat(call) or self._refused(call) is not None
                     )
             except TimeoutError:
-                if all(seat.looked for seat in self._seats.values()) and not self._usable():
-                    raise self._unusable() from None
+                if all(seat.looked for seat in self._seats.values()) and not self._usable(call):
+                    raise self._unusable(call) from None
             if call.seat is None and (refused := self._refused(call)) is not None:
                 raise refused
 
     def _try_seat(self, call: "_Call") -> bool:
         places = [
-            place for place in self._places() if not call.is_stale_on(self._seats[place.name])
+            place
+            for place in self._places()
+            if call.versions.include(self._seats[place.name].record.version)
         ]
         if not places:
             return False
@@ -434,25 +443,30 @@ class EnginePool:
     def _places(self) -> list[Place]:
         return [seat.place() for seat in self._seats.values() if seat.record.serves]
 
-    def _usable(self) -> bool:
-        return any(seat.record.serves for seat in self._seats.values())
+    def _usable(self, call: "_Call") -> bool:
+        return any(
+            seat.record.serves and call.versions.include(seat.record.version)
+            for seat in self._seats.values()
+        )
 
     def _refused(self, call: "_Call") -> Refused | None:
         """When every engine says that we ask for the wrong thing, or serves too new a policy,
         waiting helps nobody."""
         serving = [seat for seat in self._seats.values() if seat.record.state not in LEAVING]
-        if serving and all(call.is_stale_on(seat) for seat in serving):
-            return Refused(409, "policy_too_stale", f"every engine is past {call.limits}")
+        if serving and not any(call.versions.allow(seat.record.version) for seat in serving):
+            told = f"every engine is past {call.versions}, which this group may be sampled by"
+            return Refused(410, TOO_STALE, told)
         why = [seat.watcher.refused for seat in self._seats.values() if not seat.record.removed]
         if not why or not all(why):
             return None
         hint = " (PERDURE_ENGINE_MODEL and PERDURE_ENGINE_URL must name what it serves)"
         return Refused(400, "engine_refused", why[0] + hint)
 
-    def _unusable(self) -> GatewayUnavailable:
+    def _unusable(self, call: "_Call") -> GatewayUnavailable:
         states = "; ".join(
             f"{seat.engine.name} is {seat.record.state}"
             + (f" ({seat.record.reason})" if seat.record.reason else "")
+            + call.versions.lacked_by(seat.record)
             for seat in self._seats.values()
         )
         return GatewayUnavailable(
@@ -466,7 +480,7 @@ class EnginePool:
         task = asyncio.create_task(
             seat.engine.sample(ask, call.salvage, lambda: _version_now(seat, record))
         )
-        running = Running(task, call.salvage, now, len(call.salvage.ids), now)
+        running = Running(task, call.salvage, call.versions, now, len(call.salvage.ids), now)
         seat.running.add(running)
         try:
             reason = await task
@@ -545,17 +559,9 @@ class _Call:
     def run(self) -> str:
         return self.labels.get("run", "")
 
-    @property
-    def limits(self) -> str:
-        version, allowed = self.labels.get("policy_version"), self.labels.get("max_staleness")
-        return f"policy version {version} + {allowed}, which this group may be sampled by"
-
-    def is_stale_on(self, seat: Seat) -> bool:
-        """Its group began at a version that this engine's is too far ahead of."""
-        version, allowed = self.labels.get("policy_version"), self.labels.get("max_staleness")
-        if not version or not allowed or seat.record.version is None:
-            return False
-        return seat.record.version > int(version) + int(allowed)
+    @cached_property
+    def versions(self) -> Versions:
+        return Versions.of(self.labels)
 
     @property
     def length(self) -> int:
