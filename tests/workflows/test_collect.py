@@ -1,0 +1,129 @@
+"""Collecting a batch by its trainable tokens, on a real server with the real group workflow."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from temporalio.client import Client
+
+from activities.messages import Ending
+from perdure.client.api import Perdure
+from perdure.client.collect import FinishedGroup, collect, tokens_with_signal
+from perdure.types import EpisodeRef, GroupRequest, Outcome, RolloutRequest, RolloutStatus
+from tests.workflows.stages import Stages
+from tests.workflows.test_group_and_run import Gate
+
+TOKENS = 100
+
+
+def _requests(run_id: str, n: int = 50) -> Iterator[GroupRequest]:
+    for k in range(n):
+        rollout = RolloutRequest(run_id=run_id, instance=f"toy/add-{k}", agent="nop")
+        yield GroupRequest(rollout=rollout, n_samples=2)
+
+
+def _episode(ending: Ending, reward: float) -> EpisodeRef:
+    """An episode of `TOKENS` exact tokens."""
+    request = ending.request
+    return EpisodeRef(
+        uri="file:///x/episode.json",
+        instance_id=request.instance_id,
+        sample_index=request.sample_index,
+        agent=request.agent,
+        status=ending.status,
+        outcome=Outcome.RESOLVED,
+        reward=reward if ending.status is RolloutStatus.GRADED else None,
+        tokens=TOKENS,
+        trainable=True,
+    )
+
+
+async def _all_alike(ending: Ending) -> EpisodeRef:
+    return _episode(ending, reward=1.0)
+
+
+async def _add_1_has_signal(ending: Ending) -> EpisodeRef:
+    differs = ending.request.instance_id == "add-1" and ending.request.sample_index == 1
+    return _episode(ending, reward=0.0 if differs else 1.0)
+
+
+async def test_a_batch_is_filled_to_its_tokens(client: Client, stages: Stages) -> None:
+    """Two samples of 100 tokens a group: 500 tokens take three groups, and no fourth is asked for."""
+    stages.override["emit_episode"] = _all_alike
+    asked: list[str] = []
+
+    def asking() -> Iterator[GroupRequest]:
+        for request in _requests("r1"):
+            asked.append(request.group_id)
+            yield request
+
+    groups = [g async for g in collect(Perdure(client), asking(), tokens=5 * TOKENS, in_flight=1)]
+
+    assert [g.trainable_tokens for g in groups] == [2 * TOKENS] * 3
+    assert asked == [g.group_id for g in groups]
+
+
+async def test_groups_without_signal_do_not_count(client: Client, stages: Stages) -> None:
+    """Only the group whose rewards differ fills the batch; the others are yielded all the same."""
+    stages.override["emit_episode"] = _add_1_has_signal
+    filling = collect(
+        Perdure(client), _requests("r2"), tokens=1, in_flight=1, count=tokens_with_signal
+    )
+
+    groups = [g async for g in filling]
+
+    assert [g.has_signal for g in groups] == [False, True]
+
+
+async def test_too_few_requests_end_the_batch(client: Client, stages: Stages) -> None:
+    """The caller gets what there is."""
+    stages.override["emit_episode"] = _all_alike
+
+    groups = [g async for g in collect(Perdure(client), _requests("r3", 2), tokens=10**9)]
+
+    assert len(groups) == 2
+
+
+async def test_a_caller_that_leaves_cancels_what_runs(client: Client, stages: Stages) -> None:
+    """Groups in flight when the trainer stops listening end as cancelled, without a reward."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    perdure = Perdure(client)
+    filling = collect(perdure, _requests("r4", 2), tokens=1, in_flight=2)
+    first = asyncio.ensure_future(anext(filling))
+    await gate.until_running(4)
+
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await filling.aclose()
+
+    groups = [await perdure.start_group(request) for request in _requests("r4", 2)]
+    statuses = {episode.status for group in groups async for episode in group.episodes()}
+    assert statuses == {RolloutStatus.CANCELLED}
+
+
+async def test_a_group_cancelled_by_somebody_counts_with_what_it_has(
+    client: Client, stages: Stages
+) -> None:
+    """The batch goes on; the cancelled group has episodes without a reward."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    perdure = Perdure(client)
+    filling = asyncio.create_task(_all(collect(perdure, _requests("r5", 1), tokens=1)))
+    await gate.until_running(2)
+
+    (request,) = _requests("r5", 1)
+    await (await perdure.start_group(request)).cancel()
+
+    (group,) = await filling
+    assert [e.reward for e in group.episodes] == [None, None]
+
+
+async def _all(groups: AsyncIterator[FinishedGroup]) -> list[FinishedGroup]:
+    return [group async for group in groups]
+
+
+async def test_a_target_of_nothing_is_refused(client: Client) -> None:
+    """The error names the argument."""
+    with pytest.raises(ValueError, match="tokens"):
+        await anext(collect(Perdure(client), [], tokens=0))
