@@ -3,12 +3,13 @@
 import time
 
 from activities import checkpoints
+from activities.admission import Admission, agent_step
 from activities.messages import AgentRun, Attempt, Booted
 from activities.services import Services
 from activities.shell import shell
 from perdure.agents.base import AgentTask
 from perdure.episodes import assemble
-from perdure.errors import InstanceError, NotFound, SandboxLost
+from perdure.errors import InstanceError, NotFound, RateLimited, SandboxLost
 from perdure.graders import patch
 from perdure.graders.patch import BASE_GIT
 from perdure.instances.environments import Prepared
@@ -38,8 +39,10 @@ class BootSandbox:
         request = attempt.request
         done = await self._finished(request)
         if done is not None:
+            await self._admission(request).release()
             return Booted(done=done)
         if request.expires_at is not None and time.time() > request.expires_at:
+            await self._admission(request).release()
             return Booted(expired=True)
         uri = f"{self.services.store.url}/{keys.rollout_of(request)}"
         while (earlier := await self._record(attempt)) is not None:
@@ -50,7 +53,10 @@ class BootSandbox:
             # Its sandbox is gone, with nothing to go on from: evidence, not a start. So is every
             # attempt of an earlier workflow of this rollout that was cancelled or terminated.
             attempt = attempt.model_copy(update={"attempt": attempt.attempt + 1})
-        return self._booted(attempt, uri, await self._create(attempt))
+        record = await self._create(attempt)
+        if record is None:
+            return Booted(uri=uri, waits_for=agent_step(attempt))
+        return self._booted(attempt, uri, record)
 
     def _booted(self, attempt: Attempt, uri: str, record: BootRecord) -> Booted:
         bound = self.services.provider(attempt.request.sandbox).host_bound
@@ -78,7 +84,11 @@ class BootSandbox:
             return False
         return True
 
-    async def _create(self, attempt: Attempt) -> BootRecord:
+    def _admission(self, request: RolloutRequest) -> Admission:
+        return Admission(self.services, request.sandbox, request)
+
+    async def _create(self, attempt: Attempt) -> BootRecord | None:
+        """None: it is not this rollout's turn on the account yet."""
         request = attempt.request
         started = time.time()
         instance = await self._instance(request)
@@ -87,7 +97,15 @@ class BootSandbox:
         tools = await self.services.agent(request.agent).install(self.services.tools)
         provider = self.services.provider(request.sandbox)
         identity = self.services.agent_identity(request, attempt.attempt)
-        sandbox = await provider.create(self._spec(attempt, prepared, tools), identity)
+        admission = self._admission(request)
+        if admission.metered and attempt.permit != agent_step(attempt):
+            await admission.ask(agent_step(attempt))
+            return None
+        try:
+            async with admission.starting():
+                sandbox = await provider.create(self._spec(attempt, prepared, tools), identity)
+        except RateLimited:
+            return None  # it is in the queue again
         base_git = BASE_GIT if prepared.tree else await patch.prepare_capture(sandbox)
         record = BootRecord(
             identity=identity,

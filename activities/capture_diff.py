@@ -4,8 +4,10 @@ import hashlib
 import signal
 
 from activities import checkpoints
+from activities.admission import Admission, grade_step
 from activities.boot_sandbox import BootRecord
-from activities.messages import Attempt, Captured
+from activities.grade import needs_tests
+from activities.messages import AgentRun, Attempt, Captured
 from activities.services import Services
 from activities.shell import shell
 from perdure.agents.base import EXEC_ID
@@ -30,8 +32,26 @@ class CaptureDiff:
         identity = self.services.agent_identity(attempt.request, attempt.attempt)
         await self.services.provider(attempt.request.sandbox).kill(identity)
         return Captured(
-            size=found.size, files=found.files, empty=found.empty, too_large=found.too_large
+            size=found.size,
+            files=found.files,
+            empty=found.empty,
+            too_large=found.too_large,
+            waits_for=await self._hand_over(attempt, found),
         )
+
+    async def _hand_over(self, attempt: Attempt, patch: PatchRef) -> str:
+        """The agent's slot of the account goes to the grading, or back. Returns what to wait for."""
+        request = attempt.request
+        admission = Admission(self.services, request.sandbox, request)
+        if not admission.metered:
+            return ""
+        folder = keys.attempt(request, attempt.attempt)
+        run = await checkpoints.read(self.services.store, f"{folder}/agent.json", AgentRun)
+        if run is None or run.end.is_error() or not needs_tests(self.services, request, patch):
+            await admission.release()
+            return ""
+        await admission.ask(grade_step(attempt))
+        return grade_step(attempt)
 
     async def _take(self, attempt: Attempt, folder: str) -> PatchRef:
         sandbox = await self._attach(attempt)

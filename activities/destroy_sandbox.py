@@ -2,6 +2,7 @@
 
 import contextlib
 
+from activities.admission import Admission
 from activities.messages import Attempt
 from activities.services import Services
 from activities.shell import shell
@@ -19,6 +20,7 @@ class DestroySandbox:
         provider = self.services.provider(request.sandbox)
         await provider.kill(self.services.agent_identity(request, attempt.attempt))
         await provider.kill(self.services.grade_identity(request, attempt.attempt))
+        await Admission(self.services, request.sandbox, request).release()
         await self._close_session(attempt)
 
     async def _close_session(self, attempt: Attempt) -> None:

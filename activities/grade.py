@@ -3,6 +3,7 @@
 import time
 
 from activities import checkpoints
+from activities.admission import Admission
 from activities.messages import Attempt, GradedPatch
 from activities.services import Services
 from activities.shell import shell
@@ -38,6 +39,7 @@ class GradeInFreshSandbox:
             found = await checkpoints.write(
                 self.services.store, key, await self._verdict(attempt, patch, folder)
             )
+        await Admission(self.services, attempt.request.sandbox, attempt.request).release()
         return GradedPatch(
             outcome=found.outcome,
             reward=found.reward,
@@ -46,9 +48,9 @@ class GradeInFreshSandbox:
         )
 
     async def _verdict(self, attempt: Attempt, patch: PatchRef, folder: str) -> Grade:
-        if patch.too_large:
-            return _without_tests(patch, Outcome.APPLY_FAILED, "patch_too_large")
-        if patch.empty and not self._grades_empty(attempt.request):
+        if not needs_tests(self.services, attempt.request, patch):
+            if patch.too_large:
+                return _without_tests(patch, Outcome.APPLY_FAILED, "patch_too_large")
             return _without_tests(patch, Outcome.EMPTY_PATCH, "the agent changed nothing")
         data = (await self.services.store.get(patch.key)).data
         instance = await self.services.instance(attempt.request)
@@ -67,11 +69,6 @@ class GradeInFreshSandbox:
             }
         )
 
-    def _grades_empty(self, request: RolloutRequest) -> bool:
-        if request.grade_empty_patch is not None:
-            return request.grade_empty_patch
-        return bool(getattr(self.services.agent(request.agent), "grade_empty_patch", False))
-
     async def _run_tests(self, attempt: Attempt, instance: Instance, patch: bytes) -> Graded:
         request = attempt.request
         provider = self.services.provider(request.sandbox)
@@ -79,9 +76,9 @@ class GradeInFreshSandbox:
         timeout_s = request.grade_timeout_s or instance.grading.timeout_s
         try:
             await provider.kill(identity)  # a half-used one of an earlier try is not fresh
-            sandbox = await provider.create(
-                await self._spec(attempt, instance, timeout_s), identity
-            )
+            spec = await self._spec(attempt, instance, timeout_s)
+            async with Admission(self.services, request.sandbox, request).starting():
+                sandbox = await provider.create(spec, identity)
             async with sandbox:
                 grader = self.services.grader(instance.grading.protocol)
                 return await grader.grade(sandbox, instance, patch, timeout_s=timeout_s)
@@ -109,6 +106,15 @@ class GradeInFreshSandbox:
             labels=self.services.labels(attempt.request, attempt.attempt, "grade"),
             ttl_s=max(self.services.settings.sandbox_ttl_s, timeout_s + 600),
         )
+
+
+def needs_tests(services: Services, request: RolloutRequest, patch: PatchRef) -> bool:
+    """Whether a sandbox is booted for the verdict at all."""
+    if patch.too_large or not patch.empty:
+        return not patch.too_large
+    if request.grade_empty_patch is not None:
+        return request.grade_empty_patch
+    return bool(getattr(services.agent(request.agent), "grade_empty_patch", False))
 
 
 def _generation(attempt: Attempt) -> str:

@@ -1,8 +1,11 @@
 """What crosses between the workflows and the activities: references and verdicts, never blobs."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from perdure.types import (
+    AccountCaps,
     AgentEnd,
     EpisodeRef,
     Failure,
@@ -29,6 +32,8 @@ class Attempt(Frozen):
     attempt: int
     workflow_run_id: str = ""
     """Tells a reset workflow's grading from the one before it."""
+    permit: str = ""
+    """The step for which a sandbox of a metered account was granted."""
 
 
 class Booted(Frozen):
@@ -43,6 +48,8 @@ class Booted(Frozen):
     done: EpisodeRef | None = None
     """The rollout had finished before: nothing to do."""
     expired: bool = False
+    waits_for: str = ""
+    """No sandbox yet: the account is asked, and grants this step when its turn comes."""
 
 
 class AgentRun(Frozen):
@@ -58,6 +65,8 @@ class Captured(Frozen):
     files: int
     empty: bool
     too_large: bool = False
+    waits_for: str = ""
+    """The step that the account of the grading sandbox must grant first."""
 
 
 class GradedPatch(Frozen):
@@ -114,6 +123,24 @@ class GroupResult(Frozen):
     graded: int
     quorum_met: bool
     episodes: tuple[EpisodeRef, ...]
+
+
+class Asked(Frozen):
+    """A rollout wants a sandbox of a metered account."""
+
+    holder: str
+    """The workflow that holds the permit, and is told when it is granted."""
+    run: str
+    step: str
+    caps: AccountCaps
+
+
+class Refused(Frozen):
+    """The provider answered 429 to a create that was granted."""
+
+    holder: str
+    limit: Literal["rate", "concurrency"]
+    retry_after: float | None = None
 
 
 class SweepRequest(Frozen):

@@ -6,6 +6,7 @@ from pathlib import Path
 from activities.hosts import host_of
 from perdure import registry
 from perdure.agents.base import Agent
+from perdure.errors import ConfigurationError
 from perdure.gateway.control import GatewayControl, load_secret
 from perdure.graders.base import Grader
 from perdure.instances import catalog
@@ -14,7 +15,7 @@ from perdure.sandboxes.base import SandboxProvider, identity_of
 from perdure.sandboxes.relay_choice import Reach, choose_reach
 from perdure.settings import Settings
 from perdure.storage.base import Store, open_store
-from perdure.types import Instance, RolloutRequest
+from perdure.types import AccountCaps, Instance, RolloutRequest
 
 
 class Services:
@@ -39,8 +40,23 @@ class Services:
         """Raises: ConfigurationError for an unknown name."""
         make = registry.load("sandbox", registry.SANDBOXES, name)
         provider: SandboxProvider = make(self.home)
+        named = self.settings.sandbox_caps.get(name)
+        provider.waits_at_caps = named is None and provider.account_caps is None
         registry.remember_sandboxes(self.home, name)
         return provider
+
+    def caps(self, name: str) -> AccountCaps | None:
+        """What the account of this provider may do; None where nothing is metered.
+
+        Raises: ConfigurationError for caps of a provider that has no account.
+        """
+        provider, named = self.provider(name), self.settings.sandbox_caps.get(name)
+        if named is not None and provider.host_bound:
+            raise ConfigurationError(
+                f"sandbox_caps names {name!r}, whose sandboxes are bound to a host and not to an "
+                "account: set boot_slots and grade_slots of its workers instead"
+            )
+        return named or provider.account_caps
 
     def reach(self, sandbox: str) -> Reach:
         """How sandboxes of this provider reach the gateway. Raises: ConfigurationError."""

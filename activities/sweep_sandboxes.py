@@ -2,10 +2,7 @@
 
 import time
 
-from temporalio import activity
-from temporalio.client import WorkflowExecutionStatus
-from temporalio.service import RPCError, RPCStatusCode
-
+from activities.admission import is_open
 from activities.messages import SweepRequest, Swept
 from activities.services import Services
 from activities.shell import shell
@@ -37,14 +34,8 @@ class SweepSandboxes:
         return found
 
     async def _is_owned(self, info: SandboxInfo) -> bool:
-        """Open workflow = owned. Asked from the server itself, never from lagging visibility."""
+        """Open workflow = owned."""
         workflow_id = info.labels.get("rollout")
         if workflow_id is None:
             return True  # not one of ours
-        try:
-            described = await activity.client().get_workflow_handle(workflow_id).describe()
-        except RPCError as error:
-            if error.status is RPCStatusCode.NOT_FOUND:
-                return False
-            raise
-        return described.status is WorkflowExecutionStatus.RUNNING
+        return await is_open(workflow_id)

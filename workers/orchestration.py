@@ -17,6 +17,7 @@ from temporalio.worker import (
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
 from perdure.client import names
+from workflows.account import SandboxAccountWorkflow
 from workflows.group import RolloutGroupWorkflow
 from workflows.reaper import ReaperWorkflow
 from workflows.rollout import RolloutWorkflow
@@ -28,6 +29,7 @@ WORKFLOWS: Sequence[type] = (
     RunWorkflow,
     RunShardWorkflow,
     ReaperWorkflow,
+    SandboxAccountWorkflow,
 )
 
 PASSTHROUGH = ("perdure", "activities", "workflows", "pydantic_settings", "structlog")

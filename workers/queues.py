@@ -8,6 +8,7 @@ from typing import Any
 from temporalio.client import Client
 from temporalio.worker import PollerBehaviorAutoscaling, Worker
 
+from activities.admission import ClosedHolders
 from activities.boot_sandbox import BootSandbox
 from activities.capture_diff import CaptureDiff
 from activities.destroy_sandbox import DestroySandbox
@@ -57,6 +58,7 @@ def queues(stage: str, services: Services) -> list[Queue]:
         EmitEpisode(services).emit,
         DestroySandbox(services).destroy,
         SweepSandboxes(services).sweep,
+        ClosedHolders().closed,
         runs.prepare,
         runs.page,
         runs.finish,

@@ -7,6 +7,7 @@ workflow itself fails only on a refused input or a bug, so a red line means: som
 import asyncio
 import contextlib
 from collections.abc import Coroutine
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from temporalio import workflow
@@ -33,6 +34,8 @@ with workflow.unsafe.imports_passed_through():
 Result = TypeVar("Result")
 
 MAX_EVICTIONS = 50
+ASK_AGAIN_S = 600.0
+"""Whoever waits so long for a sandbox asks again: the account's workflow may have been terminated."""
 CLEANING = ("destroy_sandbox", "emit_episode")
 
 
@@ -44,6 +47,7 @@ class RolloutWorkflow:
         self.story = Story()
         self.evictions = 0
         self.attempt = 0
+        self.grants: set[str] = set()
 
     @workflow.run
     async def run(self, request: Any = None) -> EpisodeRef:
@@ -63,6 +67,11 @@ class RolloutWorkflow:
         if cancelled:
             raise asyncio.CancelledError("the rollout was cancelled; its episode is in the store")
         return episode
+
+    @workflow.signal(name=names.GRANTED)
+    def granted(self, step: str) -> None:
+        """The sandbox of this step may be made now."""
+        self.grants.add(step)
 
     @workflow.query
     def state(self) -> dict[str, Any]:
@@ -122,7 +131,29 @@ class RolloutWorkflow:
         options = policies.described(
             policies.boot(attempt.request), summary, f"boot-{attempt.attempt}"
         )
-        return await self._do("boot_sandbox", attempt, Booted, options)
+        while True:
+            booted = await self._do("boot_sandbox", attempt, Booted, options)
+            if not booted.waits_for:
+                return booted
+            stop_if_cancelled()
+            granted = await self._granted(booted.waits_for, attempt.request.expires_at)
+            permit = booted.waits_for if granted else ""
+            attempt = attempt.model_copy(update={"permit": permit})
+
+    async def _granted(self, step: str, expires_at: float | None = None) -> bool:
+        """Wait for this rollout's turn on a metered account. False: time to ask again."""
+        self.story.waits(step)
+        patience = ASK_AGAIN_S
+        if expires_at is not None:
+            patience = max(0.0, min(patience, expires_at - workflow.time() + 1))
+        try:
+            await workflow.wait_condition(
+                lambda: step in self.grants, timeout=timedelta(seconds=patience)
+            )
+        except TimeoutError:
+            return False
+        self.grants.discard(step)
+        return True
 
     async def _run_agent(self, attempt: Attempt, host: str | None) -> AgentRun:
         rollout = attempt.request
@@ -143,6 +174,11 @@ class RolloutWorkflow:
         )
         captured = await self._do("capture_diff", attempt, Captured, options)
         self.story.captured(captured)
+        while captured.waits_for:
+            stop_if_cancelled()
+            if await self._granted(captured.waits_for):
+                break
+            captured = await self._do("capture_diff", attempt, Captured, options)
         return captured
 
     async def _grade(self, attempt: Attempt) -> GradedPatch:

@@ -60,6 +60,9 @@ class Story:
         self._said = stage, attempt
         workflow.upsert_search_attributes(changed)
 
+    def waits(self, step: str) -> None:
+        self._add(f"waits for its turn on the sandbox account ({step})")
+
     def booted(self, booted: Booted) -> None:
         self.evidence = booted.uri
         self._add(f"sandbox up{f' on {booted.host}' if booted.host else ''}")

@@ -17,6 +17,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from perdure.types import AccountCaps
+
 
 class Settings(BaseSettings):
     """Resolved once per process; `run.json` keeps the resolved copy beside each run."""
@@ -71,6 +73,8 @@ class Settings(BaseSettings):
     """Gradings that one worker runs at once."""
     io_slots: int = Field(32, ge=1)
     """Captures, episodes and clean-ups that one worker runs at once."""
+    sandbox_caps: dict[str, AccountCaps] = Field(default_factory=dict)
+    """Caps of provider accounts, shared by all workers: `{"e2b": {"live": 20, "creates_per_s": 5}}`."""
     sandbox_ttl_s: float = Field(3600.0, ge=60)
     """A sandbox nobody heartbeats for this long is killed by its provider or the reaper."""
     metrics_port: int = Field(0, ge=0, le=65535)

@@ -5,6 +5,10 @@ GROUP = "RolloutGroupWorkflow"
 RUN = "RunWorkflow"
 SHARD = "RunShardWorkflow"
 REAPER = "ReaperWorkflow"
+ACCOUNT = "SandboxAccountWorkflow"
+
+GRANTED = "granted"
+"""Signal to a rollout: the sandbox it waits for may be made now."""
 
 WORKFLOWS_QUEUE = "rollout-workflows"
 BOOT_QUEUE = "sandbox-boot"
@@ -16,3 +20,8 @@ IO_QUEUE = "rollout-io"
 def host_queue(host: str) -> str:
     """Where the watchers of one host poll: sandboxes that are processes of that host need them."""
     return f"{AGENT_QUEUE}@{host}"
+
+
+def account_id(account: str) -> str:
+    """The workflow that keeps the permits of one provider account."""
+    return f"sandbox-account/{account}"

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, Self
 from uuid import uuid4
 
 from perdure.errors import ConfigurationError
-from perdure.types import Limits
+from perdure.types import AccountCaps, Limits
 
 
 class Network(StrEnum):
@@ -268,12 +268,25 @@ class SandboxProvider(ABC):
     runs_images: bool = False
     """Makes sandboxes from `SandboxSpec.image`; without it, rows whose tree lies in one are refused."""
 
+    account_caps: AccountCaps | None = None
+    """Of a provider with accounts: the caps assumed where the settings name none. None: no account,
+    or one that nobody needs to queue for."""
+    waits_at_caps: bool = True
+    """`create` waits a while where the account is at its caps. False: RateLimited at once, for
+    callers who queue for the account together."""
+
+    @property
+    def account(self) -> str:
+        """Name of the account whose caps all workers share; no secret in it."""
+        return self.name
+
     @abstractmethod
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         """A live sandbox of this identity: an existing one is adopted, never doubled.
 
         Raises: SandboxLost when that identity lived before and is dead (use a new generation);
-        MissingDependency; ConfigurationError; RetryHere.
+        MissingDependency; ConfigurationError; RetryHere, as RateLimited where the account is at
+        its caps.
         """
 
     @abstractmethod

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from perdure.errors import ControlPlaneError, PerdureError, SandboxLost
+from perdure.errors import ControlPlaneError, PerdureError, RateLimited, SandboxLost
 
 T = TypeVar("T")
 
@@ -27,14 +27,18 @@ class Missing(PerdureError):
     """404 or its like: of the sandbox perhaps, of a path perhaps; the caller knows more."""
 
 
-async def again(call: Callable[[], Awaitable[T]], *, patience_s: float = PATIENCE_S) -> T:
-    """Repeat while the failure is a passing one."""
+async def again(
+    call: Callable[[], Awaitable[T]], *, patience_s: float = PATIENCE_S, at_caps: bool = True
+) -> T:
+    """Repeat while the failure is a passing one. `at_caps`: RateLimited counts as one."""
     end = time.monotonic() + patience_s
     pause, longest = PAUSE_S
     while True:
         try:
             return await call()
         except ControlPlaneError as error:
+            if isinstance(error, RateLimited) and not at_caps:
+                raise
             wait = error.retry_after or pause * random.uniform(0.5, 1)
             if time.monotonic() + wait > end:
                 raise

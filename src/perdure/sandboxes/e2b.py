@@ -6,6 +6,7 @@ guest program (`guest`), whose records survive every lost answer. Trees and moun
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import os
 import re
@@ -16,13 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
-from perdure.errors import ConfigurationError, ControlPlaneError, NotFound, OutcomeUnknown
+from perdure.errors import (
+    ConfigurationError,
+    ControlPlaneError,
+    NotFound,
+    OutcomeUnknown,
+    RateLimited,
+)
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.box import check_identity
 from perdure.sandboxes.calls import Conflict, Missing, again, lost
 from perdure.sandboxes.e2b_calls import typed
 from perdure.sandboxes.guested import GuestSandbox
 from perdure.sandboxes.service import ServiceProvider
+from perdure.types import AccountCaps
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox
@@ -121,6 +129,8 @@ class E2BProvider(ServiceProvider):
     deployment, where several hosts share one or several deployments share an account."""
 
     name = "e2b"
+    account_caps = AccountCaps(creates_per_s=5, starting=16)
+    """What a paying account may do; how many sandboxes at once is found out by being refused."""
     scope_variable = "PERDURE_E2B_SCOPE"
 
     def __init__(self, home: Path) -> None:
@@ -135,6 +145,11 @@ class E2BProvider(ServiceProvider):
                 f"environment.image: {spec.image!r} is no E2B template; build one from the image "
                 "(`e2b template build`) and name it there"
             )
+
+    @property
+    def account(self) -> str:
+        key = os.environ.get("E2B_API_KEY", "")
+        return f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
     def check(self) -> Sequence[str]:
         missing = []
@@ -201,12 +216,17 @@ class E2BProvider(ServiceProvider):
         for number in range(MOST_KEYS):
             key = f"{self._scope}-{identity}-{number}"
             try:
-                sdk = await again(lambda key=key: self._ask(spec, own, key))  # type: ignore[misc]
+                sdk = await again(
+                    lambda key=key: self._ask(spec, own, key),  # type: ignore[misc]
+                    at_caps=self.waits_at_caps,
+                )
             except Conflict:  # made by another request, or its fate is unknown to the service
                 await asyncio.sleep(LIST_LAG_S)
                 if not (found := await self._find({f"{OWN}identity": identity})):
                     continue
                 return await self._connect(found[0].sandbox_id, identity, found[0].metadata)
+            except RateLimited:
+                raise
             except ControlPlaneError as error:
                 raise OutcomeUnknown(
                     f"{error}; it is looked up by identity {identity!r}"

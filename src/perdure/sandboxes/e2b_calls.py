@@ -2,7 +2,7 @@
 
 import re
 
-from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError
+from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
 from perdure.sandboxes.calls import Conflict, Missing
 
 REFUSAL_PASSES_S = 6.5
@@ -25,8 +25,9 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
                 return ControlPlaneError(said, retry_after=REFUSAL_PASSES_S)
             return ConfigurationError(f"{said}; set E2B_API_KEY to a valid key")
         case e2b.RateLimitException():
-            full = "concurrent" in str(error)
-            return ControlPlaneError(said, retry_after=RELEASE_S if full else 1.0)
+            if "concurrent" in str(error):
+                return RateLimited(said, limit="concurrency", retry_after=RELEASE_S)
+            return RateLimited(said, retry_after=1.0)  # the SDK keeps Retry-After to itself
         case e2b.SandboxNotRunningException() | e2b.NotFoundException():
             return Missing(said)
         case e2b.NotEnoughSpaceException():

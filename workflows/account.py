@@ -1,0 +1,114 @@
+"""SandboxAccountWorkflow: keeps the permits of one provider account for all workers.
+
+The rules are `perdure.sandboxes.permits`; here are its clock, its memory and its messages. It ends
+when nobody holds or wants anything, and is started again by the next who asks.
+"""
+
+import asyncio
+from datetime import timedelta
+
+from temporalio import workflow
+from temporalio.exceptions import FailureError
+
+with workflow.unsafe.imports_passed_through():
+    from activities.messages import Asked, Refused
+    from perdure.client import names
+    from perdure.sandboxes.permits import Account, AccountState, Wish
+    from workflows import policies
+
+IDLE = timedelta(minutes=5)
+"""It remembers what an account was found to take for so long after the last sandbox."""
+CHECK_EVERY_S = 60.0
+CHECK_MOST = 100
+"""Holders looked up at a time, those that held longest without being looked up first."""
+JITTER = 0.1
+"""Part of a pause that is added by chance: other users of the account pace theirs too."""
+
+
+@workflow.defn(name=names.ACCOUNT)
+class SandboxAccountWorkflow:
+    @workflow.init
+    def __init__(self, state: AccountState | None = None) -> None:
+        self.account = Account(state or AccountState(), self._now())
+        self.news = False
+        self.again: list[Wish] = []
+        self.checked_at = self._now()
+
+    @workflow.run
+    async def run(self, state: AccountState | None = None) -> None:
+        while True:
+            self.news = False
+            granted = self.again + self.account.grants(self._now())
+            self.again = []
+            await asyncio.gather(*(self._grant(wish) for wish in granted))
+            await self._check_holders()
+            if workflow.info().is_continue_as_new_suggested():
+                workflow.continue_as_new(self.account.state())
+            if not await self._news() and self.account.empty:
+                return
+
+    @workflow.signal
+    def ask(self, asked: Asked) -> None:
+        if self.account.ask(asked.holder, asked.run, asked.step, asked.caps):
+            self.again.append(Wish(holder=asked.holder, run=asked.run, step=asked.step, order=0))
+        self.news = True
+
+    @workflow.signal
+    def started(self, holder: str) -> None:
+        self.account.started(holder)
+        self.news = True
+
+    @workflow.signal
+    def refused(self, refused: Refused) -> None:
+        self.account.refused(refused.holder, refused.limit, refused.retry_after, self._now())
+        self.news = True
+
+    @workflow.signal
+    def release(self, holder: str) -> None:
+        self.account.release(holder)
+        self.news = True
+
+    @workflow.query
+    def state(self) -> AccountState:
+        """Who waits, who holds, and what the account was found to take."""
+        return self.account.state()
+
+    def _now(self) -> float:
+        return workflow.time()
+
+    async def _grant(self, wish: Wish) -> None:
+        handle = workflow.get_external_workflow_handle(wish.holder)
+        try:
+            await handle.signal(names.GRANTED, wish.step)
+        except FailureError:  # it is over: its permit goes to the next
+            self.account.release(wish.holder)
+            self.news = True
+
+    async def _news(self) -> bool:
+        """Wait until something was said, or there may be more to grant. False: nothing happened."""
+        pause = self.account.wake_in(self._now())
+        if pause is not None:
+            pause += pause * JITTER * workflow.random().random()
+        if self.account.waiting:
+            pause = CHECK_EVERY_S if pause is None else min(pause, CHECK_EVERY_S)
+        try:
+            await workflow.wait_condition(
+                lambda: self.news, timeout=IDLE if pause is None else timedelta(seconds=pause)
+            )
+        except TimeoutError:
+            return False
+        return True
+
+    async def _check_holders(self) -> None:
+        """While somebody waits: permits of workflows that were terminated come back."""
+        if not self.account.waiting or self._now() - self.checked_at < CHECK_EVERY_S:
+            return
+        self.checked_at = self._now()
+        closed = await workflow.execute_activity(
+            "closed_holders",
+            self.account.longest_unchecked(CHECK_MOST),
+            result_type=list[str],
+            **policies.described(policies.bookkeeping(), "who of the holders is over"),
+        )
+        for holder in closed:
+            self.account.release(holder)
