@@ -1,8 +1,6 @@
-"""Command lines of engine servers, and what their last words are taken to mean."""
+"""Command lines of engine servers."""
 
-import pytest
-
-from perdure.serving.commands import EnginePlan, command_line, verdict
+from perdure.serving.commands import EnginePlan, command_line
 
 
 def test_each_boot_carries_its_generation_in_its_name() -> None:
@@ -35,25 +33,3 @@ def test_sglang_is_no_token_engine() -> None:
         ["-m", "sglang.launch_server"],
         False,
     )
-
-
-@pytest.mark.parametrize(
-    ("said", "told", "final"),
-    [
-        (
-            "ValueError: No available memory for the cache blocks. Try increasing",
-            "KV cache for 0 sequences",
-            True,
-        ),
-        ("OSError: [Errno 98] error while attempting to bind", "port was taken", False),
-        ("Invalid repository ID or local directory specified: 'm'", "model not found: m", True),
-        ("vllm: error: unrecognized arguments: --wings", "no argument --wings", True),
-        ("torch.OutOfMemoryError: CUDA out of memory.", "out of GPU memory", True),
-        ("something new\n", "status 3; its last line: something new", False),
-    ],
-)
-def test_the_last_words_become_a_verdict(said: str, told: str, final: bool) -> None:
-    """A start that cannot succeed is told as such; any other is tried again."""
-    found = verdict(EnginePlan(model="m"), 3, said)
-
-    assert (told in found.text, found.final) == (True, final)

@@ -1,12 +1,12 @@
-"""The command lines of engine servers, and what their last words mean.
+"""The command lines of engine servers, and what a person asks for.
 
-Owns flags and verdicts only; `replica` runs what is built here.
+Owns flags only; `replica` runs what is built here, `verdicts` reads what it says.
 """
 
 import re
 import shlex
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import Field
 
@@ -18,8 +18,6 @@ VLLM_ENVIRONMENT: Mapping[str, str] = {
 }
 NAMESPACE = "perdure"
 """Of our actors on Ray."""
-PORT_TAKEN = "the port was taken meanwhile"
-TAIL_BYTES = 65_536
 
 
 class EnginePlan(Frozen):
@@ -112,68 +110,6 @@ def environment(plan: EnginePlan) -> dict[str, str]:
     """What the server's process gets besides its node's own environment."""
     base = VLLM_ENVIRONMENT if plan.server == "vllm" else {}
     return {**base, **plan.environment}
-
-
-class Verdict(NamedTuple):
-    """Why a start failed. `final`: it would fail the same way again."""
-
-    text: str
-    final: bool = False
-
-
-LAST_WORDS: tuple[tuple[str, str, bool], ...] = (
-    (r"address already in use|\[Errno 98\]", PORT_TAKEN, False),
-    (
-        r"No available memory for the cache blocks",
-        "the model does not fit: KV cache for 0 sequences; use more GPUs per replica, "
-        "--gpu-memory-utilization, or a smaller model",
-        True,
-    ),
-    (
-        r"KV cache is needed, which is larger than the available KV",
-        "the model does not fit: KV cache for 0 sequences of --max-model-len; lower that, "
-        "or use more GPUs per replica",
-        True,
-    ),
-    (
-        r"Free memory on device .* is less than desired",
-        "the GPU is partly occupied by something else",
-        False,
-    ),
-    (r"OutOfMemoryError|CUDA out of memory", "the model does not fit: out of GPU memory", True),
-    (
-        r"Invalid repository ID or local directory|Can't load the configuration of|"
-        r"RepositoryNotFoundError|is not a local folder and is not a valid model identifier|"
-        r"LocalEntryNotFoundError|OfflineModeIsEnabled",
-        "model not found: {model}",
-        True,
-    ),
-    (
-        r"error: unrecognized arguments: (?P<detail>.*)",
-        "the server knows no argument {detail}",
-        True,
-    ),
-    (r"error: (?P<detail>argument .*)", "the server refuses {detail}", True),
-    (r"perdure: cannot start (?P<detail>.*)", "cannot start {detail}", True),
-    (
-        r"No module named (?P<detail>\S+)",
-        "the engine's environment lacks the module {detail}",
-        True,
-    ),
-)
-"""Pattern of the log, verdict, and whether trying again is pointless; first match first."""
-
-
-def verdict(plan: EnginePlan, status: int, tail: str) -> Verdict:
-    """What ended a server, from its exit status and the end of its log."""
-    for pattern, text, final in LAST_WORDS:
-        if found := re.search(pattern, tail, re.IGNORECASE):
-            detail = found.groupdict().get("detail", "").strip()
-            return Verdict(text.format(model=plan.model, detail=detail), final)
-    ended = f"signal {status - 128}" if status > 128 else f"status {status}"
-    lines = [line for line in tail.splitlines() if line.strip()]
-    said = f"; its last line: {lines[-1].strip()[:200]}" if lines else ""
-    return Verdict(f"the server ended with {ended}{said}")
 
 
 def words(text: str) -> tuple[str, ...]:

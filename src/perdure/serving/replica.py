@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 
 from perdure.errors import ControlPlaneError
-from perdure.serving import commands
+from perdure.serving import commands, verdicts
 from perdure.serving.commands import EnginePlan
 from perdure.serving.control_plane import EngineControl
 from perdure.serving.supervisor import end_orphans
@@ -71,7 +71,7 @@ class Replica:
     def report(self) -> ReplicaReport:
         return self._report
 
-    def tail(self, size: int = commands.TAIL_BYTES) -> bytes:
+    def tail(self, size: int = verdicts.TAIL_BYTES) -> bytes:
         """The end of the log."""
         try:
             with self._log.open("rb") as file:
@@ -96,14 +96,14 @@ class Replica:
         try:
             for attempt in range(PORTS):
                 verdict = await self._boot()
-                if verdict.text != commands.PORT_TAKEN or attempt == PORTS - 1:
+                if verdict.text != verdicts.PORT_TAKEN or attempt == PORTS - 1:
                     break
         except Exception as error:  # an actor has nobody else to tell
-            verdict = commands.Verdict(f"{type(error).__name__}: {error}")
+            verdict = verdicts.Verdict(f"{type(error).__name__}: {error}")
         await self._end_child()
         self._say(phase=Phase.ENDED, verdict=verdict.text, final=verdict.final)
 
-    async def _boot(self) -> commands.Verdict:
+    async def _boot(self) -> verdicts.Verdict:
         """Serve until the server ends; why it did."""
         port = _free_port(self._host)
         began = await asyncio.to_thread(self._prepare)
@@ -115,16 +115,16 @@ class Replica:
             proven.cancel()
             await asyncio.gather(proven, return_exceptions=True)
 
-    async def _watch(self, proven: "asyncio.Task[None]", began: int) -> commands.Verdict:
+    async def _watch(self, proven: "asyncio.Task[None]", began: int) -> verdicts.Verdict:
         child, started = self._child, time.monotonic()
         assert child is not None
         while (status := child.poll()) is None:
             late = time.monotonic() - started > self._plan.start_timeout_s
             if late and not proven.done():
-                return commands.Verdict(f"no token after {self._plan.start_timeout_s:.0f} s")
+                return verdicts.Verdict(f"no token after {self._plan.start_timeout_s:.0f} s")
             await asyncio.sleep(POLL_S)
-        said = self._log.read_bytes()[began:][-commands.TAIL_BYTES :]
-        return commands.verdict(self._plan, status, said.decode("utf-8", "replace"))
+        said = self._log.read_bytes()[began:][-verdicts.TAIL_BYTES :]
+        return verdicts.verdict(self._plan, status, said.decode("utf-8", "replace"))
 
     def _prepare(self) -> int:
         """The folder, free of old logs and of what a killed supervisor left. Where its log begins."""
