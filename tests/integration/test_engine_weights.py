@@ -50,7 +50,12 @@ def checkpoint(folder: Path, weights: int, **more: Any) -> FromDisk:
 
 def canary(weights: int) -> Canary:
     """What a trainer's forward pass with these weights says."""
-    return Canary(tuple(PROMPT), FIRST, logprob(FIRST, 0, weights), tolerance=0.01)
+    return Canary(
+        prompt_ids=tuple(PROMPT),
+        token_id=FIRST,
+        logprob=logprob(FIRST, 0, weights),
+        tolerance=0.01,
+    )
 
 
 @dataclass
@@ -139,7 +144,7 @@ async def test_every_token_is_recorded_with_the_version_that_sampled_it(
         call = it.ask()
         await it.sampling()
         policy = Policy(in_flight=in_flight)
-        await it.updates.update(2, checkpoint(tmp_path, 2), canary(2), policy)
+        await it.updates.update(2, checkpoint(tmp_path, 2), [canary(2)], policy)
         completion = await call
 
     assert recorded_versions(completion) == it.true_versions(completion)
@@ -151,7 +156,7 @@ async def test_a_rolling_update_leaves_an_engine_to_talk_to(tmp_path: Path) -> N
     async with stand(2, delay_s=0.03) as it:
         call = it.ask()
         await it.sampling()
-        updated = await it.updates.update(2, checkpoint(tmp_path, 2), canary(2))
+        updated = await it.updates.update(2, checkpoint(tmp_path, 2), [canary(2)])
         completion = await call
 
     assert len(updated) == 2
@@ -161,11 +166,11 @@ async def test_a_rolling_update_leaves_an_engine_to_talk_to(tmp_path: Path) -> N
 @pytest.mark.parametrize("broken", ["stale", "absent"])
 async def test_weights_that_are_not_the_trainers_are_refused(tmp_path: Path, broken: str) -> None:
     """A load without effect, or one that failed: the old version serves on, the new one nowhere."""
-    old = Checkpoint(1, checkpoint(tmp_path / "1", 1), canary(1))
+    old = Checkpoint(1, checkpoint(tmp_path / "1", 1), [canary(1)])
     new = checkpoint(tmp_path / "2", 2, stale=True) if broken == "stale" else FromDisk(tmp_path)
     async with stand(2) as it:
         with pytest.raises(UpdateRefused):
-            await it.updates.update(2, new, canary(2), previous=old)
+            await it.updates.update(2, new, [canary(2)], previous=old)
         for engine in it.engines:
             await it.seen(engine, EngineState.READY)
         completion = await it.ask()
@@ -178,7 +183,7 @@ async def test_a_condemned_engine_serves_again_only_after_a_restart(tmp_path: Pa
     """Without the old weights at hand it stays out, however well it answers."""
     async with stand(2) as it:
         with pytest.raises(UpdateRefused, match="trainer's weights"):
-            await it.updates.update(2, checkpoint(tmp_path, 2, stale=True), canary(2))
+            await it.updates.update(2, checkpoint(tmp_path, 2, stale=True), [canary(2)])
         first, second = (it.pool.seats[name_of(engine.url)] for engine in it.engines)
         await it.seen(it.engines[0], EngineState.DEAD)
         verdict = await first.watcher.look(first.record, first.load())
@@ -195,7 +200,7 @@ async def test_what_wrong_weights_sampled_is_not_kept(tmp_path: Path) -> None:
         await it.sampling()
         with pytest.raises(UpdateRefused):
             await it.updates.update(
-                2, checkpoint(tmp_path, 3), canary(2), Policy(in_flight="keep", at_once=2)
+                2, checkpoint(tmp_path, 3), [canary(2)], Policy(in_flight="keep", at_once=2)
             )
         for engine in it.engines:  # as a restart would
             engine.weights, engine._started = 1, engine._started + 1
@@ -211,7 +216,7 @@ async def test_a_checkpoint_comes_out_of_the_store(tmp_path: Path) -> None:
     await store.put(f"checkpoints/2/{WEIGHTS_FILE}", data)
     async with stand(1) as it:
         async with downloaded(store, "checkpoints/2") as source:
-            await it.updates.update(2, source, canary(2))
+            await it.updates.update(2, source, [canary(2)])
         completion = await it.ask()
 
     assert set(recorded_versions(completion)) == {2}
@@ -232,9 +237,10 @@ async def test_an_update_is_announced_before_it_is_done(tmp_path: Path) -> None:
     looks = Looks()
     async with stand(1) as it, httpx.AsyncClient(transport=looks) as client:
         updates = WeightUpdates(it.pool._roster, client, notice_s=0)
-        await updates.update(2, checkpoint(tmp_path, 2), canary(2))
+        await updates.update(2, checkpoint(tmp_path, 2), [canary(2)])
 
-    assert looks.seen == ["update 2"]
+    (announced,) = looks.seen
+    assert announced.startswith("update 2,")
 
 
 async def test_a_group_is_not_sampled_by_too_new_a_policy(tmp_path: Path) -> None:
@@ -242,7 +248,7 @@ async def test_a_group_is_not_sampled_by_too_new_a_policy(tmp_path: Path) -> Non
     group = {"policy_version": "1", "max_staleness": "0"}
     async with stand(2) as it:
         with pytest.raises(UpdateRefused):  # the first takes version 2, the second cannot load
-            await it.updates.update(2, OnlyOn(it.engines[0], checkpoint(tmp_path, 2)), canary(2))
+            await it.updates.update(2, OnlyOn(it.engines[0], checkpoint(tmp_path, 2)), [canary(2)])
         await it.seen(it.engines[1], EngineState.DEAD)
         with pytest.raises(Refused, match="policy version 1"):
             await it.ask(**group)
@@ -258,7 +264,7 @@ async def test_tokens_of_a_version_nobody_knows_are_in_no_span(tmp_path: Path) -
         await it.sampling()
         (seat,) = (seat for seat in it.pool.seats.values() if seat.running)
         (running,) = seat.running
-        await it.updates._hold(seat.record.name, "update 2")
+        await it.updates._hold(seat.record.name, 2)
         await it.seen(next(e for e in it.engines if e.url == seat.record.url), EngineState.PAUSED)
         known = len(running.salvage.ids)
         while len(running.salvage.ids) < known + 16:

@@ -1,11 +1,9 @@
-"""The client of the gateway's control API, and the secret it shares with the gateway.
+"""The client of the gateway's control API.
 
 What activities import: it reaches neither tokenizers nor the server.
 """
 
 import json
-import os
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -13,54 +11,12 @@ import httpx
 
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
 from perdure.gateway.base import SessionSpec, SessionSummary, control_token, session_key
-from perdure.settings import Settings
+from perdure.serving.secret import load_secret
 
-SECRET_VARIABLE = "PERDURE_SECRET"
-SHORTEST_SECRET = 16
+__all__ = ["GatewayControl", "load_secret"]
+
 TIMEOUT_S = 60.0
 """Closing a session writes its turns to the store first."""
-
-
-def load_secret(settings: Settings) -> bytes:
-    """The secret from which session keys and the control token derive: PERDURE_SECRET where given
-    (many hosts), else a file under the home that the first process creates.
-
-    Raises: ConfigurationError when it is too short or cannot be read.
-    """
-    given = os.environ.get(SECRET_VARIABLE, "").strip()
-    source = SECRET_VARIABLE
-    if not given:
-        path = settings.home.absolute() / "run" / "secret"
-        source = str(path)
-        try:
-            given = _read_or_create(path)
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot read {path}: {error.strerror}; set {SECRET_VARIABLE}"
-            ) from error
-    if len(given) < SHORTEST_SECRET:
-        raise ConfigurationError(f"{source} is shorter than {SHORTEST_SECRET} characters")
-    return given.encode()
-
-
-def _read_or_create(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".secret.{secrets.token_hex(8)}")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(secrets.token_hex(32) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(draft, path)  # whoever links first has created it; all others read theirs
-    except FileExistsError:
-        pass
-    finally:
-        draft.unlink()
-    return path.read_text().strip()
 
 
 class GatewayControl:

@@ -5,6 +5,7 @@ Only managers and gateways come here, straight to the engine; nothing of it is e
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,10 +62,14 @@ class Vitals:
 
 @dataclass(frozen=True)
 class Scored:
-    """One greedy token after a prompt, and its logprob."""
+    """One greedy token after a prompt, and its logprob.
+
+    `prompt_logprobs`: of the prompt's own tokens from the second on [P - 1], where asked for.
+    """
 
     token_id: int
     logprob: float
+    prompt_logprobs: Sequence[float] = ()
 
 
 class EngineControl:
@@ -99,22 +104,44 @@ class EngineControl:
         await self.score(model, PROBE_PROMPT, timeout_s=timeout_s)
 
     async def score(
-        self, model: str, prompt_ids: Sequence[int], *, timeout_s: float = PROBE_S
+        self,
+        model: str,
+        prompt_ids: Sequence[int],
+        *,
+        prompt_logprobs: bool = False,
+        timeout_s: float = PROBE_S,
     ) -> Scored:
-        """The greedy next token. Raises: ControlPlaneError."""
+        """The greedy next token, and what the engine thinks of the prompt's own where asked for.
+
+        Raises: ControlPlaneError.
+        """
+        sampling: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1}
+        if prompt_logprobs:
+            sampling["prompt_logprobs"] = 0
         body = {
             "model": model,
-            "request_id": PROBE_SESSION,
+            "request_id": f"{PROBE_SESSION}-{secrets.token_hex(4)}",  # engines run equal ids twice
             "token_ids": list(prompt_ids),
-            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "logprobs": 1},
+            "sampling_params": sampling,
         }
         headers = {"x-session-id": PROBE_SESSION}
         route = "/inference/v1/generate"
         response = await self._send("POST", route, body, headers=headers, timeout=timeout_s)
         try:
-            choice = _object(response)["choices"][0]
+            answer = _object(response)
+            choice = answer["choices"][0]
             entry = choice["logprobs"]["content"][0]
-            return Scored(int(choice["token_ids"][0]), float(entry["logprob"]))
+            forced = (
+                [
+                    float(found[str(token)]["logprob"])
+                    for token, found in zip(
+                        prompt_ids[1:], answer["prompt_logprobs"][1:], strict=True
+                    )
+                ]
+                if prompt_logprobs
+                else ()
+            )
+            return Scored(int(choice["token_ids"][0]), float(entry["logprob"]), forced)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise self._failed(f"sampled no token: {error!r}") from error
 

@@ -6,6 +6,7 @@ How tensors travel is a `Transfer`; engines that read a folder themselves are `F
 """
 
 import asyncio
+import secrets
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,13 +17,17 @@ from typing import Literal, Protocol
 
 import httpx
 import structlog
+from pydantic import Field, model_validator
 
-from perdure.errors import Boundary, ConfigurationError, PerdureError
-from perdure.serving.control_plane import EngineControl
+from perdure.errors import Boundary, ConfigurationError, ControlPlaneError, PerdureError
+from perdure.serving.control_plane import EngineControl, Scored
 from perdure.serving.roster import Roster, SharedRoster
 from perdure.serving.state import ANY_BOOT, EngineRecord, EngineState, is_fenced
 from perdure.storage.base import Store
+from perdure.types import Frozen
 
+UPDATE = "update "
+"""How a hold of ours begins, in the roster."""
 TOLERANCE = 0.2
 """Between the trainer's logprob and the engine's, in bf16; other weights differ by whole units."""
 NOTICE_S = 2.5
@@ -38,14 +43,33 @@ class UpdateRefused(PerdureError):
     boundary = Boundary.ENGINE
 
 
-@dataclass(frozen=True)
-class Canary:
-    """What the trainer's model of this version says after a fixed prompt: the greedy token."""
+class Canary(Frozen):
+    """What the trainer's model of one version says of a fixed prompt.
 
-    prompt_ids: Sequence[int]
+    Example:
+        Canary(prompt_ids=(785, 4573, 13), token_id=151, logprob=-0.73)
+    """
+
+    prompt_ids: tuple[int, ...] = Field(min_length=1)
     token_id: int
+    """The greedy token that follows: choose prompts with a clear winner."""
     logprob: float
-    tolerance: float = TOLERANCE
+    """Its logprob, at temperature 1."""
+    prompt_logprobs: tuple[float, ...] = ()
+    """Of each prompt token given those before it, from the second on, teacher-forced: [P - 1].
+    Compared by their mean distance; not compared when empty."""
+    tolerance: float = Field(TOLERANCE, gt=0)
+
+    @model_validator(mode="after")
+    def _one_logprob_per_token(self) -> "Canary":
+        given, wanted = len(self.prompt_logprobs), len(self.prompt_ids) - 1
+        if given and given != wanted:
+            raise ValueError(f"{given} prompt_logprobs for a prompt with {wanted} to compare")
+        return self
+
+
+Canaries = Sequence[Canary]
+"""4 to 8 prompts tell more than one: a load can leave some tensors old."""
 
 
 class Transfer(Protocol):
@@ -77,7 +101,7 @@ class Checkpoint:
 
     version: int
     source: Transfer
-    canary: Canary
+    canaries: Canaries
 
 
 @dataclass(frozen=True)
@@ -93,6 +117,9 @@ class Policy:
     at_once: int = 1
 
 
+BY_DEFAULT = Policy()
+
+
 @dataclass(frozen=True)
 class Updated:
     """What an update did to one engine. `paused_s`: seconds from pause to the canary's answer."""
@@ -106,7 +133,8 @@ class WeightUpdates:
 
     Example:
         updates = WeightUpdates(roster, client)
-        await updates.update(8, FromDisk(Path("/ckpt/8")), Canary(ids, 151, -0.73))
+        canary = Canary(prompt_ids=ids, token_id=151, logprob=-0.73)
+        await updates.update(8, FromDisk(Path("/ckpt/8")), [canary])
     """
 
     def __init__(
@@ -126,8 +154,8 @@ class WeightUpdates:
         self,
         version: int,
         source: Transfer,
-        canary: Canary,
-        policy: Policy = Policy(),
+        canaries: Canaries,
+        policy: Policy = BY_DEFAULT,
         *,
         previous: Checkpoint | None = None,
     ) -> list[Updated]:
@@ -135,18 +163,21 @@ class WeightUpdates:
 
         Engines not reached yet keep the old version and serve on. One whose load failed, or whose
         canary differs, gets `previous` back and must prove that; without it, or when that fails too,
-        it is condemned: it serves again only after a restart.
-        Raises: UpdateRefused, ConfigurationError (a lower version, or no engine serves).
+        it is condemned: it serves again only after a restart. What an updater that died left paused
+        is taken over. Raises: UpdateRefused, ConfigurationError (a lower version, no canary, or no
+        engine serves).
         """
-        serving = [e for e in (await self._roster.read()).engines if e.serves]
+        if not canaries:
+            raise ConfigurationError("weights without a canary are not served: give one at least")
+        serving = [e for e in (await self._roster.read()).engines if e.serves or _left_paused(e)]
         if not serving:
             raise ConfigurationError("no engine is ready, so none can take new weights")
         newest = max((e.version for e in serving if e.version is not None), default=None)
         if newest is not None and version < newest:
             raise ConfigurationError(f"version {version} is older than {newest}, which is served")
-        wanted = Checkpoint(version, source, canary)
+        wanted = Checkpoint(version, source, canaries)
         done: list[Updated] = []
-        waiting = [e for e in serving if e.version != version]
+        waiting = [e for e in serving if e.version != version or not e.serves]
         while waiting:
             batch, waiting = waiting[: policy.at_once], waiting[policy.at_once :]
             results = await asyncio.gather(
@@ -162,7 +193,7 @@ class WeightUpdates:
     async def _one(
         self, name: str, wanted: Checkpoint, policy: Policy, previous: Checkpoint | None
     ) -> Updated:
-        record = await self._hold(name, f"update {wanted.version}")
+        record = await self._hold(name, wanted.version)
         await asyncio.sleep(self._notice_s)  # no gateway may stamp tokens with the old version now
         started = time.monotonic()
         try:
@@ -183,11 +214,19 @@ class WeightUpdates:
         """Raises: PerdureError."""
         control = EngineControl(record.url, self._client, api_key=self._api_key)
         await control.pause("abort" if policy.in_flight == "resubmit" else "keep")
-        await control.start_update()
+        await self._begin(control, wanted.version)
         await wanted.source.load(control, wanted.version)
         await control.finish_update(wanted.version)
         await control.resume()
-        await self._prove(control, record, wanted.canary)
+        await asyncio.gather(*(self._prove(control, record, one) for one in wanted.canaries))
+
+    async def _begin(self, control: EngineControl, version: int) -> None:
+        """An update that somebody began and left is ended first: the engine knows one at a time."""
+        try:
+            await control.start_update()
+        except ControlPlaneError:
+            await control.finish_update(version)
+            await control.start_update()
 
     async def _back(
         self,
@@ -196,7 +235,13 @@ class WeightUpdates:
         policy: Policy,
         error: BaseException,
     ) -> None:
-        """The old version again, proven; else the engine may not serve until it was restarted."""
+        """The old version again, proven; else the engine may not serve until it was restarted.
+
+        Not where somebody else has taken the engine over meanwhile: it is theirs.
+        """
+        now = (await self._roster.read()).get(record.name)
+        if now is None or now.held_by != record.held_by:
+            return
         if previous is not None and isinstance(error, PerdureError):
             try:
                 await self._load(record, previous, policy)
@@ -208,14 +253,16 @@ class WeightUpdates:
                 log.error("the old weights do not come back", error=str(failure))
         await self._condemn(record, f"{record.held_by}: {error}")
 
-    async def _hold(self, name: str, why: str) -> EngineRecord:
+    async def _hold(self, name: str, version: int) -> EngineRecord:
         """Announced before it is done: gateways send nothing new, and stamp no version."""
+        why = f"{UPDATE}{version}, {secrets.token_hex(4)}"
 
         def held(roster: Roster) -> Roster:
             record = roster.get(name)
-            if record is None or not record.serves:
+            if record is None or not (record.serves or _left_paused(record)):
                 raise UpdateRefused(f"engine {name} stopped serving before its update")
-            return roster.having(record.to(EngineState.PAUSED, why, held_by=why))
+            changes = {"held_by": why, "coming": version, "since": time.time()}
+            return roster.having(record.to(EngineState.PAUSED, why, **changes))
 
         record = (await self._roster.change(held)).get(name)
         assert record is not None
@@ -224,12 +271,11 @@ class WeightUpdates:
     async def _prove(self, control: EngineControl, record: EngineRecord, canary: Canary) -> None:
         """Raises: UpdateRefused."""
         served = record.boot if is_fenced(record.model, record.boot) else record.model
-        scored = await control.score(served, canary.prompt_ids)
-        off = abs(scored.logprob - canary.logprob)
-        if scored.token_id != canary.token_id or not off <= canary.tolerance:
+        forced = bool(canary.prompt_logprobs)
+        scored = await control.score(served, canary.prompt_ids, prompt_logprobs=forced)
+        if (problem := _differs(scored, canary)) is not None:
             raise UpdateRefused(
-                f"engine {record.name} does not have the trainer's weights: token {scored.token_id} "
-                f"at {scored.logprob:.3f} instead of {canary.token_id} at {canary.logprob:.3f}"
+                f"engine {record.name} does not have the trainer's weights: {problem}"
             )
 
     async def _condemn(self, record: EngineRecord, why: str) -> None:
@@ -238,8 +284,8 @@ class WeightUpdates:
             if now is None or now.generation != record.generation:
                 return roster
             boot = now.boot or ANY_BOOT
-            dead = now.to(EngineState.DEAD, why, condemned=boot, held_by="", version=None)
-            return roster.having(dead)
+            changes = {"condemned": boot, "held_by": "", "coming": None, "version": None}
+            return roster.having(now.to(EngineState.DEAD, why, **changes))
 
         await self._roster.change(condemned)
 
@@ -247,24 +293,67 @@ class WeightUpdates:
 def _released(roster: Roster, held: EngineRecord, version: int) -> Roster:
     now = roster.get(held.name)
     if now is None or (now.generation, now.held_by) != (held.generation, held.held_by):
-        raise UpdateRefused(f"engine {held.name} restarted during its update")
-    return roster.having(now.to(EngineState.READY, "", held_by="", version=version))
+        raise UpdateRefused(f"engine {held.name} restarted, or was taken over, during its update")
+    ready = now.to(EngineState.READY, "", held_by="", coming=None, version=version)
+    return roster.having(ready)
+
+
+def _left_paused(record: EngineRecord) -> bool:
+    """Held by an update: another one may go on where that one's process ended. If it has not ended,
+    it finds out when it wants to release the engine, and the canaries prove whose weights won."""
+    return record.state is EngineState.PAUSED and record.held_by.startswith(UPDATE)
+
+
+def _differs(scored: Scored, canary: Canary) -> str | None:
+    if scored.token_id != canary.token_id or not (
+        abs(scored.logprob - canary.logprob) <= canary.tolerance
+    ):
+        return (
+            f"token {scored.token_id} at {scored.logprob:.3f} "
+            f"instead of {canary.token_id} at {canary.logprob:.3f}"
+        )
+    if not canary.prompt_logprobs:
+        return None
+    pairs = list(zip(scored.prompt_logprobs, canary.prompt_logprobs, strict=True))
+    off = sum(abs(theirs - ours) for theirs, ours in pairs) / len(pairs)
+    if off <= canary.tolerance:
+        return None
+    return f"the prompt's logprobs are {off:.3f} away from the trainer's on average"
 
 
 @asynccontextmanager
-async def downloaded(store: Store, prefix: str) -> AsyncIterator[FromDisk]:
+async def downloaded(
+    store: Store, prefix: str, into: Path | None = None
+) -> AsyncIterator[FromDisk]:
     """A checkpoint of the store as a folder, while it is needed: `checkpoints/8/`.
 
+    `into`: a folder that the engines of other hosts see too. One file at a time is in memory.
     Raises: ConfigurationError when nothing lies there, StoreUnavailable.
     """
-    prefix = prefix.rstrip("/") + "/"
-    with tempfile.TemporaryDirectory(prefix="perdure-weights-") as folder:
+    prefix = prefix.strip("/")
+    prefix = f"{prefix}/" if prefix else ""
+    with tempfile.TemporaryDirectory(prefix="perdure-weights-", dir=into) as folder:
         found = False
         async for key in store.list(prefix):
             path = Path(folder) / PurePosixPath(key.removeprefix(prefix))
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes((await store.get(key)).data)
+            data = (await store.get(key)).data
+            await asyncio.to_thread(path.write_bytes, data)
             found = True
         if not found:
             raise ConfigurationError(f"no checkpoint at {store.url}/{prefix}")
+        Path(folder).chmod(0o755)  # an engine may run as somebody else
         yield FromDisk(Path(folder))
+
+
+@dataclass(frozen=True)
+class FromStore:
+    """A checkpoint of the store, fetched when it is loaded: the engine waits for it."""
+
+    store: Store
+    prefix: str
+    into: Path | None = None
+
+    async def load(self, control: EngineControl, version: int) -> None:
+        async with downloaded(self.store, self.prefix, self.into) as found:
+            await found.load(control, version)

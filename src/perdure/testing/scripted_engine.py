@@ -473,8 +473,18 @@ class ScriptedEngine:
         choice = self._choice(token_ids, logprobs, reason)
         self._advance(len(token_ids))
         answer = self._head(request, body)
+        if sampling.get("prompt_logprobs") is not None:
+            answer["prompt_logprobs"] = self._forced(prompt_ids)
         content = json.dumps({**answer, "choices": [choice], "usage": usage})
         return Response(content, media_type="application/json")
+
+    def _forced(self, prompt_ids: list[int]) -> list[dict[str, Any] | None]:
+        """What the weights think of a prompt's own tokens; of the first they think nothing."""
+        entries = [
+            {str(token): {"logprob": logprob(token, i, self.weights)}}
+            for i, token in enumerate(prompt_ids)
+        ]
+        return [None, *entries[1:]]
 
     def _advance(self, tokens: int) -> None:
         self._step = next(self._steps)
@@ -636,6 +646,8 @@ class ScriptedEngine:
         return JSONResponse({"message": "Weight transfer initialized"})
 
     async def _start_update(self, request: Request) -> Response:
+        if self._updating:
+            return _openai_error(500, "a weight update is already active")
         self._updating = True
         return JSONResponse({"message": "Weight update started"})
 
@@ -647,7 +659,7 @@ class ScriptedEngine:
         try:
             loaded = json.loads((path / WEIGHTS_FILE).read_text())
         except (OSError, ValueError) as error:
-            self.weights = BROKEN_WEIGHTS
+            self.weights, self._updating = BROKEN_WEIGHTS, False
             return _openai_error(500, f"cannot load {path}: {error}")
         if not loaded.get("stale"):
             self.weights = int(loaded["weights"])

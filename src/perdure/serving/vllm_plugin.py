@@ -1,0 +1,19 @@
+"""Weights from a folder, for vLLM: `pip install --no-deps perdure` in the engine's environment, then
+`vllm serve ... --weight-transfer-config '{"backend": "perdure-disk"}'`.
+
+Runs inside vLLM and imports nothing else of Perdure. Checked against vLLM 0.32.
+"""
+
+# mypy: ignore-errors
+# vLLM is installed with the engines, never with us.
+
+BACKEND = "perdure-disk"
+MODULE = "perdure.serving.vllm_plugin_engine"
+
+
+def register() -> None:
+    """The entry point: vLLM calls it in each of its processes, some more than once."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, MODULE, "FromFolder")

@@ -1,0 +1,61 @@
+"""vLLM's side of `perdure.serving.weights.FromDisk`: each worker reads a checkpoint folder itself.
+
+Imported by vLLM alone, when the plugin beside it was chosen. `{"path": "/ckpt/8"}` is one update:
+a Hugging Face checkpoint of the model that is served.
+"""
+
+# mypy: ignore-errors
+# vLLM is installed with the engines, never with us.
+
+from dataclasses import dataclass
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """Nothing to connect."""
+
+
+@dataclass
+class Folder(WeightTransferUpdateInfo):
+    """A folder that every worker of this engine can read."""
+
+    path: str = ""
+
+
+class FromFolder(WeightTransferEngine[NoInit, Folder]):
+    """vLLM's own loader, in place, into the model that is running."""
+
+    init_info_cls = NoInit
+    update_info_cls = Folder
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: dict) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Folder) -> None:
+        reload_weights(
+            self.vllm_config,
+            self.model,
+            weights_iterator=None,
+            weights_path=update_info.path,
+            is_checkpoint_format=True,
+        )
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
