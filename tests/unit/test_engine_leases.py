@@ -9,9 +9,11 @@ from perdure.gateway.engines.leases import (
     IDLE_S,
     MOST_AGENTS,
     RECLAIM_S,
+    Boot,
     Capacity,
     Leases,
     Place,
+    affinity,
 )
 from perdure.gateway.engines.queueing import FairQueue
 
@@ -120,11 +122,95 @@ def test_an_engine_that_joins_gets_its_share(leases: Leases) -> None:
     for n in range(4, 20):
         leases.done(f"-{n}", 1000 * n)
 
-    moved = leases.rebalance([old, new])
+    moved = leases.rebalance([old, new], "b")
 
     stayed = leases.get("-3")
     assert stayed is not None
     assert (moved, leases.agents("b"), stayed.engine) == (7, 7, "a")
+
+
+def first_choices(places: list[Place], groups: int = 4000) -> dict[str, str]:
+    """The engine that each of so many groups prefers."""
+    keys = [f"run-7/{n}" for n in range(groups)]
+    return {key: max(places, key=lambda place: affinity(key, place)).name for key in keys}
+
+
+def test_preferences_follow_the_weights() -> None:
+    """An engine of weight 3 is the first choice of three in five groups, within 3 %."""
+    places = [Place("a", 1, weight=3.0), Place("b", 2), Place("c", 3)]
+    counts = Counter(first_choices(places).values())
+
+    assert {name: counts[name] / 4000 for name in "abc"} == pytest.approx(
+        {"a": 0.6, "b": 0.2, "c": 0.2}, abs=0.03
+    )
+
+
+def test_preferences_change_only_for_the_engine_that_joins_or_leaves() -> None:
+    """A group's order of the other engines stays as it was."""
+    few = first_choices([Place("a", 1), Place("b", 2), Place("c", 3)])
+    more = first_choices([Place("a", 1), Place("b", 2), Place("c", 3), Place("d", 4)])
+    changed = {key for key in few if few[key] != more[key]}
+
+    assert {more[key] for key in changed} == {"d"}
+    assert len(changed) == pytest.approx(1000, abs=100)
+
+
+def test_processes_agree_without_talking() -> None:
+    """Each of two gateways sees half of each group; no group's prompt is prefilled twice."""
+    here, there = Leases(), Leases()
+    places = [Place("a", 1), Place("b", 2)]
+    for n in range(6):
+        for sample in range(8):
+            (here, there)[sample % 2].take(f"{n}-{sample}", f"g{n}", places)
+    homes = {
+        (lease.group, lease.engine)
+        for leases in (here, there)
+        for session in (f"{n}-{sample}" for n in range(6) for sample in range(8))
+        if (lease := leases.get(session)) is not None
+    }
+
+    assert len(homes) == 6
+    assert here.agents("a") + there.agents("a") == 24
+
+
+def test_preferences_yield_to_load(leases: Leases) -> None:
+    """However groups like it, no engine gets more than 1.1 x the emptiest, 4 agents and a group."""
+    places = [Place(name, 1) for name in "abcd"]
+    for n in range(64):
+        engines(leases, places, 8, f"g{n}")
+    loads = [leases.agents(name) for name in "abcd"]
+
+    assert max(loads) <= 1.1 * (min(loads) + 1) + 4 + 8
+
+
+def test_a_session_is_found_where_another_process_had_it(leases: Leases) -> None:
+    """Its KV cache is there, whatever this process knew before; a boot that is over is nowhere."""
+    places = [Place("a", 1), Place("b", 2)]
+    leases.take("s", "", places)
+    seats = [leases.take("s", "", places, last=Boot(name, n)) for name, n in (("a", 1), ("b", 2))]
+    gone = leases.take("s", "", places, last=Boot("a", 7))
+
+    assert [(seat.engine, seat.generation) for seat in seats if seat] == [("a", 1), ("b", 2)]
+    assert gone is not None
+    assert (gone.engine, leases.agents("a"), leases.agents("b")) == ("b", 0, 1)
+
+
+def test_processes_move_the_same_groups_to_an_engine_that_joins() -> None:
+    """Those that prefer it, whoever has them: siblings stay together."""
+    old, new = Place("a", 1), Place("b", 2)
+    processes = [Leases(), Leases()]
+    for leases in processes:
+        for n in range(32):
+            leases.take(f"{n}", f"g{n}", [old])
+        leases.rebalance([old, new], "b")
+    moved = [
+        {n for n in range(32) if (lease := leases.get(f"{n}")) and lease.engine == "b"}
+        for leases in processes
+    ]
+
+    assert moved[0] == moved[1]
+    assert len(moved[0]) == 12
+    assert all(affinity(f"g{n}", new) > affinity(f"g{n}", old) for n in moved[0])
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """Which engine a session talks to: kept for its KV cache, moved only for a reason.
 
 Owns the table and its rules, and no clock, socket or task. Waiting for room is in `queueing`.
+Processes agree without talking: a group has the same order of engines everywhere (weighted rendezvous
+hashing), and a session that another process served stays where that one had it.
 """
 
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 LEAST_AGENTS, MOST_AGENTS = 64, 128
 """Agents of one engine, the range Anyscale reports; KV pressure may lower it below."""
@@ -21,6 +25,10 @@ OVERLOAD, SLACK = 1.5, 4.0
 """An engine is overloaded beyond 1.5 x the average and 4 agents."""
 EVEN = 1.25
 """How even a pool is made when an engine joins."""
+NEAR = 1.1
+"""A group that is new here goes to the first engine of its order that would then have at most 1.1 x
+what the emptiest would, and 4 agents more: views differ between processes, by less than that."""
+HASHED = 1 << 64
 
 
 @dataclass
@@ -33,6 +41,17 @@ class Place:
     capacity: int = LEAST_AGENTS
     foreign: float = 0.0
     """Requests on it that are not ours: other gateways' agents."""
+
+    @property
+    def boot(self) -> "Boot":
+        return Boot(self.name, self.generation)
+
+
+class Boot(NamedTuple):
+    """One generation of an engine."""
+
+    name: str
+    generation: int
 
 
 @dataclass
@@ -69,15 +88,23 @@ class Leases:
         return sum(contexts) / len(contexts) if contexts else 0.0
 
     def take(
-        self, session: str, group: str, places: Collection[Place], avoid: Collection[str] = ()
+        self,
+        session: str,
+        group: str,
+        places: Collection[Place],
+        avoid: Collection[str] = (),
+        last: Boot | None = None,
     ) -> Lease | None:
         """The session's lease, kept, moved or new; None when no engine has room.
 
         `avoid`: engines that failed this call just now; used all the same when there is no other.
+        `last`: where another process had the session, after us.
         """
         usable = [place for place in places if place.name not in avoid] or list(places)
         lease = self._table.get(session)
-        at = _find(lease, usable) if lease is not None else None
+        if last is not None and (there := _find(last, usable)) is not None:
+            lease = self._lease(session, group, there)
+        at = _find(Boot(lease.engine, lease.generation), usable) if lease is not None else None
         if lease is not None and at is not None and not self._should_leave(lease, at, usable):
             return lease
         # Who holds a seat is never sent to the queue by a move: its engine is gone, not full.
@@ -86,9 +113,15 @@ class Leases:
             return None
         if lease is not None and lease.engine != chosen.name:
             self.moved += 1
-        fresh = Lease(session, group, chosen.name, chosen.generation, last_used=self.clock())
-        if lease is not None:
-            fresh.context, fresh.busy = lease.context, lease.busy
+        return self._lease(session, group, chosen)
+
+    def _lease(self, session: str, group: str, place: Place) -> Lease:
+        before = self._table.get(session)
+        if before is not None and (before.engine, before.generation) == place.boot:
+            return before
+        fresh = Lease(session, group, place.name, place.generation, last_used=self.clock())
+        if before is not None:
+            fresh.context, fresh.busy = before.context, before.busy
         self.release(session)
         self._table[session] = fresh
         self._agents[fresh.engine] += 1
@@ -97,6 +130,10 @@ class Leases:
     def _choose(
         self, session: str, group: str, places: Collection[Place], *, full_ok: bool
     ) -> Place | None:
+        """Where the group's siblings are; else the first in its order that is not fuller than need be.
+
+        A session without a group shares its prompt with nobody: it goes where the fewest are.
+        """
         roomy = [place for place in places if self._has_room(place)] or (
             list(places) if full_ok else []
         )
@@ -106,13 +143,10 @@ class Leases:
         for place in sorted(roomy, key=lambda place: -siblings.get(place.name, 0)):
             if siblings.get(place.name) and not self._overloaded(place, places):
                 return place
-        return min(roomy, key=lambda place: self._rank(place, group or session))
-
-    def _rank(self, place: Place, key: str) -> tuple[float, float, bytes]:
-        """Least agents for its weight, then least KV; ties as every gateway breaks them."""
-        tie = hashlib.sha256(f"{key}\0{place.name}".encode()).digest()
-        context = self.mean_context(place.name) * self.agents(place.name)
-        return self._load(place), context / place.weight, tie
+        near, more = (NEAR, SLACK) if group else (1.0, 0.0)
+        least = near * min(self._load(place, 1.0) for place in roomy)
+        fitting = [p for p in roomy if self._load(p, 1.0) <= least + more / p.weight]
+        return max(fitting, key=lambda place: affinity(group or session, place))
 
     def _siblings(self, group: str, session: str) -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -121,8 +155,9 @@ class Leases:
                 counts[lease.engine] = counts.get(lease.engine, 0) + 1
         return counts
 
-    def _load(self, place: Place) -> float:
-        return (self.agents(place.name) + place.foreign) / place.weight
+    def _load(self, place: Place, more: float = 0.0) -> float:
+        """Agents for its weight, with so many more."""
+        return (self.agents(place.name) + place.foreign + more) / place.weight
 
     def _has_room(self, place: Place) -> bool:
         return self.agents(place.name) + place.foreign < place.capacity
@@ -175,34 +210,51 @@ class Leases:
             self.release(lease.session)
         return len(leases)
 
-    def rebalance(self, places: Collection[Place]) -> int:
+    def rebalance(self, places: Collection[Place], joined: str) -> int:
         """An engine joined: give it its share of the sessions; how many. One that generates ends its
         turn where it is."""
+        target = next(place for place in places if place.name == joined)
         total = sum(self.agents(place.name) for place in places)
         weights = sum(place.weight for place in places)
         moved = 0
         for place in places:
             share = total * place.weight / weights
             surplus = int(self.agents(place.name) - EVEN * share)
-            for lease in self._movable(place.name)[: max(0, surplus)]:
-                target = min(places, key=lambda other: self._rank(other, lease.session))
+            for lease in self._movable(place, target)[: max(0, surplus)]:
                 self._agents[lease.engine] -= 1
-                self._agents[target.name] += 1
-                lease.engine, lease.generation = target.name, target.generation
+                self._agents[joined] += 1
+                lease.engine, lease.generation = target.boot
                 moved += 1
         self.moved += moved
         return moved
 
-    def _movable(self, engine: str) -> list[Lease]:
-        """Whole groups, and small contexts first: theirs is the cheapest prefill."""
-        here = [lease for lease in self._table.values() if lease.engine == engine]
-        return sorted(here, key=lambda lease: (lease.busy > 0, lease.group, lease.context))
+    def _movable(self, place: Place, target: Place) -> list[Lease]:
+        """Whole groups, those first that prefer the target, as in every process; then small
+        contexts: theirs is the cheapest prefill."""
+        here = [lease for lease in self._table.values() if lease.engine == place.name]
+
+        def cost(lease: Lease) -> tuple[bool, float, int]:
+            return lease.busy > 0, -_preference(lease.group, target, place), lease.context
+
+        return sorted(here, key=cost) if place is not target else []
 
 
-def _find(lease: Lease, places: Collection[Place]) -> Place | None:
-    """Its engine, in the generation it was leased from."""
-    at = (lease.engine, lease.generation)
-    return next((place for place in places if (place.name, place.generation) == at), None)
+def affinity(key: str, place: Place) -> float:
+    """How much a group likes an engine. Highest wins: each engine is the first choice of a share of
+    all groups that follows its weight, and one that joins or leaves changes only its own."""
+    digest = hashlib.sha256(f"{key}\0{place.name}".encode()).digest()
+    uniform = (int.from_bytes(digest[:8], "big") + 0.5) / HASHED
+    return -place.weight / math.log(uniform)
+
+
+def _preference(group: str, target: Place, place: Place) -> float:
+    """Sessions without a group have none: of them the small contexts go."""
+    return affinity(group, target) / affinity(group, place) if group else 0.0
+
+
+def _find(boot: Boot, places: Collection[Place]) -> Place | None:
+    """That engine, in that generation."""
+    return next((place for place in places if place.boot == boot), None)
 
 
 @dataclass

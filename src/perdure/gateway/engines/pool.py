@@ -317,7 +317,7 @@ class EnginePool:
         elif record.state is EngineState.SUSPECT:
             _evict_stalled(seat, self._hang_s)
         if record.serves and not before.serves:
-            self.leases.rebalance(self._places())
+            self.leases.rebalance(self._places(), record.name)
         seat.kick.set()
 
     async def _watch(self, seat: Seat) -> None:
