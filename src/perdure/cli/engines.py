@@ -15,6 +15,7 @@ from perdure.settings import Settings
 
 if TYPE_CHECKING:
     from perdure.serving.commands import EnginePlan
+    from perdure.serving.front import Guard
     from perdure.serving.registration import PoolStatus
     from perdure.serving.roster import StoredRoster
 
@@ -105,6 +106,7 @@ async def _up(
     if connected.local and not plan.listen:
         folder = str(settings.home.absolute() / "logs" / "engines")
         plan = plan.model_copy(update={"listen": cluster.LOOPBACK, "folder": folder})
+    plan = plan.model_copy(update={"guard": _guard(settings, plan.listen)})
     if connected.dashboard:
         say(f"Ray dashboard {connected.dashboard}")
     actor = manager.get_or_start(settings, key, connected.dashboard)
@@ -141,6 +143,16 @@ def _plan(settings: Settings, model: str, wishes: dict[str, Any]) -> "EnginePlan
         weight=wishes["weight"],
         listen=wishes["listen"],
     )
+
+
+def _guard(settings: Settings, listen: str) -> "Guard | None":
+    """What asks for keys on an address that others can reach; loopback is its own guard."""
+    from perdure.serving.front import engine_keys, guard
+    from perdure.serving.secret import load_secret
+
+    if listen in ("127.0.0.1", "::1", "localhost"):
+        return None
+    return guard(engine_keys(load_secret(settings)))
 
 
 @engines.command()
@@ -292,8 +304,8 @@ def any_known(settings: Settings) -> bool:
 
 
 def _roster_key(settings: Settings) -> str:
-    from perdure.gateway.control import load_secret
     from perdure.serving.roster import roster_key
+    from perdure.serving.secret import load_secret
 
     return roster_key(load_secret(settings))
 

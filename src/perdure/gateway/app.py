@@ -41,6 +41,7 @@ from perdure.gateway.engines.wire import new_client
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.sessions import Sessions
 from perdure.gateway.tokenizers import load_format
+from perdure.serving.front import engine_keys
 from perdure.serving.roster import StoredRoster, roster_key
 from perdure.settings import Settings
 from perdure.storage.base import Store
@@ -103,7 +104,8 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with new_client() as client:
-            engines = Engines(settings, client, StoredRoster(store, roster_key(secret)))
+            roster, keys = StoredRoster(store, roster_key(secret)), engine_keys(secret)
+            engines = Engines(settings, client, roster, guard_key=keys.data)
             sessions = Sessions(journal, engines, model_format, store, metrics)
             app.state.gateway = Gateway(settings, secret, sessions, engines, metrics, patience)
             try:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from perdure.serving.front import Guard
 from perdure.types import Frozen
 
 VLLM_ENVIRONMENT: Mapping[str, str] = {
@@ -49,8 +50,11 @@ class EnginePlan(Frozen):
     start_timeout_s: float = Field(1800.0, gt=0)
     """A start that has sampled no token after so long is killed."""
     listen: str = ""
-    """Address the engines listen on. Empty = loopback where the whole cluster is this host, else
-    each node's own address. All of an engine's routes, control included, are on this one port."""
+    """Address the engines are reached at. Empty = loopback where the whole cluster is this host, else
+    each node's own address."""
+    guard: Guard | None = None
+    """Of the front on that address: the server itself listens on its node's loopback. None = no
+    front, and whoever reaches the address may do anything with the engine."""
     folder: str = "/tmp/perdure-engines"
     """Folder on each node for logs and for the notes of running engines."""
 

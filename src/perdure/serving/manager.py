@@ -377,6 +377,8 @@ def get_or_start(settings: Settings, roster_key: str, dashboard: str) -> Any:
             get_if_exists=True,
             max_restarts=-1,
             num_cpus=0,
+            # Never on a node that may be preempted, and where the store's credentials are.
+            resources={"node:__internal_head__": 0.001},
             max_concurrency=32,
         )
         .remote(here.model_dump_json(), roster_key, dashboard)

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from perdure.errors import ConfigurationError, NotFound
+from perdure.serving.front import engine_keys
 from perdure.serving.roster import StoredRoster, roster_key
 from perdure.serving.secret import load_secret
 from perdure.serving.weights import (
@@ -70,7 +71,8 @@ class Weights:
         """
         self._settings = settings or Settings()
         self._store = open_store(self._settings)
-        roster = roster_key(load_secret(self._settings))
+        secret = load_secret(self._settings)
+        roster = roster_key(secret)
         self._key = f"{roster.removesuffix('.json')}.weights.json"
         self._into = into
         self._client = httpx.AsyncClient(trust_env=False)
@@ -78,6 +80,7 @@ class Weights:
             StoredRoster(self._store, roster),
             self._client,
             api_key=os.environ.get(self._settings.engine_api_key_env, ""),
+            control_key=engine_keys(secret).control,
             notice_s=notice_s,
         )
 

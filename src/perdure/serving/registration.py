@@ -73,6 +73,7 @@ class Registration:
             generation=generation,
             boot=boot_name(plan, generation),
             state=EngineState.STARTING,
+            guarded=plan.guard is not None,
             reason="started by Ray",
             since=time.time(),
         )

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from enum import StrEnum
 from pathlib import Path
 
@@ -19,9 +21,11 @@ from perdure.errors import ControlPlaneError
 from perdure.serving import commands, verdicts
 from perdure.serving.commands import EnginePlan
 from perdure.serving.control_plane import EngineControl
+from perdure.serving.front import Front
 from perdure.serving.supervisor import end_orphans
 from perdure.types import Frozen
 
+LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
 GRACE_S = 10.0
 PROBE_S = 60.0
@@ -105,15 +109,26 @@ class Replica:
 
     async def _boot(self) -> verdicts.Verdict:
         """Serve until the server ends; why it did."""
-        port = _free_port(self._host)
+        host = LOOPBACK if self._plan.guard else self._host
+        port = _free_port(host)
         began = await asyncio.to_thread(self._prepare)
-        self._spawn(port)
-        proven = asyncio.create_task(self._prove(f"http://{_in_url(self._host)}:{port}"))
-        try:
-            return await self._watch(proven, began)
-        finally:
-            proven.cancel()
-            await asyncio.gather(proven, return_exceptions=True)
+        self._spawn(host, port)
+        async with self._door(port) as listening:
+            proven = asyncio.create_task(self._prove(f"http://{_in_url(host)}:{port}", listening))
+            try:
+                return await self._watch(proven, began)
+            finally:
+                proven.cancel()
+                await asyncio.gather(proven, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _door(self, port: int) -> AsyncIterator[str]:
+        """Where others reach the server that listens on `port`."""
+        if self._plan.guard is None:
+            yield f"http://{_in_url(self._host)}:{port}"
+            return
+        async with Front(self._plan.guard, self._host, port) as front:
+            yield f"http://{_in_url(self._host)}:{front.port}"
 
     async def _watch(self, proven: "asyncio.Task[None]", began: int) -> verdicts.Verdict:
         child, started = self._child, time.monotonic()
@@ -135,8 +150,8 @@ class Replica:
             path.unlink(missing_ok=True)
         return self._log.stat().st_size if self._log.exists() else 0
 
-    def _spawn(self, port: int) -> None:
-        command = commands.command_line(self._plan, self._generation, self._host, port)
+    def _spawn(self, host: str, port: int) -> None:
+        command = commands.command_line(self._plan, self._generation, host, port)
         supervisor = [sys.executable, "-m", "perdure.serving.supervisor"]
         with self._log.open("ab") as log:
             self._child = subprocess.Popen(
@@ -149,13 +164,13 @@ class Replica:
             )
         self._say(pid=self._child.pid)
 
-    async def _prove(self, url: str) -> None:
-        """Ready means that a token came, under this boot's own name."""
+    async def _prove(self, url: str, listening: str) -> None:
+        """Ready means that a token came, under this boot's own name. `listening`: for others."""
         async with httpx.AsyncClient(trust_env=False) as client:
             while True:
                 with contextlib.suppress(ControlPlaneError, httpx.HTTPError):
                     await self._round_trip(client, url)
-                    self._say(phase=Phase.READY, url=url)
+                    self._say(phase=Phase.READY, url=listening)
                     return
                 await asyncio.sleep(POLL_S)
 

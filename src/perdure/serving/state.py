@@ -90,6 +90,8 @@ class EngineRecord(Frozen):
     not_before: float = 0.0
     """Unix seconds before which a dead engine is not asked again."""
     drain_by: float | None = None
+    guarded: bool = False
+    """A front stands before it and asks for the home's engine keys (`perdure.serving.front`)."""
     from_settings: bool = False
     """Named by the settings of some gateway, and used by those gateways only."""
     removed: bool = False

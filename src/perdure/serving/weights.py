@@ -143,11 +143,13 @@ class WeightUpdates:
         client: httpx.AsyncClient,
         *,
         api_key: str = "",
+        control_key: str = "",
         notice_s: float = NOTICE_S,
     ) -> None:
+        """`control_key`: of engines that Perdure guards, in place of `api_key`."""
         self._roster = roster
         self._client = client
-        self._api_key = api_key
+        self._api_key, self._control_key = api_key, control_key
         self._notice_s = notice_s
 
     async def update(
@@ -212,7 +214,8 @@ class WeightUpdates:
 
     async def _load(self, record: EngineRecord, wanted: Checkpoint, policy: Policy) -> None:
         """Raises: PerdureError."""
-        control = EngineControl(record.url, self._client, api_key=self._api_key)
+        api_key = self._control_key if record.guarded else self._api_key
+        control = EngineControl(record.url, self._client, api_key=api_key)
         await control.pause("abort" if policy.in_flight == "resubmit" else "keep")
         await self._begin(control, wanted.version)
         await wanted.source.load(control, wanted.version)

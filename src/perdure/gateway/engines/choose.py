@@ -31,10 +31,17 @@ class Engines:
     """What samples behind this gateway: the pool of token engines, or one hosted API."""
 
     def __init__(
-        self, settings: Settings, client: httpx.AsyncClient, roster: SharedRoster | None = None
+        self,
+        settings: Settings,
+        client: httpx.AsyncClient,
+        roster: SharedRoster | None = None,
+        *,
+        guard_key: str = "",
     ) -> None:
-        """`roster`: what the gateways of a home share; a process on its own needs none."""
+        """`roster`: what the gateways of a home share; a process on its own needs none. `guard_key`:
+        for the engines that Perdure guards."""
         self._settings = settings
+        self._guard_key = guard_key
         self._client = client
         self._roster = roster or LoneRoster()
         self._engine: Engine | None = None
@@ -59,6 +66,7 @@ class Engines:
                 model=settings.engine_model or DEFAULT_MODEL,
                 api_key=os.environ.get(key_source, ""),
                 key_source=key_source,
+                guard_key=self._guard_key,
                 hang_s=settings.engine_hang_s,
             )
         return self._pool

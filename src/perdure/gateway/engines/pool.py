@@ -134,17 +134,20 @@ class EnginePool:
         model: str = "policy",
         api_key: str = "",
         key_source: str = "",
+        guard_key: str = "",
         hang_s: float = HANG_S,
         patience_s: float = PATIENCE_S,
         poll_s: float = POLL_S,
     ) -> None:
-        """`own`: the engines that the settings name; all others come from the roster."""
+        """`own`: the engines that the settings name; all others come from the roster. `guard_key`:
+        of those that Perdure guards, in place of `api_key`."""
         self.leases = Leases()
         self._roster = roster
         self._client = client
         self._own = {name_of(spec.url): spec for spec in own}
         self._model = model
         self._key = (api_key, key_source)
+        self._guard_key = (guard_key, "PERDURE_SECRET")
         self._hang_s, self._patience_s, self._poll_s = hang_s, patience_s, poll_s
         self._seats: dict[str, Seat] = {}
         self._queue = FairQueue()
@@ -274,7 +277,7 @@ class EnginePool:
         self._serve()
 
     def _new_seat(self, record: EngineRecord) -> Seat:
-        api_key, key_source = self._key
+        api_key, key_source = self._guard_key if record.guarded else self._key
         name = engine_name("vllm", record.url)
         probe_s = min(PROBE_S, self._hang_s)
         control = EngineControl(record.url, self._client, api_key=api_key, probe_s=probe_s)

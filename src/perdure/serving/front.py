@@ -1,0 +1,211 @@
+"""The door before an engine: its routes know no password, so it listens on loopback, and this asks.
+
+Gateways hold the key that samples and looks; only who updates weights holds the one that opens the
+control routes. Owns keys and the forwarding of one request a connection; knows nothing of engines.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from perdure.types import Frozen
+
+HEAD_BYTES = 64 << 10
+CHUNK_BYTES = 64 << 10
+HEAD_S = 30.0
+"""A connection that has not asked anything by then is closed."""
+HOP = (b"authorization", b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"te")
+"""Headers that end here."""
+OPEN_TO_GATEWAYS = frozenset(
+    {
+        *(("GET", path) for path in ("/health", "/metrics", "/v1/models", "/version")),
+        *(("GET", path) for path in ("/is_paused", "/weight_info")),
+        *(("GET", path) for path in ("/health_generate", "/model_info", "/server_info")),
+        *(("POST", path) for path in ("/inference/v1/generate", "/generate")),
+        *(("POST", path) for path in ("/tokenize", "/detokenize")),
+        *(("POST", f"/v1/{path}") for path in ("completions", "chat/completions", "messages")),
+    }
+)
+"""Everything else, known or not, is control. Paths are compared as they are sent."""
+
+
+class EngineKeys(NamedTuple):
+    """Bearer keys of a home's engines. Whoever holds `control` needs no `data`."""
+
+    data: str
+    control: str
+
+
+class Guard(Frozen):
+    """SHA-256 of both keys: what a front needs, and all that plans and Ray's tables hold."""
+
+    data: str
+    control: str
+
+    def allows(self, key: str, method: str, path: str) -> bool:
+        """Whether the key opens the route."""
+        found = digest(key)
+        if hmac.compare_digest(found, self.control):
+            return True
+        return hmac.compare_digest(found, self.data) and (method, path) in OPEN_TO_GATEWAYS
+
+    def knows(self, key: str) -> bool:
+        found = digest(key)
+        return any(hmac.compare_digest(found, one) for one in (self.data, self.control))
+
+
+def engine_keys(secret: bytes) -> EngineKeys:
+    """Those who share a home's secret derive the same."""
+    derived = (hmac.new(secret, f"engine {what}".encode(), "sha256") for what in EngineKeys._fields)
+    return EngineKeys(*(key.hexdigest() for key in derived))
+
+
+def guard(keys: EngineKeys) -> Guard:
+    return Guard(data=digest(keys.data), control=digest(keys.control))
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class Refusal(Exception):
+    """What is answered instead of the engine."""
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+    def encoded(self) -> bytes:
+        body = json.dumps({"error": {"message": str(self), "type": "engine_front"}}).encode()
+        fields = f"content-type: application/json\r\ncontent-length: {len(body)}"
+        return f"HTTP/1.1 {self.status}\r\n{fields}\r\nconnection: close\r\n\r\n".encode() + body
+
+
+class Head(NamedTuple):
+    """The first lines of a request."""
+
+    method: str
+    path: str
+    """Without the query."""
+    key: str
+    length: int
+    """Bytes of its body."""
+    encoded: bytes
+    """As the engine gets it."""
+
+
+def read_head(raw: bytes) -> Head:
+    """Raises: Refusal."""
+    request, *lines = raw.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    fields = [_field(line) for line in lines]
+    values: Mapping[bytes, bytes] = dict(fields)
+    try:
+        method, target, version = request.decode("ascii").split(" ")
+        length = int(values.get(b"content-length", b"0"))
+    except ValueError:
+        raise Refusal("400 Bad Request", "not a request of HTTP/1.1") from None
+    twice = len(values) != len(fields) or b"transfer-encoding" in values
+    if twice or length < 0 or not version.startswith("HTTP/1."):
+        raise Refusal("400 Bad Request", "a request needs one plain content-length")
+    scheme, _, key = values.get(b"authorization", b"").decode("latin-1").partition(" ")
+    kept = [b"%s: %s" % field for field in fields if field[0] not in HOP]
+    encoded = b"\r\n".join([request, *kept, b"connection: close", b"", b""])
+    path = target.partition("?")[0]
+    return Head(method, path, key.strip() if scheme.lower() == "bearer" else "", length, encoded)
+
+
+def _field(line: bytes) -> tuple[bytes, bytes]:
+    name, colon, value = line.partition(b":")
+    if not colon or name != name.strip() or not name:
+        raise Refusal("400 Bad Request", "a header without a name")
+    return name.lower(), value.strip()
+
+
+class Front:
+    """Listens where gateways come; forwards what their key allows.
+
+    Example:
+        async with Front(plan.guard, "10.0.0.7", engine_port) as front:
+            url = f"http://10.0.0.7:{front.port}"
+    """
+
+    def __init__(self, guard: Guard, host: str, engine_port: int) -> None:
+        self._guard, self._host, self._engine_port = guard, host, engine_port
+        self._open: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    async def __aenter__(self) -> "Front":
+        self._server = await asyncio.start_server(self._serve, self._host, 0, limit=HEAD_BYTES)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            await self._answer(reader, writer)
+        except Refusal as refusal:
+            with contextlib.suppress(OSError):
+                writer.write(refusal.encoded())
+                await writer.drain()
+        except (OSError, EOFError, TimeoutError, ValueError, asyncio.LimitOverrunError):
+            writer.transport.abort()  # no answer is what a lost engine gives, too
+        finally:
+            self._open.discard(task)
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = read_head(await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HEAD_S))
+        self._check(head)
+        theirs, ours = await asyncio.open_connection("127.0.0.1", self._engine_port)
+        asking = asyncio.create_task(_ask(reader, ours, head))
+        answering = asyncio.create_task(_copy(theirs, writer))
+        try:
+            # The asker who goes away ends the request: the engine aborts what nobody waits for.
+            await asyncio.wait({asking, answering}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            for task in (asking, answering):
+                task.cancel()
+            await asyncio.gather(asking, answering, return_exceptions=True)
+            ours.transport.abort()
+
+    def _check(self, head: Head) -> None:
+        if self._guard.allows(head.key, head.method, head.path):
+            return
+        if self._guard.knows(head.key):
+            raise Refusal("403 Forbidden", f"{head.path} answers only who updates weights")
+        raise Refusal("401 Unauthorized", "an engine answers only with its home's key")
+
+
+async def _ask(reader: asyncio.StreamReader, engine: asyncio.StreamWriter, head: Head) -> None:
+    """Send the request; returns when the asker has gone."""
+    engine.write(head.encoded)
+    left = head.length
+    while left:
+        part = await reader.read(min(left, CHUNK_BYTES))
+        if not part:
+            return
+        left -= len(part)
+        engine.write(part)
+        await engine.drain()
+    while await reader.read(CHUNK_BYTES):
+        pass  # one request a connection: nothing after its body reaches the engine
+
+
+async def _copy(engine: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while part := await engine.read(CHUNK_BYTES):
+        writer.write(part)
+        await writer.drain()

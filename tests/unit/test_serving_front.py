@@ -1,0 +1,150 @@
+"""The door before an engine, with a scripted engine behind it and a real client in front."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from perdure.gateway.engines.pool import EnginePool
+from perdure.serving.front import Front, Refusal, engine_keys, guard, read_head
+from perdure.serving.roster import LoneRoster
+from perdure.serving.state import EngineRecord
+from perdure.testing.scripted_engine import ScriptedEngine
+
+KEYS = engine_keys(b"a secret of a home")
+ASK = {"model": "policy", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 1}}
+POST = b"POST /generate HTTP/1.1\r\nhost: e\r\n"
+
+
+@asynccontextmanager
+async def guarded() -> AsyncIterator[tuple[ScriptedEngine, str]]:
+    async with ScriptedEngine({}) as engine:
+        port = urlsplit(engine.url).port
+        assert port is not None
+        async with Front(guard(KEYS), "127.0.0.1", port) as front:
+            yield engine, f"http://127.0.0.1:{front.port}"
+
+
+async def status(url: str, method: str, path: str, key: str = "") -> int:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        response = await client.request(method, f"{url}{path}", headers=headers, json=ASK)
+        return response.status_code
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/pause?mode=abort"),
+        ("POST", "/resume"),
+        ("POST", "/update_weights"),
+        ("POST", "/collective_rpc"),
+        ("POST", "/abort_requests"),
+        ("POST", "//pause"),
+        ("POST", "/inference/v1/generate/../../../pause"),
+        ("GET", "/control"),
+    ],
+)
+async def test_a_gateways_key_opens_no_control_route(method: str, path: str) -> None:
+    """What changes an engine is refused to who may only sample, however the path is written."""
+    async with guarded() as (_, url):
+        assert await status(url, method, path, KEYS.data) == 403
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/pause", "/metrics"])
+async def test_nothing_is_open_without_a_key(path: str) -> None:
+    """A neighbour on the network gets no token, no metric and no control."""
+    async with guarded() as (engine, url):
+        wrong = [await status(url, "POST", path), await status(url, "POST", path, "guessed")]
+
+        assert (wrong, engine.stats().calls) == ([401, 401], 0)
+
+
+async def test_the_control_key_opens_control() -> None:
+    """Whoever updates weights pauses the engine through the same door."""
+    async with guarded() as (_, url):
+        assert await status(url, "POST", "/pause?mode=abort&clear_cache=true", KEYS.control) == 200
+
+
+async def test_a_pool_samples_through_the_front() -> None:
+    """A gateway that has the home's key gets whole streamed completions of a guarded engine."""
+    turns = {"default": {"turns": [{"content": "Said through the door."}]}}
+    async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False) as client:
+        engine.control(scripts=turns)
+        roster = LoneRoster()
+        record = EngineRecord(name=url[7:], url=url, model="policy", generation=1, guarded=True)
+        await roster.change(lambda now: now.having(record))
+        pool = EnginePool(roster, client, guard_key=KEYS.data, poll_s=60.0)
+        try:
+            completion = await pool.generate(
+                [1, 2, 3], {"max_tokens": 50}, session_id="s", request_id="s-0"
+            )
+        finally:
+            await pool.aclose()
+
+        assert list(completion.token_ids) == list(engine.calls[-1].completion_ids)
+
+
+async def test_an_asker_who_leaves_ends_its_request() -> None:
+    """The engine sees the closed connection, and stops what nobody waits for."""
+    gone = asyncio.Event()
+
+    async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(4096):
+            pass
+        gone.set()
+        writer.close()
+
+    server = await asyncio.start_server(engine, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, Front(guard(KEYS), "127.0.0.1", port) as front:
+        _, asker = await asyncio.open_connection("127.0.0.1", front.port)
+        asker.write(POST + f"authorization: Bearer {KEYS.data}\r\n\r\n".encode())
+        await asker.drain()
+        asker.close()
+
+        await asyncio.wait_for(gone.wait(), 30)
+
+
+async def test_a_second_request_on_the_connection_reaches_nobody() -> None:
+    """A control call behind a sampling call, in one connection, is not forwarded."""
+    seen = bytearray()
+    ended = asyncio.Event()
+
+    async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while part := await reader.read(4096):
+            seen.extend(part)
+        ended.set()
+        writer.close()
+
+    server = await asyncio.start_server(engine, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, Front(guard(KEYS), "127.0.0.1", port) as front:
+        _, asker = await asyncio.open_connection("127.0.0.1", front.port)
+        key = f"authorization: Bearer {KEYS.data}\r\n".encode()
+        asker.write(POST + key + b"content-length: 2\r\n\r\n{}POST /pause HTTP/1.1\r\n\r\n")
+        await asker.drain()
+        asker.close()
+        await asyncio.wait_for(ended.wait(), 30)
+
+    assert bytes(seen).endswith(b"\r\n\r\n{}")
+    assert KEYS.data.encode() not in seen
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
+        POST + b"transfer-encoding: chunked\r\n\r\n",
+        POST + b"content-length : 1\r\n\r\n",
+        POST + b"content-length: -1\r\n\r\n",
+        b"POST /generate\r\n\r\n",
+    ],
+)
+def test_a_request_that_two_readers_might_read_differently_is_refused(raw: bytes) -> None:
+    """Front and engine must agree where a body ends."""
+    with pytest.raises(Refusal):
+        read_head(raw)
