@@ -89,6 +89,10 @@ class Call:
     completion_ids: "array[int]"
     logprobs: "array[float]"
     sampling: Mapping[str, Any]
+    sampled_by: list[int] = field(default_factory=list)
+    """The weights that the engine held when it gave each token away, whatever anybody recorded; as
+    long as what was streamed."""
+    at: float = field(default_factory=time.monotonic)
 
     def as_json(self) -> dict[str, Any]:
         arrays = ("prompt_ids", "completion_ids", "logprobs")
@@ -466,12 +470,13 @@ class ScriptedEngine:
         usage = _usage(len(prompt_ids), len(token_ids))
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
         if body.get("stream") or fault in ("done_without_finish", "eof_mid_stream"):
-            job = _Job(body, token_ids, begun, reason, usage, len(logprobs), fault)
+            job = _Job(body, call, token_ids, begun, reason, usage, len(logprobs), fault)
             if prefills:
                 job = job._replace(prefill=prompt_ids)
             return StreamingResponse(self._stream(request, job), media_type="text/event-stream")
         choice = self._choice(token_ids, logprobs, reason)
         self._advance(len(token_ids))
+        call.sampled_by.extend([self.weights] * len(token_ids))
         answer = self._head(request, body)
         if sampling.get("prompt_logprobs") is not None:
             answer["prompt_logprobs"] = self._forced(prompt_ids)
@@ -563,6 +568,7 @@ class ScriptedEngine:
                     await self._released.wait()
                 ids = job.token_ids[start : start + CHUNK]
                 labels += [self._label()] * len(ids)
+                job.call.sampled_by.extend([self.weights] * len(ids))
                 logprobs = [
                     logprob(token, job.begun + start + i, self.weights)
                     for i, token in enumerate(ids)
@@ -811,6 +817,7 @@ class _Job(NamedTuple):
     """One completion to be streamed. `logprobs`: how many of them there are."""
 
     body: dict[str, Any]
+    call: Call
     token_ids: list[int]
     begun: int
     reason: str
