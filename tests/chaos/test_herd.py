@@ -1,0 +1,36 @@
+"""500 rollouts at once on an account of 20 sandboxes and 5 creates a second: all are served."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import herd, hollow
+
+pytest.importorskip("e2b")
+pytest.importorskip("aiohttp")
+pytestmark = pytest.mark.temporal
+
+HERD, LIVE, RATE = 500, 20, 5
+
+
+async def test_500_at_once_queue_for_20_sandboxes_and_5_creates_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real SDK, workers of two processes: all are graded, no error in any history, hardly a 429."""
+    said = f'{{"{hollow.NAME}": {{"live": {LIVE}, "creates_per_s": {RATE}}}}}'
+    async with herd.capped(tmp_path, monkeypatch, live=LIVE, rate=RATE, said=said) as pair:
+        seen = await herd.stampede(*pair, HERD, limit_s=3600, sandbox=hollow.NAME)
+
+    assert (seen.graded, seen.errors, seen.creates, seen.left) == (HERD, 0, HERD, 0)
+    assert seen.refused <= HERD / 50, seen  # a busy machine makes even steps uneven
+
+
+async def test_500_at_once_find_out_what_the_account_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody named the caps: some creates are refused, and still no workflow hears of one."""
+    async with herd.capped(tmp_path, monkeypatch, live=LIVE, rate=RATE, said="{}") as pair:
+        seen = await herd.stampede(*pair, HERD, limit_s=3600, sandbox=hollow.NAME)
+
+    assert (seen.graded, seen.errors, seen.left) == (HERD, 0, 0)
+    assert seen.refused < HERD / 5, seen

@@ -1,0 +1,85 @@
+"""Many rollouts at once on a metered account: the double with its caps, and what came of the herd."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio.api.enums.v1 import EventType
+from temporalio.client import WorkflowExecutionStatus
+
+from perdure.client import names
+from perdure.types import RolloutRequest
+from tests.stack import Stack, running, until
+
+ERRORS = {
+    EventType.EVENT_TYPE_ACTIVITY_TASK_FAILED,
+    EventType.EVENT_TYPE_ACTIVITY_TASK_TIMED_OUT,
+    EventType.EVENT_TYPE_ACTIVITY_TASK_CANCELED,
+    EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED,
+    EventType.EVENT_TYPE_WORKFLOW_EXECUTION_FAILED,
+}
+CREATES = ("POST /sandboxes", "POST /v2/sandboxes")
+
+
+@dataclass(frozen=True)
+class Herd:
+    """How it ended. `refused`: creates that the service answered with 429."""
+
+    graded: int
+    errors: int
+    creates: int
+    refused: int
+    left: int
+
+
+@asynccontextmanager
+async def capped(
+    folder: Path, patch: pytest.MonkeyPatch, *, live: int, rate: float, said: str, workers: int = 2
+) -> AsyncIterator[tuple[Stack, Any]]:
+    """A stack whose e2b account has these caps, and is said to have those of `said` (JSON)."""
+    from perdure.testing.e2b_server import serving
+
+    async with serving(folder / "server") as (server, url):
+        server.settings.update(max_live=live, creates_per_s=rate)
+        for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
+            patch.setenv(name, url)
+        patch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
+        patch.setenv("PERDURE_SANDBOX_CAPS", said)
+        try:
+            async with running(folder / "stack", workers=workers) as stack:
+                yield stack, server
+        finally:
+            for record in server.sandboxes.all():
+                await server.guests.kill(record["id"])
+
+
+async def stampede(stack: Stack, server: Any, count: int, *, limit_s: float, **fields: Any) -> Herd:
+    """Start them all at once and wait until every one is over."""
+    fields = {"sandbox": "e2b", "agent": "nop", "heartbeat_timeout_s": 60, **fields}
+    asked = [stack.request("herd", sample_index=n, **fields) for n in range(count)]
+    for request in asked:
+        await stack.perdure.start_rollout(request)
+    query = f"WorkflowType = '{names.ROLLOUT}' AND ExecutionStatus = 'Running'"
+
+    async def all_over() -> bool:
+        return (await stack.client.count_workflows(query)).count == 0
+
+    await until(all_over, f"{count} rollouts are over{stack.last_words()}", limit_s)
+    return await _herd(stack, server, asked)
+
+
+async def _herd(stack: Stack, server: Any, asked: Sequence[RolloutRequest]) -> Herd:
+    graded = errors = 0
+    for request in asked:
+        handle = stack.handle(request)
+        episode = await stack.episode(request)
+        graded += episode.reward is not None
+        described = await handle.describe()
+        errors += described.status is not WorkflowExecutionStatus.COMPLETED
+        errors += sum(e.event_type in ERRORS for e in (await handle.fetch_history()).events)
+    posts = sum(entry["line"] in CREATES for entry in server.faults.log)
+    made = len(server.keys.all())
+    return Herd(graded, errors, made, posts - made, len(server.sandboxes.all()))
