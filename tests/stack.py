@@ -19,8 +19,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,6 +35,8 @@ from temporalio.client import (
 )
 from temporalio.service import RPCError
 
+from activities.hosts import host_of
+from activities.messages import SweepRequest, Swept
 from perdure.cli import ports, readiness
 from perdure.cli.children import ChildSpec
 from perdure.cli.plan import Addresses, Plan, temporal_binary
@@ -320,12 +324,12 @@ class Stack:
 
     async def episode(self, request: RolloutRequest) -> Episode:
         """The rollout's episode, when its workflow is over, however it ended."""
-        await until(lambda: self._is_over(request), f"{request.workflow_id} is over")
+        await until(lambda: self.is_over(request), f"{request.workflow_id} is over")
         episode = await assemble.read(self.store, request)
         assert episode is not None, f"{request.workflow_id} has no episode{self.last_words()}"
         return episode
 
-    async def _is_over(self, request: RolloutRequest) -> bool:
+    async def is_over(self, request: RolloutRequest) -> bool:
         found = await self._described(request)
         return found is not None and found.status is not WorkflowExecutionStatus.RUNNING
 
@@ -382,6 +386,18 @@ class Stack:
             return wanted <= {name.rpartition("-")[0] for name in self.engine.waiting}
 
         await until(arrived, f"{len(wanted)} calls are held")
+
+    async def sweep(self, grace_s: float) -> Swept:
+        """One real sweep by the real worker of this host."""
+        result: Swept = await self.client.execute_activity(
+            "sweep_sandboxes",
+            SweepRequest(grace_s=grace_s),
+            id=f"sweep-{uuid4().hex}",
+            task_queue=names.host_queue(host_of(self.settings)),
+            start_to_close_timeout=timedelta(minutes=1),
+            result_type=Swept,
+        )
+        return result
 
     def worker_of(self, pid: int) -> Process:
         return next(p for p in self.processes if p.pid == pid)

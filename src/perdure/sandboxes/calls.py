@@ -46,6 +46,21 @@ async def again(
         pause = min(pause * 2, longest)
 
 
+class Silences:
+    """Since when sandboxes that their service calls running have not answered."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def broken(self, sandbox_id: str) -> None:
+        self._since.pop(sandbox_id, None)
+
+    def lasts(self, sandbox_id: str) -> float:
+        """Seconds; the first call begins it."""
+        now = time.monotonic()
+        return now - self._since.setdefault(sandbox_id, now)
+
+
 def lost(service: str, identity: str, why: object = "") -> SandboxLost:
     return SandboxLost(
         f"{service} sandbox {identity!r} is gone; boot a new generation {why}".strip()

@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,7 +27,7 @@ from perdure.errors import (
 )
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.box import check_identity
-from perdure.sandboxes.calls import Conflict, Missing, again, lost
+from perdure.sandboxes.calls import Conflict, Missing, Silences, again, lost
 from perdure.sandboxes.e2b_calls import typed
 from perdure.sandboxes.guested import GuestSandbox
 from perdure.sandboxes.service import ServiceProvider
@@ -42,6 +43,12 @@ MOST_KEYS = 8
 """Idempotency keys tried for one identity: a killed sandbox's key is spent."""
 LIST_LAG_S = 2.0
 """A sandbox may be missing from the list for so long after its create."""
+DAEMON_GONE_S = 60.0
+"""A sandbox whose proxy says for so long that nothing listens inside is dead, whatever its state."""
+UNREACHABLE_S = 600.0
+"""So is one that does not answer for so long, for reasons that nobody names."""
+SILENT_S = 5.0
+"""What a command's stream may add to its time limit, which the service should have kept."""
 OWN = "perdure_"
 TEMPLATE = re.compile(r"[a-z0-9][a-z0-9_-]*(?:/[a-z0-9][a-z0-9_-]*)?(?::[A-Za-z0-9._-]+)?")
 
@@ -70,6 +77,7 @@ class E2BSandbox(GuestSandbox):
         await self._call(
             "set_timeout",
             lambda: self.sdk.set_timeout(math.ceil(ttl_s), **self.provider.connection.options),
+            inside=False,
         )
 
     async def kill(self) -> None:
@@ -93,9 +101,10 @@ class E2BSandbox(GuestSandbox):
             from e2b import CommandExitException
 
             try:
-                done = await self.sdk.commands.run(
-                    command, user="root", timeout=seconds, request_timeout=seconds, cwd="/"
-                )
+                async with asyncio.timeout(seconds + SILENT_S):  # a silent stream never ends
+                    done = await self.sdk.commands.run(
+                        command, user="root", timeout=seconds, request_timeout=seconds, cwd="/"
+                    )
             except CommandExitException as error:
                 if error.exit_code == 127:
                     raise ConfigurationError(
@@ -107,21 +116,39 @@ class E2BSandbox(GuestSandbox):
 
         return await self._once(what, run)
 
-    async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        return await again(lambda: self._once(what, call))
+    async def _call(self, what: str, call: Callable[[], Awaitable[T]], *, inside: bool = True) -> T:
+        return await again(lambda: self._once(what, call, inside=inside))
 
-    async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Raises SandboxLost only where the control plane says so too: proxies err."""
+    async def _once(self, what: str, call: Callable[[], Awaitable[T]], *, inside: bool = True) -> T:
+        """Raises SandboxLost only where the control plane says so too, or nothing answers for long.
+
+        `inside`: the sandbox itself answers, not its service.
+        """
         try:
-            return await call()
+            done = await call()
         except Exception as error:
             found = typed(error, what, key_works=True)
             if isinstance(found, Missing | ControlPlaneError):
                 if not await self.provider.exists(self.sdk.sandbox_id):
                     raise lost("e2b", self.identity) from error
+                if inside:
+                    self._condemn_the_silent(found)
                 if isinstance(found, Missing):
                     raise ControlPlaneError(str(found)) from error
             raise found from error
+        if inside:
+            self.provider.silences.broken(self.sdk.sandbox_id)
+        return done
+
+    def _condemn_the_silent(self, found: Missing | ControlPlaneError) -> None:
+        """Its service says that it runs. Raises: SandboxLost."""
+        if isinstance(found, ControlPlaneError) and found.retry_after is not None:
+            return  # refused on the way, by somebody who was there
+        limit_s = DAEMON_GONE_S if "port is not open" in str(found) else UNREACHABLE_S
+        if self.provider.silences.lasts(self.sdk.sandbox_id) > limit_s:
+            raise lost(
+                "e2b", self.identity, f"(runs, without an answer for {limit_s:g} s: {found})"
+            )
 
 
 class E2BProvider(ServiceProvider):
@@ -129,6 +156,7 @@ class E2BProvider(ServiceProvider):
     deployment, where several hosts share one or several deployments share an account."""
 
     name = "e2b"
+    limits = frozenset({"output_mb"})  # the template has the others
     account_caps = AccountCaps(creates_per_s=5, starting=16)
     """What a paying account may do; how many sandboxes at once is found out by being refused."""
     scope_variable = "PERDURE_E2B_SCOPE"
@@ -136,6 +164,7 @@ class E2BProvider(ServiceProvider):
     def __init__(self, home: Path) -> None:
         super().__init__(home)
         self.connection = Connection()
+        self.silences = Silences()
         self._key_works = False
 
     def _check_spec(self, spec: SandboxSpec) -> None:
@@ -183,7 +212,8 @@ class E2BProvider(ServiceProvider):
                 provider=self.name,
                 alive=info.state.value == "running",
                 created=info.started_at.timestamp(),
-                expires=info.end_at.timestamp(),
+                # the service ends it by its own clock: what it calls running has not expired
+                expires=max(info.end_at.timestamp(), time.time() + 1),
                 labels={k: v for k, v in info.metadata.items() if not k.startswith(OWN)},
             )
             for info in await self._find(labels or {})

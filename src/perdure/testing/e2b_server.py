@@ -20,7 +20,8 @@ import struct
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote
@@ -95,9 +96,10 @@ class E2BServer:
         self.guests = Guests(state / "guests")
         self.sandboxes = Records(state / "sandboxes")
         self.keys = Records(state / "keys")
-        self.faults = Faults(state / "rules.json")
+        self.faults = Faults(state / "rules.json", self._about)
         self.settings: dict[str, float | None] = {
-            "max_live": None, "creates_per_s": None, "boot_s": 0.0, "list_lag_s": 0.0,
+            "max_live": None, "others_live": 0.0, "creates_per_s": None, "boot_s": 0.0,
+            "list_lag_s": 0.0, "clock_offset_s": 0.0, "memory_mb": None,
         }  # fmt: skip
         self._creating: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._created: deque[float] = deque()
@@ -131,6 +133,7 @@ class E2BServer:
                 web.post("/filesystem.Filesystem/{operation}", self._filesystem),
             ]
         )
+        app.on_response_prepare.append(self._own_time)
         app.cleanup_ctx.append(self._expiring)
         return app
 
@@ -147,6 +150,23 @@ class E2BServer:
             return await self.faults.around(request, answered)
 
         return middleware
+
+    async def _about(self, request: web.Request) -> str:
+        """What is known of the sandbox before it is looked for: a create or a list may be met too."""
+        if request.method == "POST" and request.path.endswith("/sandboxes"):
+            return json.dumps((await request.json()).get("metadata") or {})
+        if request.method == "GET" and request.path.endswith("/sandboxes"):
+            return json.dumps(_wanted(request))
+        identity = request.headers.get("E2b-Sandbox-Id") or request.match_info.get("id", "")
+        record = self.sandboxes.read(identity) if identity else None
+        return json.dumps(record["metadata"]) if record is not None else ""
+
+    async def _own_time(self, request: web.Request, response: web.StreamResponse) -> None:
+        """A service whose clock is wrong says so in each answer."""
+        if offset := self.settings["clock_offset_s"]:
+            response.headers["Date"] = format_datetime(
+                datetime.now(UTC) + timedelta(seconds=offset), usegmt=True
+            )
 
     # -- control plane ----------------------------------------------------------------------------
 
@@ -192,7 +212,9 @@ class E2BServer:
         }
         self.sandboxes.write(identity, record)
         await asyncio.sleep(self.settings["boot_s"] or 0)
-        spec = SandboxSpec(HOME, env={**record["env"], "HOME": HOME}, limits=LIMITS)
+        memory = int(self.settings["memory_mb"] or LIMITS.memory_mb)
+        limits = LIMITS.model_copy(update={"memory_mb": memory})
+        spec = SandboxSpec(HOME, env={**record["env"], "HOME": HOME}, limits=limits)
         await self.guests.create(spec, identity)
         record["state"] = "running"
         self.sandboxes.write(identity, record)
@@ -200,7 +222,8 @@ class E2BServer:
 
     def _check_quota(self) -> None:
         live, rate = self.settings["max_live"], self.settings["creates_per_s"]
-        if live is not None and sum(r["state"] != "dead" for r in self.sandboxes.all()) >= live:
+        taken = len(self.sandboxes.all()) + (self.settings["others_live"] or 0)
+        if live is not None and taken >= live:
             raise Refusal(
                 429, f"you have reached the maximum number of concurrent E2B sandboxes ({live:.0f})"
             )
@@ -213,8 +236,7 @@ class E2BServer:
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
         self._check_key(request)
-        pairs = parse_qsl(request.query.get("metadata", ""))
-        wanted = {unquote(name): unquote(value) for name, value in pairs}
+        wanted = _wanted(request)
         newest = time.time() - (self.settings["list_lag_s"] or 0)
         found = [
             record
@@ -227,11 +249,27 @@ class E2BServer:
         start, limit = int(request.query.get("nextToken", 0)), int(request.query.get("limit", 100))
         page = found[start : start + limit]
         headers = {"x-next-token": str(start + limit)} if start + limit < len(found) else {}
-        return web.json_response([_listed(record) for record in page], headers=headers)
+        return web.json_response([self._listed(record) for record in page], headers=headers)
+
+    def _listed(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        offset = self.settings["clock_offset_s"] or 0
+        return {
+            "templateID": record["template"],
+            "sandboxID": record["id"],
+            "clientID": "local",
+            "startedAt": _time(record["started"] + offset),
+            "endAt": _time(record["ends"] + offset),
+            "cpuCount": 2,
+            "memoryMB": LIMITS.memory_mb,
+            "diskSizeMB": LIMITS.disk_mb,
+            "state": "running",
+            "envdVersion": ENVD,
+            "metadata": record["metadata"],
+        }
 
     async def _info(self, request: web.Request) -> web.StreamResponse:
         record = self._controlled(request)
-        detail = {**_listed(record), "envdAccessToken": record["token"], "domain": None}
+        detail = {**self._listed(record), "envdAccessToken": record["token"], "domain": None}
         return web.json_response(detail)
 
     async def _kill(self, request: web.Request) -> web.StreamResponse:
@@ -276,15 +314,19 @@ class E2BServer:
 
     async def _expiring(self, app: web.Application) -> Any:
         task = asyncio.create_task(self._expire())
+        # what was being made when the last server was killed is made, whoever asked for it
+        half_made = [r["id"] for r in self.sandboxes.all() if r["state"] == "creating"]
+        making = [asyncio.create_task(self._boot(identity, {})) for identity in half_made]
         yield
-        task.cancel()
+        for left in (task, *making):
+            left.cancel()
         for fd in self._inputs.values():
             os.close(fd)
 
     async def _expire(self) -> None:
         while True:
             for record in self.sandboxes.all():
-                if record["state"] == "running" and record["ends"] < time.time():
+                if record["ends"] < time.time():  # also one whose server was killed as it booted
                     with contextlib.suppress(PerdureError):
                         await self._end(record["id"])
             await asyncio.sleep(0.5)
@@ -355,7 +397,11 @@ class E2BServer:
                     else source.read(1 << 16)
                 ):
                     file.write(piece)
-            await box.put(_absolute(path), draft)
+            rule = met_rule.get()
+            if rule is not None and rule.upload == "short":
+                os.truncate(draft, draft.stat().st_size // 2)
+            if rule is None or rule.upload != "missing":
+                await box.put(_absolute(path), draft)
         finally:
             draft.unlink(missing_ok=True)
         written.append({"path": path, "name": path.rsplit("/", 1)[-1], "type": "file"})
@@ -375,6 +421,9 @@ class E2BServer:
         if order.get("stdin"):
             argv = await self._with_input(box, record["id"], pid, argv)
         env, cwd = process.get("envs") or {}, process.get("cwd") or HOME
+        rule = met_rule.get()
+        if rule is not None and rule.twice:
+            await box.start(f"p{pid}-unheard", argv, env=env, cwd=cwd)
         await box.start(f"p{pid}", argv, env=env, cwd=cwd)
         if order.get("stdin"):
             self._open_input(box, record["id"], pid)
@@ -407,9 +456,11 @@ class E2BServer:
         await response.write(_message({"event": {"start": {"pid": pid}}}))
         if how == "cut":
             return _abort(request)
+        if how == "silent":
+            await asyncio.Event().wait()
         timeout_ms = int(request.headers.get("connect-timeout-ms") or 0)
         deadline = time.monotonic() + timeout_ms / 1000 if timeout_ms else None
-        status = await self._copy(response, box, pid, offsets, deadline)
+        status = await self._copy(response, box, pid, offsets, deadline, half=how == "truncated")
         if how == "empty_end":
             await response.write(_message({"event": {"end": {}}}))
         elif how == "unavailable" or status.cause == "sandbox":
@@ -421,7 +472,7 @@ class E2BServer:
             late = {"code": "deadline_exceeded", "message": "the deadline was exceeded"}
             await response.write(_end(late))
             return response
-        elif not how:
+        elif how != "no_end":
             await response.write(_message({"event": {"end": _outcome(status)}}))
         await response.write(_end())
         return response
@@ -433,8 +484,12 @@ class E2BServer:
         pid: int,
         offsets: tuple[int, int],
         deadline: float | None,
+        *,
+        half: bool = False,
     ) -> ExecStatus:
-        """Everything it writes, as it comes, until it ends or its time is over."""
+        """Everything it writes, as it comes, until it ends or its time is over.
+
+        `half`: of each piece only the first half is sent."""
         at, nap = {"stdout": offsets[0], "stderr": offsets[1]}, 0.01
         while True:
             try:
@@ -445,6 +500,7 @@ class E2BServer:
                 name: Any = stream
                 while data := await box.output(f"p{pid}", name, at[stream], PIECE):
                     at[stream] += len(data)
+                    data = data[: len(data) // 2] if half else data
                     event = {"data": {stream: base64.b64encode(data).decode()}}
                     await response.write(_message({"event": event}))
             if status.done or (deadline is not None and time.monotonic() > deadline):
@@ -535,6 +591,12 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
+def _wanted(request: web.Request) -> dict[str, str]:
+    """The metadata that a list asks for: encoded three times."""
+    pairs = parse_qsl(request.query.get("metadata", ""))
+    return {unquote(name): unquote(value) for name, value in pairs}
+
+
 def _created(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "templateID": record["template"],
@@ -543,22 +605,6 @@ def _created(record: Mapping[str, Any]) -> dict[str, Any]:
         "envdVersion": ENVD,
         "envdAccessToken": record["token"],
         "domain": None,
-    }
-
-
-def _listed(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "templateID": record["template"],
-        "sandboxID": record["id"],
-        "clientID": "local",
-        "startedAt": _time(record["started"]),
-        "endAt": _time(record["ends"]),
-        "cpuCount": 2,
-        "memoryMB": LIMITS.memory_mb,
-        "diskSizeMB": LIMITS.disk_mb,
-        "state": "running",
-        "envdVersion": ENVD,
-        "metadata": record["metadata"],
     }
 
 

@@ -18,6 +18,8 @@ from typing import Any, Literal
 from aiohttp import web
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+About = Callable[[web.Request], Awaitable[str]]
+Caller = Callable[[web.Request], tuple[str, str]]
 CONTROL = "/__control/"
 
 
@@ -29,6 +31,8 @@ class Rule:
     """
 
     match: str
+    about: str = ""
+    """Only requests about a sandbox in whose metadata (as JSON) this regular expression is found."""
     times: int | None = 1
     """How many requests meet it; None for all."""
     skip: int = 0
@@ -49,14 +53,25 @@ class Rule:
     """A status met once stays the answer to this caller for so long: negative caching."""
     kill: bool = False
     """The sandbox that the request is about dies."""
-    stream: Literal["", "cut", "no_end", "empty_end", "unavailable"] = ""
-    """How a command's stream ends. All but `cut` let the command itself finish first."""
+    stream: Literal["", "cut", "no_end", "empty_end", "unavailable", "silent", "truncated"] = ""
+    """How a command's stream ends. `cut` and `silent` (nothing comes, for ever) begin at once; the
+    others let the command finish first. `truncated`: the second half of its output is missing."""
+    twice: bool = False
+    """A replaying proxy: the command is run twice, the second run is answered."""
+    exit_code: Literal["", "empty", "absent", "unreadable"] = ""
+    """How the end of a command is told: as an empty string, not at all, or not yet readable."""
+    state: str = ""
+    """A sandbox made now is stuck in this state, or ends in it: `error`, `build_failed`."""
+    state_s: float | None = None
+    """How long it is stuck; None for ever."""
+    upload: Literal["", "missing", "short"] = ""
+    """Answered as success, but the file is not there, or only its first half."""
     seen: int = 0
     hits: int = 0
 
-    def meets(self, line: str) -> bool:
+    def meets(self, line: str, about: str = "") -> bool:
         """Counts the request, and says whether it is one to break."""
-        if not re.search(self.match, line):
+        if not re.search(self.match, line) or not re.search(self.about, about):
             return False
         self.seen += 1
         if self.seen <= self.skip or (self.times is not None and self.hits >= self.times):
@@ -74,8 +89,14 @@ met_rule: ContextVar[Rule | None] = ContextVar("met_rule", default=None)
 class Faults:
     """The rules of one server, and its log of requests."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, about: About | None = None, caller: Caller | None = None
+    ) -> None:
+        """`about`: the metadata, as JSON, of the sandbox that a request is about; else empty.
+        `caller`: its key and sandbox, by which refusals are cached."""
         self._path = path
+        self._about = about
+        self._caller = caller or _e2b_caller
         self.rules: list[Rule] = []
         self.log: list[dict[str, Any]] = []
         self._refused: dict[tuple[str, str], tuple[float, Rule]] = {}
@@ -96,11 +117,11 @@ class Faults:
         draft.write_text(json.dumps([asdict(rule) for rule in self.rules]))
         draft.replace(self._path)
 
-    def pick(self, line: str, caller: tuple[str, str]) -> Rule | None:
+    def pick(self, line: str, caller: tuple[str, str], about: str = "") -> Rule | None:
         until, rule = self._refused.get(caller, (0.0, None))
         if time.monotonic() < until:
             return rule
-        found = next((rule for rule in self.rules if rule.meets(line)), None)
+        found = next((rule for rule in self.rules if rule.meets(line, about)), None)
         if found is not None:
             self._save()
             if found.refuse_for_s:
@@ -130,13 +151,10 @@ class Faults:
         if request.path.startswith(CONTROL):
             return await handler(request)
         line = f"{request.method} {request.path}"
-        headers = request.headers
-        caller = (
-            headers.get("X-API-KEY", headers.get("Authorization", "")),
-            headers.get("E2b-Sandbox-Id", ""),
-        )
-        self.log.append({"line": line, "headers": dict(headers), "at": time.time()})
-        rule = self.pick(line, caller)
+        self.log.append({"line": line, "headers": dict(request.headers), "at": time.time()})
+        asked = self._about is not None and any(rule.about for rule in self.rules)
+        about = await self._about(request) if asked and self._about is not None else ""
+        rule = self.pick(line, self._caller(request), about)
         if rule is None:
             return await handler(request)
         met_rule.set(rule)
@@ -169,3 +187,8 @@ class Faults:
             web.post(path, add), web.get(path, show), web.delete(path, clear),
             web.get(f"{CONTROL}log", log),
         ]  # fmt: skip
+
+
+def _e2b_caller(request: web.Request) -> tuple[str, str]:
+    headers = request.headers
+    return headers.get("X-API-KEY", ""), headers.get("E2b-Sandbox-Id", "")
