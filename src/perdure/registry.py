@@ -12,6 +12,7 @@ from perdure.errors import ConfigurationError
 
 SANDBOXES = {
     "bubblewrap": "perdure.sandboxes.bubblewrap:BubblewrapProvider",
+    "daytona": "perdure.sandboxes.daytona:DaytonaProvider",
     "e2b": "perdure.sandboxes.e2b:E2BProvider",
     "local": "perdure.sandboxes.local:LocalProvider",
     "podman": "perdure.sandboxes.podman:PodmanProvider",

@@ -1,0 +1,275 @@
+"""What doubles of sandbox services share: real boxes, records that outlive the server, faults, clocks.
+
+A double adds its service's routes and words. Everything lies in one folder: kill the server, start
+it again on that folder, and it goes on.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+from uuid import uuid4
+
+from aiohttp import web
+
+from perdure.errors import NotFound, PerdureError, SandboxLost
+from perdure.sandboxes.base import Sandbox, SandboxSpec
+from perdure.sandboxes.box import Box
+from perdure.sandboxes.bubblewrap import BubblewrapProvider, BubblewrapSandbox
+from perdure.testing.faults import CONTROL, Faults, Handler, met_rule
+from perdure.types import Limits
+
+LIMITS = Limits(memory_mb=4096, cpus=2, pids=1024, disk_mb=4096, output_mb=512)
+
+
+class Refusal(Exception):
+    """An answer other than the wanted one."""
+
+    def __init__(
+        self, status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(str(body))
+        self.response = web.json_response(body, status=status, headers=headers)
+
+
+class Guests(BubblewrapProvider):
+    """Bubblewrap boxes whose root may be written, as a virtual machine's may."""
+
+    def command(self, spec: SandboxSpec, box: Box) -> list[str]:
+        argv = super().command(spec, box)
+        at = next(n for n in range(len(argv)) if argv[n : n + 2] == ["--remount-ro", "/"])
+        return argv[:at] + argv[at + 2 :]
+
+    async def found(self, identity: str) -> BubblewrapSandbox | None:
+        """The box of this name, while it lives."""
+        try:
+            box = await self.attach(identity)
+        except (NotFound, SandboxLost):
+            return None
+        assert isinstance(box, BubblewrapSandbox)
+        return box
+
+
+class Records:
+    """One JSON file each, replaced whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, value: Any) -> None:
+        draft = self.folder / f".{uuid4().hex}"
+        draft.write_text(json.dumps(value))
+        draft.replace(self.folder / f"{name}.json")
+
+    def read(self, name: str) -> Any:
+        try:
+            return json.loads((self.folder / f"{name}.json").read_text())
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name: str) -> None:
+        (self.folder / f"{name}.json").unlink(missing_ok=True)
+
+    def all(self) -> list[Any]:
+        names = sorted(path.stem for path in self.folder.glob("[!.]*.json"))
+        return [found for name in names if (found := self.read(name)) is not None]
+
+
+class Double:
+    """One server. `settings` may be changed while it runs, by `/__control/settings`."""
+
+    settings: dict[str, float | None]
+    faults: Faults
+
+    def __init__(self, state: Path) -> None:
+        state.mkdir(parents=True, exist_ok=True)
+        self.guests = Guests(state / "guests")
+        self.sandboxes = Records(state / "sandboxes")
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """The service's own."""
+        raise NotImplementedError
+
+    async def expire(self) -> None:
+        """End what the service would have ended by now."""
+        raise NotImplementedError
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._middleware], client_max_size=1 << 32)
+        app.add_routes(self.faults.routes())
+        app.add_routes(
+            [
+                web.get(f"{CONTROL}sandboxes", self._truth),
+                web.post(f"{CONTROL}settings", self._set),
+                *self.routes(),
+            ]
+        )
+        app.on_response_prepare.append(self._own_time)
+        app.cleanup_ctx.append(self._expiring)
+        return app
+
+    @property
+    def _middleware(self) -> Any:
+        @web.middleware
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            async def answered(request: web.Request) -> web.StreamResponse:
+                try:
+                    return await handler(request)
+                except Refusal as refusal:
+                    return refusal.response
+
+            return await self.faults.around(request, answered)
+
+        return middleware
+
+    async def _own_time(self, request: web.Request, response: web.StreamResponse) -> None:
+        """A service whose clock is wrong says so in each answer."""
+        if offset := self.settings["clock_offset_s"]:
+            response.headers["Date"] = format_datetime(
+                datetime.now(UTC) + timedelta(seconds=offset), usegmt=True
+            )
+
+    async def _expiring(self, app: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._expire_for_ever())
+        yield
+        task.cancel()
+
+    async def _expire_for_ever(self) -> None:
+        while True:
+            with contextlib.suppress(PerdureError):
+                await self.expire()
+            await asyncio.sleep(0.5)
+
+    async def _truth(self, request: web.Request) -> web.Response:
+        """What exists, whatever `list` says."""
+        return web.json_response(self.sandboxes.all())
+
+    async def _set(self, request: web.Request) -> web.Response:
+        self.settings.update(await request.json())
+        return web.json_response(self.settings)
+
+    async def store(self, box: Sandbox, path: str, source: Any) -> None:
+        """An upload, through a file of the host so that none lies in memory."""
+        draft = self.sandboxes.folder / f".upload-{uuid4().hex}"
+        read = source.read_chunk if hasattr(source, "read_chunk") else source.read
+        try:
+            with draft.open("wb") as file:
+                while piece := await read(1 << 16):
+                    file.write(piece)
+            rule = met_rule.get()
+            if rule is not None and rule.upload == "short":
+                os.truncate(draft, draft.stat().st_size // 2)
+            if rule is None or rule.upload != "missing":
+                await box.put(path, draft)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def serving(cls, state: Path, port: int = 0) -> AsyncIterator[tuple[Self, str]]:
+        """The server in this event loop: yields (server, url). Its sandboxes outlive it."""
+        server = cls(state)
+        runner = web.AppRunner(server.app(), handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", port)
+        await site.start()
+        try:
+            yield server, f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+def run(double: type[Double], said: Callable[[str], str], port: int, about: str | None) -> None:
+    """The command line of a double; `said` is its first line for a URL."""
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+    parser.add_argument("--state", type=Path, required=True, help="folder of all that it remembers")
+    parser.add_argument("--port", type=int, default=port)
+    parser.add_argument("--rules", type=Path, help="JSON list of faults to begin with")
+    arguments = parser.parse_args()
+
+    async def serve() -> None:
+        async with double.serving(arguments.state, arguments.port) as (server, url):
+            if arguments.rules is not None:
+                server.faults.add(json.loads(arguments.rules.read_text()))
+            print(said(url), flush=True)
+            await asyncio.Event().wait()
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve())
+
+
+# -- boxes ----------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """A file inside, as `stat` shows it."""
+
+    path: str
+    folder: bool
+    size: int
+    mode: str
+    user: str
+    group: str
+    modified: float
+
+    @property
+    def name(self) -> str:
+        return self.path.rsplit("/", 1)[-1]
+
+
+async def entries(box: Sandbox, paths: Sequence[str]) -> list[Entry]:
+    if not paths:
+        return []
+    names = " ".join(map(shlex.quote, paths))
+    seen = await box.exec(f"stat -c '%F|%s|%a|%U|%G|%Y|%n' -- {names}")
+    found = []
+    for line in seen.stdout.decode().splitlines():
+        kind, size, mode, user, group, modified, path = line.split("|", 6)
+        folder = kind == "directory"
+        found.append(Entry(path, folder, int(size), mode, user, group, float(modified)))
+    return found
+
+
+async def listed(box: Sandbox, path: str, depth: int = 1) -> list[Entry]:
+    found = await box.exec(f"find {shlex.quote(path)} -mindepth 1 -maxdepth {depth}")
+    return await entries(box, found.stdout.decode().splitlines())
+
+
+def pid_of(box: BubblewrapSandbox, exec_id: str) -> int:
+    process = box.box.record(exec_id).process
+    return process.pid if process is not None else 0
+
+
+def signal_one(box: BubblewrapSandbox, exec_id: str, signum: int) -> None:
+    """Only the started process; its children live on."""
+    if number := pid_of(box, exec_id):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signum)
+
+
+def signal_group(box: BubblewrapSandbox, exec_id: str) -> None:
+    """The started process and its group; what left the group lives on."""
+    if number := pid_of(box, exec_id):
+        with contextlib.suppress(ProcessLookupError):
+            leads = os.getpgid(number) == number
+            (os.killpg if leads else os.kill)(number, signal.SIGKILL)
+
+
+def iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def abort(request: web.Request) -> web.StreamResponse:
+    """Cut the connection without an answer."""
+    if request.transport is not None:
+        request.transport.abort()
+    raise asyncio.CancelledError
