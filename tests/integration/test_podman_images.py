@@ -11,9 +11,10 @@ from uuid import uuid4
 
 import pytest
 
-from perdure.errors import ConfigurationError
+from perdure.errors import InstanceError
 from perdure.sandboxes.base import SandboxSpec
-from perdure.sandboxes.podman import MIRROR_VARIABLE, PodmanProvider
+from perdure.sandboxes.images import MIRROR_VARIABLE
+from perdure.sandboxes.podman import PodmanProvider
 from perdure.types import Limits
 
 PROGRAMS = ("bash", "cat", "ls", "touch", "head", "env")
@@ -161,7 +162,7 @@ async def test_missing_image_is_an_error_of_the_row(
     provider: PodmanProvider, registry: Registry
 ) -> None:
     """An image that the registry does not know is said by name, and not tried again."""
-    with pytest.raises(ConfigurationError, match="missing/image"):
+    with pytest.raises(InstanceError, match="missing/image"):
         await provider.create(SandboxSpec("/testbed", image="missing/image:1"), "image-1")
 
 

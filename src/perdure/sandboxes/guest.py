@@ -32,7 +32,9 @@ STATE = os.path.dirname(os.path.abspath(__file__))
 LAUNCH_GRACE_S = 10.0
 TICK_S = 0.05
 INLINE = 1 << 18
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 24, 36, 38
+OOM_COUNTS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+"""Of this sandbox's own control group, v2 and v1, where it has one."""
 
 
 def main() -> None:
@@ -93,14 +95,25 @@ def unpacked(target: str) -> Answer:
     return {"done": done or bool(brought)}
 
 
-def ready(workdir: str, home: str, env: dict[str, str], output: int) -> Answer:
-    """The last step of the set-up: what every later command needs to know."""
+def ready(
+    workdir: str, home: str, env: dict[str, str], output: int, seal: dict[str, str] | None = None
+) -> Answer:
+    """The last step of the set-up: what every later command needs to know.
+
+    `seal`: commands get no capability and the system-call filter of this machine, if it has one.
+    """
     with locked("setup"):
         for path in (workdir, home):
             make_folder(path, True)
         if not os.path.exists(state("ready")):
-            meta = {"workdir": workdir, "env": env, "output": output}
+            meta = {"workdir": workdir, "env": env, "output": output, "seal": seal}
             replace(state("ready"), json.dumps(meta).encode())
+    return {}
+
+
+def touch(ttl: float) -> Answer:
+    """The sandbox ends so many seconds from now, where its first process keeps to it."""
+    replace(state("deadline"), f"{time.time() + ttl} {time.monotonic() + ttl}".encode())
     return {}
 
 
@@ -185,14 +198,14 @@ def supervise(folder: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.write(guard, f"{os.getpid()} {start_time(os.getpid())}\n".encode())
     os.close(guard)
-    order, settings, began = order_of(folder), meta(), time.monotonic()
+    order, settings, began, ooms = order_of(folder), meta(), time.monotonic(), oom_kills()
     child = os.fork()
     if child == 0:
         try:
             become(folder, order, settings)
         finally:
             os._exit(125)
-    watch(folder, child, began, order["timeout"], settings["output"])
+    watch(folder, child, began, ooms, order["timeout"], settings["output"])
 
 
 def become(folder: str, order: Answer, settings: Answer) -> None:
@@ -211,10 +224,15 @@ def become(folder: str, order: Answer, settings: Answer) -> None:
     os.dup2(os.open(os.path.join(folder, "err"), writing, 0o600), 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     uid, gid = owner()
+    seal = settings.get("seal")
+    if seal is not None:
+        bound_capabilities()
     if os.geteuid() == 0 and not order["root"]:
         os.setgroups([])
         os.setgid(gid)
         os.setuid(uid)
+    if seal is not None:
+        shed_privileges(seal)
     env = dict(settings["env"], PERDURE_EXEC=order["token"])
     env.update(order["env"])
     cwd = os.path.join(settings["workdir"], order["cwd"] or "")
@@ -229,12 +247,47 @@ def become(folder: str, order: Answer, settings: Answer) -> None:
         fail("cannot execute " + order["argv"][0], error, 127 if missing else 126)
 
 
+def bound_capabilities() -> None:
+    """Nothing that this process becomes has any, not even as root. It is killed before the guest."""
+    import ctypes
+
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("500")
+    libc = ctypes.CDLL(None, use_errno=True)
+    for capability in range(64):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+
+def shed_privileges(filters: dict[str, str]) -> None:
+    """For good, on this process and all that it starts."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    version_3 = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    if libc.capset(version_3, (ctypes.c_uint32 * 6)()) or libc.prctl(
+        PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0
+    ):
+        raise OSError(ctypes.get_errno(), "capabilities stay")
+    encoded = filters.get(os.uname().machine)
+    if encoded is not None:
+        code = base64.b64decode(encoded)
+
+        class Program(ctypes.Structure):
+            _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
+
+        program = Program(len(code) // 8, code)
+        if libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0):
+            raise OSError(ctypes.get_errno(), "system calls cannot be filtered")
+
+
 def fail(what: str, error: OSError, code: int) -> NoReturn:
     os.write(2, f"sandbox: {what}: {error.strerror}\n".encode())
     os._exit(code)
 
 
-def watch(folder: str, child: int, began: float, timeout: float | None, output: int) -> None:
+def watch(  # noqa: PLR0917
+    folder: str, child: int, began: float, ooms: int, timeout: float | None, output: int
+) -> None:
     """Until nothing of the command is left: its result is told as soon as its first process ends."""
     told = False
     while True:
@@ -244,7 +297,7 @@ def watch(folder: str, child: int, began: float, timeout: float | None, output: 
             return
         if pid == child:
             cut(folder, output)
-            tell(folder, status, time.monotonic() - began)
+            tell(folder, status, time.monotonic() - began, ooms)
             told = True
         if pid:
             continue
@@ -262,7 +315,7 @@ def end(folder: str, cause: str) -> None:
     slaughter(os.getpid())
 
 
-def tell(folder: str, status: int, seconds: float) -> None:
+def tell(folder: str, status: int, seconds: float, ooms: int) -> None:
     cause = cause_of(folder)
     result: Answer = {"seconds": seconds}
     if os.WIFEXITED(status) and cause != "output":
@@ -270,8 +323,19 @@ def tell(folder: str, status: int, seconds: float) -> None:
     else:
         signum = os.WTERMSIG(status) if os.WIFSIGNALED(status) else int(signal.SIGKILL)
         default = "output" if signum == signal.SIGXFSZ else "signal"
+        if signum == signal.SIGKILL and oom_kills() > ooms:
+            default = "oom"
         result.update(state="killed", cause=cause or default, signal=signum)
     replace(os.path.join(folder, "rc"), json.dumps(result).encode())
+
+
+def oom_kills() -> int:
+    for path in OOM_COUNTS:
+        with contextlib.suppress(OSError), open(path) as file:
+            words = file.read().split()
+            if "oom_kill" in words:
+                return int(words[words.index("oom_kill") + 1])
+    return 0
 
 
 def cut(folder: str, output: int) -> None:
@@ -559,7 +623,11 @@ def replace(path: str, data: bytes) -> None:
 
 
 def owner() -> tuple[int, int]:
-    """uid and gid of the agent: the template's user `user`, or whoever runs this."""
+    """uid and gid of the agent: as said, else the template's user `user`, or whoever runs this."""
+    said = os.environ.get("PERDURE_OWNER")
+    if said:
+        uid, _, gid = said.partition(":")
+        return int(uid), int(gid)
     if os.geteuid() != 0:
         return os.getuid(), os.getgid()
     try:
@@ -611,6 +679,7 @@ OPERATIONS: Any = {
     "run": run,
     "signal": send_signal,
     "start": start,
+    "touch": touch,
     "unpack": unpack,
     "unpacked": unpacked,
     "wait": wait,

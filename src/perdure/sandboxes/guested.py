@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 from perdure.errors import ConfigurationError, ControlPlaneError, NotFound
-from perdure.sandboxes.base import ExecResult, ExecState, ExecStatus, Sandbox, SandboxSpec
+from perdure.sandboxes.base import ExecResult, ExecState, ExecStatus, Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.bubblewrap import ENVIRONMENT, HOME
 from perdure.sandboxes.calls import again
 from perdure.sandboxes.execs import EXEC_ID, argv_digest
@@ -156,7 +156,7 @@ class GuestSandbox(Sandbox):
         """Everything the spec asks for is inside afterwards, however often and by whomever run."""
         if (await again(self._install_guest))["ready"]:
             return
-        for mount in sorted(spec.mounts, key=lambda mount: mount.target.count("/")):
+        for mount in sorted(self._sent(spec), key=lambda mount: mount.target.count("/")):
             if mount.source.is_dir():
                 await self._unpack(mount.source, mount.target, owned=False)
             else:
@@ -164,9 +164,22 @@ class GuestSandbox(Sandbox):
                 await self.put(mount.target, mount.source, mode=mode)
         if spec.tree is not None:
             await self._unpack(spec.tree, spec.workdir, owned=True)
-        env = {**ENVIRONMENT, **spec.env}
+        env = {**ENVIRONMENT, **self._environment(), **spec.env}
         output = spec.limits.output_mb << 20
-        await self._guest("ready", workdir=spec.workdir, home=HOME, env=env, output=output)
+        own = {"seal": seal} if (seal := self._seal()) is not None else {}
+        await self._guest("ready", workdir=spec.workdir, home=HOME, env=env, output=output, **own)
+
+    def _sent(self, spec: SandboxSpec) -> Sequence[Mount]:
+        """The mounts that are uploaded: all, unless some are there already."""
+        return spec.mounts
+
+    def _environment(self) -> Mapping[str, str]:
+        """Variables of the image."""
+        return {}
+
+    def _seal(self) -> Mapping[str, str] | None:
+        """Machine -> system-call filter, where the provider itself only makes containers."""
+        return None
 
     async def _install_guest(self) -> dict[str, Any]:
         program = resources.files("perdure.sandboxes").joinpath("guest.py").read_bytes()

@@ -58,7 +58,9 @@ def program(name: str) -> str:
 
 
 _PACKAGES = {
+    "apptainer": "see https://apptainer.org, it has no package",
     "bwrap": "apt-get install bubblewrap",
+    "docker": "apt-get install docker.io",
     "podman": "apt-get install podman runc",
     "mount": "apt-get install mount",
     "unshare": "apt-get install util-linux",

@@ -5,7 +5,6 @@ same commands, same records, same limits, same filter. Its root folder is an ove
 """
 
 import asyncio
-import fcntl
 import json
 import os
 import shlex
@@ -19,7 +18,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from perdure.errors import Boundary, ConfigurationError, MissingDependency, RetryHere
-from perdure.sandboxes import cgroups
+from perdure.sandboxes import cgroups, images
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
 from perdure.sandboxes.box import DRAFT, Box, BoxMeta
 from perdure.sandboxes.bubblewrap import (
@@ -36,20 +35,8 @@ from perdure.sandboxes.bubblewrap import (
 from perdure.sandboxes.host import program
 from perdure.sandboxes.keeping import SYSTEM_PATH, Holder, start_keeper
 
-PULL_TIMEOUT_S = 1200.0
-MIRROR_VARIABLE = "PERDURE_IMAGE_MIRROR"
-"""Put before the name of every image that is not here, e.g. `mirror.example/proxy/`."""
-
 ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=32768:32768")
 """Of pid 1; podman's own are above what it may set inside most containers."""
-
-NEVER_TO_BE_PULLED = (
-    "manifest unknown",
-    "not found",
-    "unauthorized",
-    "denied",
-    "invalid reference",
-)
 
 FOLDERS = ("dev", "etc", "home", "opt", "proc", "run", "sys", "tmp", "usr", "var")
 
@@ -135,9 +122,7 @@ class PodmanProvider(BubblewrapProvider):
     # -- a root folder without an image -----------------------------------------------------------
 
     def _programs(self) -> list[Mount]:
-        prefixes = dict.fromkeys((sys.base_prefix, os.path.realpath(sys.base_prefix)))
-        outside = [Mount(Path(p), p) for p in prefixes if not f"{p}/".startswith("/usr/")]
-        return [Mount(Path("/usr"), "/usr"), Mount(self._etc, "/etc"), *outside]
+        return [*programs(), Mount(self._etc, "/etc")]
 
     @cached_property
     def _skeleton(self) -> Path:
@@ -145,7 +130,7 @@ class PodmanProvider(BubblewrapProvider):
         folder = self.root / ".skeleton"
         if not folder.exists():
             draft = self.root / f"{DRAFT}{uuid4().hex}"
-            _write_skeleton(draft)
+            write_skeleton(draft)
             try:
                 draft.rename(folder)
             except OSError:  # another process was quicker
@@ -156,8 +141,15 @@ class PodmanProvider(BubblewrapProvider):
 
     async def _image(self, name: str) -> "_Image":
         """Pulled once however many ask, and mounted where the overlays of its sandboxes can lie on it."""
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return await asyncio.to_thread(_prepare_image, name, self.root / ".pull")
+
+        async def find(name: str) -> str | None:
+            return await asyncio.to_thread(_find, name)
+
+        async def pull(name: str) -> str:
+            return await asyncio.to_thread(_pull, name)
+
+        found = await images.present(name, self.root / ".pulls", find, pull)
+        return await asyncio.to_thread(_mounted, found)
 
 
 class _Image:
@@ -166,18 +158,11 @@ class _Image:
         self.env = env
 
 
-def _prepare_image(name: str, lock: Path) -> _Image:
-    with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # one pull at a time on this host; the others find it here
-        found = _find(name) or _find(_mirrored(name)) or _pull(name)
-        root = _run("image", "mount", found, inside=True).strip()
+def _mounted(found: str) -> _Image:
+    root = _run("image", "mount", found, inside=True).strip()
     (config,) = json.loads(_run("image", "inspect", "--format", "json", found))
     variables = (config.get("Config") or {}).get("Env") or []
     return _Image(root, dict(variable.split("=", 1) for variable in variables))
-
-
-def _mirrored(name: str) -> str:
-    return os.environ.get(MIRROR_VARIABLE, "") + name
 
 
 def _find(name: str) -> str | None:
@@ -189,11 +174,9 @@ def _find(name: str) -> str | None:
 
 def _pull(name: str) -> str:
     try:
-        return _run("pull", "--quiet", _mirrored(name)).strip()
+        return _run("pull", "--quiet", name).strip()
     except RetryHere as error:
-        if any(words in str(error).lower() for words in NEVER_TO_BE_PULLED):
-            raise ConfigurationError(f"image {name!r} cannot be had: {error}") from None
-        raise
+        raise images.refused(name, str(error)) from None
 
 
 def _run(*arguments: str, inside: bool = False) -> str:
@@ -204,12 +187,12 @@ def _run(*arguments: str, inside: bool = False) -> str:
             [*where, *_podman(), *arguments],
             capture_output=True,
             check=False,
-            timeout=PULL_TIMEOUT_S,
+            timeout=images.PULL_TIMEOUT_S,
             text=True,
         )
     except subprocess.TimeoutExpired:
         raise RetryHere(
-            f"podman {arguments[0]} took more than {PULL_TIMEOUT_S:.0f} s",
+            f"podman {arguments[0]} took more than {images.PULL_TIMEOUT_S:.0f} s",
             boundary=Boundary.SANDBOX,
         ) from None
     if done.returncode:
@@ -241,7 +224,7 @@ def _runtime() -> str:
     """The first runtime that runs a container on this kernel; empty: podman's own choice."""
     reasons = []
     with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
-        _write_skeleton(Path(folder) / "root")
+        write_skeleton(Path(folder) / "root")
         for name in ("", "runc", "crun"):
             if name and shutil.which(name, path=SYSTEM_PATH) is None:
                 continue
@@ -301,13 +284,20 @@ def _name(box: Box) -> str:
     return cgroups.group_name(box.path)
 
 
+def programs() -> list[Mount]:
+    """The host's own, and this Python where it lives outside /usr."""
+    prefixes = dict.fromkeys((sys.base_prefix, os.path.realpath(sys.base_prefix)))
+    outside = [Mount(Path(p), p) for p in prefixes if not f"{p}/".startswith("/usr/")]
+    return [Mount(Path("/usr"), "/usr"), *outside]
+
+
 def _volume(mount: Mount) -> str:
     if ":" in f"{mount.source}{mount.target}":
         raise ConfigurationError(f"mount {str(mount.source)!r} holds a colon; rename the folder")
     return f"{mount.source}:{mount.target}:{'rw' if mount.writable else 'ro'}"
 
 
-def _write_skeleton(folder: Path) -> None:
+def write_skeleton(folder: Path) -> None:
     for name in FOLDERS:
         (folder / name).mkdir(mode=0o755, parents=True)
     (folder / "var/tmp").symlink_to("/tmp")
