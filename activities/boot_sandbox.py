@@ -13,7 +13,9 @@ from perdure.errors import InstanceError, NotFound, RateLimited, SandboxLost
 from perdure.graders import patch
 from perdure.graders.patch import BASE_GIT
 from perdure.instances.environments import Prepared
+from perdure.sandboxes import phases
 from perdure.sandboxes.base import Mount, SandboxSpec
+from perdure.sandboxes.phases import Place
 from perdure.storage import keys
 from perdure.types import EpisodeRef, Frozen, Instance, RolloutRequest, RolloutStatus
 
@@ -39,27 +41,28 @@ class BootSandbox:
         request = attempt.request
         done = await self._finished(request)
         if done is not None:
-            await self._admission(request).release()
+            await self._release(request)
             return Booted(done=done)
         if request.expires_at is not None and time.time() > request.expires_at:
-            await self._admission(request).release()
+            await self._release(request)
             return Booted(expired=True)
         uri = f"{self.services.store.url}/{keys.rollout_of(request)}"
         while (earlier := await self._record(attempt)) is not None:
             if await self._is_captured(attempt):
                 return Booted(uri=uri, attempt=attempt.attempt)
             if await self._may_live(request, earlier):
-                return self._booted(attempt, uri, earlier)
+                return await self._booted(attempt, uri, earlier)
             # Its sandbox is gone, with nothing to go on from: evidence, not a start. So is every
             # attempt of an earlier workflow of this rollout that was cancelled or terminated.
             attempt = attempt.model_copy(update={"attempt": attempt.attempt + 1})
         record = await self._create(attempt)
         if record is None:
             return Booted(uri=uri, waits_for=agent_step(attempt))
-        return self._booted(attempt, uri, record)
+        return await self._booted(attempt, uri, record)
 
-    def _booted(self, attempt: Attempt, uri: str, record: BootRecord) -> Booted:
-        bound = self.services.provider(attempt.request.sandbox).host_bound
+    async def _booted(self, attempt: Attempt, uri: str, record: BootRecord) -> Booted:
+        place = await self.services.place(attempt.request, "agent")
+        bound = self.services.provider(place.provider).host_bound
         host = {"host": record.host} if bound else {}
         return Booted(uri=uri, attempt=attempt.attempt, **host)
 
@@ -75,7 +78,8 @@ class BootSandbox:
         return done and await store.exists(f"{folder}/patch.json")
 
     async def _may_live(self, request: RolloutRequest, record: BootRecord) -> bool:
-        provider = self.services.provider(request.sandbox)
+        place = await self.services.place(request, "agent")
+        provider = self.services.provider(place.provider)
         if provider.host_bound and record.host != self.services.host:
             return True  # only that host can tell, and its watchers will
         try:
@@ -84,8 +88,9 @@ class BootSandbox:
             return False
         return True
 
-    def _admission(self, request: RolloutRequest) -> Admission:
-        return Admission(self.services, request.sandbox, request)
+    async def _release(self, request: RolloutRequest) -> None:
+        place = await self.services.place(request, "agent")
+        await Admission(self.services, place.provider, request).release()
 
     async def _create(self, attempt: Attempt) -> BootRecord | None:
         """None: it is not this rollout's turn on the account yet."""
@@ -93,17 +98,19 @@ class BootSandbox:
         started = time.time()
         instance = await self._instance(request)
         self._refuse_what_cannot_run(request, instance)
-        prepared = await self.services.environments(request.sandbox).prepare(instance)
+        place = phases.place(request, instance, "agent")
+        prepared = await self.services.prepared(request, instance, "agent")
         tools = await self.services.agent(request.agent).install(self.services.tools)
-        provider = self.services.provider(request.sandbox)
+        provider = self.services.provider(place.provider)
         identity = self.services.agent_identity(request, attempt.attempt)
-        admission = self._admission(request)
+        admission = Admission(self.services, place.provider, request)
         if admission.metered and attempt.permit != agent_step(attempt):
             await admission.ask(agent_step(attempt))
             return None
         try:
             async with admission.starting():
-                sandbox = await provider.create(self._spec(attempt, prepared, tools), identity)
+                spec = self._spec(attempt, place, prepared, tools)
+                sandbox = await provider.create(spec, identity)
         except RateLimited:
             return None  # it is in the queue again
         base_git = BASE_GIT if prepared.tree else await patch.prepare_capture(sandbox)
@@ -134,21 +141,25 @@ class BootSandbox:
     def _refuse_what_cannot_run(self, request: RolloutRequest, instance: Instance) -> None:
         """Every mistake in the row or the options is named before anything boots."""
         self.services.grader(instance.grading.protocol).validate(instance)
-        self.services.reach(request.sandbox)
+        phases.check(request, instance, self.services.provider)
+        self.services.reach(phases.place(request, instance, "agent").provider)
         agent = self.services.agent(request.agent)
         agent.launch(agent_task(request, instance, gateway_url="http://127.0.0.1", session_key=""))
 
-    def _spec(self, attempt: Attempt, prepared: Prepared, tools: tuple[Mount, ...]) -> SandboxSpec:
+    def _spec(
+        self, attempt: Attempt, place: Place, prepared: Prepared, tools: tuple[Mount, ...]
+    ) -> SandboxSpec:
         request = attempt.request
         needs_model = self.services.agent(request.agent).needs_model
-        by_socket = needs_model and self.services.reach(request.sandbox) == "socket"
+        by_socket = needs_model and self.services.reach(place.provider) == "socket"
         return SandboxSpec(
             workdir=prepared.workdir,
             tree=prepared.tree,
             image=prepared.image,
             mounts=(*prepared.mounts, *tools, *_pristine_git(prepared)),
             env=prepared.env,
-            limits=request.limits,
+            limits=place.limits,
+            network=place.network,
             gateway=self.services.settings.gateway_socket if by_socket else None,
             labels=self.services.labels(request, attempt.attempt, "agent"),
             ttl_s=self.services.settings.sandbox_ttl_s,

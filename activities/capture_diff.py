@@ -14,6 +14,7 @@ from perdure.agents.base import EXEC_ID
 from perdure.errors import NotFound, SandboxLost
 from perdure.graders import patch
 from perdure.sandboxes.base import Sandbox
+from perdure.sandboxes.phases import Place
 from perdure.storage import keys
 from perdure.types import PatchRef
 
@@ -30,28 +31,37 @@ class CaptureDiff:
             found = await self._take(attempt, folder)
         # Released at once after the run: grading needs the room, and gets a fresh one.
         identity = self.services.agent_identity(attempt.request, attempt.attempt)
-        await self.services.provider(attempt.request.sandbox).kill(identity)
+        place = await self.services.place(attempt.request, "agent")
+        await self.services.provider(place.provider).kill(identity)
         return Captured(
             size=found.size,
             files=found.files,
             empty=found.empty,
             too_large=found.too_large,
-            waits_for=await self._hand_over(attempt, found),
+            waits_for=await self._hand_over(attempt, place, found),
         )
 
-    async def _hand_over(self, attempt: Attempt, patch: PatchRef) -> str:
+    async def _hand_over(self, attempt: Attempt, place: Place, patch: PatchRef) -> str:
         """The agent's slot of the account goes to the grading, or back. Returns what to wait for."""
         request = attempt.request
-        admission = Admission(self.services, request.sandbox, request)
-        if not admission.metered:
+        grading = await self.services.place(request, "grade")
+        mine = Admission(self.services, place.provider, request)
+        next_ = Admission(self.services, grading.provider, request)
+        if not (mine.metered or next_.metered):
             return ""
-        folder = keys.attempt(request, attempt.attempt)
-        run = await checkpoints.read(self.services.store, f"{folder}/agent.json", AgentRun)
-        if run is None or run.end.is_error() or not needs_tests(self.services, request, patch):
-            await admission.release()
+        wanted = next_.metered and await self._will_be_tested(attempt, patch)
+        if not wanted or next_.account != mine.account:
+            await mine.release()
+        if not wanted:
             return ""
-        await admission.ask(grade_step(attempt))
+        await next_.ask(grade_step(attempt))
         return grade_step(attempt)
+
+    async def _will_be_tested(self, attempt: Attempt, patch: PatchRef) -> bool:
+        folder = keys.attempt(attempt.request, attempt.attempt)
+        run = await checkpoints.read(self.services.store, f"{folder}/agent.json", AgentRun)
+        failed = run is None or run.end.is_error()
+        return not failed and needs_tests(self.services, attempt.request, patch)
 
     async def _take(self, attempt: Attempt, folder: str) -> PatchRef:
         sandbox = await self._attach(attempt)
@@ -76,6 +86,7 @@ class CaptureDiff:
     async def _attach(self, attempt: Attempt) -> Sandbox:
         identity = self.services.agent_identity(attempt.request, attempt.attempt)
         try:
-            return await self.services.provider(attempt.request.sandbox).attach(identity)
+            place = await self.services.place(attempt.request, "agent")
+            return await self.services.provider(place.provider).attach(identity)
         except NotFound as error:
             raise SandboxLost(f"sandbox {identity} is gone before its diff was taken") from error

@@ -8,6 +8,7 @@ from activities.services import Services
 from activities.shell import shell
 from perdure.errors import NotFound
 from perdure.storage import keys
+from perdure.types import PhaseName, RolloutRequest
 
 
 class DestroySandbox:
@@ -17,11 +18,15 @@ class DestroySandbox:
     @shell("destroy_sandbox")
     async def destroy(self, attempt: Attempt) -> None:
         request = attempt.request
-        provider = self.services.provider(request.sandbox)
-        await provider.kill(self.services.agent_identity(request, attempt.attempt))
-        await provider.kill(self.services.grade_identity(request, attempt.attempt))
-        await Admission(self.services, request.sandbox, request).release()
+        number = attempt.attempt
+        await self._kill(request, "agent", self.services.agent_identity(request, number))
+        await self._kill(request, "grade", self.services.grade_identity(request, number))
         await self._close_session(attempt)
+
+    async def _kill(self, request: RolloutRequest, phase: PhaseName, identity: str) -> None:
+        place = await self.services.place(request, phase)
+        await self.services.provider(place.provider).kill(identity)
+        await Admission(self.services, place.provider, request).release()
 
     async def _close_session(self, attempt: Attempt) -> None:
         """Its turns are evidence: the watcher that should have closed it may be dead."""

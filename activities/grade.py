@@ -9,7 +9,9 @@ from activities.services import Services
 from activities.shell import shell
 from perdure.errors import Boundary, GiveUp, NotFound, RetryHere, SandboxLost
 from perdure.graders.base import Graded
+from perdure.sandboxes import phases
 from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.phases import Place
 from perdure.storage import keys
 from perdure.types import Grade, Instance, Outcome, PatchRef, Rewards, RolloutRequest
 
@@ -39,7 +41,8 @@ class GradeInFreshSandbox:
             found = await checkpoints.write(
                 self.services.store, key, await self._verdict(attempt, patch, folder)
             )
-        await Admission(self.services, attempt.request.sandbox, attempt.request).release()
+        place = await self.services.place(attempt.request, "grade")
+        await Admission(self.services, place.provider, attempt.request).release()
         return GradedPatch(
             outcome=found.outcome,
             reward=found.reward,
@@ -71,13 +74,14 @@ class GradeInFreshSandbox:
 
     async def _run_tests(self, attempt: Attempt, instance: Instance, patch: bytes) -> Graded:
         request = attempt.request
-        provider = self.services.provider(request.sandbox)
+        place = phases.place(request, instance, "grade")
+        provider = self.services.provider(place.provider)
         identity = self.services.grade_identity(request, attempt.attempt)
         timeout_s = request.grade_timeout_s or instance.grading.timeout_s
         try:
             await provider.kill(identity)  # a half-used one of an earlier try is not fresh
-            spec = await self._spec(attempt, instance, timeout_s)
-            async with Admission(self.services, request.sandbox, request).starting():
+            spec = await self._spec(attempt, instance, place, timeout_s)
+            async with Admission(self.services, place.provider, request).starting():
                 sandbox = await provider.create(spec, identity)
             async with sandbox:
                 grader = self.services.grader(instance.grading.protocol)
@@ -94,15 +98,18 @@ class GradeInFreshSandbox:
             return RetryHere(f"the grading sandbox was lost: {error}", boundary=Boundary.SANDBOX)
         return GradingSandboxesLost(f"{number} grading sandboxes were lost, the last one: {error}")
 
-    async def _spec(self, attempt: Attempt, instance: Instance, timeout_s: float) -> SandboxSpec:
-        prepared = await self.services.environments(attempt.request.sandbox).prepare(instance)
+    async def _spec(
+        self, attempt: Attempt, instance: Instance, place: Place, timeout_s: float
+    ) -> SandboxSpec:
+        prepared = await self.services.prepared(attempt.request, instance, "grade")
         return SandboxSpec(
             workdir=prepared.workdir,
             tree=prepared.tree,
             image=prepared.image,
             mounts=prepared.mounts,
             env=prepared.env,
-            limits=attempt.request.limits,
+            limits=place.limits,
+            network=place.network,
             labels=self.services.labels(attempt.request, attempt.attempt, "grade"),
             ttl_s=max(self.services.settings.sandbox_ttl_s, timeout_s + 600),
         )

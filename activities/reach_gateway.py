@@ -32,7 +32,8 @@ async def reached(services: Services, attempt: Attempt, sandbox: Sandbox) -> Asy
     if not services.agent(request.agent).needs_model:
         yield Way(None)
         return
-    reach = await _reach(services, request.sandbox, sandbox)
+    place = await services.place(request, "agent")
+    reach = await _reach(services, place.provider, sandbox)
     if reach in ("socket", "url"):
         yield Way(sandbox.gateway_url if reach == "socket" else settings.gateway_base_url)
         return
@@ -41,8 +42,8 @@ async def reached(services: Services, attempt: Attempt, sandbox: Sandbox) -> Asy
         cast(CarrierName, reach),
         gateway_url=settings.gateway_base_url,
         session_key=services.gateway.key(services.agent_identity(request, attempt.attempt)),
-        output_mb=request.limits.output_mb,
-        near=services.provider(request.sandbox).host_bound,
+        output_mb=place.limits.output_mb,
+        near=services.provider(place.provider).host_bound,
     )
     async with relay:
         yield Way(relay.url, relay.check)

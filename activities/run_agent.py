@@ -60,7 +60,8 @@ class RunAgent:
         request = attempt.request
         identity = self.services.agent_identity(request, attempt.attempt)
         try:
-            return await self.services.provider(request.sandbox).attach(identity)
+            place = await self.services.place(request, "agent")
+            return await self.services.provider(place.provider).attach(identity)
         except NotFound as error:
             raise SandboxLost(f"sandbox {identity} is gone") from error
 

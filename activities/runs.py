@@ -10,6 +10,7 @@ from perdure.agents.check import check_options
 from perdure.episodes import assemble
 from perdure.errors import ConfigurationError, NotFound
 from perdure.instances import catalog
+from perdure.sandboxes import phases
 from perdure.storage import keys
 from perdure.types import RunRequest
 
@@ -22,6 +23,7 @@ class Runs:
     async def prepare(self, run: RunRequest) -> PreparedRun:
         rollout = run.rollout_request("any/instance")
         check_options(rollout.agent, rollout.agent_options)
+        phases.check(rollout, None, self.services.provider)
         refs = await self._select(run)
         store = self.services.store
         key = keys.run_instances(run.run_id)

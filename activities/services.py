@@ -1,21 +1,24 @@
 """What the activities are built with: one of each per worker process, made once."""
 
+import contextlib
 import functools
 from pathlib import Path
 
 from activities.hosts import host_of
 from perdure import registry
 from perdure.agents.base import Agent
-from perdure.errors import ConfigurationError
+from perdure.errors import ConfigurationError, NotFound
 from perdure.gateway.control import GatewayControl, load_secret
 from perdure.graders.base import Grader
 from perdure.instances import catalog
-from perdure.instances.environments import Environments
+from perdure.instances.environments import Environments, Prepared
+from perdure.sandboxes import phases
 from perdure.sandboxes.base import SandboxProvider, identity_of
+from perdure.sandboxes.phases import Place
 from perdure.sandboxes.relay_choice import Reach, choose_reach
 from perdure.settings import Settings
 from perdure.storage.base import Store, open_store
-from perdure.types import AccountCaps, Instance, RolloutRequest
+from perdure.types import AccountCaps, Instance, PhaseName, RolloutRequest
 
 
 class Services:
@@ -66,11 +69,30 @@ class Services:
         )
 
     @functools.cache  # noqa: B019
-    def environments(self, sandbox: str) -> Environments:
+    def environments(self, sandbox: str, builder_name: str = "") -> Environments:
         """What runs elsewhere is built here all the same, and uploaded."""
         runs_on = self.provider(sandbox)
-        builder = runs_on if runs_on.host_bound else self.provider("bubblewrap")
+        if not builder_name:
+            builder_name = sandbox if runs_on.host_bound else "bubblewrap"
+        builder = self.provider(builder_name)
         return Environments(self.home / "environments", self.store, builder, runs_on=runs_on)
+
+    async def prepared(
+        self, request: RolloutRequest, instance: Instance, phase: PhaseName
+    ) -> Prepared:
+        """The instance's environment for the sandbox of this phase. Raises as `prepare` does."""
+        build = phases.place(request, instance, "boot")
+        provider = phases.place(request, instance, phase).provider
+        environments = self.environments(provider, build.provider)
+        return await environments.prepare(instance, limits=build.limits, network=build.network)
+
+    async def place(self, request: RolloutRequest, phase: PhaseName) -> Place:
+        """Where this phase's sandbox is made. An instance that is gone asks for nothing."""
+        instance = None
+        if not getattr(request.phases, phase).provider:
+            with contextlib.suppress(NotFound):
+                instance = await self.instance(request)
+        return phases.place(request, instance, phase)
 
     @functools.cache  # noqa: B019
     def agent(self, name: str) -> Agent:

@@ -61,6 +61,45 @@ InstanceRef = Annotated[str, StringConstraints(pattern=INSTANCE_REF)]
 """`<dataset>/<instance_id>`, e.g. `first-steps/click-8.1.3`: names an instance in the store."""
 
 
+# --- sandboxes ------------------------------------------------------------------------------
+
+
+class LimitChanges(Request):
+    """Limits that differ from the rollout's in one phase; absent: as there."""
+
+    memory_mb: int | None = Field(None, ge=64)
+    cpus: float | None = Field(None, gt=0)
+    pids: int | None = Field(None, ge=16)
+    disk_mb: int | None = Field(None, ge=16)
+    output_mb: int | None = Field(None, ge=1)
+
+
+class Phase(Request):
+    """What is different about the sandbox of one phase; absent: as the rollout says."""
+
+    provider: str | None = None
+    """A name of the sandbox registry, or a dotted path."""
+    limits: LimitChanges = LimitChanges()
+    network: Literal["none", "host"] | None = None
+    """`none`: the gateway and nothing else. `host`: everything the host or the service reaches."""
+
+
+PhaseName = Literal["boot", "agent", "grade"]
+
+
+class Phases(Request):
+    """The sandboxes of a rollout, phase by phase.
+
+    Example:
+        {"agent": {"limits": {"memory_mb": 8192}}, "grade": {"provider": "podman"}}
+    """
+
+    boot: Phase = Phase()
+    """The sandbox in which an environment's install lines run, with the host's network."""
+    agent: Phase = Phase()
+    grade: Phase = Phase()
+
+
 # --- instances -------------------------------------------------------------------------------
 
 
@@ -142,6 +181,8 @@ class Instance(Frozen):
     environment: Environment = Environment()
     grading: Grading = Grading()
     gold_patch: Bytes = b""
+    phases: Phases = Phases()
+    """What the sandboxes of this instance need, where a request does not say otherwise."""
     created_at: str | None = None
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
@@ -210,6 +251,8 @@ class RolloutRequest(Request):
     All samples of a group share both. 0: `policy_version` alone."""
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
+    phases: Phases = Phases()
+    """Where a phase's sandbox differs from `sandbox` and `limits`; wins over the instance's own."""
     agent_budget_s: float = Field(1800.0, gt=0)
     """Wall-clock budget of the agent (slime: SWE_TIME_BUDGET_SEC)."""
     grade_timeout_s: float | None = Field(None, gt=0)

@@ -15,7 +15,7 @@ from perdure.cli.source import SHORT_LIST, Source, chosen
 from perdure.errors import ConfigurationError
 from perdure.instances import catalog
 from perdure.storage.base import Store
-from perdure.types import RunRequest, slugify
+from perdure.types import Phase, RolloutRequest, RunRequest, slugify
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,9 @@ def check(options: Options) -> None:
     run = RunRequest(run_id="x", instances=("x/x",), rollout=_rollout(options))
     rollout = run.rollout_request("x/x")
     check_options(rollout.agent, rollout.agent_options)
-    registry.load("sandbox", registry.SANDBOXES, rollout.sandbox)
+    for name in (rollout.sandbox, *(phase.provider for phase in _phases(rollout))):
+        if name:
+            registry.load("sandbox", registry.SANDBOXES, name)
 
 
 def build(options: Options, source: Source) -> RunRequest:
@@ -96,6 +98,10 @@ async def instances_of(store: Store, request: RunRequest, source: Source) -> lis
 
 def needs_model(agent: str) -> bool:
     return bool(registry.load("agent", registry.AGENTS, agent).needs_model)
+
+
+def _phases(rollout: RolloutRequest) -> tuple[Phase, ...]:
+    return rollout.phases.boot, rollout.phases.agent, rollout.phases.grade
 
 
 def _rollout(options: Options) -> dict[str, JsonValue]:

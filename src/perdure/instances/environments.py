@@ -14,13 +14,14 @@ import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
 from perdure.errors import Boundary, ConfigurationError, InstanceError, RetryHere, SandboxLost
 from perdure.instances import repository, sources, uv
 from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, SandboxSpec
+from perdure.sandboxes.phases import INSTALL_LIMITS
 from perdure.storage.base import Store
 from perdure.types import Instance, Limits, SourceKind
 
@@ -35,7 +36,6 @@ SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 FIXED = {"PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8"}
 
 INSTALL_TIMEOUT_S = 1800.0
-INSTALL_LIMITS = Limits(memory_mb=8192, cpus=4, pids=2048, disk_mb=16_384, output_mb=64)
 TAIL_LINES = 15
 LOCK_POLL_S = (0.02, 0.5)
 
@@ -75,8 +75,16 @@ class Environments:
         for folder in ("ready", "building", "locks", "logs", "uv-cache"):
             (self.root / folder).mkdir(parents=True, exist_ok=True)
 
-    async def prepare(self, instance: Instance) -> Prepared:
+    async def prepare(
+        self,
+        instance: Instance,
+        *,
+        limits: Limits = INSTALL_LIMITS,
+        network: Network = Network.HOST,
+    ) -> Prepared:
         """The instance's environment, built now unless it already was.
+
+        `limits`, `network`: of the sandbox in which its install lines run.
 
         Raises: InstanceError (no such release, or an install line fails: the message holds its last
         lines and the log's path), RetryHere (registry unreachable), ConfigurationError (this
@@ -97,7 +105,7 @@ class Environments:
         if not ready.is_dir():
             async with self._locked(key):
                 if not ready.is_dir():
-                    await self._build(instance, key, ready)
+                    await self._build(instance, key, ready, limits, network)
         return await asyncio.to_thread(_prepared, instance, ready, elsewhere)
 
     @asynccontextmanager
@@ -113,7 +121,9 @@ class Environments:
                 pause = min(pause * 1.5, longest)
             yield
 
-    async def _build(self, instance: Instance, key: str, ready: Path) -> None:
+    async def _build(
+        self, instance: Instance, key: str, ready: Path, limits: Limits, network: Network
+    ) -> None:
         """Build aside and rename: a ready folder is a whole one, whoever is killed when."""
         await self._sweep(key)
         folder = self.root / "building" / f"{key}-{uuid4().hex[:8]}"
@@ -122,7 +132,9 @@ class Environments:
         try:
             await sources.fetch(instance.source, folder / "tree", self._store)
             if instance.environment.install:
-                await self._install(instance, key, folder)
+                spec = await asyncio.to_thread(self._build_spec, instance, key, folder)
+                spec = replace(spec, limits=limits, network=network)
+                await self._install(instance, key, spec)
             commit = await asyncio.to_thread(_commit, folder / "tree")
             (folder / "base_commit").write_text(commit)
             folder.rename(ready)
@@ -136,9 +148,8 @@ class Environments:
         for folder in (self.root / "building").glob(f"{key}-*"):
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    async def _install(self, instance: Instance, key: str, folder: Path) -> None:
+    async def _install(self, instance: Instance, key: str, spec: SandboxSpec) -> None:
         """Run the install lines where paths are the ones that every later sandbox sees."""
-        spec = await asyncio.to_thread(self._build_spec, instance, key, folder)
         identity = f"p-{key[:24]}-build-{uuid4().hex[:8]}"
         try:
             async with await self._provider.create(spec, identity) as sandbox:
@@ -180,8 +191,6 @@ class Environments:
                 **_environment_variables(instance),
                 "PATH": f"{VENV}/bin:{UV_FOLDER}:{prefix}/bin:{SYSTEM_PATH}",
             },
-            limits=INSTALL_LIMITS,
-            network=Network.HOST,
             labels={"purpose": "environment", "environment": key},
             ttl_s=INSTALL_TIMEOUT_S + 60,
         )

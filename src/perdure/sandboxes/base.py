@@ -268,6 +268,9 @@ class SandboxProvider(ABC):
     runs_images: bool = False
     """Makes sandboxes from `SandboxSpec.image`; without it, rows whose tree lies in one are refused."""
 
+    limits: frozenset[str] = frozenset(Limits.model_fields)
+    """Fields of Limits that its sandboxes are held to; a request that names another is refused."""
+    networks: frozenset[Network] = frozenset(Network)
     account_caps: AccountCaps | None = None
     """Of a provider with accounts: the caps assumed where the settings name none. None: no account,
     or one that nobody needs to queue for."""

@@ -15,7 +15,7 @@ import structlog
 
 from perdure.errors import ConfigurationError
 from perdure.sandboxes import cgroups
-from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.box import Box, BoxMeta
 from perdure.sandboxes.files import read_file, write_file
 from perdure.sandboxes.host import HostProvider, HostSandbox
@@ -64,6 +64,8 @@ class LocalProvider(HostProvider):
 
     name = "local"
     isolated = False
+    limits = frozenset(Limits.model_fields) - {"disk_mb"}
+    networks = frozenset({Network.HOST})
 
     def check(self) -> Sequence[str]:
         return []

@@ -1,0 +1,49 @@
+"""Whole rollouts whose phases run in different sandboxes."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from perdure.sandboxes.podman import PodmanProvider
+from perdure.types import Outcome, RolloutStatus
+from tests import stack as stacks
+from tests.stack import Stack
+
+pytestmark = pytest.mark.temporal
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    if missing := stacks.why_not_here():
+        pytest.skip(missing)
+    async with stacks.running(tmp_path / "stack") as stack:
+        yield stack
+
+
+async def test_agent_in_bubblewrap_graded_in_podman(stack: Stack, tmp_path: Path) -> None:
+    """One word moves the grading elsewhere: solved here, resolved there, both with their limits."""
+    if missing := PodmanProvider(tmp_path).check():
+        pytest.skip("; ".join(missing))
+    asked = {
+        "agent": {"limits": {"pids": 200}},
+        "grade": {"provider": "podman", "limits": {"memory_mb": 1024}},
+    }
+    request = await stack.start("phases", phases=asked, heartbeat_timeout_s=60)
+    episode = await stack.episode(request)
+    assert episode.status is RolloutStatus.GRADED, (episode, stack.last_words())
+    booted = stack.home / "sandboxes" / "podman" / ".skeleton"
+
+    assert episode.outcome is Outcome.RESOLVED
+    assert (episode.attempts[0].provider, booted.is_dir()) == ("bubblewrap", True)
+
+
+async def test_a_limit_that_cannot_be_held_boots_nothing(stack: Stack) -> None:
+    """Refused with the field's name at the boot, and no sandbox was ever made."""
+    asked = {"grade": {"provider": "local", "limits": {"disk_mb": 64}}}
+    request = await stack.start("refused", phases=asked)
+    episode = await stack.episode(request)
+
+    assert episode.failure is not None
+    assert "phases.grade.limits.disk_mb" in episode.failure.message
+    assert not stack.box(request, "agent").exists

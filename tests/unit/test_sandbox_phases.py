@@ -1,0 +1,121 @@
+"""Where each phase of a rollout runs: which word wins, and what is refused before anything boots."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.cli.request import fields_of
+from perdure.errors import ConfigurationError
+from perdure.sandboxes import phases
+from perdure.sandboxes.base import Network
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.local import LocalProvider
+from perdure.sandboxes.phases import INSTALL_LIMITS
+from perdure.types import Instance, RolloutRequest, Source, SourceKind
+
+
+def request(**fields: Any) -> RolloutRequest:
+    return RolloutRequest.model_validate({"run_id": "r", "instance": "d/i", **fields})
+
+
+def instance(**said: Any) -> Instance:
+    source = Source(kind=SourceKind.BLOB, key="k")
+    fields = {"instance_id": "i", "dataset": "d", "problem_statement": "x", "source": source}
+    return Instance.model_validate({**fields, "phases": said})
+
+
+def test_the_request_wins_over_the_instance_and_the_instance_over_the_rollout() -> None:
+    """Field by field: a phase of the request, then of the instance, then `sandbox` and `limits`."""
+    asked = request(
+        sandbox="local",
+        limits={"memory_mb": 1000, "pids": 100, "cpus": 1},
+        phases={"grade": {"limits": {"memory_mb": 3000}}},
+    )
+    row = instance(grade={"provider": "podman", "limits": {"memory_mb": 2000, "pids": 200}})
+    place = phases.place(asked, row, "grade")
+
+    assert (place.provider, place.limits.memory_mb, place.limits.pids, place.limits.cpus) == (
+        "podman",
+        3000,
+        200,
+        1,
+    )
+
+
+def test_a_phase_that_nobody_names_is_the_rollouts_own() -> None:
+    """Without a word about a phase it has the rollout's provider and limits, and no network."""
+    asked = request(sandbox="podman", limits={"memory_mb": 512})
+
+    assert phases.place(asked, instance(), "agent") == phases.Place(
+        "podman", asked.limits, Network.NONE
+    )
+
+
+def test_environments_are_built_with_limits_of_their_own() -> None:
+    """The rollout's limits are not the build's; `phases.boot` changes the latter, and closes it."""
+    asked = request(limits={"memory_mb": 64}, phases={"boot": {"network": "none"}})
+    place = phases.place(asked, instance(boot={"limits": {"disk_mb": 99}}), "boot")
+
+    assert place.limits == INSTALL_LIMITS.model_copy(update={"disk_mb": 99})
+    assert place.network is Network.NONE
+
+
+def test_an_instance_opens_no_network_by_itself() -> None:
+    """Data asks, a request grants: silent, it is refused by name; asked, it may also say no."""
+    row = instance(agent={"network": "host"})
+    with pytest.raises(ConfigurationError, match=r"phases\.agent\.network"):
+        phases.place(request(), row, "agent")
+    refused = request(phases={"agent": {"network": "none"}})
+
+    assert phases.place(refused, row, "agent").network is Network.NONE
+
+
+@pytest.mark.parametrize(
+    ("fields", "row", "named"),
+    [
+        ({"phases": {"grade": {"provider": "podmann"}}}, {}, "podmann"),
+        ({"sandbox": "local", "limits": {"disk_mb": 99}}, {}, "limits.disk_mb"),
+        (
+            {"sandbox": "local"},
+            {"grade": {"limits": {"disk_mb": 99}}},
+            "instance phases.grade.limits.disk_mb",
+        ),
+        (
+            {"phases": {"agent": {"provider": "local", "network": "none"}}},
+            {},
+            "phases.agent.network",
+        ),
+        ({"phases": {"agent": {"network": "host"}}}, {}, "phases.agent.network"),
+        ({"phases": {"boot": {"provider": "local"}}}, {}, "phases.boot.provider"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(
+    tmp_path: Path, fields: dict[str, Any], row: dict[str, Any], named: str
+) -> None:
+    """An unknown provider, a limit it does not hold, a network it cannot give: the field is named."""
+    made = {"local": LocalProvider, "bubblewrap": BubblewrapProvider}
+
+    def providers(name: str) -> Any:
+        if name not in made:
+            raise ConfigurationError(f"unknown sandbox {name!r}")
+        return made[name](tmp_path)
+
+    with pytest.raises(ConfigurationError) as refused:
+        phases.check(request(**fields), instance(**row), providers)
+
+    assert named in str(refused.value)
+
+
+def test_a_default_limit_is_no_wish(tmp_path: Path) -> None:
+    """A provider that cannot hold a limit is refused only where somebody named that limit."""
+    phases.check(request(sandbox="local"), instance(), lambda _: LocalProvider(tmp_path))
+
+
+def test_a_phase_is_written_on_the_command_line() -> None:
+    """`--set phases.grade.provider=podman` is the same field as in JSON."""
+    fields = fields_of(["phases.grade.provider=podman", "phases.agent.limits.memory_mb=512"], {})
+    asked = request(**fields)
+
+    assert asked.phases.grade.provider == "podman"
+    assert phases.place(asked, None, "agent").limits.memory_mb == 512
