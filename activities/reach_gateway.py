@@ -43,7 +43,7 @@ async def reached(services: Services, attempt: Attempt, sandbox: Sandbox) -> Asy
         gateway_url=settings.gateway_base_url,
         session_key=services.gateway.key(services.agent_identity(request, attempt.attempt)),
         output_mb=place.limits.output_mb,
-        near=services.provider(place.provider).host_bound,
+        near=services.provider(place.provider).sees_host,
     )
     async with relay:
         yield Way(relay.url, relay.check)

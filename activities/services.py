@@ -73,7 +73,7 @@ class Services:
         """What runs elsewhere is built here all the same, and uploaded."""
         runs_on = self.provider(sandbox)
         if not builder_name:
-            builder_name = sandbox if runs_on.host_bound else "bubblewrap"
+            builder_name = sandbox if runs_on.sees_host else "bubblewrap"
         builder = self.provider(builder_name)
         return Environments(self.home / "environments", self.store, builder, runs_on=runs_on)
 

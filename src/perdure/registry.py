@@ -11,8 +11,10 @@ from urllib.parse import quote, unquote
 from perdure.errors import ConfigurationError
 
 SANDBOXES = {
+    "apptainer": "perdure.sandboxes.apptainer:ApptainerProvider",
     "bubblewrap": "perdure.sandboxes.bubblewrap:BubblewrapProvider",
     "daytona": "perdure.sandboxes.daytona:DaytonaProvider",
+    "docker": "perdure.sandboxes.docker:DockerProvider",
     "e2b": "perdure.sandboxes.e2b:E2BProvider",
     "local": "perdure.sandboxes.local:LocalProvider",
     "podman": "perdure.sandboxes.podman:PodmanProvider",

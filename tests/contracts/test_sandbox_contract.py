@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from perdure.sandboxes.apptainer import PROGRAM_VARIABLE, ApptainerProvider
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.local import LocalProvider
 from perdure.sandboxes.podman import PodmanProvider
+from perdure.testing.apptainer_cli import write_program
 from perdure.testing.sandbox_contract import SandboxContract
 
 
@@ -43,3 +45,15 @@ class TestPodman(SandboxContract):
         if missing := provider.check():
             pytest.skip(missing[0])
         return provider
+
+
+class TestApptainerOverItsDouble(SandboxContract):
+    """The command lines and what follows them; Apptainer itself is not here."""
+
+    @pytest.fixture
+    def provider(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ApptainerProvider:
+        if missing := BubblewrapProvider(tmp_path / "home").check():
+            pytest.skip(missing[0])
+        monkeypatch.setenv(PROGRAM_VARIABLE, str(write_program(tmp_path / "bin")))
+        monkeypatch.setenv("APPTAINER_CONFIGDIR", str(tmp_path / "apptainer"))
+        return ApptainerProvider(tmp_path / "home")

@@ -97,7 +97,7 @@ class Environments:
                 f"{instance.ref} has install lines, which need a sandbox that can mount "
                 f"{VENV}: use --sandbox bubblewrap instead of {self._provider.name}"
             )
-        elsewhere = not self._runs_on.host_bound
+        elsewhere = not self._runs_on.sees_host
         if elsewhere:
             await asyncio.to_thread(_check_portable, instance, self._runs_on)
         key = await asyncio.to_thread(environment_key, instance)

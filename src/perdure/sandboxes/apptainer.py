@@ -19,7 +19,7 @@ from uuid import uuid4
 from perdure.errors import Boundary, ConfigurationError, MissingDependency, RetryHere
 from perdure.sandboxes import cgroups, images
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
-from perdure.sandboxes.box import DRAFT, Box
+from perdure.sandboxes.box import DRAFT, Box, BoxMeta
 from perdure.sandboxes.bubblewrap import (
     ENVIRONMENT,
     GATEWAY_PORT,
@@ -36,13 +36,16 @@ from perdure.sandboxes.host import program
 from perdure.sandboxes.keeping import SYSTEM_PATH, Holder, start_keeper
 from perdure.sandboxes.podman import programs, write_skeleton
 
+PROGRAM_VARIABLE = "PERDURE_APPTAINER"
+"""Path of the program where it is no system program, as on clusters with environment modules."""
 LEAST_VERSION = (1, 1)
 """The first that makes overlays and reads images without setuid."""
 
 HOLD = """\
 mkdir -p disk/session disk/over
 {start} >&2 || exit 1
-(read -r line; {stop}) >/dev/null 2>&1 &
+exec 5<&0
+(read -r line <&5; {stop}) >/dev/null 2>&1 &
 echo up
 exec >/dev/null
 wait
@@ -54,6 +57,13 @@ OWN_VARIABLES = re.compile(
 )
 
 
+class ApptainerSandbox(BubblewrapSandbox):
+    """An instance; its first process is Apptainer's own, in a folder of Apptainer's choice."""
+
+    def _folder(self, cwd: str | None) -> str | None:
+        return os.path.join(self.workdir, cwd or "")
+
+
 class ApptainerProvider(BubblewrapProvider):
     """Images are unpacked once for each home, by `apptainer build --sandbox`."""
 
@@ -61,16 +71,15 @@ class ApptainerProvider(BubblewrapProvider):
     runs_images = True
 
     def check(self) -> Sequence[str]:
-        missing = []
-        for name in ("apptainer", "mount"):
-            try:
-                program(name)
-            except MissingDependency as error:
-                missing.append(str(error))
-        if not missing and (version := _version()) < LEAST_VERSION:
+        try:
+            program("mount")
+            version = _version()
+        except (MissingDependency, RetryHere) as error:
+            return [str(error)]
+        if version < LEAST_VERSION:
             found = ".".join(map(str, version)) or "unknown"
-            missing.append(f"apptainer {found} is too old; install 1.1 or later")
-        return missing
+            return [f"apptainer {found} is too old; install 1.1 or later"]
+        return []
 
     async def _boot(self, spec: SandboxSpec, box: Box) -> BubblewrapSandbox:
         check_spec(spec)
@@ -101,6 +110,9 @@ class ApptainerProvider(BubblewrapProvider):
         start = shlex.join(start_command(image, spec, box))
         script = HOLD.format(start=start, stop=shlex.join(stop_command(_name(box))))
         return ["/usr/bin/env", f"PERDURE_BOX={box.path}", *_settings(), "sh", "-c", script]
+
+    def _handle(self, box: Box, meta: BoxMeta) -> ApptainerSandbox:
+        return ApptainerSandbox(box, meta)
 
     # -- images -----------------------------------------------------------------------------------
 
@@ -157,7 +169,7 @@ def start_command(image: Path, spec: SandboxSpec, box: Box) -> list[str]:
     network = [] if spec.network is Network.HOST else ["--net", "--network", "none"]
     resolver = _resolver(spec.network)
     return [
-        *(program("apptainer"), "instance", "start", "--containall", "--cleanenv", "--no-home"),
+        *(_binary(), "instance", "start", "--containall", "--cleanenv", "--no-home"),
         *(["--userns"] if os.geteuid() or _needs_own_users() else ["--no-privs"]),
         *(*network, "--hostname", "sandbox"),
         *("--overlay", str(disk / "over"), "--workdir", str(disk / "session")),
@@ -169,7 +181,7 @@ def start_command(image: Path, spec: SandboxSpec, box: Box) -> list[str]:
 
 def stop_command(name: str) -> list[str]:
     return [
-        *("/usr/bin/env", *_settings(), program("apptainer")),
+        *("/usr/bin/env", *_settings(), _binary()),
         *("instance", "stop", "--signal", "KILL", "--timeout", "2", name),
     ]
 
@@ -190,7 +202,7 @@ def _apptainer(*arguments: str, pulls: str = "") -> str:
     """What it printed. Raises: RetryHere with its last line, or what `images.refused` makes of it."""
     try:
         done = subprocess.run(
-            [program("apptainer"), *arguments],
+            [_binary(), *arguments],
             capture_output=True,
             check=False,
             timeout=images.PULL_TIMEOUT_S,
@@ -207,6 +219,11 @@ def _apptainer(*arguments: str, pulls: str = "") -> str:
             raise images.refused(pulls, words)
         raise RetryHere(f"apptainer {arguments[0]}: {words}", boundary=Boundary.SANDBOX)
     return done.stdout.decode("utf-8", "replace")
+
+
+def _binary() -> str:
+    """Raises: MissingDependency."""
+    return os.environ.get(PROGRAM_VARIABLE) or program("apptainer")
 
 
 def _version() -> tuple[int, ...]:

@@ -279,6 +279,12 @@ class SandboxProvider(ABC):
     callers who queue for the account together."""
 
     @property
+    def sees_host(self) -> bool:
+        """Its sandboxes are made of this host's programs, and may be given writable folders and a
+        unix socket of it. False where they get copies, though they may be processes of this host."""
+        return self.host_bound
+
+    @property
     def account(self) -> str:
         """Name of the account whose caps all workers share; no secret in it."""
         return self.name

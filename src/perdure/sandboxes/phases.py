@@ -73,7 +73,7 @@ def _check(
     words: _Words, request: RolloutRequest, chosen: Place, provider: SandboxProvider
 ) -> None:
     building = words.phase == "boot"
-    if building and not (provider.host_bound and provider.isolated):
+    if building and not (provider.sees_host and provider.isolated):
         raise ConfigurationError(
             f"phases.boot.provider: environments are built on this host, in isolation, which "
             f"{provider.name} does not do: name bubblewrap or podman, or leave it out"

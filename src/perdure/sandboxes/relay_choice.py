@@ -37,12 +37,12 @@ def choose_reach(wanted: Reach, provider: SandboxProvider, gateway_url: str) -> 
     """
     relay: Reach = "dial" if provider.dials else "stdio"
     if wanted == "auto":
-        if provider.host_bound:
+        if provider.sees_host:
             return "socket"
         return relay if _is_private_to_host(gateway_url) else "url"
-    if wanted == "socket" and not provider.host_bound:
+    if wanted == "socket" and not provider.sees_host:
         raise ConfigurationError(
-            f"gateway_reach = socket: sandboxes of {provider.name!r} are not on this host; "
+            f"gateway_reach = socket: sandboxes of {provider.name!r} see no socket of this host; "
             "set PERDURE_GATEWAY_REACH=auto"
         )
     if wanted == "dial" and not provider.dials:
