@@ -71,6 +71,7 @@ async def test_history_stays_within_its_budget(client: Client, stages: Stages) -
         ({"run_id": "r1", "agent": "nop"}, "instance"),
         ({**REQUEST, "limits": {"memory_mb": 1}}, "limits.memory_mb"),
         ({**REQUEST, "max_attempts": "many"}, "max_attempts"),
+        ({**REQUEST, "max_staleness": 1}, "policy_version"),
         ("toy/add-1", "instance"),
     ],
 )

@@ -1,0 +1,233 @@
+"""Publishing weights as a training loop does it: what a home remembers, and what it is told."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from perdure.errors import ConfigurationError
+from perdure.gateway.base import Completion, Refused
+from perdure.gateway.engines.pool import EnginePool, EngineSpec
+from perdure.gateway.engines.wire import new_client
+from perdure.serving import publishing_sync
+from perdure.serving.control_plane import EngineControl
+from perdure.serving.publishing import Weights
+from perdure.serving.roster import StoredRoster, roster_key
+from perdure.serving.secret import load_secret
+from perdure.serving.state import EngineState, name_of
+from perdure.serving.weights import Canary, InFlight, Policy, UpdateRefused, WeightUpdates
+from perdure.settings import Settings
+from perdure.storage.base import Store, open_store
+from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logprob
+from tests.integration.test_engine_weights import FIRST, LONG, PROMPT, recorded_versions
+
+SAMPLING = {"max_tokens": 4000, "temperature": 0.0, "stop_token_ids": [151_645]}
+
+
+def canary(weights: int) -> Canary:
+    """What a trainer's forward pass with these weights says."""
+    forced = tuple(logprob(token, place, weights) for place, token in enumerate(PROMPT) if place)
+    return Canary(
+        prompt_ids=tuple(PROMPT),
+        token_id=FIRST,
+        logprob=logprob(FIRST, 0, weights),
+        prompt_logprobs=forced,
+        tolerance=0.01,
+    )
+
+
+@dataclass
+class Home:
+    """Engines, a gateway's pool and a trainer, which share nothing but a store."""
+
+    settings: Settings
+    store: Store
+    roster: StoredRoster
+    pool: EnginePool
+    weights: Weights
+    engines: list[ScriptedEngine]
+
+    async def saved(self, version: int, **more: bool) -> str:
+        data = json.dumps({"weights": version, **more}).encode()
+        await self.store.put(f"checkpoints/{version}/{WEIGHTS_FILE}", data)
+        return f"checkpoints/{version}"
+
+    async def publish(self, version: int, policy: Policy | None = None) -> None:
+        source = await self.saved(version)
+        await self.weights.publish(version, source, [canary(version)], policy or Policy())
+
+    def ask(self, **labels: int) -> "asyncio.Task[Completion]":
+        told = {name: str(value) for name, value in labels.items()}
+        call = self.pool.generate(PROMPT, SAMPLING, session_id="s", request_id="s-0", labels=told)
+        return asyncio.ensure_future(call)
+
+    async def sampling(self) -> None:
+        while not any(
+            len(call.salvage.ids) >= 40
+            for seat in self.pool.seats.values()
+            for call in seat.running
+        ):
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def home(folder: Path, count: int = 1, delay_s: float = 0.0) -> AsyncIterator[Home]:
+    settings = Settings(home=folder, store=str(folder / "store"))
+    store = open_store(settings)
+    roster = StoredRoster(store, roster_key(load_secret(settings)))
+    engines = [ScriptedEngine(LONG, chunk_delay_s=delay_s, policy_version=1) for _ in range(count)]
+    async with new_client() as client, Weights(settings, notice_s=0.15) as weights:
+        for engine in engines:
+            engine.weights = 1
+            await engine.__aenter__()
+        own = [EngineSpec(engine.url) for engine in engines]
+        pool = EnginePool(roster, client, own, poll_s=0.03, hang_s=5)
+        try:
+            await pool.start()
+            while not all(seat.record.serves for seat in pool.seats.values()):
+                await asyncio.sleep(0.005)
+            yield Home(settings, store, roster, pool, weights, engines)
+        finally:
+            await pool.aclose()
+            for engine in engines:
+                await engine.__aexit__()
+
+
+async def test_a_failed_version_is_undone_without_being_told_how(tmp_path: Path) -> None:
+    """The store knows the version before, where it came from and what proves it."""
+    async with home(tmp_path) as it:
+        await it.publish(1)
+        await it.publish(2)
+        stale = await it.saved(3, stale=True)
+        with pytest.raises(UpdateRefused, match="trainer's weights"):
+            await it.weights.publish(3, stale, [canary(3)])
+        completion = await it.ask()
+        published = await it.weights.published()
+
+    assert published is not None
+    assert published.version == 2
+    assert set(recorded_versions(completion)) == {2}
+    assert [engine.weights for engine in it.engines] == [2]
+
+
+@pytest.mark.parametrize("wrong", ["token_id", "logprob", "prompt_logprobs"])
+async def test_every_part_of_every_canary_counts(tmp_path: Path, wrong: str) -> None:
+    """One of several prompts, one of its figures: the version is not served."""
+    right = canary(2)
+    lies = {
+        "token_id": right.token_id + 1,
+        "logprob": right.logprob + 0.1,
+        "prompt_logprobs": tuple(value - 0.1 for value in right.prompt_logprobs),
+    }
+    async with home(tmp_path) as it:
+        await it.publish(1)
+        source = await it.saved(2)
+        canaries = [right, right.model_copy(update={wrong: lies[wrong]})]
+        with pytest.raises(UpdateRefused, match="trainer's weights"):
+            await it.weights.publish(2, source, canaries)
+
+    assert [engine.weights for engine in it.engines] == [1]
+
+
+async def test_an_engine_that_comes_later_is_given_what_was_published(tmp_path: Path) -> None:
+    """A replica that restarts has the first weights again: it catches up, the others go on."""
+    async with home(tmp_path, count=2) as it:
+        await it.publish(2)
+        late = it.engines[1]
+        late.control(policy_version=None, weights=1)
+        late._started += 1  # as a restart would
+        name = name_of(late.url)
+        while it.pool.seats[name].record.version is not None:
+            await asyncio.sleep(0.005)
+        while not it.pool.seats[name].record.serves:
+            await asyncio.sleep(0.005)
+        updated = await it.weights.catch_up()
+        again = await it.weights.catch_up()
+
+    assert [one.engine for one in updated] == [name]
+    assert again == []
+    assert [engine.weights for engine in it.engines] == [2, 2]
+
+
+async def test_what_a_dead_trainer_left_paused_is_taken_over(tmp_path: Path) -> None:
+    """Killed between start and finish of its update; its successor publishes, and all goes on."""
+    async with home(tmp_path) as it:
+        async with new_client() as client:
+            dead = WeightUpdates(it.roster, client, notice_s=0)
+            record = await dead._hold(name_of(it.engines[0].url), 2)
+            control = EngineControl(record.url, client)
+            await control.pause("abort")
+            await control.start_update()
+        await it.publish(2)
+        completion = await it.ask()
+
+    assert set(recorded_versions(completion)) == {2}
+
+
+async def test_who_was_overtaken_changes_nothing_more(tmp_path: Path) -> None:
+    """A trainer that comes back from a long sleep finds its engine in other hands, and says so."""
+    async with home(tmp_path) as it, new_client() as client:
+        slow = WeightUpdates(it.roster, client, notice_s=0)
+        held = await slow._hold(name_of(it.engines[0].url), 2)
+        await it.publish(3)
+        await slow._back(held, None, Policy(), ConfigurationError("too late"))
+        found = (await it.roster.read()).get(held.name)
+
+    assert found is not None
+    assert (found.state, found.version) == (EngineState.READY, 3)
+
+
+async def test_a_version_does_not_go_back(tmp_path: Path) -> None:
+    """Publishing an older one is a mistake, and nothing is touched."""
+    async with home(tmp_path) as it:
+        await it.publish(3)
+        with pytest.raises(ConfigurationError, match="older than 3"):
+            await it.publish(2)
+
+    assert [engine.weights for engine in it.engines] == [3]
+
+
+@pytest.mark.parametrize("in_flight", ["resubmit", "keep"])
+async def test_a_held_group_gets_nothing_from_newer_weights(
+    tmp_path: Path, in_flight: InFlight
+) -> None:
+    """A call that an update meets leaves the engine before it; with no engine left it is refused."""
+    async with home(tmp_path, delay_s=0.05) as it:
+        await it.publish(1)
+        call = it.ask(policy_version=1, max_staleness=0)
+        await it.sampling()
+        await it.publish(2, Policy(in_flight=in_flight))
+        with pytest.raises(Refused, match="policy version 1") as refused:
+            await call
+
+    assert refused.value.code == "policy_too_stale"
+
+
+async def test_a_group_waits_for_engines_that_are_behind(tmp_path: Path) -> None:
+    """Started before its weights are everywhere, it is sampled by them alone."""
+    async with home(tmp_path, count=2) as it:
+        await it.publish(1)
+        call = it.ask(policy_version=2, max_staleness=0)
+        await it.publish(2)
+        completion = await call
+
+    assert set(recorded_versions(completion)) == {2}
+
+
+async def test_a_trainer_without_an_event_loop_publishes_too(tmp_path: Path) -> None:
+    """The same calls without await."""
+    async with home(tmp_path) as it:
+        folder = tmp_path / "7"
+        folder.mkdir()
+        (folder / WEIGHTS_FILE).write_text('{"weights": 7}')
+        weights = publishing_sync.Weights(it.settings, notice_s=0.15)
+        await asyncio.to_thread(weights.publish, 7, folder, [canary(7)])
+        published = await asyncio.to_thread(weights.published)
+
+    assert published is not None
+    assert (published.version, published.source) == (7, str(folder))
+    assert [engine.weights for engine in it.engines] == [7]
