@@ -7,7 +7,6 @@ import pytest
 
 from perdure.gateway.engines.leases import (
     IDLE_S,
-    MOST_AGENTS,
     RECLAIM_S,
     Boot,
     Capacity,
@@ -16,6 +15,7 @@ from perdure.gateway.engines.leases import (
     affinity,
 )
 from perdure.gateway.engines.queueing import FairQueue
+from perdure.serving.control_plane import Vitals
 
 
 class Clock:
@@ -222,22 +222,79 @@ def test_capacity_follows_kv_tokens_and_context(
 ) -> None:
     """Between 64 and 128 agents while nothing presses."""
     capacity = Capacity()
-    capacity.observe(kv_tokens=kv_tokens, mean_context=context, starved=0, preemptions=0)
+    capacity.observe(Vitals(kv_tokens=kv_tokens), agents=9, mean_context=context)
 
     assert capacity.agents == agents
 
 
-def test_kv_pressure_lowers_capacity_and_its_absence_raises_it() -> None:
-    """Preempted requests mean too many agents, whatever the formula says."""
-    capacity = Capacity()
-    for preemptions in range(1, 31):
-        capacity.observe(kv_tokens=650_000, mean_context=10_000, starved=0, preemptions=preemptions)
-    pressed = capacity.agents
-    for _ in range(int(MOST_AGENTS)):
-        capacity.observe(kv_tokens=650_000, mean_context=10_000, starved=0, preemptions=30)
+def watched(
+    capacity: Capacity, looks: int, hit_rate: float, *, starved: int = 1, running: int = 9
+) -> list[int]:
+    """Its capacity at each of so many looks at an engine for 18 agents that has 64."""
+    seen = []
+    for look in range(looks):
+        vitals = Vitals(
+            kv_tokens=650_000,
+            running=running,
+            starved=starved,
+            cache_queries=1e6 * look,
+            cache_hits=1e6 * look * hit_rate,
+        )
+        capacity.observe(vitals, agents=64, mean_context=32_000)
+        seen.append(capacity.agents)
+    return seen
 
-    assert pressed < 10
-    assert capacity.agents == 64
+
+def test_an_engine_that_reads_prompts_again_and_again_gets_no_more_agents_than_fit() -> None:
+    """Contexts of agents in tools are lost to others' prompts, and requests queue for it."""
+    seen = watched(Capacity(), 120, hit_rate=0.05)
+
+    assert (seen[0], 18 in seen, min(seen) < 18) == (64, True, True)
+
+
+@pytest.mark.parametrize(
+    ("hit_rate", "starved"),
+    [(0.95, 1), (0.05, 0)],
+    ids=["a queue alone", "an engine that has the time"],
+)
+def test_contexts_that_do_not_fit_are_no_reason_by_themselves(
+    hit_rate: float, starved: int
+) -> None:
+    """64 stay where their cache serves them, and where the engine can bear to read it again."""
+    assert set(watched(Capacity(), 60, hit_rate, starved=starved)) == {64}
+
+
+def test_an_idle_engine_is_given_more_agents() -> None:
+    """After a cut, and beyond what fits, while they wait: it has time to read a prompt again."""
+    capacity = Capacity()
+    watched(capacity, 60, hit_rate=0.05)
+
+    assert watched(capacity, 120, 0.95, starved=0, running=0)[-1] == 65
+
+
+def test_preemptions_lower_capacity_whatever_fits() -> None:
+    """Requests that were thrown out mean too many agents; what an engine counted before it was
+    known here does not."""
+    capacity, seen = Capacity(), []
+    for preemptions in [1000] * 20 + list(range(1000, 1060)):
+        vitals = Vitals(kv_tokens=4_800_000, running=9, preemptions=preemptions)
+        capacity.observe(vitals, agents=90, mean_context=32_000)
+        seen.append(capacity.agents)
+
+    assert (seen[19], seen[-1] < 100) == (128, True)
+
+
+def test_whom_an_engine_cannot_bear_waits_at_its_next_turn(leases: Leases) -> None:
+    """Only where the engine has shown it, and never while it generates."""
+    place = Place("a", 1, capacity=4)
+    engines(leases, [place], 4)
+    leases.use("-0", 100)
+    lowered = Place("a", 1, capacity=2, strict=True)
+
+    sat = [leases.take(f"-{n}", "", [lowered]) is not None for n in range(4)]
+
+    assert (sat, leases.agents("a")) == ([True, False, False, True], 2)
+    assert leases.take("-3", "", [Place("a", 1, capacity=1)]) is not None
 
 
 async def test_runs_take_turns() -> None:

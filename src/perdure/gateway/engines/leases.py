@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from perdure.serving.control_plane import Vitals
+
 LEAST_AGENTS, MOST_AGENTS = 64, 128
 """Agents of one engine, the range Anyscale reports; KV pressure may lower it below."""
 KV_SHARE = 0.9
@@ -29,6 +31,16 @@ NEAR = 1.1
 """A group that is new here goes to the first engine of its order that would then have at most 1.1 x
 what the emptiest would, and 4 agents more: views differ between processes, by less than that."""
 HASHED = 1 << 64
+WASTED = 0.5
+"""An engine that finds less than half of what it is asked for in its cache reads prompts again."""
+CUT = 0.75
+"""How many stay of those that do not fit."""
+SETTLING = 10
+"""Looks after a cut at which it is not judged: agents leave at the end of their turn, not before."""
+SATURATED = 0.6
+"""Of the looks, those that find requests waiting inside an engine which has no time left."""
+MEMORY = 0.8
+"""Of what was counted, from one look to the next: some five looks are judged together."""
 
 
 @dataclass
@@ -41,6 +53,8 @@ class Place:
     capacity: int = LEAST_AGENTS
     foreign: float = 0.0
     """Requests on it that are not ours: other gateways' agents."""
+    strict: bool = False
+    """Agents over its capacity wait at their next turn; else only new ones do."""
 
     @property
     def boot(self) -> "Boot":
@@ -105,6 +119,9 @@ class Leases:
         if last is not None and (there := _find(last, usable)) is not None:
             lease = self._lease(session, group, there)
         at = _find(Boot(lease.engine, lease.generation), usable) if lease is not None else None
+        if lease is not None and at is not None and self._is_surplus(lease, at):
+            self.release(session)
+            lease = None
         if lease is not None and at is not None and not self._should_leave(lease, at, usable):
             return lease
         # Who holds a seat is never sent to the queue by a move: its engine is gone, not full.
@@ -168,6 +185,9 @@ class Leases:
         total = sum(self._load(other) * other.weight for other in places)
         average = total / sum(other.weight for other in places)
         return self._load(place) > OVERLOAD * average + SLACK / place.weight
+
+    def _is_surplus(self, lease: Lease, at: Place) -> bool:
+        return at.strict and lease.busy == 0 and self.agents(at.name) + at.foreign > at.capacity
 
     def _should_leave(self, lease: Lease, at: Place, places: Collection[Place]) -> bool:
         return lease.busy == 0 and self._overloaded(at, places)
@@ -259,27 +279,60 @@ def _find(boot: Boot, places: Collection[Place]) -> Place | None:
 
 @dataclass
 class Capacity:
-    """Agents that an engine may have: from its KV cache, lowered under pressure, raised after.
+    """Agents that an engine may have: from its KV cache, fewer where they waste it, more where it idles.
+
+    An engine whose agents' contexts do not all fit still gains from each of them while it has time to
+    read some again. Once it has not, each prefill throws out what another agent needs next, and it
+    does little else: then only as many stay as fit.
 
     Example:
         capacity = Capacity()
-        capacity.observe(kv_tokens=4_800_000, mean_context=32_000, starved=0, preemptions=0)
+        capacity.observe(Vitals(kv_tokens=4_800_000), agents=40, mean_context=32_000)
         assert capacity.agents == 128
     """
 
-    ceiling: float = float(MOST_AGENTS)
-    """What pressure leaves of it."""
     agents: int = LEAST_AGENTS
-    _preemptions: float = 0.0
+    _before: Vitals | None = None
+    lowered: bool = False
+    """The engine has shown what it cannot bear: whoever is over wait for their next turn."""
+    _settling: int = 0
+    _short: float = 0.0
+    _asked: float = 0.0
+    _hit: float = 0.0
 
-    def observe(
-        self, *, kv_tokens: int | None, mean_context: float, starved: float, preemptions: float
-    ) -> None:
-        """One look at the engine. `preemptions` is its counter; `starved` waits for KV now."""
-        thrashes = starved > 0 or preemptions > self._preemptions
-        self._preemptions = preemptions
-        self.ceiling = max(self.ceiling * 0.9, 1.0) if thrashes else self.ceiling + 1.0
-        self.ceiling = min(self.ceiling, float(MOST_AGENTS))
-        fits = KV_SHARE * kv_tokens / mean_context if kv_tokens and mean_context else LEAST_AGENTS
-        base = max(LEAST_AGENTS, min(MOST_AGENTS, fits))
-        self.agents = max(1, int(min(base, self.ceiling)))
+    def observe(self, vitals: Vitals, *, agents: int, mean_context: float) -> None:
+        """One look at the engine, which has so many agents with contexts of so many tokens."""
+        fits = _fitting(vitals, mean_context)
+        pressed = self._is_pressed(vitals, agents * mean_context)
+        self._before = vitals
+        if self._settling:
+            self._settling -= 1
+        elif pressed:
+            least = self.agents * 0.9 if self.agents <= fits else max(fits, self.agents * CUT)
+            self.agents = max(1, int(least))
+            self.lowered, self._settling = True, SETTLING
+        elif fits > self.agents:
+            self.agents = self.agents + 1 if self.lowered else int(fits)
+        elif agents >= self.agents and not (vitals.running or vitals.waiting):
+            self.agents = min(self.agents + 1, MOST_AGENTS)
+
+    def _is_pressed(self, vitals: Vitals, committed: float) -> bool:
+        """It throws KV away that it needs, and has no time for that."""
+        before = self._before or vitals
+        asked, hit = vitals.cache_queries, vitals.cache_hits
+        self._asked = self._asked * MEMORY + max(0.0, asked - before.cache_queries)
+        self._hit = self._hit * MEMORY + max(0.0, hit - before.cache_hits)
+        short = vitals.starved > 0 or vitals.preemptions > before.preemptions
+        self._short = self._short * MEMORY + short * (1 - MEMORY)
+        if self._short < SATURATED:
+            return False
+        too_many = committed > KV_SHARE * (vitals.kv_tokens or committed)
+        wasted = too_many and self._hit < WASTED * self._asked
+        return wasted or vitals.kv_used > KV_SHARE or vitals.preemptions > before.preemptions
+
+
+def _fitting(vitals: Vitals, mean_context: float) -> float:
+    """Agents whose contexts fit into the KV cache; 0 where that is not known."""
+    if not (vitals.kv_tokens and mean_context):
+        return 0.0
+    return min(KV_SHARE * vitals.kv_tokens / mean_context, float(MOST_AGENTS))

@@ -113,7 +113,9 @@ class Seat:
     def place(self) -> Place:
         vitals, record = self.watcher.vitals, self.record
         foreign = max(0.0, vitals.running + vitals.waiting - len(self.running))
-        return Place(record.name, record.generation, record.weight, self.capacity.agents, foreign)
+        most = self.capacity.agents
+        strict = self.capacity.lowered
+        return Place(record.name, record.generation, record.weight, most, foreign, strict)
 
 
 class EnginePool:
@@ -342,11 +344,11 @@ class EnginePool:
         verdict = await seat.watcher.look(record, seat.load())
         seat.looked = True
         vitals = seat.watcher.vitals
+        leases = self.leases
         seat.capacity.observe(
-            kv_tokens=vitals.kv_tokens,
-            mean_context=self.leases.mean_context(record.name),
-            starved=vitals.starved,
-            preemptions=vitals.preemptions,
+            vitals,
+            agents=leases.agents(record.name),
+            mean_context=leases.mean_context(record.name),
         )
         if record.serves:
             _evict_stalled(seat, self._hang_s, begun_only=True)
