@@ -32,6 +32,8 @@ from perdure.types import FinishReason
 
 POLL_S = 1.0
 """How old a gateway's picture of the roster may be, and how often it looks at its engines."""
+HELD_POLL_S = 0.2
+"""The same, while somebody changes an engine's weights: calls wait for the end of it."""
 PATIENCE_S = 900.0
 """How long a call waits while no engine at all is usable; agents' own clients give up then."""
 HANG_S = 120.0
@@ -254,7 +256,8 @@ class EnginePool:
     async def _follow(self) -> None:
         """See what other processes and people changed; give freed seats to those who wait."""
         while True:
-            await asyncio.sleep(self._poll_s)
+            held = any(seat.record.held_by for seat in self._seats.values())
+            await asyncio.sleep(min(self._poll_s, HELD_POLL_S) if held else self._poll_s)
             try:
                 self._sync(await self._roster.read())
             except PerdureError as error:
