@@ -30,10 +30,12 @@ class Story:
         self.number = 0
         self.evidence = ""
         self.look = ""
+        self.asked_version: int | None = None
         self._said = ("boot", 1)
         self._saying: asyncio.Task[None] | None = None
 
     def open(self, rollout: RolloutRequest) -> None:
+        self.asked_version = rollout.policy_version
         self.look = f"{rollout.run_id}/{rollout.instance_id}/{rollout.sample_index}"
         self.headline = (
             f"**{rollout.instance}** · sample {rollout.sample_index} · agent `{rollout.agent}`"
@@ -99,6 +101,8 @@ class Story:
         ]
         if episode.reward is not None:
             final.append(attributes.REWARD.value_set(episode.reward))
+        if self.asked_version is None and episode.policy_version_max is not None:
+            final.append(attributes.POLICY_VERSION.value_set(episode.policy_version_max))
         if episode.failure is not None:
             final.append(
                 attributes.FAILURE.value_set(

@@ -7,7 +7,7 @@ import pytest
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 from temporalio.exceptions import ApplicationError, CancelledError
 
-from activities.messages import AgentRun, Booted
+from activities.messages import AgentRun, Booted, Ending
 from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure
@@ -381,3 +381,28 @@ async def _event_types(handle: WorkflowHandle[Any, Any]) -> list[str]:
     from temporalio.api.enums.v1 import EventType
 
     return [EventType.Name(e.event_type) for e in (await handle.fetch_history()).events]
+
+
+@pytest.mark.parametrize(("asked", "listed"), [(None, 9), (8, 8)])
+async def test_a_rollout_is_listed_under_its_policy_version(
+    client: Client, stages: Stages, asked: int | None, listed: int
+) -> None:
+    """The version that it is held to; the newest that sampled it where nobody named one."""
+
+    async def emitted(ending: Ending) -> EpisodeRef:
+        return EpisodeRef(
+            uri="file:///x/episode.json",
+            instance_id="add-1",
+            sample_index=0,
+            agent="nop",
+            status=ending.status,
+            policy_version_min=8,
+            policy_version_max=9,
+        )
+
+    stages.override["emit_episode"] = emitted
+    handle = await _start(client, {**REQUEST, "policy_version": asked})
+    await handle.result()
+    found = (await handle.describe()).typed_search_attributes
+
+    assert found.get(attributes.POLICY_VERSION) == listed

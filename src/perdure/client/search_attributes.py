@@ -23,6 +23,7 @@ FAILURE = SearchAttributeKey.for_keyword("PerdureFailure")
 SAMPLE = SearchAttributeKey.for_int("PerdureSample")
 ATTEMPT = SearchAttributeKey.for_int("PerdureAttempt")
 POLICY_VERSION = SearchAttributeKey.for_int("PerdurePolicyVersion")
+"""What was asked for; the newest version that sampled it where nobody asked."""
 REWARD = SearchAttributeKey.for_float("PerdureReward")
 
 ALL: tuple[SearchAttributeKey[str] | SearchAttributeKey[int] | SearchAttributeKey[float], ...] = (
