@@ -25,11 +25,9 @@ def test_peoples_words_come_last() -> None:
     assert command_line(plan, 1, "127.0.0.1", 8000)[-2:] == ["--max-model-len", "65536"]
 
 
-def test_sglang_is_no_token_engine() -> None:
-    """SGLang is served, and never joins the pool that is trained on."""
-    plan = EnginePlan(model="m", server="sglang", gpus_per_replica=8)
+def test_sglang_is_named_by_its_boot() -> None:
+    """It serves one name only, which tells this boot from the next."""
+    command = command_line(EnginePlan(model="m", server="sglang", gpus_per_replica=8), 17, "h", 1)
 
-    assert (command_line(plan, 1, "h", 1)[1:3], plan.joins_pool) == (
-        ["-m", "sglang.launch_server"],
-        False,
-    )
+    assert command[1:3] == ["-m", "sglang.launch_server"]
+    assert command[command.index("--served-model-name") + 1] == "policy-g17"

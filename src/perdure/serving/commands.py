@@ -58,18 +58,13 @@ class EnginePlan(Frozen):
     folder: str = "/tmp/perdure-engines"
     """Folder on each node for logs and for the notes of running engines."""
 
-    @property
-    def joins_pool(self) -> bool:
-        """SGLang has no token endpoint of vLLM's kind: served as a hosted API, never trained on."""
-        return self.server != "sglang"
-
 
 def command_line(plan: EnginePlan, generation: int, host: str, port: int) -> list[str]:
     """The server's words for one boot."""
     if plan.server == "vllm":
         return [*_vllm(plan, generation, host, port), *plan.arguments]
     if plan.server == "sglang":
-        return [*_sglang(plan, host, port), *plan.arguments]
+        return [*_sglang(plan, generation, host, port), *plan.arguments]
     facts = {
         "{model}": plan.model,
         "{served_model}": plan.served_model,
@@ -97,11 +92,13 @@ def _vllm(plan: EnginePlan, generation: int, host: str, port: int) -> list[str]:
     ]
 
 
-def _sglang(plan: EnginePlan, host: str, port: int) -> list[str]:
+def _sglang(plan: EnginePlan, generation: int, host: str, port: int) -> list[str]:
     return [
         *(plan.executable or "python", "-m", "sglang.launch_server", "--model-path", plan.model),
-        *("--served-model-name", plan.served_model, "--tp-size", str(plan.gpus_per_replica or 1)),
-        *("--host", host, "--port", str(port)),
+        *("--served-model-name", boot_name(plan, generation)),  # it takes one name only
+        *("--tp-size", str(plan.gpus_per_replica or 1), "--host", host, "--port", str(port)),
+        "--incremental-streaming-output",  # else each chunk repeats all tokens before it
+        "--enable-metrics",  # its KV room, and what runs on it
     ]
 
 

@@ -96,7 +96,7 @@ class EngineControl:
     async def boot(self, model: str, vitals: Vitals) -> str:
         """What tells this boot of the engine from another: its fenced name, or its start time."""
         response = await self._send("GET", "/v1/models", timeout=self._probe_s, absent_ok=True)
-        served = [str(card.get("id", "")) for card in _object(response).get("data", ())]
+        served = [str(card.get("id", "")) for card in object_of(response).get("data", ())]
         return next((name for name in served if is_fenced(model, name)), vitals.boot)
 
     async def round_trip(self, model: str, *, timeout_s: float = PROBE_S) -> None:
@@ -128,7 +128,7 @@ class EngineControl:
         route = "/inference/v1/generate"
         response = await self._send("POST", route, body, headers=headers, timeout=timeout_s)
         try:
-            answer = _object(response)
+            answer = object_of(response)
             choice = answer["choices"][0]
             entry = choice["logprobs"]["content"][0]
             forced = (
@@ -148,12 +148,12 @@ class EngineControl:
     async def is_paused(self) -> bool | None:
         """None where the engine has no such route (not started in vLLM's dev mode)."""
         response = await self._send("GET", "/is_paused", timeout=self._probe_s, absent_ok=True)
-        return _object(response).get("is_paused")
+        return object_of(response).get("is_paused")
 
     async def version(self) -> int | None:
         """The number in its weight label; None where it has none."""
         response = await self._send("GET", "/weight_info", timeout=self._probe_s, absent_ok=True)
-        return version_number(_object(response).get("weight_version"))
+        return version_number(object_of(response).get("weight_version"))
 
     async def pause(self, mode: str) -> None:
         """`abort` ends requests in flight with what they have, `keep` freezes them. The prefix
@@ -254,7 +254,7 @@ def version_number(label: object) -> int | None:
     return int(found[0]) if found else None
 
 
-def _object(response: httpx.Response) -> dict[str, Any]:
+def object_of(response: httpx.Response) -> dict[str, Any]:
     try:
         value = json.loads(response.content)
     except ValueError:

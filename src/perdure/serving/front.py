@@ -159,7 +159,7 @@ class Front:
             with contextlib.suppress(OSError):
                 writer.write(refusal.encoded())
                 await writer.drain()
-        except (OSError, EOFError, TimeoutError, ValueError, asyncio.LimitOverrunError):
+        except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, asyncio.CancelledError):
             writer.transport.abort()  # no answer is what a lost engine gives, too
         finally:
             self._open.discard(task)

@@ -259,16 +259,12 @@ class EngineManager:
 
     async def _join(self, slot: Slot, boot: Boot, plan: EnginePlan, report: ReplicaReport) -> None:
         boot.ready_since = time.time()
-        if plan.joins_pool:
-            await self._pool.join(plan, report.url, boot.generation)
+        await self._pool.join(plan, report.url, boot.generation)
         boot.joined = name_of(report.url)
         slot.reason = ""
 
     async def _judge_joined(self, slot: Slot, boot: Boot, roster: Roster) -> None:
         """What gateways and people say of it counts as much as what its node says."""
-        assert self._plan is not None
-        if not self._plan.joins_pool:
-            return
         record = roster.get(boot.joined)
         if record is None or record.removed or record.generation != boot.generation:
             slot.boot, slot.reason = None, "it was removed"

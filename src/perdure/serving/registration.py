@@ -4,6 +4,7 @@ Writes the shared roster only by its own rules; gateways follow within a second.
 """
 
 import time
+from typing import Literal
 
 from pydantic import Field
 
@@ -73,6 +74,7 @@ class Registration:
             generation=generation,
             boot=boot_name(plan, generation),
             state=EngineState.STARTING,
+            kind="sglang" if plan.server == "sglang" else "vllm",
             guarded=plan.guard is not None,
             reason="started by Ray",
             since=time.time(),
@@ -107,7 +109,13 @@ class Registration:
 # --- what people ask of the pool, with or without a gateway that runs ---------------------------
 
 
-async def add_engine(roster: SharedRoster, url: str, model: str, weight: float) -> EngineRecord:
+async def add_engine(
+    roster: SharedRoster,
+    url: str,
+    model: str,
+    weight: float,
+    kind: Literal["vllm", "sglang"] = "vllm",
+) -> EngineRecord:
     """An engine that somebody else started; adding it again gives it another weight.
 
     Raises: ValueError naming the URL.
@@ -117,13 +125,14 @@ async def add_engine(roster: SharedRoster, url: str, model: str, weight: float) 
     def added(now: Roster) -> Roster:
         known = now.get(name)
         if known is not None and not known.removed and known.state is not EngineState.DEAD:
-            changes = {"weight": weight, "model": model, "from_settings": False}
+            changes = {"weight": weight, "model": model, "kind": kind, "from_settings": False}
             return now.having(known.model_copy(update=changes))
         record = EngineRecord(
             name=name,
             url=root_of(url),
             weight=weight,
             model=model,
+            kind=kind,
             generation=now.next_generation,
             since=time.time(),
         )

@@ -22,6 +22,7 @@ from perdure.serving import commands, verdicts
 from perdure.serving.commands import EnginePlan
 from perdure.serving.control_plane import EngineControl
 from perdure.serving.front import Front
+from perdure.serving.sglang_control import SglangControl
 from perdure.serving.supervisor import end_orphans
 from perdure.types import Frozen
 
@@ -175,13 +176,9 @@ class Replica:
                 await asyncio.sleep(POLL_S)
 
     async def _round_trip(self, client: httpx.AsyncClient, url: str) -> None:
-        if self._plan.joins_pool:
-            name = commands.boot_name(self._plan, self._generation)
-            await EngineControl(url, client).round_trip(name, timeout_s=PROBE_S)
-            return
-        body = {"model": self._plan.served_model, "prompt": "a", "max_tokens": 1}
-        response = await client.post(f"{url}/v1/completions", json=body, timeout=PROBE_S)
-        response.raise_for_status()
+        controlled = SglangControl if self._plan.server == "sglang" else EngineControl
+        name = commands.boot_name(self._plan, self._generation)
+        await controlled(url, client).round_trip(name, timeout_s=PROBE_S)
 
     async def _end_child(self) -> None:
         child, self._child = self._child, None

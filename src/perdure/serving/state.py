@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -68,6 +68,8 @@ class EngineRecord(Frozen):
     """Its share of new sessions, relative to the others."""
     model: str
     """The name it serves the policy under; requests carry `boot` instead where it has one."""
+    kind: Literal["vllm", "sglang"] = "vllm"
+    """Whose token endpoint and control routes it has."""
     generation: int
     """Fencing number of this boot, given once, never again, in this home."""
     state: EngineState = EngineState.STARTING

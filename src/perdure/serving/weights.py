@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from perdure.errors import Boundary, ConfigurationError, ControlPlaneError, PerdureError
 from perdure.serving.control_plane import EngineControl, Scored
 from perdure.serving.roster import Roster, SharedRoster
+from perdure.serving.sglang_control import SglangControl
 from perdure.serving.state import ANY_BOOT, EngineRecord, EngineState, is_fenced
 from perdure.storage.base import Store
 from perdure.types import Frozen
@@ -215,7 +216,8 @@ class WeightUpdates:
     async def _load(self, record: EngineRecord, wanted: Checkpoint, policy: Policy) -> None:
         """Raises: PerdureError."""
         api_key = self._control_key if record.guarded else self._api_key
-        control = EngineControl(record.url, self._client, api_key=api_key)
+        controlled = SglangControl if record.kind == "sglang" else EngineControl
+        control = controlled(record.url, self._client, api_key=api_key)
         await control.pause("abort" if policy.in_flight == "resubmit" else "keep")
         await self._begin(control, wanted.version)
         await wanted.source.load(control, wanted.version)

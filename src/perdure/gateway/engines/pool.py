@@ -21,12 +21,14 @@ from perdure.gateway.engines.leases import Capacity, Leases, Place
 from perdure.gateway.engines.queueing import FairQueue
 from perdure.gateway.engines.salvage import Salvage
 from perdure.gateway.engines.versions import Versions
+from perdure.gateway.engines.sglang import SglangEngine
 from perdure.gateway.engines.vllm import Ask, Break, Broken, VllmEngine
 from perdure.gateway.engines.wire import FIRST_PAUSE_S, LONGEST_PAUSE_S, engine_name
 from perdure.gateway.prompt_ids import PromptIds
 from perdure.serving import watch
 from perdure.serving.control_plane import PROBE_S, EngineControl
 from perdure.serving.roster import Change, Roster, SharedRoster
+from perdure.serving.sglang_control import SglangControl
 from perdure.serving.state import EngineRecord, EngineState, name_of, root_of
 from perdure.types import FinishReason
 
@@ -53,6 +55,11 @@ NOT_RESUMABLE: Mapping[str, tuple[Any, ...]] = {
 }
 """Sampling fields that look back at what was sampled, with the values at which they do not: salvaged
 tokens would count as prompt, so such a completion is begun anew."""
+
+SPEAKS: Mapping[str, tuple[type[VllmEngine] | type[SglangEngine], type[EngineControl]]] = {
+    "vllm": (VllmEngine, EngineControl),
+    "sglang": (SglangEngine, SglangControl),
+}
 
 log = structlog.get_logger()
 
@@ -93,7 +100,7 @@ class Seat:
     """One engine, as this process uses it."""
 
     record: EngineRecord
-    engine: VllmEngine
+    engine: VllmEngine | SglangEngine
     control: EngineControl
     watcher: watch.EngineWatch
     capacity: Capacity = field(default_factory=Capacity)
@@ -283,12 +290,13 @@ class EnginePool:
 
     def _new_seat(self, record: EngineRecord) -> Seat:
         api_key, key_source = self._guard_key if record.guarded else self._key
-        name = engine_name("vllm", record.url)
+        name = engine_name(record.kind, record.url)
         probe_s = min(PROBE_S, self._hang_s)
-        control = EngineControl(record.url, self._client, api_key=api_key, probe_s=probe_s)
+        speaks, controlled = SPEAKS[record.kind]
+        control = controlled(record.url, self._client, api_key=api_key, probe_s=probe_s)
         seat = Seat(
             record,
-            VllmEngine(name, record.url, self._client, api_key=api_key, key_source=key_source),
+            speaks(name, record.url, self._client, api_key=api_key, key_source=key_source),
             control,
             watch.EngineWatch(control, hang_s=self._hang_s),
         )

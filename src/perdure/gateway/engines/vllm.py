@@ -120,7 +120,7 @@ class VllmEngine:
         ask: Ask,
     ) -> FinishReason:
         try:
-            async for event in _events(response):
+            async for event in read_events(response):
                 reason = self._take(event, salvage, version, ask)
                 if reason is not None:
                     return reason
@@ -150,7 +150,7 @@ class VllmEngine:
         if token_ids:
             content = choice["logprobs"]["content"]
             salvage.add(token_ids, _logprobs(content, token_ids), version())
-        salvage.report(_versions(choice.get("weight_versions") or (), salvage.part))
+        salvage.report(version_spans(choice.get("weight_versions") or (), salvage.part))
         if choice.get("finish_reason") is None:
             return None
         reason = FinishReason(choice["finish_reason"])
@@ -169,7 +169,7 @@ class VllmEngine:
         return Broken(Break.LOST, f"the engine failed: {message[:300]}")
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def read_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     """The JSON objects of a stream of server-sent events; of a whole JSON answer, that one."""
     rest = b""
     async for data in response.aiter_bytes():
@@ -218,7 +218,7 @@ def _token_id(entry: dict[str, Any]) -> int | None:
     return token_id
 
 
-def _versions(spans: Sequence[dict[str, Any]], length: int) -> list[VersionSpan]:
+def version_spans(spans: Sequence[dict[str, Any]], length: int) -> list[VersionSpan]:
     """A label without a number (vLLM's unset label is `default`) names no policy version."""
     found: list[VersionSpan] = []
     for span in spans:

@@ -1,0 +1,181 @@
+"""A scripted engine that speaks SGLang: the routes of 0.5.23 in front of a `ScriptedEngine`.
+
+Owns the wire form only; what is sampled, counted and broken on command is the scripted engine's.
+"""
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from perdure.gateway.server import NO_GRACE, Server, make_server
+from perdure.testing.scripted_engine import ScriptedEngine
+
+METRICS: Mapping[str, str] = {
+    "vllm:num_requests_running": "sglang:num_running_reqs",
+    "vllm:num_requests_waiting": "sglang:num_queue_reqs",
+    "vllm:generation_tokens_total": "sglang:generation_tokens_total",
+    "vllm:kv_cache_usage_perc": "sglang:token_usage",
+    "vllm:prefix_cache_queries_total": "sglang:prompt_tokens_total",
+    "vllm:prefix_cache_hits_total": "sglang:cached_tokens_total",
+}
+PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+
+
+class SglangFace:
+    """Another port of a scripted engine, with SGLang's routes.
+
+    Example:
+        async with ScriptedEngine(scripts, generation=3) as engine, SglangFace(engine) as face:
+            record = EngineRecord(name=..., url=face.url, kind="sglang", ...)
+    """
+
+    def __init__(self, engine: ScriptedEngine, *, incremental: bool = True) -> None:
+        """`incremental`: as with --incremental-streaming-output; else chunks repeat all before."""
+        self._engine = engine
+        self._incremental = incremental
+        self.url = ""
+
+    async def __aenter__(self) -> "SglangFace":
+        self._client = httpx.AsyncClient(trust_env=False, timeout=None)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._server: Server = make_server(self._app(), timeout_graceful_shutdown=NO_GRACE)
+        self._serving = asyncio.create_task(self._server.serve([listener]))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.stop()
+        await self._serving
+        await self._client.aclose()
+
+    def _app(self) -> Starlette:
+        post = ["POST"]
+        return Starlette(
+            routes=[
+                Route("/generate", self._generate, methods=post),
+                Route("/v1/models", self._models),
+                Route("/model_info", self._model_info),
+                Route("/metrics", self._metrics),
+                Route("/pause_generation", self._pause, methods=post),
+                Route("/continue_generation", self._resume, methods=post),
+                Route("/update_weights_from_disk", self._update, methods=post),
+            ]
+        )
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        wishes = dict(body.get("sampling_params") or {})
+        if "max_tokens" in wishes:
+            return _error("Unexpected keyword argument 'max_tokens'")
+        stream, most = bool(body.get("stream")), wishes.pop("max_new_tokens", 128)
+        asked = {
+            "model": None,
+            "request_id": body.get("rid"),
+            "token_ids": body["input_ids"],
+            "stream": stream,
+            "sampling_params": {**wishes, "max_tokens": most, "logprobs": 1},
+        }
+        headers = {"x-session-id": request.headers.get("x-session-id", "")}
+        url = f"{self._engine.url}/inference/v1/generate"
+        if stream:
+            return StreamingResponse(
+                self._stream(url, asked, headers), media_type="text/event-stream"
+            )
+        response = await self._client.post(url, json=asked, headers=headers)
+        if not response.is_success:
+            return Response(response.content, response.status_code)
+        told = _Told(len(body["input_ids"]))
+        return JSONResponse(told.take(response.json()["choices"][0], incremental=True))
+
+    async def _stream(
+        self, url: str, asked: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> AsyncIterator[bytes]:
+        """A broken engine ends this connection, too: the error is not caught."""
+        told = _Told(len(asked["token_ids"]))
+        async with self._client.stream("POST", url, json=asked, headers=headers) as response:
+            async for line in response.aiter_lines():
+                event = line.removeprefix("data: ")
+                if not event.startswith("{"):
+                    continue
+                found = json.loads(event)
+                if "error" in found or not found.get("choices"):
+                    out = found
+                else:
+                    out = told.take(found["choices"][0], incremental=self._incremental)
+                yield b"data: " + json.dumps(out).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    async def _models(self, _: Request) -> Response:
+        response = await self._client.get(f"{self._engine.url}/v1/models")
+        return Response(response.content, media_type="application/json")
+
+    async def _model_info(self, _: Request) -> Response:
+        label = (await self._client.get(f"{self._engine.url}/weight_info")).json()
+        return JSONResponse({"is_generation": True, "weight_version": label["weight_version"]})
+
+    async def _metrics(self, _: Request) -> Response:
+        text = (await self._client.get(f"{self._engine.url}/metrics")).text
+        room = re.search(r'kv_cache_size_tokens="(\d+)"', text)
+        for ours, theirs in METRICS.items():
+            text = text.replace(ours, theirs)
+        known = f"sglang:max_total_num_tokens {room[1]}\n" if room else ""
+        return Response(f"{text}\n{known}", media_type="text/plain")
+
+    async def _pause(self, request: Request) -> Response:
+        mode = PAUSES[(await request.json()).get("mode", "abort")]
+        return await self._told(f"/pause?mode={mode}&clear_cache=true")
+
+    async def _resume(self, _: Request) -> Response:
+        return await self._told("/resume")
+
+    async def _update(self, request: Request) -> Response:
+        wish = await request.json()
+        await self._told("/start_weight_update")
+        loaded = await self._told("/update_weights", {"update_info": {"path": wish["model_path"]}})
+        if loaded.status_code != httpx.codes.OK:
+            return _error("Failed to update weights")
+        return await self._told("/finish_weight_update", {"weight_version": wish["weight_version"]})
+
+    async def _told(self, path: str, body: Mapping[str, Any] | None = None) -> Response:
+        response = await self._client.post(f"{self._engine.url}{path}", json=body)
+        done = {"success": response.is_success, "message": response.text}
+        return JSONResponse(done, 200 if response.is_success else 400)
+
+
+class _Told:
+    """What has been streamed of one completion."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._entries: list[list[Any]] = []
+
+    def take(self, choice: Mapping[str, Any], *, incremental: bool) -> dict[str, Any]:
+        content = (choice.get("logprobs") or {}).get("content", ())
+        new = [[entry["logprob"], entry["token_id"], None] for entry in content]
+        self._entries += new
+        shown = new if incremental else list(self._entries)
+        reason = choice.get("finish_reason")
+        about = {
+            "finish_reason": {"type": reason} if reason else None,
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": len(self._entries),
+            "output_token_logprobs": shown,
+            "output_token_logprobs_length": len(self._entries),
+        }
+        if choice.get("weight_versions"):
+            about["weight_versions"] = choice["weight_versions"]
+        return {"text": "", "output_ids": [entry[1] for entry in shown], "meta_info": about}
+
+
+def _error(message: str) -> Response:
+    told = {"message": message, "type": "invalid_request_error", "code": 400}
+    return JSONResponse({"error": told}, 400)

@@ -1,0 +1,150 @@
+"""SGLang as a token engine, against its wire form over a scripted engine."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from perdure.gateway.base import Refused
+from perdure.gateway.engines.pool import EnginePool
+from perdure.gateway.engines.salvage import Salvage
+from perdure.gateway.engines.sglang import SglangEngine, new_tokens, sampling_params
+from perdure.gateway.engines.vllm import Ask, Break, Broken
+from perdure.serving.roster import LoneRoster
+from perdure.serving.sglang_control import SglangControl
+from perdure.serving.state import EngineRecord, name_of
+from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.testing.sglang_face import SglangFace
+from perdure.types import FinishReason
+
+TURN = {"default": {"turns": [{"content": " ".join(f"word{n}" for n in range(40))}]}}
+SAMPLING = {"max_tokens": 400, "temperature": 1.0, "top_p": 1.0, "stop_token_ids": [151_645]}
+
+
+@asynccontextmanager
+async def served(**options: Any) -> AsyncIterator[tuple[ScriptedEngine, SglangFace]]:
+    async with ScriptedEngine(TURN, generation=1) as engine, SglangFace(engine, **options) as face:
+        yield engine, face
+
+
+async def sample(face: SglangFace, **changes: Any) -> tuple[Salvage, FinishReason]:
+    salvage = Salvage()
+    salvage.begin("sglang", 1)
+    ask = Ask("policy-g1", [1, 2, 3], {**SAMPLING, **changes}, "s", "s-0")
+    async with httpx.AsyncClient(trust_env=False) as client:
+        reason = await SglangEngine("sglang", face.url, client).sample(ask, salvage, lambda: None)
+    return salvage, reason
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+async def test_a_completion_is_what_the_engine_sampled(incremental: bool) -> None:
+    """Ids, logprobs and the version arrive token for token, whether chunks repeat or not."""
+    async with served(incremental=incremental) as (engine, face):
+        salvage, reason = await sample(face)
+
+        (call,) = engine.calls
+        assert list(salvage.ids) == list(call.completion_ids)
+        assert list(salvage.logprobs) == list(call.logprobs)
+        assert [(span.version, span.end) for span in salvage.versions] == [(1, len(salvage.ids))]
+        assert reason is FinishReason.STOP
+
+
+async def test_a_broken_stream_keeps_what_came() -> None:
+    """A connection that ends in the middle is no end, and its tokens can be sent on."""
+    async with served() as (engine, face):
+        engine.control(kind="eof_mid_stream")
+        salvage = Salvage()
+        salvage.begin("sglang", 1)
+        ask = Ask("policy-g1", [1, 2, 3], SAMPLING, "s", "s-0")
+        async with httpx.AsyncClient(trust_env=False) as client:
+            with pytest.raises(Broken) as broken:
+                await SglangEngine("sglang", face.url, client).sample(ask, salvage, lambda: None)
+
+        assert broken.value.kind is Break.LOST
+        sampled = list(engine.calls[-1].completion_ids)
+        assert 0 < len(salvage.ids) < len(sampled)
+        assert list(salvage.ids) == sampled[: len(salvage.ids)]
+
+
+async def test_a_lost_sglang_goes_on_at_another() -> None:
+    """The pool sends prompt and salvage to the next engine; the answer is whole."""
+    async with (
+        served() as (first, one),
+        served() as (second, other),
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        for engine in (first, second):
+            engine.control(kind="eof_mid_stream", times=1)
+        roster = LoneRoster()
+        for number, face in enumerate((one, other), 1):
+            record = EngineRecord(
+                name=name_of(face.url), url=face.url, kind="sglang", model="p", generation=number
+            )
+            await roster.change(lambda now, new=record: now.having(new))  # type: ignore[misc]
+        pool = EnginePool(roster, client, poll_s=60.0)
+        try:
+            prompt = [151_644, *ids(first, "assistant\n")]
+            completion = await pool.generate(prompt, SAMPLING, session_id="s", request_id="s-0")
+        finally:
+            await pool.aclose()
+
+        assert list(completion.token_ids) == first.policy.complete(prompt)
+        assert len(completion.engines) > 1
+
+
+def ids(engine: ScriptedEngine, text: str) -> list[int]:
+    return engine.policy._tokenizer.encode_plain(text)
+
+
+async def test_weights_are_loaded_from_a_folder(tmp_path: Path) -> None:
+    """Pause, load and label by SGLang's routes; the canary then shows the new weights."""
+    (tmp_path / "weights.json").write_text(json.dumps({"weights": 7}))
+    async with served() as (_, face), httpx.AsyncClient(trust_env=False) as client:
+        control = SglangControl(face.url, client)
+        before = await control.score("policy-g1", [1, 2, 3])
+        await control.pause("abort")
+        await control.start_update()
+        await control.update_weights({"path": str(tmp_path)})
+        await control.finish_update(8)
+        await control.resume()
+
+        assert await control.version() == 8
+        assert (await control.score("policy-g1", [1, 2, 3])).logprob != before.logprob
+
+
+async def test_its_metrics_tell_room_and_progress() -> None:
+    """Capacity and the hang watch read SGLang's own names."""
+    async with served() as (engine, face), httpx.AsyncClient(trust_env=False) as client:
+        await sample(face)
+        vitals = await SglangControl(face.url, client).vitals()
+
+        assert vitals.kv_tokens
+        assert vitals.tokens == len(engine.calls[-1].completion_ids)
+
+
+def test_a_wish_that_it_lacks_is_refused_by_name() -> None:
+    """Nothing is dropped silently on the way to another server's fields."""
+    with pytest.raises(Refused, match="no sampling 'best_of'"):
+        sampling_params("sglang", {"best_of": 3})
+
+
+def test_fields_get_its_names() -> None:
+    """What vLLM and SGLang call differently means the same."""
+    found = sampling_params(
+        "e", {"max_tokens": 5, "seed": 1, "structured_outputs": {"json": {"type": "object"}}}
+    )
+
+    assert (found["max_new_tokens"], found["sampling_seed"]) == (5, 1)
+    assert found["json_schema"] == '{"type": "object"}'
+
+
+def test_missing_tokens_are_seen() -> None:
+    """A chunk that skips tokens is a malformed answer, never a shorter completion."""
+    about = {"output_token_logprobs": [[-0.1, 5, None]], "completion_tokens": 4}
+
+    with pytest.raises(ValueError, match="behind 2"):
+        new_tokens(about, 2)
