@@ -26,13 +26,15 @@ from perdure.errors import (
     NotFound,
     OutcomeUnknown,
     PerdureError,
+    RateLimited,
 )
 from perdure.sandboxes.base import Network, PortStream, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.box import check_identity
-from perdure.sandboxes.calls import Conflict, Missing, again, lost
+from perdure.sandboxes.calls import Conflict, Missing, Silences, again, lost
 from perdure.sandboxes.daytona_calls import client, typed, unread_file
 from perdure.sandboxes.guested import MARK, GuestSandbox
 from perdure.sandboxes.service import ServiceProvider
+from perdure.types import AccountCaps
 
 if TYPE_CHECKING:
     from daytona import AsyncSandbox
@@ -44,6 +46,8 @@ UPLOAD_BYTES_PER_S = 1_000_000
 """The slowest link that a large upload is waited for on."""
 QUEUE_MINUTES = 5
 """How long the service may look for a place to run it."""
+LEAST_DISK_GIB = 3
+"""The service's own default: an image takes room as well."""
 LOOK_S = 0.2
 GONE = frozenset({"destroying", "destroyed"})
 ENDED = frozenset(
@@ -159,7 +163,7 @@ class DaytonaSandbox(GuestSandbox):
                 if isinstance(found, Missing):
                     raise ControlPlaneError(str(found)) from error
             raise found from error
-        self.provider.heard(self.sdk.id)
+        self.provider.silences.broken(self.sdk.id)
         return done
 
 
@@ -170,12 +174,21 @@ class DaytonaProvider(ServiceProvider):
     name = "daytona"
     scope_variable = "PERDURE_DAYTONA_SCOPE"
     dials = True
+    limits = frozenset({"output_mb"})  # a snapshot has the others
+    account_caps = AccountCaps(creates_per_s=5, starting=32)
+    """What the smallest account may do; its quota is found out by being refused."""
 
     def __init__(self, home: Path) -> None:
         super().__init__(home)
         self.connection = Connection()
         self._key_works = False
-        self._silent_since: dict[str, float] = {}
+        self.silences = Silences()
+
+    @property
+    def account(self) -> str:
+        names = ("DAYTONA_API_URL", "DAYTONA_ORGANIZATION_ID", "DAYTONA_API_KEY")
+        whose = "\n".join(os.environ.get(name, "") for name in names)
+        return f"{self.name}-{hashlib.sha256(whose.encode()).hexdigest()[:8]}"
 
     def check(self) -> Sequence[str]:
         missing = []
@@ -214,7 +227,8 @@ class DaytonaProvider(ServiceProvider):
                 provider=self.name,
                 alive=_state(sdk) not in ENDED,
                 created=_time(sdk.created_at) or 0.0,
-                expires=_time(sdk.auto_destroy_at) or math.inf,
+                # the service ends it by its own clock: what it still has has not expired
+                expires=max(_time(sdk.auto_destroy_at) or math.inf, time.time() + 1),
                 labels={
                     name: value
                     for name, value in sdk.labels.items()
@@ -259,6 +273,8 @@ class DaytonaProvider(ServiceProvider):
         async def ask() -> "AsyncSandbox":
             try:
                 return await self._ask(spec, identity, own)
+            except RateLimited:
+                raise  # nothing was made; if it was, its name will be taken
             except (Conflict, ControlPlaneError) as error:
                 if (found := await self._find(identity)) is not None:
                     return found
@@ -267,10 +283,10 @@ class DaytonaProvider(ServiceProvider):
                 raise
 
         try:
-            return await again(ask)
+            return await again(ask, at_caps=self.waits_at_caps)
+        except RateLimited:
+            raise
         except ControlPlaneError as error:
-            if error.retry_after is not None:
-                raise  # refused, so nothing was made
             raise OutcomeUnknown(f"{error}; it is looked up by identity {identity!r}") from error
 
     async def _ask(
@@ -359,11 +375,7 @@ class DaytonaProvider(ServiceProvider):
             return False
         if not silent:
             return True
-        since = self._silent_since.setdefault(sandbox_id, time.monotonic())
-        return time.monotonic() - since < SILENT_S
-
-    def heard(self, sandbox_id: str) -> None:
-        self._silent_since.pop(sandbox_id, None)
+        return self.silences.lasts(sandbox_id) < SILENT_S
 
     async def _conflict_passes(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         try:
@@ -402,7 +414,7 @@ def _params(spec: SandboxSpec) -> Any:
     resources = Resources(
         cpu=math.ceil(limits.cpus),
         memory=math.ceil(limits.memory_mb / 1024),
-        disk=math.ceil(limits.disk_mb / 1024),
+        disk=max(LEAST_DISK_GIB, math.ceil(limits.disk_mb / 1024)),
     )
     return CreateSandboxFromImageParams(image=image, resources=resources, **common)
 

@@ -13,7 +13,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError
+from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
 from perdure.sandboxes.calls import Conflict, Missing
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ REFUSAL_PASSES_S = 6.5
 """The proxy caches a refused key for 5 s: asking sooner meets the cached refusal."""
 RELEASE_S = 10.0
 """Between tries to boot while the account's quota is in use."""
-CPUS_FULL = re.compile(r"limit exceeded|quota", re.IGNORECASE)
+QUOTA = re.compile(r"Total \w+ limit exceeded|quota", re.IGNORECASE)
 NOT_NOW = re.compile(r"valid state|is not running|in progress|failed to convert exit code")
 
 NAMES = (
@@ -136,9 +136,9 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
         case daytona.DaytonaForbiddenError():
             return ConfigurationError(f"{said}; the account of DAYTONA_API_KEY may not do this")
         case daytona.DaytonaRateLimitError():
-            full = CPUS_FULL.search(str(error)) and "rate" not in str(error).lower()
-            asked = retry_after(error.headers)
-            return ControlPlaneError(said, retry_after=asked or (RELEASE_S if full else 1.0))
+            if QUOTA.search(str(error)):
+                return RateLimited(said, limit="concurrency", retry_after=RELEASE_S)
+            return RateLimited(said, retry_after=retry_after(error.headers) or 1.0)
         case daytona.DaytonaNotFoundError():
             return Missing(said)
         case daytona.DaytonaConflictError():
@@ -158,8 +158,8 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
 
 def _refused(said: str) -> PerdureError:
     """400 and 422 say in words whether they are about the request or about the moment."""
-    if CPUS_FULL.search(said):
-        return ControlPlaneError(said, retry_after=RELEASE_S)
+    if QUOTA.search(said):
+        return RateLimited(said, limit="concurrency", retry_after=RELEASE_S)
     if NOT_NOW.search(said):
         return ControlPlaneError(said)
     return ConfigurationError(said)
