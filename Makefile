@@ -31,7 +31,7 @@ test-real: setup ## seven real SWE-bench rows, three times each, through the com
 	@$(RUN) pytest -rs tests/real/test_sdist_rows.py
 
 test-vllm: setup ## the engine client against a real vLLM on CPU, in an environment of its own (slow)
-	@$(RUN) pytest -rs tests/real/test_vllm.py
+	@$(RUN) pytest -rs tests/real/test_vllm.py tests/real/test_vllm_weights.py
 
 test-serving: setup ## engines on real Ray nodes that are killed (slow)
 	@$(RUN) --extra serving pytest tests/serving

@@ -36,6 +36,8 @@ from tests.stack import Stack, commands, until
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
 SAMPLES = 2
+SLOW_S = 0.5
+"""Of eight tokens: a turn then lasts longer than an update of both engines."""
 WORDS = " ".join(f"word{n}" for n in range(60))
 """A turn long enough to be met in the middle."""
 SCRIPT = {
@@ -102,13 +104,23 @@ class Loop:
         rollout = self.stack.request(run_id, policy_version=version, max_staleness=staleness)
         return GroupRequest(rollout=rollout, n_samples=SAMPLES)
 
-    async def sampling(self) -> None:
-        """Until every sample is in the middle of a turn, on either engine."""
+    async def in_mid_turn(self, group: GroupRequest) -> None:
+        """Until every sample is in its second turn, on either engine; slowly from now on."""
+        sessions = {
+            self.stack.identity(group.rollout.model_copy(update={"sample_index": k}), "agent")
+            for k in range(SAMPLES)
+        }
 
-        def busy() -> bool:
-            return sum(engine.stats().in_flight for engine in self.engines) >= SAMPLES
+        def begun() -> bool:
+            calls = Counter(call.session_id for engine in self.engines for call in engine.calls)
+            return all(calls[session] >= 2 for session in sessions)
 
-        await until(busy, "all samples are being sampled")
+        await until(begun, "all samples are in their second turn")
+        self.pace(SLOW_S)
+
+    def pace(self, chunk_s: float = 0.02) -> None:
+        for engine in self.engines:
+            engine.control(chunk_delay_s=chunk_s)
 
     async def read(self, refs: Iterable[EpisodeRef]) -> list[EpisodeSegments]:
         return await read_episodes(refs, self.stack.store)
@@ -126,6 +138,14 @@ class Loop:
             for turn, calls in zip(recorded, self._calls(session), strict=False):
                 seen.update(zip(_recorded(turn), self._true(turn, calls), strict=True))
         return seen
+
+    async def mixed_turns(self, found: Iterable[EpisodeSegments]) -> int:
+        """Turns that were met in the middle by an update."""
+        keys = [one.episode.turns_key or "" for one in found]
+        recorded = [
+            turn for key in keys for turn in turns.decode((await self.stack.store.get(key)).data)
+        ]
+        return sum(len({span.version for span in turn.versions}) > 1 for turn in recorded)
 
     def _calls(self, session: str) -> Iterator[list[tuple[str, Call]]]:
         """What the engines did for each turn of a session, in order: (engine, call)."""
@@ -172,8 +192,8 @@ def _recorded(turn: Turn) -> list[int]:
 @asynccontextmanager
 async def looping(home: Path) -> AsyncIterator[Loop]:
     async with stacks.running(home) as stack:
-        other = ScriptedEngine(SCRIPT, chunk_delay_s=0.05)
-        stack.engine.control(scripts=SCRIPT, chunk_delay_s=0.05)
+        other = ScriptedEngine(SCRIPT)
+        stack.engine.control(scripts=SCRIPT)
         stack.engine.weights = other.weights = 1
         roster = StoredRoster(stack.store, roster_key(load_secret(stack.settings)))
         async with other, Weights(stack.settings) as weights:
@@ -185,7 +205,9 @@ async def looping(home: Path) -> AsyncIterator[Loop]:
             # The gateway asks its engines when the first call comes, so let one come.
             await stack.episode(await stack.start("first"))
             await until(both, "both engines serve")
-            yield Loop(stack, weights, [stack.engine, other], home / "checkpoints")
+            loop = Loop(stack, weights, [stack.engine, other], home / "checkpoints")
+            loop.pace()
+            yield loop
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -199,9 +221,11 @@ async def loop(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loop]:
 async def test_weights_are_updated_while_groups_run(loop: Loop) -> None:
     """Two steps of the loop: what each engine sampled with is what the trainer reads."""
     await loop.publish(1)
-    running = await loop.stack.perdure.start_group(loop.group("step-1", 1, staleness=1))
-    await loop.sampling()
+    group = loop.group("step-1", 1, staleness=1)
+    running = await loop.stack.perdure.start_group(group)
+    await loop.in_mid_turn(group)
     await loop.publish(2)
+    loop.pace()
     first = await loop.read([ref async for ref in running.episodes()])
     following = await loop.stack.perdure.start_group(loop.group("step-2", 2, staleness=0))
     second = await loop.read([ref async for ref in following.episodes()])
@@ -211,6 +235,7 @@ async def test_weights_are_updated_while_groups_run(loop: Loop) -> None:
     assert [one.episode.reward for one in (*first, *second)] == [1.0] * 2 * SAMPLES
     assert {pair for pair in seen if pair[0] != pair[1]} == set()
     assert {recorded for recorded, _ in seen} == {1, 2}
+    assert await loop.mixed_turns(first) > 0
     assert set(seen_later) == {(2, 2)}
     assert [one.episode.policy_version_max for one in second] == [2] * SAMPLES
     assert (await loop.weights.published()).version == 2  # type: ignore[union-attr]
@@ -218,10 +243,12 @@ async def test_weights_are_updated_while_groups_run(loop: Loop) -> None:
 
 async def test_a_failed_canary_disturbs_no_group(loop: Loop) -> None:
     """A load without effect: the version before serves on, and its groups are graded."""
-    running = await loop.stack.perdure.start_group(loop.group("step-3", 2, staleness=0))
-    await loop.sampling()
+    group = loop.group("step-3", 2, staleness=0)
+    running = await loop.stack.perdure.start_group(group)
+    await loop.in_mid_turn(group)
     with pytest.raises(UpdateRefused, match="trainer's weights"):
         await loop.weights.publish(3, loop.saved(3, stale=True), canaries(3))
+    loop.pace()
     found = await loop.read([ref async for ref in running.episodes()])
 
     assert [one.episode.reward for one in found] == [1.0] * SAMPLES
@@ -231,9 +258,11 @@ async def test_a_failed_canary_disturbs_no_group(loop: Loop) -> None:
 
 async def test_a_group_held_to_older_weights_ends_without_a_reward(loop: Loop) -> None:
     """Its rollouts fail as such, at once, and nothing that the new weights said is in them."""
-    running = await loop.stack.perdure.start_group(loop.group("step-4", 2, staleness=0))
-    await loop.sampling()
+    group = loop.group("step-4", 2, staleness=0)
+    running = await loop.stack.perdure.start_group(group)
+    await loop.in_mid_turn(group)
     await loop.publish(4, Policy(in_flight="keep"))
+    loop.pace()
     refs = [ref async for ref in running.episodes()]
     described = await loop.stack.perdure.rollout(_workflow_id(refs[0], "step-4")).handle.describe()
     found = await loop.read(refs)
@@ -242,7 +271,7 @@ async def test_a_group_held_to_older_weights_ends_without_a_reward(loop: Loop) -
     listed = described.typed_search_attributes
     assert causes == [(Boundary.ENGINE, "PolicyTooStale")] * SAMPLES
     assert [(ref.status, ref.reward) for ref in refs] == [(RolloutStatus.FAILED, None)] * SAMPLES
-    assert {recorded for recorded, _ in await loop.differences(found)} <= {2}
+    assert set(await loop.differences(found)) == {(2, 2)}
     assert listed.get(attributes.POLICY_VERSION) == 2
     assert listed.get(attributes.FAILURE) == "engine:PolicyTooStale"
 

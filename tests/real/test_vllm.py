@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,13 +87,19 @@ def installed() -> Path:
 @pytest.fixture(scope="session")
 def url(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One server for all tests: it takes a minute and 3.3 GB."""
+    with _serving(installed, tmp_path_factory.mktemp("vllm") / "log") as url:
+        yield url
+
+
+@contextmanager
+def _serving(installed: Path, log: Path, *more: str) -> Iterator[str]:
+    """A server with these further flags; its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     bin_folder = installed / "venv/bin"
     flags = ["--enforce-eager", "--enable-scale-out", "--generation-config", "vllm"]
     flags += ["--logprobs-mode", "processed_logprobs", "--max-model-len", str(CONTEXT)]
-    flags += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)]
-    log = tmp_path_factory.mktemp("vllm") / "log"
+    flags += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), *more]
     with log.open("wb") as file:
         server = subprocess.Popen(
             ["nice", bin_folder / "vllm", "serve", installed / "model", *flags],
@@ -218,7 +224,7 @@ class Recorder:
         )
         if answer.is_success:
             asked = await request.json()
-            if asked["request_id"] != PROBE_SESSION:
+            if not asked["request_id"].startswith(PROBE_SESSION):
                 self.seen[asked["request_id"]] = (asked, _joined(answer.text))
         kind = answer.headers["content-type"]
         return Response(answer.content, answer.status_code, media_type=kind)

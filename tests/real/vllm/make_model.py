@@ -1,4 +1,4 @@
-"""Writes a tiny random Qwen3 with Qwen3's real vocabulary: `python make_model.py FOLDER`.
+"""Writes a tiny random Qwen3 with Qwen3's real vocabulary: `python make_model.py FOLDER [SEED]`.
 
 Runs in vLLM's own environment, which has transformers; nothing in Perdure imports it. What it says
 is noise, but every token id, logprob and version around it is a real server's.
@@ -75,8 +75,8 @@ def tokenizer():
     )
 
 
-def model():
-    torch.manual_seed(0)
+def model(seed):
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=151_936,
         hidden_size=128,
@@ -95,4 +95,4 @@ def model():
 
 if __name__ == "__main__":
     tokenizer().save_pretrained(sys.argv[1])
-    model().save_pretrained(sys.argv[1])
+    model(int(sys.argv[2]) if len(sys.argv) > 2 else 0).save_pretrained(sys.argv[1])
