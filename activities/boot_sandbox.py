@@ -1,6 +1,9 @@
 """boot_sandbox: refuse bad input, prepare the environment, boot sandbox A."""
 
+import asyncio
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from activities import checkpoints
 from activities.admission import Admission, agent_step
@@ -14,7 +17,7 @@ from perdure.graders import patch
 from perdure.graders.patch import BASE_GIT
 from perdure.instances.environments import Prepared
 from perdure.sandboxes import phases
-from perdure.sandboxes.base import Mount, SandboxSpec
+from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.phases import Place
 from perdure.storage import keys
 from perdure.types import EpisodeRef, Frozen, Instance, RolloutRequest, RolloutStatus
@@ -110,20 +113,24 @@ class BootSandbox:
         try:
             async with admission.starting():
                 spec = self._spec(attempt, place, prepared, tools)
-                sandbox = await provider.create(spec, identity)
+                ready = await self.services.ready.take(provider, spec, request.workflow_id)
+                sandbox = ready or await provider.create(spec, identity)
         except RateLimited:
             return None  # it is in the queue again
-        base_git = BASE_GIT if prepared.tree else await patch.prepare_capture(sandbox)
-        record = BootRecord(
-            identity=identity,
-            provider=provider.name,
-            host=self.services.host,
-            booted_at=time.time(),
-            seconds=time.time() - started,
-            base_git=base_git,
-        )
-        folder = keys.attempt(request, attempt.attempt)
-        return await checkpoints.write(self.services.store, f"{folder}/sandbox.json", record)
+        async with _kept(sandbox, if_unknown=ready is None) as kept:
+            base_git = BASE_GIT if prepared.tree else await patch.prepare_capture(sandbox)
+            record = BootRecord(
+                identity=sandbox.identity,
+                provider=provider.name,
+                host=self.services.host,
+                booted_at=time.time(),
+                seconds=time.time() - started,
+                base_git=base_git,
+            )
+            folder = keys.attempt(request, attempt.attempt)
+            record = await checkpoints.write(self.services.store, f"{folder}/sandbox.json", record)
+            kept(record.identity == sandbox.identity)
+        return record
 
     async def _finished(self, request: RolloutRequest) -> EpisodeRef | None:
         """The episode of a graded rollout; one that failed or was cancelled is worth another try."""
@@ -164,6 +171,34 @@ class BootSandbox:
             labels=self.services.labels(request, attempt.attempt, "agent"),
             ttl_s=self.services.settings.sandbox_ttl_s,
         )
+
+
+@asynccontextmanager
+async def _kept(sandbox: Sandbox, *, if_unknown: bool) -> AsyncIterator[Callable[[bool], None]]:
+    """Kill the sandbox unless `kept` was told that it is the rollout's.
+
+    `if_unknown`: one that another try finds by its identity stays where nobody said anything.
+    """
+    fate = if_unknown
+
+    def kept(is_ours: bool) -> None:
+        nonlocal fate
+        fate = is_ours
+
+    try:
+        yield kept
+    finally:
+        if not fate:
+            await asyncio.shield(sandbox.kill())
+
+
+async def sandbox_of(services: Services, attempt: Attempt) -> str:
+    """Identity of the sandbox that this attempt's agent has, or would have."""
+    key = f"{keys.attempt(attempt.request, attempt.attempt)}/sandbox.json"
+    record = await checkpoints.read(services.store, key, BootRecord)
+    if record is not None:
+        return record.identity
+    return services.agent_identity(attempt.request, attempt.attempt)
 
 
 def _pristine_git(prepared: Prepared) -> tuple[Mount, ...]:

@@ -5,7 +5,7 @@ import signal
 
 from activities import checkpoints
 from activities.admission import Admission, grade_step
-from activities.boot_sandbox import BootRecord
+from activities.boot_sandbox import BootRecord, sandbox_of
 from activities.grade import needs_tests
 from activities.messages import AgentRun, Attempt, Captured
 from activities.services import Services
@@ -30,9 +30,10 @@ class CaptureDiff:
         if found is None:
             found = await self._take(attempt, folder)
         # Released at once after the run: grading needs the room, and gets a fresh one.
-        identity = self.services.agent_identity(attempt.request, attempt.attempt)
+        identity = await sandbox_of(self.services, attempt)
         place = await self.services.place(attempt.request, "agent")
         await self.services.provider(place.provider).kill(identity)
+        await self.services.ready.forget(identity)
         return Captured(
             size=found.size,
             files=found.files,
@@ -84,7 +85,7 @@ class CaptureDiff:
         return await checkpoints.write(self.services.store, f"{folder}/patch.json", ref)
 
     async def _attach(self, attempt: Attempt) -> Sandbox:
-        identity = self.services.agent_identity(attempt.request, attempt.attempt)
+        identity = await sandbox_of(self.services, attempt)
         try:
             place = await self.services.place(attempt.request, "agent")
             return await self.services.provider(place.provider).attach(identity)

@@ -3,6 +3,7 @@
 import contextlib
 
 from activities.admission import Admission
+from activities.boot_sandbox import sandbox_of
 from activities.messages import Attempt
 from activities.services import Services
 from activities.shell import shell
@@ -19,7 +20,9 @@ class DestroySandbox:
     async def destroy(self, attempt: Attempt) -> None:
         request = attempt.request
         number = attempt.attempt
-        await self._kill(request, "agent", self.services.agent_identity(request, number))
+        identity = await sandbox_of(self.services, attempt)
+        await self._kill(request, "agent", identity)
+        await self.services.ready.forget(identity)
         await self._kill(request, "grade", self.services.grade_identity(request, number))
         await self._close_session(attempt)
 

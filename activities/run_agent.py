@@ -6,7 +6,7 @@ import signal
 import time
 
 from activities import checkpoints
-from activities.boot_sandbox import agent_task
+from activities.boot_sandbox import agent_task, sandbox_of
 from activities.earlier_sessions import most_recorded
 from activities.messages import AgentRun, Attempt
 from activities.reach_gateway import Way, reached
@@ -58,7 +58,7 @@ class RunAgent:
 
     async def _attach(self, attempt: Attempt) -> Sandbox:
         request = attempt.request
-        identity = self.services.agent_identity(request, attempt.attempt)
+        identity = await sandbox_of(self.services, attempt)
         try:
             place = await self.services.place(request, "agent")
             return await self.services.provider(place.provider).attach(identity)

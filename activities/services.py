@@ -5,6 +5,7 @@ import functools
 from pathlib import Path
 
 from activities.hosts import host_of
+from activities.ready import ReadySandboxes
 from perdure import registry
 from perdure.agents.base import Agent
 from perdure.errors import ConfigurationError, NotFound
@@ -33,6 +34,16 @@ class Services:
     @functools.cached_property
     def store(self) -> Store:
         return open_store(self.settings)
+
+    async def close(self) -> None:
+        """What only this process keeps is given up."""
+        if "ready" in self.__dict__:
+            await self.ready.close()
+
+    @functools.cached_property
+    def ready(self) -> ReadySandboxes:
+        labels = {"app": "perdure", "owner": self.host}
+        return ReadySandboxes(self.settings, self.store, labels)
 
     @functools.cached_property
     def gateway(self) -> GatewayControl:

@@ -2,6 +2,7 @@
 
 import time
 
+from activities import ready
 from activities.admission import is_open
 from activities.messages import SweepRequest, Swept
 from activities.services import Services
@@ -38,4 +39,7 @@ class SweepSandboxes:
         workflow_id = info.labels.get("rollout")
         if workflow_id is None:
             return True  # not one of ours
+        if workflow_id.startswith(ready.OWNER):
+            taken_by = await ready.owner_of(self.services.store, workflow_id)
+            return taken_by is None or await is_open(taken_by)  # its deadline ends a ready one
         return await is_open(workflow_id)

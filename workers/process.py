@@ -40,7 +40,6 @@ log = structlog.get_logger("perdure.worker")
 async def serve(settings: Settings, stages: Sequence[str]) -> None:
     """Poll until SIGTERM or SIGINT, then hand over and return."""
     client = await connect(runtime=temporal_runtime(settings))
-    workers = _workers(client, settings, stages)
     host = host_of(settings)
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -48,6 +47,7 @@ async def serve(settings: Settings, stages: Sequence[str]) -> None:
     if "agent" in stages:
         await _ensure_reaper(client, host)
     async with contextlib.AsyncExitStack() as stack:
+        workers = _workers(client, settings, stages, stack)
         for worker in workers:
             await stack.enter_async_context(worker)
         log.info("polling", stages=list(stages), host=host, pid=os.getpid())
@@ -58,7 +58,9 @@ async def serve(settings: Settings, stages: Sequence[str]) -> None:
         await asyncio.gather(*(worker.shutdown() for worker in workers))
 
 
-def _workers(client: Client, settings: Settings, stages: Sequence[str]) -> list[Worker]:
+def _workers(
+    client: Client, settings: Settings, stages: Sequence[str], stack: contextlib.AsyncExitStack
+) -> list[Worker]:
     """Imports only what the stages need: a workflow worker loads no sandbox, grader or store."""
     workers = []
     if "workflows" in stages:
@@ -71,6 +73,7 @@ def _workers(client: Client, settings: Settings, stages: Sequence[str]) -> list[
         from workers.queues import activity_worker, queues
 
         services = Services(settings)
+        stack.push_async_callback(services.close)
         for stage in others:
             workers += [activity_worker(client, queue) for queue in queues(stage, services)]
     return workers

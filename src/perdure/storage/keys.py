@@ -52,5 +52,10 @@ def attempt(request: RolloutRequest, attempt: int) -> str:
     return f"{rollout_of(request)}/attempts/{attempt}"
 
 
+def claim(identity: str) -> str:
+    """Workflow id of the rollout that took a sandbox which was booted ahead."""
+    return f"claims/{identity}"
+
+
 def journal(session_id: str) -> str:
     return f"journal/{session_id}/"
