@@ -5,7 +5,7 @@ Talks to the shared roster and to the manager on Ray; needs no gateway that runs
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -72,7 +72,7 @@ def engines() -> None:
     "--wait/--no-wait",
     default=True,
     show_default=True,
-    help="Until every replica has sampled a token.",
+    help="Until every replica has sampled a token; Ctrl-C leaves it going.",
 )
 @ADDRESS
 @json_option
@@ -111,14 +111,25 @@ async def _up(
         say(f"Ray dashboard {connected.dashboard}")
     actor = manager.get_or_start(settings, key, connected.dashboard)
     await actor.apply.remote(plan.model_dump_json())
+    told: set[str] = set()
     while True:
         status = PoolStatus.model_validate_json(await actor.status.remote())
+        _tell(status, told)
         settled = len(status.replicas) == plan.replicas and all(
             replica.engine or replica.state == "given up" for replica in status.replicas
         )
         if settled or not wait:
             return status
         await asyncio.sleep(0.5)
+
+
+def _tell(status: "PoolStatus", told: set[str]) -> None:
+    """What is new of replicas that are not ready: a start may take minutes, or wait for a node."""
+    for one in status.replicas:
+        line = f"replica {one.index} {one.state}{f': {one.reason}' if one.reason else ''}"
+        if not one.engine and line not in told:
+            told.add(line)
+            say(line)
 
 
 def _plan(settings: Settings, model: str, wishes: dict[str, Any]) -> "EnginePlan":
@@ -157,14 +168,18 @@ def _guard(settings: Settings, listen: str) -> "Guard | None":
 
 @engines.command()
 @ADDRESS
-def down(ray_address: str) -> None:
+@json_option
+def down(ray_address: str, as_json: bool) -> None:
     """End all replicas, and the Ray node that `up` started. Engines that were added stay known."""
     settings = config.load_settings()
     asyncio.run(_down(settings, ray_address))
     from perdure.serving import cluster
 
-    cluster.stop_local(settings)
-    click.echo("No replicas run.")
+    ended = cluster.stop_local(settings)
+    if as_json:
+        answer({"replicas": 0, "ended_ray_node": ended})
+    else:
+        click.echo("No replicas run.")
 
 
 async def _down(settings: Settings, address: str) -> None:
@@ -212,6 +227,8 @@ def list_(as_json: bool) -> None:
         click.echo(f"No engines: {me()} engines add URL, or {me()} engines up --model M")
     if status.replicas:
         _print_status(status, False)
+    if known:
+        click.echo(f"Their metrics {settings.gateway_base_url}/metrics (perdure_engine_*)")
 
 
 def _print_status(status: "PoolStatus", as_json: bool) -> None:
@@ -227,8 +244,9 @@ def _print_status(status: "PoolStatus", as_json: bool) -> None:
 @engines.command()
 @click.argument("url")
 @click.option("--weight", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True)
+@click.option("--kind", type=click.Choice(["vllm", "sglang"]), default="vllm", show_default=True)
 @json_option
-def add(url: str, weight: float, as_json: bool) -> None:
+def add(url: str, weight: float, kind: Literal["vllm", "sglang"], as_json: bool) -> None:
     """Let an engine that runs elsewhere take sessions; again: with another weight."""
     from perdure.errors import ConfigurationError
     from perdure.serving.registration import add_engine
@@ -236,7 +254,7 @@ def add(url: str, weight: float, as_json: bool) -> None:
     settings = config.load_settings()
     model = settings.engine_model or "policy"
     try:
-        record = asyncio.run(add_engine(_roster(settings), url, model, weight))
+        record = asyncio.run(add_engine(_roster(settings), url, model, weight, kind))
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
     if as_json:
@@ -254,22 +272,30 @@ def add(url: str, weight: float, as_json: bool) -> None:
     show_default=True,
     help="Seconds for what it still has.",
 )
-def drain(name: str, deadline: float) -> None:
+@json_option
+def drain(name: str, deadline: float, as_json: bool) -> None:
     """Give it nothing new; what it has at the deadline goes on elsewhere. A replica is replaced."""
     from perdure.serving.registration import drain_engine
 
-    asyncio.run(drain_engine(_roster(config.load_settings()), name, deadline))
-    click.echo(f"{name} drains for at most {deadline:g} s.")
+    record = asyncio.run(drain_engine(_roster(config.load_settings()), name, deadline))
+    if as_json:
+        answer(record.model_dump(mode="json"))
+    else:
+        click.echo(f"{name} drains for at most {deadline:g} s.")
 
 
 @engines.command()
 @NAME
-def remove(name: str) -> None:
+@json_option
+def remove(name: str, as_json: bool) -> None:
     """Take it out now; its calls go on elsewhere. A replica is replaced."""
     from perdure.serving.registration import remove_engine
 
     asyncio.run(remove_engine(_roster(config.load_settings()), name))
-    click.echo(f"{name} is out.")
+    if as_json:
+        answer({"removed": name})
+    else:
+        click.echo(f"{name} is out.")
 
 
 @engines.command()
@@ -286,6 +312,7 @@ def logs(replica: int, lines: int, ray_address: str) -> None:
 async def _tail(settings: Settings, replica: int, address: str) -> bytes:
     from perdure.errors import NotFound
     from perdure.serving import cluster
+    from perdure.serving.registration import PoolStatus
 
     cluster.connect(settings, address, start=False)
     from perdure.serving import manager
@@ -293,6 +320,9 @@ async def _tail(settings: Settings, replica: int, address: str) -> bytes:
     actor = manager.find(_roster_key(settings))
     if actor is None:
         raise NotFound(f"no replicas: `{me()} engines up --model M` starts some")
+    status = PoolStatus.model_validate_json(await actor.status.remote())
+    if replica not in {one.index for one in status.replicas}:
+        raise NotFound(f"no replica {replica}: `{me()} engines list` numbers them")
     said: bytes = await actor.tail.remote(replica)
     return said
 

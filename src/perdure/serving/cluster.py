@@ -23,6 +23,8 @@ ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else Ray uploads the folder and builds it anew, each time
     "RAY_AUTH_MODE": "disabled",  # unset, Ray writes a token that later starts on this host demand
 }
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Else Ray takes the host's address in place of loopback, and listens on all of them, unguarded."""
 START_S = 120.0
 OBJECT_STORE_BYTES = 80 << 20
 """Nothing of ours goes through it."""
@@ -47,12 +49,14 @@ def connect(settings: Settings, address: str = "", *, start: bool = True) -> Con
 
     Raises: MissingDependency; ConfigurationError when there is none or it cannot be reached.
     """
+    given = address or os.environ.get("RAY_ADDRESS", "")
     set_environment()
+    if not given:
+        os.environ.update(LOOPBACK_ONLY)  # read when Ray is imported
     try:
         import ray
     except ImportError:
         raise MissingDependency("engines on Ray need Ray: pip install 'perdure[serving]'") from None
-    given = address or os.environ.get("RAY_ADDRESS", "")
     found = given or _running(settings) or (start_local(settings) if start else "")
     if not found:
         raise ConfigurationError(
@@ -92,7 +96,7 @@ def start_local(settings: Settings) -> str:
             stdout=file,
             stderr=file,
             start_new_session=True,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **LOOPBACK_ONLY},
         )
     address = f"{LOOPBACK}:{port}"
     end = time.monotonic() + START_S
@@ -117,7 +121,7 @@ def stop_local(settings: Settings) -> bool:
     state = _state(settings)
     if state is None:
         return False
-    ours = _of_node(state["pid"])
+    ours = process_tree(state["pid"])
     _send([state["pid"]], signal.SIGTERM)  # `ray start --block` ends what it started
     end = time.monotonic() + 20.0
     while any(_alive(pid, born) for pid, born in ours.items()) and time.monotonic() < end:
@@ -144,7 +148,7 @@ def _state_file(settings: Settings) -> Path:
     return settings.home.absolute() / "run" / "ray.json"
 
 
-def _of_node(root: int) -> dict[int, int]:
+def process_tree(root: int) -> dict[int, int]:
     """The process and all below it, with their start times."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*"):

@@ -305,6 +305,8 @@ class EngineManager:
         generation = await self._pool.reserve_generation()
         taken = [one.boot.node or one.boot.target for one in self._slots.values() if one.boot]
         target = await asyncio.to_thread(placement.emptiest, plan, taken, seen.draining)
+        if target is None:
+            slot.reason = f"no node has {placement.room(plan)} for one replica"
         name = f"{self._prefix}-{slot.index}-g{generation}"
         placed = await asyncio.to_thread(placement.place, plan, name, generation, target)
         slot.boot = Boot(slot.index, generation, placed, target or "")

@@ -123,6 +123,11 @@ def bundle(plan: EnginePlan) -> dict[str, float]:
     return {name: amount for name, amount in wanted.items() if amount} or {"CPU": 0.001}
 
 
+def room(plan: EnginePlan) -> str:
+    """For people: `8 GPU and 1 CPU`."""
+    return " and ".join(f"{amount:g} {name}" for name, amount in reversed(bundle(plan).items()))
+
+
 def emptiest(plan: EnginePlan, taken: Iterable[str], draining: Mapping[str, int]) -> str | None:
     """The node that can hold the replica and has the fewest; replicas spread as nodes come."""
     needed, used = bundle(plan), Counter(taken)
