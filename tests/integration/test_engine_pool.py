@@ -15,6 +15,7 @@ import pytest
 
 from perdure.episodes.turns import decode
 from perdure.gateway.base import Completion, control_token
+from perdure.gateway.engines.leases import Capacity
 from perdure.gateway.engines.pool import EnginePool, EngineSpec, Seat
 from perdure.gateway.engines.wire import new_client
 from perdure.gateway.tokenizers import load_tokenizer
@@ -280,15 +281,20 @@ async def test_a_drain_moves_what_is_left_at_its_deadline(client: httpx.AsyncCli
     assert len(completion.engines) == 2
 
 
+class Fixed(Capacity):
+    """A number of agents that stays."""
+
+    def observe(self, *_: object, **__: object) -> None:
+        """Whatever the engine says."""
+
+
 async def test_a_call_waits_for_room_and_is_never_refused(client: httpx.AsyncClient) -> None:
     """Short of capacity an agent sees a slow answer."""
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
         await ready(pool, 1)
         (seat,) = pool.seats.values()
-        seat.capacity.ceiling = 1.0
-        await until(lambda: seat.capacity.agents <= 2)
+        seat.capacity = Fixed(agents=1)
         first = await ask(pool, "a")
-        seat.capacity.agents = 1
         second = ask(pool, "b")
         await until(lambda: pool.waiting)
         pool.leases.release("a")
