@@ -16,13 +16,16 @@ import httpx
 from benchmarks.gateway_cost.agent import Agent
 from perdure.gateway.base import NO_LABELS, Completion, Engine, ModelRequest, SessionSpec
 from perdure.gateway.dialects import anthropic
+from perdure.gateway.engines.salvage import Salvage
 from perdure.gateway.journal import LocalJournal
 from perdure.gateway.metrics import Metrics
+from perdure.gateway.partials import Partials
+from perdure.gateway.partials_shelf import LocalShelf
 from perdure.gateway.sessions import Sessions
 from perdure.gateway.tokenizers import load_format
 from perdure.gateway.turns import Asked
 from perdure.storage.local import LocalStore
-from perdure.types import FinishReason, Sampling
+from perdure.types import EngineSpan, FinishReason, Sampling
 
 Costs = dict[int, float]
 
@@ -42,6 +45,8 @@ class Instant:
         session_id: str,
         request_id: str,
         labels: Mapping[str, str] = NO_LABELS,
+        salvage: Salvage | None = None,
+        last: EngineSpan | None = None,
     ) -> Completion:
         self.prompt_tokens = len(prompt_ids)
         return Completion(self.ids, [-0.5] * len(self.ids), FinishReason.STOP, (), "instant")
@@ -59,7 +64,9 @@ async def measure(answer_ids: list[int], sizes: Sequence[int], turns: int) -> tu
     with tempfile.TemporaryDirectory(prefix="pd-") as folder:
         home = Path(folder)
         journal = LocalJournal(home / "journal")
-        sessions = Sessions(journal, engine, model_format, LocalStore(home / "store"), Metrics())
+        partials = Partials(LocalShelf(home / "journal"))
+        store = LocalStore(home / "store")
+        sessions = Sessions(journal, engine, model_format, store, Metrics(), partials=partials)
         rules = Sampling(max_context_tokens=1 << 20)
         await sessions.open(SessionSpec(session_id="s", turns_key="t.parquet", sampling=rules))
         spent = _timed_prompts(sessions)

@@ -27,8 +27,11 @@ from perdure.gateway.base import (
     SessionSpec,
 )
 from perdure.gateway.chains import bridge
+from perdure.gateway.engines.salvage import Salvage
 from perdure.gateway.journal import LocalJournal
 from perdure.gateway.metrics import Metrics
+from perdure.gateway.partials import Partials
+from perdure.gateway.partials_shelf import LocalShelf
 from perdure.gateway.prompt_ids import PromptIds
 from perdure.gateway.records import PLACEHOLDER, turn_records, turns_of
 from perdure.gateway.sessions import Sessions
@@ -36,7 +39,7 @@ from perdure.gateway.tokenizers import Format, load_format
 from perdure.gateway.turns import abandonable
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import Policy, logprob
-from perdure.types import FinishReason, Purpose, Sampling, Turn
+from perdure.types import EngineSpan, FinishReason, Purpose, Sampling, Turn
 
 FORMAT = load_format("qwen3")
 POLICY = Policy(FORMAT.tokenizer, {})
@@ -71,6 +74,8 @@ class Speaker:
         session_id: str,
         request_id: str,
         labels: Mapping[str, str] = NO_LABELS,
+        salvage: Salvage | None = None,
+        last: EngineSpan | None = None,
     ) -> Completion:
         if isinstance(prompt_ids, PromptIds):  # the text that an engine is sent
             assert json.loads(b"[" + prompt_ids.text + b"]") == list(prompt_ids)
@@ -96,7 +101,10 @@ class Process:
         self.store = LocalStore(folder / "store")
         self.metrics = Metrics()
         engines: Any = speaker
-        self.sessions = Sessions(self.journal, engines, model_format, self.store, self.metrics)
+        partials = Partials(LocalShelf(folder / "journal"))
+        self.sessions = Sessions(
+            self.journal, engines, model_format, self.store, self.metrics, partials=partials
+        )
 
     async def ask(self, messages: list[Message], session: str = "s", **fields: Any) -> Answer:
         return await self.sessions.complete(session, _request(messages, **fields))

@@ -15,14 +15,17 @@ from benchmarks.capture.recordings import answer_ids
 from perdure.episodes.segments import cut
 from perdure.gateway.base import NO_LABELS, Completion, Engine, ModelRequest, SessionSpec
 from perdure.gateway.dialects import anthropic
+from perdure.gateway.engines.salvage import Salvage
 from perdure.gateway.journal import LocalJournal
 from perdure.gateway.metrics import Metrics
+from perdure.gateway.partials import Partials
+from perdure.gateway.partials_shelf import LocalShelf
 from perdure.gateway.records import turn_records, turns_of
 from perdure.gateway.sessions import Sessions
 from perdure.gateway.tokenizers import load_format
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import logprob
-from perdure.types import FinishReason, Sampling, Turn
+from perdure.types import EngineSpan, FinishReason, Sampling, Turn
 
 RECORDINGS = Path(__file__).parents[3] / "shared" / "data" / "trajectories" / "claude_code"
 FORMAT = load_format("qwen3")
@@ -43,6 +46,8 @@ class Speaker:
         session_id: str,
         request_id: str,
         labels: Mapping[str, str] = NO_LABELS,
+        salvage: Salvage | None = None,
+        last: EngineSpan | None = None,
     ) -> Completion:
         ids = self.next
         self.seen.append((tuple(prompt_ids), tuple(ids)))
@@ -83,7 +88,9 @@ async def _play(name: str, folder: Path) -> Played:
     journal = LocalJournal(folder / "journal")
     speaker = Speaker()
     engines: Any = speaker
-    sessions = Sessions(journal, engines, FORMAT, LocalStore(folder / "store"), Metrics())
+    partials = Partials(LocalShelf(folder / "journal"))
+    store = LocalStore(folder / "store")
+    sessions = Sessions(journal, engines, FORMAT, store, Metrics(), partials=partials)
     await sessions.open(SPEC)
     minted: dict[str, str] = {}
     for recorded in _requests(name):

@@ -38,6 +38,7 @@ from perdure.gateway.dialects import anthropic, openai_chat, openai_responses
 from perdure.gateway.dialects.base import Call, Dialect
 from perdure.gateway.engines.choose import Engines, check_engine_settings
 from perdure.gateway.engines.wire import new_client
+from perdure.gateway.journal_choice import open_partials
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.sessions import Sessions
 from perdure.gateway.tokenizers import load_format
@@ -106,11 +107,13 @@ def create_app(
         async with new_client() as client:
             roster, keys = StoredRoster(store, roster_key(secret)), engine_keys(secret)
             engines = Engines(settings, client, roster, guard_key=keys.data)
-            sessions = Sessions(journal, engines, model_format, store, metrics)
+            partials = open_partials(settings, store)
+            sessions = Sessions(journal, engines, model_format, store, metrics, partials=partials)
             app.state.gateway = Gateway(settings, secret, sessions, engines, metrics, patience)
             try:
                 yield
             finally:
+                await partials.aclose()
                 await engines.aclose()
 
     return Starlette(

@@ -24,6 +24,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 from pydantic import Field, StringConstraints
 
 from perdure.errors import Boundary, PerdureError
+from perdure.gateway.engines.salvage import Salvage
 from perdure.types import EngineSpan, FinishReason, Frozen, Purpose, Sampling, VersionSpan
 
 SESSION_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,239}$"
@@ -179,8 +180,12 @@ class TokenEngine(Protocol):
         session_id: str,
         request_id: str,
         labels: Mapping[str, str] = NO_LABELS,
+        salvage: Salvage | None = None,
+        last: EngineSpan | None = None,
     ) -> Completion:
         """`labels`: those of the session; `group` and `run` decide where it is placed and queued.
+        `salvage`: where the completion grows, with what an earlier try had of it. `last`: where
+        another process had the session.
 
         Raises: GatewayUnavailable (nothing usable came back; ask again), Refused.
         """

@@ -260,6 +260,11 @@ class Tree:
             return node
         return None if node.acknowledged or node.repeats >= MOST_REPEATS else node
 
+    def newest(self, chain: str, digest: str) -> int:
+        """Index of the newest turn that answered this very request; -1 when none did."""
+        node = self._requests.get((chain, digest))
+        return -1 if node is None else node.index
+
     @property
     def chains(self) -> int:
         return len(self._newest)

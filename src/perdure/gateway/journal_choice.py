@@ -1,4 +1,4 @@
-"""Which journal the settings ask for."""
+"""Which journal the settings ask for, and where the turns in flight lie beside it."""
 
 from pathlib import Path
 
@@ -7,6 +7,8 @@ from perdure.gateway.journal import LocalJournal
 from perdure.gateway.journal_mirror import MirroredJournal
 from perdure.gateway.journal_parts import Parts
 from perdure.gateway.journal_store import StoreJournal
+from perdure.gateway.partials import Partials
+from perdure.gateway.partials_shelf import LocalShelf, StoreShelf
 from perdure.settings import Settings
 from perdure.storage.base import Store
 
@@ -24,3 +26,8 @@ def open_journal(settings: Settings, store: Store) -> Journal:
     if settings.gateway_durability == "store":
         return StoreJournal(parts, MirroredJournal(local, parts).adopt)
     return local if store.url.startswith("file:") else MirroredJournal(local, parts)
+
+
+def open_partials(settings: Settings, store: Store) -> Partials:
+    in_store = settings.gateway_durability == "store"
+    return Partials(StoreShelf(store) if in_store else LocalShelf(folder(settings)))

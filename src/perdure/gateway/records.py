@@ -67,9 +67,9 @@ def to_journal(record: TurnRecord) -> dict[str, Any]:
     fields = dict(vars(record))
     fields.update(
         kind=TURN,
-        prompt=_pack(record.prompt),
-        completion=_pack(record.completion),
-        logprobs=_pack(record.logprobs),
+        prompt=pack(record.prompt),
+        completion=pack(record.completion),
+        logprobs=pack(record.logprobs),
         versions=[[span.version, span.start, span.end] for span in record.versions],
         engines=[span.model_dump() for span in record.engines],
         answer=asdict(record.answer),
@@ -83,9 +83,9 @@ def from_journal(fields: dict[str, Any]) -> TurnRecord:
     known.update(
         purpose=Purpose(fields["purpose"]),
         echo_changes=tuple(fields["echo_changes"]),
-        prompt=_unpack("i", fields["prompt"]),
-        completion=_unpack("i", fields["completion"]),
-        logprobs=_unpack("d", fields["logprobs"]),
+        prompt=unpack("i", fields["prompt"]),
+        completion=unpack("i", fields["completion"]),
+        logprobs=unpack("d", fields["logprobs"]),
         versions=tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in fields["versions"]),
         engines=tuple(EngineSpan(**span) for span in fields["engines"]),
         finish_reason=FinishReason(fields["finish_reason"]),
@@ -94,12 +94,12 @@ def from_journal(fields: dict[str, Any]) -> TurnRecord:
     return TurnRecord(**known)
 
 
-def _pack(values: "array[Any]") -> str:
+def pack(values: "array[Any]") -> str:
     """Little-endian int32 or float64, as base64."""
     return base64.b64encode(_little_endian(values)).decode("ascii")
 
 
-def _unpack(code: str, text: str) -> "array[Any]":
+def unpack(code: str, text: str) -> "array[Any]":
     values = array(code)
     values.frombytes(base64.b64decode(text))
     return _little_endian(values)

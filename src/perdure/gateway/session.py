@@ -14,6 +14,7 @@ from perdure.gateway.canonical import Rolled, ToolDigests
 from perdure.gateway.chains import Node, Tree
 from perdure.gateway.records import CLOSED, SEALED, STALE, TURN, TurnRecord, from_journal
 from perdure.gateway.replay import Recording
+from perdure.types import EngineSpan
 
 CallKey = tuple[str, str]
 """Chain and request digest."""
@@ -63,6 +64,8 @@ class Session:
     sealing: bool = False
     sealed: bool = False
     closed: bool = False
+    elsewhere: EngineSpan | None = None
+    """Where another process sampled its newest turn: its KV cache is there."""
     too_stale: str = ""
     """Why its calls are refused, in every gateway process, once one was."""
     commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -87,7 +90,9 @@ class Session:
         """Take over one journal record that this process did not just write."""
         self.position += 1
         if record["kind"] == TURN:
-            self.apply(from_journal(record))
+            turn = from_journal(record)
+            self.apply(turn)
+            self.elsewhere = turn.engines[-1] if turn.engines else None
         elif record["kind"] == SEALED:
             self.sealed = True
         elif record["kind"] == CLOSED:

@@ -32,6 +32,7 @@ from perdure.gateway.canonical import ToolDigests
 from perdure.gateway.chains import Node, Place, Tree
 from perdure.gateway.engines.choose import Engines
 from perdure.gateway.metrics import Metrics
+from perdure.gateway.partials import Partials
 from perdure.gateway.records import (
     CLOSED,
     OPEN,
@@ -71,11 +72,14 @@ class Sessions:
         model_format: Format,
         store: Store,
         metrics: Metrics,
+        *,
+        partials: Partials,
     ) -> None:
+        self._partials = partials
         self._journal = journal
         self._store = store
         self._metrics = metrics
-        self._maker = TurnMaker(model_format, engines, metrics)
+        self._maker = TurnMaker(model_format, engines, metrics, partials)
         self._tool_digests = ToolDigests()
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._loading = asyncio.Lock()
@@ -127,6 +131,7 @@ class Sessions:
                 await self._seal(session)
                 await self._store.put(session.spec.turns_key, await self._turns(session_id))
                 await self._mark(session, CLOSED)
+                self._partials.left(session_id)
                 session.forget()
             return session.summary()
 
@@ -314,7 +319,9 @@ class Sessions:
         asked = Asked(session, request, place, arrived)
         recorded = self._replayable(asked)
         if recorded is None:
-            return await self._commit(asked, known, await self._sampled(asked))
+            answer = await self._commit(asked, known, await self._sampled(asked))
+            self._partials.done(session.spec.session_id, asked.call)
+            return answer
         try:
             return await self._commit(asked, known, replayed(asked, recorded))
         except BaseException:
@@ -361,6 +368,7 @@ class Sessions:
                         return node.answer
             session.position += 1
             node = session.apply(record, asked.place.rolled)
+            session.elsewhere = None
         self._count(node, record)
         return record.answer
 

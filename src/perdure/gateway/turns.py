@@ -10,7 +10,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -21,6 +21,7 @@ from perdure.gateway.canonical import Message
 from perdure.gateway.chains import Miss, Place, bridge, common_ids
 from perdure.gateway.engines.choose import Engines
 from perdure.gateway.metrics import Metrics
+from perdure.gateway.partials import Name, Partials, Wanted, call_name
 from perdure.gateway.prompt_ids import PromptIds
 from perdure.gateway.records import TurnRecord
 from perdure.gateway.replay import Recorded
@@ -49,14 +50,22 @@ class Asked:
     place: Place
     arrived: float
 
+    @property
+    def call(self) -> str:
+        """The call's name, also when it is repeated at another process."""
+        return call_name(self.request.chain, self.place.digests.exact)
+
 
 class TurnMaker:
     """Makes the record of one turn, still to be committed."""
 
-    def __init__(self, model_format: Format, engines: Engines, metrics: Metrics) -> None:
+    def __init__(
+        self, model_format: Format, engines: Engines, metrics: Metrics, partials: Partials
+    ) -> None:
         self._format = model_format
         self._engines = engines
         self._metrics = metrics
+        self._partials = partials
         self._stop_ids = list(model_format.renderer.get_stop_token_ids())
 
     async def sampled(self, asked: Asked) -> TurnRecord:
@@ -78,17 +87,21 @@ class TurnMaker:
         session, request, turn_id = asked.session, asked.request, new_turn_id(asked.session)
         prompt, miss = await self._prompt(asked)
         sampling = token_sampling(session.spec.sampling, request, len(prompt), self._stop_ids)
+        partial = await self._partials.begin(_wanted(asked, turn_id, prompt, sampling))
         started = time.monotonic()
-        completion = await abandonable(
-            session,
-            engine.generate(
-                prompt,
-                sampling,
-                session_id=session.spec.session_id,
-                request_id=turn_id,
-                labels=session.spec.labels,
-            ),
-        )
+        with self._partials.kept(partial):
+            completion = await abandonable(
+                session,
+                engine.generate(
+                    prompt,
+                    sampling,
+                    session_id=session.spec.session_id,
+                    request_id=turn_id,
+                    labels=session.spec.labels,
+                    salvage=partial.salvage,
+                    last=session.elsewhere,
+                ),
+            )
         engine_seconds = time.monotonic() - started
         read = read_completion(self._format, request, prompt, completion, turn_id)
         return _record(asked, _Made(turn_id, prompt, completion, read, miss, engine_seconds))
@@ -145,6 +158,14 @@ class TurnMaker:
         reason = FinishReason.LENGTH if cut else FinishReason.STOP
         nothing = Completion(array("i"), array("d"), reason, (), name)
         return _record(asked, _Made(turn_id, array("i"), nothing, read, None, engine_seconds))
+
+
+def _wanted(asked: Asked, turn_id: str, prompt: PromptIds, sampling: dict[str, Any]) -> Wanted:
+    session, request, digest = asked.session, asked.request, asked.place.digests.exact
+    assert session.tree is not None
+    name = Name(session.spec.session_id, asked.call, turn_id.rpartition("-")[2])
+    turns, answered = len(session.tree.nodes), session.tree.newest(request.chain, digest)
+    return Wanted(name, prompt, sampling, turns, answered)
 
 
 def replayed(asked: Asked, recorded: Recorded) -> TurnRecord:

@@ -17,11 +17,11 @@ import structlog
 
 from perdure.errors import Boundary, GatewayUnavailable, NotFound, PerdureError
 from perdure.gateway.base import NO_LABELS, TOO_STALE, Completion, Refused
-from perdure.gateway.engines.leases import Capacity, Leases, Place
+from perdure.gateway.engines.leases import Boot, Capacity, Leases, Place
 from perdure.gateway.engines.queueing import FairQueue
-from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.engines.versions import Versions
+from perdure.gateway.engines.salvage import Salvage, resumable
 from perdure.gateway.engines.sglang import SglangEngine
+from perdure.gateway.engines.versions import Versions
 from perdure.gateway.engines.vllm import Ask, Break, Broken, VllmEngine
 from perdure.gateway.engines.wire import FIRST_PAUSE_S, LONGEST_PAUSE_S, engine_name
 from perdure.gateway.prompt_ids import PromptIds
@@ -30,7 +30,7 @@ from perdure.serving.control_plane import PROBE_S, EngineControl
 from perdure.serving.roster import Change, Roster, SharedRoster
 from perdure.serving.sglang_control import SglangControl
 from perdure.serving.state import EngineRecord, EngineState, name_of, root_of
-from perdure.types import FinishReason
+from perdure.types import EngineSpan, FinishReason
 
 POLL_S = 1.0
 """How old a gateway's picture of the roster may be, and how often it looks at its engines."""
@@ -44,17 +44,6 @@ FIRST_LOOK_S = 0.05
 """A pool that was just made is given the time to ask its engines once."""
 MOST_MOVES = 50
 """Engines that one call may lose before it is given up."""
-NOT_RESUMABLE: Mapping[str, tuple[Any, ...]] = {
-    "stop": ([], ()),
-    "min_tokens": (0,),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "structured_outputs": (),
-    "logit_bias": ({},),
-}
-"""Sampling fields that look back at what was sampled, with the values at which they do not: salvaged
-tokens would count as prompt, so such a completion is begun anew."""
 
 SPEAKS: Mapping[str, tuple[type[VllmEngine] | type[SglangEngine], type[EngineControl]]] = {
     "vllm": (VllmEngine, EngineControl),
@@ -82,13 +71,6 @@ class Running:
     seen: int = 0
     progress: float = 0.0
     evicted: Broken | None = None
-    trusted: int | None = None
-    """Tokens from before somebody began to change the engine's weights."""
-
-    def distrust(self) -> None:
-        """The weights turned out wrong: nothing that they sampled is kept."""
-        if self.trusted is not None:
-            self.salvage.cut(self.trusted)
 
     def evict(self, why: Broken) -> None:
         self.evicted = self.evicted or why
@@ -321,12 +303,15 @@ class EnginePool:
             )
         if record.held_by and not before.held_by:
             for call in list(seat.running):
-                call.trusted = len(call.salvage.ids)
+                call.salvage.doubt()
                 if not call.versions.allow(record.coming):
                     call.evict(Broken(Break.ABORTED, "its group is held to older weights"))
         if record.condemned and not before.condemned:
             for call in seat.running:
-                call.distrust()
+                call.salvage.distrust()
+        elif before.held_by and record.serves:
+            for call in seat.running:
+                call.salvage.trust()
         if record.generation != before.generation or record.state is EngineState.DEAD:
             # Whatever it still says belongs to a boot that is over.
             _evict(seat, Broken(Break.FENCED, f"generation {before.generation} is over"))
@@ -388,14 +373,23 @@ class EnginePool:
         session_id: str,
         request_id: str,
         labels: Mapping[str, str] = NO_LABELS,
+        salvage: Salvage | None = None,
+        last: EngineSpan | None = None,
     ) -> Completion:
         """One whole completion; its spans say which engine and version gave which tokens.
 
-        Waits while there is no room. Raises: GatewayUnavailable when for `patience_s` no engine was
-        usable, Refused.
+        `salvage`: what an earlier try had sampled of it; it goes on from there. `last`: where another
+        process had the session. Waits while there is no room. Raises: GatewayUnavailable when for
+        `patience_s` no engine was usable, Refused.
         """
         await self.start()
-        call = _Call(prompt_ids, sampling, session_id, request_id, labels)
+        call = _Call(prompt_ids, sampling, session_id, request_id, labels, salvage or Salvage())
+        if (taken_over := call.salvage.ids) and call.salvage.engines:
+            last = call.salvage.engines[-1]
+            self._went_on(len(taken_over))
+            if (ended := call.ended()) is not None:
+                return call.completion(ended, last.engine)
+        call.last = self._boot_of(last)
         while True:
             seat = await self._seated(call)
             try:
@@ -407,6 +401,19 @@ class EnginePool:
                     continue
                 reason = ended
             return call.completion(reason, seat.engine.name)
+
+    def _boot_of(self, span: EngineSpan | None) -> Boot | None:
+        if span is None:
+            return None
+        names = (
+            seat.record.name for seat in self._seats.values() if seat.engine.name == span.engine
+        )
+        name = next(names, None)
+        return None if name is None else Boot(name, span.generation)
+
+    def _went_on(self, tokens: int) -> None:
+        self.resumed += 1
+        self.salvaged_tokens += tokens
 
     async def _seated(self, call: "_Call") -> Seat:
         """An engine that is ready and has room for the session."""
@@ -444,11 +451,12 @@ class EnginePool:
         ]
         if not places:
             return False
-        lease = self.leases.take(call.session_id, call.group, places, call.avoid)
+        lease = self.leases.take(call.session_id, call.group, places, call.avoid, call.last)
         if lease is None and self.leases.reclaim(places):
-            lease = self.leases.take(call.session_id, call.group, places, call.avoid)
+            lease = self.leases.take(call.session_id, call.group, places, call.avoid, call.last)
         if lease is None:
             return False
+        call.last = None
         call.seat = self._seats[lease.engine]
         self.leases.use(call.session_id, call.length)
         return True
@@ -525,8 +533,8 @@ class EnginePool:
             problem=str(broken),
             salvaged=len(call.salvage.ids),
         )
-        self.resumed += bool(call.gained)
-        self.salvaged_tokens += call.gained
+        if call.gained:
+            self._went_on(call.gained)
         if broken.kind is Break.LOST:
             await self._doubt(seat, EngineState.SUSPECT, str(broken))
         elif broken.kind is Break.FENCED and seat.record.serves:
@@ -558,7 +566,9 @@ class _Call:
     session_id: str
     request_id: str
     labels: Mapping[str, str]
-    salvage: Salvage = field(default_factory=Salvage)
+    salvage: Salvage
+    last: Boot | None = None
+    """Where another process had the session."""
     seat: Seat | None = None
     avoid: set[str] = field(default_factory=set)
     moves: int = 0
@@ -599,11 +609,15 @@ class _Call:
         self.moves += 1
         self.avoid = {seat.record.name}
         self.gained = self.salvage.part
-        if not _resumable(self.sampling):
+        if not resumable(self.sampling):
             self.salvage.cut()
             self.gained = 0
         if self.gained:
             self._since, self._pause = time.monotonic(), FIRST_PAUSE_S
+        return self.ended()
+
+    def ended(self) -> FinishReason | None:
+        """The finish reason that nobody said, when nothing more may be sampled."""
         ids = self.salvage.ids
         if ids and ids[-1] in self.sampling.get("stop_token_ids", ()):
             return FinishReason.STOP
@@ -629,13 +643,6 @@ class _Call:
             engine,
             tuple(salvage.engines),
         )
-
-
-def _resumable(sampling: Mapping[str, Any]) -> bool:
-    return all(
-        sampling.get(name) is None or sampling[name] in neutral
-        for name, neutral in NOT_RESUMABLE.items()
-    )
 
 
 def _version_now(seat: Seat, begun: EngineRecord) -> int | None:

@@ -1,11 +1,24 @@
 """What has been sampled of a turn so far, by which engine and policy version, token by token."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from perdure.types import EngineSpan, VersionSpan
+
+NOT_RESUMABLE: Mapping[str, tuple[Any, ...]] = {
+    "stop": ([], ()),
+    "min_tokens": (0,),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "structured_outputs": (),
+    "logit_bias": ({},),
+}
+"""Sampling fields that look back at what was sampled, with the values at which they do not: salvaged
+tokens would count as prompt, so such a completion is begun anew."""
 
 
 @dataclass
@@ -24,10 +37,14 @@ class Salvage:
     _versions: list[int | None] = field(default_factory=list)
     _engine: tuple[str, int] = ("", 0)
     _begun: int = 0
+    _doubted: int | None = None
+    reports: int = 0
+    """How often an engine said itself what its versions were."""
 
     def begin(self, engine: str, generation: int) -> None:
         """What follows comes from this engine."""
         self._engine, self._begun = (engine, generation), len(self.ids)
+        self._doubted = None
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
         """`version`: the one known while these arrived."""
@@ -44,6 +61,7 @@ class Salvage:
 
     def report(self, spans: Sequence[VersionSpan]) -> None:
         """The engine's own word on its part of the completion, counted from where it began."""
+        self.reports += bool(spans)
         for span in spans:
             at = slice(self._begun + span.start, self._begun + span.end)
             self._versions[at] = [span.version] * (span.end - span.start)
@@ -54,6 +72,40 @@ class Salvage:
         kept = [span for span in self.engines if span.start < length]
         self.engines = [s.model_copy(update={"end": min(s.end, length)}) for s in kept]
 
+    def doubt(self) -> None:
+        """Somebody begins to change the weights of the engine at work: what follows may be wrong."""
+        self._doubted = len(self.ids)
+
+    def trust(self) -> None:
+        """The new weights are right."""
+        self._doubted = None
+
+    def distrust(self) -> None:
+        """The new weights are wrong: nothing that they sampled is kept."""
+        if self._doubted is not None:
+            self.cut(self._doubted)
+
+    @property
+    def sure(self) -> int:
+        """Tokens that no doubt is about."""
+        return len(self.ids) if self._doubted is None else min(self._doubted, len(self.ids))
+
+    def restore(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        engines: Sequence[EngineSpan],
+        told: int,
+        versions: Sequence[VersionSpan],
+    ) -> None:
+        """Add what was written down elsewhere: all its engines, and its versions from `told` on."""
+        self.ids.extend(ids)
+        self.logprobs.extend(logprobs)
+        self.engines = list(engines)
+        self._versions[told:] = [None] * (len(self.ids) - told)
+        for span in versions:
+            self._versions[span.start : span.end] = [span.version] * (span.end - span.start)
+
     @property
     def part(self) -> int:
         """Tokens of the engine at work."""
@@ -62,10 +114,22 @@ class Salvage:
     @property
     def versions(self) -> list[VersionSpan]:
         """Runs of one version; tokens whose version nobody knows are in none."""
-        spans, start = [], 0
-        for version, run in groupby(self._versions):
+        return self.versions_of(0, len(self.ids))
+
+    def versions_of(self, start: int, end: int) -> list[VersionSpan]:
+        """Those of some of the tokens."""
+        spans = []
+        for version, run in groupby(self._versions[start:end]):
             end = start + len(list(run))
             if version is not None:
                 spans.append(VersionSpan(version=version, start=start, end=end))
             start = end
         return spans
+
+
+def resumable(sampling: Mapping[str, Any]) -> bool:
+    """Whether a completion may go on from what was sampled of it."""
+    return all(
+        sampling.get(name) is None or sampling[name] in neutral
+        for name, neutral in NOT_RESUMABLE.items()
+    )

@@ -174,12 +174,21 @@ async def read_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]
     rest = b""
     async for data in response.aiter_bytes():
         *events, rest = (rest + data).split(b"\n\n")
-        for event in events:
-            content = event.removeprefix(b"data:").strip()
-            if content.startswith(b"{"):
-                yield json.loads(content)
+        for event in filter(None, map(_object, events)):
+            yield event
         if len(rest) > LONGEST_EVENT:
             raise ValueError("an event without end")
+    if (last := _object(rest)) is not None:  # a whole answer has no blank line behind it
+        yield last
+
+
+def _object(event: bytes) -> dict[str, Any] | None:
+    """An event's JSON object; None for `[DONE]`, pings and nothing. Raises: ValueError."""
+    content = event.removeprefix(b"data:").strip()
+    if not content.startswith(b"{"):
+        return None
+    found: dict[str, Any] = json.loads(content)
+    return found
 
 
 def _body(ask: Ask) -> bytes:

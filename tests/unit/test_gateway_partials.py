@@ -1,0 +1,188 @@
+"""What is kept of a turn in flight, and what of it may be used by whoever takes the turn over."""
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from perdure.gateway.engines.salvage import Salvage
+from perdure.gateway.partials import Name, Partials, Shelf, Wanted, call_name
+from perdure.gateway.partials_shelf import LocalShelf, StoreShelf
+from perdure.storage.local import LocalStore
+from perdure.types import EngineSpan, VersionSpan
+
+CALL = call_name("main", "digest")
+WANTED = Wanted(
+    name=Name("s", CALL, "one"),
+    prompt=array("i", [1, 2, 3]),
+    sampling={"max_tokens": 9},
+    turns=4,
+    answered=-1,
+)
+AGAIN = replace(WANTED, name=Name("s", CALL, "two"))
+
+
+@pytest.fixture(params=["disk", "store"])
+def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> Shelf:
+    """Both kinds; they write as soon as there is something."""
+    (tmp_path / "journal" / "s").mkdir(parents=True)
+    kind = LocalShelf(tmp_path / "journal")
+    made: Shelf = kind if request.param == "disk" else StoreShelf(LocalStore(tmp_path / "store"))
+    made.every_s = 0.01
+    return made
+
+
+def files(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("*partial*") if path.is_file()] + [
+        path.name for path in folder.rglob("partial/*")
+    ]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def killed(shelf: Shelf, folder: Path) -> Salvage:
+    """A turn of two engines that a process leaves behind when it is killed; what had been written."""
+    partials = Partials(shelf)
+    partial = await partials.begin(WANTED)
+    salvage = partial.salvage
+    with partials.kept(partial):
+        salvage.begin("vllm a:1", 3)
+        salvage.add([10, 11], [-0.1, -0.25], version=7)
+        await until(lambda: files(folder))
+        salvage.begin("vllm b:1", 5)
+        salvage.add([12, 13, 14], [-0.5, -1.0, -2.0], version=None)
+        salvage.report([VersionSpan(version=8, start=0, end=1)])
+        await partials._write([partial])
+    return salvage
+
+
+async def test_a_turn_is_taken_over_as_it_was(shelf: Shelf, tmp_path: Path) -> None:
+    """Ids, logprobs, engines with generations, and versions; unknown ones stay unknown."""
+    left = await killed(shelf, tmp_path)
+    found = (await Partials(shelf).begin(AGAIN)).salvage
+
+    assert list(found.ids) == [10, 11, 12, 13, 14]
+    assert list(found.logprobs) == [-0.1, -0.25, -0.5, -1.0, -2.0]
+    assert found.engines == left.engines
+    assert found.engines[0] == EngineSpan(engine="vllm a:1", generation=3, start=0, end=2)
+    assert found.versions == [
+        VersionSpan(version=7, start=0, end=2),
+        VersionSpan(version=8, start=2, end=3),
+    ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(AGAIN, prompt=array("i", [1, 2, 4])),
+        replace(AGAIN, sampling={"max_tokens": 8}),
+        replace(AGAIN, name=Name("s", call_name("other", "digest"), "two")),
+        replace(AGAIN, turns=9, answered=4),
+        replace(AGAIN, sampling={"max_tokens": 9, "stop": ["x"]}),
+    ],
+    ids=["prompt", "sampling", "chain", "answered", "stop-strings"],
+)
+async def test_nothing_of_another_turn_is_used(shelf: Shelf, tmp_path: Path, other: Wanted) -> None:
+    """Not of another prompt, other rules, another chain, nor of a turn that the journal has."""
+    await killed(shelf, tmp_path)
+    found = (await Partials(shelf).begin(other)).salvage
+
+    assert list(found.ids) == []
+
+
+async def test_what_an_engine_said_later_about_its_versions_holds(
+    shelf: Shelf, tmp_path: Path
+) -> None:
+    """vLLM tells its versions at the end; what was written before that is corrected."""
+    partials = Partials(shelf)
+    partial = await partials.begin(WANTED)
+    with partials.kept(partial):
+        partial.salvage.begin("vllm a:1", 3)
+        partial.salvage.add([10, 11], [-0.1, -0.2], version=None)
+        await partials._write([partial])
+        partial.salvage.add([12], [-0.3], version=None)
+        partial.salvage.report([VersionSpan(version=8, start=0, end=3)])
+        await partials._write([partial])
+    found = (await Partials(shelf).begin(AGAIN)).salvage
+
+    assert found.versions == [VersionSpan(version=8, start=0, end=3)]
+
+
+async def test_tokens_of_weights_in_doubt_are_not_kept(shelf: Shelf, tmp_path: Path) -> None:
+    """From the announcement of an update until it is proven, nothing is written."""
+    partials = Partials(shelf)
+    partial = await partials.begin(WANTED)
+    with partials.kept(partial):
+        partial.salvage.begin("vllm a:1", 3)
+        partial.salvage.add([10, 11], [-0.1, -0.2], version=7)
+        partial.salvage.doubt()
+        partial.salvage.add([12], [-0.3], version=None)
+        await partials._write([partial])
+        doubted = list((await Partials(shelf).begin(AGAIN)).salvage.ids)
+        partial.salvage.trust()
+        await partials._write([partial])
+    proven = list((await Partials(shelf).begin(AGAIN)).salvage.ids)
+
+    assert (doubted, proven) == ([10, 11], [10, 11, 12])
+
+
+async def test_a_torn_end_costs_only_itself(tmp_path: Path) -> None:
+    """A process killed in the middle of a write leaves half a line: the lines before it count."""
+    (tmp_path / "s").mkdir()
+    shelf = LocalShelf(tmp_path)
+    shelf.every_s = 0.01
+    await killed(shelf, tmp_path)
+    (path,) = tmp_path.rglob("partial/*")
+    path.write_bytes(path.read_bytes()[:-9])
+
+    assert list((await Partials(shelf).begin(AGAIN)).salvage.ids) == [10, 11]
+
+
+async def test_the_longest_try_is_continued_and_all_are_let_go(
+    shelf: Shelf, tmp_path: Path
+) -> None:
+    """A second process that also died left less or more; a final turn leaves nothing behind."""
+    await killed(shelf, tmp_path)
+    partials = Partials(shelf)
+    partial = await partials.begin(AGAIN)
+    with partials.kept(partial):
+        partial.salvage.begin("vllm a:1", 3)
+        partial.salvage.add([15], [-0.4], version=7)
+        await partials._write([partial])
+    third = Partials(shelf)
+    found = await third.begin(replace(WANTED, name=Name("s", CALL, "three")))
+    third.done("s", CALL)
+    await third.aclose()
+
+    assert list(found.salvage.ids) == [10, 11, 12, 13, 14, 15]
+    assert [span.end for span in found.salvage.engines] == [2, 5, 6]
+    assert files(tmp_path) == []
+
+
+async def test_a_closed_session_leaves_nothing(shelf: Shelf, tmp_path: Path) -> None:
+    """Whichever process closes it."""
+    await killed(shelf, tmp_path)
+    partials = Partials(shelf)
+    partials.left("s")
+    await partials.aclose()
+
+    assert files(tmp_path) == []
+
+
+async def test_a_short_turn_writes_nothing(tmp_path: Path) -> None:
+    """Where a turn takes less than the pause between two writes, keeping it costs nothing."""
+    (tmp_path / "s").mkdir()
+    partials = Partials(LocalShelf(tmp_path))
+    partial = await partials.begin(WANTED)
+    with partials.kept(partial):
+        partial.salvage.add([10], [-0.1], version=7)
+    partials.done("s", CALL)
+    await partials.aclose()
+
+    assert files(tmp_path) == []

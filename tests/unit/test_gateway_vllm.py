@@ -1,0 +1,64 @@
+"""One stream of a vLLM engine, as it may come over the wire."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from perdure.gateway.engines.salvage import Salvage
+from perdure.gateway.engines.vllm import Ask, Break, Broken, VllmEngine
+from perdure.types import FinishReason
+
+ANSWER: dict[str, Any] = {
+    "choices": [
+        {
+            "token_ids": [5],
+            "logprobs": {"content": [{"token_id": 5, "logprob": -0.5}]},
+            "finish_reason": "stop",
+        }
+    ]
+}
+WHOLE = json.dumps(ANSWER).encode()
+
+
+async def sampled(content: bytes) -> tuple[Salvage, FinishReason]:
+    """What the engine client makes of an answer that comes in two pieces."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield content[:9]
+        yield content[9:]
+
+    async def generate(request: Any) -> StreamingResponse:
+        return StreamingResponse(pieces())
+
+    app = Starlette(routes=[Route("/inference/v1/generate", generate, methods=["POST"])])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+        salvage = Salvage()
+        engine = VllmEngine("vllm e", "http://e", client)
+        reason = await engine.sample(Ask("policy", [1], {}, "s", "r"), salvage, lambda: 3)
+    return salvage, reason
+
+
+@pytest.mark.parametrize(
+    "content",
+    [WHOLE, b"data: " + WHOLE, b"data: " + WHOLE + b"\n\ndata: [DONE]\n\n"],
+    ids=["whole JSON", "no blank line", "stream"],
+)
+async def test_an_answer_is_read_to_its_end(content: bytes) -> None:
+    """Also where no blank line follows: a server that does not stream sends none."""
+    salvage, reason = await sampled(content)
+
+    assert (list(salvage.ids), reason) == ([5], FinishReason.STOP)
+
+
+async def test_a_torn_event_is_a_broken_stream() -> None:
+    """Half a JSON object at the end is no answer."""
+    with pytest.raises(Broken) as broken:
+        await sampled(b"data: " + WHOLE[:-9])
+
+    assert broken.value.kind is Break.LOST
