@@ -610,6 +610,22 @@ class Segment(Frozen):
     chain: str = "main"
     """The chain it is a stretch of: `main`, or a sub-agent's id."""
 
+    @property
+    def policy_version_min(self) -> int | None:
+        """The oldest version of its trained tokens; -1 where nobody knows that of some, None where
+        of all."""
+        return min(self._trained_versions(), default=None)
+
+    @property
+    def policy_version_max(self) -> int | None:
+        """The newest, likewise."""
+        return max(self._trained_versions(), default=None)
+
+    def _trained_versions(self) -> set[int]:
+        pairs = zip(self.versions, self.loss_mask, strict=True)
+        found = {version for version, trained in pairs if trained}
+        return found if max(found, default=-1) >= 0 else set()
+
 
 _SAFE = re.compile(r"[^A-Za-z0-9._-]+")
 

@@ -335,3 +335,26 @@ def test_a_parent_that_the_ids_deny_is_not_believed() -> None:
     segments = cut([turn(0, [1], [2]), turn(1, [1, 9], [4], parent=0)])
 
     assert [segment.turns for segment in segments] == [(0,), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("versions", "oldest", "newest"),
+    [((3, -1, 5), 3, 5), ((-1, -1, 5), -1, 5), ((-1, -1, -1), None, None)],
+)
+def test_a_segment_says_which_versions_it_trains(
+    versions: tuple[int, ...], oldest: int | None, newest: int | None
+) -> None:
+    """Over sampled tokens alone; -1 where some version is unknown, nothing where all are."""
+    segment = Segment(
+        kind=SegmentKind.FINAL,
+        index=0,
+        prompt_ids=(1,),
+        response_ids=(2, 3, 4),
+        loss_mask=(1, 0, 1),
+        logprobs=(-0.5, 0.0, -0.5),
+        versions=versions,
+        finish_reason=FinishReason.STOP,
+        turns=(0,),
+    )
+
+    assert (segment.policy_version_min, segment.policy_version_max) == (oldest, newest)

@@ -98,6 +98,9 @@ class SegmentSummary(Frozen):
     response_tokens: int
     trained_tokens: int
     turns: tuple[int, ...]
+    policy_version_min: int | None = None
+    """Of the trained tokens; -1 where nobody knows that of some."""
+    policy_version_max: int | None = None
 
 
 class Provenance(Frozen):
@@ -304,6 +307,8 @@ def _summary(segment: Segment) -> SegmentSummary:
         response_tokens=len(segment.response_ids),
         trained_tokens=sum(segment.loss_mask),
         turns=segment.turns,
+        policy_version_min=segment.policy_version_min,
+        policy_version_max=segment.policy_version_max,
     )
 
 

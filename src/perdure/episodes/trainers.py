@@ -147,10 +147,10 @@ def torchtitan_samples(found: EpisodeSegments, *, group_id: int, advantage: floa
 def _training_sample(episode: Episode, segment: Segment, group_id: int, advantage: float) -> Row:
     prompt = len(segment.prompt_ids)
     mask = [False] * prompt + [bool(one) for one in segment.loss_mask]
-    versions = _versions(segment) or [NO_VERSION]
+    oldest, newest = segment.policy_version_min, segment.policy_version_max
     return {
-        "min_policy_version": min(versions),
-        "max_policy_version": max(versions),
+        "min_policy_version": NO_VERSION if oldest is None else oldest,
+        "max_policy_version": NO_VERSION if newest is None else newest,
         "rollout_id": {
             "group_id": group_id,
             "rollout_id": episode.sample_index,
@@ -215,7 +215,6 @@ def _agent_loop_output(found: EpisodeSegments, segment: Segment) -> Row:
 
 def _facts(found: EpisodeSegments, segment: Segment) -> Row:
     """A segment's metadata, under slime's documented names, and where it comes from."""
-    versions = _versions(segment)
     return _episode_facts(found.episode) | {
         "segment_kind": segment.kind.value,
         "finish_reason": segment.finish_reason.value,
@@ -224,8 +223,8 @@ def _facts(found: EpisodeSegments, segment: Segment) -> Row:
         "reward_share": segment.reward_share,
         "chain": segment.chain,
         "turns": list(segment.turns),
-        "policy_version_min": min(versions, default=None),
-        "policy_version_max": max(versions, default=None),
+        "policy_version_min": segment.policy_version_min,
+        "policy_version_max": segment.policy_version_max,
     }
 
 

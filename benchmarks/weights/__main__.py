@@ -1,0 +1,203 @@
+"""`python -m benchmarks.weights`: the pause that requests in flight see while weights are updated.
+
+Sessions sample all the time through a gateway's pool; every few seconds one update goes over the
+engines, first announced, then loaded, proven by its canaries and served. The largest gap between two
+chunks of a completion during an update is set against the largest in the same run without one, and
+each token's recorded version against the weights that sampled it.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import structlog
+
+from benchmarks.weights.gaps import Chunks, Gap
+from benchmarks.weights.sides import PROMPT, Side, scripted, vllm
+from perdure.gateway.base import Completion
+from perdure.gateway.engines.pool import EnginePool, EngineSpec
+from perdure.gateway.engines.wire import new_client
+from perdure.serving.roster import LoneRoster
+from perdure.serving.weights import Policy, Updated, WeightUpdates
+
+Kind = Literal["scripted", "vllm"]
+InFlight = Literal["resubmit", "keep"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Seconds, and tokens of a completion. `load`: modelled, of scripted engines only."""
+
+    sessions: int = 32
+    updates: int = 3
+    tokens: int = 3000
+    chunk: float = 0.02
+    load: float = 1.0
+    quiet: float = 5.0
+
+
+@dataclass(frozen=True)
+class Result:
+    engine: Kind
+    engines: int
+    in_flight: InFlight
+    quiet_ms: float
+    """Largest gap of all completions while nothing was updated."""
+    usual_ms: float
+    """Median of each completion's largest gap during an update."""
+    worst_ms: float
+    ratio: float
+    """Worst during an update over largest without."""
+    late_ms: float
+    """The longest call over the shortest, which nothing disturbed: waiting to begin included."""
+    stopped_ms: float
+    """Median time that an engine stood still, canaries included."""
+    tokens: int
+    versions_right: float
+    both: int
+    """Completions with two versions or more."""
+
+
+@contextlib.asynccontextmanager
+async def engines(kind: Kind, count: int, job: Job, folder: Path) -> AsyncIterator[Side]:
+    if kind == "vllm":
+        async with vllm(folder, tokens=job.tokens) as real:
+            yield real
+        return
+    async with scripted(
+        count, folder, tokens=job.tokens, chunk_s=job.chunk, load_s=job.load
+    ) as modelled:
+        yield modelled
+
+
+async def measure(kind: Kind, count: int, in_flight: InFlight, job: Job) -> Result:
+    with tempfile.TemporaryDirectory(prefix="perdure-bench-") as folder:
+        async with engines(kind, count, job, Path(folder)) as side, new_client() as client:
+            roster = LoneRoster()
+            pool = EnginePool(roster, client, [EngineSpec(url) for url in side.urls])
+            try:
+                await pool.start()
+                while not all(seat.record.serves for seat in pool.seats.values()):
+                    await asyncio.sleep(0.05)
+                updates = WeightUpdates(roster, client)
+                await updates.update(1, side.source(1), await side.canaries(1))
+                return await _under_load(
+                    kind, in_flight, job, side=side, pool=pool, updates=updates
+                )
+            finally:
+                await pool.aclose()
+
+
+async def _under_load(
+    kind: Kind,
+    in_flight: InFlight,
+    job: Job,
+    *,
+    side: Side,
+    pool: EnginePool,
+    updates: WeightUpdates,
+) -> Result:
+    completions: list[Completion] = []
+    lasted: list[float] = []
+    over = asyncio.Event()
+
+    async def session(name: str) -> None:
+        number = 0
+        while not over.is_set():
+            number, started = number + 1, time.monotonic()
+            done = await pool.generate(
+                PROMPT, dict(side.sampling), session_id=name, request_id=f"{name}-{number}"
+            )
+            completions.append(done)
+            lasted.append(time.monotonic() - started)
+
+    quiet: list[tuple[float, float]] = []
+    busy: list[tuple[float, float]] = []
+    updated: list[Updated] = []
+    # What a trainer computes while the old version is sampled; not while gaps are measured.
+    canaries = {version: await side.canaries(version) for version in range(2, job.updates + 2)}
+    async with Chunks(pool).watched() as chunks, asyncio.TaskGroup() as tasks:
+        for number in range(job.sessions):
+            tasks.create_task(session(f"s{number}"))
+        await asyncio.sleep(job.quiet)  # all have begun
+        for version, proof in canaries.items():
+            started = time.monotonic()
+            await asyncio.sleep(job.quiet)
+            quiet.append((started, time.monotonic()))
+            updated += await updates.update(
+                version, side.source(version), proof, Policy(in_flight=in_flight)
+            )
+            while not all(seat.record.version == version for seat in pool.seats.values()):
+                await asyncio.sleep(0.01)  # the gateway learns that they serve again
+            busy.append((quiet[-1][1], time.monotonic()))
+        over.set()
+    calm = [gap for gaps in chunks.gaps(quiet) for gap in gaps if not _meets(gap, busy)]
+    pauses = [max(gap.seconds for gap in gaps) for span in busy for gaps in chunks.gaps([span])]
+    largest, worst = max(gap.seconds for gap in calm), max(pauses)
+    tokens = sum(len(one.token_ids) for one in completions)
+    wrong = await side.wrong(completions, job.updates + 1)
+    return Result(
+        engine=kind,
+        engines=len(side.urls),
+        in_flight=in_flight,
+        quiet_ms=largest * 1000,
+        usual_ms=statistics.median(pauses) * 1000,
+        worst_ms=worst * 1000,
+        ratio=worst / largest,
+        late_ms=(max(lasted) - min(lasted)) * 1000,
+        stopped_ms=statistics.median(one.paused_s for one in updated) * 1000,
+        tokens=tokens,
+        versions_right=1 - wrong / tokens,
+        both=sum(len({span.version for span in one.versions}) > 1 for one in completions),
+    )
+
+
+def _meets(gap: Gap, spans: list[tuple[float, float]]) -> bool:
+    return any(gap.meets(*span) for span in spans)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.weights", description=__doc__)
+    parser.add_argument("--engine", choices=("scripted", "vllm"), default="scripted")
+    parser.add_argument("--engines", default="1,2", help="how many, of scripted ones")
+    parser.add_argument("--json", action="store_true")
+    for name, value in asdict(Job()).items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    options = vars(parser.parse_args())
+    kind, counts, as_json = (options.pop(name) for name in ("engine", "engines", "json"))
+    job = Job(**options)
+    quiet = structlog.make_filtering_bound_logger(logging.WARNING)
+    structlog.configure(wrapper_class=quiet)
+    sides: tuple[InFlight, ...] = ("resubmit", "keep")
+    numbers = [1] if kind == "vllm" else [int(count) for count in counts.split(",")]
+    results = [
+        asyncio.run(measure(kind, count, in_flight, job))
+        for count in numbers
+        for in_flight in sides
+    ]
+    if as_json:
+        print(json.dumps([asdict(result) for result in results], indent=1))
+        return
+    print(
+        f"{'engines':>12} {'in flight':9} {'quiet ms':>9} {'usual ms':>9} {'worst ms':>9} "
+        f"{'ratio':>6} {'late ms':>9} {'stopped ms':>11} {'tokens':>8} {'right':>8} {'two versions':>13}"
+    )
+    for r in results:
+        print(
+            f"{r.engines:3} {r.engine:8} {r.in_flight:9} {r.quiet_ms:9.0f} {r.usual_ms:9.0f} "
+            f"{r.worst_ms:9.0f} {r.ratio:6.1f} {r.late_ms:9.0f} {r.stopped_ms:11.0f} {r.tokens:8} "
+            f"{r.versions_right:8.2%} {r.both:13}"
+        )
+
+
+if __name__ == "__main__":
+    main()

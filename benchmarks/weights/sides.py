@@ -1,0 +1,205 @@
+"""The engines that take new weights, what stands for a version, and how its tokens are told."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from perdure.gateway.base import Completion
+from perdure.gateway.tokenizers import load_tokenizer
+from perdure.serving.control_plane import EngineControl
+from perdure.serving.weights import Canary, FromDisk, Transfer
+from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logprob
+
+ROOT = Path(__file__).resolve().parents[2]
+VLLM = ROOT / ".perdure/vllm"
+START_S = 600.0
+TOKENIZER = load_tokenizer("qwen3")
+PROMPT = (
+    *TOKENIZER.encode_plain("The repository is small, and the fault is smaller."),
+    TOKENIZER.convert_tokens_to_ids("<|im_start|>"),
+    *TOKENIZER.encode_plain("assistant\n"),
+)
+
+
+class Side(Protocol):
+    urls: list[str]
+    sampling: dict[str, Any]
+
+    def source(self, version: int) -> Transfer: ...
+
+    async def canaries(self, version: int) -> list[Canary]: ...
+
+    async def wrong(self, completions: Sequence[Completion], newest: int) -> int:
+        """Tokens whose recorded version is not the one that sampled them, or is not recorded."""
+        ...
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A checkpoint that takes its time to be read."""
+
+    source: FromDisk
+    seconds: float
+
+    async def load(self, control: EngineControl, version: int) -> None:
+        await asyncio.sleep(self.seconds)
+        await self.source.load(control, version)
+
+
+@dataclass
+class Scripted:
+    """Scripted engines: a token's logprob says which weights the engine held."""
+
+    urls: list[str]
+    folder: Path
+    load_s: float
+    first: int
+    """The token that every completion begins with."""
+    sampling: dict[str, Any]
+
+    def source(self, version: int) -> Transfer:
+        folder = self.folder / str(version)
+        folder.mkdir(exist_ok=True)
+        (folder / WEIGHTS_FILE).write_text(json.dumps({"weights": version}))
+        return Slow(FromDisk(folder), self.load_s)
+
+    async def canaries(self, version: int) -> list[Canary]:
+        said = logprob(self.first, 0, version)
+        return [Canary(prompt_ids=PROMPT, token_id=self.first, logprob=said, tolerance=0.01)]
+
+    async def wrong(self, completions: Sequence[Completion], newest: int) -> int:
+        return sum(
+            logprob(token, place, version) != said
+            for one in completions
+            for place, (token, said, version) in enumerate(
+                zip(one.token_ids, one.logprobs, recorded(one), strict=True)
+            )
+        )
+
+
+@contextlib.asynccontextmanager
+async def scripted(
+    count: int, folder: Path, *, tokens: int, chunk_s: float, load_s: float
+) -> AsyncIterator[Scripted]:
+    words = " ".join(f"word{n}" for n in range(tokens // 3))
+    engines = [
+        ScriptedEngine({"default": {"turns": [{"content": words}]}}, chunk_delay_s=chunk_s)
+        for _ in range(count)
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in engines:
+            engine.weights = 1
+            await stack.enter_async_context(engine)
+        first = TOKENIZER.encode_plain("word0")[0]
+        yield Scripted([e.url for e in engines], folder, load_s, first, {"max_tokens": tokens * 2})
+
+
+@dataclass
+class Vllm:
+    """One real server on CPU, two random models in turns; transformers tells whose a token is."""
+
+    urls: list[str]
+    sampling: dict[str, Any]
+
+    def _folder(self, version: int) -> Path:
+        return VLLM / ("model" if version % 2 else "model-2")
+
+    def source(self, version: int) -> Transfer:
+        return FromDisk(self._folder(version))
+
+    async def canaries(self, version: int) -> list[Canary]:
+        prompts = [PROMPT[n:] for n in range(4)]
+        found = await asyncio.to_thread(_scored, self._folder(version), prompts)
+        return [Canary(prompt_ids=ids, **said) for ids, said in zip(prompts, found, strict=True)]
+
+    async def wrong(self, completions: Sequence[Completion], newest: int) -> int:
+        """Nearer to the logprob of the other model. Two models may all but agree on a token."""
+        whole = [[*PROMPT, *one.token_ids] for one in completions]
+        odd = await asyncio.to_thread(_scored, self._folder(1), whole)
+        even = await asyncio.to_thread(_scored, self._folder(2), whole)
+        wrong = 0
+        for one, by_odd, by_even in zip(completions, odd, even, strict=True):
+            start = len(PROMPT) - 1
+            said = zip(
+                by_odd["prompt_logprobs"][start:], by_even["prompt_logprobs"][start:], strict=True
+            )
+            for (a, b), logprob_, version in zip(said, one.logprobs, recorded(one), strict=True):
+                is_odd = abs(a - logprob_) < abs(b - logprob_)
+                wrong += version < 1 or is_odd != bool(version % 2)
+        return wrong
+
+
+def _scored(model: Path, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [VLLM / "venv/bin/python", ROOT / "tests/real/vllm/trainer.py", model],
+        input=json.dumps([list(ids) for ids in prompts]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def vllm(folder: Path, *, tokens: int) -> AsyncIterator[Vllm]:
+    """What `make test-vllm` installed. Raises: RuntimeError when it did not, or the server ends."""
+    if not (VLLM / "model-2/model.safetensors").exists():
+        raise RuntimeError("no vLLM here: run `make test-vllm` first")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    binaries = VLLM / "venv/bin"
+    flags = ["--enforce-eager", "--enable-scale-out", "--generation-config", "vllm"]
+    flags += ["--logprobs-mode", "processed_logprobs", "--max-model-len", "8192"]
+    flags += ["--weight-transfer-config", json.dumps({"backend": "perdure-disk"})]
+    flags += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)]
+    env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env |= {"OMP_NUM_THREADS": "1", "PATH": f"{binaries}:{os.environ['PATH']}"}
+    with (folder / "vllm.log").open("wb") as log:
+        server = subprocess.Popen(
+            [binaries / "vllm", "serve", VLLM / "model", *flags],
+            env={**os.environ, **env},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        await _healthy(server, url)
+        sampling = {"max_tokens": tokens, "temperature": 1.0, "top_p": 1.0}
+        yield Vllm([url], sampling)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        await asyncio.to_thread(server.wait)
+
+
+async def _healthy(server: "subprocess.Popen[bytes]", url: str) -> None:
+    end = time.monotonic() + START_S
+    async with httpx.AsyncClient() as client:
+        while server.poll() is None and time.monotonic() < end:
+            with contextlib.suppress(httpx.TransportError):
+                if (await client.get(f"{url}/health")).is_success:
+                    return
+            await asyncio.sleep(0.5)
+    raise RuntimeError("vLLM did not start")
+
+
+def recorded(completion: Completion) -> list[int]:
+    """Shape [C]; -1 where no span says."""
+    versions = [-1] * len(completion.token_ids)
+    for span in completion.versions:
+        versions[span.start : span.end] = [span.version] * (span.end - span.start)
+    return versions
