@@ -21,6 +21,8 @@ IDLE = timedelta(minutes=5)
 CHECK_EVERY_S = 60.0
 CHECK_MOST = 100
 """Holders looked up at a time, those that held longest without being looked up first."""
+SHORTEST_S = 0.01
+"""Of a pause: the clock stands still until the next one."""
 JITTER = 0.1
 """Part of a pause that is added by chance: other users of the account pace theirs too."""
 
@@ -42,7 +44,7 @@ class SandboxAccountWorkflow:
             self.again = []
             await asyncio.gather(*(self._grant(wish) for wish in granted))
             await self._check_holders()
-            if workflow.info().is_continue_as_new_suggested():
+            if workflow.info().is_continue_as_new_suggested() and not self.again:
                 workflow.continue_as_new(self.account.state())
             if not await self._news() and self.account.empty:
                 return
@@ -88,7 +90,7 @@ class SandboxAccountWorkflow:
         """Wait until something was said, or there may be more to grant. False: nothing happened."""
         pause = self.account.wake_in(self._now())
         if pause is not None:
-            pause += pause * JITTER * workflow.random().random()
+            pause = max(SHORTEST_S, pause + pause * JITTER * workflow.random().random())
         if self.account.waiting:
             pause = CHECK_EVERY_S if pause is None else min(pause, CHECK_EVERY_S)
         try:
