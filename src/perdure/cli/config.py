@@ -19,6 +19,8 @@ NOT_SETTINGS = {
     "PERDURE_EXEC": "set inside sandboxes",
     "PERDURE_E2B_SCOPE": "names the deployment among sandboxes of one E2B account",
     "PERDURE_E2B_TEMPLATE": "the E2B template that trees are uploaded into, `base` by default",
+    "PERDURE_DAYTONA_SCOPE": "names the deployment among sandboxes of one Daytona account",
+    "PERDURE_DAYTONA_SNAPSHOT": "the Daytona snapshot that trees are uploaded into, the account's default by default",
     "PERDURE_IMAGE_MIRROR": "put before the names of images to pull (podman), e.g. `mirror.example/hub/`",
     "PERDURE_CLAUDE_CODE_TARBALL": "its package, where no npm registry is (slime: SWE_HOST_CC_TARBALL)",
     "PERDURE_CODEX_TARBALL": "its package, where no npm registry is",

@@ -51,7 +51,7 @@ def doctor(as_json: bool) -> None:
 def examine(settings: Settings) -> Iterable[Finding]:
     """Every check, in the order in which a newcomer meets the parts."""
     checks: list[Callable[[Settings], Finding]] = [
-        python, checkout, bubblewrap, e2b, limits, uv, git, disk, store, temporal, port_numbers, gateway,
+        python, checkout, bubblewrap, e2b, daytona, limits, uv, git, disk, store, temporal, port_numbers, gateway,
         engine,
     ]  # fmt: skip
     for check in checks:
@@ -89,6 +89,16 @@ def e2b(settings: Settings) -> Finding:
         return Finding("e2b", "note", f"--sandbox e2b cannot be used: {problems[0]}")
     where = os.environ.get("E2B_API_URL") or os.environ.get("E2B_DOMAIN") or "e2b.app"
     return Finding("e2b", "ok", f"E2B_API_KEY is set, sandboxes at {where}")
+
+
+def daytona(settings: Settings) -> Finding:
+    from perdure.cli.sandboxes import provider
+
+    problems = provider(settings, "daytona").check()
+    if problems:
+        return Finding("daytona", "note", f"--sandbox daytona cannot be used: {problems[0]}")
+    where = os.environ.get("DAYTONA_API_URL") or "https://app.daytona.io/api"
+    return Finding("daytona", "ok", f"DAYTONA_API_KEY is set, sandboxes at {where}")
 
 
 def limits(settings: Settings) -> Finding:
