@@ -207,6 +207,17 @@ def test_wrong_agent_option_is_named_before_anything_starts(
     assert not (tmp_path / "home").exists()
 
 
+def test_weights_are_named_on_the_command_line(tmp_path: Path, perdure: Perdure) -> None:
+    """The version of a run and how much newer ones may be, or which of both is missing."""
+    ask = ("run", str(rows(tmp_path)), "-a", "oracle", "--dry-run", "--json")
+    done = perdure(*ask, "--policy-version", "12", "--max-staleness", "1")
+    half = perdure(*ask, "--max-staleness", "1")
+
+    asked = json.loads(done.stdout)["request"]["rollout"]
+    assert (asked["policy_version"], asked["max_staleness"]) == (12, 1)
+    assert "max_staleness counts from policy_version" in json.loads(half.stdout)["error"]
+
+
 def test_without_a_stack_the_next_command_is_named(tmp_path: Path, perdure: Perdure) -> None:
     """`perdure status` where nothing runs points to `perdure up`."""
     done = perdure("status")

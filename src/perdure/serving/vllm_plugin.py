@@ -13,7 +13,10 @@ MODULE = "perdure.serving.vllm_plugin_engine"
 
 def register() -> None:
     """The entry point: vLLM calls it in each of its processes, some more than once."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        return  # a vLLM before weight transfer: whoever asks for the backend is told by vLLM
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, MODULE, "FromFolder")
