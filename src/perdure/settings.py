@@ -56,7 +56,7 @@ class Settings(BaseSettings):
     engine_url: str = ""
     """Inference server behind the gateway, or several: `URL=WEIGHT,URL`. Empty = OPENAI_BASE_URL, else ANTHROPIC_BASE_URL, else none."""
     engine_kind: str = "auto"
-    """`vllm` (token endpoint), `openai` or `anthropic` (hosted, trainable: false), or `auto`."""
+    """`vllm`, `sglang` (token endpoints), `openai` or `anthropic` (hosted, trainable: false), or `auto`."""
     engine_model: str = ""
     """Model name sent to the engine. Empty = OPENAI_MODEL / ANTHROPIC_MODEL, else the rollout's own `model`."""
     engine_api_key_env: str = ""

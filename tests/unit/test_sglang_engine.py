@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from perdure.gateway.base import Refused
+from perdure.gateway.engines.choose import Engines
 from perdure.gateway.engines.pool import EnginePool
 from perdure.gateway.engines.salvage import Salvage
 from perdure.gateway.engines.sglang import SglangEngine, new_tokens, sampling_params
@@ -17,6 +18,7 @@ from perdure.gateway.engines.vllm import Ask, Break, Broken
 from perdure.serving.roster import LoneRoster
 from perdure.serving.sglang_control import SglangControl
 from perdure.serving.state import EngineRecord, name_of
+from perdure.settings import Settings
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.testing.sglang_face import SglangFace
 from perdure.types import FinishReason
@@ -98,6 +100,20 @@ async def test_a_lost_sglang_goes_on_at_another() -> None:
 
 def ids(engine: ScriptedEngine, text: str) -> list[int]:
     return engine.policy._tokenizer.encode_plain(text)
+
+
+async def test_the_settings_may_name_it() -> None:
+    """`PERDURE_ENGINE_KIND=sglang` makes the URL a token engine of the pool."""
+    async with served() as (_, face), httpx.AsyncClient(trust_env=False) as client:
+        engines = Engines(Settings(engine_url=face.url, engine_kind="sglang"), client)
+        try:
+            tokens = (await engines.current()).tokens
+            assert tokens is not None
+            completion = await tokens.generate([1, 2], SAMPLING, session_id="s", request_id="s-0")
+        finally:
+            await engines.aclose()
+
+        assert completion.engines[0].engine.startswith("sglang ")
 
 
 async def test_weights_are_loaded_from_a_folder(tmp_path: Path) -> None:

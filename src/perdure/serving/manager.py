@@ -255,11 +255,15 @@ class EngineManager:
         elif boot.joined:
             await self._judge_joined(slot, boot, seen.roster)
         elif report is not None and report.phase is Phase.READY:
-            await self._join(slot, boot, plan, report)
+            await self._join(slot, boot, plan, report, seen.roster)
 
-    async def _join(self, slot: Slot, boot: Boot, plan: EnginePlan, report: ReplicaReport) -> None:
+    async def _join(
+        self, slot: Slot, boot: Boot, plan: EnginePlan, report: ReplicaReport, roster: Roster
+    ) -> None:
         boot.ready_since = time.time()
-        await self._pool.join(plan, report.url, boot.generation)
+        known = roster.get(name_of(report.url))
+        if known is None or known.generation != boot.generation:  # else an earlier manager did
+            await self._pool.join(plan, report.url, boot.generation)
         boot.joined = name_of(report.url)
         slot.reason = ""
 

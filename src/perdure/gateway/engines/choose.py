@@ -19,8 +19,8 @@ from perdure.serving.roster import LoneRoster, SharedRoster
 from perdure.serving.state import name_of
 from perdure.settings import Settings
 
-KINDS = ("vllm", "openai", "anthropic")
-TOKENS = ("auto", "vllm")
+KINDS = ("vllm", "sglang", "openai", "anthropic")
+TOKENS = ("auto", "vllm", "sglang")
 NO_ENGINE = (
     "no engine is configured: set PERDURE_ENGINE_URL (an inference server), "
     "or OPENAI_BASE_URL / ANTHROPIC_BASE_URL (a hosted API)"
@@ -58,7 +58,7 @@ class Engines:
         """The pool, made when it is first needed."""
         if self._pool is None:
             settings, key_source = self._settings, self._settings.engine_api_key_env
-            own = engine_specs(settings.engine_url) if settings.engine_kind in TOKENS else ()
+            own = engine_specs(settings.engine_url, settings.engine_kind)
             self._pool = EnginePool(
                 self._roster,
                 self._client,
@@ -98,8 +98,8 @@ class Engines:
         specs = engine_specs(url) if url else ()
         if kind == "auto":
             kind = await self._probe(specs[0].url) if len(specs) == 1 else "vllm"
-        if kind == "vllm":
-            return Engine(", ".join(engine_name("vllm", spec.url) for spec in specs), self.pool)
+        if kind in TOKENS:
+            return Engine(", ".join(engine_name(kind, spec.url) for spec in specs), self.pool)
         return self._hosted(kind, url)
 
     async def _registered(self) -> bool:
@@ -134,8 +134,8 @@ class Engines:
         return Engine(chat.name, chat=chat)
 
 
-def engine_specs(text: str) -> list[EngineSpec]:
-    """`http://a:8000, http://b:8000=2`: engines with their weights.
+def engine_specs(text: str, kind: str = "auto") -> list[EngineSpec]:
+    """`http://a:8000, http://b:8000=2`: engines with their weights; none where the kind is hosted.
 
     Raises: ConfigurationError naming the part that is wrong.
     """
@@ -149,8 +149,8 @@ def engine_specs(text: str) -> list[EngineSpec]:
             raise ConfigurationError(f"PERDURE_ENGINE_URL: {part!r}: {error}") from None
         if not 0 < share < float("inf"):
             raise ConfigurationError(f"PERDURE_ENGINE_URL: the weight in {part!r} must be above 0")
-        specs.append(EngineSpec(url, share))
-    return specs
+        specs.append(EngineSpec(url, share, "sglang" if kind == "sglang" else "vllm"))
+    return specs if kind in TOKENS else []
 
 
 def check_engine_settings(settings: Settings) -> None:
@@ -164,7 +164,9 @@ def check_engine_settings(settings: Settings) -> None:
     if any(not part.strip().startswith(("http://", "https://")) for part in url.split(",") if url):
         raise ConfigurationError("the engine's URL must start with http:// or https://")
     if len(engine_specs(url)) > 1 and kind not in TOKENS:
-        raise ConfigurationError(f"PERDURE_ENGINE_URL: several engines cannot be {kind}: use vllm")
+        raise ConfigurationError(
+            f"PERDURE_ENGINE_URL: several engines cannot be {kind}: use vllm or sglang"
+        )
 
 
 def _url_and_kind(settings: Settings) -> tuple[str, str]:

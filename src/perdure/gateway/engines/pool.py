@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import httpx
 import structlog
@@ -58,6 +58,7 @@ class EngineSpec(NamedTuple):
 
     url: str
     weight: float = 1.0
+    kind: Literal["vllm", "sglang"] = "vllm"
 
 
 @dataclass(eq=False)
@@ -227,12 +228,17 @@ class EnginePool:
                 url=root_of(spec.url),
                 weight=spec.weight,
                 model=self._model,
+                kind=spec.kind,
                 generation=roster.next_generation,
                 since=time.time(),
                 from_settings=not anew,
             )
             return roster.having(record)
-        update: dict[str, Any] = {"weight": spec.weight, "model": self._model}
+        update: dict[str, Any] = {
+            "weight": spec.weight,
+            "model": self._model,
+            "kind": spec.kind,
+        }
         if anew:
             update["from_settings"] = False
         return roster.having(known.model_copy(update=update))

@@ -1,0 +1,115 @@
+"""Ray nodes as operators start them: one `ray start` each, on loopback, killed as machines die."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from perdure.serving.cluster import ENVIRONMENT, process_tree
+
+LOOPBACK = "127.0.0.1"
+PATIENCE_S = 120.0
+STARTS = 4
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+QUICK = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_failure_threshold": "10",
+    "RAY_agent_register_timeout_ms": "120000",
+}
+"""A lost node is known after ten seconds, and a busy one is not taken for lost."""
+
+
+class RayNodes:
+    """A head that may die and come back at the same address, and nodes around it."""
+
+    def __init__(self, folder: Path, **head: str) -> None:
+        """`head`: further variables of the head, such as where it keeps its tables."""
+        self._folder, self._head_env = folder, head
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._temp = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets want short paths
+        self.address = f"{LOOPBACK}:{_port_below_the_ephemeral()}"
+        self.head = self.start_head()
+
+    def start_head(self) -> "subprocess.Popen[bytes]":
+        # Ray takes the nodes around a lost head, on the same host here, for a head that runs.
+        (self._temp / "ray_current_cluster").unlink(missing_ok=True)
+        port = self.address.rsplit(":", 1)[1]
+        words = ["--head", "--port", port, "--num-cpus", "0", "--num-gpus", "0"]
+        words += ["--temp-dir", str(self._temp), "--include-dashboard", "false"]
+        self.head = self._start("head", *words, **self._head_env)
+        return self.head
+
+    def add(self, **variables: str) -> "subprocess.Popen[bytes]":
+        """A node with one logical GPU."""
+        words = ["--address", self.address, "--num-cpus", "1", "--num-gpus", "1"]
+        return self._start("node", *words, **variables)
+
+    def _start(self, name: str, *words: str, **variables: str) -> "subprocess.Popen[bytes]":
+        """Ray gives its own start half a minute, which a busy machine may not have: then again."""
+        for _ in range(STARTS):
+            process, log = self._spawn(name, *words, **variables)
+            if _has_started(process, log):
+                return process
+            self.kill(process)
+        pytest.fail(f"Ray did not start: {log.read_text()[-2000:]}")
+
+    def _spawn(
+        self, name: str, *words: str, **variables: str
+    ) -> "tuple[subprocess.Popen[bytes], Path]":
+        path = self._folder / f"{name}-{len(self._processes)}.log"
+        common = ("--node-ip-address", LOOPBACK, "--object-store-memory", str(80 << 20))
+        with path.open("wb") as log:
+            process = subprocess.Popen(
+                [*RAY, "start", "--block", "--disable-usage-stats", *common, *words],
+                env={**os.environ, **ENVIRONMENT, **QUICK, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process, path
+
+    def kill(self, node: "subprocess.Popen[bytes]") -> None:
+        """All its processes at once, as with a machine that loses power."""
+        self.signal_all(node, signal.SIGKILL)
+
+    def signal_all(self, node: "subprocess.Popen[bytes]", number: int) -> None:
+        """Returns when the node has ended."""
+        for pid in process_tree(node.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        node.wait()
+
+    def stop(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                self.kill(process)
+        shutil.rmtree(self._temp, ignore_errors=True)
+
+
+def _has_started(process: "subprocess.Popen[bytes]", log: Path) -> bool:
+    end = time.monotonic() + PATIENCE_S
+    while b"Ray runtime started" not in log.read_bytes():
+        if process.poll() is not None or time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _port_below_the_ephemeral() -> int:
+    """No outgoing connection may take it while the head is away."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
