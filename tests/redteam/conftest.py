@@ -9,10 +9,15 @@ from uuid import uuid4
 import pytest
 
 from perdure.registry import SANDBOXES, load
+from perdure.sandboxes.apptainer import PROGRAM_VARIABLE
 from perdure.sandboxes.base import ExecResult, Sandbox, SandboxProvider, SandboxSpec
+from perdure.testing.apptainer_cli import write_program
 from perdure.types import Limits
+from tests.docker_engine import docker_address, docker_engine
 
-PROVIDERS = [name for name in ("bubblewrap", "podman") if name in SANDBOXES]
+__all__ = ["docker_address", "docker_engine"]
+
+PROVIDERS = ["bubblewrap", "podman", "docker", "apptainer"]
 LIMITS = Limits(memory_mb=256, cpus=1, pids=64, disk_mb=16, output_mb=1)
 SPEC = SandboxSpec(workdir="/testbed", limits=LIMITS)
 
@@ -27,7 +32,17 @@ def home() -> Iterator[Path]:
 
 
 @pytest.fixture(params=PROVIDERS)
-def provider(request: pytest.FixtureRequest, home: Path) -> SandboxProvider:
+def provider(
+    request: pytest.FixtureRequest, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> SandboxProvider:
+    """Docker on an engine of the tests' own; Apptainer on the double of its program."""
+    if request.param == "docker":
+        request.getfixturevalue("docker_engine")
+    if request.param == "apptainer":
+        if missing := load("sandbox", SANDBOXES, "bubblewrap")(home).check():
+            pytest.skip(missing[0])
+        monkeypatch.setenv(PROGRAM_VARIABLE, str(write_program(home / "bin")))
+        monkeypatch.setenv("APPTAINER_CONFIGDIR", str(home / "ac"))
     made: SandboxProvider = load("sandbox", SANDBOXES, request.param)(home)
     if missing := made.check():
         pytest.skip(missing[0])

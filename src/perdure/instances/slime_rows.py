@@ -9,6 +9,7 @@ from typing import Any
 from perdure.errors import InstanceError
 from perdure.instances import swebench_rows
 from perdure.instances.fields import Row
+from perdure.instances.images import image_of
 from perdure.types import Grading, Instance, slugify
 
 SCRIPT_PATH = "test_fail_to_pass.py"
@@ -24,8 +25,8 @@ def to_instance(row: Row, dataset: str) -> Instance:
         repo=flat.optional_text("repo"),
         base_commit=flat.optional_text("base_commit") or None,
         problem_statement=flat.optional_text("problem_statement") or _prompt(row),
-        source=swebench_rows.source_of(flat, _image),
-        environment=swebench_rows.environment_of(flat, _image),
+        source=swebench_rows.source_of(flat, image_of),
+        environment=swebench_rows.environment_of(flat, image_of),
         grading=_grading(flat),
         gold_patch=flat.patch("patch"),
         metadata=flat.kept("version", "difficulty"),
@@ -58,10 +59,6 @@ def _prompt(row: Row) -> str:
 
 def _is_user_turn(turn: Any) -> bool:
     return isinstance(turn, dict) and turn.get("role") == "user"
-
-
-def _image(row: Row) -> str | None:
-    return row.optional_text("image") or row.optional_text("image_url") or None
 
 
 def _grading(row: Row) -> Grading:

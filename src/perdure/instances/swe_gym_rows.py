@@ -2,7 +2,7 @@
 
 import re
 
-from perdure.instances import swebench_rows
+from perdure.instances import images, swebench_rows
 from perdure.instances.fields import Row
 from perdure.types import Instance
 
@@ -16,7 +16,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
         **row.fields,
         "test_cmd": test_cmd,
         "data_source": row.optional_text("data_source", "swe-gym"),
-        "image": row.optional_text("image") or _official_image(row),
+        "image": row.optional_text("image") or images.swe_gym(row),
     }
     return swebench_rows.to_instance(Row(row.number, fields), dataset)
 
@@ -28,8 +28,3 @@ def _command(row: Row) -> str:
     if not lines:
         raise row.wrong("test_script", "it runs no test command; give `test_cmd`")
     return swebench_rows.in_conda("\n".join(lines), script)
-
-
-def _official_image(row: Row) -> str:
-    name = row.optional_text("instance_id").lower().replace("__", "_s_")
-    return f"docker.io/xingyaoww/sweb.eval.x86_64.{name}:latest"

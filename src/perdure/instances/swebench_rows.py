@@ -4,19 +4,17 @@ Also the home of what other formats share: where the tree comes from, what it ne
 """
 
 import re
-from collections.abc import Callable
 
 from pydantic import ValidationError
 
 from perdure.instances.fields import Row
+from perdure.instances.images import Rule, image_of
 from perdure.types import Environment, Grading, Instance, Source, SourceKind
 
 START = ">>>>> Start Test Output"
 END = ">>>>> End Test Output"
 EXIT_CODE = re.compile(r"^(SWEBENCH_TEST_EXIT_CODE=\$\?|echo .*Test Exit Code.*)$")
 CONDA = "source /opt/miniconda3/bin/activate && conda activate testbed"
-ImageRule = Callable[[Row], str | None]
-"""The image of a row: given, derived from its id, or none."""
 NEEDED_BY_KIND = {
     SourceKind.PYPI_SDIST: "requirement",
     SourceKind.BLOB: "key",
@@ -33,8 +31,8 @@ def to_instance(row: Row, dataset: str) -> Instance:
         repo=row.optional_text("repo"),
         base_commit=row.optional_text("base_commit") or None,
         problem_statement=row.text("problem_statement", "add the text that the agent is given"),
-        source=source_of(row, _official_image),
-        environment=environment_of(row, _official_image),
+        source=source_of(row, image_of),
+        environment=environment_of(row, image_of),
         grading=eval_cmd_grading(row) if row.has("eval_cmd") else lists_grading(row),
         gold_patch=row.patch("patch", "add the reference solution, as a unified diff"),
         created_at=row.optional_text("created_at") or None,
@@ -42,7 +40,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
     )
 
 
-def source_of(row: Row, image_of: ImageRule) -> Source:
+def source_of(row: Row, image_of: Rule) -> Source:
     """The row's own `source`, else the tree in its image."""
     given = row.mapping("source")
     if not given:
@@ -64,7 +62,7 @@ def source_of(row: Row, image_of: ImageRule) -> Source:
     return source
 
 
-def environment_of(row: Row, image_of: ImageRule) -> Environment:
+def environment_of(row: Row, image_of: Rule) -> Environment:
     """What the tree needs to run; an image only when the tree does not come from elsewhere."""
     python, workdir = row.optional_text("python", "3.11"), row.optional_text("workdir", "/testbed")
     if not re.fullmatch(r"\d+\.\d+(\.\d+)?", python):
@@ -132,13 +130,3 @@ def test_command(row: Row) -> str:
 def in_conda(command: str, script: str) -> str:
     """The command in the environment that the script activates for it, if it does."""
     return f"{CONDA} && {command}" if "conda activate testbed" in script else command
-
-
-def _official_image(row: Row) -> str | None:
-    """The row's image, or the one which SWE-bench publishes for its instance ids."""
-    given = row.optional_text("image") or row.optional_text("image_name")
-    instance_id = row.optional_text("instance_id")
-    if given or "__" not in instance_id or not row.has("version"):
-        return given or None
-    name = instance_id.lower().replace("__", "_1776_")
-    return f"docker.io/swebench/sweb.eval.x86_64.{name}:latest"

@@ -25,6 +25,7 @@ from perdure.errors import (
     OutcomeUnknown,
     RateLimited,
 )
+from perdure.sandboxes import images
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.box import check_identity
 from perdure.sandboxes.calls import Conflict, Missing, Silences, again, lost
@@ -299,6 +300,7 @@ class E2BProvider(ServiceProvider):
 
     def _metadata(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
         return {
+            **images.routing_tags(spec.image),
             **spec.labels,
             f"{OWN}scope": self._scope,
             f"{OWN}identity": identity,
@@ -405,7 +407,8 @@ class E2BProvider(ServiceProvider):
 
 
 def _template(spec: SandboxSpec) -> str:
-    """A tree comes by upload into the default template; without one, the image is the template."""
-    if spec.tree is None and spec.image is not None:
+    """A tree comes by upload into the default template; without one, the image is the template,
+    unless routing tags lead to it."""
+    if spec.tree is None and spec.image is not None and not images.routing_tags(spec.image):
         return spec.image
     return os.environ.get("PERDURE_E2B_TEMPLATE") or "base"

@@ -1,19 +1,42 @@
-"""Images for providers with a store of their own: where to pull from, one pull for all who wait.
+"""Images as providers have them: under other names, behind routing tags, from a mirror, pulled once.
 
 Owns the names, the lock and the verdict on a refused pull; the engines' commands are the providers'.
+Which image an instance has is said in its row (`perdure.instances.images`).
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
-from perdure.errors import Boundary, ControlPlaneError, InstanceError, PerdureError
+from perdure.errors import (
+    Boundary,
+    ConfigurationError,
+    ControlPlaneError,
+    InstanceError,
+    PerdureError,
+)
 from perdure.sandboxes.box import locked
 
 MIRROR_VARIABLE = "PERDURE_IMAGE_MIRROR"
 """`mirror.example/hub/` is put before every name that is pulled; `docker.io=mirror.example/hub,...`
 replaces registries instead."""
+
+MAP_VARIABLE = "PERDURE_IMAGE_MAP"
+"""A JSON file: image -> what was built from it, for all providers or `{"e2b": ..., "daytona": ...}`."""
+TAGS_VARIABLES = (
+    "PERDURE_SANDBOX_METADATA_FILE",
+    "SWE_SANDBOX_METADATA_FILE",
+    "SLIME_AGENT_SANDBOX_METADATA_FILE",
+)
+"""A JSON file of routing tags, for a gateway that finds the image of a sandbox by its metadata."""
+KEY_VARIABLES = (
+    "PERDURE_SANDBOX_IMAGE_METADATA_KEY",
+    "SWE_SANDBOX_IMAGE_METADATA_KEY",
+    "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY",
+)
 
 PULL_TIMEOUT_S = 1200.0
 LIMIT_PASSES_S = 60.0
@@ -32,6 +55,55 @@ NEVER_TO_BE_PULLED = (
 )
 TOO_MANY = ("toomanyrequests", "too many requests", "rate limit")
 NOT_REACHED = ("no such host", "timeout", "connection refused", "tls handshake", "server error")
+
+
+def prebuilt(provider: str, image: str | None) -> str | None:
+    """The template, snapshot or image that this provider has for an image, by `PERDURE_IMAGE_MAP`.
+
+    Raises: ConfigurationError naming the file and what is wrong in it.
+    """
+    path = os.environ.get(MAP_VARIABLE)
+    if image is None or not path:
+        return image
+    found = _json_object(path, MAP_VARIABLE).get(image, image)
+    if isinstance(found, dict):
+        found = found.get(provider, image)
+    if not isinstance(found, str):
+        raise ConfigurationError(f"{MAP_VARIABLE}: {path}: {image!r} must name a string")
+    return found
+
+
+def routing_tags(image: str | None) -> dict[str, str]:
+    """Tags to give a sandbox at its creation, the image among them; empty where none are set.
+
+    Raises: ConfigurationError naming the variable and the fix.
+    """
+    variable, path = _first_set(TAGS_VARIABLES)
+    if not path:
+        return {}
+    tags = {str(key): str(value) for key, value in _json_object(path, variable).items()}
+    key_variable, key = _first_set(KEY_VARIABLES)
+    if not key:
+        raise ConfigurationError(f"{variable} is set: set {key_variable} to its key of the image")
+    if key not in tags:
+        raise ConfigurationError(
+            f"{variable}: {path} lacks the key {key!r} that {key_variable} names"
+        )
+    return {**tags, key: image} if image is not None else tags
+
+
+def _first_set(names: tuple[str, ...]) -> tuple[str, str]:
+    return next(((name, v) for name in names if (v := os.environ.get(name))), (names[0], ""))
+
+
+def _json_object(path: str, variable: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{variable}: {path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{variable}: {path} must hold one JSON object")
+    return found
 
 
 def mirrored(name: str) -> str:

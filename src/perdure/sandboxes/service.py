@@ -7,11 +7,13 @@ import asyncio
 import contextlib
 import os
 from abc import abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 from uuid import uuid4
 
 from perdure.errors import ConfigurationError
+from perdure.sandboxes import images
 from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.box import check_identity
 
@@ -30,6 +32,7 @@ class ServiceProvider(SandboxProvider):
 
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         check_identity(identity)
+        spec = replace(spec, image=images.prebuilt(self.name, spec.image))
         self._check_spec(spec)
         making = asyncio.create_task(self._create(spec, identity))
         try:

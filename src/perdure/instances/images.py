@@ -1,0 +1,93 @@
+"""Image names of the public datasets: the row's own, else by the rule of its publisher.
+
+Owns the names alone. Where an image is pulled from, and under what name a provider has it, is
+`perdure.sandboxes.images`'.
+"""
+
+from collections.abc import Callable
+
+from perdure.instances.fields import Row
+
+GIVEN = ("image", "image_name", "docker_image", "image_url")
+"""Fields in which datasets name the image themselves: Scale-SWE, SWE-smith, R2E-Gym always do."""
+
+Rule = Callable[[Row], str | None]
+
+
+def image_of(row: Row) -> str | None:
+    """The row's image: given, by its data source's rule, or by SWE-bench's where it looks like one."""
+    for field in GIVEN:
+        if given := row.optional_text(field):
+            return given
+    source = row.optional_text("data_source").lower().replace("_", "-").rpartition("/")[2]
+    for prefix, rule in RULES:
+        if source.startswith(prefix):
+            return rule(row)
+    return swebench(row) if row.has("version") else None
+
+
+def swebench(row: Row) -> str | None:
+    return _by_id(row, "swebench", "_1776_")
+
+
+def swe_gym(row: Row) -> str | None:
+    return _by_id(row, "xingyaoww", "_s_")
+
+
+def swe_bench_live(row: Row) -> str | None:
+    return _by_id(row, "starryzhang", "_1776_")
+
+
+def swe_rebench(row: Row) -> str | None:
+    return _by_id(row, "swerebench", "_1776_")
+
+
+def _by_id(row: Row, owner: str, instead: str) -> str | None:
+    """Docker forbids two underscores in a row: each publisher writes something else for them."""
+    instance_id = row.optional_text("instance_id").lower()
+    if "__" not in instance_id:
+        return None
+    return f"docker.io/{owner}/sweb.eval.x86_64.{instance_id.replace('__', instead)}:latest"
+
+
+def swe_smith(row: Row) -> str | None:
+    """One image for each repository and commit: `<owner>__<repo>.<sha8>.<kind of bug>`."""
+    parts = row.optional_text("instance_id").lower().rsplit(".", 2)
+    if len(parts) != 3 or "__" not in parts[0]:
+        return None
+    repository = parts[0].replace("__", "_1776_")
+    return f"docker.io/swebench/swesmith.x86_64.{repository}.{parts[1]}:latest"
+
+
+def r2e_gym(row: Row) -> str | None:
+    repository, commit = row.optional_text("repo_name"), row.optional_text("commit_hash")
+    return f"docker.io/namanjain12/{repository}_final:{commit}" if repository and commit else None
+
+
+def swe_bench_pro(row: Row) -> str | None:
+    tag = row.optional_text("dockerhub_tag")
+    return f"docker.io/jefzda/sweap-images:{tag}" if tag else None
+
+
+def multi_swe(row: Row) -> str | None:
+    owner, repository = row.optional_text("org").lower(), row.optional_text("repo").lower()
+    number = row.fields.get("number")
+    if not (owner and repository and number):
+        return None
+    return f"docker.io/mswebench/{owner}_m_{repository}:pr-{number}"
+
+
+RULES: tuple[tuple[str, Rule], ...] = (
+    ("swe-bench-pro", swe_bench_pro),
+    ("swe-bench-live", swe_bench_live),
+    ("swe-bench", swebench),
+    ("swebench", swebench),
+    ("swe-gym", swe_gym),
+    ("swegym", swe_gym),
+    ("swe-smith", swe_smith),
+    ("swesmith", swe_smith),
+    ("swe-rebench", swe_rebench),
+    ("r2e", r2e_gym),
+    ("multi-swe", multi_swe),
+)
+"""By the beginning of `data_source`; the longer one first."""
