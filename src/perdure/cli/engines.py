@@ -127,7 +127,7 @@ def _tell(status: "PoolStatus", told: set[str]) -> None:
     """What is new of replicas that are not ready: a start may take minutes, or wait for a node."""
     for one in status.replicas:
         line = f"replica {one.index} {one.state}{f': {one.reason}' if one.reason else ''}"
-        if not one.engine and line not in told:
+        if one.state != "ready" and line not in told:
             told.add(line)
             say(line)
 

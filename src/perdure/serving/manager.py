@@ -100,7 +100,7 @@ class Slot:
     def status(self) -> ReplicaStatus:
         if self.boot is not None:
             return self.boot.status(reason=self.reason)
-        state = "given up" if self.given_up else "backing off"
+        state = "given up" if self.given_up else "backing off" if self.deaths else "waiting"
         return ReplicaStatus(index=self.index, state=state, reason=self.reason)
 
 
