@@ -1,4 +1,5 @@
-"""Write the histories that `test_replay.py` replays: `python -m tests.workflows.record_histories`.
+"""Write the histories that `test_replay.py` replays: `python -m tests.workflows.record_histories`,
+with names of scenarios after it for those alone.
 
 Real workflows on a real server, stand-in activities. Record anew only for a change that no running
 workflow has to survive; otherwise guard the change with `workflow.patched` and add a history.
@@ -8,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,12 +20,13 @@ from temporalio.exceptions import ApplicationError, TemporalError
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
-from activities.messages import AgentRun, Booted
+from activities.messages import AgentRun, Asked, Booted, Captured
 from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure
 from perdure.client.connection import DATA_CONVERTER
-from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RunRequest
+from perdure.sandboxes.permits import AccountState
+from perdure.types import AccountCaps, AgentEnd, GroupRequest, RolloutRequest, RunRequest
 from tests.workflows.conftest import temporal_binary
 from tests.workflows.stages import Stages
 from workers.orchestration import checking_runner, workflow_worker
@@ -134,7 +137,54 @@ async def run(client: Client, stages: Stages) -> Handle:
     return (await Perdure(client).start_run(request)).handle
 
 
-SCENARIOS = (plain, slow_agent, lost_sandbox, evictions, cancelled, cancelled_in_boot, group, run)
+async def queued(client: Client, stages: Stages) -> Handle:
+    """The account is asked again after a refusal, and grants both sandboxes."""
+    permits = 0
+
+    async def boot(attempt: Any) -> Booted:
+        nonlocal permits
+        permits += bool(attempt.permit)
+        return Booted(uri="file:///x") if permits == 2 else Booted(waits_for="1-agent")
+
+    async def capture(_: Any) -> Captured:
+        return Captured(size=10, files=1, empty=False, waits_for="1-grade")
+
+    stages.override |= {"boot_sandbox": boot, "capture_diff": capture}
+    handle = (await Perdure(client).start_rollout(ROLLOUT)).handle
+    for step, after in (("1-agent", 1), ("1-agent", 2), ("1-grade", 5)):
+        while len(stages.calls) < after:
+            await asyncio.sleep(0.1)
+        await handle.signal(names.GRANTED, step)
+    return handle
+
+
+async def account(client: Client, stages: Stages) -> Handle:
+    """One rollout is granted its sandbox and gives it back; a wish of nobody's is dropped."""
+    rollout = (await Perdure(client).start_rollout(ROLLOUT)).handle
+    caps = AccountCaps(live=2, creates_per_s=10)
+    handle: Handle | None = None
+    for holder in (rollout.id, "nobody"):
+        asked = Asked(holder=holder, run="r1", step="1-agent", caps=caps)
+        handle = await client.start_workflow(
+            names.ACCOUNT,
+            id=names.account_id("service"),
+            task_queue=names.WORKFLOWS_QUEUE,
+            start_signal="ask",
+            start_signal_args=[asked],
+        )
+    assert handle is not None
+    await handle.signal("started", rollout.id)
+    await handle.signal("release", rollout.id)
+    while (found := await handle.query("state", result_type=AccountState)).permits or found.waiting:
+        await asyncio.sleep(0.1)
+    await handle.cancel()
+    return handle
+
+
+SCENARIOS = (
+    *(plain, slow_agent, lost_sandbox, evictions, cancelled, cancelled_in_boot, queued),
+    *(group, run, account),
+)
 
 
 def _forever(stages: Stages, name: str) -> asyncio.Event:
@@ -185,9 +235,12 @@ def without_stacks(value: Any) -> Any:
     return [without_stacks(item) for item in value] if isinstance(value, list) else value
 
 
-async def main() -> None:
+async def main(*only: str) -> None:
+    """`only`: names of the scenarios to record; all of them where none is named."""
     FOLDER.mkdir(exist_ok=True)
     for scenario in SCENARIOS:
+        if only and scenario.__name__ not in only:
+            continue
         history = without_stacks(json.loads(await record(scenario)))
         path = FOLDER / f"{scenario.__name__}.json"
         path.write_text(json.dumps(history, indent=1) + "\n")
@@ -196,4 +249,4 @@ async def main() -> None:
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)  # the failures are staged
-    asyncio.run(main())
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""RolloutWorkflow on a metered account: it waits without a worker, and loses its way nowhere."""
+
+import time
+from typing import Any
+
+import pytest
+from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
+
+import workflows.rollout
+from activities.messages import Attempt, Booted, Captured
+from perdure.client import names
+from perdure.types import EpisodeRef, RolloutStatus
+from tests.stack import until
+from tests.workflows.stages import Stages
+
+REQUEST = {"run_id": "r1", "instance": "toy/add-1", "agent": "nop"}
+STEP = "1-agent"
+
+
+async def _start(client: Client, **fields: Any) -> WorkflowHandle[Any, EpisodeRef]:
+    return await client.start_workflow(
+        names.ROLLOUT,
+        {**REQUEST, **fields},
+        id="rollout/r1/add-1/0",
+        task_queue=names.WORKFLOWS_QUEUE,
+        result_type=EpisodeRef,
+    )
+
+
+def queue_up(stages: Stages) -> list[str]:
+    """Boots ask first. The permits that they came with, call by call."""
+    permits: list[str] = []
+
+    async def boot(attempt: Attempt) -> Booted:
+        permits.append(attempt.permit)
+        expires = attempt.request.expires_at
+        if expires is not None and time.time() > expires:
+            return Booted(expired=True)
+        return Booted(uri="file:///x") if attempt.permit else Booted(waits_for=STEP)
+
+    stages.override["boot_sandbox"] = boot
+    return permits
+
+
+async def test_a_rollout_boots_when_it_is_granted(client: Client, stages: Stages) -> None:
+    """It asks, waits with nothing at work, and boots with its permit when its turn has come."""
+    permits = queue_up(stages)
+    handle = await _start(client)
+    await until(lambda: permits, "the account was asked")
+
+    async def idle() -> bool:
+        return not (await handle.describe()).raw_description.pending_activities
+
+    await until(idle, "nothing is at work for it")
+    await handle.signal(names.GRANTED, STEP)
+    episode = await handle.result()
+
+    assert (episode.status, permits) == (RolloutStatus.GRADED, ["", STEP])
+
+
+async def test_the_grading_waits_for_its_turn_too(client: Client, stages: Stages) -> None:
+    """Where the account must grant the second sandbox, no grading starts before it has."""
+
+    async def capture(_: Any) -> Captured:
+        return Captured(size=10, files=1, empty=False, waits_for="1-grade")
+
+    stages.override["capture_diff"] = capture
+    handle = await _start(client)
+    await until(lambda: "capture_diff" in stages.names(), "the diff is captured")
+    before = stages.names()
+    await handle.signal(names.GRANTED, "1-grade")
+    await handle.result()
+
+    assert "grade_in_fresh_sandbox" not in before
+    assert stages.names()[-2:] == ["grade_in_fresh_sandbox", "emit_episode"]
+
+
+async def test_a_rollout_that_is_cancelled_in_the_queue_leaves_it(
+    client: Client, stages: Stages
+) -> None:
+    """Cancelled while it waits: its place is given back by the clean-up, and an episode says so."""
+    permits = queue_up(stages)
+    handle = await _start(client)
+    await until(lambda: permits, "the account was asked")
+    await handle.cancel()
+    with pytest.raises(WorkflowFailureError):
+        await handle.result()
+
+    assert stages.names()[-2:] == ["destroy_sandbox", "emit_episode"]
+    assert stages.endings[-1].status is RolloutStatus.CANCELLED
+
+
+async def test_a_rollout_expires_in_the_queue(client: Client, stages: Stages) -> None:
+    """One that waits past its `expires_at` ends as expired without a sandbox."""
+    permits = queue_up(stages)
+    episode = await (await _start(client, expires_at=time.time() + 2)).result()
+
+    assert (episode.status, set(permits)) == (RolloutStatus.EXPIRED, {""})
+
+
+async def test_a_rollout_that_waits_long_asks_again(
+    client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A keeper that was terminated forgets who waits; whoever does asks it anew."""
+    monkeypatch.setattr(workflows.rollout, "ASK_AGAIN_S", 0.2)
+    permits = queue_up(stages)
+    handle = await _start(client)
+    await until(lambda: len(permits) > 1, "the account was asked again")
+    await handle.signal(names.GRANTED, STEP)
+
+    assert (await handle.result()).status is RolloutStatus.GRADED
