@@ -39,8 +39,8 @@ SETTLING = 10
 """Looks after a cut at which it is not judged: agents leave at the end of their turn, not before."""
 SATURATED = 0.6
 """Of the looks, those that find requests waiting inside an engine which has no time left."""
-MEMORY = 0.8
-"""Of what was counted, from one look to the next: some five looks are judged together."""
+MEMORY = 0.95
+"""Of what was counted, from one look to the next: some twenty looks are judged together."""
 
 
 @dataclass
