@@ -38,8 +38,8 @@ def running() -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="dk-"))
     address = f"unix://{folder}/docker.sock"
     command = [
-        *("dockerd", "--data-root", folder / "data", "--exec-root", folder / "exec"),
-        *("--pidfile", folder / "pid", "--host", address, "--storage-driver", "vfs"),
+        *("dockerd", "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec"),
+        *("--pidfile", f"{folder}/pid", "--host", address, "--storage-driver", "vfs"),
         *("--iptables=false", "--ip6tables=false", "--bridge=none"),
         *("--default-ulimit", "nofile=20000:20000"),
     ]

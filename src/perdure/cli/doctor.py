@@ -51,7 +51,7 @@ def doctor(as_json: bool) -> None:
 def examine(settings: Settings) -> Iterable[Finding]:
     """Every check, in the order in which a newcomer meets the parts."""
     checks: list[Callable[[Settings], Finding]] = [
-        python, checkout, bubblewrap, e2b, daytona, limits, uv, git, disk, store, temporal, port_numbers, gateway,
+        python, checkout, bubblewrap, podman, docker, apptainer, e2b, daytona, limits, uv, git, disk, store, temporal, port_numbers, gateway,
         engine,
     ]  # fmt: skip
     for check in checks:
@@ -79,6 +79,28 @@ def bubblewrap(settings: Settings) -> Finding:
         fix = "infra/setup/bubblewrap does it, or `--sandbox local` without isolation"
         return Finding("bubblewrap", "missing", problems[0], fix)
     return Finding("bubblewrap", "ok", f"{shutil.which('bwrap')}, user namespaces, overlay")
+
+
+def podman(settings: Settings) -> Finding:
+    return _containers(settings, "podman", "runs images, and the host's programs without one")
+
+
+def docker(settings: Settings) -> Finding:
+    where = os.environ.get("DOCKER_HOST") or os.environ.get("DOCKER_CONTEXT") or "this host"
+    return _containers(settings, "docker", f"an engine answers at {where}")
+
+
+def apptainer(settings: Settings) -> Finding:
+    return _containers(settings, "apptainer", "found; Perdure was tested on a double of it only")
+
+
+def _containers(settings: Settings, name: str, works: str) -> Finding:
+    from perdure.cli.sandboxes import provider
+
+    problems = provider(settings, name).check()
+    if problems:
+        return Finding(name, "note", f"--sandbox {name} cannot be used: {problems[0]}")
+    return Finding(name, "ok", works)
 
 
 def e2b(settings: Settings) -> Finding:

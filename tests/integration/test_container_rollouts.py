@@ -1,0 +1,54 @@
+"""Whole rollouts in containers: an unmodified agent edits, the diff is captured and graded afresh."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from perdure import registry
+from perdure.sandboxes.base import SandboxProvider
+from perdure.types import Outcome, RolloutStatus
+from tests import stack as stacks
+from tests.docker_engine import docker_address, docker_engine
+from tests.stack import Stack
+
+__all__ = ["docker_address", "docker_engine"]
+
+pytestmark = [pytest.mark.temporal, pytest.mark.registry]
+
+
+@pytest.fixture(params=["podman", "docker"])
+def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A provider that works here; the stack's processes inherit where its engine is."""
+    name = str(request.param)
+    if missing := stacks.why_not_here():
+        pytest.skip(missing)
+    if name == "docker":
+        request.getfixturevalue("docker_engine")
+    provider: SandboxProvider = registry.load("sandbox", registry.SANDBOXES, name)(tmp_path)
+    if problems := provider.check():
+        pytest.skip(problems[0])
+    return name
+
+
+@pytest.fixture
+async def stack(tmp_path: Path, sandbox: str) -> AsyncIterator[Stack]:
+    async with stacks.running(tmp_path / "stack") as stack:
+        yield stack
+
+
+async def test_mini_swe_agent_solves_in_a_container(stack: Stack, sandbox: str) -> None:
+    """mini-swe-agent from PyPI solves the instance: resolved, every turn told, no box left."""
+    commands = [*stacks.commands(), "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    calls = [
+        {"content": "", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}
+        for command in commands
+    ]
+    stack.engine.control(scripts={"default": {"turns": calls}})
+    request = await stack.start(f"mini-{sandbox}", sandbox=sandbox, agent="mini_swe_agent")
+    episode = await stack.episode(request)
+    assert episode.status is RolloutStatus.GRADED, (episode, stack.last_words())
+    provider = registry.load("sandbox", registry.SANDBOXES, sandbox)(stack.home)
+
+    assert (episode.outcome, episode.turns) == (Outcome.RESOLVED, stacks.TURNS)
+    assert list(await provider.list()) == []
