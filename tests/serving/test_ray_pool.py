@@ -112,6 +112,17 @@ async def test_a_model_that_does_not_fit_is_told_and_not_tried_again(pool: Pool)
     assert words.encode() in await pool.actor.tail.remote(0)
 
 
+async def test_a_replica_without_a_node_says_what_it_lacks(pool: Pool) -> None:
+    """It waits, with the reason in words, and starts when a node comes."""
+    await pool.apply(replicas=1)
+    waiting = await pool.until(lambda now: now.replicas and now.replicas[0].reason)
+
+    pool.add_node()
+
+    assert waiting.replicas[0].reason == "no node has 1 GPU and 0.1 CPU for one replica"
+    assert (await pool.joined(1))[0].reason == ""
+
+
 async def test_a_drain_notice_moves_the_replica_before_the_node_goes(pool: Pool) -> None:
     """A node with a preemption notice gives its sessions up and is replaced by another node."""
     leaving = pool.add_node()

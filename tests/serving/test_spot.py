@@ -1,7 +1,9 @@
 """Nodes that leave under load: told to, or not. Run by `make test-serving` (slow)."""
 
 import asyncio
+import json
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from perdure.episodes import assemble, turns
 from perdure.gateway.engines.pool import EnginePool
 from perdure.instances import catalog
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.serving.cluster import process_tree
 from perdure.serving.registration import ReplicaStatus
 from perdure.storage.local import LocalStore
 from perdure.types import Grading, Instance, Outcome, Source, SourceKind
@@ -24,7 +27,7 @@ LONG = {"content": " ".join(f"word{number}" for number in range(600))}
 """Five seconds and more."""
 GRACE_S = "20"
 """Ray's notice on SIGTERM; the manager leaves five seconds before its end."""
-THOUGHT = " ".join(f"thought{number}" for number in range(60))
+THOUGHT = " ".join(f"thought{number}" for number in range(150))
 ROLLOUTS = 4
 
 
@@ -118,8 +121,7 @@ async def test_rollouts_outlive_a_killed_node(home: Home) -> None:
     await add_toy(store, home.folder / "tree")
     fix = "sed -i 's/return a - b/return a + b/' calc.py"
     script = [*(turn(f"echo {n}") for n in range(5)), turn(fix), {"content": loop_agent.DONE}]
-    lost = home.nodes.add()
-    home.nodes.add()
+    nodes = [home.nodes.add(), home.nodes.add()]
     await home.up_scripted(2, script)
     words = ("run", "toys/add", "--run-id", "spot", "--samples", str(ROLLOUTS), "--wait")
     try:
@@ -128,11 +130,12 @@ async def test_rollouts_outlive_a_killed_node(home: Home) -> None:
         )
         async with gateway(home) as watching:
             await serving(watching, 2)
-            await until_sampling(watching, run)
-            home.nodes.kill(lost)
+            replica = await sampling(home, watching, run)
+            home.nodes.kill(node_of(replica, nodes))
             home.nodes.add()
             await run
-        await home.until_generations([2, 3])
+        survivor = 3 - replica.generation
+        await home.until_generations([survivor, 3])
     finally:
         await home.perdure("down")
 
@@ -145,11 +148,22 @@ async def test_rollouts_outlive_a_killed_node(home: Home) -> None:
     assert any(len(each.engines) > 1 for one in recorded for each in one)
 
 
-async def until_sampling(watching: EnginePool, run: "asyncio.Task[str]") -> None:
-    """Both engines have calls of the run's own gateway."""
+async def sampling(home: Home, watching: EnginePool, run: "asyncio.Task[str]") -> ReplicaStatus:
+    """The replica on which the run's own gateway samples: a group stays together."""
     async with asyncio.timeout(PATIENCE_S):
-        while not all(seat.watcher.vitals.running for seat in watching.seats.values()):
+        while True:
+            for name, seat in watching.seats.items():
+                if seat.watcher.vitals.running > 1:
+                    return next(one for one in (await home.status()).replicas if one.engine == name)
             if run.done():
                 await run
                 pytest.fail("the run was over before it was met at work")
             await asyncio.sleep(0.02)
+
+
+def node_of(
+    replica: ReplicaStatus, nodes: "list[subprocess.Popen[bytes]]"
+) -> "subprocess.Popen[bytes]":
+    """The node below which its server runs."""
+    server = json.loads(Path(replica.log).with_suffix(".note").read_text())["group"]
+    return next(node for node in nodes if server in process_tree(node.pid))

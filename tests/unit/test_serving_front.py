@@ -1,18 +1,22 @@
 """The door before an engine, with a scripted engine behind it and a real client in front."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from perdure.errors import PerdureError
 from perdure.gateway.engines.pool import EnginePool
 from perdure.serving.front import Front, Refusal, engine_keys, guard, read_head
 from perdure.serving.roster import LoneRoster
-from perdure.serving.state import EngineRecord
-from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.serving.state import EngineRecord, EngineState, name_of
+from perdure.serving.weights import Canary, FromDisk, WeightUpdates
+from perdure.testing.scripted_engine import ScriptedEngine, logprob
 
 KEYS = engine_keys(b"a secret of a home")
 ASK = {"model": "policy", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 1}}
@@ -148,3 +152,32 @@ def test_a_request_that_two_readers_might_read_differently_is_refused(raw: bytes
     """Front and engine must agree where a body ends."""
     with pytest.raises(Refusal):
         read_head(raw)
+
+
+async def test_new_weights_come_through_the_front(tmp_path: Path) -> None:
+    """Who publishes holds the control key; with a gateway's key the update is refused."""
+    (tmp_path / "weights.json").write_text(json.dumps({"weights": 7}))
+    async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False) as client:
+        roster = LoneRoster()
+        record = EngineRecord(
+            name=name_of(url),
+            url=url,
+            model="policy",
+            generation=1,
+            guarded=True,
+            state=EngineState.READY,
+        )
+        await roster.change(lambda now: now.having(record))
+        token = engine.policy.complete([1, 2, 3])[0]
+        canary = Canary(prompt_ids=(1, 2, 3), token_id=token, logprob=logprob(token, 0, weights=7))
+        source = FromDisk(tmp_path)
+
+        updates = WeightUpdates(roster, client, control_key=KEYS.control, notice_s=0.0)
+        await updates.update(8, source, [canary])
+
+        assert engine.weights == 7
+        engine.control(weights=0)
+        stranger = WeightUpdates(roster, client, control_key=KEYS.data, notice_s=0.0)
+        with pytest.raises(PerdureError):
+            await stranger.update(9, source, [canary])
+        assert engine.weights == 0

@@ -61,7 +61,7 @@ ENDED = "RuntimeError: Engine core initialization failed. See root cause above.\
         ("RuntimeError: Failed to infer device type, please set", "finds no GPU", True),
         ("OSError: [Errno 98] error while attempting to bind", "port was taken", False),
         ("Invalid repository ID or local directory specified: 'm'", "model not found: m", True),
-        ("HFValidationError: Repo id must be in the form 'repo_name' or", "not found: m", True),
+        ("errors.HFValidationError: Repo id must use alphanumeric chars", "not found: m", True),
         ("LocalEntryNotFoundError: Cannot find an appropriate cached", "not found: m", True),
         (
             " - For Hugging Face models: ensure the presence of a 'config.json'.",

@@ -223,7 +223,7 @@ def list_(as_json: bool) -> None:
             f"{record.name:<24}{record.state.value:<10} generation {record.generation}  "
             f"version {version}  weight {record.weight:g}  {record.reason}".rstrip()
         )
-    if not known:
+    if not known and not status.replicas:
         click.echo(f"No engines: {me()} engines add URL, or {me()} engines up --model M")
     if status.replicas:
         _print_status(status, False)

@@ -54,6 +54,8 @@ class Boot:
     target: str = ""
     """Node it was asked to go to; `node` is where it runs."""
     node: str = ""
+    lacks: str = ""
+    """What no node had when it was asked for."""
     report: ReplicaReport | None = None
     lost: str = ""
     """What Ray says when its actor is gone."""
@@ -73,7 +75,7 @@ class Boot:
             engine=self.joined,
             node=self.node,
             log=report.log if report else "",
-            reason=reason,
+            reason=reason if self.node else self.lacks or reason,
         )
 
 
@@ -139,7 +141,7 @@ class EngineManager:
             wanted.model_copy(update={"replicas": 0})
         )
         for slot in self._slots.values():
-            slot.given_up, slot.deaths, slot.not_before = False, 0, 0.0
+            slot.given_up, slot.deaths, slot.not_before, slot.reason = False, 0, 0.0, ""
             if not same and slot.boot is not None:
                 await self._drain(slot, time.time() + DRAIN_S)
 
@@ -309,11 +311,10 @@ class EngineManager:
         generation = await self._pool.reserve_generation()
         taken = [one.boot.node or one.boot.target for one in self._slots.values() if one.boot]
         target = await asyncio.to_thread(placement.emptiest, plan, taken, seen.draining)
-        if target is None:
-            slot.reason = f"no node has {placement.room(plan)} for one replica"
         name = f"{self._prefix}-{slot.index}-g{generation}"
         placed = await asyncio.to_thread(placement.place, plan, name, generation, target)
-        slot.boot = Boot(slot.index, generation, placed, target or "")
+        lacks = "" if target else f"no node has {placement.room(plan)} for one replica"
+        slot.boot = Boot(slot.index, generation, placed, target or "", lacks=lacks)
         slot.boot.following = asyncio.create_task(self._follow(slot.boot))
 
     async def _follow(self, boot: Boot) -> None:

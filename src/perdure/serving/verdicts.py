@@ -96,7 +96,7 @@ LAST_WORDS: tuple[tuple[str, str, bool], ...] = (
     (
         r"Invalid repository ID or local directory|Can't load the configuration of|"
         r"RepositoryNotFoundError|is not a local folder and is not a valid model identifier|"
-        r"LocalEntryNotFoundError|OfflineModeIsEnabled|Repo id must be in the form|"
+        r"LocalEntryNotFoundError|OfflineModeIsEnabled|HFValidationError|"
         r"ensure the presence of a 'config.json'",
         "model not found: {model} is no folder with a config.json on the node, and no name that "
         "the hub could be asked for",
