@@ -1,0 +1,190 @@
+"""Agents of one engine through the gateway's real pool: sampling and tools in turns, in virtual time."""
+
+import asyncio
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import httpx
+
+from benchmarks.saturation.engine import GRAIN, Counters, ModelledEngine, Wire
+from benchmarks.saturation.law import Law
+from perdure.gateway.engines.leases import Capacity
+from perdure.gateway.engines.pool import EnginePool, EngineSpec, Seat
+from perdure.gateway.prompt_ids import PromptIds
+from perdure.serving.roster import LoneRoster
+
+URL = "http://engine:8000"
+BATCHED = 3.0
+"""An engine does about so many turns at once in the time of one."""
+SPREAD = 1.5
+"""Of a tool's time, log-normal: half of the calls take a third of the mean, one in 50 seven times."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the agents of one engine do. Lengths in tokens."""
+
+    agents: int
+    context: int = 8000
+    """Of a rollout, on average over its turns."""
+    kv_tokens: int = 1_200_000
+    ratio: float = 20.0
+    """Seconds in tools per second that the engine needs for a turn, undisturbed."""
+    opening: int = 2000
+    turns: int = 40
+    output: int = 208
+    tool_s: float = 5.0
+    fresh: bool = False
+    """All agents begin a rollout at the same time, as a run does; else each is somewhere in one."""
+    cycles: int = 24
+    """Turns of each agent that are measured, at least, after half as many that are not."""
+
+    @property
+    def growth(self) -> int:
+        """From one turn's prompt to the next one's."""
+        return max(self.output + GRAIN, 2 * (self.context - self.opening) // self.turns)
+
+    @property
+    def alone_s(self) -> float:
+        """The engine's time for a turn that nothing disturbs."""
+        return self.tool_s / self.ratio
+
+    @property
+    def cycle_s(self) -> float:
+        """A turn and its tool, also where the engine has far too many agents."""
+        return self.tool_s + self.alone_s * max(1.0, self.agents / BATCHED)
+
+    def law(self, measured: Law) -> Law:
+        """The measured engine, made as fast as the ratio asks for; its shape stays."""
+        alone = measured.step(prompt=self.growth, pairs=self.growth * self.context)
+        alone += self.output * measured.step(sequences=1, context=self.context)
+        return measured.faster(alone * self.ratio / self.tool_s)
+
+
+class Fixed(Capacity):
+    """A number of agents that stays."""
+
+    def __init__(self, agents: int) -> None:
+        super().__init__(agents=agents)
+
+    def observe(self, *_: object, **__: object) -> None:
+        """Whatever the engine says."""
+
+
+@dataclass
+class Seen:
+    """What the agents saw while it was measured."""
+
+    seconds: list[float] = field(default_factory=list)
+    """From an agent's request to its answer, waiting for a seat included."""
+    rollouts: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One side at one size. Rates are per second of virtual time."""
+
+    policy: str
+    job: Job
+    busy: float
+    """Share of the time in which the engine computes."""
+    sampled_per_s: float
+    alone_per_s: float
+    """What the engine samples when it has one agent without tools."""
+    hits: float
+    """Of the prompt tokens, those that needed no prefill."""
+    preemptions: int
+    p50_s: float
+    p95_s: float
+    seats: int
+    """Capacity at the end."""
+
+    @property
+    def gain(self) -> float:
+        """Throughput in units of one agent that never waits for a tool."""
+        return self.sampled_per_s / self.alone_per_s
+
+
+async def play(policy: str, job: Job, measured: Law) -> Result:
+    engine = ModelledEngine(job.law(measured), job.kv_tokens)
+    seen = Seen()
+    async with httpx.AsyncClient(transport=Wire(engine), timeout=None) as client:
+        pool = EnginePool(LoneRoster(), client, [EngineSpec(URL)], patience_s=math.inf)
+        pool.leases.clock = asyncio.get_running_loop().time
+        tasks = [asyncio.create_task(engine.run())]
+        try:
+            seat = await _ready(pool, policy)
+            for number in range(job.agents):
+                tasks.append(asyncio.create_task(_agent(number, job, pool, seen)))
+            await asyncio.sleep(job.cycles / 2 * job.cycle_s)
+            before, seen.seconds = replace(engine.counters), []
+            await asyncio.sleep(job.cycles * job.cycle_s)
+            during = engine.counters.since(before)
+            return _result(policy, job, seat.capacity, during, seen.seconds)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await pool.aclose()
+
+
+async def _ready(pool: EnginePool, policy: str) -> Seat:
+    await pool.start()
+    (seat,) = pool.seats.values()
+    while not seat.record.serves:
+        await asyncio.sleep(0.1)
+    if policy != "adaptive":
+        seat.capacity = Fixed(int(policy.removeprefix("fixed ")))
+    return seat
+
+
+async def _agent(number: int, job: Job, pool: EnginePool, seen: Seen) -> None:
+    """One rollout after the other."""
+    source = random.Random(number)
+    first = 0 if job.fresh else source.randrange(job.turns)
+    await asyncio.sleep(source.uniform(0, job.tool_s))
+    loop = asyncio.get_running_loop()
+    while True:
+        session = f"{number}-{seen.rollouts}-{loop.time():.3f}"
+        for prompt in _prompts(job, first):
+            started = loop.time()
+            await pool.generate(
+                PromptIds.of([1] * (prompt // GRAIN)),
+                {"max_tokens": job.output // GRAIN},
+                session_id=session,
+                request_id=session,
+            )
+            seen.seconds.append(loop.time() - started)
+            await asyncio.sleep(_tool_s(source, job))
+        pool.leases.release(session)
+        seen.rollouts += 1
+        first = 0
+
+
+def _prompts(job: Job, first: int) -> Iterator[int]:
+    return (job.opening + turn * job.growth for turn in range(first, job.turns))
+
+
+def _tool_s(source: random.Random, job: Job) -> float:
+    return source.lognormvariate(math.log(job.tool_s) - SPREAD**2 / 2, SPREAD)
+
+
+def _result(
+    policy: str, job: Job, capacity: Capacity, during: Counters, waited: list[float]
+) -> Result:
+    seconds = job.cycles * job.cycle_s
+    ordered = sorted(waited) or [math.inf]
+    return Result(
+        policy,
+        job,
+        busy=min(1.0, during.busy_s / seconds),
+        sampled_per_s=during.sampled / seconds,
+        alone_per_s=job.output / job.alone_s,
+        hits=during.hits / max(1, during.queries),
+        preemptions=during.preemptions,
+        p50_s=ordered[len(ordered) // 2],
+        p95_s=ordered[int(len(ordered) * 0.95)],
+        seats=capacity.agents,
+    )
