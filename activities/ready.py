@@ -42,7 +42,8 @@ class ReadySandboxes:
     """The ready sandboxes of one worker process: up to `ready_sandboxes` a spec, and in all."""
 
     def __init__(self, settings: Settings, store: Store, labels: Mapping[str, str]) -> None:
-        self._each, self._most = settings.ready_sandboxes, settings.ready_sandboxes_total
+        self._most = settings.ready_sandboxes_total
+        self._each = min(settings.ready_sandboxes, self._most)
         self._ttl_s = settings.sandbox_ttl_s
         self._store = store
         self._labels = labels
@@ -65,6 +66,10 @@ class ReadySandboxes:
         if key not in self._tasks:
             self._tasks[key] = asyncio.create_task(self._fill(key, provider, spec))
         return found
+
+    async def filled(self) -> None:
+        """Wait until nothing is being booted ahead."""
+        await asyncio.gather(*self._tasks.values())
 
     async def close(self) -> None:
         """None is left."""
@@ -90,6 +95,7 @@ class ReadySandboxes:
                 await self.forget(ready.sandbox.identity)
                 continue
             return ready.sandbox
+        self._shelves.pop(key, None)
         return None
 
     async def forget(self, identity: str) -> None:
@@ -100,11 +106,11 @@ class ReadySandboxes:
 
     async def _fill(self, key: str, provider: SandboxProvider, spec: SandboxSpec) -> None:
         try:
-            while len(self._shelves[key]) < self._each:
+            while len(self._shelves.get(key, ())) < self._each:
                 async with self._one_at_a_time:
                     await self._make_room(key)
                     ready = await self._boot(key, provider, spec)
-                self._shelves[key].append(ready)
+                self._shelves.setdefault(key, deque()).append(ready)
         except RateLimited:
             log.info("account full: no sandbox is booted ahead", provider=provider.name)
         except PerdureError as error:
