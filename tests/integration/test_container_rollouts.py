@@ -16,6 +16,9 @@ __all__ = ["docker_address", "docker_engine"]
 
 pytestmark = [pytest.mark.temporal, pytest.mark.registry]
 
+ROLLOUT_S = 400.0
+"""A container's boot and each of its commands cost processes of an engine: slow on a busy host."""
+
 
 @pytest.fixture(params=["podman", "docker"])
 def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> str:
@@ -46,6 +49,7 @@ async def test_mini_swe_agent_solves_in_a_container(stack: Stack, sandbox: str) 
     ]
     stack.engine.control(scripts={"default": {"turns": calls}})
     request = await stack.start(f"mini-{sandbox}", sandbox=sandbox, agent="mini_swe_agent")
+    await stacks.until(lambda: stack.is_over(request), "the rollout is over", ROLLOUT_S)
     episode = await stack.episode(request)
     assert episode.status is RolloutStatus.GRADED, (episode, stack.last_words())
     provider = registry.load("sandbox", registry.SANDBOXES, sandbox)(stack.home)

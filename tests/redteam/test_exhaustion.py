@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from perdure.sandboxes.base import Sandbox
-from perdure.sandboxes.docker import DockerSandbox
+from perdure.sandboxes.docker import SPARE_PIDS, DockerSandbox
 from tests.redteam.conftest import LIMITS, Boot, attack, require
 
 FORK_BOMB = """
@@ -76,14 +76,19 @@ while True:
 
 
 async def test_fork_bomb_meets_its_limit(boot: Boot) -> None:
-    """pids bounds the whole sandbox, and afterwards it can be killed whole."""
+    """pids bounds the whole sandbox, and afterwards it can be killed whole.
+
+    In Docker's containers a few more are spared for the guest.
+    """
     box = await boot()
     require(box, "pids")
     result = await attack(box, FORK_BOMB)
     count, errno = map(int, result.stdout.split())
     await box.kill()
 
-    assert (count < LIMITS.pids, errno) == (True, 11)
+    most = LIMITS.pids + (SPARE_PIDS if isinstance(box, DockerSandbox) else 0)
+
+    assert (count < most, errno) == (True, 11)
 
 
 async def test_processes_of_the_host_are_out_of_sight(boot: Boot) -> None:
@@ -92,7 +97,7 @@ async def test_processes_of_the_host_are_out_of_sight(boot: Boot) -> None:
     seen = (await box.exec("cat /proc/[0-9]*/cmdline")).stdout
 
     assert b"pytest" not in seen
-    assert b"perdure" not in seen
+    assert b"perdure.sandboxes" not in seen
 
 
 async def test_memory_is_bounded_together(boot: Boot) -> None:

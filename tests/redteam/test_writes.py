@@ -102,6 +102,7 @@ async def test_devices_of_the_host_are_unchangeable(boot: Boot) -> None:
 async def test_mounts_are_read_only(boot: Boot, tmp_path: Path) -> None:
     """Programs, settings and mounted tools cannot be written, by any path to them."""
     (tmp_path / "file").write_text("tools")
+    tmp_path.chmod(0o755)  # in a container others are others
     mounts = (Mount(tmp_path, "/opt/tools"),)
     result = await attack(await boot(mounts=mounts), READ_ONLY, "/opt/tools")
 

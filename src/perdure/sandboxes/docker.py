@@ -45,7 +45,6 @@ REQUEST_S = 60.0
 BOOT_S = 300.0
 LABEL = "perdure"
 DEADLINE = f"{FOLDER}/deadline"
-AGENT = "1000:1000"
 ROOT = "0:0"
 SPARE_PIDS = 32
 """Above the commands' own: the guest answers although they have used up theirs."""
@@ -443,13 +442,18 @@ def engine_of(info: Mapping[str, Any], *, here: bool) -> Engine:
     return Engine(binds=here and same, limits=limits)
 
 
+def agent_user() -> str:
+    """The worker's ids, so that what it alone may read can be read where it is bound; never root's."""
+    return f"{os.getuid()}:{os.getgid()}" if os.getuid() else "1000:1000"
+
+
 def run_command(
     spec: SandboxSpec, name: str, image: str, labels: Mapping[str, str], engine: Engine
 ) -> list[str]:
     """`docker run` of one sandbox. The root folder of an instance's own image is writable."""
     network = os.environ.get(NETWORK_VARIABLE) or "none"
     runtime = os.environ.get(RUNTIME_VARIABLE)
-    owner = ROOT if spec.image else AGENT
+    owner = ROOT if spec.image else agent_user()
     folders = [HOME, *([] if spec.image else ["/tmp"])]
     if spec.tree is not None or spec.image is None:
         folders.append(spec.workdir)
