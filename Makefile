@@ -54,7 +54,7 @@ chaos: setup ## kill -9, SIGTERM and lost answers, with real processes (slow)
 	@$(RUN) pytest tests/chaos
 
 bench: setup ## every committed benchmark, one after the other (slow)
-	@for b in overhead crash replay sandbox capture gateway_load; do $(RUN) python -m benchmarks.$$b || exit 1; done
+	@for b in overhead crash replay sandbox capture gateway_load saturation; do $(RUN) python -m benchmarks.$$b || exit 1; done
 
 clean: ## remove the environment and everything local
 	rm -rf .venv .uv dist .perdure .mypy_cache .ruff_cache .pytest_cache
