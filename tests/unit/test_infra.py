@@ -8,11 +8,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from perdure.client.search_attributes import TYPE_NAMES
+from perdure.gateway.engines.metrics import pool_metrics
+from perdure.gateway.engines.pool import EnginePool
 from perdure.gateway.metrics import Metrics as GatewayMetrics
+from perdure.serving.roster import LoneRoster
 from perdure.settings import Settings
 from perdure.telemetry import METRICS
 
@@ -107,12 +111,15 @@ def test_schema_script_can_be_repeated(tmp_path: Path) -> None:
     assert versions == {"temporal": "1.19", "temporal_visibility": "1.19"}
 
 
-def test_dashboard_draws_metrics_that_exist() -> None:
+async def test_dashboard_draws_metrics_that_exist() -> None:
     """Each panel asks for a metric that some process serves."""
     dashboard = json.loads((ROOT / "infra/grafana/dashboards/perdure.json").read_text())
     asked = " ".join(t["expr"] for panel in dashboard["panels"] for t in panel["targets"])
     gateway = set(re.findall(r"^# TYPE (\S+)", GatewayMetrics().text().decode(), re.MULTILINE))
+    async with httpx.AsyncClient() as client:
+        pool = pool_metrics(EnginePool(LoneRoster(), client)).decode()
+    engines = re.findall(r"^# TYPE (\S+)", pool, re.MULTILINE)
     suffixes = ("", "_total", "_bucket")
-    served = {name + suffix for name in (*METRICS, *gateway) for suffix in suffixes}
+    served = {name + suffix for name in (*METRICS, *gateway, *engines) for suffix in suffixes}
 
     assert set(re.findall(r"\bperdure_\w+", asked)) - served == set()
