@@ -17,6 +17,7 @@ from perdure.episodes.assemble import Episode
 from perdure.types import Outcome, RolloutRequest, RolloutStatus
 from tests import counting_agent
 from tests import stack as stacks
+from tests.certificates import Authority
 from tests.stack import Stack, until
 
 pytest.importorskip("e2b")
@@ -135,14 +136,15 @@ class Field:
 
     stack: Stack
     server: Any
+    url: str
     requests: dict[str, RolloutRequest]
 
     def digest(self, request: RolloutRequest) -> str:
         return self.stack.identity(request, "agent").rpartition("-agent-")[0]
 
-    def inject(self, request: RolloutRequest, case: Case) -> None:
-        about = f"{self.digest(request)}-{case.purpose}"
-        self.server.faults.add([{"about": about, **rule} for rule in case.rules])
+    def inject(self, request: RolloutRequest, rules: Rules, purpose: str = "") -> None:
+        about = f"{self.digest(request)}-{purpose}"
+        self.server.faults.add([{"about": about, **rule} for rule in rules])
 
     def never_met(self, request: RolloutRequest) -> list[str]:
         own = [rule for rule in self.server.faults.rules if self.digest(request) in rule.about]
@@ -152,7 +154,9 @@ class Field:
         found = [str(record["metadata"]) for record in self.server.sandboxes.all()]
         return [text for text in found if self.digest(request) in text]
 
-    async def start(self, name: str, **options: Any) -> RolloutRequest:
+    async def start(
+        self, name: str, rules: Rules = (), purpose: str = "", **options: Any
+    ) -> RolloutRequest:
         chosen = {"mark": self.stack.mark, **options}
         run_id = re.sub(r"[^a-z0-9]+", "-", name.lower())
         request = self.stack.request(
@@ -162,8 +166,7 @@ class Field:
             agent_options=chosen,
             heartbeat_timeout_s=30,  # the worker lives, however busy this machine is
         )
-        if name in CASES:
-            self.inject(request, CASES[name])
+        self.inject(request, rules, purpose)
         await self.stack.perdure.start_rollout(request)
         self.requests[name] = request
         return request
@@ -192,9 +195,14 @@ async def field_(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fiel
             patch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
             async with stacks.running(folder / "stack", workers=0) as stack:
                 await stack.start_worker("tests.impatient_worker")
-                yield Field(stack, server, {})
+                yield Field(stack, server, url, {})
             for record in server.sandboxes.all():
                 await server.guests.kill(record["id"])
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.of(tmp_path_factory.mktemp("authority"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -204,7 +212,7 @@ async def together(field_: Field, request: pytest.FixtureRequest) -> Field:
     names = {spec.params.get("case") for spec in chosen if spec is not None}
     for name, case in CASES.items():
         if name in names:
-            await field_.start(name, does=case.does)
+            await field_.start(name, case.rules, case.purpose, does=case.does)
     return field_
 
 
@@ -263,6 +271,28 @@ async def test_clock_of_the_service_is_not_believed(field_: Field, hours: int) -
     field_.server.settings["clock_offset_s"] = 0
 
     assert (swept.killed, episode.outcome, len(episode.attempts)) == (0, Outcome.RESOLVED, 1)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_server_that_goes_away(
+    field_: Field, authority: Authority, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """GOAWAY over TLS and HTTP/2, the request seen to or not: solved in one attempt, nothing left."""
+    from perdure.testing.h2_front import fronted
+
+    async with fronted(field_.url, authority.tls()) as url:
+        for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
+            monkeypatch.setenv(name, url)
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+        await field_.stack.kill_all(*field_.stack.workers)
+        await field_.stack.start_worker("tests.impatient_worker")
+        faults = everywhere(goaway=True, when=when)
+        request = await field_.start(f"goaway {when}", faults)
+        episode = await field_.ended(request)
+
+    assert (episode.outcome, len(episode.attempts)) == (Outcome.RESOLVED, 1)
+    assert await field_.starts(request) == [1]
+    assert (field_.never_met(request), field_.alive(request)) == ([], [])
 
 
 def _creates(field_: Field) -> int:

@@ -14,14 +14,13 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import shlex
 import signal
 import struct
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote
@@ -31,70 +30,37 @@ from aiohttp import web
 
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, SandboxSpec
-from perdure.sandboxes.box import Box
-from perdure.sandboxes.bubblewrap import BubblewrapProvider, BubblewrapSandbox
-from perdure.testing.faults import CONTROL, Faults, Handler, met_rule
-from perdure.types import Limits
+from perdure.sandboxes.bubblewrap import BubblewrapSandbox
+from perdure.testing.double import (
+    LIMITS,
+    Double,
+    Entry,
+    Records,
+    Refusal,
+    abort,
+    entries,
+    iso,
+    listed,
+    pid_of,
+    signal_one,
+)
+from perdure.testing.faults import Faults, met_rule
 
 ENVD = "0.6.7"
 HOME = "/home/user"
 PIECE = 32 << 10
-LIMITS = Limits(memory_mb=4096, cpus=2, pids=1024, disk_mb=4096, output_mb=512)
 LONGEST_NAP_S = 0.1
 
 
-class Refusal(Exception):
-    """An answer other than the wanted one."""
-
-    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.response = web.json_response(
-            {"code": status, "message": message}, status=status, headers=headers
-        )
+def _refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> Refusal:
+    return Refusal(status, {"code": status, "message": message}, headers)
 
 
-class Guests(BubblewrapProvider):
-    """Bubblewrap boxes whose root may be written, as a virtual machine's may."""
-
-    def command(self, spec: SandboxSpec, box: Box) -> list[str]:
-        argv = super().command(spec, box)
-        at = next(n for n in range(len(argv)) if argv[n : n + 2] == ["--remount-ro", "/"])
-        return argv[:at] + argv[at + 2 :]
-
-
-class Records:
-    """One JSON file each, replaced whole."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def write(self, name: str, value: Any) -> None:
-        draft = self.folder / f".{uuid4().hex}"
-        draft.write_text(json.dumps(value))
-        draft.replace(self.folder / f"{name}.json")
-
-    def read(self, name: str) -> Any:
-        try:
-            return json.loads((self.folder / f"{name}.json").read_text())
-        except FileNotFoundError:
-            return None
-
-    def remove(self, name: str) -> None:
-        (self.folder / f"{name}.json").unlink(missing_ok=True)
-
-    def all(self) -> list[Any]:
-        names = sorted(path.stem for path in self.folder.glob("[!.]*.json"))
-        return [found for name in names if (found := self.read(name)) is not None]
-
-
-class E2BServer:
-    """Both planes on one port. `settings` may be changed while it runs, by `/__control/settings`."""
+class E2BServer(Double):
+    """Both planes on one port."""
 
     def __init__(self, state: Path) -> None:
-        state.mkdir(parents=True, exist_ok=True)
-        self.guests = Guests(state / "guests")
-        self.sandboxes = Records(state / "sandboxes")
+        super().__init__(state)
         self.keys = Records(state / "keys")
         self.faults = Faults(state / "rules.json", self._about)
         self.settings: dict[str, float | None] = {
@@ -106,50 +72,27 @@ class E2BServer:
         self._inputs: dict[tuple[str, int], int] = {}
         self._starting = asyncio.Lock()
 
-    def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._middleware], client_max_size=1 << 32)
-        app.add_routes(self.faults.routes())
-        app.add_routes(
-            [
-                web.get(f"{CONTROL}sandboxes", self._truth),
-                web.post(f"{CONTROL}settings", self._set),
-                web.post("/v2/sandboxes", self._create),
-                web.post("/sandboxes", self._create),
-                web.get("/v2/sandboxes", self._list),
-                web.get("/sandboxes/{id}", self._info),
-                web.delete("/sandboxes/{id}", self._kill),
-                web.post("/sandboxes/{id}/timeout", self._timeout),
-                web.post("/v2/sandboxes/{id}/connect", self._connect),
-                web.post("/sandboxes/{id}/connect", self._connect),
-                web.get("/health", self._health),
-                web.get("/files", self._read),
-                web.post("/files", self._write),
-                web.post("/process.Process/Start", self._start),
-                web.post("/process.Process/Connect", self._reattach),
-                web.post("/process.Process/List", self._processes),
-                web.post("/process.Process/SendSignal", self._signal),
-                web.post("/process.Process/SendInput", self._input),
-                web.post("/process.Process/CloseStdin", self._close_stdin),
-                web.post("/filesystem.Filesystem/{operation}", self._filesystem),
-            ]
-        )
-        app.on_response_prepare.append(self._own_time)
-        app.cleanup_ctx.append(self._expiring)
-        return app
-
-    @property
-    def _middleware(self) -> Any:
-        @web.middleware
-        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-            async def answered(request: web.Request) -> web.StreamResponse:
-                try:
-                    return await handler(request)
-                except Refusal as refusal:
-                    return refusal.response
-
-            return await self.faults.around(request, answered)
-
-        return middleware
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        return [
+            web.post("/v2/sandboxes", self._create),
+            web.post("/sandboxes", self._create),
+            web.get("/v2/sandboxes", self._list),
+            web.get("/sandboxes/{id}", self._info),
+            web.delete("/sandboxes/{id}", self._kill),
+            web.post("/sandboxes/{id}/timeout", self._timeout),
+            web.post("/v2/sandboxes/{id}/connect", self._connect),
+            web.post("/sandboxes/{id}/connect", self._connect),
+            web.get("/health", self._health),
+            web.get("/files", self._read),
+            web.post("/files", self._write),
+            web.post("/process.Process/Start", self._start),
+            web.post("/process.Process/Connect", self._reattach),
+            web.post("/process.Process/List", self._processes),
+            web.post("/process.Process/SendSignal", self._signal),
+            web.post("/process.Process/SendInput", self._input),
+            web.post("/process.Process/CloseStdin", self._close_stdin),
+            web.post("/filesystem.Filesystem/{operation}", self._filesystem),
+        ]
 
     async def _about(self, request: web.Request) -> str:
         """What is known of the sandbox before it is looked for: a create or a list may be met too."""
@@ -161,13 +104,6 @@ class E2BServer:
         record = self.sandboxes.read(identity) if identity else None
         return json.dumps(record["metadata"]) if record is not None else ""
 
-    async def _own_time(self, request: web.Request, response: web.StreamResponse) -> None:
-        """A service whose clock is wrong says so in each answer."""
-        if offset := self.settings["clock_offset_s"]:
-            response.headers["Date"] = format_datetime(
-                datetime.now(UTC) + timedelta(seconds=offset), usegmt=True
-            )
-
     # -- control plane ----------------------------------------------------------------------------
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
@@ -177,7 +113,7 @@ class E2BServer:
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         known = self.keys.read(key)
         if known is not None and known["digest"] != digest:
-            raise Refusal(409, "idempotency_request_mismatch: this key came with another request")
+            raise _refusal(409, "idempotency_request_mismatch: this key came with another request")
         if known is not None and "made" in known:  # also when it is dead by now
             return web.json_response(_created(known["made"]), status=201)
         if known is None:
@@ -224,14 +160,14 @@ class E2BServer:
         live, rate = self.settings["max_live"], self.settings["creates_per_s"]
         taken = len(self.sandboxes.all()) + (self.settings["others_live"] or 0)
         if live is not None and taken >= live:
-            raise Refusal(
+            raise _refusal(
                 429, f"you have reached the maximum number of concurrent E2B sandboxes ({live:.0f})"
             )
         now = time.monotonic()
         while self._created and self._created[0] < now - 1:
             self._created.popleft()
         if rate is not None and len(self._created) >= rate:
-            raise Refusal(429, "too many sandboxes created per second", {"Retry-After": "1"})
+            raise _refusal(429, "too many sandboxes created per second", {"Retry-After": "1"})
         self._created.append(now)
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
@@ -257,8 +193,8 @@ class E2BServer:
             "templateID": record["template"],
             "sandboxID": record["id"],
             "clientID": "local",
-            "startedAt": _time(record["started"] + offset),
-            "endAt": _time(record["ends"] + offset),
+            "startedAt": iso(record["started"] + offset),
+            "endAt": iso(record["ends"] + offset),
             "cpuCount": 2,
             "memoryMB": LIMITS.memory_mb,
             "diskSizeMB": LIMITS.disk_mb,
@@ -297,13 +233,13 @@ class E2BServer:
 
     def _check_key(self, request: web.Request) -> None:
         if not request.headers.get("X-API-KEY"):
-            raise Refusal(401, "no API key")
+            raise _refusal(401, "no API key")
 
     def _controlled(self, request: web.Request) -> dict[str, Any]:
         self._check_key(request)
         record = self._running(request.match_info["id"])
         if record is None:
-            raise Refusal(404, f"sandbox {request.match_info['id']} not found")
+            raise _refusal(404, f"sandbox {request.match_info['id']} not found")
         return record
 
     def _running(self, identity: str) -> dict[str, Any] | None:
@@ -312,32 +248,22 @@ class E2BServer:
             return None
         return record
 
-    async def _expiring(self, app: web.Application) -> Any:
-        task = asyncio.create_task(self._expire())
+    async def _expiring(self, app: web.Application) -> AsyncIterator[None]:
         # what was being made when the last server was killed is made, whoever asked for it
         half_made = [r["id"] for r in self.sandboxes.all() if r["state"] == "creating"]
         making = [asyncio.create_task(self._boot(identity, {})) for identity in half_made]
-        yield
-        for left in (task, *making):
+        async for _ in super()._expiring(app):
+            yield
+        for left in making:
             left.cancel()
         for fd in self._inputs.values():
             os.close(fd)
 
-    async def _expire(self) -> None:
-        while True:
-            for record in self.sandboxes.all():
-                if record["ends"] < time.time():  # also one whose server was killed as it booted
-                    with contextlib.suppress(PerdureError):
-                        await self._end(record["id"])
-            await asyncio.sleep(0.5)
-
-    async def _truth(self, request: web.Request) -> web.Response:
-        """What exists, whatever `list` says."""
-        return web.json_response(self.sandboxes.all())
-
-    async def _set(self, request: web.Request) -> web.Response:
-        self.settings.update(await request.json())
-        return web.json_response(self.settings)
+    async def expire(self) -> None:
+        for record in self.sandboxes.all():
+            if record["ends"] < time.time():  # also one whose server was killed as it booted
+                with contextlib.suppress(PerdureError):
+                    await self._end(record["id"])
 
     # -- data plane: files ------------------------------------------------------------------------
 
@@ -347,15 +273,11 @@ class E2BServer:
         if rule is not None and rule.kill and rule.when == "before":
             await self._end(identity)
         record = self._running(identity)
-        try:
-            box = None if record is None else await self.guests.attach(identity)
-        except (NotFound, SandboxLost):
-            box = None
+        box = None if record is None else await self.guests.found(identity)
         if record is None or box is None:
             raise _not_running(identity)
         if request.headers.get("X-Access-Token") != record["token"]:
-            raise Refusal(401, "wrong access token")
-        assert isinstance(box, BubblewrapSandbox)
+            raise _refusal(401, "wrong access token")
         return record, box
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
@@ -370,40 +292,24 @@ class E2BServer:
         try:
             return web.Response(body=await box.get(_absolute(path)))
         except NotFound:
-            raise Refusal(404, f"path '{path}' does not exist") from None
+            raise _refusal(404, f"path '{path}' does not exist") from None
 
     async def _write(self, request: web.Request) -> web.StreamResponse:
         _, box = await self._guest(request)
         written: list[dict[str, str]] = []
         if request.content_type == "application/octet-stream":
-            await self._store(box, request.query["path"], request.content, written)
+            await self._keep(box, request.query["path"], request.content, written)
         else:
             async for part in await request.multipart():
                 assert not isinstance(part, list)
                 path = request.query.get("path") or str(getattr(part, "filename", ""))
-                await self._store(box, path, part, written)
+                await self._keep(box, path, part, written)
         return web.json_response(written)
 
-    async def _store(
+    async def _keep(
         self, box: Sandbox, path: str, source: Any, written: list[dict[str, str]]
     ) -> None:
-        """Through a file of the host, so that no upload lies in memory."""
-        draft = self.sandboxes.folder / f".upload-{uuid4().hex}"
-        try:
-            with draft.open("wb") as file:
-                while piece := await (
-                    source.read_chunk(1 << 16)
-                    if hasattr(source, "read_chunk")
-                    else source.read(1 << 16)
-                ):
-                    file.write(piece)
-            rule = met_rule.get()
-            if rule is not None and rule.upload == "short":
-                os.truncate(draft, draft.stat().st_size // 2)
-            if rule is None or rule.upload != "missing":
-                await box.put(_absolute(path), draft)
-        finally:
-            draft.unlink(missing_ok=True)
+        await self.store(box, _absolute(path), source)
         written.append({"path": path, "name": path.rsplit("/", 1)[-1], "type": "file"})
 
     # -- data plane: commands ---------------------------------------------------------------------
@@ -455,7 +361,7 @@ class E2BServer:
         await response.prepare(request)
         await response.write(_message({"event": {"start": {"pid": pid}}}))
         if how == "cut":
-            return _abort(request)
+            return abort(request)
         if how == "silent":
             await asyncio.Event().wait()
         timeout_ms = int(request.headers.get("connect-timeout-ms") or 0)
@@ -468,7 +374,7 @@ class E2BServer:
             await response.write(_end({"code": "unavailable", "message": gone}))
             return response
         elif status.state is ExecState.RUNNING:
-            _signal_one(box, pid, signal.SIGKILL)
+            signal_one(box, f"p{pid}", signal.SIGKILL)
             late = {"code": "deadline_exceeded", "message": "the deadline was exceeded"}
             await response.write(_end(late))
             return response
@@ -523,7 +429,7 @@ class E2BServer:
         pid = _selected(record, order)
         if (await box.poll(f"p{pid}")).done:
             raise _rpc("not_found", f"process with pid {pid} not found")
-        _signal_one(box, pid, signal.Signals[order["signal"].removeprefix("SIGNAL_")])
+        signal_one(box, f"p{pid}", signal.Signals[order["signal"].removeprefix("SIGNAL_")])
         return web.json_response({})
 
     async def _input(self, request: web.Request) -> web.StreamResponse:
@@ -551,7 +457,7 @@ class E2BServer:
 
     def _open_input(self, box: BubblewrapSandbox, identity: str, pid: int) -> int:
         """Opened for both directions: it never waits for the reader to come."""
-        path = f"/proc/{_pid_of(box, pid)}/root/tmp/.envd-{pid}"
+        path = f"/proc/{pid_of(box, f'p{pid}')}/root/tmp/.envd-{pid}"
         fd = os.open(path, os.O_RDWR)
         self._inputs[identity, pid] = fd
         return fd
@@ -562,9 +468,8 @@ class E2BServer:
         path = _absolute(order.get("path") or order.get("destination") or "/")
         quoted = shlex.quote(path)
         if operation == "ListDir":
-            found = await box.exec(f"find {quoted} -mindepth 1 -maxdepth {order.get('depth') or 1}")
-            names = found.stdout.decode().splitlines()
-            return web.json_response({"entries": await _entries(box, names)})
+            found = await listed(box, path, order.get("depth") or 1)
+            return web.json_response({"entries": [_entry(entry) for entry in found]})
         script = {
             "MakeDir": f"[ ! -e {quoted} ] || exit 9; mkdir -p {quoted}",
             "Move": f"mv -T {shlex.quote(_absolute(order.get('source', '/')))} {quoted}",
@@ -576,19 +481,15 @@ class E2BServer:
         done = (await box.exec(script)).status
         if done.code == 9:
             raise _rpc("already_exists", f"{path} exists")
-        entries = await _entries(box, [path])
+        found = await entries(box, [path])
         if operation == "Remove":
             return web.json_response({})
-        if not done.ok or not entries:
+        if not done.ok or not found:
             raise _rpc("not_found", f"path '{path}' does not exist")
-        return web.json_response({"entry": entries[0]})
+        return web.json_response({"entry": _entry(found[0])})
 
 
 # -- how things look on the wire ------------------------------------------------------------------
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _wanted(request: web.Request) -> dict[str, str]:
@@ -609,18 +510,13 @@ def _created(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _not_running(identity: str) -> Refusal:
-    refusal = Refusal(502, "The sandbox was not found")
-    refusal.response = web.json_response(
-        {"sandboxId": identity, "message": "The sandbox was not found", "code": 502}, status=502
-    )
-    return refusal
+    message = "The sandbox was not found"
+    return Refusal(502, {"sandboxId": identity, "message": message, "code": 502})
 
 
 def _rpc(code: str, message: str) -> Refusal:
     status = {"not_found": 404, "already_exists": 409}.get(code, 501)
-    refusal = Refusal(status, message)
-    refusal.response = web.json_response({"code": code, "message": message}, status=status)
-    return refusal
+    return Refusal(status, {"code": code, "message": message})
 
 
 def _message(value: Any) -> bytes:
@@ -642,12 +538,6 @@ def _outcome(status: ExecStatus) -> dict[str, Any]:
     return {"exitCode": -1, "status": killed, "error": killed}
 
 
-def _abort(request: web.Request) -> web.StreamResponse:
-    if request.transport is not None:
-        request.transport.abort()
-    raise asyncio.CancelledError
-
-
 def _absolute(path: str) -> str:
     return path if path.startswith("/") else f"{HOME}/{path}"
 
@@ -660,18 +550,6 @@ def _selected(record: Mapping[str, Any], order: Mapping[str, Any]) -> int:
         if "tag" in selector and process.get("tag") == selector["tag"]:
             return int(pid)
     raise _rpc("not_found", f"process {selector} not found")
-
-
-def _pid_of(box: BubblewrapSandbox, pid: int) -> int:
-    process = box.box.record(f"p{pid}").process
-    return process.pid if process is not None else 0
-
-
-def _signal_one(box: BubblewrapSandbox, pid: int, signum: int) -> None:
-    """Only the started process, as envd does; its children live on."""
-    if number := _pid_of(box, pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(number, signum)
 
 
 async def _sizes(box: BubblewrapSandbox, pid: int) -> tuple[int, int]:
@@ -687,44 +565,21 @@ def _write_all(fd: int, data: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
-async def _entries(box: Sandbox, paths: Sequence[str]) -> list[dict[str, Any]]:
-    if not paths:
-        return []
-    names = " ".join(map(shlex.quote, paths))
-    seen = await box.exec(f"stat -c '%F|%s|%a|%U|%G|%Y|%n' -- {names}")
-    entries = []
-    for line in seen.stdout.decode().splitlines():
-        kind, size, mode, user, group, modified, path = line.split("|", 6)
-        folder = kind == "directory"
-        entries.append(
-            {
-                "name": path.rsplit("/", 1)[-1],
-                "type": "FILE_TYPE_DIRECTORY" if folder else "FILE_TYPE_FILE",
-                "path": path,
-                "size": size,
-                "mode": int(mode, 8),
-                "permissions": mode,
-                "owner": user,
-                "group": group,
-                "modifiedTime": _time(float(modified)),
-            }
-        )
-    return entries
+def _entry(entry: Entry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "type": "FILE_TYPE_DIRECTORY" if entry.folder else "FILE_TYPE_FILE",
+        "path": entry.path,
+        "size": str(entry.size),
+        "mode": int(entry.mode, 8),
+        "permissions": entry.mode,
+        "owner": entry.user,
+        "group": entry.group,
+        "modifiedTime": iso(entry.modified),
+    }
 
 
-@contextlib.asynccontextmanager
-async def serving(state: Path, port: int = 0) -> Any:
-    """The server in this event loop: yields (server, url). Its sandboxes outlive it."""
-    server = E2BServer(state)
-    runner = web.AppRunner(server.app(), handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
-    bound = runner.addresses[0][1]
-    try:
-        yield server, f"http://127.0.0.1:{bound}"
-    finally:
-        await runner.cleanup()
+serving = E2BServer.serving
 
 
 async def _serve(state: Path, port: int, rules: Path | None) -> None:
@@ -739,8 +594,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--state", type=Path, required=True, help="folder of all that it remembers")
     parser.add_argument("--port", type=int, default=3900)
+    parser.add_argument("--seed", type=int, help="of the rules' probabilities")
     parser.add_argument("--rules", type=Path, help="JSON list of faults to begin with")
     arguments = parser.parse_args()
+    random.seed(arguments.seed)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(arguments.state, arguments.port, arguments.rules))
 

@@ -21,6 +21,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 About = Callable[[web.Request], Awaitable[str]]
 Caller = Callable[[web.Request], tuple[str, str]]
 CONTROL = "/__control/"
+GOAWAY = "X-Perdure-Goaway"
+FRONTED = "X-Perdure-Fronted"
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Rule:
     """An object is sent as JSON, a string as HTML; None makes an error body that fits the status."""
     reset: bool = False
     """Cut the connection without an answer."""
+    goaway: bool = False
+    """Behind `h2_front`: GOAWAY with this request seen to (`after`) or not. Else as `reset`."""
     hang: bool = False
     """Accept, and never answer."""
     refuse_for_s: float = 0.0
@@ -133,7 +137,9 @@ class Faults:
         await asyncio.sleep(rule.delay_s)
         if rule.hang:
             await asyncio.Event().wait()
-        if rule.reset:
+        if rule.goaway and FRONTED in request.headers:
+            return web.Response(status=503, headers={GOAWAY: rule.when})
+        if rule.reset or rule.goaway:
             if request.transport is not None:
                 request.transport.abort()
             raise asyncio.CancelledError

@@ -1,0 +1,1 @@
+"""What a flaky control plane costs: rollouts, seconds, sandboxes."""

@@ -1,0 +1,87 @@
+"""E2B over TLS and HTTP/2, as it is: the real SDK against the double behind its front."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.e2b import Connection, E2BProvider
+from perdure.types import Limits
+from tests.certificates import Authority
+
+pytest.importorskip("e2b")
+pytest.importorskip("aiohttp")
+
+ID = "p-h2-agent-1"
+SPEC = SandboxSpec("/testbed", limits=Limits(output_mb=1), ttl_s=300)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """One for all: the SDK reads the file once."""
+    return Authority.of(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture
+async def server(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[object]:
+    from perdure.testing.e2b_server import serving
+    from perdure.testing.h2_front import fronted
+
+    if missing := BubblewrapProvider(tmp_path).check():
+        pytest.skip(missing[0])
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+    monkeypatch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
+    async with (
+        serving(tmp_path / "server") as (server, plain),
+        fronted(plain, authority.tls()) as url,
+    ):
+        for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
+            monkeypatch.setenv(name, url)
+        yield server
+        for record in server.sandboxes.all():
+            await server.guests.kill(record["id"])
+
+
+@pytest.fixture
+def provider(tmp_path: Path, server: object) -> E2BProvider:
+    provider = E2BProvider(tmp_path / "home")
+    provider.connection = Connection(request_s=20.0)
+    return provider
+
+
+async def test_commands_and_files_over_h2(provider: E2BProvider) -> None:
+    """Sixteen commands at once on one connection, and a file larger than every window."""
+    data = bytes(range(256)) * 8000
+    async with await provider.create(SPEC, ID) as box:
+        results = await asyncio.gather(*(box.exec(f"echo {n}") for n in range(16)))
+        await box.put("big", data)
+        back = await box.get("big")
+
+    assert [r.stdout for r in results] == [b"%d\n" % n for n in range(16)]
+    assert back == data
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_server_that_goes_away_costs_nothing(
+    provider: E2BProvider, server: object, when: str
+) -> None:
+    """GOAWAY at each kind of call, seen to or not: one sandbox, one run, one whole file."""
+    faults = server.faults  # type: ignore[attr-defined]
+    faults.add([{"match": "POST /v2/sandboxes$", "goaway": True, "when": when}])
+    async with await provider.create(SPEC, ID) as box:
+        for match in ("/process", "POST /files", "DELETE"):
+            faults.add([{"match": match, "goaway": True, "when": when}])
+        await box.start("once", ["bash", "-c", "echo ran >>count"])
+        await box.wait("once", 60)
+        await box.put("big", b"x" * 200_000)
+        seen = (await box.exec("cat count; stat -c %s big")).stdout
+        made = len(server.sandboxes.all())  # type: ignore[attr-defined]
+
+    assert (seen, made) == (b"ran\n200000\n", 1)
+    assert all(rule.hits for rule in faults.rules)
+    assert server.sandboxes.all() == []  # type: ignore[attr-defined]

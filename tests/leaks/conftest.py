@@ -1,0 +1,10 @@
+"""`make test-leaks`: whatever is killed, and whenever, nothing stays."""
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "leaks" in item.path.parts:
+            item.add_marker(pytest.mark.chaos)
+            item.add_marker(pytest.mark.temporal)
