@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import shlex
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -193,8 +194,10 @@ def run(double: type[Double], said: Callable[[str], str], port: int, about: str 
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder of all that it remembers")
     parser.add_argument("--port", type=int, default=port)
+    parser.add_argument("--seed", type=int, help="of the rules' probabilities")
     parser.add_argument("--rules", type=Path, help="JSON list of faults to begin with")
     arguments = parser.parse_args()
+    random.seed(arguments.seed)
 
     async def serve() -> None:
         async with double.serving(arguments.state, arguments.port) as (server, url):

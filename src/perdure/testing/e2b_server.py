@@ -7,14 +7,12 @@ Kill it and start it again on the same DIR: it forgets nothing, and its sandboxe
 are posted to `/__control/rules` (see `faults.Rule`). Not played: PTY, pause, watchers, ports.
 """
 
-import argparse
 import asyncio
 import base64
 import contextlib
 import hashlib
 import json
 import os
-import random
 import shlex
 import signal
 import struct
@@ -42,6 +40,7 @@ from perdure.testing.double import (
     iso,
     listed,
     pid_of,
+    run,
     signal_one,
 )
 from perdure.testing.faults import Faults, met_rule
@@ -582,24 +581,8 @@ def _entry(entry: Entry) -> dict[str, Any]:
 serving = E2BServer.serving
 
 
-async def _serve(state: Path, port: int, rules: Path | None) -> None:
-    async with serving(state, port) as (server, url):
-        if rules is not None:
-            server.faults.add(json.loads(rules.read_text()))
-        print(f"E2B_API_URL={url} E2B_SANDBOX_URL={url}", flush=True)
-        await asyncio.Event().wait()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--state", type=Path, required=True, help="folder of all that it remembers")
-    parser.add_argument("--port", type=int, default=3900)
-    parser.add_argument("--seed", type=int, help="of the rules' probabilities")
-    parser.add_argument("--rules", type=Path, help="JSON list of faults to begin with")
-    arguments = parser.parse_args()
-    random.seed(arguments.seed)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(arguments.state, arguments.port, arguments.rules))
+    run(E2BServer, lambda url: f"E2B_API_URL={url} E2B_SANDBOX_URL={url}", 3900, __doc__)
 
 
 if __name__ == "__main__":
