@@ -140,3 +140,14 @@ def test_the_engines_word_wins_over_what_was_known() -> None:
         VersionSpan(version=7, start=0, end=2),
         VersionSpan(version=8, start=3, end=5),
     ]
+
+
+def test_a_changed_engine_keeps_its_place() -> None:
+    """Lists stay as they were read, and a rolling update goes by the order of joining."""
+    first, second = (
+        EngineRecord(name=name, url=f"http://{name}", model="policy", generation=1)
+        for name in ("a:1", "b:1")
+    )
+    roster = Roster().having(first).having(second).having(first.to(EngineState.READY))
+
+    assert [engine.name for engine in roster.engines] == ["a:1", "b:1"]

@@ -26,10 +26,10 @@ class Roster(Frozen):
         return next((engine for engine in self.engines if engine.name == name), None)
 
     def having(self, record: EngineRecord) -> "Roster":
-        """With this record in place of the engine's own, or added."""
-        kept = tuple(engine for engine in self.engines if engine.name != record.name)
+        """With this record in place of the engine's own, or added at the end."""
+        engines = {engine.name: engine for engine in self.engines} | {record.name: record}
         following = max(self.next_generation, record.generation + 1)
-        return Roster(engines=(*kept, record), next_generation=following)
+        return Roster(engines=tuple(engines.values()), next_generation=following)
 
     def without(self, name: str) -> "Roster":
         kept = tuple(engine for engine in self.engines if engine.name != name)
