@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import multiprocessing
 import os
+import random
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -39,6 +40,16 @@ sleep 600
 """
 """A child, and a child in a session of its own whose parent is gone: each holds a lock."""
 
+PORT = 8099
+ECHO = """
+import socket, sys
+with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
+    print("listens", flush=True)
+    connection, _ = server.accept()
+    asked = connection.recv(10000).split()[1]
+    connection.sendall(b"HTTP/1.1 200 OK\\r\\nConnection: close\\r\\n\\r\\n" + asked)
+"""
+
 TREE_IS_GONE = "flock -w 5 lock true && flock -w 5 lock-apart true"
 
 
@@ -57,12 +68,19 @@ def raises(kind: type[PerdureError]) -> Iterator[None]:
 
 
 class SandboxContract:
-    """The suite. Override the two flags where a provider promises less."""
+    """The suite. Override the flags where a provider promises less."""
 
     hides_environment: bool = True
     """The worker's own environment variables are invisible to commands."""
     reaches_gateway: bool = True
     """`SandboxSpec.gateway` (a unix socket of this host) is supported."""
+    bounds_memory: bool = True
+    """`Limits.memory_mb` holds; False where memory belongs to the image or template."""
+    shortest_life_s: float | None = 1.0
+    """A sandbox that is renewed for so long ends soon afterwards; None where that takes minutes."""
+    large_file_mb: int = 200
+    at_once: int = 64
+    """Sandboxes made, used and killed at the same time."""
 
     @asynccontextmanager
     async def box(
@@ -164,6 +182,49 @@ class SandboxContract:
 
             assert 3000 < info.expires - info.created < 4200
 
+    async def test_ends_by_itself(self, provider: SandboxProvider) -> None:
+        """At its deadline a sandbox is over, though nobody sweeps."""
+        if self.shortest_life_s is None:
+            return
+        async with self.box(provider) as box:
+            await box.start("long", LONG)
+            await box.touch(self.shortest_life_s)
+
+            with raises(SandboxLost):
+                while True:
+                    await box.exec(["true"])
+                    await asyncio.sleep(0.1)
+
+    async def test_many_sandboxes_at_once(self, provider: SandboxProvider) -> None:
+        """All are made, used and killed at the same time, each with its own result."""
+
+        async def use(number: int) -> bytes:
+            async with self.box(provider) as box:
+                return (await box.exec(f"echo {number}")).stdout
+
+        said = await asyncio.gather(*(use(number) for number in range(self.at_once)))
+
+        assert said == [b"%d\n" % number for number in range(self.at_once)]
+
+    async def test_port_inside_is_reached_or_refused(self, provider: SandboxProvider) -> None:
+        """Where a provider dials, a request goes to a port inside and back; elsewhere it says so."""
+        async with self.box(provider) as box:
+            if not provider.dials:
+                with raises(ConfigurationError):
+                    await box.dial(PORT)
+                return
+            await box.start("listens", ["python3", "-c", ECHO, str(PORT)])
+            await self.until(box, "listens", b"listens\n")
+            stream = await box.dial(PORT)
+            fields = {"Host": f"127.0.0.1:{PORT}", **stream.headers}
+            lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+            stream.writer.write(f"GET /ping HTTP/1.1\r\n{lines}\r\n".encode())
+            await stream.writer.drain()
+            answer = await stream.reader.read()
+            stream.writer.close()
+
+            assert answer.endswith(b"\r\n\r\n/ping")
+
     # -- results --------------------------------------------------------------------------------
 
     async def test_exit_codes_are_exit_codes(self, provider: SandboxProvider) -> None:
@@ -240,6 +301,25 @@ class SandboxContract:
             result = await box.exec(["no-such-program"])
 
             assert (result.status.ok, b"no-such-program" in result.stderr) == (False, True)
+
+    async def test_users(self, provider: SandboxProvider) -> None:
+        """Commands run as the agent unless another user is named; one that is not there is refused."""
+        async with self.box(provider) as box:
+            own, named = await box.exec("id -u"), await box.exec("id -u", user="agent")
+
+            assert own.stdout == named.stdout
+            with raises(ConfigurationError):
+                await box.exec("true", user="nobody-of-this-name")
+
+    async def test_memory_is_bounded(self, provider: SandboxProvider) -> None:
+        """A command that takes more than the limit fails; its sandbox goes on."""
+        if not self.bounds_memory:
+            return
+        async with self.box(provider) as box:
+            taken = await box.exec(["python3", "-c", "len(bytearray(1 << 30))"])
+            after = await box.exec("echo on")
+
+            assert (taken.status.ok, after.stdout) == (False, b"on\n")
 
     # -- killing --------------------------------------------------------------------------------
 
@@ -409,6 +489,23 @@ class SandboxContract:
                 b"\xff\0\1",
                 data,
             )
+
+    async def test_large_file_is_streamed(self, provider: SandboxProvider, tmp_path: Path) -> None:
+        """A large file goes in by stream, is whole inside, and any part of it comes back."""
+        path, size = tmp_path / "large", self.large_file_mb << 20
+        with path.open("wb") as file:
+            for number in range(self.large_file_mb):
+                file.write(random.Random(number).randbytes(1 << 20))
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(size - 1000)
+            tail = file.read()
+        roomy = LIMITS.model_copy(update={"disk_mb": 3 * self.large_file_mb, "memory_mb": 2048})
+        async with self.box(provider, replace(self.spec(), limits=roomy)) as box:
+            await box.put("large", path)
+            inside = (await box.exec("sha256sum large", check=True)).stdout.split()[0]
+
+            assert (inside.decode(), await box.get("large", size - 1000)) == (digest, tail)
 
     async def test_put_replaces(self, provider: SandboxProvider) -> None:
         """put over an existing file leaves the new bytes and nothing beside them."""
