@@ -1,28 +1,57 @@
 """Terminated workflows run no clean-up: what they leave is swept, and nobody else's sandbox is."""
 
-from datetime import timedelta
+from dataclasses import replace
 
 import pytest
+from temporalio.client import (
+    Client,
+    CountWorkflowsInput,
+    Interceptor,
+    ListWorkflowsInput,
+    OutboundInterceptor,
+    WorkflowExecutionAsyncIterator,
+    WorkflowExecutionCount,
+)
+from temporalio.testing import ActivityEnvironment
 
 from activities.hosts import host_of
 from activities.messages import SweepRequest, Swept
+from activities.services import Services
+from activities.sweep_sandboxes import SweepSandboxes
 from perdure.client import names
 from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def swept(stack: Stack, grace_s: float) -> Swept:
-    """One real sweep by the real worker of this host."""
-    result: Swept = await stack.client.execute_activity(
-        "sweep_sandboxes",
-        SweepRequest(grace_s=grace_s),
-        id=f"sweep-{grace_s:g}",
-        task_queue=names.host_queue(host_of(stack.settings)),
-        start_to_close_timeout=timedelta(minutes=1),
-        result_type=Swept,
-    )
-    return result
+class NothingListed(Interceptor):
+    """Visibility that lags behind for ever: to its lists no workflow exists."""
+
+    def intercept_client(self, next: OutboundInterceptor) -> OutboundInterceptor:
+        return _NothingListed(next)
+
+
+class _NothingListed(OutboundInterceptor):
+    def list_workflows(self, input: ListWorkflowsInput) -> WorkflowExecutionAsyncIterator:
+        return super().list_workflows(replace(input, query="WorkflowId = 'none'"))
+
+    async def count_workflows(self, input: CountWorkflowsInput) -> WorkflowExecutionCount:
+        return WorkflowExecutionCount(count=0, groups=[])
+
+
+async def test_a_live_rollout_that_visibility_does_not_show_is_left_alone(stack: Stack) -> None:
+    """Who owns a sandbox is asked from the workflow itself: a lagging list ends no live sandbox."""
+    stack.engine.hold(3)
+    request = await stack.start("unlisted")
+    await stack.held(request)
+    blind = Client(stack.client.service_client, interceptors=[NothingListed()])
+    assert (await blind.count_workflows()).count == 0
+    sweep = SweepSandboxes(Services(stack.settings)).sweep
+    result = await ActivityEnvironment(client=blind).run(sweep, SweepRequest(grace_s=0))
+
+    assert (result.killed, result.kept) == (0, 1)
+    stack.engine.let_go()
+    await stack.solved_once(request)
 
 
 async def test_a_terminated_rollouts_sandbox_is_swept_and_a_live_ones_is_not(stack: Stack) -> None:
@@ -33,7 +62,7 @@ async def test_a_terminated_rollouts_sandbox_is_swept_and_a_live_ones_is_not(sta
     await stack.temporal_cli(
         *("workflow", "terminate", "--workflow-id", dead.workflow_id, "--reason", "test")
     )
-    first = await swept(stack, grace_s=0)
+    first = await stack.sweep(grace_s=0)
 
     assert (first.killed, first.kept) == (1, 1)
     assert stack.box(live, "agent").alive
@@ -54,7 +83,7 @@ async def test_a_young_sandbox_is_not_judged(stack: Stack) -> None:
     )
 
     assert (result.killed, result.kept) == (0, 1)
-    assert (await swept(stack, grace_s=0)).killed == 1
+    assert (await stack.sweep(grace_s=0)).killed == 1
     await stack.nothing_left()
 
 
@@ -82,7 +111,7 @@ async def test_a_swept_rollout_started_again_is_a_new_attempt(stack: Stack) -> N
     request = await stack.start("swept-again")
     await stack.held(request)
     await stack.handle(request).terminate()
-    await swept(stack, grace_s=0)
+    await stack.sweep(grace_s=0)
     stack.engine.let_go()
     await stack.perdure.start_rollout(request)
 
