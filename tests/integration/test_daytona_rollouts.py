@@ -14,6 +14,10 @@ pytest.importorskip("daytona")
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.temporal
 
+BEAT_S = 30
+"""The SDK takes seconds of cpu to import, far more on a busy machine."""
+HELD = 3
+"""The turn in which the worker dies: the relay holds a call, the engine has not answered it."""
 GOLD = b"""\
 diff --git a/calc.py b/calc.py
 --- a/calc.py
@@ -48,6 +52,7 @@ async def stack(tmp_path: Path, service: object) -> AsyncIterator[Stack]:
 
 async def solved(stack: Stack, service: object, run_id: str, **fields: object) -> object:
     """What happened, and how many sandboxes the service still has."""
+    fields = {"heartbeat_timeout_s": BEAT_S, **fields}
     request = await stack.start(run_id, sandbox="daytona", **fields)
     episode = await stack.episode(request)
     assert episode.status is RolloutStatus.GRADED, (episode, stack.last_words())
@@ -89,3 +94,20 @@ async def test_mini_swe_agent_solves_in_daytona(stack: Stack, service: object) -
     seen = await solved(stack, service, "mini", agent="mini_swe_agent")
 
     assert seen == (Outcome.RESOLVED, stacks.TURNS, [])
+
+
+async def test_a_killed_worker_loses_nothing(stack: Stack, service: object) -> None:
+    """kill -9 mid-call: another worker finds the sandbox by its name and serves the same relay."""
+    stack.engine.hold(HELD)
+    request = await stack.start("killed", sandbox="daytona", heartbeat_timeout_s=BEAT_S)
+    await stack.held(request)
+    pid = await stack.watched(request)
+    await stack.start_worker()
+    await stack.worker_of(pid).kill()
+    await stack.watched(request, attempt=2)
+    stack.engine.let_go()
+    episode = await stack.episode(request)
+
+    assert (episode.outcome, len(episode.attempts)) == (Outcome.RESOLVED, 1), stack.last_words()
+    stack.bought_once(request)
+    assert service.sandboxes.all() == []  # type: ignore[attr-defined]
