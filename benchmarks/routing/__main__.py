@@ -1,5 +1,9 @@
 """`python -m benchmarks.routing`: prefix-cache hits of the gateway's leases beside other routings.
 
+`two gateways` are two processes' worth of leases: each call of a session goes to either, as connections
+do. `--router PATH` adds vLLM's own router (the package vllm-router, in an environment of its own) in
+front of the same engines, with three of its policies.
+
 Two scripted engines with a modelled prefix cache (blocks of 128 tokens, LRU) and a prefill that costs
 time, one prompt after the other. Sessions come in groups with one opening prompt, all at once, and
 take turns; each turn's prompt is all of the last one, its completion and a tool's result. Reusable is
@@ -8,26 +12,32 @@ what one engine with an endless cache would have hit in the same order of calls.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
+import socket
+import subprocess
 import time
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import cycle
+from pathlib import Path
 
 import httpx
 
 from perdure.gateway.engines.pool import EnginePool, EngineSpec
 from perdure.gateway.engines.salvage import Salvage
 from perdure.gateway.engines.vllm import Ask, VllmEngine
-from perdure.gateway.engines.wire import new_client
 from perdure.serving.roster import LoneRoster
 from perdure.testing.scripted_engine import PrefixCache, ScriptedEngine
+from perdure.types import EngineSpan
 
 BLOCK = 128
 TURN = {"content": "I read the file and now I look at the next one. " * 3}
 VOCABULARY = 140_000
+ROUTER = "router "
+POLICIES = ("round_robin", "consistent_hash", "cache_aware")
 Ids = list[int]
 Route = Callable[[str, str, Ids], Awaitable[Ids]]
 """Session, group and prompt to the completion."""
@@ -58,7 +68,7 @@ class Result:
     """Calls of the busier engine over those of both."""
 
 
-async def side(name: str, job: Job) -> Result:
+async def side(name: str, job: Job, router: Path | None) -> Result:
     engines = [
         ScriptedEngine(
             {"default": {"turns": [TURN]}},
@@ -68,32 +78,89 @@ async def side(name: str, job: Job) -> Result:
         )
         for _ in range(2)
     ]
-    async with new_client() as client, engines[0], engines[1]:
-        if name == "leases":
-            pool = EnginePool(LoneRoster(), client, [EngineSpec(e.url) for e in engines])
+    async with httpx.AsyncClient(timeout=None) as client, engines[0], engines[1]:
+        urls = [engine.url for engine in engines]
+        if name.startswith(ROUTER):
+            assert router is not None
+            with _router(router, name.removeprefix(ROUTER), urls) as url:
+                await _answers(client, url)
+                return await _play(name, job, engines, _plain(name, [url], client))
+        if name in ("leases", "two gateways"):
+            roster, count = LoneRoster(), 1 if name == "leases" else 2
+            pools = [
+                EnginePool(roster, client, [EngineSpec(url) for url in urls]) for _ in range(count)
+            ]
             try:
-                await pool.start()
-                while not all(seat.record.serves for seat in pool.seats.values()):
-                    await asyncio.sleep(0.01)
-                return await _play(name, job, engines, _leased(pool))
+                return await _play(name, job, engines, await _leased(pools))
             finally:
-                await pool.aclose()
-        return await _play(name, job, engines, _plain(name, engines, client))
+                for pool in pools:
+                    await pool.aclose()
+        return await _play(name, job, engines, _plain(name, urls, client))
 
 
-def _leased(pool: EnginePool) -> Route:
+async def _leased(pools: list[EnginePool]) -> Route:
+    for pool in pools:
+        await pool.start()
+    while not all(seat.record.serves for pool in pools for seat in pool.seats.values()):
+        await asyncio.sleep(0.01)
+    connections = random.Random(0)
+    newest: dict[str, tuple[EnginePool, EngineSpan]] = {}
+
     async def route(session: str, group: str, prompt: Ids) -> Ids:
+        pool = connections.choice(pools)
+        before = newest.get(session)
         completion = await pool.generate(
-            prompt, {}, session_id=session, request_id=session, labels={"group": group}
+            prompt,
+            {},
+            session_id=session,
+            request_id=session,
+            labels={"group": group},
+            # What a gateway reads in the session's journal, where another wrote the last turn.
+            last=before[1] if before is not None and before[0] is not pool else None,
         )
+        newest[session] = (pool, completion.engines[-1])
         return list(completion.token_ids)
 
     return route
 
 
-def _plain(name: str, engines: list[ScriptedEngine], client: httpx.AsyncClient) -> Route:
+@contextlib.contextmanager
+def _router(program: Path, policy: str, urls: list[str]) -> Iterator[str]:
+    """vLLM's router in front of the engines."""
+    ports = [_free_port(), _free_port()]
+    process = subprocess.Popen(
+        [
+            *(str(program), "--port", str(ports[0]), "--prometheus-port", str(ports[1])),
+            *("--policy", policy, "--worker-startup-check-interval", "1"),
+            *("--log-level", "error", "--worker-urls", *urls),
+        ],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        yield f"http://127.0.0.1:{ports[0]}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def _answers(client: httpx.AsyncClient, url: str) -> None:
+    while True:
+        try:
+            if (await client.get(f"{url}/health")).status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass
+        await asyncio.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _plain(name: str, urls: list[str], client: httpx.AsyncClient) -> Route:
     """What a router that knows no sessions does, or one that hashes them."""
-    targets = [VllmEngine(engine.url, engine.url, client) for engine in engines]
+    targets = [VllmEngine(url, url, client) for url in urls]
     turns = cycle(targets)
 
     def choose(session: str) -> VllmEngine:
@@ -143,24 +210,33 @@ def _ids(source: random.Random, count: int) -> Ids:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="a line of JSON per result")
+    parser.add_argument("--router", type=Path, help="the program vllm-router")
+    parser.add_argument("--sides", default="leases,two gateways,hash,round robin")
     for name, value in asdict(Job()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     options = vars(parser.parse_args())
-    rounds, as_json = options.pop("rounds"), options.pop("json")
-    results = [
-        asyncio.run(side(name, Job(**options)))
-        for _ in range(rounds)
-        for name in ("leases", "hash", "round robin")
-    ]
-    if as_json:
-        print(json.dumps([asdict(result) for result in results], indent=1))
-        return
-    print(f"{'side':12} {'hit rate':>9} {'of reusable':>12} {'seconds':>8} {'busier engine':>14}")
-    for r in sorted(results, key=lambda r: r.side):
+    rounds, as_json, router, sides = (
+        options.pop(name) for name in ("rounds", "json", "router", "sides")
+    )
+    names = sides.split(",")
+    if router is not None:
+        names += [f"{ROUTER}{policy}" for policy in POLICIES]
+    if not as_json:
         print(
-            f"{r.side:12} {r.hit_rate:9.1%} {r.of_reusable:12.1%} {r.seconds:8.2f} {r.busiest:14.0%}"
+            f"{'side':22} {'hit rate':>9} {'of reusable':>12} {'seconds':>8} {'busier engine':>14}"
         )
+    for _ in range(rounds):
+        for name in names:
+            r = asyncio.run(side(name, Job(**options), router))
+            if as_json:
+                print(json.dumps(asdict(r)), flush=True)
+                continue
+            print(
+                f"{r.side:22} {r.hit_rate:9.1%} {r.of_reusable:12.1%} {r.seconds:8.2f} "
+                f"{r.busiest:14.0%}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

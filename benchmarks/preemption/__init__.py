@@ -1,0 +1,1 @@
+"""Engines and gateways killed under load."""
