@@ -162,8 +162,8 @@ class Front:
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, asyncio.CancelledError):
             writer.transport.abort()  # no answer is what a lost engine gives, too
         finally:
+            await _closed(writer)
             self._open.discard(task)
-            writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = read_head(await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HEAD_S))
@@ -177,10 +177,10 @@ class Front:
             if answering.done():
                 answering.result()
         finally:
+            ours.transport.abort()  # before any wait: this task may be cancelled in one
             for task in (asking, answering):
                 task.cancel()
             await asyncio.gather(asking, answering, return_exceptions=True)
-            ours.transport.abort()
 
     def _check(self, head: Head) -> None:
         if self._guard.allows(head.key, head.method, head.path):
@@ -203,6 +203,12 @@ async def _ask(reader: asyncio.StreamReader, engine: asyncio.StreamWriter, head:
         await engine.drain()
     while await reader.read(CHUNK_BYTES):
         pass  # one request a connection: nothing after its body reaches the engine
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError, asyncio.CancelledError):
+        await writer.wait_closed()
 
 
 async def _copy(engine: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
