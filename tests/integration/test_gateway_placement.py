@@ -38,14 +38,14 @@ async def _play(home: Path, processes: int) -> float:
         for n in range(SAMPLES)
     ]
     async with ScriptedEngine(SCRIPT, block=16) as one, ScriptedEngine(SCRIPT, block=16) as two:
-        async with Pool([home] * processes, f"{one.url},{two.url}") as pool:
-            async with pool.control() as control:
-                for spec in specs:
-                    await control.open(spec)
-                agents = (_agent(pool, spec, control.key(spec.session_id)) for spec in specs)
-                await asyncio.gather(*agents)
-                for spec in specs:
-                    await control.close(spec.session_id)
+        urls = f"{one.url},{two.url}"
+        async with Pool([home] * processes, urls) as pool, pool.control() as control:
+            for spec in specs:
+                await control.open(spec)
+            agents = (_agent(pool, spec, control.key(spec.session_id)) for spec in specs)
+            await asyncio.gather(*agents)
+            for spec in specs:
+                await control.close(spec.session_id)
         caches = (one.cache, two.cache)
         return sum(cache.hits for cache in caches) / sum(cache.queries for cache in caches)
 
