@@ -166,6 +166,8 @@ class Life:
                 await self.strike()
         await self.recover()
         await self.end()
+        assert self.traces.groups, "no sandbox was ever met"
+        assert self.traces.networks, "no process of a sandbox was ever met"
 
 
 @asynccontextmanager
