@@ -24,6 +24,17 @@ async def test_a_sync_trainer_gets_every_episode(client: Client, stages: Stages)
     assert rewards == [1.0, 1.0, 1.0]
 
 
+async def test_a_sync_trainer_collects_a_batch(client: Client, stages: Stages) -> None:
+    """Groups come until there are no more; each has all its episodes."""
+
+    def train() -> list[int]:
+        perdure = Perdure(client.service_client.config.target_host)
+        request = GroupRequest(rollout=ROLLOUT, n_samples=2)
+        return [len(group.episodes) for group in perdure.collect([request], tokens=10_000)]
+
+    assert await asyncio.to_thread(train) == [2]
+
+
 async def test_a_sync_trainer_waits_for_one_rollout(client: Client, stages: Stages) -> None:
     """The result of a rollout is its episode."""
 

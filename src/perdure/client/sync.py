@@ -6,10 +6,11 @@ thin shell over `perdure.client.api`.
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 from perdure.client import api
+from perdure.client.collect import FinishedGroup, collect
 from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RunRequest
 
 Result = TypeVar("Result")
@@ -44,6 +45,17 @@ class Perdure:
 
     def run(self, run_id: str) -> "RunHandle":
         return RunHandle(self._loop, self._loop.do(self._api.run(run_id)))
+
+    def collect(
+        self, requests: Iterable[GroupRequest], *, tokens: int, **options: Any
+    ) -> Iterator[FinishedGroup]:
+        """See `perdure.client.collect.collect`."""
+        stream = collect(self._api, requests, tokens=tokens, **options)
+        try:
+            while (group := self._loop.do(_next(stream))) is not None:
+                yield group
+        finally:
+            self._loop.do(stream.aclose())
 
 
 class RunHandle:
@@ -106,9 +118,5 @@ class RolloutHandle:
         self._loop.do(self._handle.cancel())
 
 
-async def _next(stream: Any) -> EpisodeRef | None:
-    try:
-        episode: EpisodeRef = await anext(stream)
-    except StopAsyncIteration:
-        return None
-    return episode
+async def _next(stream: AsyncIterator[Result]) -> Result | None:
+    return await anext(stream, None)
