@@ -3,6 +3,8 @@
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -14,8 +16,12 @@ PROGRAMS = (
     "mktemp", "date", "dirname", "basename", "sort", "uniq", "wc", "cut", "nohup", "uname", "tty",
     "dd", "kill", "mknod", "nproc", "awk", "diff", "patch", "df", "du", "whoami", "readlink",
 )  # fmt: skip
+WHEELS_NEED = (
+    "libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0", "libresolv.so.2",
+    "librt.so.1", "libstdc++.so.6", "libutil.so.1",
+)  # fmt: skip
 LEFT_OUT = ("test", "idlelib", "lib2to3", "ensurepip", "dist-packages", "site-packages", "pydoc_data",
-            "turtledemo", "tkinter", "config-*", "distutils", "__phello__")  # fmt: skip
+            "turtledemo", "tkinter", "config-*", "distutils", "__phello__", "lib-dynload", "__pycache__")  # fmt: skip
 FOLDERS = ("dev", "etc", "home", "opt", "proc", "root", "run", "sys", "tmp", "usr/bin", "var")
 
 
@@ -42,16 +48,13 @@ def write_root(root: Path) -> Path:
     library = Path(subprocess.check_output(
         [python, "-I", "-c", "import sysconfig; print(sysconfig.get_path('stdlib'))"], text=True
     ).strip())  # fmt: skip
-    shutil.copytree(
-        library, root / str(library).lstrip("/"), symlinks=False, ignore_dangling_symlinks=True,
-        ignore=shutil.ignore_patterns(*LEFT_OUT),
-    )  # fmt: skip
+    _write_library(python, library, root)
     extensions = list((library / "lib-dynload").glob("*.so"))
     for program in [*programs, python]:
         _copy(program, root)
     (root / "usr/bin/python3").unlink(missing_ok=True)
     (root / "usr/bin/python3").symlink_to(python.name)
-    for path in _libraries([*programs, python, *extensions]):
+    for path in _libraries([*programs, python, *extensions]) | _wheels_need():
         _copy(path, root)
     (root / "etc/passwd").write_text(
         "root:x:0:0:root:/root:/bin/bash\nagent:x:1000:1000::/home/agent:/bin/bash\n"
@@ -60,9 +63,38 @@ def write_root(root: Path) -> Path:
     return root
 
 
+def _write_library(python: Path, library: Path, root: Path) -> None:
+    """Compiled and in one file, where Python looks first: engines without overlays copy each file."""
+    target = root / str(library).lstrip("/")
+    (target / "lib-dynload").mkdir(parents=True)
+    shutil.copy(library / "os.py", target)  # by which Python knows its folder
+    for extension in (library / "lib-dynload").glob("*.so"):
+        shutil.copy(extension, target / "lib-dynload")
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = Path(folder, "library")
+        shutil.copytree(
+            library,
+            compiled,
+            ignore_dangling_symlinks=True,
+            ignore=shutil.ignore_patterns(*LEFT_OUT),
+        )
+        subprocess.run([python, "-I", "-m", "compileall", "-b", "-q", compiled], check=False)
+        name = f"python{library.name.removeprefix('python').replace('.', '')}.zip"
+        with zipfile.ZipFile(target.parent / name, "w") as archive:
+            for path in compiled.rglob("*.pyc"):
+                archive.write(path, path.relative_to(compiled))
+
+
 def write_archive(root: Path, archive: Path) -> Path:
     subprocess.run(["tar", "--owner=0", "--group=0", "-C", root, "-cf", archive, "."], check=True)
     return archive
+
+
+def _wheels_need() -> set[Path]:
+    """What compiled wheels expect of every Linux."""
+    listed = subprocess.check_output(["/sbin/ldconfig", "-p"], text=True).splitlines()
+    paths = (line.rpartition(" => ")[2] for line in listed)
+    return {Path(path) for path in paths if Path(path).name in WHEELS_NEED}
 
 
 def _libraries(programs: Iterable[Path]) -> set[Path]:

@@ -10,10 +10,11 @@ import io
 import json
 import os
 import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,7 @@ class DockerProvider(ServiceProvider):
 
     async def _create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         name = self._name(identity)
+        spec = with_python(spec)
         found = await again(lambda: self._find(name))
         if found is None:
             found = await self._make(spec, identity, name)
@@ -442,6 +444,16 @@ def engine_of(info: Mapping[str, Any], *, here: bool) -> Engine:
     return Engine(binds=here and same, limits=limits)
 
 
+def with_python(spec: SandboxSpec) -> SandboxSpec:
+    """Tools of this host may run on this Python, under its own path."""
+    prefix = os.path.realpath(sys.base_prefix)
+    if not spec.mounts or prefix.startswith("/usr"):
+        return spec
+    known = {mount.target for mount in spec.mounts}
+    python = (Mount(Path(p), p) for p in dict.fromkeys((sys.base_prefix, prefix)) if p not in known)
+    return replace(spec, mounts=(*spec.mounts, *python))
+
+
 def agent_user() -> str:
     """The worker's ids, so that what it alone may read can be read where it is bound; never root's."""
     return f"{os.getuid()}:{os.getgid()}" if os.getuid() else "1000:1000"
@@ -455,6 +467,8 @@ def run_command(
     runtime = os.environ.get(RUNTIME_VARIABLE)
     owner = ROOT if spec.image else agent_user()
     folders = [HOME, *([] if spec.image else ["/tmp"])]
+    if not spec.image and any(mount.target.startswith("/root/") for mount in spec.mounts):
+        folders.append("/root")  # the image's own is closed to others than root
     if spec.tree is not None or spec.image is None:
         folders.append(spec.workdir)
     limits = spec.limits
@@ -467,7 +481,7 @@ def run_command(
         *(part for capability in CAPABILITIES for part in ("--cap-add", capability)),
         *("--ulimit", f"nofile={NO_FILES}:{NO_FILES}", "--ulimit", "core=0:0"),
         *_limits(spec, engine),
-        *(() if spec.image else ("--read-only",)),
+        *(("--read-only",) if engine.binds and not spec.image else ()),
         *("--volume", FOLDER, "--shm-size", f"{limits.disk_mb}m"),
         *(part for folder in folders for part in ("--tmpfs", _disk(spec, folder, owner))),
         *(part for mount in spec.mounts if engine.binds for part in ("--volume", _volume(mount))),
