@@ -45,8 +45,8 @@ def page() -> str:
     """docs/settings.md: the same strings that `--help` and this command print."""
     lines = [HEAD]
     for name, field in Settings.model_fields.items():
-        default = field.default if field.default != "" else " "
-        shown = f"`{default}`" if str(default).strip() else "empty"
+        default = str(field.get_default(call_default_factory=True))
+        shown = f"`{default}`" if default else "empty"
         lines.append(f"| `{config.PREFIX}{name.upper()}` | `{name}` | {shown} | {_meaning(name)} |")
     lines += ["", "Variables that are no settings:", ""]
     lines += [f"- `{name}`: {text}." for name, text in config.NOT_SETTINGS.items()]
