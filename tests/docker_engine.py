@@ -33,13 +33,13 @@ def why_not() -> str:
 
 
 @contextmanager
-def running() -> Iterator[str]:
-    """Its address. A short folder, because a unix socket lies below it."""
+def running(storage_driver: str = "vfs") -> Iterator[str]:
+    """Its address. A short folder, because a unix socket lies below it. `vfs` runs on any disk."""
     folder = Path(tempfile.mkdtemp(prefix="dk-"))
     address = f"unix://{folder}/docker.sock"
     command = [
         *("dockerd", "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec"),
-        *("--pidfile", f"{folder}/pid", "--host", address, "--storage-driver", "vfs"),
+        *("--pidfile", f"{folder}/pid", "--host", address, "--storage-driver", storage_driver),
         *("--iptables=false", "--ip6tables=false", "--bridge=none"),
         *("--default-ulimit", "nofile=20000:20000"),
     ]

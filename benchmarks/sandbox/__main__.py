@@ -1,9 +1,10 @@
-"""How long a sandbox takes: boot to first exec, exec, kill; alone and 32 at a time.
+"""How long a sandbox takes: boot to first exec, exec, a 16 MB file, kill; alone and many at a time.
 
-    python -m benchmarks.sandbox [--rounds N] [--json]
+    python -m benchmarks.sandbox [--providers NAMES] [--parallel COUNTS] [--rounds N] [--json]
 
-The baseline, in the same run and interleaved, is plain `bwrap` with the same flags running `true`:
-namespaces and binds, but no overlay, no limits, no result that outlives its caller.
+Beside each provider, in turns within each round, its plain tool does the same work: `bwrap` with the
+same flags running `true`, the `podman` and `docker` command lines, the E2B and Daytona SDKs against
+the same double (whose boxes run on this host too). `x plain` is our overhead.
 """
 
 import argparse
@@ -14,148 +15,139 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
+from typing import Any
 
-from perdure.sandboxes.base import Sandbox, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider, BubblewrapSandbox
-from perdure.sandboxes.keeper import DEVICES
-from perdure.sandboxes.process import ProcessId, ended
-from perdure.sandboxes.procfs import started_at
+from benchmarks.sandbox.sides import BOOT, EXEC, FILE, KILL, STEPS, Pair, Side, Unavailable, pair
 
-AT_ONCE = (1, 32)
-AIM_MS = {"boot to first exec": 30.0, "exec": 8.0}
+PROVIDERS = ("bubblewrap", "podman", "docker", "e2b", "daytona")
+AIM_MS = {BOOT: 30.0, EXEC: 8.0}
+"""Of bubblewrap, alone."""
+FILE_BYTES = 16 << 20
 
-Times = dict[str, list[float]]
+Row = dict[str, Any]
 
 
 async def main() -> None:
-    arguments = _arguments()
+    options = _options()
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="pd-") as folder:
-        bench = Bench(Path(folder))
-        await bench.warm_up()
-        measured = {count: await bench.rounds(count, arguments.rounds) for count in AT_ONCE}
-    rows = [
-        _row(count, step, times) for count in AT_ONCE for step, times in measured[count].items()
-    ]
-    if arguments.json:
-        print(json.dumps({"rows": rows, "enforced": bench.enforced}))
-    else:
-        _print_table(rows, bench.enforced)
+        file = Path(folder, "file")
+        file.write_bytes(os.urandom(FILE_BYTES))
+        if not options.json:
+            print(_HEAD)
+        for name in options.providers:
+            try:
+                async with pair(name, Path(folder, name)) as sides:
+                    for count in options.parallel:
+                        bench = Bench(sides, file)
+                        await bench.rounds(count, max(1, options.rounds // count))
+                        rows += bench.rows(name, count)
+                        if not options.json:
+                            _print(rows[-len(STEPS) :])
+            except Unavailable as error:
+                print(f"{name}: not measured: {error}", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"load": os.getloadavg(), "rows": rows}))
 
 
 class Bench:
-    """One home with one small tree; every sandbox is a fresh identity."""
+    """The times of one pair at one number of boxes, which only one side has at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        tree = folder / "tree"
-        tree.mkdir()
-        (tree / "file").write_text("base\n")
-        self.provider = BubblewrapProvider(folder / "home")
-        if missing := self.provider.check():
-            sys.exit(missing[0])
-        labels = {"run": "bench", "rollout": "bench", "attempt": "1"}
-        self.spec = SandboxSpec(workdir="/testbed", tree=tree, labels=labels)
-        self.enforced: dict[str, str] = {}
-        self.plain: list[str] = []
-        self._count = 0
+    def __init__(self, sides: Pair, file: Path) -> None:
+        self._sides, self._file = sides, file
+        self._times: dict[Side, dict[str, list[float]]] = {
+            side: {step: [] for step in side.steps} for side in sides
+        }
+        self.failed: dict[Side, list[BaseException]] = {side: [] for side in sides}
 
-    async def warm_up(self) -> None:
-        box = await self._boot()
-        assert isinstance(box, BubblewrapSandbox)
-        self.enforced = dict(box.enforced)
-        self.plain = _plain_bwrap(self.provider.command(self.spec, box.box), box.box.path)
-        await box.kill()
+    async def rounds(self, count: int, rounds: int) -> None:
+        for number in range(rounds):
+            for side in self._sides if number % 2 else reversed(self._sides):
+                await self._round(side, count)
 
-    async def rounds(self, at_once: int, rounds: int) -> Times:
-        """`rounds` measurements of each step and of the baseline, in turns."""
-        times: Times = {"plain bwrap": [], "boot to first exec": [], "exec": [], "kill": []}
-        for _ in range(max(1, rounds // at_once)):
-            times["plain bwrap"] += await _timed([self._plain] * at_once)
-            boxes: list[Sandbox] = []
-            times["boot to first exec"] += await _timed([self._readying(boxes)] * at_once)
-            times["exec"] += await _timed([_executing(box) for box in boxes])
-            times["kill"] += await _timed([box.kill for box in boxes])
-        return times
+    async def _round(self, side: Side, count: int) -> None:
+        boxes = await self._timed(side, BOOT, [side.boot() for _ in range(count)])
+        await self._timed(side, EXEC, [side.exec(box) for box in boxes])
+        if FILE in side.steps:
+            await self._timed(side, FILE, [side.put(box, self._file) for box in boxes])
+        await self._timed(side, KILL, [side.kill(box) for box in boxes])
 
-    async def _plain(self) -> None:
-        pid = os.posix_spawn(self.plain[0], self.plain, {})
-        await ended(ProcessId(pid, started_at(pid)), 60)
-        if os.waitpid(pid, 0)[1] != 0:
-            raise RuntimeError("plain bwrap failed: its flags no longer run without a keeper")
+    async def _timed(self, side: Side, step: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:
+        """What came of those that succeeded; all are started at once."""
 
-    def _readying(self, boxes: list[Sandbox]) -> Callable[[], Awaitable[None]]:
-        async def ready() -> None:
-            box = await self._boot()
-            await box.exec(["true"], check=True)
-            boxes.append(box)
+        async def one(call: Awaitable[Any]) -> Any:
+            start = time.perf_counter()
+            done = await call
+            if step in side.steps:
+                self._times[side][step].append((time.perf_counter() - start) * 1e3)
+            return done
 
-        return ready
+        found = await asyncio.gather(*map(one, calls), return_exceptions=True)
+        self.failed[side] += [error for error in found if isinstance(error, BaseException)]
+        return [done for done in found if not isinstance(done, BaseException)]
 
-    async def _boot(self) -> Sandbox:
-        self._count += 1
-        return await self.provider.create(self.spec, f"bench-{self._count}")
-
-
-def _executing(box: Sandbox) -> Callable[[], Awaitable[object]]:
-    return lambda: box.exec(["true"], check=True)
+    def rows(self, provider: str, count: int) -> list[Row]:
+        """One for each step: ours, the plain tool's where it has that step, and their ratio."""
+        for side, errors in self.failed.items():
+            if errors:
+                print(f"{side.name}, {count}: {len(errors)} failed: {errors[0]}", file=sys.stderr)
+        ours, plain = (self._times[side] for side in self._sides)
+        return [
+            {
+                "provider": provider,
+                "at_once": count,
+                "step": step,
+                "n": len(ours[step]),
+                **_summary("", ours[step]),
+                **_summary("plain_", plain.get(step, [])),
+            }
+            for step in STEPS
+        ]
 
 
-async def _timed(steps: Sequence[Callable[[], Awaitable[object]]]) -> list[float]:
-    """Milliseconds of each step, all started at once."""
-
-    async def one(step: Callable[[], Awaitable[object]]) -> float:
-        start = time.perf_counter()
-        await step()
-        return (time.perf_counter() - start) * 1e3
-
-    return await asyncio.gather(*map(one, steps))
-
-
-def _plain_bwrap(argv: Sequence[str], box: Path) -> list[str]:
-    """The flags the sandbox was booted with, over plain folders, to run `true`."""
-    flags = list(argv[: argv.index("--")])
-    for flag in ("--info-fd", "--seccomp"):  # descriptors that a keeper would hold
-        at = flags.index(flag)
-        del flags[at : at + 2]
-    plain = box.parent.parent / "plain"
-    for name in ("tmp", "home", "shm", "tree", "dev"):
-        (plain / name).mkdir(parents=True)
-    for name in DEVICES:
-        (plain / "dev" / name).symlink_to(f"/dev/{name}")
-    return [*(flag.replace(str(box / "disk"), str(plain)) for flag in flags), "--", "/usr/bin/true"]
-
-
-def _row(count: int, step: str, times: list[float]) -> dict[str, float | int | str]:
+def _summary(prefix: str, times: Sequence[float]) -> dict[str, float | None]:
+    if not times:
+        return {f"{prefix}p50": None, f"{prefix}p95": None}
     ordered = sorted(times)
     p95 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))]
-    return {
-        "at_once": count,
-        "step": step,
-        "n": len(times),
-        "p50_ms": round(statistics.median(times), 2),
-        "p95_ms": round(p95, 2),
-    }
+    return {f"{prefix}p50": round(statistics.median(ordered), 2), f"{prefix}p95": round(p95, 2)}
 
 
-def _print_table(rows: list[dict[str, float | int | str]], enforced: dict[str, str]) -> None:
-    print(
-        f"{'at once':>7}  {'step':20} {'n':>5} {'p50 ms':>8} {'p95 ms':>8} {'x plain':>8}  aim p50"
-    )
-    plain = {row["at_once"]: float(row["p50_ms"]) for row in rows if row["step"] == "plain bwrap"}
+_HEAD = (
+    "| provider | at once | step | n | p50, ms | p95, ms | plain p50 | plain p95 | x plain | aim |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def _print(rows: Sequence[Row]) -> None:
     for row in rows:
-        ratio = float(row["p50_ms"]) / plain[row["at_once"]]
-        aim = AIM_MS.get(str(row["step"])) if row["at_once"] == 1 else None
-        print(
-            f"{row['at_once']:>7}  {row['step']:20} {row['n']:>5} {row['p50_ms']:>8.2f}"
-            f" {row['p95_ms']:>8.2f} {ratio:>8.2f}  {f'< {aim:.0f}' if aim else ''}"
-        )
-    print("limits: " + ", ".join(f"{limit} by {how}" for limit, how in enforced.items()))
+        both = row["p50"] is not None and row["plain_p50"] is not None
+        ratio = f"{row['p50'] / row['plain_p50']:.2f}" if both else ""
+        alone = row["provider"] == "bubblewrap" and row["at_once"] == 1
+        aim = f"< {AIM_MS[row['step']]:.0f}" if alone and row["step"] in AIM_MS else ""
+        times = (row[name] for name in ("p50", "p95", "plain_p50", "plain_p95"))
+        cells = [row["provider"], row["at_once"], row["step"], row["n"], *map(_ms, times)]
+        print("|", *(f"{cell} |" for cell in [*cells, ratio, aim]), flush=True)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sandbox", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=128, help="measurements of each step")
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sandbox")
+    parser.add_argument(
+        "--providers",
+        type=lambda text: text.split(","),
+        default=["bubblewrap"],
+        help=f"of {','.join(PROVIDERS)}",
+    )
+    parser.add_argument(
+        "--parallel", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32]
+    )
+    parser.add_argument("--rounds", type=int, default=128, help="boxes of each side, in all")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser.parse_args()
 
