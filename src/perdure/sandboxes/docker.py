@@ -10,11 +10,10 @@ import io
 import json
 import os
 import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -261,7 +260,6 @@ class DockerProvider(ServiceProvider):
 
     async def _create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         name = self._name(identity)
-        spec = with_python(spec)
         found = await again(lambda: self._find(name))
         if found is None:
             found = await self._make(spec, identity, name)
@@ -442,16 +440,6 @@ def engine_of(info: Mapping[str, Any], *, here: bool) -> Engine:
         "cpu": version if info.get("CpuCfsQuota", info.get("CPUCfsQuota")) else "none",
     }
     return Engine(binds=here and same, limits=limits)
-
-
-def with_python(spec: SandboxSpec) -> SandboxSpec:
-    """Tools of this host may run on this Python, under its own path."""
-    prefix = os.path.realpath(sys.base_prefix)
-    if not spec.mounts or prefix.startswith("/usr"):
-        return spec
-    known = {mount.target for mount in spec.mounts}
-    python = (Mount(Path(p), p) for p in dict.fromkeys((sys.base_prefix, prefix)) if p not in known)
-    return replace(spec, mounts=(*spec.mounts, *python))
 
 
 def agent_user() -> str:

@@ -4,9 +4,15 @@ import gzip
 import hashlib
 import os
 import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
+
+from perdure.sandboxes.interpreters import is_interpreter
+
+NOT_OF_AN_INTERPRETER = ("site-packages", "test", "__pycache__", "idlelib", "config-3")
+"""What was installed beside it, its own tests, and what only its makers need."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,16 @@ def _write(folder: Path, target: Path) -> None:
         gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as tar,
     ):
-        tar.add(folder, arcname=".", filter=_without_owner)
+        for path in (folder, *_contents(folder)):
+            tar.add(path, path.relative_to(folder), recursive=False, filter=_without_owner)
+
+
+def _contents(folder: Path) -> Iterator[Path]:
+    """Everything below in a fixed order; of an interpreter what programs need, a fiftieth of it."""
+    skipped = NOT_OF_AN_INTERPRETER if is_interpreter(folder) else ()
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(skipped))
+        yield from (Path(where, name) for name in sorted((*folders, *files)))
 
 
 def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -53,7 +68,7 @@ def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
 def _fingerprint(folder: Path) -> str:
     """Digest of names, kinds, sizes, modes and times below the folder."""
     digest = hashlib.sha256(str(folder).encode())
-    for path in sorted(folder.rglob("*")):
+    for path in _contents(folder):
         stat = path.lstat()
         what = f"{path}\0{stat.st_size}\0{stat.st_mode}\0{stat.st_mtime_ns}\n"
         digest.update(os.fsencode(what))

@@ -16,6 +16,7 @@ from perdure.errors import ConfigurationError
 from perdure.sandboxes import images
 from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.box import check_identity
+from perdure.sandboxes.interpreters import with_interpreters
 
 
 class ServiceProvider(SandboxProvider):
@@ -32,7 +33,8 @@ class ServiceProvider(SandboxProvider):
 
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         check_identity(identity)
-        spec = replace(spec, image=images.prebuilt(self.name, spec.image))
+        image, mounts = images.prebuilt(self.name, spec.image), with_interpreters(spec.mounts)
+        spec = replace(spec, image=image, mounts=mounts)
         self._check_spec(spec)
         making = asyncio.create_task(self._create(spec, identity))
         try:
