@@ -146,12 +146,31 @@ async def test_a_second_request_on_the_connection_reaches_nobody() -> None:
         POST + b"content-length : 1\r\n\r\n",
         POST + b"content-length: -1\r\n\r\n",
         b"POST /generate\r\n\r\n",
+        POST + b"x: y\n\nPOST /pause HTTP/1.1\nhost: e\r\n\r\n",
+        POST + b"x: y\rcontent-length: 1\r\n\r\n",
+        b"POST /generate HTTP/1.1\nhost: e\r\n\r\n",
     ],
 )
 def test_a_request_that_two_readers_might_read_differently_is_refused(raw: bytes) -> None:
-    """Front and engine must agree where a body ends."""
+    """Front and engine must agree where a line, a head and a body end."""
     with pytest.raises(Refusal):
         read_head(raw)
+
+
+async def test_no_second_request_hides_in_a_head() -> None:
+    """Engines take a bare line feed for a line's end: a gateway's key must not open control by one."""
+    hidden = b"x: a\n\nPOST /pause HTTP/1.1\nhost: e\ncontent-length: 0\r\n\r\n"
+    key = b"authorization: Bearer " + KEYS.data.encode()
+    async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False) as client:
+        parts = urlsplit(url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: e\r\n" + key + b"\r\n" + hidden)
+        answer = await reader.read()
+        writer.close()
+        paused = (await client.get(f"{engine.url}/is_paused")).json()["is_paused"]
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert not paused
 
 
 async def test_new_weights_come_through_the_front(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ HEAD_S = 30.0
 """A connection that has not asked anything by then is closed."""
 HOP = (b"authorization", b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"te")
 """Headers that end here."""
+LINE_ENDS = (b"\r", b"\n", b"\0")
+"""Within a line of ours: engines take some of them for its end, and read a second request there."""
 OPEN_TO_GATEWAYS = frozenset(
     {
         *(("GET", path) for path in ("/health", "/metrics", "/v1/models", "/version")),
@@ -101,6 +103,8 @@ class Head(NamedTuple):
 def read_head(raw: bytes) -> Head:
     """Raises: Refusal."""
     request, *lines = raw.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    if any(mark in line for line in (request, *lines) for mark in LINE_ENDS):
+        raise Refusal("400 Bad Request", "a line of the head ends in half of CR LF")
     fields = [_field(line) for line in lines]
     values: Mapping[bytes, bytes] = dict(fields)
     try:
