@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from perdure.episodes.turns import decode
+from perdure.errors import GatewayUnavailable
 from perdure.gateway.base import Completion, control_token
 from perdure.gateway.engines.leases import Capacity
 from perdure.gateway.engines.pool import EnginePool, EngineSpec, Seat
@@ -301,6 +302,23 @@ async def test_a_call_waits_for_room_and_is_never_refused(client: httpx.AsyncCli
         answered = await second
 
     assert first.finish_reason == answered.finish_reason == "stop"
+
+
+async def test_who_waits_for_room_is_told_when_the_engines_are_gone(
+    client: httpx.AsyncClient,
+) -> None:
+    """Waiting for a full engine has no end, waiting for a dead one has."""
+    async with ScriptedEngine(LONG) as engine, opened(client, engine.url, patience_s=0.2) as pool:
+        await ready(pool, 1)
+        (seat,) = pool.seats.values()
+        seat.capacity = Fixed(agents=1)
+        await ask(pool, "a")
+        waits = ask(pool, "b")
+        await until(lambda: pool.waiting)
+        await pool.remove(seat.record.name)
+
+        with pytest.raises(GatewayUnavailable):
+            await waits
 
 
 async def test_what_looks_back_at_sampled_tokens_is_begun_anew(client: httpx.AsyncClient) -> None:

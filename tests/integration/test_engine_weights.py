@@ -69,13 +69,14 @@ class Stand:
         call = self.pool.generate(PROMPT, sampling, session_id="s", request_id="s-0", labels=labels)
         return asyncio.ensure_future(call)
 
-    async def sampling(self) -> None:
+    async def sampling(self, call: "asyncio.Task[Completion]") -> None:
         """Until a completion is well under way."""
         while not any(
-            len(call.salvage.ids) >= 40
+            len(running.salvage.ids) >= 40
             for seat in self.pool.seats.values()
-            for call in seat.running
+            for running in seat.running
         ):
+            assert not call.done(), "it ended before it was well under way"
             await asyncio.sleep(0.005)
 
     async def seen(self, engine: ScriptedEngine, state: EngineState) -> None:
@@ -122,7 +123,7 @@ async def stand(count: int, delay_s: float = 0.0) -> AsyncIterator[Stand]:
             engine.weights = 1
             await engine.__aenter__()
         pool = EnginePool(
-            roster, client, [EngineSpec(e.url) for e in engines], poll_s=0.03, hang_s=5
+            roster, client, [EngineSpec(e.url) for e in engines], poll_s=0.03, hang_s=60
         )
         await pool.start()
         try:
@@ -142,7 +143,7 @@ async def test_every_token_is_recorded_with_the_version_that_sampled_it(
     """An update in the middle of a completion: two versions in one turn, each where it was."""
     async with stand(1, delay_s=0.03) as it:
         call = it.ask()
-        await it.sampling()
+        await it.sampling(call)
         policy = Policy(in_flight=in_flight)
         await it.updates.update(2, checkpoint(tmp_path, 2), [canary(2)], policy)
         completion = await call
@@ -155,7 +156,7 @@ async def test_a_rolling_update_leaves_an_engine_to_talk_to(tmp_path: Path) -> N
     """While one engine loads, the completion goes on at another; the record says who knew what."""
     async with stand(2, delay_s=0.03) as it:
         call = it.ask()
-        await it.sampling()
+        await it.sampling(call)
         updated = await it.updates.update(2, checkpoint(tmp_path, 2), [canary(2)])
         completion = await call
 
@@ -197,7 +198,7 @@ async def test_what_wrong_weights_sampled_is_not_kept(tmp_path: Path) -> None:
     """Frozen requests go on before the canary: when it fails, their new tokens are let go."""
     async with stand(2, delay_s=0.03) as it:
         call = it.ask()
-        await it.sampling()
+        await it.sampling(call)
         with pytest.raises(UpdateRefused):
             await it.updates.update(
                 2, checkpoint(tmp_path, 3), [canary(2)], Policy(in_flight="keep", at_once=2)
@@ -247,7 +248,8 @@ async def test_a_group_is_not_sampled_by_too_new_a_policy(tmp_path: Path) -> Non
     """In a rolling update it stays with engines within its staleness; with none left, it is told."""
     group = {"policy_version": "1", "max_staleness": "0"}
     async with stand(2) as it:
-        with pytest.raises(UpdateRefused):  # the first takes version 2, the second cannot load
+        # The first takes version 2, the second cannot load it.
+        with pytest.raises(UpdateRefused, match="cannot reach it"):
             await it.updates.update(2, OnlyOn(it.engines[0], checkpoint(tmp_path, 2)), [canary(2)])
         await it.seen(it.engines[1], EngineState.DEAD)
         with pytest.raises(Refused, match="policy version 1"):
@@ -261,13 +263,14 @@ async def test_tokens_of_a_version_nobody_knows_are_in_no_span(tmp_path: Path) -
     """Sampled after somebody announced a change, and lost before the engine could say: not guessed."""
     async with stand(2, delay_s=0.03) as it:
         call = it.ask()
-        await it.sampling()
+        await it.sampling(call)
         (seat,) = (seat for seat in it.pool.seats.values() if seat.running)
         (running,) = seat.running
         await it.updates._hold(seat.record.name, 2)
         await it.seen(next(e for e in it.engines if e.url == seat.record.url), EngineState.PAUSED)
-        known = len(running.salvage.ids)
+        known = running.salvage.sure
         while len(running.salvage.ids) < known + 16:
+            assert not call.done(), "it ended before 16 tokens of doubt came"
             await asyncio.sleep(0.005)
         await it.pool.remove(seat.record.name)
         completion = await call

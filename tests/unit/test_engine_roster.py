@@ -16,7 +16,12 @@ from perdure.settings import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import EngineSpan, VersionSpan
 
-DEAD, READY, SUSPECT = EngineState.DEAD, EngineState.READY, EngineState.SUSPECT
+DEAD, PAUSED, READY, SUSPECT = (
+    EngineState.DEAD,
+    EngineState.PAUSED,
+    EngineState.READY,
+    EngineState.SUSPECT,
+)
 
 
 def record(state: EngineState = READY, **fields: object) -> EngineRecord:
@@ -47,6 +52,13 @@ def test_a_stale_verdict_changes_nothing() -> None:
     roster = Roster().having(record(READY, generation=4))
 
     assert apply(roster, record(READY), Verdict(DEAD, "late news")) == roster
+
+
+def test_a_look_from_before_an_update_changes_nothing() -> None:
+    """Paused then, ready with new weights now: the same generation and state, another time."""
+    roster = Roster().having(record(READY, since=2.0, version=8))
+
+    assert apply(roster, record(READY, since=1.0, version=7), Verdict(PAUSED)) == roster
 
 
 def test_only_reborn_leads_out_of_death() -> None:

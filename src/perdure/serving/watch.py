@@ -157,7 +157,7 @@ def _another_boot(record: EngineRecord, vitals: Vitals) -> bool:
 def apply(roster: Roster, seen: EngineRecord, verdict: Verdict) -> Roster:
     """The roster after a verdict on the record that was looked at; unchanged when that is stale."""
     now = roster.get(seen.name)
-    if now is None or (now.generation, now.state) != (seen.generation, seen.state):
+    if now is None or _period(now) != _period(seen):
         return roster
     if verdict.state in (EngineState.READY, EngineState.PAUSED):
         return _came_back(roster, now, verdict)
@@ -165,6 +165,11 @@ def apply(roster: Roster, seen: EngineRecord, verdict: Verdict) -> Roster:
     held = verdict.state is EngineState.DEAD and now.held_by
     changes = {"condemned": condemned, "held_by": ""} if held else {}
     return roster.having(now.to(verdict.state, verdict.reason, **changes))
+
+
+def _period(record: EngineRecord) -> tuple[int, EngineState, float]:
+    """Ready, updated and ready again is not what it was: a look from before says nothing of it."""
+    return record.generation, record.state, record.since
 
 
 def _came_back(roster: Roster, now: EngineRecord, verdict: Verdict) -> Roster:

@@ -435,16 +435,18 @@ class EnginePool:
         """Raises: GatewayUnavailable, Refused."""
         while call.seat is None:
             # Short of room, it waits as long as it takes; short of engines, a bounded time.
-            timeout = (
-                None if self._usable(call) else max(call.patience(self._patience_s), FIRST_LOOK_S)
-            )
+            if short_of_room := self._usable(call):
+                call.be_patient()
+            timeout = max(call.patience(self._patience_s), FIRST_LOOK_S)
             try:
                 async with asyncio.timeout(timeout):
                     await self._queue.wait(
                         call.run, lambda: self._try_seat(call) or self._refused(call) is not None
                     )
             except TimeoutError:
-                if all(seat.looked for seat in self._seats.values()) and not self._usable(call):
+                if short_of_room:
+                    call.be_patient()  # if the engines went meanwhile: from now on
+                elif all(seat.looked for seat in self._seats.values()) and not self._usable(call):
                     raise self._unusable(call) from None
             if call.seat is None and (refused := self._refused(call)) is not None:
                 raise refused
@@ -515,7 +517,8 @@ class EnginePool:
         try:
             reason = await task
         except asyncio.CancelledError:
-            if running.evicted is None:
+            asker = asyncio.current_task()
+            if running.evicted is None or (asker is not None and asker.cancelling()):
                 raise
             raise running.evicted from None
         else:
@@ -619,7 +622,8 @@ class _Call:
             self.salvage.cut()
             self.gained = 0
         if self.gained:
-            self._since, self._pause = time.monotonic(), FIRST_PAUSE_S
+            self.be_patient()
+            self._pause = FIRST_PAUSE_S
         return self.ended()
 
     def ended(self) -> FinishReason | None:
@@ -630,6 +634,10 @@ class _Call:
         if ids and len(ids) >= self.sampling.get("max_tokens", len(ids) + 1):
             return FinishReason.LENGTH
         return None
+
+    def be_patient(self) -> None:
+        """What it waits for is on its way: patience begins anew."""
+        self._since = time.monotonic()
 
     def patience(self, patience_s: float) -> float:
         """Seconds left without progress."""
