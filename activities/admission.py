@@ -46,7 +46,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """Around a create: tells the keeper how it went. Raises: RateLimited, unchanged."""
+        """Around a create: tells the keeper of a refusal. Raises: RateLimited, unchanged."""
         try:
             yield
         except RateLimited as error:
@@ -55,6 +55,9 @@ class Admission:
             )
             await self._tell("refused", refused)
             raise
+
+    async def started(self) -> None:
+        """The sandbox that was granted is up."""
         await self._tell("started", self.request.workflow_id)
 
     async def release(self) -> None:

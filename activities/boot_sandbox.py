@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from activities import checkpoints
+from activities import checkpoints, making
 from activities.admission import Admission, agent_step
 from activities.messages import AgentRun, Attempt, Booted
 from activities.services import Services
@@ -114,10 +114,14 @@ class BootSandbox:
             async with admission.starting():
                 spec = self._spec(attempt, place, prepared, tools)
                 ready = await self.services.ready.take(provider, spec, request.workflow_id)
-                sandbox = ready or await provider.create(spec, identity)
+                sandbox = ready or await making.make(provider, spec, identity)
         except RateLimited:
-            return None  # it is in the queue again
+            if not admission.metered:
+                raise
+            await admission.ask(agent_step(attempt))  # a keeper that knew it has queued it already
+            return None
         async with _kept(sandbox, if_unknown=ready is None) as kept:
+            await admission.started()
             base_git = BASE_GIT if prepared.tree else await patch.prepare_capture(sandbox)
             record = BootRecord(
                 identity=sandbox.identity,

@@ -2,7 +2,7 @@
 
 import time
 
-from activities import checkpoints
+from activities import checkpoints, making
 from activities.admission import Admission
 from activities.messages import Attempt, GradedPatch
 from activities.services import Services
@@ -81,9 +81,11 @@ class GradeInFreshSandbox:
         try:
             await provider.kill(identity)  # a half-used one of an earlier try is not fresh
             spec = await self._spec(attempt, instance, place, timeout_s)
-            async with Admission(self.services, place.provider, request).starting():
-                sandbox = await provider.create(spec, identity)
-            async with sandbox:
+            admission = Admission(self.services, place.provider, request)
+            async with admission.starting():
+                sandbox = await making.make(provider, spec, identity)
+            async with making.ending(sandbox):
+                await admission.started()
                 grader = self.services.grader(instance.grading.protocol)
                 return await grader.grade(sandbox, instance, patch, timeout_s=timeout_s)
         except SandboxLost as error:

@@ -94,6 +94,9 @@ class ReadySandboxes:
             except SandboxLost:
                 await self.forget(ready.sandbox.identity)
                 continue
+            except BaseException:  # nobody else will ever find it
+                await asyncio.shield(ready.sandbox.kill())
+                raise
             return ready.sandbox
         self._shelves.pop(key, None)
         return None

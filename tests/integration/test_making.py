@@ -1,0 +1,133 @@
+"""A try of an activity that is called off while it makes a sandbox: what it leaves, and to whom."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio.activity import ActivityCancellationDetails
+from temporalio.client import Client
+from temporalio.testing import ActivityEnvironment
+
+from activities import making
+from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.e2b import E2BProvider
+from perdure.types import Limits
+from tests.workflows import conftest
+
+pytest.importorskip("e2b")
+pytest.importorskip("aiohttp")
+pytestmark = pytest.mark.temporal
+
+ID = "p-making-agent-1"
+SPEC = SandboxSpec("/testbed", labels={"run": "r1"}, limits=Limits(output_mb=1), ttl_s=300)
+LATE = ActivityCancellationDetails(timed_out=True)
+UNKNOWN = ActivityCancellationDetails(not_found=True)
+ASKED = ActivityCancellationDetails(cancel_requested=True)
+STOPPING = ActivityCancellationDetails(worker_shutdown=True)
+client = conftest.client
+"""A real server."""
+
+
+@dataclass
+class Bench:
+    provider: E2BProvider
+    server: Any
+    environment: ActivityEnvironment
+
+    @property
+    def live(self) -> list[str]:
+        return [record["id"] for record in self.server.sandboxes.all()]
+
+    async def called_off(self, why: ActivityCancellationDetails) -> list[str]:
+        """What the service had made, and not said so yet, when the try was called off."""
+        self.server.settings["boot_s"] = 0.5
+        running = asyncio.ensure_future(self.environment.run(self.make))
+        while not self.live:
+            await asyncio.sleep(0.01)
+        made = self.live
+        self.environment.cancel(why)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return made
+
+    async def make(self) -> None:
+        await making.make(self.provider, SPEC, ID)
+
+
+@pytest.fixture
+async def bench(
+    tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Bench]:
+    from perdure.testing.e2b_server import serving
+
+    if missing := BubblewrapProvider(tmp_path).check():
+        pytest.skip("; ".join(missing))
+    async with serving(tmp_path / "server") as (server, url):
+        for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
+            monkeypatch.setenv(name, url)
+        monkeypatch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
+        environment = ActivityEnvironment(client=client)
+        environment.info = replace(environment.info, workflow_id="rollout/r1/add/0")
+        yield Bench(E2BProvider(tmp_path / "home"), server, environment)
+        for record in server.sandboxes.all():
+            await server.guests.kill(record["id"])
+
+
+@pytest.fixture
+async def rollout(bench: Bench, client: Client) -> str:
+    """Its workflow is open; no worker need be there."""
+    await client.start_workflow("Any", id="rollout/r1/add/0", task_queue="nobody")
+    return "rollout/r1/add/0"
+
+
+@pytest.mark.parametrize("why", [LATE, UNKNOWN], ids=["late", "unknown"])
+async def test_a_late_try_leaves_the_next_one_its_sandbox(
+    bench: Bench, rollout: str, why: ActivityCancellationDetails
+) -> None:
+    """Its heartbeats came late and the rollout goes on: the sandbox lives, for whoever adopts it."""
+    made = await bench.called_off(why)
+    adopted = await bench.provider.create(SPEC, ID)
+
+    assert (await adopted.exec("echo alive")).stdout == b"alive\n"
+    assert bench.live == made
+
+
+@pytest.mark.parametrize("why", [ASKED, STOPPING], ids=["cancelled", "stopping"])
+async def test_a_try_that_is_told_to_end_leaves_nothing(
+    bench: Bench, rollout: str, why: ActivityCancellationDetails
+) -> None:
+    """A cancellation or the worker's end, while the service still boots: no sandbox is left."""
+    await bench.called_off(why)
+
+    assert bench.live == []
+
+
+async def test_a_late_try_of_a_rollout_that_is_over_leaves_nothing(
+    bench: Bench, client: Client, rollout: str
+) -> None:
+    """Terminated meanwhile: nobody will adopt what was made, so it is killed at once."""
+    await client.get_workflow_handle(rollout).terminate()
+    await bench.called_off(UNKNOWN)
+
+    assert bench.live == []
+
+
+@pytest.mark.parametrize(("why", "left"), [(LATE, 1), (ASKED, 0)], ids=["late", "cancelled"])
+async def test_a_late_grading_kills_nothing_of_the_next(
+    bench: Bench, rollout: str, why: ActivityCancellationDetails, left: int
+) -> None:
+    """A sandbox that is worked in ends with its try, unless another try may have one of its name."""
+
+    async def grade() -> None:
+        async with making.ending(await making.make(bench.provider, SPEC, ID)):
+            bench.environment.cancel(why)
+            await asyncio.Event().wait()
+
+    with pytest.raises(asyncio.CancelledError):
+        await bench.environment.run(grade)
+
+    assert len(bench.live) == left
