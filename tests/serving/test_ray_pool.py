@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import select
 import signal
@@ -17,9 +18,13 @@ from perdure.gateway.base import Completion
 from perdure.gateway.engines.pool import EnginePool
 from perdure.gateway.engines.wire import new_client
 from perdure.gateway.tokenizers import load_tokenizer
+from perdure.serving.publishing import Published, published_key
 from perdure.serving.registration import ReplicaStatus
 from perdure.serving.state import EngineState
-from tests.serving.conftest import PATIENCE_S, Pool, engine_pid
+from perdure.serving.weights import Canary
+from perdure.storage.local import LocalStore
+from perdure.testing.scripted_engine import WEIGHTS_FILE, logprob
+from tests.serving.conftest import KEY, PATIENCE_S, Pool, engine_pid
 
 TOKENIZER = load_tokenizer("qwen3")
 PROMPT = [
@@ -208,3 +213,57 @@ async def test_wanting_fewer_ends_replicas(pool: Pool) -> None:
 
     assert select.select([server], [], [], PATIENCE_S)[0]
     os.close(server)
+
+
+async def publish(pool: Pool, version: int) -> None:
+    """What a trainer leaves in the home: the version's checkpoint, and its word on a prompt."""
+    store = LocalStore(pool.settings.store_url)
+    weights = json.dumps({"weights": version}).encode()
+    await store.put(f"checkpoints/{version}/{WEIGHTS_FILE}", weights)
+    first = TOKENIZER.encode_plain("word0")[0]
+    said = Canary(
+        prompt_ids=tuple(PROMPT),
+        token_id=first,
+        logprob=logprob(first, 0, version),
+        tolerance=0.01,
+    )
+    found = Published(version=version, source=f"checkpoints/{version}", canaries=(said,))
+    await store.put(published_key(KEY), found.model_dump_json().encode())
+
+
+async def test_another_model_is_not_given_the_weights_of_the_first(pool: Pool) -> None:
+    """Who asks for another model gets its own checkpoint, until a trainer publishes for it."""
+    pool.add_node()
+    await pool.apply(replicas=0)
+    await publish(pool, 2)
+
+    await pool.apply(replicas=1, model="another")
+
+    async with gateway(pool) as engines:
+        await serving(engines, 1)
+        answer = await ask(engines, "s")
+    assert answer.logprobs[0] == logprob(answer.token_ids[0], 0, 0)
+
+
+async def test_a_replica_that_restarts_serves_what_was_published(pool: Pool) -> None:
+    """Not the checkpoint that it was started with: neither one that serves when a version becomes the
+    published one, nor the one that takes the place of a killed one."""
+    pool.add_node()
+    await pool.apply(replicas=1)
+    (first,) = await pool.joined(1)
+    async with gateway(pool) as engines:
+        await serving(engines, 1)
+        await publish(pool, 2)
+        async with asyncio.timeout(PATIENCE_S):
+            while [seat.record.version for seat in engines.seats.values()] != [2]:
+                await asyncio.sleep(0.02)
+        os.kill(await pool.actor_pid(first), signal.SIGKILL)
+        await pool.until(
+            lambda now: now.replicas[0].engine and now.replicas[0].generation > first.generation
+        )
+
+        answers = [await ask(engines, "s1"), await ask(engines, "s2")]
+
+    for answer in answers:
+        assert [(span.version, span.start) for span in answer.versions] == [(2, 0)]
+        assert answer.logprobs[0] == logprob(answer.token_ids[0], 0, 2)

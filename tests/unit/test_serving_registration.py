@@ -4,12 +4,21 @@ import pytest
 
 from perdure.errors import NotFound
 from perdure.serving.commands import EnginePlan
-from perdure.serving.registration import Registration, add_engine, drain_engine, remove_engine
+from perdure.serving.publishing import Published
+from perdure.serving.registration import (
+    Registration,
+    add_engine,
+    drain_engine,
+    lacks,
+    remove_engine,
+)
 from perdure.serving.roster import LoneRoster
-from perdure.serving.state import EngineState
+from perdure.serving.state import EngineRecord, EngineState
+from perdure.serving.weights import _left_paused
 
 PLAN = EnginePlan(model="m")
 URL = "http://127.0.0.1:8000"
+PUBLISHED = Published(version=8, source="/checkpoints/8")
 
 
 async def test_a_generation_is_given_once() -> None:
@@ -30,6 +39,79 @@ async def test_a_replica_joins_under_the_generation_it_was_started_with() -> Non
     record = (await roster.read()).get(name)
     assert record is not None
     assert (record.generation, record.wire_model) == (5, "policy-g5")
+
+
+async def joined(roster: LoneRoster, published: Published | None) -> EngineRecord:
+    name = await Registration(roster).join(PLAN, URL, 5, published)
+    record = (await roster.read()).get(name)
+    assert record is not None
+    return record
+
+
+async def test_a_replica_takes_no_session_before_it_has_what_was_published() -> None:
+    """It joins held, is brought the version by its manager, and is ready with that version."""
+    roster = LoneRoster()
+    record = await joined(roster, PUBLISHED)
+    assert (record.state, lacks(record, PUBLISHED)) == (EngineState.PAUSED, True)
+    pool = Registration(roster)
+    held = await pool.hold(record.name, 5, 8)
+    assert held is not None
+
+    await pool.caught_up(held)
+
+    ready = (await roster.read()).get(record.name)
+    assert ready is not None
+    assert (ready.state, ready.version, ready.held_by) == (EngineState.READY, 8, "")
+    assert not lacks(ready, PUBLISHED)
+
+
+async def test_a_replica_that_cannot_have_what_was_published_never_serves() -> None:
+    """Its boot is condemned, with the reason."""
+    roster = LoneRoster()
+    record = await joined(roster, PUBLISHED)
+    held = await Registration(roster).hold(record.name, 5, 8)
+    assert held is not None
+
+    await Registration(roster).caught_up(held, "no checkpoint there")
+
+    dead = (await roster.read()).get(record.name)
+    assert dead is not None
+    assert (dead.state, dead.reason) == (EngineState.DEAD, "no checkpoint there")
+    assert not dead.may_return("policy-g5")
+
+
+async def test_what_only_the_trainer_can_bring_is_left_to_it() -> None:
+    """Tensors that it sent itself lie nowhere: a late replica waits for its next update."""
+    sent = PUBLISHED.model_copy(update={"source": ""})
+
+    record = await joined(LoneRoster(), sent)
+
+    assert _left_paused(record)
+    assert not lacks(record, sent)
+
+
+async def test_a_replica_that_a_trainer_holds_is_not_taken_from_it() -> None:
+    """An update in progress and one of the manager's never meet on an engine."""
+    roster = LoneRoster()
+    record = await joined(roster, None)
+    update = record.to(EngineState.PAUSED, held_by="update 9, 1234", coming=9)
+    await roster.change(lambda now: now.having(update))
+
+    held = await Registration(roster).hold(record.name, 5, 8)
+
+    assert held is None
+    assert not lacks(update, PUBLISHED)
+
+
+@pytest.mark.parametrize(("version", "behind"), [(None, True), (7, True), (8, False), (9, False)])
+async def test_a_replica_that_serves_an_older_version_is_brought_the_newer(
+    version: int | None, behind: bool
+) -> None:
+    """It joined while the trainer was publishing; one that is ahead is in the trainer's hands."""
+    record = await joined(LoneRoster(), None)
+    serving = record.to(EngineState.READY, version=version)
+
+    assert lacks(serving, PUBLISHED) is behind
 
 
 async def test_a_late_goodbye_does_not_touch_the_next_boot() -> None:

@@ -19,10 +19,12 @@ from perdure.errors import PerdureError
 from perdure.serving import placement
 from perdure.serving.commands import NAMESPACE, EnginePlan
 from perdure.serving.placement import Placed
+from perdure.serving.publishing import Published, published_key, read_published
 from perdure.serving.registration import (
     PoolStatus,
     Registration,
     ReplicaStatus,
+    lacks,
     read_plan,
     read_status,
     write_plan,
@@ -30,7 +32,8 @@ from perdure.serving.registration import (
 )
 from perdure.serving.replica import Phase, ReplicaReport
 from perdure.serving.roster import Roster, StoredRoster
-from perdure.serving.state import STABLE_S, EngineState, backoff_s, name_of
+from perdure.serving.state import STABLE_S, EngineRecord, EngineState, backoff_s, name_of
+from perdure.serving.weights import NOTICE_S
 from perdure.settings import Settings
 from perdure.storage.base import open_store
 
@@ -64,6 +67,7 @@ class Boot:
     ready_since: float = 0.0
     leave_by: float = 0.0
     following: "asyncio.Task[None] | None" = None
+    catching_up: "asyncio.Task[None] | None" = None
 
     def status(self, state: str = "", reason: str = "") -> ReplicaStatus:
         report = self.report
@@ -112,14 +116,17 @@ class Cluster:
 
     roster: Roster
     draining: Mapping[str, int] = field(default_factory=dict)
+    published: Published | None = None
+    """The policy version that a trainer gave the pool."""
 
 
 class EngineManager:
     """The actor. Its methods answer at once; the work is done by its own loop."""
 
     async def __init__(self, settings: str, roster_key: str, dashboard: str) -> None:  # type: ignore[misc]  # Ray awaits it
-        self._store = open_store(Settings.model_validate_json(settings))
-        self._key = roster_key
+        self._settings = Settings.model_validate_json(settings)
+        self._store = open_store(self._settings)
+        self._key, self._published_key = roster_key, published_key(roster_key)
         self._pool = Registration(StoredRoster(self._store, roster_key))
         self._prefix = f"engine-{roster_key.rsplit('/', 1)[-1].removesuffix('.json')}"
         self._dashboard = dashboard
@@ -135,6 +142,9 @@ class EngineManager:
     async def apply(self, plan: str) -> None:
         """Want this from now on. Replicas of another command line are replaced."""
         wanted = EnginePlan.model_validate_json(plan)
+        earlier = await read_plan(self._store, self._key)
+        if earlier is not None and earlier.model != wanted.model:
+            await self._store.delete(self._published_key)  # weights of another model
         await write_plan(self._store, self._key, wanted)
         before, self._plan = self._plan, wanted
         same = before is not None and before.model_copy(update={"replicas": 0}) == (
@@ -223,7 +233,9 @@ class EngineManager:
                 await self._pool.leave(one.engine, one.generation)
 
     async def _tick(self, plan: EnginePlan) -> None:
-        seen = Cluster(await self._pool.read(), await asyncio.to_thread(placement.draining_nodes))
+        draining = await asyncio.to_thread(placement.draining_nodes)
+        published = await read_published(self._store, self._published_key)
+        seen = Cluster(await self._pool.read(), draining, published)
         for index in range(plan.replicas):
             self._slots.setdefault(index, Slot(index))
         for slot in list(self._slots.values()):
@@ -255,23 +267,23 @@ class EngineManager:
             slot.reason = "its node is leaving"
             await self._drain(slot, max(time.time(), deadline - MARGIN_S))
         elif boot.joined:
-            await self._judge_joined(slot, boot, seen.roster)
+            await self._judge_joined(slot, boot, seen)
         elif report is not None and report.phase is Phase.READY:
-            await self._join(slot, boot, plan, report, seen.roster)
+            await self._join(slot, boot, plan, report, seen)
 
     async def _join(
-        self, slot: Slot, boot: Boot, plan: EnginePlan, report: ReplicaReport, roster: Roster
+        self, slot: Slot, boot: Boot, plan: EnginePlan, report: ReplicaReport, seen: Cluster
     ) -> None:
         boot.ready_since = time.time()
-        known = roster.get(name_of(report.url))
+        known = seen.roster.get(name_of(report.url))
         if known is None or known.generation != boot.generation:  # else an earlier manager did
-            await self._pool.join(plan, report.url, boot.generation)
+            await self._pool.join(plan, report.url, boot.generation, seen.published)
         boot.joined = name_of(report.url)
         slot.reason = ""
 
-    async def _judge_joined(self, slot: Slot, boot: Boot, roster: Roster) -> None:
+    async def _judge_joined(self, slot: Slot, boot: Boot, seen: Cluster) -> None:
         """What gateways and people say of it counts as much as what its node says."""
-        record = roster.get(boot.joined)
+        record = seen.roster.get(boot.joined)
         if record is None or record.removed or record.generation != boot.generation:
             slot.boot, slot.reason = None, "it was removed"
             self._retire(boot)
@@ -281,6 +293,30 @@ class EngineManager:
             boot.leave_by = (record.drain_by or time.time()) + MARGIN_S
             slot.boot, slot.reason = None, "it was told to drain"
             self._leaving.append(boot)
+        else:
+            self._bring(boot, record, seen.published)
+
+    def _bring(self, boot: Boot, record: EngineRecord, published: Published | None) -> None:
+        """See that it gets the published version, once at a time."""
+        busy = boot.catching_up is not None and not boot.catching_up.done()
+        if published is None or busy or not lacks(record, published):
+            return
+        notice_s = NOTICE_S if record.serves else 0.0
+        boot.catching_up = asyncio.create_task(self._catch_up(boot, published, notice_s))
+
+    async def _catch_up(self, boot: Boot, published: Published, notice_s: float) -> None:
+        """It has the weights that it was started with: it gets the published ones before it serves.
+
+        When they cannot be had or proven, the next boot tries; a dead manager's successor goes on.
+        """
+        try:
+            held = await self._pool.hold(boot.joined, boot.generation, published.version)
+            if held is not None:
+                await asyncio.sleep(notice_s)
+                problem = await boot.placed.take(published, self._settings)
+                await self._pool.caught_up(held, problem)
+        except (PerdureError, ray.exceptions.RayError) as error:
+            log.warning("a replica does not catch up", generation=boot.generation, error=str(error))
 
     async def _over(self, slot: Slot, boot: Boot, why: str, *, final: bool) -> None:
         served_s = time.time() - boot.ready_since if boot.ready_since else 0.0
@@ -334,8 +370,9 @@ class EngineManager:
 
     async def _end(self, boot: Boot) -> None:
         """Out of the pool first, so that no call goes to a server that is ending."""
-        if boot.following is not None:
-            boot.following.cancel()
+        for task in (boot.following, boot.catching_up):
+            if task is not None:
+                task.cancel()
         if boot.joined:
             with contextlib.suppress(PerdureError):
                 await self._pool.leave(boot.joined, boot.generation)

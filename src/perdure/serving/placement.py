@@ -15,7 +15,9 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from perdure.serving.commands import NAMESPACE, EnginePlan
+from perdure.serving.publishing import Published
 from perdure.serving.replica import Replica, ReplicaReport
+from perdure.settings import Settings
 
 
 class ReplicaActor:
@@ -39,6 +41,11 @@ class ReplicaActor:
 
     async def tail(self) -> bytes:
         return self._replica.tail()
+
+    async def take(self, published: str, settings: str) -> str:
+        return await self._replica.take(
+            Published.model_validate_json(published), Settings.model_validate_json(settings)
+        )
 
     async def pid(self) -> int:
         return os.getpid()
@@ -64,6 +71,13 @@ class Placed:
     async def tail(self) -> bytes:
         found: bytes = await self.actor.tail.remote()
         return found
+
+    async def take(self, published: Published, settings: Settings) -> str:
+        """Give it the published version; why it cannot serve that, or nothing."""
+        told: str = await self.actor.take.remote(
+            published.model_dump_json(), settings.model_dump_json()
+        )
+        return told
 
     async def stop(self) -> None:
         await self.actor.stop.remote()

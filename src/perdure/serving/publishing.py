@@ -73,7 +73,7 @@ class Weights:
         self._store = open_store(self._settings)
         secret = load_secret(self._settings)
         roster = roster_key(secret)
-        self._key = f"{roster.removesuffix('.json')}.weights.json"
+        self._key = published_key(roster)
         self._into = into
         self._client = httpx.AsyncClient(trust_env=False)
         self._updates = WeightUpdates(
@@ -95,10 +95,7 @@ class Weights:
 
     async def published(self) -> Published | None:
         """What was published last; None before the first. Raises: StoreUnavailable."""
-        try:
-            return Published.model_validate_json((await self._store.get(self._key)).data)
-        except NotFound:
-            return None
+        return await read_published(self._store, self._key)
 
     async def publish(
         self,
@@ -123,7 +120,7 @@ class Weights:
             raise ConfigurationError(f"version {version} is older than {before.version}")
         if previous is None and before is not None and before.version != version:
             previous = self._checkpoint(before)
-        async with self._fetched(source) as transfer:
+        async with fetched(source, self._settings, self._store, self._into) as transfer:
             done = await self._updates.update(
                 version, transfer, canaries, policy, previous=previous
             )
@@ -146,7 +143,7 @@ class Weights:
             raise ConfigurationError(
                 f"version {published.version} came by the trainer's own transfer: publish it again"
             )
-        async with self._fetched(published.source) as transfer:
+        async with fetched(published.source, self._settings, self._store, self._into) as transfer:
             return await self._updates.update(
                 published.version, transfer, published.canaries, policy
             )
@@ -157,29 +154,49 @@ class Weights:
         if not source:
             return None
         folder = _folder(source)
-        transfer = FromDisk(folder) if folder else FromStore(*self._place(source), into=self._into)
+        if folder is not None:
+            return Checkpoint(published.version, FromDisk(folder), published.canaries)
+        store, prefix = _place(source, self._settings, self._store)
+        transfer = FromStore(store, prefix, into=self._into)
         return Checkpoint(published.version, transfer, published.canaries)
 
-    @asynccontextmanager
-    async def _fetched(self, source: Source) -> AsyncIterator[Transfer]:
-        """Ready to load: what must be fetched is fetched before an engine is paused.
 
-        Raises: ConfigurationError.
-        """
-        if not isinstance(source, str | Path):
-            yield source
-            return
-        if (folder := _folder(source)) is not None:
-            yield FromDisk(folder)
-            return
-        async with downloaded(*self._place(str(source)), into=self._into) as found:
-            yield found
+def published_key(roster_key: str) -> str:
+    """Where a home keeps what was published, in its store."""
+    return f"{roster_key.removesuffix('.json')}.weights.json"
 
-    def _place(self, source: str) -> tuple[Store, str]:
-        """The store and the prefix that a source names."""
-        if not source.startswith("s3://"):
-            return self._store, source
-        return open_store(self._settings.model_copy(update={"store": source})), ""
+
+async def read_published(store: Store, key: str) -> Published | None:
+    """None before the first. Raises: StoreUnavailable."""
+    try:
+        return Published.model_validate_json((await store.get(key)).data)
+    except NotFound:
+        return None
+
+
+@asynccontextmanager
+async def fetched(
+    source: Source, settings: Settings, store: Store, into: Path | None = None
+) -> AsyncIterator[Transfer]:
+    """Ready to load: what must be fetched is fetched before an engine is paused.
+
+    Raises: ConfigurationError, StoreUnavailable.
+    """
+    if not isinstance(source, str | Path):
+        yield source
+        return
+    if (folder := _folder(source)) is not None:
+        yield FromDisk(folder)
+        return
+    async with downloaded(*_place(str(source), settings, store), into=into) as found:
+        yield found
+
+
+def _place(source: str, settings: Settings, store: Store) -> tuple[Store, str]:
+    """The store and the prefix that a source names."""
+    if not source.startswith("s3://"):
+        return store, source
+    return open_store(settings.model_copy(update={"store": source})), ""
 
 
 def _folder(source: str | Path) -> Path | None:

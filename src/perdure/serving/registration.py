@@ -10,10 +10,29 @@ from pydantic import Field
 
 from perdure.errors import NotFound
 from perdure.serving.commands import EnginePlan, boot_name
+from perdure.serving.publishing import Published
 from perdure.serving.roster import Roster, SharedRoster
 from perdure.serving.state import EngineRecord, EngineState, name_of, root_of
+from perdure.serving.weights import UPDATE
 from perdure.storage.base import Store
 from perdure.types import Frozen
+
+CATCHING_UP = "catching up with "
+"""How a hold of the manager begins: a replica that lacks the published version gets it."""
+
+
+def who_brings(published: Published) -> str:
+    """What a trainer sent by a transfer of its own, only its next update brings."""
+    return CATCHING_UP if published.source else UPDATE
+
+
+def lacks(record: EngineRecord, published: Published) -> bool:
+    """Whether the manager must bring it the published version, now."""
+    if not published.source:
+        return False
+    if record.held_by:
+        return record.held_by.startswith(CATCHING_UP)
+    return record.serves and (record.version is None or record.version < published.version)
 
 
 class ReplicaStatus(Frozen):
@@ -64,8 +83,15 @@ class Registration:
 
         return (await self._roster.change(reserved)).next_generation - 1
 
-    async def join(self, plan: EnginePlan, url: str, generation: int) -> str:
-        """Let a proven replica take sessions; its name in the pool. The gateways prove it again."""
+    async def join(
+        self, plan: EnginePlan, url: str, generation: int, published: Published | None = None
+    ) -> str:
+        """Let a proven replica take sessions; its name in the pool. The gateways prove it again.
+
+        With `published` it joins held, and takes none before it has that version: whoever brings it
+        is named, the manager by `CATCHING_UP`, a trainer by its own word.
+        """
+        held = "" if published is None else f"{who_brings(published)}{published.version}"
         record = EngineRecord(
             name=name_of(url),
             url=url,
@@ -73,14 +99,51 @@ class Registration:
             model=plan.served_model,
             generation=generation,
             boot=boot_name(plan, generation),
-            state=EngineState.STARTING,
+            state=EngineState.PAUSED if held else EngineState.STARTING,
             kind="sglang" if plan.server == "sglang" else "vllm",
             guarded=plan.guard is not None,
-            reason="started by Ray",
+            reason=held or "started by Ray",
+            held_by=held,
+            coming=None if published is None else published.version,
             since=time.time(),
         )
         await self._roster.change(lambda roster: roster.having(record))
         return record.name
+
+    async def hold(self, name: str, generation: int, version: int) -> EngineRecord | None:
+        """Announce that this boot gets the published version; None when it is not ours to hold.
+
+        What somebody else holds is theirs, and no trainer takes over what is held so.
+        """
+        why = f"{CATCHING_UP}{version}"
+
+        def held(roster: Roster) -> Roster:
+            record = roster.get(name)
+            if record is None or record.generation != generation:
+                return roster
+            if not (record.serves or record.held_by.startswith(CATCHING_UP)):
+                return roster
+            changes = {"held_by": why, "coming": version, "since": time.time()}
+            return roster.having(record.to(EngineState.PAUSED, why, **changes))
+
+        record = (await self._roster.change(held)).get(name)
+        ours = record is not None and (record.generation, record.held_by) == (generation, why)
+        return record if ours else None
+
+    async def caught_up(self, held: EngineRecord, problem: str = "") -> None:
+        """The boot has what it was held for and is ready; with a problem, it may never serve."""
+
+        def over(roster: Roster) -> Roster:
+            now = roster.get(held.name)
+            if now is None or (now.generation, now.held_by) != (held.generation, held.held_by):
+                return roster
+            if problem:
+                changes = {"condemned": now.boot, "held_by": "", "coming": None, "version": None}
+                return roster.having(now.to(EngineState.DEAD, problem, **changes))
+            ready = {"held_by": "", "coming": None, "version": held.coming}
+            return roster.having(now.to(EngineState.READY, "", **ready))
+
+        await self._roster.change(over)
 
     async def drain(self, name: str, generation: int, by: float) -> None:
         """Nothing new from now on; what it still has at `by` (Unix seconds) goes on elsewhere."""

@@ -17,13 +17,17 @@ from pathlib import Path
 
 import httpx
 
-from perdure.errors import ControlPlaneError
+from perdure.errors import ControlPlaneError, PerdureError
 from perdure.serving import commands, verdicts
 from perdure.serving.commands import EnginePlan
 from perdure.serving.control_plane import EngineControl
 from perdure.serving.front import Front
+from perdure.serving.publishing import Published, fetched
 from perdure.serving.sglang_control import SglangControl
 from perdure.serving.supervisor import end_orphans
+from perdure.serving.weights import Checkpoint, load
+from perdure.settings import Settings
+from perdure.storage.base import open_store
 from perdure.types import Frozen
 
 LOOPBACK = "127.0.0.1"
@@ -71,6 +75,8 @@ class Replica:
         self._report = ReplicaReport(
             generation=generation, phase=Phase.STARTING, log=str(self._log)
         )
+        self._server = ""
+        """Where the server itself listens."""
         self._task: asyncio.Task[None] | None = None
 
     def report(self) -> ReplicaReport:
@@ -88,6 +94,20 @@ class Replica:
     async def start(self) -> None:
         """Returns at once; `report` tells how it goes."""
         self._task = asyncio.create_task(self._live())
+
+    async def take(self, published: Published, settings: Settings) -> str:
+        """Load the published version over loopback, and prove it; why it cannot, or nothing."""
+        name = commands.boot_name(self._plan, self._generation)
+        try:
+            async with (
+                httpx.AsyncClient(trust_env=False) as client,
+                fetched(published.source, settings, open_store(settings)) as transfer,
+            ):
+                wanted = Checkpoint(published.version, transfer, published.canaries)
+                await load(self._control(client), name, wanted, "resubmit")
+        except PerdureError as error:
+            return f"version {published.version} is not served: {error}"
+        return ""
 
     async def stop(self) -> None:
         """End the server and all its processes; returns when none is left."""
@@ -114,8 +134,9 @@ class Replica:
         port = _free_port(host)
         began = await asyncio.to_thread(self._prepare)
         self._spawn(host, port)
+        self._server = f"http://{_in_url(host)}:{port}"
         async with self._door(port) as listening:
-            proven = asyncio.create_task(self._prove(f"http://{_in_url(host)}:{port}", listening))
+            proven = asyncio.create_task(self._prove(listening))
             try:
                 return await self._watch(proven, began)
             finally:
@@ -165,20 +186,24 @@ class Replica:
             )
         self._say(pid=self._child.pid)
 
-    async def _prove(self, url: str, listening: str) -> None:
+    async def _prove(self, listening: str) -> None:
         """Ready means that a token came, under this boot's own name. `listening`: for others."""
         async with httpx.AsyncClient(trust_env=False) as client:
             while True:
                 with contextlib.suppress(ControlPlaneError, httpx.HTTPError):
-                    await self._round_trip(client, url)
+                    await self._round_trip(client)
                     self._say(phase=Phase.READY, url=listening)
                     return
                 await asyncio.sleep(POLL_S)
 
-    async def _round_trip(self, client: httpx.AsyncClient, url: str) -> None:
-        controlled = SglangControl if self._plan.server == "sglang" else EngineControl
+    async def _round_trip(self, client: httpx.AsyncClient) -> None:
         name = commands.boot_name(self._plan, self._generation)
-        await controlled(url, client).round_trip(name, timeout_s=PROBE_S)
+        await self._control(client).round_trip(name, timeout_s=PROBE_S)
+
+    def _control(self, client: httpx.AsyncClient) -> EngineControl:
+        """Behind the front, which asks for keys that no node has."""
+        controlled = SglangControl if self._plan.server == "sglang" else EngineControl
+        return controlled(self._server, client)
 
     async def _end_child(self) -> None:
         child, self._child = self._child, None

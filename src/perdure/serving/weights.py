@@ -23,7 +23,7 @@ from perdure.errors import Boundary, ConfigurationError, ControlPlaneError, Perd
 from perdure.serving.control_plane import EngineControl, Scored
 from perdure.serving.roster import Roster, SharedRoster
 from perdure.serving.sglang_control import SglangControl
-from perdure.serving.state import ANY_BOOT, EngineRecord, EngineState, is_fenced
+from perdure.serving.state import ANY_BOOT, EngineRecord, EngineState, is_fenced, name_of
 from perdure.storage.base import Store
 from perdure.types import Frozen
 
@@ -218,20 +218,8 @@ class WeightUpdates:
         api_key = self._control_key if record.guarded else self._api_key
         controlled = SglangControl if record.kind == "sglang" else EngineControl
         control = controlled(record.url, self._client, api_key=api_key)
-        await control.pause("abort" if policy.in_flight == "resubmit" else "keep")
-        await self._begin(control, wanted.version)
-        await wanted.source.load(control, wanted.version)
-        await control.finish_update(wanted.version)
-        await control.resume()
-        await asyncio.gather(*(self._prove(control, record, one) for one in wanted.canaries))
-
-    async def _begin(self, control: EngineControl, version: int) -> None:
-        """An update that somebody began and left is ended first: the engine knows one at a time."""
-        try:
-            await control.start_update()
-        except ControlPlaneError:
-            await control.finish_update(version)
-            await control.start_update()
+        served = record.boot if is_fenced(record.model, record.boot) else record.model
+        await load(control, served, wanted, policy.in_flight)
 
     async def _back(
         self,
@@ -273,16 +261,6 @@ class WeightUpdates:
         assert record is not None
         return record
 
-    async def _prove(self, control: EngineControl, record: EngineRecord, canary: Canary) -> None:
-        """Raises: UpdateRefused."""
-        served = record.boot if is_fenced(record.model, record.boot) else record.model
-        forced = bool(canary.prompt_logprobs)
-        scored = await control.score(served, canary.prompt_ids, prompt_logprobs=forced)
-        if (problem := _differs(scored, canary)) is not None:
-            raise UpdateRefused(
-                f"engine {record.name} does not have the trainer's weights: {problem}"
-            )
-
     async def _condemn(self, record: EngineRecord, why: str) -> None:
         def condemned(roster: Roster) -> Roster:
             now = roster.get(record.name)
@@ -293,6 +271,38 @@ class WeightUpdates:
             return roster.having(now.to(EngineState.DEAD, why, **changes))
 
         await self._roster.change(condemned)
+
+
+async def load(control: EngineControl, model: str, wanted: Checkpoint, in_flight: InFlight) -> None:
+    """Pause one engine, give it a version, resume it and ask for every canary. `model`: the name it
+    serves under.
+
+    Raises: PerdureError; nobody may be answered by what it has then.
+    """
+    await control.pause("abort" if in_flight == "resubmit" else "keep")
+    await _begin(control, wanted.version)
+    await wanted.source.load(control, wanted.version)
+    await control.finish_update(wanted.version)
+    await control.resume()
+    await asyncio.gather(*(_prove(control, model, one) for one in wanted.canaries))
+
+
+async def _begin(control: EngineControl, version: int) -> None:
+    """An update that somebody began and left is ended first: the engine knows one at a time."""
+    try:
+        await control.start_update()
+    except ControlPlaneError:
+        await control.finish_update(version)
+        await control.start_update()
+
+
+async def _prove(control: EngineControl, model: str, canary: Canary) -> None:
+    """Raises: UpdateRefused."""
+    forced = bool(canary.prompt_logprobs)
+    scored = await control.score(model, canary.prompt_ids, prompt_logprobs=forced)
+    if (problem := _differs(scored, canary)) is not None:
+        name = name_of(control.url)
+        raise UpdateRefused(f"engine {name} does not have the trainer's weights: {problem}")
 
 
 def _released(roster: Roster, held: EngineRecord, version: int) -> Roster:
