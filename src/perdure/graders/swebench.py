@@ -34,7 +34,7 @@ class SuiteRun:
 
 class SwebenchGrader:
     name: ClassVar[str] = "swebench"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def validate(self, instance: Instance) -> None:
         """Raises: InstanceError."""

@@ -82,11 +82,17 @@ async def run_tests(
     setup = await _run(sandbox, [_SETUP, "grade", scratch], upload, _SETUP_LIMIT_S)
     if not setup.status.ok:
         return _refused(instance, setup)
-    return await _run(sandbox, [_TESTS, "grade", scratch, command.junit_path], b"", timeout_s)
+    run = await _run(sandbox, [_TESTS, "grade", scratch, command.junit_path], b"", timeout_s)
+    return replace(run, junit=_after_mark(run.junit, scratch))
+
+
+def _after_mark(stderr: bytes | None, scratch: str) -> bytes | None:
+    """Without what bash itself said as it started, such as a warning of a locale that is not there."""
+    return (stderr or b"").partition(f"{scratch}\n".encode())[2] or None
 
 
 async def _run(sandbox: Sandbox, script: list[str], stdin: bytes, timeout_s: float) -> TestRun:
-    """Only junit is ever written to stderr."""
+    """`junit` is all of stderr."""
     exec_id = f"grade-{token_hex(8)}"
     argv = ["bash", "-c", *script]
     await sandbox.start(exec_id, argv, cwd=sandbox.workdir, stdin=stdin, timeout_s=timeout_s)
@@ -142,7 +148,10 @@ dir=$1 junit=$2
 exec 8>&2 2>&1
 bash "$dir/run.sh" </dev/null 8>&-
 code=$?
-if [ -n "$junit" ] && [ -f "$junit" ] && [ ! -L "$junit" ]; then cat "$junit" >&8; fi
+if [ -n "$junit" ] && [ -f "$junit" ] && [ ! -L "$junit" ]; then
+  printf '%s\n' "$dir" >&8
+  cat "$junit" >&8
+fi
 rm -rf "$dir"
 exit $code
 """
