@@ -1,33 +1,39 @@
 """Added latency per model call and idle cost of each way from a sandbox to the gateway.
 
-    python -m benchmarks.relay [--calls N] [--idle-sandboxes N] [--idle-s S] [--json]
+    python -m benchmarks.relay [--providers NAMES] [--calls N] [--idle-sandboxes N] [--idle-s S] [--json]
 
-All ways in one run over bubblewrap sandboxes and one gateway with an engine that answers at once;
-calls of 60 kB (a history of some 15k tokens) in turns. `url` is the gateway's own port, called from
-a sandbox that shares the host's network: what the others are compared with. CPU at rest is that of
-the host's side alone, this process; gateway and engine run in it too, and are measured with `url`.
+All ways in turns, in one run, with one gateway and an engine that answers at once; calls of 60 kB (a
+history of some 15k tokens). Sandboxes are bubblewrap's, and those of the E2B and Daytona doubles,
+each a process of its own. `url` is the gateway's own port, called from a sandbox that shares the
+host's network: what the others of the same provider are compared with. CPU at rest is that of the
+host's side alone, this process; gateway and engine run in it too, and are measured with `url`.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from perdure.sandboxes.base import Network, Sandbox, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from benchmarks import doubles
+from perdure import registry
+from perdure.sandboxes.base import Network, Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.relay import CARRIERS, Relay
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 
-WAYS = ("url", "socket", *CARRIERS)
+PROVIDERS = ("bubblewrap", *doubles.SERVICES)
 PAD = 60_000
+SETTLE_S = 3.0
+"""Until the pauses of a relay have grown to their longest."""
 
 CLIENT = """
 import http.client, json, sys, time
@@ -49,21 +55,50 @@ print(json.dumps(taken))
 """
 
 
-class Bench:
-    """One gateway and one engine; every way gets sandboxes of its own."""
+class Idle(NamedTuple):
+    """What one sandbox costs in which no agent calls."""
 
-    def __init__(self, home: Path, gateway: LocalGateway) -> None:
-        self.provider = BubblewrapProvider(home / "boxes")
-        self.gateway = gateway
-        self.socket = home / "gw.sock"
-        self._number = 0
+    cpu_ms_a_minute: float
+    """Of this process."""
+    calls_a_second: float | None
+    """To the provider; None where it is this host."""
+
+
+class Bench:
+    """One provider, with the gateway that all share; every measurement has sandboxes of its own."""
+
+    def __init__(
+        self,
+        provider: SandboxProvider,
+        gateway: LocalGateway,
+        socket: Path,
+        services: Sequence[doubles.Service],
+    ) -> None:
+        """`services`: of a double the closed one, and the one that shares the host's network."""
+        self.provider, self.gateway, self.socket = provider, gateway, socket
+        self._services = services
+        self._numbers = itertools.count()
+
+    @property
+    def ways(self) -> Sequence[str]:
+        socket = ("socket",) if self.provider.sees_host else ()
+        return ("url", *socket, *(way for way in CARRIERS if way != "dial" or self.provider.dials))
+
+    @contextlib.contextmanager
+    def _service(self, way: str) -> Iterator[doubles.Service | None]:
+        """That which the provider finds in the environment meanwhile."""
+        if not self._services:
+            yield None
+            return
+        service = self._services[way == "url"]
+        with service.environment():
+            yield service
 
     @asynccontextmanager
-    async def reached(self, way: str) -> AsyncIterator[tuple[Sandbox, str, str]]:
+    async def _reached(self, way: str) -> AsyncIterator[tuple[Sandbox, str, str]]:
         """A sandbox, the gateway's URL in it, and its session key."""
-        self._number += 1
-        identity = f"bench-{way}-{self._number}"
-        key = await self.gateway.open(identity)
+        identity = f"bench-{way}-{next(self._numbers)}"
+        key = await self.gateway.open(f"{self.provider.name}-{identity}")
         spec = SandboxSpec(
             "/testbed",
             network=Network.HOST if way == "url" else Network.NONE,
@@ -78,77 +113,142 @@ class Bench:
                     way,
                     gateway_url=self.gateway.url,
                     session_key=key,
-                    near=True,
+                    near=self.provider.sees_host,
                 )
                 url = (await stack.enter_async_context(relay)).url
             yield sandbox, url, key
 
     async def calls(self, way: str, count: int) -> list[float]:
         """Milliseconds of each call, as the agent sees them."""
-        async with self.reached(way) as (sandbox, url, key):
-            words = [url.rsplit(":", 1)[1], key, str(count), str(PAD)]
-            result = await sandbox.exec(["python3", "-c", CLIENT, *words], check=True, timeout=300)
-            taken: list[float] = json.loads(result.stdout)
-            return taken
+        with self._service(way):
+            async with self._reached(way) as (sandbox, url, key):
+                words = [url.rsplit(":", 1)[1], key, str(count), str(PAD)]
+                argv = ["python3", "-c", CLIENT, *words]
+                result = await sandbox.exec(argv, check=True, timeout=300)
+        taken: list[float] = json.loads(result.stdout)
+        return taken
 
-    async def idle(self, way: str, sandboxes: int, seconds: float) -> float:
-        """CPU seconds of this process for each sandbox and minute in which no agent calls."""
-        async with contextlib.AsyncExitStack() as stack:
-            for _ in range(sandboxes):
-                await stack.enter_async_context(self.reached(way))
-            await asyncio.sleep(2)  # pauses have grown to their longest
-            before, began = time.process_time(), time.monotonic()
-            await asyncio.sleep(seconds)
-            spent, minutes = time.process_time() - before, (time.monotonic() - began) / 60
-            return spent / sandboxes / minutes
+    async def idle(self, way: str, sandboxes: int, seconds: float) -> Idle:
+        with self._service(way) as service:
+            async with contextlib.AsyncExitStack() as stack:
+                for _ in range(sandboxes):
+                    await stack.enter_async_context(self._reached(way))
+                await asyncio.sleep(SETTLE_S)
+                if service is not None:
+                    await asyncio.to_thread(service.forget_calls)
+                before, began = time.process_time(), time.monotonic()
+                await asyncio.sleep(seconds)
+                spent, lasted = time.process_time() - before, time.monotonic() - began
+                calls = None if service is None else await asyncio.to_thread(service.calls)
+        rate = None if calls is None else calls / sandboxes / lasted
+        return Idle(spent / sandboxes / lasted * 60e3, rate)
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--calls", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--idle-sandboxes", type=int, default=20)
-    parser.add_argument("--idle-s", type=float, default=10.0)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = _options()
     with tempfile.TemporaryDirectory(prefix="pd-") as folder:
         rows = await _measure(Path(folder), options)
     if options.json:
-        print(json.dumps(rows))
-        return
-    print("| way | p50, ms | p99, ms | added p50 | added p99 | CPU ms per idle sandbox-minute |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        print(
-            f"| {row['way']} | {row['p50']:.1f} | {row['p99']:.1f} | {row['added_p50']:.1f} "
-            f"| {row['added_p99']:.1f} | {row['idle_ms']:.0f} |"
-        )
+        print(json.dumps({"load": os.getloadavg(), "rows": rows}))
+    else:
+        _print(rows)
 
 
 async def _measure(home: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     scripts = {"default": {"turns": [{"content": "Hello."}]}}
+    socket = home / "gw.sock"
     async with (
         ScriptedEngine(scripts) as engine,
         LocalGateway(home / "home", engine_url=engine.url, engine_kind="vllm") as gateway,
+        await asyncio.start_unix_server(_to(gateway.url), socket),
+        contextlib.AsyncExitStack() as stack,
     ):
-        bench = Bench(home, gateway)
-        async with await asyncio.start_unix_server(_to(gateway.url), bench.socket):
-            bench.socket.chmod(0o666)
-            taken: dict[str, list[float]] = {way: [] for way in WAYS}
+        socket.chmod(0o666)
+        benches = [
+            Bench(_provider(name, home), gateway, socket, await _services(name, home, stack))
+            for name in options.providers
+        ]
+        taken: dict[tuple[Bench, str], list[float]] = {}
+        for bench in benches:
             await bench.calls("url", 3)
-            for _ in range(options.rounds):
-                for way in WAYS:
-                    taken[way] += (await bench.calls(way, options.calls))[1:]
-            idle = {
-                way: await bench.idle(way, options.idle_sandboxes, options.idle_s) for way in WAYS
-            }
-    base = _quantiles(taken["url"])
-    rows = []
-    for way in WAYS:
-        p50, p99 = _quantiles(taken[way])
-        added = {"added_p50": p50 - base[0], "added_p99": p99 - base[1]}
-        rows.append({"way": way, "p50": p50, "p99": p99, **added, "idle_ms": idle[way] * 1e3})
-    return rows
+        for _ in range(options.rounds):
+            for bench, way in _all(benches):
+                taken.setdefault((bench, way), []).extend(
+                    (await bench.calls(way, options.calls))[1:]
+                )
+        idle = {
+            (bench, way): await bench.idle(way, options.idle_sandboxes, options.idle_s)
+            for bench, way in _all(benches)
+        }
+    return [_row(bench, way, taken, idle[bench, way]) for bench, way in _all(benches)]
+
+
+def _all(benches: Sequence[Bench]) -> list[tuple[Bench, str]]:
+    return [(bench, way) for bench in benches for way in bench.ways]
+
+
+def _provider(name: str, home: Path) -> SandboxProvider:
+    provider: SandboxProvider = registry.load("sandbox", registry.SANDBOXES, name)(home / "boxes")
+    return provider
+
+
+async def _services(
+    name: str, home: Path, stack: contextlib.AsyncExitStack
+) -> Sequence[doubles.Service]:
+    if name not in doubles.SERVICES:
+        return ()
+    return [
+        await stack.enter_async_context(
+            doubles.serving(name, home / f"{name}-{int(networked)}", networked=networked)
+        )
+        for networked in (False, True)
+    ]
+
+
+def _row(
+    bench: Bench, way: str, taken: Mapping[tuple[Bench, str], list[float]], idle: Idle
+) -> dict[str, Any]:
+    base, (p50, p99) = _quantiles(taken[bench, "url"]), _quantiles(taken[bench, way])
+    added = {"added_p50": p50 - base[0], "added_p99": p99 - base[1]}
+    return {
+        "provider": bench.provider.name,
+        "way": way,
+        "p50": p50,
+        "p99": p99,
+        **added,
+        **idle._asdict(),
+    }
+
+
+def _print(rows: Sequence[Mapping[str, Any]]) -> None:
+    print(
+        "| provider | way | p50, ms | p99, ms | added p50 | added p99 "
+        "| calls/s per idle sandbox | CPU ms per idle sandbox-minute |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        rate = row["calls_a_second"]
+        print(
+            f"| {row['provider']} | {row['way']} | {row['p50']:.1f} | {row['p99']:.1f} "
+            f"| {row['added_p50']:.1f} | {row['added_p99']:.1f} "
+            f"| {'' if rate is None else f'{rate:.2f}'} | {row['cpu_ms_a_minute']:.0f} |"
+        )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.relay")
+    parser.add_argument(
+        "--providers",
+        type=lambda text: text.split(","),
+        default=list(PROVIDERS),
+        help=f"of {','.join(PROVIDERS)}",
+    )
+    parser.add_argument("--calls", type=int, default=30, help="of each way, a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--idle-sandboxes", type=int, default=10)
+    parser.add_argument("--idle-s", type=float, default=8.0)
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    return parser.parse_args()
 
 
 def _quantiles(values: list[float]) -> tuple[float, float]:
