@@ -51,6 +51,11 @@ PASSING: dict[str, dict[str, Any]] = {
 }
 
 
+def impatient(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    defaults = calls.again.__kwdefaults__ or {}
+    monkeypatch.setattr(calls.again, "__kwdefaults__", {**defaults, "patience_s": seconds})
+
+
 class Bench:
     """A provider, its double, and what the double says is true."""
 
@@ -180,7 +185,7 @@ async def test_create_whose_outcome_stays_unknown_says_so(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When no answer ever comes the type says look by identity; kill then finds what was made."""
-    monkeypatch.setattr(calls.again, "__kwdefaults__", {"patience_s": 0.5})
+    impatient(monkeypatch, 0.5)
     bench.inject(CREATE, when="after", reset=True, times=None)
     with pytest.raises(OutcomeUnknown):
         await bench.provider.create(SPEC, ID)
@@ -315,7 +320,7 @@ async def test_lasting_outage_is_tried_again_later(
 ) -> None:
     """A service that stays down is no lost sandbox: Temporal may ask again."""
     async with bench.box() as box:
-        monkeypatch.setattr(calls.again, "__kwdefaults__", {"patience_s": 0.3})
+        impatient(monkeypatch, 0.3)
         bench.inject(EXEC, status=503, times=None)
         with pytest.raises(ControlPlaneError):
             await box.exec("true")
