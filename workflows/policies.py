@@ -106,6 +106,11 @@ def bookkeeping() -> Options:
     return _options(names.IO_QUEUE, each=600, total=3600, beat=60)
 
 
+def look() -> Options:
+    """Whoever asked has more to do: without an answer it goes on, and asks again."""
+    return _options(names.IO_QUEUE, each=30, total=30, beat=30)
+
+
 def sweep(host: str | None) -> Options:
     options = _options(names.IO_QUEUE, each=300, total=300, beat=60)
     if host is not None:

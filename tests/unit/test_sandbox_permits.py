@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from perdure.sandboxes.permits import PROBE_S, Account, AccountState
+from perdure.sandboxes.permits import MOST_GRANTS, PROBE_S, Account, AccountState
 from perdure.types import AccountCaps
 
 CAPS = AccountCaps(live=20, creates_per_s=5)
@@ -104,6 +104,33 @@ def test_runs_share_an_account_and_each_is_served_in_order() -> None:
         ask(shared, f"small{number}", run="small", caps=AccountCaps(live=4))
 
     assert names(shared, 0.0) == ["big0", "small0", "big1", "small1"]
+
+
+def test_a_herd_without_caps_is_granted_in_portions() -> None:
+    """More than may be told at a time: the rest is granted at once afterwards, not forgotten."""
+    herd = account()
+    for number in range(MOST_GRANTS + 1):
+        ask(herd, f"h{number}", caps=AccountCaps())
+    first, pause, rest = names(herd, 0.0), herd.wake_in(0.0), names(herd, 0.0)
+
+    assert (len(first), pause, rest) == (MOST_GRANTS, 0.0, [f"h{MOST_GRANTS}"])
+
+
+def test_an_account_of_one_sandbox_serves_rollouts_that_need_two() -> None:
+    """Agent, then grader, on one slot: each rollout gets both before the next one gets any."""
+    one, served = account(), []
+    for holder in ("a", "b", "c"):
+        ask(one, holder, caps=AccountCaps(live=1))
+    for _ in range(3):
+        (holder,) = names(one, 0.0)
+        one.started(holder)
+        one.ask(holder, "r", "1-grade", AccountCaps(live=1))
+        served += [holder, *names(one, 0.0)]
+        one.started(holder)
+        one.release(holder)
+
+    assert served == ["a", "a", "b", "b", "c", "c"]
+    assert one.empty
 
 
 def test_a_slot_is_kept_for_the_grading_of_its_rollout() -> None:

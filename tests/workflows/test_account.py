@@ -1,12 +1,15 @@
 """SandboxAccountWorkflow on a real server: permits outlive neither their holders nor their keeper."""
 
 from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
 
 import pytest
 from temporalio import workflow
 from temporalio.client import Client, WorkflowHandle
+from temporalio.exceptions import ApplicationError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
+import activities.admission
 import workflows.account
 from activities.admission import ClosedHolders
 from activities.messages import Asked
@@ -105,6 +108,41 @@ async def test_a_permit_that_is_given_back_goes_to_the_next(
     await holding(client, second)
 
     assert (await granted(client, first), await granted(client, second)) == (True, True)
+
+
+async def test_a_keeper_outlives_no_holder_that_ended_without_a_word(
+    client: Client, holders: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits, and the only holder was terminated: after a silence the keeper ends too."""
+    monkeypatch.setattr(workflows.account, "IDLE", timedelta(seconds=0.3))
+    first, _ = holders
+    await ask(client, first)
+    await holding(client, first)
+    await client.get_workflow_handle(first).terminate()
+
+    assert await client.get_workflow_handle(ACCOUNT_ID).result() is None
+
+
+async def test_a_keeper_goes_on_where_nobody_can_look_up_its_holders(
+    client: Client, holders: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lookup that fails costs no permit: the slot that is given back goes to who waits."""
+    looked: list[str] = []
+
+    async def fail(workflow_id: str) -> bool:
+        looked.append(workflow_id)
+        raise ApplicationError("the server is away", non_retryable=True)
+
+    monkeypatch.setattr(activities.admission, "is_open", fail)
+    first, second = holders
+    await ask(client, first)
+    await holding(client, first)
+    await ask(client, second)
+    await until(lambda: looked, "the holders were looked up")
+    await client.get_workflow_handle(ACCOUNT_ID).signal("release", first)
+    await holding(client, second)
+
+    assert await granted(client, second)
 
 
 async def test_a_keeper_that_starts_anew_goes_on_where_the_last_one_ended(

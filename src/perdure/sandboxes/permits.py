@@ -22,6 +22,8 @@ RECOVERY = 0.05
 """Part of the configured rate that each sandbox started without a refusal gives back."""
 PROBE_S = 60.0
 """So long after a refusal for concurrency one sandbox more is tried."""
+MOST_GRANTS = 200
+"""At a time: Temporal lets a workflow have no more than 2000 messages under way."""
 SLOWEST = 0.05
 """Creates per second that are tried whatever was refused."""
 
@@ -135,11 +137,11 @@ class Account:
     # -- what the keeper does ---------------------------------------------------------------------
 
     def grants(self, now: float) -> list[Wish]:
-        """Those who may start a sandbox now."""
+        """Those who may start a sandbox now, up to MOST_GRANTS of them."""
         self._refill(now)
         self._probe(now)
-        granted = []
-        while (wish := self._next(now)) is not None:
+        granted: list[Wish] = []
+        while len(granted) < MOST_GRANTS and (wish := self._next(now)) is not None:
             del self.waiting[wish.holder]
             held = self.permits.get(wish.holder)
             self.permits[wish.holder] = Permit(run=wish.run, step=wish.step, first=held is None)
