@@ -58,7 +58,7 @@ async def capped(
 
 async def stampede(stack: Stack, server: Any, count: int, *, limit_s: float, **fields: Any) -> Herd:
     """Start them all at once and wait until every one is over."""
-    fields = {"sandbox": "e2b", "agent": "nop", "heartbeat_timeout_s": 60, **fields}
+    fields = {"sandbox": "e2b", "agent": "nop", **fields}
     asked = [stack.request("herd", sample_index=n, **fields) for n in range(count)]
     for request in asked:
         await stack.perdure.start_rollout(request)

@@ -68,6 +68,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAUSE_S = 0.02
 PATIENCE_S = 300.0
 """Only what is broken takes this long; nothing waits for the clock."""
+BEAT_S = 30.0
+"""Heartbeat time-out of rollouts: a worker that lives is never taken for dead, however busy it is."""
+DEATH_S = 3.0
+"""The same, where a test waits until a dead worker is noticed."""
 
 TURNS = 6
 ASSISTANT = tuple(load_tokenizer("qwen3").encode(ASSISTANT_HEADER)[:2])
@@ -186,6 +190,7 @@ class Stack:
     plan: Plan
     engine: HeldEngine
     client: Client
+    beat_s: float = BEAT_S
     processes: list[Process] = field(default_factory=list)
     requests: list[RolloutRequest] = field(default_factory=list)
     """What was started through here, to be looked for when it is over."""
@@ -299,7 +304,7 @@ class Stack:
             "run_id": run_id,
             "instance": INSTANCE,
             "agent": loop_agent.NAME,
-            "heartbeat_timeout_s": 3,
+            "heartbeat_timeout_s": self.beat_s,
             "agent_budget_s": 300,
         }
         values |= fields
@@ -533,7 +538,12 @@ STARTED = 2
 
 @asynccontextmanager
 async def running(
-    home: Path, *, turns: int = TURNS, workers: int = 1, store: Path | None = None
+    home: Path,
+    *,
+    turns: int = TURNS,
+    workers: int = 1,
+    store: Path | None = None,
+    beat_s: float = BEAT_S,
 ) -> AsyncIterator[Stack]:
     """A stack that is up, with the toy instances in its store; nothing of it remains afterwards."""
     home.mkdir(parents=True, exist_ok=True)
@@ -556,7 +566,7 @@ async def running(
         )
         plan = Plan(settings, ROOT, addresses, engine=engine.url)
         # Lazy: this client outlives every restart of the server.
-        stack = Stack(home, plan, engine, client=None)  # type: ignore[arg-type]  # set below
+        stack = Stack(home, plan, engine, client=None, beat_s=beat_s)  # type: ignore[arg-type]  # set below
         try:
             await stack.start_temporal()
             stack.client = await readiness.wait_for_temporal(address)

@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     if missing := stacks.why_not_here():
         pytest.skip(missing)
-    async with stacks.running(tmp_path_factory.mktemp("stack")) as stack:
+    async with stacks.running(tmp_path_factory.mktemp("stack"), beat_s=stacks.DEATH_S) as stack:
         yield stack
 
 

@@ -8,14 +8,12 @@ import pytest
 from perdure.instances import catalog
 from perdure.types import Outcome, RolloutStatus
 from tests import stack as stacks
-from tests.stack import INSTANCE, Stack
+from tests.stack import DEATH_S, INSTANCE, Stack
 
 pytest.importorskip("daytona")
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.temporal
 
-BEAT_S = 30
-"""The SDK takes seconds of cpu to import, far more on a busy machine."""
 HELD = 3
 """The turn in which the worker dies: the relay holds a call, the engine has not answered it."""
 GOLD = b"""\
@@ -52,7 +50,6 @@ async def stack(tmp_path: Path, service: object) -> AsyncIterator[Stack]:
 
 async def solved(stack: Stack, service: object, run_id: str, **fields: object) -> object:
     """What happened, and how many sandboxes the service still has."""
-    fields = {"heartbeat_timeout_s": BEAT_S, **fields}
     request = await stack.start(run_id, sandbox="daytona", **fields)
     episode = await stack.episode(request)
     assert episode.status is RolloutStatus.GRADED, (episode, stack.last_words())
@@ -99,7 +96,7 @@ async def test_mini_swe_agent_solves_in_daytona(stack: Stack, service: object) -
 async def test_a_killed_worker_loses_nothing(stack: Stack, service: object) -> None:
     """kill -9 mid-call: another worker finds the sandbox by its name and serves the same relay."""
     stack.engine.hold(HELD)
-    request = await stack.start("killed", sandbox="daytona", heartbeat_timeout_s=BEAT_S)
+    request = await stack.start("killed", sandbox="daytona", heartbeat_timeout_s=DEATH_S)
     await stack.held(request)
     pid = await stack.watched(request)
     await stack.start_worker()

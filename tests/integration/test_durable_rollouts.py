@@ -45,7 +45,7 @@ async def stack(shared: Stack) -> AsyncIterator[Stack]:
 async def test_a_killed_worker_is_replaced_and_the_agent_notices_nothing(stack: Stack) -> None:
     """kill -9 mid-turn: another worker re-attaches to the same process; no call is repeated."""
     stack.engine.hold(HELD)
-    request = await stack.start("worker-killed")
+    request = await stack.start("worker-killed", heartbeat_timeout_s=stacks.DEATH_S)
     await stack.held(request)
     agents = stack.agents()
     await stack.workers[0].kill()
@@ -233,7 +233,7 @@ async def _task_before(stack: Stack, request: RolloutRequest, activity: str) -> 
 
 async def test_requests_written_by_hand(stack: Stack) -> None:
     """`temporal workflow start --input` runs a rollout, a group and a run from plain JSON."""
-    agent = {"agent": "nop", "heartbeat_timeout_s": 3, "grade_empty_patch": True}
+    agent = {"agent": "nop", "grade_empty_patch": True}
     rollout = {"run_id": "hand-1", "instance": stacks.INSTANCE, **agent}
     group = {"rollout": {**rollout, "run_id": "hand-2"}, "n_samples": 2}
     run = {"run_id": "hand-3", "instances": [stacks.INSTANCE], "rollout": agent}

@@ -164,7 +164,6 @@ class Field:
             sandbox="e2b",
             agent=counting_agent.NAME,
             agent_options=chosen,
-            heartbeat_timeout_s=30,  # the worker lives, however busy this machine is
         )
         self.inject(request, rules, purpose)
         await self.stack.perdure.start_rollout(request)

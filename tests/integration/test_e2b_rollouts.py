@@ -1,5 +1,7 @@
 """Whole rollouts with `--sandbox e2b`, against the double: boot, agent, diff, grade, clean-up."""
 
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 from perdure.instances import catalog
 from perdure.types import Outcome, RolloutStatus
 from tests import stack as stacks
-from tests.stack import INSTANCE, Stack
+from tests.stack import DEATH_S, INSTANCE, Stack, until
 
 pytest.importorskip("e2b")
 pytest.importorskip("aiohttp")
@@ -74,6 +76,28 @@ async def test_agent_reaches_the_gateway_by_a_relay(stack: Stack, service: objec
     turns = stack.engine.turns
 
     assert await solved(stack, service, "relayed") == (Outcome.RESOLVED, turns, [])
+
+
+async def test_a_worker_frozen_while_it_boots_kills_nothing_when_it_comes_back(
+    stack: Stack, service: object
+) -> None:
+    """Another try adopts what it was making; the late one leaves that alone: one attempt, solved."""
+    stack.engine.hold(1)
+    service.settings["boot_s"] = 3 * DEATH_S  # type: ignore[attr-defined]
+    request = await stack.start("frozen", sandbox="e2b", heartbeat_timeout_s=DEATH_S)
+    await until(service.sandboxes.all, "the service makes a sandbox")  # type: ignore[attr-defined]
+    (frozen,) = stack.workers
+    os.kill(frozen.pid, signal.SIGSTOP)
+    service.settings["boot_s"] = 0  # type: ignore[attr-defined]
+    await stack.start_worker()
+    await stack.held(request)
+    os.kill(frozen.pid, signal.SIGCONT)
+    await frozen.kill(signal.SIGTERM)
+    stack.engine.let_go()
+    episode = await stack.episode(request)
+
+    assert (episode.outcome, len(episode.attempts)) == (Outcome.RESOLVED, 1), stack.last_words()
+    assert service.sandboxes.all() == []  # type: ignore[attr-defined]
 
 
 @pytest.mark.registry

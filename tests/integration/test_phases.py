@@ -29,7 +29,7 @@ async def test_agent_in_bubblewrap_graded_in_podman(stack: Stack, tmp_path: Path
         "agent": {"limits": {"pids": 200}},
         "grade": {"provider": "podman", "limits": {"memory_mb": 1024}},
     }
-    request = await stack.start("phases", phases=asked, heartbeat_timeout_s=60)
+    request = await stack.start("phases", phases=asked)
     episode = await stack.episode(request)
     assert episode.status is RolloutStatus.GRADED, (episode, stack.last_words())
     booted = stack.home / "sandboxes" / "podman" / ".skeleton"

@@ -50,10 +50,10 @@ async def record_of(stack: Stack, request: RolloutRequest) -> BootRecord:
 
 async def test_a_rollout_takes_one_that_stands_ready(stack: Stack) -> None:
     """The first rollout boots its own; the second is solved in one of those booted meanwhile."""
-    first = await stack.start("first", heartbeat_timeout_s=60)
+    first = await stack.start("first")
     await stack.episode(first)
     ready = {box.identity for box in await filled(stack)}
-    second = await stack.start("second", heartbeat_timeout_s=60)
+    second = await stack.start("second")
     episode = await stack.episode(second)
     own, taken = await record_of(stack, first), await record_of(stack, second)
 
@@ -64,10 +64,10 @@ async def test_a_rollout_takes_one_that_stands_ready(stack: Stack) -> None:
 
 async def test_the_reaper_knows_who_took_one(stack: Stack) -> None:
     """A terminated rollout's is swept although it was booted for nobody; the ready ones stay."""
-    await stack.episode(await stack.start("first", heartbeat_timeout_s=60))
+    await stack.episode(await stack.start("first"))
     await filled(stack)
     stack.engine.hold(3)
-    request = await stack.start("terminated", heartbeat_timeout_s=60)
+    request = await stack.start("terminated")
     await until(lambda: stack.engine.waiting, "the agent waits for its answer")
     taken = (await record_of(stack, request)).identity
     await filled(stack, taken)
@@ -81,7 +81,7 @@ async def test_the_reaper_knows_who_took_one(stack: Stack) -> None:
 
 async def test_a_worker_that_is_told_to_stop_leaves_none(stack: Stack) -> None:
     """SIGTERM: the sandboxes that nobody took are killed with the worker."""
-    await stack.episode(await stack.start("first", heartbeat_timeout_s=60))
+    await stack.episode(await stack.start("first"))
     await filled(stack)
     await stack.workers[0].kill(signal.SIGTERM)
 
