@@ -188,6 +188,35 @@ def test_bad_field_of_a_rollout_is_named(tmp_path: Path, perdure: Perdure) -> No
     assert done.error == "error: sampling.temprature: there is no such field"
 
 
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [
+        (
+            "agent.network=host",
+            "phases.agent.network: a sandbox of bubblewrap on the host's network",
+        ),
+        ("grade=podman", "phases.grade: it has fields of its own: name one, phases.grade.FIELD"),
+        ("grade.provider=podmann", "unknown sandbox 'podmann': use one of "),
+    ],
+)
+def test_wrong_phase_is_named_before_anything_starts(
+    phase: str, said: str, tmp_path: Path, perdure: Perdure
+) -> None:
+    """What a phase cannot have is refused by its field with exit code 2, and starts nothing."""
+    done = perdure("run", str(rows(tmp_path)), "-a", "oracle", "--set", f"phases.{phase}")
+
+    assert (done.code, done.error.startswith(f"error: {said}")) == (2, True)
+    assert not (tmp_path / "home").exists()
+
+
+def test_dry_run_says_where_agent_and_grader_run(tmp_path: Path, perdure: Perdure) -> None:
+    """The plan shows a provider that only one phase has."""
+    provider = ("--set", "phases.grade.provider=podman")
+    done = perdure("run", str(rows(tmp_path)), "-a", "oracle", "--dry-run", *provider)
+
+    assert "agent oracle in bubblewrap, graded in podman" in done.stdout
+
+
 @pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["run", "dry run"])
 @pytest.mark.parametrize(
     ("option", "said"),

@@ -36,5 +36,7 @@ def validation(error: "ValidationError") -> str:
         message = wrong["msg"].removeprefix("Value error, ")
         if wrong["type"] == "extra_forbidden":
             message = "there is no such field"
+        if wrong["type"] in ("model_type", "model_attributes_type", "dict_type"):
+            message = f"it has fields of its own: name one, {name}.FIELD"
         complaints.append(f"{name}: {message}" if name else message)
     return "; ".join(complaints)

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 import click
@@ -11,16 +12,24 @@ import click
 from perdure.cli import follow, render, results, source, stack
 from perdure.cli.console import answer, me, print_table, say
 from perdure.cli.engines import any_known
-from perdure.cli.request import Options, build, check, instances_of, needs_model
-from perdure.cli.sandboxes import ready_provider
+from perdure.cli.request import (
+    Options,
+    build,
+    check,
+    instances_of,
+    named_in_phases,
+    needs_model,
+)
+from perdure.cli.sandboxes import provider, ready_provider
 from perdure.cli.session import Session, connect
 from perdure.cli.temporal_target import given_address
 from perdure.client.api import RunHandle
 from perdure.errors import ConfigurationError, GatewayUnavailable
+from perdure.sandboxes import phases
 from perdure.settings import Settings
 from perdure.storage import keys
 from perdure.storage.base import open_store
-from perdure.types import EpisodeRef, RolloutStatus, RunRequest
+from perdure.types import EpisodeRef, RolloutRequest, RolloutStatus, RunRequest
 
 ENGINE_TIMEOUT_S = 5.0
 NO_ENGINE = (
@@ -48,6 +57,8 @@ def show_plan(settings: Settings, options: Options, *, as_json: bool) -> None:
         answer({**document, "instances": list(planned.refs), "rollouts": rollouts})
         return
     click.echo(f"{planned.request.run_id}: {rollouts} rollouts of {len(planned.refs)} instances")
+    rollout = planned.request.rollout_request("any/instance")
+    click.echo(f"  agent {rollout.agent} in {rollout.sandbox}, graded in {_grading(rollout)}")
     for ref in planned.refs:
         click.echo(f"  {ref}")
 
@@ -59,9 +70,13 @@ def run(settings: Settings, options: Options, *, wait: bool, as_json: bool) -> i
     return asyncio.run(_drive(settings, planned, wait=wait, as_json=as_json))
 
 
+def _grading(rollout: RolloutRequest) -> str:
+    return phases.place(rollout, None, "grade").provider
+
+
 async def plan(settings: Settings, options: Options) -> Planned:
     """Resolve the source and check every option; nothing has started yet."""
-    check(options)
+    phases.check(check(options), None, partial(provider, settings))
     store = open_store(settings)
     found = await source.resolve(store, options.source, skip_bad_rows=options.skip_bad_rows)
     for note in found.notes:
@@ -76,8 +91,10 @@ def make_ready(settings: Settings, request: RunRequest) -> None:
     """A stack that can run this: started when none runs, its sandbox and engine checked."""
     if given_address() is not None:
         return  # a cluster's own hosts and engines; its workers tell
-    agent = str(request.rollout.get("agent", "mini_swe_agent"))
-    ready_provider(settings, str(request.rollout.get("sandbox", "bubblewrap")))
+    rollout = request.rollout_request("any/instance")
+    agent = rollout.agent
+    for name in sorted({rollout.sandbox, *named_in_phases(rollout)}):
+        ready_provider(settings, name)
     state, _ = stack.ensure_up(settings)
     if needs_model(agent) and (state.engine or not any_known(settings)):
         check_engine(state.engine, agent)

@@ -15,7 +15,7 @@ from perdure.cli.source import SHORT_LIST, Source, chosen
 from perdure.errors import ConfigurationError
 from perdure.instances import catalog
 from perdure.storage.base import Store
-from perdure.types import Phase, RolloutRequest, RunRequest, slugify
+from perdure.types import RolloutRequest, RunRequest, slugify
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ def fields_of(assignments: Sequence[str], named: Mapping[str, JsonValue]) -> dic
     return fields
 
 
-def check(options: Options) -> None:
-    """Every name and field of the rollouts, before anything is read or imported.
+def check(options: Options) -> RolloutRequest:
+    """Every name and field of the rollouts, before anything is read or imported; what each is asked.
 
     Raises: ConfigurationError, pydantic.ValidationError.
     """
     run = RunRequest(run_id="x", instances=("x/x",), rollout=_rollout(options))
     rollout = run.rollout_request("x/x")
     check_options(rollout.agent, rollout.agent_options)
-    for name in (rollout.sandbox, *(phase.provider for phase in _phases(rollout))):
-        if name:
-            registry.load("sandbox", registry.SANDBOXES, name)
+    for name in (rollout.sandbox, *named_in_phases(rollout)):
+        registry.load("sandbox", registry.SANDBOXES, name)
+    return rollout
 
 
 def build(options: Options, source: Source) -> RunRequest:
@@ -100,8 +100,10 @@ def needs_model(agent: str) -> bool:
     return bool(registry.load("agent", registry.AGENTS, agent).needs_model)
 
 
-def _phases(rollout: RolloutRequest) -> tuple[Phase, ...]:
-    return rollout.phases.boot, rollout.phases.agent, rollout.phases.grade
+def named_in_phases(rollout: RolloutRequest) -> list[str]:
+    """Providers that only a phase names."""
+    said = rollout.phases
+    return [one.provider for one in (said.boot, said.agent, said.grade) if one.provider]
 
 
 def _rollout(options: Options) -> dict[str, JsonValue]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from perdure import registry
 from perdure.cli.console import say
-from perdure.errors import ConfigurationError, MissingDependency
+from perdure.errors import ConfigurationError, MissingDependency, PerdureError
 from perdure.sandboxes.base import SandboxProvider
 from perdure.settings import Settings
 
@@ -33,7 +33,16 @@ async def kill_all(settings: Settings) -> int:
         except ConfigurationError as error:  # a dotted path that has moved since
             say(f"warning: sandboxes left to their time limit: {error}")
             continue
-        for box in await found.list() if found.host_bound else ():
-            await found.kill(box.identity)
-            killed += box.alive
+        try:
+            killed += await _kill(found) if found.host_bound else 0
+        except PerdureError as error:  # an engine that does not answer keeps them, not the stack
+            say(f"warning: sandboxes of {name} left to their time limit: {error}")
+    return killed
+
+
+async def _kill(found: SandboxProvider) -> int:
+    killed = 0
+    for box in await found.list():
+        await found.kill(box.identity)
+        killed += box.alive
     return killed

@@ -45,11 +45,19 @@ def show(
     """
     settings = config.load_settings()
     from perdure.cli import story
+    from perdure.errors import NotFound
     from perdure.storage.base import open_store
 
     async def work() -> bool:
         store = open_store(settings)
-        found = await story.read(store, await story.find(store, rollout))
+        try:
+            found = await story.read(store, await story.find(store, rollout))
+        except story.Ambiguous:
+            raise
+        except NotFound:
+            if patch or log or turns or not await _began(settings, rollout, as_json):
+                raise
+            return False
         for line in found.damaged:
             click.echo(f"error: {line}", err=True)
         if patch or log:
@@ -120,7 +128,8 @@ def _document(store: "Store", found: "Story") -> dict[str, Any]:
 
 async def _print(settings: Settings, store: "Store", found: "Story") -> None:
     click.secho(str(found.name), bold=True)
-    for label, value in _ending(found):
+    open_still = found.episode is None and await _standing(settings, found.name.workflow_id)
+    for label, value in [("status", f"running: {open_still}")] if open_still else _ending(found):
         click.echo(f"{label:<10}{value}")
     for attempt in found.attempts:
         click.echo(f"attempt {attempt.number} {_steps(attempt)}")
@@ -133,6 +142,34 @@ async def _print(settings: Settings, store: "Store", found: "Story") -> None:
 
         page = quote(found.name.workflow_id, safe="")
         click.echo(f"{'Web UI':<10}{state.ui_url}/namespaces/{state.namespace}/workflows/{page}")
+
+
+async def _began(settings: Settings, rollout: str, as_json: bool) -> bool:
+    """Tell of a rollout that runs and has left nothing in the store yet; False: none does."""
+    from perdure.cli.story import named
+
+    name = named(rollout)
+    line = await _standing(settings, name.workflow_id) if name is not None else ""
+    if name is None or not line:
+        return False
+    if as_json:
+        answer({"rollout": name.workflow_id, "episode": None, "attempts": [], "running": line})
+    else:
+        click.secho(str(name), bold=True)
+        click.echo(f"status    running: {line}")
+    return True
+
+
+async def _standing(settings: Settings, workflow_id: str) -> str:
+    """Empty where no Temporal server tells: the store's word is enough then."""
+    from perdure.cli.session import connect
+    from perdure.cli.standing import standing
+    from perdure.errors import PerdureError
+
+    try:
+        return await standing((await connect(settings)).perdure.client, workflow_id)
+    except PerdureError:
+        return ""
 
 
 def _ending(found: "Story") -> list[tuple[str, str]]:

@@ -75,9 +75,12 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
         return
     from perdure.cli import render
     from perdure.cli.console import print_table
+    from perdure.cli.standing import standings
 
     click.echo(render.line(progress))
     print_table(render.running(rollouts, rows=len(rollouts)))
+    for line in await standings(session.perdure.client, rollouts):
+        click.echo(line)
     if session.ui_url:
         click.echo(f"Web UI    {session.link(f'run/{run_id}')}")
 

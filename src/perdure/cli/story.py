@@ -69,6 +69,20 @@ class Story:
         return [f"{status.value} {test}" for test, status in tests.items() if status in BAD]
 
 
+class Ambiguous(NotFound):
+    """Several rollouts are called like that."""
+
+
+def named(text: str) -> RolloutName | None:
+    """`rollout/RUN/INSTANCE/SAMPLE` or `RUN/INSTANCE[/SAMPLE]`, whether it exists or not."""
+    parts = text.removeprefix("rollout/").strip("/").split("/")
+    if len(parts) == 2:
+        parts.append("0")
+    if len(parts) == 3 and parts[2].isdigit():
+        return RolloutName(parts[0], parts[1], int(parts[2]))
+    return None
+
+
 async def find(store: Store, text: str) -> RolloutName:
     """The rollout that a person means: a workflow id, `run/instance[/sample]`, or the beginning of
     an instance id that is unique among all runs.
@@ -86,7 +100,7 @@ async def find(store: Store, text: str) -> RolloutName:
         return matching[0]
     if matching:
         some = ", ".join(str(name) for name in matching[:6])
-        raise NotFound(f"{text!r} means {len(matching)} rollouts: {some}")
+        raise Ambiguous(f"{text!r} means {len(matching)} rollouts: {some}")
     raise NotFound(f"no rollout {text!r} in {store.url}: `perdure status` lists the runs")
 
 

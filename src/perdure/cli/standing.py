@@ -1,0 +1,54 @@
+"""What an open rollout is at, as Temporal knows it: a step that fails and is tried again, or a wait.
+
+The store holds what finished; this is the rest.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from datetime import timedelta
+
+from temporalio.api.workflow.v1 import PendingActivityInfo
+from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
+from temporalio.service import RPCError
+
+from perdure.client.api import RolloutInfo
+
+QUIET = timedelta(seconds=5)
+SHOWN = 5
+"""Of a run: they mostly wait for the same thing."""
+
+
+async def standing(client: Client, workflow_id: str) -> str:
+    """One line for a rollout that runs; empty when it does not, or nobody knows it."""
+    handle = client.get_workflow_handle(workflow_id)
+    try:
+        described = await handle.describe()
+    except RPCError:
+        return ""
+    if described.status is not WorkflowExecutionStatus.RUNNING:
+        return ""
+    pending = list(described.raw_description.pending_activities)
+    if pending:
+        return _of_step(max(pending, key=lambda step: step.attempt))
+    try:
+        state = await handle.query("state", result_type=dict, rpc_timeout=QUIET)
+    except (RPCError, WorkflowQueryFailedError):
+        return "no worker tells where it stands: `perdure status`"
+    last = state["story"][-1:] or [state["stage"]]
+    return str(last[0])
+
+
+def _of_step(step: PendingActivityInfo) -> str:
+    said = step.last_failure.message
+    if not said:
+        return step.activity_type.name
+    return f"{step.activity_type.name}, try {step.attempt}; the last one: {said}"
+
+
+async def standings(client: Client, rollouts: Sequence[RolloutInfo]) -> list[str]:
+    """Where the oldest open rollouts of a run stand: `calc-1/0: boot_sandbox, try 3; ...`."""
+    running = [one for one in rollouts if one.execution == "Running"]
+    oldest = sorted(running, key=lambda one: -one.seconds)[:SHOWN]
+    said = await asyncio.gather(*(standing(client, one.workflow_id) for one in oldest))
+    names = [one.workflow_id.removeprefix("rollout/").partition("/")[2] for one in oldest]
+    return [f"{name}: {line}" for name, line in zip(names, said, strict=True) if line]
