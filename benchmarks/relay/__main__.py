@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import doubles
+from benchmarks.scratch import scratch_folder
 from perdure import registry
 from perdure.sandboxes.base import Network, Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.relay import CARRIERS, Relay
@@ -146,8 +146,8 @@ class Bench:
 
 async def main() -> None:
     options = _options()
-    with tempfile.TemporaryDirectory(prefix="pd-") as folder:
-        rows = await _measure(Path(folder), options)
+    with scratch_folder("pd-", keep=False) as folder:
+        rows = await _measure(folder, options)
     if options.json:
         print(json.dumps({"load": os.getloadavg(), "rows": rows}))
     else:

@@ -131,6 +131,8 @@ class Sandbox(ABC):
     workdir: str
     gateway_url: str | None = None
     """Base URL of the gateway as seen from inside (no `/v1`), when the spec asked for it."""
+    waits_inside: bool = False
+    """`next_output` stands inside: asking costs a request, waiting costs none."""
 
     @abstractmethod
     async def start(
@@ -162,6 +164,13 @@ class Sandbox(ABC):
         limit: int = 1 << 24,
     ) -> bytes:
         """A byte range of what the command wrote so far."""
+
+    async def next_output(
+        self, exec_id: str, offset: int, limit: int = 1 << 24, *, wait_s: float
+    ) -> bytes:
+        """Standard output as `output` has it; where the sandbox `waits_inside`, only when there is
+        something, the command is over, or `wait_s` have passed."""
+        return await self.output(exec_id, "stdout", offset, limit)
 
     @abstractmethod
     async def signal(self, exec_id: str, signum: int) -> None:

@@ -525,7 +525,14 @@ def read(path: str, offset: int, limit: int) -> Answer:
     return {"data": base64.b64encode(data).decode(), "sha256": digest, "size": total}
 
 
-def output(exec_id: str, stream: str, offset: int, limit: int) -> Answer:
+def output(exec_id: str, stream: str, offset: int, limit: int, seconds: float = 0.0) -> Answer:
+    """Stands for up to so many seconds while nothing is there yet, and something may come."""
+    finish, pause = time.monotonic() + seconds, 0.004
+    while time.monotonic() < finish and size(known(exec_id), stream) <= offset:
+        if poll(exec_id)["state"] != "running":
+            break
+        time.sleep(pause)
+        pause = min(pause * 1.3, TICK_S)
     try:
         return read(os.path.join(known(exec_id), stream), offset, limit)
     except FileNotFoundError:  # not launched yet

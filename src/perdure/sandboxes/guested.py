@@ -41,6 +41,7 @@ WATCH_S = 5.0
 
 
 class GuestSandbox(Sandbox):
+    waits_inside = True
     service: ClassVar[str]
     """As messages name it."""
 
@@ -133,6 +134,14 @@ class GuestSandbox(Sandbox):
         _check_exec_id(exec_id)
         name = "out" if stream == "stdout" else "err"
         return await self._range("output", offset, limit, exec_id=exec_id, stream=name)
+
+    async def next_output(
+        self, exec_id: str, offset: int, limit: int = 1 << 24, *, wait_s: float
+    ) -> bytes:
+        _check_exec_id(exec_id)
+        order = {"exec_id": exec_id, "stream": "out", "seconds": wait_s}
+        size = min(PIECE, limit)
+        return await again(lambda: self._piece("output", offset, size, order))
 
     async def signal(self, exec_id: str, signum: int) -> None:
         _check_exec_id(exec_id)

@@ -27,6 +27,8 @@ POLLS_PER_S = 500.0
 LONGEST_PAUSE_S = 0.5
 NEAR_PAUSE_S, FAR_PAUSE_S = 0.005, 0.05
 """The shortest pause where looking is a system call, and where it is a request."""
+STAND_S = 5.0
+"""How long one reading waits inside the sandbox, where that is possible."""
 LOOK_S = 2.0
 """How often a silent relay is asked whether it lives."""
 SILENCE_S = 45.0
@@ -127,6 +129,11 @@ class LogCarrier:
         self._numbers = itertools.count()
         self._sender = uuid4().hex[:8]
 
+    @property
+    def _stands(self) -> bool:
+        """A reading returns when there is something: no pause is needed between two."""
+        return False
+
     async def _read(self, offset: int) -> bytes:
         raise NotImplementedError
 
@@ -144,11 +151,12 @@ class LogCarrier:
             if batch or first:
                 yield batch
                 batch, first, pause = [], False, self._shortest
-            elif time.monotonic() - looked > LOOK_S:
+            elif self._stands or time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
                 if (await _patiently(lambda: self._sandbox.poll(self._exec_id))).done:
                     return
-            pause = await self._rest(pause)
+            if not self._stands:
+                pause = await self._rest(pause)
 
     async def _rest(self, pause: float) -> float:
         """How long to wait next time: a little longer, or short again after an answer."""
@@ -178,8 +186,12 @@ class StdioCarrier(LogCarrier):
 
     name: ClassVar[str] = "stdio"
 
+    @property
+    def _stands(self) -> bool:
+        return self._sandbox.waits_inside
+
     async def _read(self, offset: int) -> bytes:
-        return await self._sandbox.output(self._exec_id, "stdout", offset, READ)
+        return await self._sandbox.next_output(self._exec_id, offset, READ, wait_s=STAND_S)
 
 
 class FileCarrier(LogCarrier):

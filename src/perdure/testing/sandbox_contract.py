@@ -420,6 +420,20 @@ class SandboxContract:
 
             assert await box.output("grow", offset=3) == b"two"
 
+    async def test_output_that_is_not_there_yet_is_waited_for(
+        self, provider: SandboxProvider
+    ) -> None:
+        """A reader who can wait inside gets what is written later; others what is there, nothing."""
+        async with self.box(provider) as box:
+            script = "until [ -e go ]; do sleep 0.01; done; printf one; exec sleep 600"
+            await box.start("late", ["bash", "-c", script])
+            heard = asyncio.create_task(box.next_output("late", 0, wait_s=60))
+            if not box.waits_inside:
+                await heard
+            await box.write_file("go", b"")
+
+            assert await heard == (b"one" if box.waits_inside else b"")
+
     async def test_streams_are_separate_bytes(self, provider: SandboxProvider) -> None:
         """stdout and stderr come apart, as the bytes they were."""
         async with self.box(provider) as box:
