@@ -47,13 +47,15 @@ async def _until(condition: Callable[[], Any]) -> Any:
     return found
 
 
-async def _turn(pool: Pool, disturb: Callable[[], Any]) -> Turn:
-    """The only turn of a session that something happens to."""
+async def _turn(pool: Pool, home: Path, disturb: Callable[[], Any]) -> Turn:
+    """The only turn of a session that something happens to; nothing lies beside it once it is final."""
     async with pool.control() as control:
         await control.open(SPEC)
         call = asyncio.create_task(_ask(pool.url, control.key("s")))
         await disturb()
         await call
+        async with asyncio.timeout(60):
+            await _until(lambda: not list(home.glob("journal/s/partial/*")))
         await control.close("s")
     (turn,) = decode((await pool.store.get(SPEC.turns_key)).data)
     return turn
@@ -72,7 +74,7 @@ async def test_a_killed_gateway_costs_only_what_was_not_written(
             await _until(lambda: path.stat().st_size > size)
             await pool.kill(0)
 
-        turn = await _turn(pool, disturb)
+        turn = await _turn(pool, home, disturb)
 
     first, second = engine.calls
     whole = engine.policy.complete(list(first.prompt_ids))
@@ -101,7 +103,7 @@ async def test_a_gateway_told_to_stop_writes_what_streams(
             engine.control(chunk_delay_s=0.0)
             await pool.kill(0)
 
-        turn = await _turn(pool, disturb)
+        turn = await _turn(pool, home, disturb)
 
     before, _ = turn.engines
     assert before.end >= 8 * int(LocalShelf.every_s / 0.4 + 1)

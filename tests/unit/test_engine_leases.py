@@ -68,6 +68,17 @@ def test_siblings_share_an_engine(leases: Leases) -> None:
     assert {name: leases.agents(name) for name in "ab"} == {"a": 16, "b": 16}
 
 
+@pytest.mark.parametrize("pair", [f"{n}{n + 1}" for n in range(0, 8, 2)])
+def test_two_small_groups_do_not_share_one_of_two_engines(leases: Leases, pair: str) -> None:
+    """Whichever engine both would like best: four agents more are enough to go to the other."""
+    places = [Place("a", 1), Place("b", 2)]
+
+    for group in pair:
+        engines(leases, places, 4, group)
+
+    assert {name: leases.agents(name) for name in "ab"} == {"a": 4, "b": 4}
+
+
 def test_an_engine_of_another_generation_is_another_engine(leases: Leases) -> None:
     """A lease on a boot that is over is void."""
     before = leases.take("s", "", [Place("a", 1)])

@@ -76,3 +76,27 @@ async def test_a_late_turn_is_dropped_though_the_agent_went_on(
 
     assert await late == answer
     assert (await slow.control.get("s")).turns == 2
+
+
+async def test_a_session_keeps_its_engine_at_another_gateway(tmp_path: Path) -> None:
+    """Its KV cache is where the other had its newest turn, which the journal says."""
+    first = [{"role": "user", "content": "hi"}]
+    async with ScriptedEngine(scripts(3)) as left, ScriptedEngine(scripts(3)) as right:
+        settings: dict[str, Any] = {"engine_url": f"{left.url},{right.url}", "engine_kind": "vllm"}
+        async with (
+            LocalGateway(tmp_path, **settings) as one,
+            LocalGateway(tmp_path, **settings) as other,
+        ):
+            keys = [await one.open(f"s{number}") for number in range(12)]
+            answers, here = [], []
+            for key in keys:
+                before = left.stats().calls
+                answers.append(await _ask(one, key, first))
+                here.append(left.stats().calls > before)
+            again = []
+            for key, answer in reversed(list(zip(keys, answers, strict=True))):
+                before = left.stats().calls
+                await _ask(other, key, _after(first, answer))
+                again.append(left.stats().calls > before)
+
+    assert again[::-1] == here

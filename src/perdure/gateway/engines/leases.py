@@ -27,9 +27,10 @@ OVERLOAD, SLACK = 1.5, 4.0
 """An engine is overloaded beyond 1.5 x the average and 4 agents."""
 EVEN = 1.25
 """How even a pool is made when an engine joins."""
-NEAR = 1.1
+NEAR, FEW = 1.1, 2.0
 """A group that is new here goes to the first engine of its order that would then have at most 1.1 x
-what the emptiest would, and 4 agents more: views differ between processes, by less than that."""
+what the emptiest would, and 2 agents more: views differ between processes, mostly by less. With more,
+two small groups share one of two engines and the other idles."""
 HASHED = 1 << 64
 WASTED = 0.5
 """An engine that finds less than half of what it is asked for in its cache reads prompts again."""
@@ -160,7 +161,7 @@ class Leases:
         for place in sorted(roomy, key=lambda place: -siblings.get(place.name, 0)):
             if siblings.get(place.name) and not self._overloaded(place, places):
                 return place
-        near, more = (NEAR, SLACK) if group else (1.0, 0.0)
+        near, more = (NEAR, FEW) if group else (1.0, 0.0)
         least = near * min(self._load(place, 1.0) for place in roomy)
         fitting = [p for p in roomy if self._load(p, 1.0) <= least + more / p.weight]
         return max(fitting, key=lambda place: affinity(group or session, place))
