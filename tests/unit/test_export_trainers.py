@@ -370,6 +370,14 @@ async def test_the_client_reads_episodes_by_reference(run: Run) -> None:
     assert read == found
 
 
+async def test_a_straggler_without_an_episode_is_left_out(run: Run) -> None:
+    """What its group did not wait for has no address; the others are read."""
+    found = await run.add(1.0)
+    ref = found.episode.ref(run.store.url)
+
+    assert await read_episodes([ref.model_copy(update={"uri": ""}), ref], run.store) == [found]
+
+
 async def test_an_episode_of_another_store_is_refused(run: Run, tmp_path: Path) -> None:
     """Reading from the wrong store names both and the setting to change."""
     found = await run.add(1.0)

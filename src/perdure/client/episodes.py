@@ -24,6 +24,7 @@ async def read_episodes(
 ) -> list[EpisodeSegments]:
     """The episodes and their segments, in the order of `refs`; failed rollouts too, reward None.
 
+    A reference without an address is left out: a straggler that left its group with no episode yet.
     `store` is the one that the settings name, unless given. Raises: NotFound (deleted since),
     ConfigurationError (they lie in another store), ValueError (unreadable).
     """
@@ -34,7 +35,7 @@ async def read_episodes(
         episode = assemble.parse(key, (await source.get(key)).data)
         return await read_segments(source, episode, mode=mode, reward_share=reward_share)
 
-    return list(await asyncio.gather(*(one(ref) for ref in refs)))
+    return list(await asyncio.gather(*(one(ref) for ref in refs if ref.uri)))
 
 
 def _key(ref: EpisodeRef, store: Store) -> str:
