@@ -46,6 +46,12 @@ async def again(
         pause = min(pause * 2, longest)
 
 
+def was_refused(error: PerdureError) -> bool:
+    """Somebody on the way said when to come back: it tells nothing about the sandbox, and whoever
+    asks anything else sooner is refused as well."""
+    return isinstance(error, ControlPlaneError) and error.retry_after is not None
+
+
 class Silences:
     """Since when sandboxes that their service calls running have not answered."""
 

@@ -30,7 +30,7 @@ from perdure.errors import (
 )
 from perdure.sandboxes.base import Network, PortStream, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.box import check_identity
-from perdure.sandboxes.calls import Conflict, Missing, Silences, again, lost
+from perdure.sandboxes.calls import Conflict, Missing, Silences, again, lost, was_refused
 from perdure.sandboxes.daytona_calls import client, typed, unread_file
 from perdure.sandboxes.guested import MARK, GuestSandbox
 from perdure.sandboxes.service import ServiceProvider
@@ -157,6 +157,8 @@ class DaytonaSandbox(GuestSandbox):
             done = await call()
         except Exception as error:
             found = typed(error, what, key_works=True)
+            if was_refused(found):
+                raise found from error
             if isinstance(found, Missing | ControlPlaneError):
                 if not await self.provider.lives(self.sdk.id, silent=_is_silence(error)):
                     raise lost("daytona", self.identity) from error

@@ -28,7 +28,7 @@ from perdure.errors import (
 from perdure.sandboxes import images
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.box import check_identity
-from perdure.sandboxes.calls import Conflict, Missing, Silences, again, lost
+from perdure.sandboxes.calls import Conflict, Missing, Silences, again, lost, was_refused
 from perdure.sandboxes.e2b_calls import typed
 from perdure.sandboxes.guested import GuestSandbox
 from perdure.sandboxes.service import ServiceProvider
@@ -129,6 +129,8 @@ class E2BSandbox(GuestSandbox):
             done = await call()
         except Exception as error:
             found = typed(error, what, key_works=True)
+            if was_refused(found):
+                raise found from error
             if isinstance(found, Missing | ControlPlaneError):
                 if not await self.provider.exists(self.sdk.sandbox_id):
                     raise lost("e2b", self.identity) from error
@@ -143,8 +145,6 @@ class E2BSandbox(GuestSandbox):
 
     def _condemn_the_silent(self, found: Missing | ControlPlaneError) -> None:
         """Its service says that it runs. Raises: SandboxLost."""
-        if isinstance(found, ControlPlaneError) and found.retry_after is not None:
-            return  # refused on the way, by somebody who was there
         limit_s = DAEMON_GONE_S if "port is not open" in str(found) else UNREACHABLE_S
         if self.provider.silences.lasts(self.sdk.sandbox_id) > limit_s:
             raise lost(
