@@ -11,6 +11,8 @@ from temporalio.api.enums.v1 import EventType
 from temporalio.client import WorkflowExecutionStatus
 
 from perdure.client import names
+from perdure.sandboxes.e2b import E2BProvider
+from perdure.sandboxes.permits import AccountState
 from perdure.types import RolloutRequest
 from tests.stack import Stack, running, until
 
@@ -26,13 +28,15 @@ CREATES = ("POST /sandboxes", "POST /v2/sandboxes")
 
 @dataclass(frozen=True)
 class Herd:
-    """How it ended. `refused`: creates that the service answered with 429."""
+    """How it ended. `refused`: creates that the service answered with 429. `held`: permits that
+    nobody gave back."""
 
     graded: int
     errors: int
     creates: int
     refused: int
     left: int
+    held: int
 
 
 @asynccontextmanager
@@ -82,4 +86,6 @@ async def _herd(stack: Stack, server: Any, asked: Sequence[RolloutRequest]) -> H
         errors += sum(e.event_type in ERRORS for e in (await handle.fetch_history()).events)
     posts = sum(entry["line"] in CREATES for entry in server.faults.log)
     made = len(server.keys.all())
-    return Herd(graded, errors, made, posts - made, len(server.sandboxes.all()))
+    keeper = stack.client.get_workflow_handle(names.account_id(E2BProvider(stack.home).account))
+    held = (await keeper.query("state", result_type=AccountState)).permits
+    return Herd(graded, errors, made, posts - made, len(server.sandboxes.all()), len(held))

@@ -26,4 +26,4 @@ async def test_a_herd_queues_for_an_account_that_is_known(
     async with herd.capped(tmp_path, monkeypatch, live=4, rate=10, said=said) as (stack, server):
         seen = await herd.stampede(stack, server, 16, limit_s=stacks.PATIENCE_S * 4)
 
-    assert seen == herd.Herd(graded=16, errors=0, creates=32, refused=0, left=0)
+    assert seen == herd.Herd(graded=16, errors=0, creates=32, refused=0, left=0, held=0)

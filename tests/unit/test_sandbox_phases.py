@@ -43,6 +43,15 @@ def test_the_request_wins_over_the_instance_and_the_instance_over_the_rollout() 
     )
 
 
+def test_the_requests_provider_wins_over_the_instances() -> None:
+    """Who asks for a rollout says where its phases run, whatever its row would like."""
+    asked = request(sandbox="local", phases={"agent": {"provider": "bubblewrap"}})
+
+    assert phases.place(asked, instance(agent={"provider": "podman"}), "agent").provider == (
+        "bubblewrap"
+    )
+
+
 def test_a_phase_that_nobody_names_is_the_rollouts_own() -> None:
     """Without a word about a phase it has the rollout's provider and limits, and no network."""
     asked = request(sandbox="podman", limits={"memory_mb": 512})

@@ -1,0 +1,27 @@
+"""Names of provider accounts: whoever shares caps shares a name, and no secret is in it."""
+
+from pathlib import Path
+
+import pytest
+
+from perdure.sandboxes.daytona import DaytonaProvider
+from perdure.sandboxes.e2b import E2BProvider
+
+
+@pytest.mark.parametrize(
+    ("provider", "variable"), [(E2BProvider, "E2B_API_KEY"), (DaytonaProvider, "DAYTONA_API_KEY")]
+)
+def test_each_key_is_an_account(
+    provider: type[E2BProvider | DaytonaProvider],
+    variable: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Two keys queue apart, one key queues with itself, and the name does not tell the key."""
+    names = []
+    for key in ("key-one", "key-two", "key-one"):
+        monkeypatch.setenv(variable, key)
+        names.append(provider(tmp_path).account)
+
+    assert names[0] == names[2] != names[1]
+    assert "key" not in "".join(names)
