@@ -52,7 +52,7 @@ def examine(settings: Settings) -> Iterable[Finding]:
     """Every check, in the order in which a newcomer meets the parts."""
     checks: list[Callable[[Settings], Finding]] = [
         python, checkout, bubblewrap, podman, docker, apptainer, e2b, daytona, limits, uv, git, disk, store, temporal, port_numbers, gateway,
-        engine,
+        engine, ray,
     ]  # fmt: skip
     for check in checks:
         try:
@@ -222,6 +222,15 @@ def engine(settings: Settings) -> Finding:
         return Finding("engine", "note", "none; enough for oracle and nop", fix)
     check_engine(name, "an agent")
     return Finding("engine", "ok", f"{name} answers")
+
+
+def ray(settings: Settings) -> Finding:
+    from importlib.util import find_spec
+
+    if find_spec("ray") is None:
+        fix = "pip install 'perdure[serving]'"
+        return Finding("ray", "note", "not here; only `perdure engines up` needs it", fix)
+    return Finding("ray", "ok", "`perdure engines up` can start engines")
 
 
 def _print(finding: Finding) -> None:
