@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from perdure.cli import config
+from perdure.cli import config, stack
 from perdure.cli.console import answer, json_option, me, say
 from perdure.settings import Settings
 
@@ -228,7 +228,9 @@ def list_(as_json: bool) -> None:
     if status.replicas:
         _print_status(status, False)
     if known:
-        click.echo(f"Their metrics {settings.gateway_base_url}/metrics (perdure_engine_*)")
+        state = stack.running(settings)
+        gateway = state.gateway_url if state is not None else settings.gateway_base_url
+        click.echo(f"Their metrics {gateway}/metrics (perdure_engine_*)")
 
 
 def _print_status(status: "PoolStatus", as_json: bool) -> None:

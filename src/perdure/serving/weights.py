@@ -174,7 +174,10 @@ class WeightUpdates:
             raise ConfigurationError("weights without a canary are not served: give one at least")
         serving = [e for e in (await self._roster.read()).engines if e.serves or _left_paused(e)]
         if not serving:
-            raise ConfigurationError("no engine is ready, so none can take new weights")
+            raise ConfigurationError(
+                "no engine is ready, so none can take new weights: a gateway finds out which are, from "
+                "its first call on"
+            )
         newest = max((e.version for e in serving if e.version is not None), default=None)
         if newest is not None and version < newest:
             raise ConfigurationError(f"version {version} is older than {newest}, which is served")
