@@ -210,6 +210,44 @@ async def test_what_wrong_weights_sampled_is_not_kept(tmp_path: Path) -> None:
     assert set(it.true_versions(completion)) == {1}
 
 
+async def test_wrong_weights_leave_nothing_where_the_old_ones_come_back(tmp_path: Path) -> None:
+    """The same engine serves on with the old version: a frozen request keeps only what that sampled."""
+    old = Checkpoint(1, checkpoint(tmp_path / "1", 1), [canary(1)])
+    async with stand(1, delay_s=0.03) as it:
+        call = it.ask()
+        await it.sampling(call)
+        wrong = checkpoint(tmp_path / "3", 3)
+        with pytest.raises(UpdateRefused):
+            await it.updates.update(2, wrong, [canary(2)], Policy(in_flight="keep"), previous=old)
+        completion = await call
+
+    assert set(it.true_versions(completion)) == {1}
+    assert recorded_versions(completion) == it.true_versions(completion)
+
+
+async def test_no_turn_ends_on_weights_without_proof(tmp_path: Path) -> None:
+    """A frozen request that is finished before the canary is asked waits for its word."""
+
+    class AsksLate(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/inference/v1/generate":
+                while it.engines[0].stats().in_flight:
+                    await asyncio.sleep(0.005)
+            return await super().handle_async_request(request)
+
+    old = Checkpoint(1, checkpoint(tmp_path / "1", 1), [canary(1)])
+    async with stand(1, delay_s=0.03) as it, httpx.AsyncClient(transport=AsksLate()) as client:
+        updates = WeightUpdates(it.pool._roster, client, notice_s=NOTICE_S)
+        call = it.ask()
+        await it.sampling(call)
+        wrong = checkpoint(tmp_path / "3", 3)
+        with pytest.raises(UpdateRefused):
+            await updates.update(2, wrong, [canary(2)], Policy(in_flight="keep"), previous=old)
+        completion = await call
+
+    assert set(it.true_versions(completion)) == {1}
+
+
 async def test_a_checkpoint_comes_out_of_the_store(tmp_path: Path) -> None:
     """S3 or folder: the prefix lies on disk while it is needed."""
     store = LocalStore(tmp_path / "store")
@@ -259,7 +297,7 @@ async def test_a_group_is_not_sampled_by_too_new_a_policy(tmp_path: Path) -> Non
     assert set(recorded_versions(allowed)) == {2}
 
 
-async def test_tokens_of_a_version_nobody_knows_are_in_no_span(tmp_path: Path) -> None:
+async def test_tokens_of_a_version_nobody_knows_are_sampled_again(tmp_path: Path) -> None:
     """Sampled after somebody announced a change, and lost before the engine could say: not guessed."""
     async with stand(2, delay_s=0.03) as it:
         call = it.ask()
@@ -275,7 +313,6 @@ async def test_tokens_of_a_version_nobody_knows_are_in_no_span(tmp_path: Path) -
         await it.pool.remove(seat.record.name)
         completion = await call
 
-    versions = recorded_versions(completion)
-    assert set(versions[:known]) == {1}
-    assert set(versions[known : known + 16]) == {-1}
-    assert versions[-1] == 1
+    first, second = completion.engines
+    assert (first.start, first.end, second.start) == (0, known, known)
+    assert set(recorded_versions(completion)) == {1} == set(it.true_versions(completion))

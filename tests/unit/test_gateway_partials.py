@@ -121,7 +121,7 @@ async def test_tokens_of_weights_in_doubt_are_not_kept(shelf: Shelf, tmp_path: P
     with partials.kept(partial):
         partial.salvage.begin("vllm a:1", 3)
         partial.salvage.add([10, 11], [-0.1, -0.2], version=7)
-        partial.salvage.doubt()
+        partial.salvage.doubt(coming=8)
         partial.salvage.add([12], [-0.3], version=None)
         await partials._write([partial])
         doubted = list((await Partials(shelf).begin(AGAIN)).salvage.ids)

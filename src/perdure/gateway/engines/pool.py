@@ -72,10 +72,26 @@ class Running:
     seen: int = 0
     progress: float = 0.0
     evicted: Broken | None = None
+    judged: asyncio.Event = field(default_factory=asyncio.Event)
+    """Somebody said whether the weights that it met in an update are right."""
 
     def evict(self, why: Broken) -> None:
         self.evicted = self.evicted or why
         self.task.cancel()
+        self.judged.set()
+
+    def trust(self) -> None:
+        self.salvage.trust()
+        self.judged.set()
+
+    async def judgement(self, patience_s: float) -> None:
+        """Weights without proof end no turn. Raises: Broken, with what they sampled let go."""
+        if self.salvage.sure == len(self.salvage.ids):
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.judged.wait(), patience_s)
+        if self.evicted is None and self.salvage.sure < len(self.salvage.ids):
+            self.evicted = Broken(Break.ABORTED, "nobody proved its new weights")
 
 
 @dataclass(eq=False)
@@ -309,15 +325,17 @@ class EnginePool:
             )
         if record.held_by and not before.held_by:
             for call in list(seat.running):
-                call.salvage.doubt()
+                call.salvage.doubt(record.coming)
                 if not call.versions.allow(record.coming):
                     call.evict(Broken(Break.ABORTED, "its group is held to older weights"))
-        if record.condemned and not before.condemned:
-            for call in seat.running:
-                call.salvage.distrust()
+        if before.held_by and record.held_by not in ("", before.held_by):
+            _evict(seat, Broken(Break.ABORTED, "another update took over"))
         elif before.held_by and record.serves:
-            for call in seat.running:
-                call.salvage.trust()
+            for call in list(seat.running):
+                if record.version == before.coming:
+                    call.trust()
+                else:  # what it goes on from was sampled by weights that are gone
+                    call.evict(Broken(Break.ABORTED, "its new weights were wrong"))
         if record.generation != before.generation or record.state is EngineState.DEAD:
             # Whatever it still says belongs to a boot that is over.
             _evict(seat, Broken(Break.FENCED, f"generation {before.generation} is over"))
@@ -516,6 +534,7 @@ class EnginePool:
         seat.running.add(running)
         try:
             reason = await task
+            await running.judgement(self._patience_s)
         except asyncio.CancelledError:
             asker = asyncio.current_task()
             if running.evicted is None or (asker is not None and asker.cancelling()):
@@ -527,6 +546,7 @@ class EnginePool:
             return reason
         finally:
             task.cancel()
+            call.salvage.distrust()  # whoever leaves in the middle of an update meets no proof
             seat.running.discard(running)
             self.leases.done(call.session_id, call.length)
             self._serve()

@@ -38,13 +38,13 @@ class Salvage:
     _engine: tuple[str, int] = ("", 0)
     _begun: int = 0
     _doubted: int | None = None
+    _coming: int | None = None
     reports: int = 0
     """How often an engine said itself what its versions were."""
 
     def begin(self, engine: str, generation: int) -> None:
         """What follows comes from this engine."""
         self._engine, self._begun = (engine, generation), len(self.ids)
-        self._doubted = None
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
         """`version`: the one known while these arrived."""
@@ -72,23 +72,28 @@ class Salvage:
         kept = [span for span in self.engines if span.start < length]
         self.engines = [s.model_copy(update={"end": min(s.end, length)}) for s in kept]
 
-    def doubt(self) -> None:
-        """Somebody begins to change the weights of the engine at work: what follows may be wrong."""
-        self._doubted = len(self.ids)
+    def doubt(self, coming: int | None) -> None:
+        """Somebody begins to give the engine at work version `coming`: what follows may be wrong."""
+        if self._doubted is None:
+            self._doubted, self._coming = len(self.ids), coming
 
     def trust(self) -> None:
         """The new weights are right."""
         self._doubted = None
 
     def distrust(self) -> None:
-        """The new weights are wrong: nothing that they sampled is kept."""
-        if self._doubted is not None:
-            self.cut(self._doubted)
+        """The new weights are wrong, or unproven: nothing that they may have sampled is kept."""
+        self.cut(self.sure)
+        self._doubted = None
 
     @property
     def sure(self) -> int:
-        """Tokens that no doubt is about."""
-        return len(self.ids) if self._doubted is None else min(self._doubted, len(self.ids))
+        """Tokens that no doubt is about: those before it, and those the engine called older."""
+        if self._doubted is None:
+            return len(self.ids)
+        unsure = (None, self._coming)
+        later = enumerate(self._versions[self._doubted :], self._doubted)
+        return next((i for i, version in later if version in unsure), len(self.ids))
 
     def restore(
         self,
