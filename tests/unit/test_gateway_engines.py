@@ -1,5 +1,6 @@
 """Which engine a gateway ends up with, and what hosted turns look like."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from perdure.errors import ConfigurationError
 from perdure.gateway.base import ModelRequest
 from perdure.gateway.control import load_secret
 from perdure.gateway.engines.choose import check_engine_settings
+from perdure.gateway.engines.pool import EnginePool, EngineSpec
+from perdure.gateway.engines.wire import new_client
 from perdure.gateway.sampling import chat_request
+from perdure.serving.roster import StoredRoster, roster_key
 from perdure.settings import Settings
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -105,6 +109,32 @@ async def test_a_gateway_waits_for_an_engine_that_starts_later(
         messages = await _converse(gateway, await gateway.open("s"))
 
     assert messages[-1]["content"] == "Done."
+
+
+@pytest.mark.parametrize("kind", ["vllm", "auto"])
+async def test_engines_are_known_before_the_first_turn(
+    tmp_path: Path, engine: ScriptedEngine, kind: str
+) -> None:
+    """Who publishes weights to a stack that has just started finds its engines ready."""
+    async with LocalGateway(tmp_path, engine_url=engine.url, engine_kind=kind) as gateway:
+        roster = StoredRoster(gateway.store, roster_key(gateway.secret))
+        async with asyncio.timeout(30):
+            while not any(found.serves for found in (await roster.read()).engines):
+                await asyncio.sleep(0.02)
+
+
+async def test_engines_added_to_an_idle_gateway_are_known(
+    tmp_path: Path, engine: ScriptedEngine
+) -> None:
+    """Registered in the roster by somebody else, and looked at without a turn."""
+    async with LocalGateway(tmp_path) as gateway, new_client() as client:
+        roster = StoredRoster(gateway.store, roster_key(gateway.secret))
+        other = EnginePool(roster, client)
+        await other.add(EngineSpec(engine.url))
+        await other.aclose()
+        async with asyncio.timeout(30):
+            while not any(found.serves for found in (await roster.read()).engines):
+                await asyncio.sleep(0.02)
 
 
 def test_the_per_turn_cap_holds_for_hosted_apis() -> None:

@@ -110,9 +110,11 @@ def create_app(
             partials = open_partials(settings, store)
             sessions = Sessions(journal, engines, model_format, store, metrics, partials=partials)
             app.state.gateway = Gateway(settings, secret, sessions, engines, metrics, patience)
+            following = asyncio.create_task(engines.follow())
             try:
                 yield
             finally:
+                following.cancel()
                 await partials.aclose()
                 await engines.aclose()
 

@@ -1,19 +1,20 @@
-"""Which engine the settings mean; asked when the first turn needs one, so a gateway always starts.
+"""Which engine the settings mean; asked beside the start, so that a gateway always starts.
 
 Keys come from variables named in the settings; their values are never logged or shown.
 """
 
 import asyncio
+import contextlib
 import os
 
 import httpx
 
-from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable
+from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable, PerdureError
 from perdure.gateway.base import DEFAULT_MODEL, Engine
 from perdure.gateway.engines.anthropic_hosted import AnthropicHosted
 from perdure.gateway.engines.metrics import pool_metrics
 from perdure.gateway.engines.openai_hosted import OpenAIHosted
-from perdure.gateway.engines.pool import EnginePool, EngineSpec
+from perdure.gateway.engines.pool import POLL_S, EnginePool, EngineSpec
 from perdure.gateway.engines.wire import engine_name
 from perdure.serving.roster import LoneRoster, SharedRoster
 from perdure.serving.state import name_of
@@ -70,6 +71,20 @@ class Engines:
                 hang_s=settings.engine_hang_s,
             )
         return self._pool
+
+    async def follow(self) -> None:
+        """Know the token engines before a turn wants one: who publishes weights finds them ready.
+
+        Ends when they are known, or the settings name a hosted API; cancel it at the end.
+        """
+        url, kind = _url_and_kind(self._settings)
+        while kind in ("auto", *TOKENS):
+            with contextlib.suppress(PerdureError):  # a turn that needs one is told what is wrong
+                if url or await self._registered():
+                    if (await self.current()).tokens is not None:
+                        await self.pool.start()
+                    return
+            await asyncio.sleep(POLL_S)
 
     async def aclose(self) -> None:
         if self._pool is not None:
