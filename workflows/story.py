@@ -63,7 +63,8 @@ class Story:
         workflow.upsert_search_attributes(changed)
 
     def waits(self, step: str) -> None:
-        self._add(f"waits for its turn on the sandbox account ({step})")
+        attempt, _, phase = step.partition("-")
+        self._add(f"waits for its turn on the sandbox account (attempt {attempt}, {phase})")
 
     def booted(self, booted: Booted) -> None:
         self.evidence = booted.uri

@@ -186,12 +186,20 @@ def _ready(settings: Settings) -> StackState:
         time.sleep(SAME_HOME_PAUSE_S)
 
 
+def _engines(settings: Settings) -> str:
+    from perdure.cli.engines import any_known
+
+    if any_known(settings):
+        return "those that `perdure engines list` lists"
+    return "none: set OPENAI_BASE_URL, or `perdure up --engine URL`"
+
+
 def _summary(settings: Settings, state: StackState) -> list[str]:
     facts = {
         "Web UI": state.ui_url,
         "Temporal": state.temporal_address,
         "Gateway": state.gateway_url,
-        "Engine": state.engine or "none: set OPENAI_BASE_URL, or `perdure up --engine URL`",
+        "Engine": state.engine or _engines(settings),
         "Results": settings.store_url,
         "Logs": str(Path(settings.home).absolute() / "logs"),
     }
