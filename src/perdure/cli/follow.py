@@ -16,10 +16,13 @@ from perdure.cli import render
 from perdure.cli.console import progress as console
 from perdure.cli.console import say
 from perdure.cli.render import View
+from perdure.cli.standing import FAILED, WAITS, standings
 from perdure.client.api import RolloutInfo, RunHandle, RunProgress
 from perdure.errors import ActionNeeded, PerdureError
 
 LOOK_EVERY_S = 1.0
+ASK_EVERY_S = 15.0
+"""While nothing finishes, rollouts are asked so often what holds them up."""
 
 Show = Callable[[View], None]
 
@@ -39,17 +42,22 @@ async def follow(run: RunHandle, show: Show) -> RunProgress:
     progress = RunProgress(run_id=run.run_id, state="starting")
     rollouts: list[RolloutInfo] = []
     at_first: int | None = None
+    held_up, quiet_since = "", started
     try:
         while not end.done():
-            trouble = ""
+            done, trouble = progress.done, ""
             try:
                 progress, rollouts = await _look(run)
+                if progress.done != done:
+                    held_up, quiet_since = "", loop.time()
+                elif loop.time() - quiet_since > ASK_EVERY_S:
+                    held_up, quiet_since = await _held_up(run, rollouts), loop.time()
             except RPCError as error:
                 trouble = f"Temporal does not answer ({error.status.name.lower()}); still trying"
             seconds = loop.time() - started
             at_first = progress.done if at_first is None else at_first
             rate = (progress.done - at_first) / seconds if seconds else 0.0
-            show(View(progress, rollouts, seconds, rate, trouble))
+            show(View(progress, rollouts, seconds, rate, trouble or held_up))
             _needs_nobody(progress)
             await asyncio.wait({end}, timeout=LOOK_EVERY_S)
         end.result()
@@ -63,6 +71,12 @@ async def follow(run: RunHandle, show: Show) -> RunProgress:
 async def _look(run: RunHandle) -> tuple[RunProgress, list[RolloutInfo]]:
     """Lines tell no single rollout; listing them all is the dearest question there is."""
     return await run.progress(), await run.rollouts() if console.is_terminal else []
+
+
+async def _held_up(run: RunHandle, rollouts: list[RolloutInfo]) -> str:
+    """A step that failed and is tried again, or a wait: of the rollout that has run for longest."""
+    said = await standings(run.perdure.client, rollouts or await run.rollouts())
+    return next((line for line in said if FAILED in line or WAITS in line), "")
 
 
 def _needs_nobody(progress: RunProgress) -> None:

@@ -14,6 +14,8 @@ from temporalio.service import RPCError
 from perdure.client.api import RolloutInfo
 
 QUIET = timedelta(seconds=5)
+FAILED = "; the last one: "
+WAITS = ": waits for "
 SHOWN = 5
 """Of a run: they mostly wait for the same thing."""
 
@@ -42,7 +44,7 @@ def _of_step(step: PendingActivityInfo) -> str:
     said = step.last_failure.message
     if not said:
         return step.activity_type.name
-    return f"{step.activity_type.name}, try {step.attempt}; the last one: {said}"
+    return f"{step.activity_type.name}, try {step.attempt}{FAILED}{said}"
 
 
 async def standings(client: Client, rollouts: Sequence[RolloutInfo]) -> list[str]:

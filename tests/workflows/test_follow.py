@@ -1,0 +1,40 @@
+"""What a person who waits for a run is told."""
+
+from typing import Any
+
+import pytest
+from temporalio.client import Client
+from temporalio.exceptions import ApplicationError
+
+from activities.messages import Booted
+from perdure.cli import follow
+from perdure.cli.render import View
+from perdure.client.api import Perdure
+from perdure.types import RunRequest
+from tests.workflows.stages import Stages
+
+
+async def test_a_step_that_keeps_failing_is_named(
+    client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While nothing finishes, the waiting line says which step fails and what it said last."""
+    monkeypatch.setattr(follow, "ASK_EVERY_S", 0.0)
+    told: list[str] = []
+
+    async def refused(attempt: Any) -> Booted:
+        if any("boot_sandbox, try" in line for line in told):
+            return Booted(uri="file:///x")
+        raise ApplicationError("E2B: connection refused", type="ControlPlaneError")
+
+    stages.instances = ("toy/add-1",)
+    stages.override["boot_sandbox"] = refused
+    run = await Perdure(client).start_run(
+        RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
+    )
+
+    def show(view: View) -> None:
+        told.append(view.trouble)
+
+    await follow.follow(run, show)
+
+    assert any("add-1/0: boot_sandbox, try" in t and t.endswith("connection refused") for t in told)
