@@ -23,7 +23,8 @@ from benchmarks.preemption.stand import SECRET, WORDS, Stand
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.engines.vllm import Ask, Broken, VllmEngine
+from perdure.gateway.engines.token_server import Ask, Broken
+from perdure.gateway.engines.vllm import VllmEngine
 
 BREATH_S = 0.3
 

@@ -28,7 +28,8 @@ import httpx
 
 from perdure.gateway.engines.pool import EnginePool, EngineSpec
 from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.engines.vllm import Ask, VllmEngine
+from perdure.gateway.engines.token_server import Ask
+from perdure.gateway.engines.vllm import VllmEngine
 from perdure.serving.roster import LoneRoster
 from perdure.testing.scripted_engine import PrefixCache, ScriptedEngine
 from perdure.types import EngineSpan

@@ -11,7 +11,8 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.engines.vllm import Ask, Break, Broken, VllmEngine
+from perdure.gateway.engines.token_server import Ask, Break, Broken
+from perdure.gateway.engines.vllm import VllmEngine
 from perdure.types import FinishReason
 
 ANSWER: dict[str, Any] = {

@@ -14,7 +14,7 @@ from perdure.gateway.engines.choose import Engines
 from perdure.gateway.engines.pool import EnginePool
 from perdure.gateway.engines.salvage import Salvage
 from perdure.gateway.engines.sglang import SglangEngine, new_tokens, sampling_params
-from perdure.gateway.engines.vllm import Ask, Break, Broken
+from perdure.gateway.engines.token_server import Ask, Break, Broken
 from perdure.serving.roster import LoneRoster
 from perdure.serving.sglang_control import SglangControl
 from perdure.serving.state import EngineRecord, name_of

@@ -21,8 +21,9 @@ from perdure.gateway.engines.leases import Boot, Capacity, Leases, Place
 from perdure.gateway.engines.queueing import FairQueue
 from perdure.gateway.engines.salvage import Salvage, resumable
 from perdure.gateway.engines.sglang import SglangEngine
+from perdure.gateway.engines.token_server import Ask, Break, Broken
 from perdure.gateway.engines.versions import Versions
-from perdure.gateway.engines.vllm import Ask, Break, Broken, VllmEngine
+from perdure.gateway.engines.vllm import VllmEngine
 from perdure.gateway.engines.wire import FIRST_PAUSE_S, LONGEST_PAUSE_S, engine_name
 from perdure.gateway.prompt_ids import PromptIds
 from perdure.serving import watch

@@ -2,7 +2,7 @@
 
 Written against SGLang 0.5.23 as released, and never run against its GPU server. Its logprobs are taken
 after temperature and before top-p, top-k and min-p: exact where those are off. Owns one stream of one
-engine, with the breaks of `vllm`; a boot is told by its address, for a request names no model.
+engine, on a `token_server`; a boot is told by its address, for a request names no model.
 """
 
 import json
@@ -15,10 +15,16 @@ import httpx
 
 from perdure.gateway.base import Refused
 from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.engines.vllm import Ask, Break, Broken, read_events, version_spans
-from perdure.gateway.engines.wire import PASSING, UNREADABLE, excerpt, refusal, retry_after
+from perdure.gateway.engines.token_server import (
+    Ask,
+    Break,
+    Broken,
+    TokenServer,
+    read_events,
+    version_spans,
+)
+from perdure.gateway.engines.wire import PASSING, UNREADABLE, refusal
 from perdure.gateway.prompt_ids import PromptIds
-from perdure.serving.state import root_of
 from perdure.types import FinishReason
 
 RENAMED: Mapping[str, str] = {
@@ -41,27 +47,11 @@ NO_ROOM = re.compile(
 """SGLang refuses a wish that leaves the context, which vLLM shortens."""
 
 
-class SglangEngine:
+class SglangEngine(TokenServer):
     """The native endpoint of one `sglang.launch_server`, started with --incremental-streaming-output
     or without."""
 
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        client: httpx.AsyncClient,
-        *,
-        api_key: str = "",
-        key_source: str = "",
-    ) -> None:
-        """`key_source` is named, and never shown, when the key is refused."""
-        self.name = name
-        self._url = f"{root_of(url)}/generate"
-        self._client = client
-        self._key_source = key_source
-        self._headers = {"content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
+    route = "/generate"
 
     async def sample(
         self, ask: Ask, salvage: Salvage, version: Callable[[], int | None]
@@ -86,25 +76,9 @@ class SglangEngine:
         salvage: Salvage,
         version: Callable[[], int | None],
     ) -> FinishReason:
-        body = _body(ask, wishes)
-        headers = {**self._headers, "x-session-id": ask.session_id}
-        try:
-            request = self._client.stream("POST", self._url, content=body, headers=headers)
-            async with request as response:
-                await self._check(response)
-                return await self._read(response, salvage, version)
-        except httpx.TransportError as error:
-            raise Broken(Break.LOST, f"{type(error).__name__} {error}".strip()) from None
-
-    async def _check(self, response: httpx.Response) -> None:
-        status = response.status_code
-        if status == httpx.codes.OK:
-            return
-        await response.aread()
-        if status in PASSING:
-            wait = retry_after(response)
-            raise Broken(Break.BUSY, f"HTTP {status} {excerpt(response)}", wait)
-        raise refusal(self.name, status, response.text, self._key_source)
+        headers = {"x-session-id": ask.session_id}
+        async with self._answer(_body(ask, wishes), headers) as answer:
+            return await self._read(answer, salvage, version)
 
     async def _read(
         self, response: httpx.Response, salvage: Salvage, version: Callable[[], int | None]

@@ -8,81 +8,36 @@ and what follows a broken stream, is the pool's.
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 
 from perdure.gateway.base import Refused
 from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.engines.wire import PASSING, UNREADABLE, excerpt, refusal, retry_after
+from perdure.gateway.engines.token_server import (
+    Ask,
+    Break,
+    Broken,
+    TokenServer,
+    read_events,
+    version_spans,
+)
+from perdure.gateway.engines.wire import UNREADABLE, refusal
 from perdure.gateway.prompt_ids import PromptIds
-from perdure.serving.control_plane import REFUSALS, version_number
-from perdure.serving.state import root_of
-from perdure.types import FinishReason, VersionSpan
+from perdure.serving.control_plane import REFUSALS
+from perdure.types import FinishReason
 
 MISSING_LOGPROB = -9999.0
 """vLLM's stand-in for a logprob that is absent, NaN or minus infinity."""
 FENCED = re.compile(r"-g\d+$")
 DEATH = "EngineDead"
-LONGEST_EVENT = 32 << 20
 
 
-class Break(StrEnum):
-    """Why a stream ended without an end."""
-
-    LOST = "lost"
-    """The connection, the process or the stream's form: whether it lives must be asked."""
-    BUSY = "busy"
-    """It answered, and not now."""
-    ABORTED = "aborted"
-    """It was told to stop: new weights, a drain."""
-    FENCED = "fenced"
-    """Another boot answers there, or ours was declared dead."""
-
-
-class Broken(Exception):
-    """A stream that ended without a finish reason. What it gave is in the salvage."""
-
-    def __init__(self, kind: Break, problem: str, retry_after: float | None = None) -> None:
-        super().__init__(problem)
-        self.kind = kind
-        self.retry_after = retry_after
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One request to one engine. `model`: the name this boot serves under."""
-
-    model: str
-    prompt_ids: Sequence[int]
-    sampling: Mapping[str, Any]
-    session_id: str
-    request_id: str
-
-
-class VllmEngine:
+class VllmEngine(TokenServer):
     """The token endpoint of one `vllm serve` replica."""
 
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        client: httpx.AsyncClient,
-        *,
-        api_key: str = "",
-        key_source: str = "",
-    ) -> None:
-        """`key_source` is named, and never shown, when the key is refused."""
-        self.name = name
-        self._url = f"{root_of(url)}/inference/v1/generate"
-        self._client = client
-        self._key_source = key_source
-        self._headers = {"content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
+    route = "/inference/v1/generate"
 
     async def sample(
         self, ask: Ask, salvage: Salvage, version: Callable[[], int | None]
@@ -91,26 +46,9 @@ class VllmEngine:
 
         Raises: Broken (what came before it is in `salvage`), Refused.
         """
-        headers = {**self._headers, "x-session-id": ask.session_id, "x-request-id": ask.request_id}
-        try:
-            request = self._client.stream("POST", self._url, content=_body(ask), headers=headers)
-            async with request as response:
-                await self._check(response, ask)
-                return await self._read(response, salvage, version, ask)
-        except httpx.TransportError as error:
-            raise Broken(Break.LOST, f"{type(error).__name__} {error}".strip()) from None
-
-    async def _check(self, response: httpx.Response, ask: Ask) -> None:
-        status = response.status_code
-        if status == httpx.codes.OK:
-            return
-        await response.aread()
-        if status in PASSING:
-            wait = retry_after(response)
-            raise Broken(Break.BUSY, f"HTTP {status} {excerpt(response)}", wait)
-        if status == httpx.codes.NOT_FOUND and ask.model in response.text:
-            raise Broken(Break.FENCED, f"it no longer serves {ask.model}")
-        raise refusal(self.name, status, response.text, self._key_source)
+        headers = {"x-session-id": ask.session_id, "x-request-id": ask.request_id}
+        async with self._answer(_body(ask), headers, fence=ask.model) as answer:
+            return await self._read(answer, salvage, version, ask)
 
     async def _read(
         self,
@@ -169,28 +107,6 @@ class VllmEngine:
         return Broken(Break.LOST, f"the engine failed: {message[:300]}")
 
 
-async def read_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events; of a whole JSON answer, that one."""
-    rest = b""
-    async for data in response.aiter_bytes():
-        *events, rest = (rest + data).split(b"\n\n")
-        for event in filter(None, map(_object, events)):
-            yield event
-        if len(rest) > LONGEST_EVENT:
-            raise ValueError("an event without end")
-    if (last := _object(rest)) is not None:  # a whole answer has no blank line behind it
-        yield last
-
-
-def _object(event: bytes) -> dict[str, Any] | None:
-    """An event's JSON object; None for `[DONE]`, pings and nothing. Raises: ValueError."""
-    content = event.removeprefix(b"data:").strip()
-    if not content.startswith(b"{"):
-        return None
-    found: dict[str, Any] = json.loads(content)
-    return found
-
-
 def _body(ask: Ask) -> bytes:
     """The request as JSON; the ids' text is taken over where it is known already."""
     body = {
@@ -225,16 +141,3 @@ def _token_id(entry: dict[str, Any]) -> int | None:
         _, found, number = str(entry.get("token", "")).partition("token_id:")
         token_id = int(number) if found else None
     return token_id
-
-
-def version_spans(spans: Sequence[dict[str, Any]], length: int) -> list[VersionSpan]:
-    """A label without a number (vLLM's unset label is `default`) names no policy version."""
-    found: list[VersionSpan] = []
-    for span in spans:
-        number = version_number(span["version"])
-        start, end = int(span["start"]), int(span["end"])
-        if not 0 <= start <= end <= length:
-            raise ValueError(f"version span {start}..{end} outside of {length} tokens")
-        if number is not None and end > start:
-            found.append(VersionSpan(version=number, start=start, end=end))
-    return found
