@@ -72,6 +72,36 @@ async def test_a_broken_stream_keeps_what_came() -> None:
         assert list(salvage.ids) == sampled[: len(salvage.ids)]
 
 
+def aborted(**reason: Any) -> dict[str, Any]:
+    about = {"finish_reason": {"type": "abort", **reason}, "output_token_logprobs": []}
+    return {"output_ids": [], "meta_info": about}
+
+
+@pytest.mark.parametrize(
+    ("event", "kind"),
+    [
+        (aborted(), Break.ABORTED),
+        (aborted(status_code=503, message="the queue is full"), Break.BUSY),
+        (aborted(status_code=400, message="too long"), None),
+        ({"error": {"code": 400, "message": "a bad wish"}}, None),
+        ({"error": {"code": 500, "message": "scheduler died"}}, Break.LOST),
+    ],
+)
+async def test_an_end_that_is_none_says_what_to_do(event: Any, kind: Break | None) -> None:
+    """SGLang says by an event, behind a 200, that it stopped, is full, refuses (None), or dies."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    ask = Ask("policy-g1", [1, 2, 3], SAMPLING, "s", "s-0")
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        engine = SglangEngine("sglang", "http://10.0.0.7:30000", client)
+        with pytest.raises((Broken, Refused)) as told:
+            await engine.sample(ask, Salvage(), lambda: None)
+
+    assert getattr(told.value, "kind", None) is kind
+
+
 async def test_a_lost_sglang_goes_on_at_another() -> None:
     """The pool sends prompt and salvage to the next engine; the answer is whole."""
     async with (
