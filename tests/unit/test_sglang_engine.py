@@ -73,7 +73,8 @@ async def test_a_broken_stream_keeps_what_came() -> None:
 
 
 def aborted(**reason: Any) -> dict[str, Any]:
-    about = {"finish_reason": {"type": "abort", **reason}, "output_token_logprobs": []}
+    told = {"type": "abort", **reason}
+    about = {"finish_reason": told, "output_token_logprobs": [], "completion_tokens": 0}
     return {"output_ids": [], "meta_info": about}
 
 
