@@ -19,8 +19,10 @@ from temporalio.api.operatorservice.v1 import (
 from temporalio.api.taskqueue.v1 import TaskQueue
 from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest, UpdateNamespaceRequest
 from temporalio.client import Client
+from temporalio.service import RPCError
 
 from perdure.client import names, search_attributes
+from perdure.client.api import PASSING
 from perdure.client.connection import connect
 from perdure.errors import ConfigurationError
 
@@ -101,9 +103,14 @@ async def wait_for_poller(
         namespace=client.namespace, task_queue=TaskQueue(name=queue), task_queue_type=kind
     )
     while True:
-        answer = await client.workflow_service.describe_task_queue(request)
-        if any(poller.identity == ours for poller in answer.pollers):
-            return
+        try:
+            answer = await client.workflow_service.describe_task_queue(request)
+        except RPCError as error:
+            if error.status not in PASSING:
+                raise
+        else:
+            if any(poller.identity == ours for poller in answer.pollers):
+                return
         await asyncio.sleep(PAUSE_S)
 
 

@@ -43,6 +43,7 @@ PASSING = {
     RPCStatusCode.UNAVAILABLE,
     RPCStatusCode.RESOURCE_EXHAUSTED,
     RPCStatusCode.DEADLINE_EXCEEDED,
+    RPCStatusCode.CANCELLED,  # by the server, as it ends or begins: ours is asyncio's
 }
 """Statuses that say "not now": the wait goes on."""
 
