@@ -61,17 +61,25 @@ class RunWorkflow:
                 await self._play_here(run, prepared.total)
             else:
                 await self._play_shards(run, prepared.total)
-        finally:
-            self.state = "finishing"
-            summary: RunSummary = await workflow.execute_activity(
-                "finish_run",
-                run,
-                result_type=RunSummary,
-                **policies.described(policies.bookkeeping(), "write the manifest"),
-            )
-            self.summary = summary = self._with_all(summary)
+        except GeneratorExit:  # its worker dropped it: there is nobody left to ask
+            raise
+        except BaseException:
+            await self._finish(run)
+            raise
+        summary = await self._finish(run)
         await workflow.wait_condition(workflow.all_handlers_finished)
         return summary
+
+    async def _finish(self, run: RunRequest) -> RunSummary:
+        self.state = "finishing"
+        summary: RunSummary = await workflow.execute_activity(
+            "finish_run",
+            run,
+            result_type=RunSummary,
+            **policies.described(policies.bookkeeping(), "write the manifest"),
+        )
+        self.summary = self._with_all(summary)
+        return self.summary
 
     def _with_all(self, summary: RunSummary) -> RunSummary:
         """The store's counts, and every planned rollout that left no episode there."""
