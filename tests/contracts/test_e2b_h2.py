@@ -35,7 +35,11 @@ async def server(
     if missing := BubblewrapProvider(tmp_path).check():
         pytest.skip(missing[0])
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
-    for kept in ("_transports", "_pools", "_httpx_transports"):  # of tests before this one, which trust less
+    for kept in (
+        "_transports",
+        "_pools",
+        "_httpx_transports",
+    ):  # of tests before this one, which trust less
         monkeypatch.setattr(f"e2b.api.client_async.{kept}", {})
     monkeypatch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
     async with (
