@@ -143,6 +143,9 @@ class Double:
         task = asyncio.create_task(self._expire_for_ever())
         yield
         task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(PerdureError):
+            await self.expire()  # nobody comes back for what is over already
 
     async def _expire_for_ever(self) -> None:
         while True:
