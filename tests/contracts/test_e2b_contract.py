@@ -29,8 +29,10 @@ class TestE2B(SandboxContract):
 
         if missing := BubblewrapProvider(tmp_path).check():
             pytest.skip(missing[0])
-        async with serving(tmp_path / "server") as (_, url):
+        async with serving(tmp_path / "server") as (server, url):
             for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
                 monkeypatch.setenv(name, url)
             monkeypatch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
             yield E2BProvider(tmp_path / "home")
+        left = [box.identity for box in await server.guests.list()]
+        assert left == [], "boxes of the double outlive their sandboxes"

@@ -1,5 +1,6 @@
 """What a person who waits for a run is told."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ async def test_a_step_that_keeps_failing_is_named(
     def show(view: View) -> None:
         told.append(view.trouble)
 
-    await follow.follow(run, show)
+    async with asyncio.timeout(60):  # one that is never told would be tried for ever
+        await follow.follow(run, show)
 
     assert any("add-1/0: boot_sandbox, try" in t and t.endswith("connection refused") for t in told)
