@@ -207,8 +207,9 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def together(field_: Field, request: pytest.FixtureRequest) -> Field:
     """Every selected case, started at once."""
-    chosen = [getattr(item, "callspec", None) for item in request.session.items]
-    names = {spec.params.get("case") for spec in chosen if spec is not None}
+    chosen = [item for item in request.session.items if item.path == request.path]
+    specs = [getattr(item, "callspec", None) for item in chosen]
+    names = {spec.params.get("case") for spec in specs if spec is not None}
     for name, case in CASES.items():
         if name in names:
             await field_.start(name, case.rules, case.purpose, does=case.does)
