@@ -1,6 +1,7 @@
 """Reading what came in and what went wrong: refusals by field name, causes by boundary."""
 
 import asyncio
+import sys
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -95,6 +96,14 @@ def stop_if_cancelled() -> None:
     """
     if workflow.cancellation_reason() is not None:
         raise asyncio.CancelledError("the workflow was cancelled")
+
+
+def was_dropped() -> bool:
+    """In a `finally`: this worker forgets the workflow, which goes on elsewhere.
+
+    There is nobody left to ask then: an `await` would run outside of the workflow, or not at all.
+    """
+    return isinstance(sys.exception(), GeneratorExit)
 
 
 def type_of(error: ActivityError) -> str | None:

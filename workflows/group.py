@@ -12,7 +12,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attributes as attributes
     from perdure.types import EpisodeRef, GroupRequest, RolloutStatus
     from workflows.children import play_rollout
-    from workflows.failures import parse
+    from workflows.failures import parse, was_dropped
 
 MAX_WAIT_S = 30.0
 
@@ -37,7 +37,8 @@ class RolloutGroupWorkflow:
         try:
             await self._until(quorum, group.deadline_s)
         finally:
-            await self._settle(tasks, group)
+            if not was_dropped():
+                await self._settle(tasks, group)
         await workflow.wait_condition(workflow.all_handlers_finished)
         return GroupResult(
             group_id=group.group_id,

@@ -28,7 +28,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.errors import Boundary
     from perdure.types import AgentEnd, EpisodeRef, Failure, RolloutRequest, RolloutStatus
     from workflows import policies
-    from workflows.failures import failure_of, parse, stop_if_cancelled, type_of
+    from workflows.failures import failure_of, parse, stop_if_cancelled, type_of, was_dropped
     from workflows.story import Story
 
 Result = TypeVar("Result")
@@ -123,7 +123,7 @@ class RolloutWorkflow:
             clean = True
             return RolloutStatus.GRADED, None
         finally:
-            if not clean:
+            if not clean and not was_dropped():
                 await _to_the_end(self._destroy(attempt, host))
 
     async def _boot(self, attempt: Attempt) -> Booted:

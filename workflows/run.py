@@ -16,7 +16,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attributes as attributes
     from perdure.types import RolloutRequest, RolloutStatus, RunRequest
     from workflows import policies
-    from workflows.failures import parse, stop_if_cancelled
+    from workflows.failures import parse, stop_if_cancelled, was_dropped
     from workflows.window import STILL_RUNNING, Window
 
 SHARD = 500
@@ -225,8 +225,9 @@ class RunShardWorkflow:
             await self._report(window, shard, total, playing)
             await playing
         finally:
-            playing.cancel()
-            await asyncio.gather(playing, return_exceptions=True)
+            if not was_dropped():
+                playing.cancel()
+                await asyncio.gather(playing, return_exceptions=True)
         return _report(request.run.run_id, window, total)
 
     @workflow.signal

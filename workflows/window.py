@@ -14,7 +14,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.types import EpisodeRef, GroupRequest, RolloutStatus, RunRequest
     from workflows import policies
     from workflows.children import play_rollout, summary_of
-    from workflows.failures import stop_if_cancelled
+    from workflows.failures import stop_if_cancelled, was_dropped
 
 PAGE = 100
 STILL_RUNNING = "running"
@@ -54,7 +54,7 @@ class Window:
             self.nothing_left_to_start = True
             await workflow.wait_condition(lambda: not tasks)
         finally:
-            left = list(tasks)
+            left = [] if was_dropped() else list(tasks)
             for task in left:
                 task.cancel()
             if left:

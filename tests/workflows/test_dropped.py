@@ -1,0 +1,79 @@
+"""Workflows that their worker forgets while they are open: they go on elsewhere, and so ask nobody
+for anything on their way out."""
+
+import asyncio
+import gc
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from temporalio import activity
+from temporalio.client import Client
+from temporalio.worker import Worker
+
+from activities.messages import AgentRun
+from perdure.client import names
+from perdure.client.api import Perdure
+from perdure.types import GroupRequest, RolloutRequest, RunRequest
+from tests.workflows.stages import Stages
+from workers.orchestration import workflow_worker
+
+ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
+RUN = RunRequest(run_id="r1", dataset="toy", concurrency=2, rollout={"agent": "nop"})
+
+
+async def rollout(client: Client) -> None:
+    await Perdure(client).start_rollout(ROLLOUT)
+
+
+async def group(client: Client) -> None:
+    await Perdure(client).start_group(GroupRequest(rollout=ROLLOUT, n_samples=2))
+
+
+async def run(client: Client) -> None:
+    await Perdure(client).start_run(RUN)
+
+
+def standing_agents() -> tuple[Stages, asyncio.Event]:
+    """Agents that work until they are cancelled, and whether one has begun."""
+    stages, begun = Stages(), asyncio.Event()
+    stages.instances = ("toy/add-1", "toy/add-2")
+
+    async def stand(_: Any) -> AgentRun:
+        begun.set()
+        while True:
+            activity.heartbeat()
+            await asyncio.sleep(0.1)
+
+    stages.override["run_agent"] = stand
+    return stages, begun
+
+
+@pytest.mark.parametrize(
+    ("start", "shard"),
+    [(rollout, 500), (group, 500), (run, 500), (run, 1)],
+    ids=["rollout", "group", "run", "sharded"],
+)
+async def test_a_workflow_that_its_worker_drops_asks_for_nothing(
+    client: Client,
+    start: Callable[[Client], Awaitable[None]],
+    shard: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its worker ends while the agent works: no clean-up is begun outside of the workflow."""
+    monkeypatch.setattr("workflows.run.SHARD", shard)
+    stages, begun = standing_agents()
+    complaints: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: complaints.append(str(told.exc_value)))
+    async with AsyncExitStack() as others:
+        for queue in (names.BOOT_QUEUE, names.AGENT_QUEUE, names.IO_QUEUE):
+            worker = Worker(client, task_queue=queue, activities=stages.activities())
+            await others.enter_async_context(worker)
+        async with workflow_worker(client):
+            await start(client)
+            await begun.wait()
+        gc.collect()
+
+    assert complaints == []
