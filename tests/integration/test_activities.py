@@ -12,11 +12,13 @@ from activities.messages import Attempt, SweepRequest
 from activities.services import Services
 from activities.sweep_sandboxes import SweepSandboxes
 from perdure import registry
+from perdure.cli import sandboxes
 from perdure.cli.sandboxes import kill_all
 from perdure.graders.base import Graded
 from perdure.instances import catalog
 from perdure.instances.release_pairs import archive
 from perdure.sandboxes.base import Sandbox, SandboxSpec
+from perdure.sandboxes.keeping import SYSTEM_PATH
 from perdure.sandboxes.local import LocalProvider
 from perdure.settings import Settings
 from perdure.storage import keys
@@ -99,6 +101,30 @@ async def test_a_provider_that_was_named_by_path_is_visited(services: Services) 
     killed = await kill_all(services.settings)
 
     assert (swept.found, killed) == (1, 1)
+
+
+async def test_an_engine_that_is_dead_does_not_hold_up_the_end(
+    services: Services,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`perdure down` says what it could not look at, and ends the sandboxes of the others."""
+    docker = tmp_path / "bin" / "docker"
+    docker.parent.mkdir()
+    docker.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
+    docker.chmod(0o755)
+    path = f"{docker.parent}:{SYSTEM_PATH}"
+    monkeypatch.setattr("perdure.sandboxes.host.SYSTEM_PATH", path)
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
+    monkeypatch.setattr(sandboxes, "LOOK_S", 0.5)
+    (services.home / "docker").mkdir(parents=True)
+    await services.provider("local").create(
+        SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-local-2"
+    )
+
+    assert await kill_all(services.settings) == 1
+    assert "docker left to their time limit: it does not answer" in capsys.readouterr().err
 
 
 async def test_a_provider_that_has_moved_does_not_stop_the_rest(services: Services) -> None:

@@ -1,5 +1,6 @@
 """The sandbox providers of this home, as its workers make them."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,11 @@ from perdure.cli.console import say
 from perdure.errors import ConfigurationError, MissingDependency, PerdureError
 from perdure.sandboxes.base import SandboxProvider
 from perdure.settings import Settings
+
+LOOK_S = 5.0
+"""An engine that does not say by then what it has is left alone: somebody waits for the end."""
+KILL_S = 20.0
+"""For each sandbox."""
 
 
 def provider(settings: Settings, name: str) -> SandboxProvider:
@@ -37,12 +43,17 @@ async def kill_all(settings: Settings) -> int:
             killed += await _kill(found) if found.host_bound else 0
         except PerdureError as error:  # an engine that does not answer keeps them, not the stack
             say(f"warning: sandboxes of {name} left to their time limit: {error}")
+        except TimeoutError:
+            say(f"warning: sandboxes of {name} left to their time limit: it does not answer")
     return killed
 
 
 async def _kill(found: SandboxProvider) -> int:
     killed = 0
-    for box in await found.list():
-        await found.kill(box.identity)
+    async with asyncio.timeout(LOOK_S):
+        boxes = await found.list()
+    for box in boxes:
+        async with asyncio.timeout(KILL_S):
+            await found.kill(box.identity)
         killed += box.alive
     return killed
