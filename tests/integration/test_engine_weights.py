@@ -60,6 +60,7 @@ def canary(weights: int) -> Canary:
 
 @dataclass
 class Stand:
+    roster: LoneRoster
     pool: EnginePool
     updates: WeightUpdates
     engines: list[ScriptedEngine]
@@ -129,7 +130,7 @@ async def stand(count: int, delay_s: float = 0.0) -> AsyncIterator[Stand]:
         try:
             while not all(seat.record.serves for seat in pool.seats.values()):
                 await asyncio.sleep(0.005)
-            yield Stand(pool, WeightUpdates(roster, client, notice_s=NOTICE_S), engines)
+            yield Stand(roster, pool, WeightUpdates(roster, client, notice_s=NOTICE_S), engines)
         finally:
             await pool.aclose()
             for engine in engines:
@@ -237,7 +238,7 @@ async def test_no_turn_ends_on_weights_without_proof(tmp_path: Path) -> None:
 
     old = Checkpoint(1, checkpoint(tmp_path / "1", 1), [canary(1)])
     async with stand(1, delay_s=0.03) as it, httpx.AsyncClient(transport=AsksLate()) as client:
-        updates = WeightUpdates(it.pool._roster, client, notice_s=NOTICE_S)
+        updates = WeightUpdates(it.roster, client, notice_s=NOTICE_S)
         call = it.ask()
         await it.sampling(call)
         wrong = checkpoint(tmp_path / "3", 3)
@@ -275,7 +276,7 @@ async def test_an_update_is_announced_before_it_is_done(tmp_path: Path) -> None:
 
     looks = Looks()
     async with stand(1) as it, httpx.AsyncClient(transport=looks) as client:
-        updates = WeightUpdates(it.pool._roster, client, notice_s=0)
+        updates = WeightUpdates(it.roster, client, notice_s=0)
         await updates.update(2, checkpoint(tmp_path, 2), [canary(2)])
 
     (announced,) = looks.seen
