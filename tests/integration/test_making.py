@@ -1,6 +1,7 @@
 """A try of an activity that is called off while it makes a sandbox: what it leaves, and to whom."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +13,12 @@ from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
 from activities import making
-from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes import reaper, service
+from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.e2b import E2BProvider
 from perdure.types import Limits
+from tests.stack import until
 from tests.workflows import conftest
 
 pytest.importorskip("e2b")
@@ -23,7 +26,12 @@ pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.temporal
 
 ID = "p-making-agent-1"
-SPEC = SandboxSpec("/testbed", labels={"run": "r1"}, limits=Limits(output_mb=1), ttl_s=300)
+SPEC = SandboxSpec(
+    "/testbed",
+    labels={"run": "r1", "rollout": "rollout/r1/add/0"},
+    limits=Limits(output_mb=1),
+    ttl_s=300,
+)
 LATE = ActivityCancellationDetails(timed_out=True)
 UNKNOWN = ActivityCancellationDetails(not_found=True)
 ASKED = ActivityCancellationDetails(cancel_requested=True)
@@ -44,7 +52,7 @@ class Bench:
 
     async def called_off(self, why: ActivityCancellationDetails) -> list[str]:
         """What the service had made, and not said so yet, when the try was called off."""
-        self.server.settings["boot_s"] = 0.5
+        self.server.settings["boot_s"] = self.server.settings["boot_s"] or 0.5
         running = asyncio.ensure_future(self.environment.run(self.make))
         while not self.live:
             await asyncio.sleep(0.01)
@@ -114,6 +122,27 @@ async def test_a_late_try_of_a_rollout_that_is_over_leaves_nothing(
     await bench.called_off(UNKNOWN)
 
     assert bench.live == []
+
+
+async def test_a_slow_create_that_is_called_off_ends_at_once(
+    bench: Bench, rollout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the boot; what it comes to is the reaper's, by its labels."""
+    monkeypatch.setattr(service, "CALLED_OFF_S", 0.1)
+    bench.server.settings["boot_s"] = 5.0
+    await bench.called_off(ASKED)
+    still_boots = [record["state"] for record in bench.server.sandboxes.all()]
+
+    async def swept() -> bool:
+        report = await reaper.sweep([bench.provider], nobody, grace_s=0, now=time.time())
+        return report.killed == 1
+
+    async def nobody(_: SandboxInfo) -> bool:
+        return False
+
+    await until(swept, "what came up later is swept")
+
+    assert (still_boots, bench.live) == (["creating"], [])
 
 
 @pytest.mark.parametrize(("why", "left"), [(LATE, 1), (ASKED, 0)], ids=["late", "cancelled"])

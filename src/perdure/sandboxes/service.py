@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import ClassVar
 from uuid import uuid4
 
-from perdure.errors import ConfigurationError
+import structlog
+
+from perdure.errors import ConfigurationError, PerdureError
 from perdure.sandboxes import images
 from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.box import check_identity
 from perdure.sandboxes.interpreters import with_interpreters
+
+CALLED_OFF_S = 5.0
+"""A create that is called off may end by itself for so long; then its outcome is unknown."""
+
+log = structlog.get_logger()
 
 
 class ServiceProvider(SandboxProvider):
@@ -29,7 +36,7 @@ class ServiceProvider(SandboxProvider):
 
     @abstractmethod
     async def _create(self, spec: SandboxSpec, identity: str) -> Sandbox:
-        """As `create`; it is never cancelled."""
+        """As `create`; cancelled only when it has been called off for CALLED_OFF_S."""
 
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         check_identity(identity)
@@ -39,11 +46,24 @@ class ServiceProvider(SandboxProvider):
         making = asyncio.create_task(self._create(spec, identity))
         try:
             return await asyncio.shield(making)
-        except asyncio.CancelledError:  # what was asked for may exist: find it, then end it
-            with contextlib.suppress(BaseException):
-                await making
-            await asyncio.shield(self.kill(identity))
+        except asyncio.CancelledError:
+            ending = asyncio.create_task(self._call_off(making, identity))
+            while not ending.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.shield(ending)
             raise
+
+    async def _call_off(self, making: asyncio.Task[Sandbox], identity: str) -> None:
+        """What was asked for may exist: end it, soon. What comes to be later has its identity, its
+        labels and its deadline: the next try adopts it, or the reaper finds it."""
+        await asyncio.wait([making], timeout=CALLED_OFF_S)
+        making.cancel()
+        try:
+            async with asyncio.timeout(CALLED_OFF_S):
+                await asyncio.gather(making, return_exceptions=True)
+                await self.kill(identity)
+        except (PerdureError, TimeoutError) as error:
+            log.warning("sandbox left to the reaper", identity=identity, reason=str(error))
 
     def _check_spec(self, spec: SandboxSpec) -> None:
         if spec.gateway is not None:
