@@ -305,6 +305,19 @@ async def test_sandbox_without_its_folder_ends_by_itself(
     assert await ended(keeper, 60)
 
 
+async def test_a_sandbox_that_ends_by_itself_leaves_its_folder_alone(
+    provider: BubblewrapProvider,
+) -> None:
+    """At its deadline its processes, cgroups and mounts go at once; the folder is the reaper's."""
+    box = await provider.create(replace(SPEC, ttl_s=1.0), "alone")
+    await box.start("long", ["sleep", "600"])
+    folder = str(provider.root / "alone")
+    while leftovers(provider, "alone") != [folder]:
+        await asyncio.sleep(0.05)
+
+    assert not (await provider.list())[0].alive
+
+
 @pytest.mark.parametrize("place", ["/testbed", "/tmp", "/home/agent", "/dev/shm"])
 async def test_full_disk_is_enospc(box: BubblewrapSandbox, place: str) -> None:
     """Writing more than the disk limit fails inside with ENOSPC, wherever it is written."""

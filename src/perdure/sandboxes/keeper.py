@@ -24,6 +24,9 @@ DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 LOOK_S = 5.0
 """How often a keeper asks whether its sandbox may live on."""
 
+REMOVING_S = 5.0
+"""What is busy for longer than this after its last process was killed is left to the reaper."""
+
 _SAVE_AGAIN_S = 0.5
 
 
@@ -393,7 +396,20 @@ class Keeper:
         if self._holder:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._holder_fd, signal.SIGKILL)
+        self._fork_remover()
         os._exit(0)  # the rest dies with its parent; what is left of the folder is the reaper's
+
+    def _fork_remover(self) -> None:
+        """Our launcher is in the groups until we are gone, so somebody else removes them."""
+        left: list[str] = self._order["folders"]  # type: ignore[assignment]
+        if not left or os.fork() != 0:
+            return
+        end = monotonic() + REMOVING_S
+        try:
+            while (left := [group for group in left if not _removed(group)]) and monotonic() < end:
+                sleep(0.02)
+        finally:
+            os._exit(0)
 
     def _enforce_deadlines(self) -> None:
         now = monotonic()
@@ -484,6 +500,19 @@ def _kill_group(group: str) -> None:
             pids = [int(pid) for pid in file]
         if not _kill([pid for pid in pids if _runs(pid)]):
             return
+
+
+def _removed(group: str) -> bool:
+    try:
+        for entry in os.scandir(group):
+            if entry.is_dir():
+                os.rmdir(entry.path)
+        os.rmdir(group)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _kill_marked(command: _Command) -> None:

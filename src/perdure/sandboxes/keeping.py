@@ -68,6 +68,7 @@ async def start_keeper(
         "own_users": as_root_of_own,
         "joins": [str(path) for path in plan.joins],
         "groups": str(plan.exec_groups) if plan.exec_groups else None,
+        "folders": [str(path) for path in plan.folders],
         "oom": str(plan.oom_file) if plan.oom_file else None,
         "holder": None if holder is None else {**vars(holder), "argv": list(holder.argv)},
         "gateway": None if gateway is None else (gateway[0], str(gateway[1])),
