@@ -86,6 +86,7 @@ def _instance(name: str, key: str) -> Instance:
             test_patch=added_file("test_calc.py", toy.TEST.encode()),
             timeout_s=60.0,
         ),
+        gold_patch=toy.GOLD,
     )
 
 

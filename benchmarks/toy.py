@@ -29,6 +29,16 @@ FIX = (
     f"echo {DONE} && cat patch.txt",
 )
 
+GOLD = b"""\
+diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -1,2 +1,2 @@
+ def add(a, b):
+-    return a - b
++    return a + b
+"""
+
 SANDBOX_PATH = "/usr/local/bin:/usr/sbin:/usr/bin:/bin"
 
 

@@ -77,6 +77,15 @@ TURNS = 6
 ASSISTANT = tuple(load_tokenizer("qwen3").encode(ASSISTANT_HEADER)[:2])
 """Begins each turn of the policy in a prompt."""
 FIX = "sed -i 's/return a - b/return a + b/' calc.py"
+GOLD = b"""\
+diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -1,2 +1,2 @@
+ def add(a, b):
+-    return a - b
++    return a + b
+"""
 INSTANCE = "tests/add"
 SLOW_INSTANCE = "tests/add-slowly"
 """Its hidden test takes a few seconds: long enough to be met at work."""
@@ -594,6 +603,7 @@ async def add_instances(stack: Stack) -> None:
             problem_statement="add(2, 3) returns -1.",
             source=Source(kind=SourceKind.DIRECTORY, path=str(tree)),
             grading=Grading(protocol="eval_cmd", eval_cmd=command, timeout_s=60),
+            gold_patch=GOLD,
         )
         await catalog.save(stack.store, instance)
 

@@ -21,21 +21,10 @@ from typing import Any
 from benchmarks import toy
 from benchmarks.measuring import Meter
 from benchmarks.overhead.report import machine
-from benchmarks.perdure_stack import DATASET, Home, Stack, right_answers
+from benchmarks.perdure_stack import Home, Stack, right_answers
 from benchmarks.scratch import scratch_folder
 from perdure.cli import ports, readiness
-from perdure.instances import catalog
-from perdure.storage.base import open_store
 
-GOLD = b"""\
-diff --git a/calc.py b/calc.py
---- a/calc.py
-+++ b/calc.py
-@@ -1,2 +1,2 @@
- def add(a, b):
--    return a - b
-+    return a + b
-"""
 EVERY_CALL, COMMAND, UPLOAD = ".", "POST /process.Process/Start", "POST /files"
 MENU: tuple[dict[str, Any], ...] = (
     {"match": EVERY_CALL, "status": 401},
@@ -173,7 +162,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         home = BrokenHome(folder / "home", engine_url="http://127.0.0.1:9", service=double)
         home.add_instances(toy.make_tree(folder / "tree"), count)
-        asyncio.run(_add_gold(home, count))
         stack = Stack.start(home, meter)
         try:
             measure(stack, double, 0.0, min(4, count), options)  # caches, imports
@@ -185,13 +173,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps([asdict(found) for found in slices], indent=1) + "\n")
     print("\n".join([machine(), "", *_table(slices, options.shares)]))
     return 0 if all(found.right == found.rollouts and not found.left for found in slices) else 1
-
-
-async def _add_gold(home: Home, count: int) -> None:
-    store = open_store(home.settings)
-    for name in toy.instance_ids(count):
-        instance = await catalog.load(store, f"{DATASET}/{name}")
-        await catalog.save(store, instance.model_copy(update={"gold_patch": GOLD}))
 
 
 def _table(slices: Sequence[Slice], shares: Sequence[float]) -> list[str]:

@@ -15,19 +15,16 @@ import pytest_asyncio
 
 from perdure.episodes.assemble import Episode
 from perdure.types import Outcome, RolloutRequest, RolloutStatus
-from tests import counting_agent
+from tests import counting_agent, services
 from tests import stack as stacks
 from tests.certificates import Authority
+from tests.services import E2B
 from tests.stack import Stack, until
 
-pytest.importorskip("e2b")
-pytest.importorskip("aiohttp")
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
-CREATE, LIST, INFO, DELETE = (
-    "POST /v2/sandboxes$", "GET /v2/sandboxes", "GET /sandboxes/", "DELETE ",
-)  # fmt: skip
-EXEC, UPLOAD, DATA = "POST /process.Process/Start", "POST /files", "/process|/files|/health"
+CREATE, LIST, INFO, DELETE = E2B.create, "GET /v2/sandboxes", "GET /sandboxes/", "DELETE "
+EXEC, UPLOAD, DATA = E2B.execute, E2B.upload, "/process|/files|/health"
 DATE = {"Retry-After": "Sat, 21 Nov 2026 00:00:00 GMT"}
 NOT_OPEN = {"message": "The sandbox is running but port is not open", "code": 502}
 NOT_FOUND = {"message": "The sandbox was not found", "code": 502}
@@ -182,21 +179,16 @@ class Field:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def field_(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Field]:
-    from perdure.testing.e2b_server import serving
-
     if missing := stacks.why_not_here():
         pytest.skip(missing)
     folder: Path = tmp_path_factory.mktemp("faults")
     with pytest.MonkeyPatch.context() as patch:
-        async with serving(folder / "server") as (server, url):
-            for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
-                patch.setenv(name, url)
-            patch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
-            async with stacks.running(folder / "stack", workers=0) as stack:
-                await stack.start_worker("tests.impatient_worker")
-                yield Field(stack, server, url, {})
-            for record in server.sandboxes.all():
-                await server.guests.kill(record["id"])
+        async with (
+            services.serving(E2B, folder / "server", patch) as (server, url),
+            stacks.running(folder / "stack", workers=0) as stack,
+        ):
+            await stack.start_worker("tests.impatient_worker")
+            yield Field(stack, server, url, {})
 
 
 @pytest.fixture(scope="module")
@@ -281,8 +273,8 @@ async def test_server_that_goes_away(
     from perdure.testing.h2_front import fronted
 
     async with fronted(field_.url, authority.tls()) as url:
-        for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
-            monkeypatch.setenv(name, url)
+        for name, value in E2B.variables(url).items():
+            monkeypatch.setenv(name, value)
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
         await field_.stack.kill_all(*field_.stack.workers)
         await field_.stack.start_worker("tests.impatient_worker")

@@ -31,21 +31,13 @@ from perdure.sandboxes.bubblewrap import BubblewrapProvider
 from perdure.settings import Settings
 from perdure.storage.base import open_store
 from perdure.types import Grading, Instance, Source, SourceKind
+from tests.stack import GOLD
 
 pytestmark = pytest.mark.temporal
 
 ROOT = Path(__file__).parents[2]
 ENDED_WITHIN_MS = 60_000
 
-GOLD = b"""\
-diff --git a/calc.py b/calc.py
---- a/calc.py
-+++ b/calc.py
-@@ -1,2 +1,2 @@
- def add(a, b):
--    return a - b
-+    return a + b
-"""
 SLOW = "sleep 1; "
 """Work, not waiting: grading a sample takes long enough to be interrupted."""
 

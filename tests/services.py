@@ -1,0 +1,150 @@
+"""Services that make sandboxes, played in the test's own process, and a bench to break them on.
+
+What each double plays is `perdure.testing`'s; what a test promises stands in the test.
+"""
+
+import importlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from perdure.sandboxes import calls, daytona, daytona_calls, e2b, e2b_calls
+from perdure.sandboxes.base import Sandbox, SandboxSpec
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.service import ServiceProvider
+from perdure.types import Limits
+
+ID = "p-fault-agent-1"
+SPEC = SandboxSpec("/testbed", labels={"run": "r1"}, limits=Limits(output_mb=1), ttl_s=300)
+REQUEST_S = 3.0
+
+
+@dataclass(frozen=True)
+class Service:
+    """What differs from one to the next where the same thing fails. Requests as `Rule.match`."""
+
+    name: str
+    provider: Callable[[Path], ServiceProvider]
+    variables: Callable[[str], Mapping[str, str]]
+    """By which its SDK finds the double at a URL."""
+    calls: ModuleType
+    create: str
+    execute: str
+    upload: str
+    key: str
+    image: str
+    """What names the image of a sandbox that asks for none."""
+    look_up: str = ""
+    """By which a create whose answer is lost is looked for; empty where the create is repeated."""
+
+    @property
+    def server(self) -> str:
+        return f"perdure.testing.{self.name}_server"
+
+
+def _e2b(home: Path) -> ServiceProvider:
+    provider = e2b.E2BProvider(home)
+    provider.connection = e2b.Connection(request_s=REQUEST_S)
+    return provider
+
+
+def _daytona(home: Path) -> ServiceProvider:
+    provider = daytona.DaytonaProvider(home)
+    provider.connection = daytona.Connection(request_s=REQUEST_S)
+    return provider
+
+
+E2B = Service(
+    "e2b",
+    _e2b,
+    lambda url: {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": "e2b_" + "0" * 40},
+    e2b_calls,
+    create="POST /v2/sandboxes$",
+    execute="POST /process.Process/Start",
+    upload="POST /files",
+    key="E2B_API_KEY",
+    image="PERDURE_E2B_TEMPLATE",
+)
+DAYTONA = Service(
+    "daytona",
+    _daytona,
+    lambda url: {"DAYTONA_API_URL": f"{url}/api", "DAYTONA_API_KEY": "dtn_0"},
+    daytona_calls,
+    create="POST /api/sandbox$",
+    execute="POST /toolbox/.*/process/execute",
+    upload="POST /toolbox/.*/files/bulk-upload",
+    key="DAYTONA_API_KEY",
+    image="PERDURE_DAYTONA_SNAPSHOT",
+    look_up="GET /api/sandbox/",
+)
+SERVICES = (E2B, DAYTONA)
+
+
+@asynccontextmanager
+async def serving(
+    service: Service, folder: Path, patch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Any, str]]:
+    """Its double (server, url), where the SDK will look; no box of it lives longer."""
+    pytest.importorskip(service.name)
+    pytest.importorskip("aiohttp")
+    if missing := BubblewrapProvider(folder).check():
+        pytest.skip(missing[0])
+    async with importlib.import_module(service.server).serving(folder) as (server, url):
+        for name, value in service.variables(url).items():
+            patch.setenv(name, value)
+        yield server, url
+        for record in server.sandboxes.all():
+            await server.guests.kill(record["id"])
+
+
+class Bench:
+    """A provider, its double, and what the double says is true."""
+
+    def __init__(self, service: Service, provider: ServiceProvider, server: Any) -> None:
+        self.service, self.provider, self.server = service, provider, server
+
+    def inject(self, match: str, **rule: Any) -> None:
+        self.server.faults.add([{"match": match, **rule}])
+
+    @property
+    def live(self) -> list[str]:
+        return [record["id"] for record in self.server.sandboxes.all()]
+
+    def asked(self, match: str) -> list[float]:
+        """When requests like this came."""
+        return [entry["at"] for entry in self.server.faults.log if match in entry["line"]]
+
+    @asynccontextmanager
+    async def box(self, spec: SandboxSpec = SPEC) -> AsyncIterator[Sandbox]:
+        try:
+            yield await self.provider.create(spec, ID)
+        finally:
+            await self.provider.kill(ID)
+
+    async def count(self, box: Sandbox) -> bytes:
+        return await box.read_file("count")
+
+
+@asynccontextmanager
+async def benched(
+    service: Service, folder: Path, patch: pytest.MonkeyPatch
+) -> AsyncIterator[Bench]:
+    """Each fault that is injected must have been met."""
+    patch.setattr(service.calls, "REFUSAL_PASSES_S", 0.7)  # the double caches refusals 0.5 s
+    patch.setattr(service.calls, "RELEASE_S", 0.2)
+    async with serving(service, folder / "server", patch) as (server, _):
+        provider = service.provider(folder / "home")
+        await provider.list()  # the key has worked once
+        yield Bench(service, provider, server)
+        assert all(rule.hits for rule in server.faults.rules), "a fault was never met"
+
+
+def impatient(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Calls are given up after so long."""
+    defaults = calls.again.__kwdefaults__ or {}
+    patch.setattr(calls.again, "__kwdefaults__", {**defaults, "patience_s": seconds})
