@@ -21,7 +21,7 @@ WORKER_EVICTED = "WorkerEvicted"
 """The worker was told to stop: dispatch the same work again, no attempt burned."""
 SANDBOX_LOST = "SandboxLost"
 """Boot a new attempt."""
-ACTION_NEEDED = frozenset({"ConfigurationError", "MissingDependency", "QuotaExceeded"})
+ACTION_NEEDED = frozenset({"ConfigurationError", "MissingDependency"})
 """Failures that a person must cure: the run pauses instead of failing every rollout."""
 
 

@@ -14,8 +14,7 @@ PerdureError
 │   └── PolicyTooStale       every engine has newer weights than its group may be sampled by
 ├── ActionNeeded         a person must act: stop the run
 │   ├── ConfigurationError   a setting, flag or request field is wrong; the message names it and the fix
-│   ├── MissingDependency    a program or package is absent; the message says how to install it
-│   └── QuotaExceeded        an account limit that retries cannot cure
+│   └── MissingDependency    a program or package is absent; the message says how to install it
 ├── NotFound             no such key, sandbox, instance or run
 └── PreconditionFailed   a conditional write lost to another writer
 
@@ -129,10 +128,6 @@ class ConfigurationError(ActionNeeded):
 
 class MissingDependency(ActionNeeded):
     pass
-
-
-class QuotaExceeded(ActionNeeded):
-    boundary = Boundary.SANDBOX
 
 
 class NotFound(PerdureError):

@@ -36,11 +36,6 @@ GRADERS = {
     "swebench": "perdure.graders.swebench:SwebenchGrader",
 }
 
-STORES = {
-    "file": "perdure.storage.local:LocalStore",
-    "s3": "perdure.storage.s3:S3Store",
-}
-
 
 def load(kind: str, table: dict[str, str], name: str) -> Any:
     """The object that `name` stands for: a registered name, or a dotted path `package.module:Name`.

@@ -368,9 +368,6 @@ class RolloutStatus(StrEnum):
     CANCELLED = "cancelled"
     EXPIRED = "expired"
 
-    def is_error(self) -> bool:
-        return self is RolloutStatus.FAILED
-
 
 class AgentEnd(StrEnum):
     """How the agent's process ended, judged by the agent's own rules (never by exit code alone)."""
@@ -381,9 +378,6 @@ class AgentEnd(StrEnum):
     """Its own turn, cost or context limit, or our wall-clock budget."""
     CRASHED = "crashed"
     NEVER_CALLED_MODEL = "never_called_model"
-
-    def is_truncated(self) -> bool:
-        return self is AgentEnd.LIMIT
 
     def is_error(self) -> bool:
         return self in (AgentEnd.CRASHED, AgentEnd.NEVER_CALLED_MODEL)

@@ -21,7 +21,6 @@ SWITCHES = (
     "containall", "cleanenv", "no-home", "userns", "no-privs", "net", "writable-tmpfs", "no-umask",
 )  # fmt: skip
 VALUES = ("network", "hostname", "overlay", "workdir", "pid-file", "pwd")
-RESERVED = ("proc", "sys", "dev", "usr")
 
 
 def write_program(folder: Path) -> Path:
