@@ -6,7 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from perdure.sandboxes.permits import MOST_GRANTS, PROBE_S, Account, AccountState
+from perdure.sandboxes.permits import (
+    AHEAD_S,
+    MOST_GRANTS,
+    OVERSHOOT,
+    PROBE_S,
+    SLOW_S,
+    Account,
+    AccountState,
+)
 from perdure.types import AccountCaps
 
 CAPS = AccountCaps(live=20, creates_per_s=5)
@@ -27,10 +35,25 @@ def names(account: Account, now: float) -> list[str]:
 class Service:
     """An account with caps of its own, used by holders that boot and work for fixed times."""
 
-    def __init__(self, account: Account, live: int, rate: int) -> None:
+    def __init__(
+        self,
+        account: Account,
+        live: int,
+        rate: int,
+        *,
+        work_s: float = 8.0,
+        others: Callable[[float], int] = lambda now: 0,
+    ) -> None:
         self.account, self.live, self.rate = account, live, rate
+        self.work_s = work_s
+        self.others = others
+        """What others have of the account, by the time."""
+        self.after: float | None = 10.0 if work_s < 10 else None
         self.created: list[float] = []
-        self.most = self.up = self.refused = 0
+        self.refusals: list[float] = []
+        self.full_at = 0.0
+        """When it first held as many as it takes."""
+        self.most = self.up = 0
         self.now = 0.0
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
@@ -40,19 +63,20 @@ class Service:
         heapq.heappush(self._later, (when, self._number, call))
 
     def create(self, holder: str) -> None:
-        if self.up >= self.live:
+        if self.up + self.others(self.now) >= self.live:
             return self._refuse(holder, "concurrency")
         if sum(self.now - at < 1 for at in self.created) >= self.rate:
             return self._refuse(holder, "rate")
         self.created.append(self.now)
         self.up += 1
-        self.most = max(self.most, self.up)
+        if self.up > self.most:
+            self.most, self.full_at = self.up, self.now
         self.at(self.now + 1, lambda: self.account.started(holder))
-        self.at(self.now + 9, lambda: self._end(holder))
+        self.at(self.now + 1 + self.work_s, lambda: self._end(holder))
 
     def _refuse(self, holder: str, limit: str) -> None:
-        self.refused += 1
-        after = 10.0 if limit == "concurrency" else 1.0
+        self.refusals.append(self.now)
+        after = self.after if limit == "concurrency" else 1.0
         self.account.refused(holder, limit, after, self.now)  # type: ignore[arg-type]
 
     def _end(self, holder: str) -> None:
@@ -80,7 +104,7 @@ def test_a_herd_of_500_never_meets_caps_that_are_known() -> None:
     service = Service(herd, live=20, rate=5)
     service.run()
 
-    assert (len(service.created), service.refused, service.most) == (500, 0, 20)
+    assert (len(service.created), service.refusals, service.most) == (500, [], 20)
 
 
 def test_a_herd_finds_out_caps_that_nobody_named() -> None:
@@ -92,7 +116,49 @@ def test_a_herd_finds_out_caps_that_nobody_named() -> None:
     service.run()
 
     assert len(service.created) == 500
-    assert service.refused < 100, service.refused
+    assert len(service.refusals) < 100, service.refusals
+
+
+def test_what_others_give_back_is_used_within_seconds() -> None:
+    """Others had 18 of 20 for ten minutes: once they have left, the account is full again after the
+    next try and a few boots, not after a minute for each sandbox."""
+    crowded = account()
+    for number in range(60):
+        ask(crowded, f"h{number}")
+    service = Service(
+        crowded, live=20, rate=5, work_s=1200, others=lambda now: 18 if now < 600 else 0
+    )
+    service.run()
+
+    assert service.most == 20
+    assert service.full_at - 600 < PROBE_S + 15, service.full_at
+
+
+def test_an_account_that_stays_crowded_is_asked_once_a_minute() -> None:
+    """Others keep what they have: one create in a minute is refused, and never several at once."""
+    crowded = account()
+    for number in range(12):
+        ask(crowded, f"h{number}", caps=AccountCaps(starting=16))
+    service = Service(crowded, live=20, rate=50, work_s=1200, others=lambda now: 14)
+    service.run()
+    minutes = Counter(now // PROBE_S for now in service.refusals)
+
+    assert len(service.created) == 12
+    assert max(minutes[minute] for minute in minutes if minute) == 1, minutes
+
+
+def test_a_recovery_that_goes_too_far_is_refused_a_few_times() -> None:
+    """Some came back, not all: what is tried beyond is a few sandboxes, not the whole herd."""
+    crowded = account()
+    for number in range(60):
+        ask(crowded, f"h{number}", caps=AccountCaps())
+    service = Service(
+        crowded, live=20, rate=500, work_s=1200, others=lambda now: 18 if now < 600 else 9
+    )
+    service.run()
+    late = Counter(now // PROBE_S for now in service.refusals if now > 600)
+
+    assert max(late.values()) <= OVERSHOOT[0], late
 
 
 def test_runs_share_an_account_and_each_is_served_in_order() -> None:
@@ -206,3 +272,96 @@ def test_a_restart_forgets_nothing() -> None:
 
     assert Account(state, 5.0).state() == before.state()
     assert Counter(p.starting for p in state.permits.values()) == {False: 1, True: 1}
+
+
+def stocked(standing: int, caps: AccountCaps) -> Account:
+    """An account with that many sandboxes booted ahead, and nobody who waits."""
+    one = Account(AccountState(caps=caps), 0.0)
+    for number in range(standing):
+        assert one.has_room(0.0)
+        one.reserve(f"ready/{number}", "e2b", 0.0)
+        one.stands(f"ready/{number}", "e2b", 0.0)
+    return one
+
+
+def test_a_sandbox_booted_ahead_counts_like_any_other() -> None:
+    """Two stand ready on an account of three: one slot is left, and the next waits."""
+    one = stocked(2, AccountCaps(live=3))
+    for name in ("a", "b"):
+        ask(one, name, caps=AccountCaps(live=3))
+
+    assert (names(one, 0.0), one.has_room(0.0)) == (["a"], False)
+
+
+def test_nothing_is_booted_ahead_where_somebody_waits() -> None:
+    """A slot or a start that a rollout waits for is never spent on one that may come."""
+    slow = stocked(0, AccountCaps(creates_per_s=10))
+    names(slow, 0.0)
+    slow.reserve("ready/0", "e2b", 0.0)
+    too_soon = slow.has_room(0.0)
+    ask(slow, "a", caps=AccountCaps(creates_per_s=10))
+
+    assert (too_soon, slow.has_room(60.0)) == (False, False)
+
+
+def test_whoever_takes_one_has_its_slot() -> None:
+    """A ready sandbox's permit passes on: its taker holds one, waits for none, and gives it back."""
+    one = stocked(1, AccountCaps(live=1))
+    ask(one, "a", caps=AccountCaps(live=1))
+    one.taken("ready/0", "a", "r", "1-agent")
+    held = (list(one.permits), list(one.waiting))
+    one.release("a")
+
+    assert (held, one.empty) == ((["a"], []), True)
+
+
+def test_ready_ones_give_way_on_a_full_account() -> None:
+    """As many as wait and no more, and only where the account is full; the slot goes to who waits."""
+    one = stocked(3, AccountCaps(live=3))
+    before = one.giving_way(0.0)
+    ask(one, "a", caps=AccountCaps(live=3))
+    (leaving,) = one.giving_way(0.0)
+    one.release(leaving.holder)
+
+    assert (before, leaving, names(one, 0.0)) == ([], ("ready/0", "e2b"), ["a"])
+
+
+def test_one_that_boots_gives_way_only_when_it_is_late() -> None:
+    """Nobody ends what its worker is about to finish; a dead worker's does not hold a slot for long."""
+    one = Account(AccountState(caps=AccountCaps(live=1)), 0.0)
+    one.reserve("ready/0", "e2b", 0.0)
+    ask(one, "a", caps=AccountCaps(live=1))
+    early, late = one.giving_way(SLOW_S), one.giving_way(SLOW_S + 1)
+    one.release("ready/0")
+    one.stands("ready/0", "e2b", SLOW_S + 2)
+
+    assert (early, len(late), list(one.permits)) == ([], 1, ["ready/0"])
+
+
+def test_a_refused_boot_ahead_is_no_wish() -> None:
+    """429 for a sandbox that nobody asked for: its slot is free, and nobody waits."""
+    one = Account(AccountState(), 0.0)
+    one.reserve("ready/0", "e2b", 0.0)
+    one.refused("ready/0", "concurrency", None, 0.0)
+
+    assert (one.empty, one.live) == (True, 0)
+
+
+def test_what_a_dead_worker_booted_ahead_is_forgotten() -> None:
+    """Its provider has ended it by then; the keeper does not outlive it, nor looks up its holder."""
+    one = stocked(1, AccountCaps(live=5))
+    unchecked = one.longest_unchecked(10)
+    names(one, AHEAD_S + 1)
+
+    assert (unchecked, one.empty) == ([], True)
+
+
+def test_a_restart_keeps_the_pause() -> None:
+    """A Retry-After is waited for by the next keeper too."""
+    before = account()
+    for number in range(2):
+        ask(before, f"h{number}", caps=AccountCaps(creates_per_s=10))
+    names(before, 0.0)
+    before.refused("h0", "rate", 30.0, 0.5)
+
+    assert names(Account(before.state(), 1.0), 29.0) == []
