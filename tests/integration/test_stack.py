@@ -20,7 +20,6 @@ from temporalio.client import Client
 
 from perdure.agents.base import EXEC_ID
 from perdure.cli import ports, readiness, stack_state
-from perdure.cli.processes import ProcessId
 from perdure.cli.stack_state import StackState
 from perdure.client import names
 from perdure.client.connection import connect
@@ -28,6 +27,7 @@ from perdure.errors import NotFound, SandboxLost
 from perdure.instances import catalog
 from perdure.sandboxes.base import SandboxInfo
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.process import ProcessId
 from perdure.settings import Settings
 from perdure.storage.base import open_store
 from perdure.types import Grading, Instance, Source, SourceKind

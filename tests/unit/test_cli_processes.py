@@ -11,8 +11,9 @@ import pytest
 
 from perdure.cli import ports
 from perdure.cli.children import Child, ChildSpec
-from perdure.cli.processes import ProcessId, identify, stop
+from perdure.cli.processes import identify, stop
 from perdure.errors import ConfigurationError
+from perdure.sandboxes.process import ProcessId
 from perdure.settings import Settings
 
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perdure.cli.processes import ProcessId
+from perdure.sandboxes.process import ProcessId
 from perdure.settings import Settings
 
 

@@ -4,9 +4,9 @@ Reads the state that its supervisor writes (`perdure.cli.stack_state`); starts a
 """
 
 import json
-from pathlib import Path
 
 from perdure.errors import ConfigurationError
+from perdure.sandboxes.process import ProcessId
 from perdure.settings import Settings
 
 
@@ -23,15 +23,7 @@ def address() -> str | None:
         ) from error
     try:
         state = json.loads((home / "run" / "state.json").read_bytes())
-        return state["temporal_address"] or None if _lives(state["pid"], state["started"]) else None
+        supervisor = ProcessId(state["pid"], state["started"])
+        return state["temporal_address"] or None if supervisor.alive else None
     except (FileNotFoundError, ValueError, KeyError):
         return None
-
-
-def _lives(pid: int, started: int) -> bool:
-    """The same process, not another one with its number: their start times differ."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return False
-    return int(fields[19]) == started and fields[0] not in "ZX"

@@ -19,6 +19,12 @@ class ProcessId(NamedTuple):
     pid: int
     started: int
 
+    @property
+    def alive(self) -> bool:
+        """While this very process runs; a zombie only waits for its parent to look."""
+        fields = procfs.stat(self.pid)
+        return bool(fields) and fields[0] not in b"ZX" and int(fields[19]) == self.started
+
 
 def read_process_id(path: Path) -> ProcessId | None:
     """What the keeper wrote as `pid started ...`; None while it is absent or half written."""
@@ -30,11 +36,7 @@ def read_process_id(path: Path) -> ProcessId | None:
 
 
 def is_alive(process: ProcessId | None) -> bool:
-    """True while this very process runs; a zombie is over."""
-    if process is None:
-        return False
-    fields = procfs.stat(process.pid)
-    return bool(fields) and fields[0] not in b"ZX" and int(fields[19]) == process.started
+    return process is not None and process.alive
 
 
 def kill_process(process: ProcessId | None, signum: int) -> None:
