@@ -215,6 +215,20 @@ async def test_wanting_fewer_ends_replicas(pool: Pool) -> None:
     os.close(server)
 
 
+async def test_a_replica_is_shown_until_it_has_gone(pool: Pool) -> None:
+    """Who waits for an empty pool waits for the roster too: only gateways that read there that an
+    engine drains can say when its sessions have moved."""
+    pool.add_node()
+    await pool.apply(replicas=1)
+    (first,) = await pool.joined(1)
+
+    with LocalStore(pool.settings.store_url)._locked(KEY):  # the drain cannot be written yet
+        await pool.apply(replicas=0)
+        status = await pool.until(lambda now: not any(one.engine for one in now.replicas))
+
+    assert status.managed == {first.engine}
+
+
 async def publish(pool: Pool, version: int) -> None:
     """What a trainer leaves in the home: the version's checkpoint, and its word on a prompt."""
     store = LocalStore(pool.settings.store_url)

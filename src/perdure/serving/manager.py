@@ -333,8 +333,8 @@ class EngineManager:
         assert boot is not None
         boot.leave_by = by + MARGIN_S / 2
         if boot.joined:
+            self._leaving.append(boot)  # first: it is there, and ends, also if the roster fails us
             await self._pool.drain(boot.joined, boot.generation, by)
-            self._leaving.append(boot)
         else:
             self._retire(boot)
 
