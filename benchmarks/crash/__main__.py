@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks import toy
 from benchmarks.crash.sides import Crash, CrashedPeer, CrashedPerdure, Outcome
 from benchmarks.endpoint import Endpoint
+from benchmarks.options import add_output, words
 from benchmarks.overhead.report import machine
 from benchmarks.peers.base import Peer
 from benchmarks.peers.environments import Unavailable
@@ -76,15 +77,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--latency", type=float, default=0.5, help="seconds of each model call")
     parser.add_argument("--workers", type=int, default=8, help="rollouts at a time")
     parser.add_argument("--at", type=float, default=0.6, help="kill after this share of the calls")
-    parser.add_argument("--agents", type=_words, default=tuple(AGENTS))
-    parser.add_argument("--peers", type=_words, default=tuple(PEERS), help="- for none")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every count there")
-    parser.add_argument("--keep", action="store_true", help="leave the working folder")
+    parser.add_argument("--agents", type=words, default=tuple(AGENTS))
+    parser.add_argument("--peers", type=words, default=tuple(PEERS), help="- for none")
+    add_output(parser)
     return parser.parse_args(arguments)
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part not in ("", "-"))
 
 
 def _told(outcome: Outcome) -> Outcome:

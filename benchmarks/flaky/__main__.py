@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import toy
 from benchmarks.measuring import Meter
+from benchmarks.options import add_output
 from benchmarks.overhead.report import machine
 from benchmarks.perdure_stack import Home, Stack, right_answers
 from benchmarks.scratch import scratch_folder
@@ -202,8 +203,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shares", type=_shares, default=(0.0, 0.05, 0.2))
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--keep", action="store_true", help="leave the working folder")
+    add_output(parser)
     return parser.parse_args(arguments)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks import toy
 from benchmarks.endpoint import Endpoint
+from benchmarks.options import add_output, words
 from benchmarks.overhead import report
 from benchmarks.overhead.sides import PeerSide, PerdureSide, Sample, Side, Size
 from benchmarks.peers.base import Peer
@@ -62,23 +63,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=8, help="rollouts at a time")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds of each model call")
     parser.add_argument(
-        "--agents", type=_words, default=("bash", "mini"), help=f"of {', '.join(PERDURE_AGENTS)}"
+        "--agents", type=words, default=("bash", "mini"), help=f"of {', '.join(PERDURE_AGENTS)}"
     )
     parser.add_argument(
-        "--peers", type=_words, default=tuple(PEERS), help=f"of {', '.join(PEERS)}; - for none"
+        "--peers", type=words, default=tuple(PEERS), help=f"of {', '.join(PEERS)}; - for none"
     )
     parser.add_argument("--largest-mini", type=int, default=50, help="mini in sandboxes: at most")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every sample there")
-    parser.add_argument("--keep", action="store_true", help="leave the working folder")
+    add_output(parser)
     return parser.parse_args(arguments)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part not in ("", "-"))
 
 
 def _plan(options: argparse.Namespace) -> list[Size]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks import toy
 from benchmarks.endpoint import Endpoint
 from benchmarks.measuring import Meter
+from benchmarks.options import add_output, words
 from benchmarks.overhead.report import machine
 from benchmarks.perdure_stack import Home, Stack
 from benchmarks.replay.scripts import HARNESSES, Harness
@@ -86,14 +87,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--clock", type=int, default=5, help="the turn that prints the time, from 0"
     )
-    parser.add_argument("--agents", type=_words, default=tuple(HARNESSES))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every count there")
-    parser.add_argument("--keep", action="store_true", help="leave the working folder")
+    parser.add_argument("--agents", type=words, default=tuple(HARNESSES))
+    add_output(parser)
     return parser.parse_args(arguments)
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 def _table(results: Sequence[Result]) -> list[str]:

@@ -1,0 +1,14 @@
+"""Options that several benchmarks take, with one meaning."""
+
+import argparse
+from pathlib import Path
+
+
+def words(text: str) -> tuple[str, ...]:
+    """`a,b`; `-` for none."""
+    return tuple(part for part in text.split(",") if part not in ("", "-"))
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every count there")
+    parser.add_argument("--keep", action="store_true", help="leave the working folder")
