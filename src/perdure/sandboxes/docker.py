@@ -52,6 +52,8 @@ CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", 
 """The guest's. Commands have none."""
 NO_FILES = 20000
 LISTED_AT_ONCE = 8
+IMAGE_STAYS_S = 60.0
+"""How soon a name that came to mean another image is noticed."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,13 @@ class DockerSandbox(GuestSandbox):
         return said.out.decode("utf-8", "replace")
 
     async def _write(self, path: str, data: bytes | Path) -> None:
-        line = 'umask 077; mkdir -p "${1%/*}"; cat >"$1"'
-        await self._exec(*("sh", "-c", line, "sh", path), what="upload", seconds=BOOT_S, given=data)
+        await self._write_and_print("upload", path, data, "true")
+
+    async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
+        line = f'(umask 077; mkdir -p "${{1%/*}}" && cat >"$1") && {command}'
+        argv = ("sh", "-c", line, "sh", path)
+        said = await self._exec(*argv, what=what, seconds=BOOT_S, given=data)
+        return said.out.decode("utf-8", "replace")
 
     async def _exec(
         self, *argv: str, what: str, seconds: float, given: bytes | Path | None = None
@@ -187,6 +194,10 @@ class DockerProvider(ServiceProvider):
         super().__init__(home)
         self.host_bound = cli.is_on_this_host()
         self._asked: Engine | None = None
+        self._ids: dict[str, tuple[float, str]] = {}
+        """Of images by name, and until when to trust it."""
+        self._variables: dict[str, Mapping[str, str]] = {}
+        """Of images, by id."""
 
     @property
     def sees_host(self) -> bool:
@@ -259,33 +270,29 @@ class DockerProvider(ServiceProvider):
     # -- making -----------------------------------------------------------------------------------
 
     async def _create(self, spec: SandboxSpec, identity: str) -> Sandbox:
-        name = self._name(identity)
-        found = await again(lambda: self._find(name))
-        if found is None:
-            found = await self._make(spec, identity, name)
-        box = await self._adopt(found)
+        box = await self._adopt(await self._make(spec, identity))
         await box.set_up(spec)
         return box
 
-    async def _make(self, spec: SandboxSpec, identity: str, name: str) -> Found:
+    async def _make(self, spec: SandboxSpec, identity: str) -> Found:
+        """Made or found: the engine knows whether the name is taken, and is not asked before."""
+        name = self._name(identity)
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         engine = await self._engine()
-        wanted = spec.image or os.environ.get(IMAGE_VARIABLE) or IMAGE
-        image = await again(
-            lambda: images.present(wanted, self.root / "pulls", self._image, self._pull)
-        )
-        own = self._own(spec, engine, await self._variables(image))
-        command = run_command(spec, name, image, self._labels(identity, own), engine)
+        image = await self._present(spec.image or os.environ.get(IMAGE_VARIABLE) or IMAGE)
+        labels = self._labels(identity, self._own(spec, engine, self._variables[image]))
         try:
+            command = run_command(spec, name, image, labels, engine)
             await cli.done(*command, seconds=BOOT_S, what="run")
-        except Conflict:
-            pass  # another creator was quicker: both have the same one
+        except Conflict:  # another creator was quicker: both have the same one
+            return await again(lambda: self._made(name))
         except ConfigurationError:
             await self.kill(identity)
             raise
         except ControlPlaneError as error:
+            self._ids.clear()  # one of them may be of an image that is gone
             raise await self._half_made(identity, error) from error
-        return await again(lambda: self._made(name))
+        return Found(name, "running", labels, out_of_memory=False)
 
     async def _made(self, name: str) -> Found:
         """The name is taken a moment before there is a container of it."""
@@ -334,12 +341,27 @@ class DockerProvider(ServiceProvider):
 
     # -- images -----------------------------------------------------------------------------------
 
+    async def _present(self, name: str) -> str:
+        """The id of the image that the engine has under this name now, or a moment ago."""
+        until, found = self._ids.get(name, (0.0, ""))
+        if time.monotonic() > until:
+            found = await again(
+                lambda: images.present(name, self.root / "pulls", self._image, self._pull)
+            )
+            self._ids[name] = time.monotonic() + IMAGE_STAYS_S, found
+        return found
+
     async def _image(self, name: str) -> str | None:
         said = await cli.call(
-            "image", "inspect", "--format", "{{.Id}}", name, seconds=REQUEST_S, what="image inspect"
+            *("image", "inspect", "--format", "{{.Id}} {{json .Config.Env}}", name),
+            seconds=REQUEST_S,
+            what="image inspect",
         )
         if said.code == 0:
-            return said.out.decode().strip()
+            found, variables = said.out.decode().strip().split(" ", 1)
+            lines = json.loads(variables) or []
+            self._variables[found] = dict(line.split("=", 1) for line in lines if "=" in line)
+            return found
         if "no such image" in said.err.lower():
             return None
         raise cli.typed("image inspect", said.err)
@@ -352,12 +374,6 @@ class DockerProvider(ServiceProvider):
         if found is None:
             raise ControlPlaneError(f"image {name!r} vanished after its pull")
         return found
-
-    async def _variables(self, image: str) -> Mapping[str, str]:
-        text = await cli.done(
-            *("image", "inspect", "--format", "{{json .Config.Env}}", image), seconds=REQUEST_S
-        )
-        return dict(line.split("=", 1) for line in json.loads(text) or [] if "=" in line)
 
     # -- finding ----------------------------------------------------------------------------------
 
@@ -462,6 +478,7 @@ def run_command(
     limits = spec.limits
     return [
         *("run", "--detach", "--name", name, "--hostname", "sandbox", "--user", ROOT),
+        *("--pull", "never"),
         *("--network", "host" if spec.network is Network.HOST else network, "--log-driver", "none"),
         *(("--runtime", runtime) if runtime else ()),
         *(part for key, value in labels.items() for part in cli.with_label(key, value)),

@@ -24,6 +24,7 @@ from perdure.errors import (
     NotFound,
     OutcomeUnknown,
     RateLimited,
+    SandboxLost,
 )
 from perdure.sandboxes import images
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
@@ -237,7 +238,7 @@ class E2BProvider(ServiceProvider):
         if box is None and (found := await self._find({f"{OWN}identity": identity})):
             box = await self._connect(found[0].sandbox_id, identity, found[0].metadata)
         if box is None:
-            box = await self._make(spec, identity)
+            return await self._make(spec, identity)
         await box.set_up(spec)
         return box
 
@@ -255,17 +256,24 @@ class E2BProvider(ServiceProvider):
                 await asyncio.sleep(LIST_LAG_S)
                 if not (found := await self._find({f"{OWN}identity": identity})):
                     continue
-                return await self._connect(found[0].sandbox_id, identity, found[0].metadata)
+                box = await self._connect(found[0].sandbox_id, identity, found[0].metadata)
+                await box.set_up(spec)
+                return box
             except RateLimited:
                 raise
             except ControlPlaneError as error:
                 raise OutcomeUnknown(
                     f"{error}; it is looked up by identity {identity!r}"
                 ) from error
-            if await self.exists(sdk.sandbox_id):
-                self._remember(identity, sdk.sandbox_id)
-                return E2BSandbox(self, sdk, identity, own)
-            await self._kill(sdk.sandbox_id)  # spent, or so early that it cannot be told apart
+            self._remember(identity, sdk.sandbox_id)
+            box = E2BSandbox(self, sdk, identity, own)
+            try:
+                await box.set_up(spec)
+            except SandboxLost:  # the key of one that is gone, or so early that it looks like it
+                await self._kill(sdk.sandbox_id)
+                self._hint(identity).unlink(missing_ok=True)
+                continue
+            return box
         raise OutcomeUnknown(
             f"e2b sandbox {identity!r} vanished {MOST_KEYS} times after its create"
         )

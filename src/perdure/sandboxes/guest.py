@@ -1,7 +1,7 @@
 """Runs inside a remote sandbox: durable commands, verified files, and one set-up. Standard library only.
 
-The host sends it there and calls it through the provider's exec: every call names one operation,
-may be repeated after a lost answer, and prints its result as one marked line. Python 3.7 or later.
+The host sends it there and calls it through the provider's exec (`guest_door`): every call names
+one operation, may be repeated after a lost answer, and prints one marked line. Python 3.7 or later.
 
     execs/<id>/order     the guard: the folder appears whole, by rename
     execs/<id>/pid       pid and start time of the supervisor; made once, so the command runs once
@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import pwd
 import resource
+import select
 import signal
-import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,26 +33,29 @@ STATE = os.path.dirname(os.path.abspath(__file__))
 LAUNCH_GRACE_S = 10.0
 TICK_S = 0.05
 INLINE = 1 << 18
+MOST_FILES = 64
+"""That a caller of ours may have open."""
 PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 24, 36, 38
 OOM_COUNTS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 """Of this sandbox's own control group, v2 and v1, where it has one."""
 
 
-def main() -> None:
-    name, _, argument = sys.argv[1].partition(":")
-    data = base64.b64decode(argument)
-    if name == "order":  # too long for a command line: it was uploaded
+def answer(argument: str) -> str:
+    """What is printed for one order. `call:` has it in base64; `order:` names a file that holds it,
+    where it is too long for a command line."""
+    name, _, encoded = argument.partition(":")
+    data = base64.b64decode(encoded)
+    if name == "order":
         with open(data.decode(), "rb") as file:
             data = file.read()
     call = json.loads(data)
     try:
-        answer = OPERATIONS[call.pop("op")](**call)
+        found = OPERATIONS[call.pop("op")](**call)
     except Refused as error:
-        answer = {"refused": error.kind, "message": str(error)}
+        found = {"refused": error.kind, "message": str(error)}
     except OSError as error:
-        answer = {"refused": "os", "message": str(error)}
-    sys.stdout.write("\n" + MARK + json.dumps(answer) + "\n")
-    sys.stdout.flush()
+        found = {"refused": "os", "message": str(error)}
+    return f"\n{MARK}{json.dumps(found)}\n"
 
 
 class Refused(Exception):
@@ -63,36 +67,46 @@ class Refused(Exception):
 # -- set-up ---------------------------------------------------------------------------------------
 
 
-def hello() -> Answer:
-    """Who runs here, and whether the set-up is complete."""
-    return {"ready": os.path.exists(state("ready")), "time": time.time()}
+def begin(targets: list[str], settings: Answer | None) -> Answer:
+    """The first step of the set-up, and the last where nothing of `targets` is missing.
+
+    `settings`: the order of `ready`, unless it comes in a call of its own."""
+    if os.path.exists(state("ready")):
+        return {"ready": True}
+    missing = [target for target in targets if not unpacked(target)]
+    if missing or settings is None:
+        return {"ready": False, "missing": missing}
+    ready(**settings)
+    return {"ready": True}
 
 
-def unpack(archive: str, target: str, sha256: str, owned: bool) -> Answer:
+def unpack(staged: str, target: str, sha256: str, owned: bool) -> Answer:
     """Unpack an uploaded archive at `target`, once. `owned`: it belongs to the agent."""
-    import tarfile  # late, as others here: every call starts an interpreter
+    import tarfile  # late, as others here: few calls need it
 
     with locked("setup"):
         done = state("unpacked", hashlib.sha256(target.encode()).hexdigest())
         if os.path.exists(done):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(staged)
             return {}
-        verify(archive, sha256)
+        verify(staged, sha256)
         make_folder(target, owned)
-        with tarfile.open(archive) as tar:
+        with tarfile.open(staged) as tar:
             for member in tar:
                 member.uid, member.gid = owner() if owned else (0, 0)
                 member.uname = member.gname = ""
                 tar.extract(member, target, numeric_owner=True)
-        os.unlink(archive)
+        os.unlink(staged)
         replace(done, sha256.encode())
     return {}
 
 
-def unpacked(target: str) -> Answer:
+def unpacked(target: str) -> bool:
     """Also where the template brings it and will not have it written."""
-    done = os.path.exists(state("unpacked", hashlib.sha256(target.encode()).hexdigest()))
-    brought = os.path.isdir(target) and os.listdir(target) and not os.access(target, os.W_OK)
-    return {"done": done or bool(brought)}
+    if os.path.exists(state("unpacked", hashlib.sha256(target.encode()).hexdigest())):
+        return True
+    return os.path.isdir(target) and bool(os.listdir(target)) and not os.access(target, os.W_OK)
 
 
 def ready(
@@ -169,6 +183,7 @@ def run(seconds: float, **order: Any) -> Answer:
 
 def launch(folder: str) -> None:
     """Fork a supervisor; of several that race, one makes the pid file and lives."""
+    reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
@@ -177,10 +192,10 @@ def launch(folder: str) -> None:
                 supervise(folder)
         finally:
             os._exit(0)
+    os.close(writing)
     os.waitpid(pid, 0)
-    end = time.monotonic() + LAUNCH_GRACE_S
-    while process_of(folder) is None and time.monotonic() < end:
-        time.sleep(0.002)
+    select.select([reading], [], [], LAUNCH_GRACE_S)  # closed by all: one of them has the guard
+    os.close(reading)
 
 
 def supervise(folder: str) -> None:
@@ -197,7 +212,8 @@ def supervise(folder: str) -> None:
     # whatever it leaves behind, in whatever session, becomes this process's child
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.write(guard, f"{os.getpid()} {start_time(os.getpid())}\n".encode())
-    os.close(guard)
+    os.closerange(3, MOST_FILES)  # those of whoever called, too
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # waited for in `watch`
     order, settings, began, ooms = order_of(folder), meta(), time.monotonic(), oom_kills()
     child = os.fork()
     if child == 0:
@@ -213,6 +229,7 @@ def become(folder: str, order: Answer, settings: Answer) -> None:
     for signum in range(1, 32):
         if signum not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
     os.umask(0o022)
     source = os.devnull
     if order["stdin"] is not None:
@@ -306,8 +323,7 @@ def watch(  # noqa: PLR0917
             cut(folder, output)
         if not told and timeout is not None and time.monotonic() - began > timeout:
             end(folder, "timeout")
-        # a new command is looked at often: most are short
-        time.sleep(0.004 if time.monotonic() - began < 1 else TICK_S)
+        signal.sigtimedwait({signal.SIGCHLD}, TICK_S)
 
 
 def end(folder: str, cause: str) -> None:
@@ -360,7 +376,7 @@ def poll(exec_id: str) -> Answer:
 
 def wait(exec_id: str, seconds: float) -> Answer:
     """Poll in here, where it costs nothing, until it is over or `seconds` have passed."""
-    finish, pause = time.monotonic() + seconds, 0.004
+    finish, pause = time.monotonic() + seconds, 0.001
     while True:
         found = poll(exec_id)
         left = finish - time.monotonic()
@@ -494,11 +510,10 @@ def place(
         if staged is None:
             with open(draft, "wb") as file:
                 file.write(base64.b64decode(data or ""))
+            verify(draft, sha256)
         else:
-            import shutil
-
-            shutil.copyfile(staged, draft)
-        verify(draft, sha256)
+            verify(staged, sha256)
+            bring(staged, draft)
         give(draft)
         os.chmod(draft, mode)
         os.replace(draft, path)
@@ -506,9 +521,21 @@ def place(
         if os.path.exists(draft):
             os.unlink(draft)
         raise
-    if staged is not None:
+    if staged is not None and os.path.exists(staged):
         os.unlink(staged)
     return {}
+
+
+def bring(staged: str, draft: str) -> None:
+    """By rename where both lie on one disk, else by a copy."""
+    try:
+        os.rename(staged, draft)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        import shutil
+
+        shutil.copyfile(staged, draft)
 
 
 def read(path: str, offset: int, limit: int) -> Answer:
@@ -677,7 +704,7 @@ class locked:
 
 
 OPERATIONS: Any = {
-    "hello": hello,
+    "begin": begin,
     "output": output,
     "place": place,
     "poll": poll,
@@ -688,9 +715,5 @@ OPERATIONS: Any = {
     "start": start,
     "touch": touch,
     "unpack": unpack,
-    "unpacked": unpacked,
     "wait": wait,
 }
-
-if __name__ == "__main__":
-    main()

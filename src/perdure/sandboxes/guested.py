@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import shlex
+import zlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -27,11 +28,29 @@ from perdure.sandboxes.host import _check_argv, _checked
 from perdure.sandboxes.packs import pack
 
 FOLDER = "/var/lib/perdure"
-GUEST = f"{FOLDER}/guest.py"
+PROGRAMS = ("guest.py", "guest_door.py")
+PYTHON = "exec python3 -I -S -c"
+"""Without the image's own packages."""
 CALL = (
-    f"python3 -I -S -c 'import sys; sys.path.insert(0, \"{FOLDER}\"); import guest; guest.main()'"
+    f"{PYTHON} 'import sys; sys.path.insert(0, \"{FOLDER}\"); import guest_door; guest_door.main()'"
 )
-"""Without the image's own packages, and imported, so that it is compiled once and not at every call."""
+INSTALL = f"""
+import base64, json, os, sys, zlib
+had = os.umask(0o077)
+os.makedirs("{FOLDER}", exist_ok=True)
+for name, text in json.loads(zlib.decompress(base64.b64decode(sys.argv.pop(1)))).items():
+    path = "{FOLDER}/" + name
+    if not os.path.exists(path) or open(path).read() != text:
+        draft = path + "." + os.urandom(4).hex()
+        with open(draft, "w") as file:
+            file.write(text)
+        os.replace(draft, path)
+os.umask(had)
+sys.path.insert(0, "{FOLDER}")
+import guest_door
+guest_door.main()
+"""
+"""Its first argument is removed, the second is an order. A guest of the same text is left alone."""
 MARK = "perdure-answer:"
 INLINE_BYTES = 60_000
 """Longer orders are uploaded: the kernel bounds an argument at 128 KiB."""
@@ -153,12 +172,7 @@ class GuestSandbox(Sandbox):
             await self._guest("place", path=path, sha256=sha256, mode=mode, data=text)
             return
         sha256 = await asyncio.to_thread(_digest, data)
-
-        async def send() -> None:  # what did not arrive whole is sent again, not only placed again
-            staged = await self._upload(data)
-            await self._guest_once("place", path=path, sha256=sha256, mode=mode, staged=staged)
-
-        await again(send)
+        await again(lambda: self._deliver("place", data, path=path, sha256=sha256, mode=mode))
 
     async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
         return await self._range("read", offset, limit, path=path)
@@ -167,20 +181,48 @@ class GuestSandbox(Sandbox):
 
     async def set_up(self, spec: SandboxSpec) -> None:
         """Everything the spec asks for is inside afterwards, however often and by whomever run."""
-        if (await again(self._install_guest))["ready"]:
+        mounts = sorted(self._sent(spec), key=lambda mount: mount.target.count("/"))
+        targets = [mount.target for mount in mounts]
+        targets += [spec.workdir] if spec.tree is not None else []
+        settings = self._settings(spec)
+        begun = await again(lambda: self._begin(targets, settings))
+        if begun["ready"]:
             return
-        for mount in sorted(self._sent(spec), key=lambda mount: mount.target.count("/")):
-            if mount.source.is_dir():
-                await self._unpack(mount.source, mount.target, owned=False)
-            else:
-                mode = mount.source.stat().st_mode & 0o777
-                await self.put(mount.target, mount.source, mode=mode)
-        if spec.tree is not None:
+        for mount in mounts:
+            if mount.target in begun["missing"]:
+                await self._bring(mount)
+        if spec.tree is not None and spec.workdir in begun["missing"]:
             await self._unpack(spec.tree, spec.workdir, owned=True)
+        await self._guest("ready", **settings)
+
+    def _settings(self, spec: SandboxSpec) -> dict[str, Any]:
+        """What every later command needs to know."""
         env = {**ENVIRONMENT, **self._environment(), **spec.env}
         output = spec.limits.output_mb << 20
         own = {"seal": seal} if (seal := self._seal()) is not None else {}
-        await self._guest("ready", workdir=spec.workdir, home=HOME, env=env, output=output, **own)
+        return {"workdir": spec.workdir, "home": HOME, "env": env, "output": output, **own}
+
+    async def _begin(
+        self, targets: Sequence[str], settings: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Install the guest, and look what it lacks: one call, all of the set-up where it lacks nothing."""
+        programs = {
+            name: resources.files("perdure.sandboxes").joinpath(name).read_text()
+            for name in PROGRAMS
+        }
+        packed = base64.b64encode(zlib.compress(json.dumps(programs).encode())).decode()
+        order = {"op": "begin", "targets": targets, "settings": settings}
+        line = f"{PYTHON} {shlex.quote(INSTALL)} {packed} {_argument(order)}"
+        if len(line) > INLINE_BYTES and settings is not None:
+            return await self._begin(targets, None)
+        return self._accepted(await self._run("set-up", line), {})
+
+    async def _bring(self, mount: Mount) -> None:
+        if mount.source.is_dir():
+            await self._unpack(mount.source, mount.target, owned=False)
+        else:
+            mode = mount.source.stat().st_mode & 0o777
+            await self.put(mount.target, mount.source, mode=mode)
 
     def _sent(self, spec: SandboxSpec) -> Sequence[Mount]:
         """The mounts that are uploaded: all, unless some are there already."""
@@ -194,27 +236,22 @@ class GuestSandbox(Sandbox):
         """Machine -> system-call filter, where the provider itself only makes containers."""
         return None
 
-    async def _install_guest(self) -> dict[str, Any]:
-        program = resources.files("perdure.sandboxes").joinpath("guest.py").read_bytes()
-        text = base64.b64encode(program).decode()
-        draft = f"{GUEST}.{uuid4().hex}"
-        return await self._run(
-            "set-up",
-            f"umask 077 && mkdir -p {FOLDER} && printf %s {text} | base64 -d >{draft}"
-            f" && mv {draft} {GUEST} && {_command({'op': 'hello'})}",
-        )
-
     async def _unpack(self, folder: Path, target: str, *, owned: bool) -> None:
-        if (await self._guest("unpacked", target=target))["done"]:
-            return
         packed = await asyncio.to_thread(pack, folder, self._packs)
+        order = {"target": target, "sha256": packed.sha256, "owned": owned}
+        await again(lambda: self._deliver("unpack", packed.path, **order))
 
-        async def send() -> None:
-            staged = await self._upload(packed.path)
-            order = {"archive": staged, "target": target, "sha256": packed.sha256, "owned": owned}
-            await self._guest_once("unpack", **order)
+    async def _deliver(self, op: str, data: bytes | Path, **order: Any) -> None:
+        """Upload it, and have the guest check and use it. What did not arrive whole is sent again."""
+        staged = f"{FOLDER}/staged/{uuid4().hex}"
+        command = _command({"op": op, "staged": staged, **order})
+        said = await self._write_and_print(op, staged, data, command)
+        self._accepted(self._answer_in(op, said), order)
 
-        await again(send)
+    async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
+        """Upload, then run a line that uses it. One call where the provider can do both in one."""
+        await self._write(path, data)
+        return await self._print(what, command, 0.0)
 
     async def _upload(self, data: bytes | Path) -> str:
         staged = f"{FOLDER}/staged/{uuid4().hex}"
@@ -258,8 +295,10 @@ class GuestSandbox(Sandbox):
         raise ConfigurationError(f"sandbox {self.identity!r} cannot do it: {message}")
 
     async def _run(self, what: str, command: str, *, extra_s: float = 0.0) -> dict[str, Any]:
+        return self._answer_in(what, await self._print(what, command, extra_s))
+
+    def _answer_in(self, what: str, said: str) -> dict[str, Any]:
         """The guest's marked line is the only answer; exit codes and ends of streams are hints."""
-        said = await self._print(what, command, extra_s)
         for line in reversed(said.splitlines()):
             if line.startswith(MARK):
                 with contextlib.suppress(ValueError):
@@ -286,7 +325,11 @@ class GuestSandbox(Sandbox):
 
 
 def _command(call: Mapping[str, Any]) -> str:
-    return f"{CALL} call:{base64.b64encode(json.dumps(call).encode()).decode()}"
+    return f"{CALL} {_argument(call)}"
+
+
+def _argument(call: Mapping[str, Any]) -> str:
+    return f"call:{base64.b64encode(json.dumps(call).encode()).decode()}"
 
 
 def _order(

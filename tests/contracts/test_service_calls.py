@@ -1,0 +1,73 @@
+"""How many requests each step of a sandbox costs: whoever is far from the service waits for each."""
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.services import SERVICES, Bench, benched
+
+LARGE = 100_000
+"""Bytes: too many to travel with the order."""
+
+
+@pytest.fixture(params=SERVICES, ids=lambda service: service.name)
+async def bench(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Bench]:
+    async with benched(request.param, tmp_path, monkeypatch) as bench:
+        yield bench
+
+
+EXPECTED = {
+    "e2b": {
+        "boot": ["GET /*/sandboxes", "POST /*/sandboxes", "POST /process.Process/Start"],
+        "exec": ["POST /process.Process/Start"],
+        "small file": ["POST /process.Process/Start"],
+        "large file": ["POST /files", "POST /process.Process/Start"],
+        "kill": ["GET /*/sandboxes", "DELETE /sandboxes/*"],
+    },
+    "daytona": {
+        "boot": [
+            "GET /api/sandbox/*",
+            "POST /api/sandbox",
+            "POST /toolbox/*/process/execute",
+        ],
+        "exec": ["POST /toolbox/*/process/execute"],
+        "small file": ["POST /toolbox/*/process/execute"],
+        "large file": ["POST /toolbox/*/files/bulk-upload", "POST /toolbox/*/process/execute"],
+        "kill": ["GET /api/sandbox/*", "DELETE /api/sandbox/*"],
+    },
+}
+
+
+class Requests:
+    """What came since the last look, in order, without the names in it."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._log = bench.server.faults.log
+        self._seen = len(self._log)
+
+    def new(self) -> list[str]:
+        lines = [entry["line"] for entry in self._log[self._seen :]]
+        self._seen = len(self._log)
+        return [re.sub(r"/[^/ ]*[0-9][^/ ]*(?=/|$)", "/*", line) for line in lines]
+
+
+async def test_no_step_costs_more_requests_than_it_must(bench: Bench, tmp_path: Path) -> None:
+    """A boot looks, makes and sets up; a command, an upload and a kill cost what they need."""
+    (tmp_path / "large").write_bytes(b"x" * LARGE)
+    requests, found = Requests(bench), dict[str, list[str]]()
+    async with bench.box() as box:
+        first, *rest = requests.new()
+        found["boot"] = [first, *(line for line in rest if "GET" not in line)]  # is it up yet?
+        await box.exec("true")
+        found["exec"] = requests.new()
+        await box.put("small", b"x")
+        found["small file"] = requests.new()
+        await box.put("large", tmp_path / "large")
+        found["large file"] = requests.new()
+    found["kill"] = requests.new()
+
+    assert found == EXPECTED[bench.service.name]

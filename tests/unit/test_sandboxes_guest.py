@@ -1,0 +1,126 @@
+"""The guest of a remote sandbox and the resident that answers for it, in a folder of this host."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from perdure.sandboxes import guested
+from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.guested import GuestSandbox
+
+TAKEN_S = "TAKEN_S = 5.0"
+
+
+class Folder(GuestSandbox):
+    """A guest without a sandbox around it: orders run by this host's shell."""
+
+    service = "Folder"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("folder", str(folder / "work"), packs=folder / "packs")
+        self.folder = folder / "guest"
+
+    async def _print(self, what: str, command: str, extra_s: float) -> str:
+        line = command.replace(guested.FOLDER, str(self.folder))
+        process = await asyncio.create_subprocess_exec(
+            *("sh", "-c", line), stdout=asyncio.subprocess.PIPE
+        )
+        return (await process.communicate())[0].decode()
+
+    async def _write(self, path: str, data: bytes | Path) -> None:
+        raise NotImplementedError
+
+    async def touch(self, ttl_s: float) -> None:
+        raise NotImplementedError
+
+    async def kill(self) -> None:
+        raise NotImplementedError
+
+    async def say(self, word: str) -> bytes:
+        return (await self.exec(["echo", word], user="root")).stdout
+
+    @property
+    def resident(self) -> int:
+        return int((self.folder / "door.lock").read_text().split()[0])
+
+    def edit(self, old: str, new: str) -> None:
+        """The program of another version of ours."""
+        path = self.folder / "guest_door.py"
+        text = path.read_text()
+        assert old in text
+        draft = path.with_suffix(".new")
+        draft.write_text(text.replace(old, new))
+        draft.replace(path)
+
+
+@pytest.fixture
+async def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Folder]:
+    monkeypatch.setenv("PERDURE_OWNER", f"{os.getuid()}:{os.getgid()}")
+    box = Folder(tmp_path)
+    await box.set_up(SandboxSpec(box.workdir))
+    yield box
+    os.kill(box.resident, signal.SIGKILL)
+
+
+async def test_one_resident_answers_for_the_guest(box: Folder) -> None:
+    """Commands are forked off the resident, and no argument of theirs says what was ordered."""
+    first = box.resident
+    await box.start("long", ["sleep", "600"], user="root")
+    supervisor = (box.folder / "execs/long/pid").read_text().split()[0]
+    arguments = Path(f"/proc/{supervisor}/cmdline").read_bytes()
+    await box.signal("long", signal.SIGKILL)
+
+    assert (box.resident, arguments.strip(b"\0")) == (first, b"")
+
+
+async def test_killed_resident_is_replaced(box: Folder) -> None:
+    """An order that finds the resident dead is carried out all the same, and leaves another."""
+    first = box.resident
+    os.kill(first, signal.SIGKILL)
+    said = await box.say("dead")
+
+    assert (said, box.resident != first) == (b"dead\n", True)
+
+
+async def test_silent_resident_is_replaced(box: Folder) -> None:
+    """A resident that stands still costs one order some seconds and no order its answer."""
+    box.edit(TAKEN_S, "TAKEN_S = 0.2")
+    await box.say("edited")
+    silent = box.resident
+    os.kill(silent, signal.SIGSTOP)
+    said = [await box.say("first"), await box.say("second")]
+
+    assert (said, box.resident != silent) == ([b"first\n", b"second\n"], True)
+
+
+async def test_resident_of_another_version_is_replaced(box: Folder) -> None:
+    """A guest that was installed anew answers by its new text, whatever was resident before."""
+    first = box.resident
+    box.edit(TAKEN_S, "TAKEN_S = 6.0")
+    said = await box.say("new")
+
+    assert (said, box.resident != first) == (b"new\n", True)
+
+
+async def test_the_same_guest_is_left_alone(box: Folder) -> None:
+    """A set-up that finds this very guest there keeps its resident."""
+    first = box.resident
+    await box.set_up(SandboxSpec(box.workdir))
+
+    assert box.resident == first
+
+
+async def test_command_outlives_the_resident(box: Folder) -> None:
+    """What runs is not the resident's to lose: its end is told after the resident's."""
+    await box.start(
+        "long", ["sh", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"], user="root"
+    )
+    os.kill(box.resident, signal.SIGKILL)
+    await box.put("go", b"")
+    status = await box.wait("long", 60)
+
+    assert status.code == 5
