@@ -8,7 +8,8 @@ from benchmarks.capture.recordings import Session, read
 from perdure.episodes import turns
 from perdure.gateway.tokenizers import load_tokenizer
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
-from perdure.testing.scripted_engine import Policy, ScriptedEngine
+from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.testing.scripted_policy import Policy
 from perdure.types import Turn
 
 

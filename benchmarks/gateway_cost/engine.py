@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from perdure.gateway.server import NO_GRACE, Server, make_server
 from perdure.gateway.tokenizers import load_tokenizer
-from perdure.testing.scripted_engine import Policy
+from perdure.testing.scripted_policy import Policy
 
 ANSWER = {
     "content": "I look at the next file before I change anything.",

@@ -24,7 +24,8 @@ from perdure.graders.eval_cmd import EvalCmdGrader
 from perdure.sandboxes.base import ExecStatus, Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
-from perdure.testing.scripted_engine import Call, Policy, ScriptedEngine
+from perdure.testing.scripted_engine import Call, ScriptedEngine
+from perdure.testing.scripted_policy import Policy
 from perdure.types import (
     AgentEnd,
     Grade,

@@ -38,7 +38,8 @@ from perdure.gateway.sessions import Sessions
 from perdure.gateway.tokenizers import Format, load_format
 from perdure.gateway.turns import abandonable
 from perdure.storage.local import LocalStore
-from perdure.testing.scripted_engine import Policy, logprob
+from perdure.testing.scripted_engine import logprob
+from perdure.testing.scripted_policy import Policy
 from perdure.types import EngineSpan, FinishReason, Purpose, Sampling, Turn
 
 FORMAT = load_format("qwen3")

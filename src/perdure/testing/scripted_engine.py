@@ -32,13 +32,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from perdure.gateway.base import Answer, Refused
 from perdure.gateway.dialects import openai_chat
 from perdure.gateway.server import NO_GRACE, Server, make_server
-from perdure.gateway.tokenizers import Tokenizer, load_tokenizer
+from perdure.gateway.tokenizers import load_tokenizer
 from perdure.serving.control_plane import PROBE_SESSION, version_number
+from perdure.testing.scripted_policy import Policy
 
 KEPT_CALLS = 512
 CHUNK = 8
 """Tokens of one chunk of a stream."""
-DEFAULT_TURNS: tuple[dict[str, Any], ...] = ({"content": "Nothing to do."},)
 FAULTS = (
     "status",  # answers `status`, without work
     "hang",  # takes the request and never answers; /health stays 200
@@ -112,106 +112,6 @@ class Stats:
     sampled_tokens: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     calls_by_session: Counter[str] = field(default_factory=Counter)
-
-
-class Scripts:
-    """The policy: which script a conversation follows, and its next turn."""
-
-    def __init__(self, scripts: Mapping[str, Any]) -> None:
-        """Raises: ValueError naming what is wrong with the script."""
-        self._scripts = [(_text(s, "match"), _turns(s)) for s in scripts.get("scripts", ())]
-        self._default = _turns(scripts.get("default", {"turns": list(DEFAULT_TURNS)}))
-
-    def turn(self, text: str, index: int) -> dict[str, Any]:
-        """The `index`-th turn of the first script whose text occurs; the last one repeats."""
-        turns = next((turns for match, turns in self._scripts if match in text), self._default)
-        return turns[min(index, len(turns) - 1)]
-
-
-def _text(script: Mapping[str, Any], name: str) -> str:
-    if not isinstance(script.get(name), str) or not script[name]:
-        raise ValueError(f"a script needs {name!r}, a non-empty string")
-    return str(script[name])
-
-
-def _turns(script: Mapping[str, Any]) -> list[dict[str, Any]]:
-    turns = script.get("turns")
-    if not isinstance(turns, list) or not turns:
-        raise ValueError("a script needs 'turns', a non-empty list")
-    return turns
-
-
-class Policy:
-    """Scripts on token ids: reads of a prompt only what it must, and remembers what it read."""
-
-    def __init__(self, tokenizer: Tokenizer, scripts: Mapping[str, Any]) -> None:
-        self._tokenizer = tokenizer
-        self.scripts = Scripts(scripts)
-        self._start, self._end = (
-            tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>")
-        )
-        self._assistant = tokenizer.encode_plain("assistant")[0]
-        self._openings: dict[bytes, str] = {}
-        self._completions: dict[int, list[int]] = {}
-
-    def complete(self, prompt_ids: list[int]) -> list[int]:
-        """The whole completion after a prompt, with what of it the prompt holds already. Shape [C]."""
-        turns, opening = 0, len(prompt_ids)
-        position = -1
-        with contextlib.suppress(ValueError, IndexError):
-            while True:
-                position = prompt_ids.index(self._start, position + 1)
-                if prompt_ids[position + 1] == self._assistant:
-                    opening = min(opening, position)
-                    turns += 1
-        turn = self.scripts.turn(self._opening(prompt_ids[:opening]), max(turns - 1, 0))
-        if id(turn) not in self._completions:
-            self._completions[id(turn)] = self.tokens(turn)
-        return self._completions[id(turn)]
-
-    def begun(self, prompt_ids: list[int], whole: list[int]) -> int:
-        """How many leading tokens of its completion a prompt ends with: a generation resumed."""
-        end = len(prompt_ids)
-        with contextlib.suppress(ValueError):
-            start = end - 1 - prompt_ids[::-1].index(self._start)
-            most = min(end - start - 2, len(whole) - 1)
-            return next(n for n in range(most, -1, -1) if prompt_ids[end - n :] == whole[:n])
-        return 0
-
-    def _opening(self, token_ids: list[int]) -> str:
-        """The text before the first answer, the same in all turns and samples of an instance."""
-        key = array("i", token_ids).tobytes()
-        if key not in self._openings:
-            if len(self._openings) >= KEPT_CALLS:
-                self._openings.clear()
-            self._openings[key] = self._tokenizer.decode(token_ids)
-        return self._openings[key]
-
-    def tokens(self, turn: Mapping[str, Any]) -> list[int]:
-        """A scripted turn as Qwen3 would sample it, closing token included."""
-        if "raw" in turn:
-            return [*self._encode_raw(turn["raw"]), self._end]
-        parts = []
-        if turn.get("reasoning"):
-            parts.append(f"<think>\n{turn['reasoning']}\n</think>\n\n")
-        parts.append(turn.get("content", ""))
-        for call in turn.get("tool_calls", ()):
-            body = json.dumps({"name": call["name"], "arguments": call["arguments"]})
-            parts.append(f"{chr(10) if parts[-1] else ''}<tool_call>\n{body}\n</tool_call>")
-        return [*self._encode_raw("".join(parts)), self._end]
-
-    def _encode_raw(self, text: str) -> list[int]:
-        """Scripts are ours, so here control tokens are read as such."""
-        ids: list[int] = []
-        while text:
-            markers = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-            found = [(at, marker) for marker in markers if (at := text.find(marker)) != -1]
-            at, marker = min(found, default=(len(text), ""))
-            ids += self._tokenizer.encode_plain(text[:at])
-            if marker:
-                ids.append(self._tokenizer.convert_tokens_to_ids(marker))
-            text = text[at + len(marker) :]
-        return ids
 
 
 class PrefixCache:
@@ -474,7 +374,7 @@ class ScriptedEngine:
             if prefills:
                 job = job._replace(prefill=prompt_ids)
             return StreamingResponse(self._stream(request, job), media_type="text/event-stream")
-        choice = self._choice(token_ids, logprobs, reason)
+        choice = _part(token_ids, logprobs, reason, [self._label()] * len(token_ids))
         self._advance(len(token_ids))
         call.sampled_by.extend([self.weights] * len(token_ids))
         answer = self._head(request, body)
@@ -529,22 +429,6 @@ class ScriptedEngine:
             "request_id": f"generate-tokens-{request_id}",
             "model": body.get("model"),
             "prompt_token_ids": None,
-        }
-
-    def _choice(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], reason: str | None
-    ) -> dict[str, Any]:
-        content = [
-            {"token_id": token_id, "logprob": value, "rank": 1, "top_logprobs": []}
-            for token_id, value in zip(token_ids, logprobs, strict=False)
-        ]
-        return {
-            "index": 0,
-            "token_ids": list(token_ids),
-            "logprobs": {"content": content},
-            "finish_reason": reason,
-            "stop_reason": None,
-            "weight_versions": [{"version": self._label(), "start": 0, "end": len(token_ids)}],
         }
 
     async def _stream(self, request: Request, job: "_Job") -> AsyncIterator[bytes]:
