@@ -2,7 +2,8 @@
 
 `two gateways` are two processes' worth of leases: each call of a session goes to either, as connections
 do. `--router PATH` adds vLLM's own router (the package vllm-router, in an environment of its own) in
-front of the same engines, with three of its policies.
+front of the same engines, with each policy that tells sessions, prompts or loads apart by itself;
+`kv_aware` would have to be told by the engines' KV events, which modelled caches do not send.
 
 Two scripted engines with a modelled prefix cache (blocks of 128 tokens, LRU) and a prefill that costs
 time, one prompt after the other. Sessions come in groups with one opening prompt, all at once, and
@@ -14,17 +15,20 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import random
 import socket
 import subprocess
+import sys
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
 
 import httpx
+import structlog
 
 from perdure.gateway.engines.pool import EnginePool, EngineSpec
 from perdure.gateway.engines.salvage import Salvage
@@ -38,7 +42,14 @@ BLOCK = 128
 TURN = {"content": "I read the file and now I look at the next one. " * 3}
 VOCABULARY = 140_000
 ROUTER = "router "
-POLICIES = ("round_robin", "consistent_hash", "cache_aware")
+POLICIES = (
+    "round_robin",
+    "power_of_two",
+    "consistent_hash",
+    "sticky_least_loaded",
+    "cache_aware",
+)
+ROUTER_START_S = 300.0
 Ids = list[int]
 Route = Callable[[str, str, Ids], Awaitable[Ids]]
 """Session, group and prompt to the completion."""
@@ -83,8 +94,7 @@ async def side(name: str, job: Job, router: Path | None) -> Result:
         urls = [engine.url for engine in engines]
         if name.startswith(ROUTER):
             assert router is not None
-            with _router(router, name.removeprefix(ROUTER), urls) as url:
-                await _answers(client, url)
+            async with _router(router, name.removeprefix(ROUTER), urls) as url:
                 return await _play(name, job, engines, _plain(name, [url], client))
         if name in ("leases", "two gateways"):
             roster, count = LoneRoster(), 1 if name == "leases" else 2
@@ -125,9 +135,12 @@ async def _leased(pools: list[EnginePool]) -> Route:
     return route
 
 
-@contextlib.contextmanager
-def _router(program: Path, policy: str, urls: list[str]) -> Iterator[str]:
-    """vLLM's router in front of the engines."""
+@contextlib.asynccontextmanager
+async def _router(program: Path, policy: str, urls: list[str]) -> AsyncIterator[str]:
+    """vLLM's router in front of the engines, once it is healthy.
+
+    Raises: RuntimeError when it ends or is not ready within `ROUTER_START_S`.
+    """
     ports = [_free_port(), _free_port()]
     process = subprocess.Popen(
         [
@@ -137,21 +150,33 @@ def _router(program: Path, policy: str, urls: list[str]) -> Iterator[str]:
         ],
         stdout=subprocess.DEVNULL,
     )
+    url = f"http://127.0.0.1:{ports[0]}"
     try:
-        yield f"http://127.0.0.1:{ports[0]}"
+        await _answers(process, url)
+        yield url
     finally:
-        process.terminate()
+        await asyncio.to_thread(_end, process)
+
+
+async def _answers(process: "subprocess.Popen[bytes]", url: str) -> None:
+    end = time.monotonic() + ROUTER_START_S
+    async with httpx.AsyncClient(trust_env=False) as client:
+        while process.poll() is None and time.monotonic() < end:
+            with contextlib.suppress(httpx.TransportError):
+                if (await client.get(f"{url}/health")).status_code == httpx.codes.OK:
+                    return
+            await asyncio.sleep(0.1)
+    raise RuntimeError(f"the router did not start at {url}: {process.poll()}")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """It waits for open connections, which nobody needs any more."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
         process.wait()
-
-
-async def _answers(client: httpx.AsyncClient, url: str) -> None:
-    while True:
-        try:
-            if (await client.get(f"{url}/health")).status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass
-        await asyncio.sleep(0.1)
 
 
 def _free_port() -> int:
@@ -214,27 +239,35 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="a line of JSON per result")
     parser.add_argument("--router", type=Path, help="the program vllm-router")
     parser.add_argument("--sides", default="leases,two gateways,hash,round robin")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="seconds after which a side is given up"
+    )
     for name, value in asdict(Job()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     options = vars(parser.parse_args())
-    rounds, as_json, router, sides = (
-        options.pop(name) for name in ("rounds", "json", "router", "sides")
+    rounds, as_json, router, sides, limit = (
+        options.pop(name) for name in ("rounds", "json", "router", "sides", "limit")
     )
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     names = sides.split(",")
     if router is not None:
         names += [f"{ROUTER}{policy}" for policy in POLICIES]
     if not as_json:
         print(
-            f"{'side':22} {'hit rate':>9} {'of reusable':>12} {'seconds':>8} {'busier engine':>14}"
+            f"{'side':26} {'hit rate':>9} {'of reusable':>12} {'seconds':>8} {'busier engine':>14}"
         )
     for _ in range(rounds):
         for name in names:
-            r = asyncio.run(side(name, Job(**options), router))
+            try:
+                r = asyncio.run(asyncio.wait_for(side(name, Job(**options), router), limit))
+            except TimeoutError:
+                print(f"{name}: not done after {limit:.0f} s", file=sys.stderr, flush=True)
+                continue
             if as_json:
                 print(json.dumps(asdict(r)), flush=True)
                 continue
             print(
-                f"{r.side:22} {r.hit_rate:9.1%} {r.of_reusable:12.1%} {r.seconds:8.2f} "
+                f"{r.side:26} {r.hit_rate:9.1%} {r.of_reusable:12.1%} {r.seconds:8.2f} "
                 f"{r.busiest:14.0%}",
                 flush=True,
             )

@@ -26,6 +26,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from benchmarks.parity.conversations import Job
+from benchmarks.parity.measure import Stand, measure
 from perdure.episodes import assemble, turns
 from perdure.gateway.base import Refused, TokenEngine
 from perdure.gateway.engines.choose import Engines
@@ -71,6 +73,8 @@ EVERY_WISH = {
 """What an agent's request may ask of the sampler."""
 PREFILL_TOLERANCE = 0.2
 """Reading a token and sampling it are different kernels in bf16."""
+PARITY_TOLERANCE = 0.02
+"""Two to five steps of bf16 at this model's logits; another token's logprob is 0.2 away."""
 
 
 @pytest.fixture(scope="session")
@@ -333,3 +337,29 @@ def _told(
     choice = answer["choices"][0]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     return asked["token_ids"], choice["token_ids"], logprobs
+
+
+async def test_transformers_agrees_with_what_was_recorded(
+    url: str, installed: Path, tmp_path: Path
+) -> None:
+    """Its own pass over the ids that a gateway recorded gives each the recorded logprob, within bf16,
+    and each greedy id that it would not have taken all but ties with the one that it would."""
+    stand = Stand(
+        model=installed / "model",
+        tokenizer="qwen3",
+        dtype="bfloat16",
+        device="cpu",
+        vllm=installed / "venv/bin/vllm",
+        python=installed / "venv/bin/python",
+        engine_url=url,
+    )
+
+    report = await measure(stand, Job(conversations=3, turns=2, tokens=16, text=400), tmp_path)
+
+    assert {(one.mode, one.scored_in) for one in report.figures} == {
+        (mode, dtype) for mode in ("greedy", "sampled") for dtype in ("bfloat16", "float32")
+    }
+    for found in report.figures:
+        assert found.turns == 3 * 2
+        assert found.max < PARITY_TOLERANCE
+        assert all(one.behind < PARITY_TOLERANCE for one in found.differences or ())

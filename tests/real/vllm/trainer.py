@@ -1,8 +1,8 @@
 """A trainer's side of weights, by transformers: `python trainer.py MODEL < REQUEST > ANSWER`.
 
 Runs in vLLM's own environment; nothing in Perdure imports it. REQUEST is a JSON list of id lists; of
-each the answer has the greedy next token, its logprob, and the logprobs of the ids themselves from
-the second on.
+each the answer has the greedy next token, its logprob, by how much the second best is behind, and the
+logprobs of the ids themselves from the second on.
 """
 
 # mypy: ignore-errors
@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 def scored(model, ids):
     with torch.inference_mode():
         logprobs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-    token = int(logprobs[-1].argmax())
+    (best, second), (token, _) = (found.tolist() for found in logprobs[-1].topk(2))
     return {
         "token_id": token,
-        "logprob": float(logprobs[-1, token]),
+        "logprob": best,
+        "ahead": best - second,
         "prompt_logprobs": [float(logprobs[i - 1, ids[i]]) for i in range(1, len(ids))],
     }
 

@@ -1,0 +1,1 @@
+"""Whether transformers gives the recorded tokens the logprobs that were recorded for them."""

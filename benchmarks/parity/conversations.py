@@ -1,0 +1,190 @@
+"""Conversations through a gateway process, as rollouts have them, and what it recorded of them.
+
+Owns the sessions, the clock around them, and the same calls straight at the engine.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from perdure.episodes import turns
+from perdure.gateway.base import SessionSpec
+from perdure.gateway.control import GatewayControl, load_secret
+from perdure.settings import Settings
+from perdure.storage.local import LocalStore
+from perdure.types import Sampling, Turn
+
+ROOT = Path(__file__).resolve().parents[2]
+Mode = Literal["greedy", "sampled"]
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """All conversations of a mode go on at once. `tokens`: most of an answer; `text`: characters of
+    source code in each question."""
+
+    conversations: int = 8
+    turns: int = 3
+    tokens: int = 64
+    text: int = 2000
+    temperature: float = 1.0
+    """Of the sampled ones; 0 samples nothing."""
+
+    def temperature_of(self, mode: Mode) -> float:
+        return 0.0 if mode == "greedy" else self.temperature
+
+
+@dataclass(frozen=True)
+class Played:
+    """The recorded turns of each conversation, and the seconds of all of them."""
+
+    mode: Mode
+    conversations: list[list[Turn]]
+    seconds: float
+
+    @property
+    def recorded(self) -> list[Turn]:
+        return list(itertools.chain.from_iterable(self.conversations))
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(turn.completion_ids) for turn in self.recorded)
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """A gateway process on a home of its own, and a client for its agents."""
+
+    home: Path
+    url: str
+    client: httpx.AsyncClient
+    control: GatewayControl
+
+    async def warm_up(self, job: Job) -> None:
+        """An engine's first requests are slow."""
+        await self.play("sampled", replace(job, turns=1, tokens=8), prefix="warm-up-")
+
+    async def play(self, mode: Mode, job: Job, *, prefix: str = "") -> Played:
+        names = [f"{prefix}{mode}-{number}" for number in range(job.conversations)]
+        rules = Sampling(temperature=job.temperature_of(mode), max_tokens_per_turn=job.tokens)
+        for name in names:
+            spec = SessionSpec(session_id=name, turns_key=_turns_key(name), sampling=rules)
+            await self.control.open(spec)
+        asked = zip(names, _questions(job), strict=True)
+        began = time.perf_counter()
+        await asyncio.gather(*(self._converse(name, questions) for name, questions in asked))
+        seconds = time.perf_counter() - began
+        return Played(mode, [await self._recorded(name) for name in names], seconds)
+
+    async def _converse(self, name: str, questions: list[str]) -> None:
+        headers = {"authorization": f"Bearer {self.control.key(name)}"}
+        # The name comes first, so that no conversation finds another's prompt in the engine's cache.
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": f"Conversation {name}. You read source code."}
+        ]
+        for question in questions:
+            messages.append({"role": "user", "content": question})
+            body = {"model": "policy", "messages": messages}
+            answer = await self.client.post("/v1/chat/completions", json=body, headers=headers)
+            messages.append(answer.raise_for_status().json()["choices"][0]["message"])
+
+    async def _recorded(self, name: str) -> list[Turn]:
+        """What a trainer would be given."""
+        await self.control.close(name)
+        store = LocalStore(self.home / "store")
+        return list(turns.decode((await store.get(_turns_key(name))).data))
+
+
+def _turns_key(name: str) -> str:
+    return f"parity/{name}.parquet"
+
+
+def _questions(job: Job) -> list[list[str]]:
+    """Of each conversation, about this project's own source files in order."""
+    files = sorted((ROOT / "src/perdure").rglob("*.py"))
+    excerpts = [text[: job.text] for file in files if len(text := file.read_text()) >= job.text]
+    if not excerpts:
+        raise SystemExit(f"--text {job.text}: no file of this project has as many characters")
+    asked = itertools.cycle(f"What does this do?\n\n{text}" for text in excerpts)
+    return [list(itertools.islice(asked, job.turns)) for _ in range(job.conversations)]
+
+
+@contextlib.asynccontextmanager
+async def gateway(home: Path, engine_url: str, tokenizer: str) -> AsyncIterator[Gateway]:
+    """The gateway as it ships, journal and fsync included; ended with its context."""
+    own = {
+        "PERDURE_HOME": str(home),
+        "PERDURE_GATEWAY_PORT": "0",
+        "PERDURE_ENGINE_URL": engine_url,
+        "PERDURE_ENGINE_KIND": "vllm",
+        "PERDURE_TOKENIZER": tokenizer,
+    }
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PERDURE_")}
+    home.mkdir(parents=True, exist_ok=True)
+    log = home / "gateway.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "perdure.gateway"], env=inherited | own, stderr=file
+        )
+    try:
+        url = f"http://127.0.0.1:{await _port(process, log)}"
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client,
+            GatewayControl(url, load_secret(Settings(home=home))) as control,
+        ):
+            yield Gateway(home, url, client, control)
+    finally:
+        process.terminate()
+        await asyncio.to_thread(process.wait)
+
+
+async def _port(process: "subprocess.Popen[bytes]", log: Path) -> int:
+    while process.poll() is None:
+        for line in log.read_text().splitlines():
+            if "gateway listens" in line:
+                return int(json.loads(line)["port"])
+        await asyncio.sleep(0.1)
+    raise RuntimeError(f"the gateway did not start: {log.read_text()[-2000:]}")
+
+
+async def straight(engine_url: str, played: Played, temperature: float) -> float:
+    """Seconds of the recorded calls, as many tokens each, straight at the engine.
+
+    A salt of its own keeps the engine from finding the prompts that the gateway sent.
+    """
+    async with httpx.AsyncClient(base_url=engine_url, timeout=TIMEOUT_S, trust_env=False) as client:
+        began = time.perf_counter()
+        await asyncio.gather(
+            *(_again(client, one, played.mode, temperature) for one in played.conversations)
+        )
+        return time.perf_counter() - began
+
+
+async def _again(
+    client: httpx.AsyncClient, conversation: list[Turn], salt: str, temperature: float
+) -> None:
+    for turn in conversation:
+        sampling = {
+            "max_tokens": len(turn.completion_ids),
+            "temperature": temperature,
+            "ignore_eos": True,
+            "logprobs": 1,
+        }
+        body = {
+            "token_ids": list(turn.prompt_ids),
+            "sampling_params": sampling,
+            "cache_salt": f"straight-{salt}",
+        }
+        (await client.post("/inference/v1/generate", json=body)).raise_for_status()

@@ -1,0 +1,90 @@
+"""One measurement: conversations through the gateway, the same calls at the engine, and their scores.
+
+Owns the order of things and what starts when; the report's lines are `__main__`'s.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import vllm_server
+from benchmarks.parity.conversations import Job, Mode, Played, gateway, straight
+from benchmarks.parity.figures import Figures, figures
+from benchmarks.parity.scoring import Transformers, score
+from benchmarks.vllm_server import Device
+
+MODES: tuple[Mode, ...] = ("greedy", "sampled")
+EXACT = "float32"
+
+
+@dataclass(frozen=True)
+class Stand:
+    """What samples, and what scores."""
+
+    model: Path
+    tokenizer: str
+    """As in PERDURE_TOKENIZER."""
+    dtype: str
+    device: Device
+    vllm: Path
+    python: Path
+    engine_url: str = ""
+    """A vLLM that runs already; empty: one is started, and ended before transformers starts."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens a second of one mode, all conversations at once."""
+
+    mode: Mode
+    tokens: int
+    gateway: float
+    straight: float
+
+
+@dataclass(frozen=True)
+class Report:
+    figures: list[Figures]
+    speeds: list[Speed]
+    transformers: list[Transformers]
+
+
+async def measure(stand: Stand, job: Job, folder: Path) -> Report:
+    async with _engine(stand, folder) as url, gateway(folder, url, stand.tokenizer) as served:
+        await served.warm_up(job)
+        played, speeds = [], []
+        for mode in MODES:
+            one = await served.play(mode, job)
+            alone = await straight(url, one, job.temperature_of(mode))
+            played.append(one)
+            speeds.append(Speed(mode, one.tokens, one.tokens / one.seconds, one.tokens / alone))
+    said = [
+        await _scored(stand, job, played, dtype) for dtype in dict.fromkeys((stand.dtype, EXACT))
+    ]
+    return Report([found for one in said for found in _figures(played, one)], speeds, said)
+
+
+@contextlib.asynccontextmanager
+async def _engine(stand: Stand, folder: Path) -> AsyncIterator[str]:
+    if stand.engine_url:
+        yield stand.engine_url
+        return
+    async with vllm_server.serving(
+        folder / "vllm.log",
+        *("--dtype", stand.dtype),
+        model=stand.model,
+        program=stand.vllm,
+        device=stand.device,
+    ) as url:
+        yield url
+
+
+async def _scored(stand: Stand, job: Job, played: Sequence[Played], dtype: str) -> Transformers:
+    return await score(
+        played, job, python=stand.python, model=stand.model, dtype=dtype, device=stand.device
+    )
+
+
+def _figures(played: Sequence[Played], said: Transformers) -> list[Figures]:
+    return [figures(p.mode, said.dtype, p.recorded, said.turns[p.mode]) for p in played]

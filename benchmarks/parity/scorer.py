@@ -1,0 +1,79 @@
+"""What transformers makes of recorded ids: `python scorer.py MODEL DTYPE DEVICE < REQUEST > ANSWER`.
+
+Runs in an environment that has transformers (vLLM's own has); nothing in Perdure imports it. REQUEST
+and ANSWER are JSON objects, described in `scoring.py`.
+"""
+
+# mypy: ignore-errors
+
+import contextlib
+import json
+import sys
+import time
+
+import torch
+import transformers
+
+
+def scored(model, turn, temperature):
+    """Of each recorded id: its logprob, the likeliest id in its place, and how far that is ahead."""
+    prompt, completion = turn["prompt"], torch.tensor(turn["completion"], device=model.device)
+    ids = torch.tensor([[*prompt, *turn["completion"]]], device=model.device)
+    found = model(ids, logits_to_keep=len(completion) + 1).logits[0, :-1].float()
+    logits = found / temperature
+    own = logits.gather(1, completion[:, None])[:, 0]
+    best = logits.max(-1)
+    return {
+        "logprobs": (own - logits.logsumexp(-1)).tolist(),
+        "likeliest": best.indices.tolist(),
+        "behind": (best.values - own).tolist(),
+    }
+
+
+def generated(model, prompts, tokens):
+    """Seconds of one greedy batch, padded on the left, prompts included; after one that only warms up."""
+    longest = max(map(len, prompts))
+    filler = model.config.pad_token_id or 0
+    ids = [[filler] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    asked = {
+        "input_ids": torch.tensor(ids, device=model.device),
+        "attention_mask": torch.tensor(mask, device=model.device),
+        "do_sample": False,
+        "pad_token_id": filler,
+    }
+    model.generate(**asked, max_new_tokens=1)
+    synchronize(model)
+    began = time.perf_counter()
+    model.generate(**asked, max_new_tokens=tokens, min_new_tokens=tokens)
+    synchronize(model)
+    return time.perf_counter() - began
+
+
+def synchronize(model):
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main():
+    name, dtype, device = sys.argv[1:]
+    torch.set_num_threads(1)  # as many as the engine on CPU has
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no answer
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+        model.to(device).eval()
+        asked = json.load(sys.stdin)
+        with torch.inference_mode():
+            answer = {
+                "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+                "transformers": transformers.__version__,
+                "turns": [scored(model, turn, turn["temperature"]) for turn in asked["turns"]],
+                "generate_s": [
+                    generated(model, batch["prompts"], batch["tokens"])
+                    for batch in asked["batches"]
+                ],
+            }
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Recorded turns handed to transformers, in an environment of its own, and what it says of them.
+
+REQUEST to `scorer.py`: `turns` (prompt, completion, temperature) and `batches` (prompts, tokens).
+ANSWER: `turns`, in the same order, as `Scored`; `generate_s`, seconds of each batch; what ran.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.parity.conversations import Job, Played
+from benchmarks.vllm_server import Device
+from perdure.types import Turn
+
+SCORER = Path(__file__).with_name("scorer.py")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A forward pass over one turn. Shapes: all [C]."""
+
+    logprobs: list[float]
+    """Of the recorded ids, at the turn's temperature."""
+    likeliest: list[int]
+    behind: list[float]
+    """By how much the recorded id's logit is lower than the likeliest one's."""
+
+
+@dataclass(frozen=True)
+class Transformers:
+    """Everything that one start of transformers said, in one dtype."""
+
+    dtype: str
+    device: str
+    version: str
+    turns: dict[str, list[Scored]]
+    """By mode, in the order of `Played.recorded`."""
+    generated_per_s: float
+    """Tokens a second of its own greedy `generate`, batch by batch."""
+
+
+async def score(
+    played: Sequence[Played], job: Job, *, python: Path, model: Path, dtype: str, device: Device
+) -> Transformers:
+    """Raises: RuntimeError with the end of its log when transformers fails."""
+    batches = _batches(played[0], job)
+    asked = {"turns": [_turn(t, job, p) for p in played for t in p.recorded], "batches": batches}
+    said = await _run([str(python), str(SCORER), str(model), dtype, device], asked)
+    scored = iter([Scored(**one) for one in said["turns"]])
+    tokens = sum(batch["tokens"] * len(batch["prompts"]) for batch in batches)
+    return Transformers(
+        dtype=dtype,
+        device=said["device"],
+        version=said["transformers"],
+        turns={p.mode: [next(scored) for _ in p.recorded] for p in played},
+        generated_per_s=tokens / sum(said["generate_s"]),
+    )
+
+
+def _turn(turn: Turn, job: Job, played: Played) -> dict[str, Any]:
+    return {
+        "prompt": list(turn.prompt_ids),
+        "completion": list(turn.completion_ids),
+        # An engine gives a greedy token the logprob that it has at temperature 1.
+        "temperature": job.temperature_of(played.mode) or 1.0,
+    }
+
+
+def _batches(played: Played, job: Job) -> list[dict[str, Any]]:
+    """The conversations' first turns together, then their second ones."""
+    found = zip(*played.conversations, strict=False)
+    return [
+        {"prompts": [list(turn.prompt_ids) for turn in together], "tokens": job.tokens}
+        for together in found
+    ]
+
+
+async def _run(argv: list[str], asked: dict[str, Any]) -> dict[str, Any]:
+    child = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    answer, log = await child.communicate(json.dumps(asked).encode())
+    if child.returncode != 0:
+        raise RuntimeError(f"transformers failed: {log.decode(errors='replace')[-2000:]}")
+    said: dict[str, Any] = json.loads(answer)
+    return said
