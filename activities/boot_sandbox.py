@@ -107,21 +107,24 @@ class BootSandbox:
         provider = self.services.provider(place.provider)
         identity = self.services.agent_identity(request, attempt.attempt)
         admission = Admission(self.services, place.provider, request)
-        if admission.metered and attempt.permit != agent_step(attempt):
-            await admission.ask(agent_step(attempt))
+        spec, step = self._spec(attempt, place, prepared, tools), agent_step(attempt)
+        ready = await self.services.ready.take(provider, spec, request.workflow_id)
+        if ready is None and admission.metered and attempt.permit != step:
+            await admission.ask(step)
             return None
         try:
             async with admission.starting():
-                spec = self._spec(attempt, place, prepared, tools)
-                ready = await self.services.ready.take(provider, spec, request.workflow_id)
                 sandbox = ready or await making.make(provider, spec, identity)
         except RateLimited:
             if not admission.metered:
                 raise
-            await admission.ask(agent_step(attempt))  # a keeper that knew it has queued it already
+            await admission.ask(step)  # a keeper that knew it has queued it already
             return None
         async with _kept(sandbox, if_unknown=ready is None) as kept:
-            await admission.started()
+            if ready is None:
+                await admission.started()
+            else:
+                await admission.took(ready.identity, step)
             base_git = BASE_GIT if prepared.tree else await patch.prepare_capture(sandbox)
             record = BootRecord(
                 identity=sandbox.identity,
@@ -134,6 +137,9 @@ class BootSandbox:
             folder = keys.attempt(request, attempt.attempt)
             record = await checkpoints.write(self.services.store, f"{folder}/sandbox.json", record)
             kept(record.identity == sandbox.identity)
+        if ready is not None and record.identity == sandbox.identity:
+            await sandbox.touch(spec.ttl_s)
+        self.services.ready.refill(provider, spec, admission.ahead())
         return record
 
     async def _finished(self, request: RolloutRequest) -> EpisodeRef | None:

@@ -143,6 +143,23 @@ class Refused(Frozen):
     retry_after: float | None = None
 
 
+class ReadyPermit(Frozen):
+    """A slot for a sandbox that is booted ahead, for nobody yet."""
+
+    holder: str
+    provider: str
+
+
+class Taken(Frozen):
+    """A rollout has taken a sandbox that was booted ahead, and its slot with it."""
+
+    ready: str
+    """Who held the slot."""
+    holder: str
+    run: str
+    step: str
+
+
 class SweepRequest(Frozen):
     grace_s: float = 600.0
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 from uuid import uuid4
 
 import structlog
@@ -25,17 +26,36 @@ from perdure.storage.base import Store
 log = structlog.get_logger("perdure.ready")
 
 LIFE_S = 600.0
-"""A ready sandbox that nobody takes ends after so long, by its provider or the reaper."""
+"""A ready sandbox that nobody takes ends after so long, by its provider or the reaper. So does one
+whose taker died before it said so: whoever uses one renews it."""
 LEAST_LEFT_S = 60.0
 MARK = "-ready-"
 OWNER = "ready/"
 """Begins the `rollout` label of a sandbox that was booted for nobody yet."""
+
+GIVEN_WAY = b"given way"
+"""In the place of a rollout: it is being ended for somebody who waits."""
+
+
+class Permits(Protocol):
+    """Slots of the provider's account, by the identity of the sandbox."""
+
+    async def reserve(self, identity: str) -> bool: ...
+    async def stands(self, identity: str) -> None: ...
+    async def refused(self, identity: str, error: RateLimited) -> None: ...
+    async def release(self, identity: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class _Ready:
     sandbox: Sandbox
     until: float
+    permits: Permits
+
+    async def end(self) -> None:
+        with contextlib.suppress(PerdureError):
+            await self.sandbox.kill()
+        await self.permits.release(self.sandbox.identity)
 
 
 class ReadySandboxes:
@@ -44,7 +64,6 @@ class ReadySandboxes:
     def __init__(self, settings: Settings, store: Store, labels: Mapping[str, str]) -> None:
         self._most = settings.ready_sandboxes_total
         self._each = min(settings.ready_sandboxes, self._most)
-        self._ttl_s = settings.sandbox_ttl_s
         self._store = store
         self._labels = labels
         self._shelves: dict[str, deque[_Ready]] = {}
@@ -57,15 +76,19 @@ class ReadySandboxes:
     ) -> Sandbox | None:
         """A sandbox of this spec that nobody has used, now this rollout's; None: boot one.
 
-        More like it are made in the background either way.
+        It lives for LIFE_S from now. `refill` is to be called when the rollout has what it needs.
         """
         if not self._each:
             return None
+        return await self._take(spec_key(provider, spec), rollout)
+
+    def refill(self, provider: SandboxProvider, spec: SandboxSpec, permits: Permits) -> None:
+        """Boot more like this one in the background, as far as `permits` has slots to spare."""
+        if not self._each:
+            return
         key = spec_key(provider, spec)
-        found = await self._take(key, rollout)
         if key not in self._tasks:
-            self._tasks[key] = asyncio.create_task(self._fill(key, provider, spec))
-        return found
+            self._tasks[key] = asyncio.create_task(self._fill(key, provider, spec, permits))
 
     async def filled(self) -> None:
         """Wait until nothing is being booted ahead."""
@@ -85,17 +108,19 @@ class ReadySandboxes:
         while shelf:
             ready = shelf.popleft()
             if ready.until - time.time() < LEAST_LEFT_S:
-                continue  # its deadline ends it
+                await ready.end()
+                continue
             try:
-                await self._store.put_if_absent(
-                    keys.claim(ready.sandbox.identity), rollout.encode()
-                )
-                await ready.sandbox.touch(self._ttl_s)
+                claim = keys.claim(ready.sandbox.identity)
+                if not await self._store.put_if_absent(claim, rollout.encode()):
+                    continue  # it gives way to somebody who waits
+                await ready.sandbox.touch(LIFE_S)
             except SandboxLost:
+                await ready.permits.release(ready.sandbox.identity)
                 await self.forget(ready.sandbox.identity)
                 continue
             except BaseException:  # nobody else will ever find it
-                await asyncio.shield(ready.sandbox.kill())
+                await asyncio.shield(ready.end())
                 raise
             return ready.sandbox
         self._shelves.pop(key, None)
@@ -107,12 +132,16 @@ class ReadySandboxes:
             return  # it was booted for its rollout
         await self._store.delete(keys.claim(identity))
 
-    async def _fill(self, key: str, provider: SandboxProvider, spec: SandboxSpec) -> None:
+    async def _fill(
+        self, key: str, provider: SandboxProvider, spec: SandboxSpec, permits: Permits
+    ) -> None:
         try:
             while len(self._shelves.get(key, ())) < self._each:
                 async with self._one_at_a_time:
                     await self._make_room(key)
-                    ready = await self._boot(key, provider, spec)
+                    ready = await self._boot(key, provider, spec, permits)
+                if ready is None:
+                    return
                 self._shelves.setdefault(key, deque()).append(ready)
         except RateLimited:
             log.info("account full: no sandbox is booted ahead", provider=provider.name)
@@ -121,12 +150,30 @@ class ReadySandboxes:
         finally:
             self._tasks.pop(key, None)
 
-    async def _boot(self, key: str, provider: SandboxProvider, spec: SandboxSpec) -> _Ready:
+    async def _boot(
+        self, key: str, provider: SandboxProvider, spec: SandboxSpec, permits: Permits
+    ) -> _Ready | None:
+        """None: the account has no slot to spare."""
         identity = f"p-{key}{MARK}{uuid4().hex[:12]}"
-        labels = {**self._labels, "run": "ready", "rollout": f"{OWNER}{identity}"}
+        labels = {**self._labels, "run": "ready", "rollout": owner(identity)}
         until = time.time() + LIFE_S
         ours = replace(spec, labels={**labels, "purpose": "agent"}, ttl_s=LIFE_S)
-        return _Ready(await provider.create(ours, identity), until)
+        try:
+            if not await permits.reserve(identity):
+                return None
+            ready = _Ready(await provider.create(ours, identity), until, permits)
+        except RateLimited as error:
+            await permits.refused(identity, error)
+            raise
+        except BaseException:  # a create that failed may have left one, until its deadline
+            await asyncio.shield(permits.release(identity))
+            raise
+        try:
+            await permits.stands(identity)
+        except BaseException:
+            await asyncio.shield(ready.end())
+            raise
+        return ready
 
     async def _make_room(self, key: str) -> None:
         """The spec that was not asked for longest gives way."""
@@ -138,8 +185,7 @@ class ReadySandboxes:
 
     async def _end(self, shelf: deque[_Ready]) -> None:
         while shelf:
-            with contextlib.suppress(PerdureError):
-                await shelf.popleft().sandbox.kill()
+            await shelf.popleft().end()
 
 
 def spec_key(provider: SandboxProvider, spec: SandboxSpec) -> str:
@@ -150,6 +196,23 @@ def spec_key(provider: SandboxProvider, spec: SandboxSpec) -> str:
         [[str(mount.source), mount.target, mount.writable] for mount in spec.mounts],
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+def owner(identity: str) -> str:
+    """The `rollout` label of a sandbox that was booted ahead, and the holder of its permit."""
+    return f"{OWNER}{identity}"
+
+
+async def give_way(store: Store, provider: SandboxProvider, identity: str) -> bool:
+    """End one that stands ready, whichever worker keeps it. False: a rollout was quicker."""
+    claim = keys.claim(identity)
+    if not await store.put_if_absent(claim, GIVEN_WAY):
+        with contextlib.suppress(NotFound):
+            if (await store.get(claim)).data != GIVEN_WAY:
+                return False
+    await provider.kill(identity)
+    await store.delete(claim)
+    return True
 
 
 async def owner_of(store: Store, rollout: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 from temporalio.client import Client
 from temporalio.worker import PollerBehaviorAutoscaling, Worker
 
-from activities.admission import ClosedHolders
+from activities.admission import ClosedHolders, EndReady
 from activities.boot_sandbox import BootSandbox
 from activities.capture_diff import CaptureDiff
 from activities.destroy_sandbox import DestroySandbox
@@ -59,6 +59,7 @@ def queues(stage: str, services: Services) -> list[Queue]:
         DestroySandbox(services).destroy,
         SweepSandboxes(services).sweep,
         ClosedHolders().closed,
+        EndReady(services).end,
         runs.prepare,
         runs.page,
         runs.finish,

@@ -11,7 +11,7 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, FailureError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.messages import Asked, Refused
+    from activities.messages import Asked, ReadyPermit, Refused, Taken
     from perdure.client import names
     from perdure.sandboxes.permits import Account, AccountState, Wish
     from workflows import policies
@@ -44,6 +44,7 @@ class SandboxAccountWorkflow:
             granted = self.again + self.account.grants(self._now())
             self.again = []
             await asyncio.gather(*(self._grant(wish) for wish in granted))
+            await self._give_way()
             await self._check_holders(silent)
             if workflow.info().is_continue_as_new_suggested() and not self.again:
                 workflow.continue_as_new(self.account.state())
@@ -70,6 +71,27 @@ class SandboxAccountWorkflow:
     @workflow.signal
     def release(self, holder: str) -> None:
         self.account.release(holder)
+        self.news = True
+
+    @workflow.update
+    def reserve(self, asked: ReadyPermit) -> None:
+        """A slot for a sandbox that is booted ahead; refused unless one is free that nobody wants."""
+        self.account.reserve(asked.holder, asked.provider, self._now())
+
+    @reserve.validator
+    def _has_room(self, asked: ReadyPermit) -> None:
+        """A refusal leaves nothing in the history, so it changes nothing here either."""
+        if not self.account.has_room(self._now()):
+            raise ValueError("no slot of the account is free for a sandbox booted ahead")
+
+    @workflow.signal
+    def stands(self, ready: ReadyPermit) -> None:
+        self.account.stands(ready.holder, ready.provider, self._now())
+        self.news = True
+
+    @workflow.signal
+    def taken(self, taken: Taken) -> None:
+        self.account.taken(taken.ready, taken.holder, taken.run, taken.step)
         self.news = True
 
     @workflow.query
@@ -103,16 +125,38 @@ class SandboxAccountWorkflow:
             return False
         return True
 
+    async def _give_way(self) -> None:
+        """While somebody waits on a full account, sandboxes that were booted ahead are ended."""
+        leaving = self.account.giving_way(self._now())
+        if not leaving:
+            return
+        permits = [ReadyPermit(holder=one.holder, provider=one.provider) for one in leaving]
+        try:
+            ended = await workflow.execute_activity(
+                "end_ready",
+                args=[permits],
+                result_type=list[str],
+                **policies.described(policies.look(), "sandboxes booted ahead give way"),
+            )
+        except ActivityError:
+            return  # they end by themselves
+        for holder in ended:
+            self.account.release(holder)
+            self.news = True
+
     async def _check_holders(self, silent: bool) -> None:
         """While somebody waits, and in silence: permits of workflows that were terminated come back."""
         wanted = self.account.waiting or (silent and self.account.permits)
         if not wanted or self._now() - self.checked_at < CHECK_EVERY_S:
             return
         self.checked_at = self._now()
+        holders = self.account.longest_unchecked(CHECK_MOST)
+        if self.account.permits and not holders:
+            return  # only what was booted ahead: no workflow holds that
         try:
             closed = await workflow.execute_activity(
                 "closed_holders",
-                self.account.longest_unchecked(CHECK_MOST),
+                holders,
                 result_type=list[str],
                 **policies.described(policies.look(), "who of the holders is over"),
             )

@@ -78,7 +78,7 @@ class Settings(BaseSettings):
     ready_sandboxes: int = Field(0, ge=0)
     """Agents' sandboxes that a worker boots ahead, for each environment it booted lately."""
     ready_sandboxes_total: int = Field(16, ge=1)
-    """Those of one worker together. They count as live on an account: leave room in sandbox_caps."""
+    """Those of one worker together. On a metered account they hold slots that nobody waits for."""
     sandbox_ttl_s: float = Field(3600.0, ge=60)
     """A sandbox nobody heartbeats for this long is killed by its provider or the reaper."""
     metrics_port: int = Field(0, ge=0, le=65535)

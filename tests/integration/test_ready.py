@@ -3,14 +3,19 @@
 import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from activities.boot_sandbox import BootRecord
 from activities.ready import MARK
+from perdure.client import names
 from perdure.sandboxes.base import SandboxInfo
+from perdure.sandboxes.e2b import E2BProvider
+from perdure.sandboxes.permits import AccountState
 from perdure.storage import keys
 from perdure.types import Outcome, RolloutRequest
+from tests import herd
 from tests import stack as stacks
 from tests.stack import Stack, until
 
@@ -86,3 +91,50 @@ async def test_a_worker_that_is_told_to_stop_leaves_none(stack: Stack) -> None:
     await stack.workers[0].kill(signal.SIGTERM)
 
     assert await standing(stack) == []
+
+
+@pytest.fixture
+async def crowd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Stack, Any]]:
+    """An account of four sandboxes, two of which may stand ready."""
+    pytest.importorskip("e2b")
+    pytest.importorskip("aiohttp")
+    if missing := stacks.why_not_here():
+        pytest.skip(missing)
+    monkeypatch.setenv("PERDURE_READY_SANDBOXES", str(READY))
+    said = '{"e2b": {"live": 4}}'
+    async with herd.capped(tmp_path, monkeypatch, live=4, rate=100, said=said) as pair:
+        yield pair
+
+
+async def test_ready_ones_and_rollouts_share_an_account(crowd: tuple[Stack, Any]) -> None:
+    """Two stand ready on an account of four when twelve rollouts come, half of them of another
+    kind: all are graded, none meets a 429, and what is left over is what stands ready again."""
+    stack, server = crowd
+    await stack.episode(await stack.start("first", sandbox="e2b", agent="nop"))
+
+    async def two_ready() -> bool:
+        return len(server.sandboxes.all()) == READY
+
+    await until(two_ready, "two stand ready")
+    limits = {"output_mb": 8}
+    others = [
+        await stack.start("other", sandbox="e2b", agent="nop", sample_index=n, limits=limits)
+        for n in range(6)
+    ]
+    seen = await herd.stampede(stack, server, 6, limit_s=stacks.PATIENCE_S)
+    graded = [(await stack.episode(request)).reward is not None for request in others]
+
+    async def all_known() -> bool:
+        return len(server.sandboxes.all()) == await permits(stack)
+
+    await until(all_known, "each sandbox has its permit, and each permit its sandbox")
+
+    assert (seen.graded, seen.errors, seen.refused, all(graded)) == (6, 0, 0, True)
+
+
+async def permits(stack: Stack) -> int:
+    """Held at the account."""
+    keeper = stack.client.get_workflow_handle(names.account_id(E2BProvider(stack.home).account))
+    return len((await keeper.query("state", result_type=AccountState)).permits)

@@ -4,15 +4,15 @@ from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 
 import pytest
-from temporalio import workflow
-from temporalio.client import Client, WorkflowHandle
+from temporalio import activity, workflow
+from temporalio.client import Client, WorkflowHandle, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 import activities.admission
 import workflows.account
 from activities.admission import ClosedHolders
-from activities.messages import Asked
+from activities.messages import Asked, ReadyPermit, Taken
 from perdure.client import names
 from perdure.sandboxes.permits import AccountState, Permit, Wish
 from perdure.types import AccountCaps
@@ -36,13 +36,34 @@ class Holder:
         return None
 
 
+class Standing:
+    """Sandboxes that stand ready, and a service that ends them."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    @activity.defn(name="end_ready")
+    async def end(self, permits: Sequence[ReadyPermit]) -> list[str]:
+        self.ended += [permit.holder for permit in permits]
+        return [permit.holder for permit in permits]
+
+
 @pytest.fixture
-async def holders(client: Client, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sequence[str]]:
+def standing() -> Standing:
+    return Standing()
+
+
+@pytest.fixture
+async def holders(
+    client: Client, standing: Standing, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Sequence[str]]:
     """Two workflows that stay open."""
     monkeypatch.setattr(workflows.account, "CHECK_EVERY_S", 0.2)
     async with (
         workflow_worker(client, checking_runner()),
-        Worker(client, task_queue=names.IO_QUEUE, activities=[ClosedHolders().closed]),
+        Worker(
+            client, task_queue=names.IO_QUEUE, activities=[ClosedHolders().closed, standing.end]
+        ),
         Worker(
             client,
             task_queue="holders",
@@ -140,6 +161,48 @@ async def test_a_keeper_goes_on_where_nobody_can_look_up_its_holders(
     await ask(client, second)
     await until(lambda: looked, "the holders were looked up")
     await client.get_workflow_handle(ACCOUNT_ID).signal("release", first)
+    await holding(client, second)
+
+    assert await granted(client, second)
+
+
+async def test_a_sandbox_booted_ahead_gives_way_to_who_waits(
+    client: Client, holders: Sequence[str], standing: Standing
+) -> None:
+    """It holds the account's only slot; the rollout that asks gets it when that one is ended."""
+    first, second = holders
+    keeper = client.get_workflow_handle(ACCOUNT_ID)
+    ready = ReadyPermit(holder="ready/p-1", provider="e2b")
+    await ask(client, first)
+    await holding(client, first)
+    await keeper.signal("release", first)
+    await keeper.execute_update("reserve", ready)
+    await keeper.signal("stands", ready)
+    with pytest.raises(WorkflowUpdateFailedError):
+        await keeper.execute_update("reserve", ReadyPermit(holder="ready/p-2", provider="e2b"))
+    await ask(client, second)
+    await holding(client, second)
+
+    assert (standing.ended, await granted(client, second)) == (["ready/p-1"], True)
+
+
+async def test_a_sandbox_booted_ahead_takes_its_permit_along(
+    client: Client, holders: Sequence[str]
+) -> None:
+    """Whoever takes it holds its slot, without having asked; and gives it back like any other."""
+    first, second = holders
+    keeper = client.get_workflow_handle(ACCOUNT_ID)
+    ready = ReadyPermit(holder="ready/p-1", provider="e2b")
+    await ask(client, first)
+    await holding(client, first)
+    await keeper.signal("release", first)
+    await keeper.execute_update("reserve", ready)
+    await keeper.signal("stands", ready)
+    taken = Taken(ready=ready.holder, holder=first, run="r", step="1-agent")
+    await keeper.signal("taken", taken)
+    await holding(client, first)
+    await ask(client, second)
+    await keeper.signal("release", first)
     await holding(client, second)
 
     assert await granted(client, second)
