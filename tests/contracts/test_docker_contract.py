@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import SandboxLost
+from perdure.sandboxes import docker_cli
 from perdure.sandboxes.base import Sandbox
 from perdure.sandboxes.docker import DockerProvider
+from perdure.sandboxes.host import program
 from perdure.testing.sandbox_contract import SandboxContract
 from tests.docker_engine import docker_address, docker_engine
 
@@ -31,6 +33,22 @@ class TestDocker(SandboxContract):
         async with self.box(provider, replace(self.spec(), ttl_s=3)) as box:
             with pytest.raises(SandboxLost):
                 await asyncio.wait_for(_used_for_ever(box), 60)
+
+    async def test_no_step_costs_more_calls_than_it_must(
+        self, provider: DockerProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A boot is a run and a set-up; a command, an upload and a kill are one call each."""
+        async with self.box(provider):
+            pass  # what the engine and the image are like is asked once
+        log, docker = tmp_path / "log", tmp_path / "docker"
+        docker.write_text(f'#!/bin/sh\necho "$1" >>{log}\nexec {program("docker")} "$@"\n')
+        docker.chmod(0o755)
+        monkeypatch.setattr(docker_cli, "program", lambda name: str(docker))
+        async with self.box(provider) as box:
+            await box.exec("true")
+            await box.put("large", b"x" * 100_000)
+
+        assert log.read_text().split() == ["run", "exec", "exec", "exec", "rm"]
 
 
 async def _used_for_ever(box: Sandbox) -> None:

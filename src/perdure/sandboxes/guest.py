@@ -184,16 +184,13 @@ def run(seconds: float, **order: Any) -> Answer:
 def launch(folder: str) -> None:
     """Fork a supervisor; of several that race, one makes the pid file and lives."""
     reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+    if os.fork() == 0:  # an orphan soon, as its parent only answers for it
         try:
             os.setsid()
-            if os.fork() == 0:
-                supervise(folder)
+            supervise(folder)
         finally:
             os._exit(0)
     os.close(writing)
-    os.waitpid(pid, 0)
     select.select([reading], [], [], LAUNCH_GRACE_S)  # closed by all: one of them has the guard
     os.close(reading)
 
