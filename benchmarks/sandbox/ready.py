@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from activities.admission import ReadyPermits
 from activities.ready import ReadySandboxes
 from perdure import registry
 from perdure.sandboxes.base import SandboxProvider, SandboxSpec
@@ -51,9 +52,10 @@ async def _measure(name: str, folder: Path, rounds: int) -> dict[str, list[float
         Settings(home=home, ready_sandboxes=READY), LocalStore(str(home / "store")), {}
     )
     times: dict[str, list[float]] = {"booted": [], "ready": []}
-    await ready.take(provider, spec, "bench")
+    free = ReadyPermits(name, "", None)
     try:
         for number in range(rounds):
+            ready.refill(provider, spec, free)
             await ready.filled()
             started = time.perf_counter()
             box = await provider.create(spec, f"bench-{number}")

@@ -1,0 +1,68 @@
+"""A keeper of permits that starts anew again and again while a herd waits."""
+
+from collections import Counter
+
+from temporalio.api.history.v1 import History
+from temporalio.client import Client
+from temporalio.testing import WorkflowEnvironment
+
+from activities.messages import Asked
+from perdure.client import names
+from perdure.client.connection import DATA_CONVERTER
+from perdure.types import AccountCaps
+from tests.stack import until
+from tests.workflows.conftest import temporal_binary
+from workers.orchestration import workflow_worker
+
+HERD = 100
+ACCOUNT_ID = names.account_id("service-1")
+CAPS = AccountCaps(creates_per_s=100)
+
+
+async def grants(client: Client, run_id: str) -> tuple[Counter[str], int]:
+    """How often each holder was granted, in all runs of the keeper from this one on, and the runs."""
+    granted: Counter[str] = Counter()
+    runs = 0
+    while run_id:
+        handle = client.get_workflow_handle(ACCOUNT_ID, run_id=run_id)
+        events = History(events=(await handle.fetch_history()).events).events
+        for event in events:
+            sent = event.signal_external_workflow_execution_initiated_event_attributes
+            granted[sent.workflow_execution.workflow_id] += bool(sent.signal_name)
+        last = events[-1].workflow_execution_continued_as_new_event_attributes
+        run_id, runs = last.new_execution_run_id, runs + 1
+    return +granted, runs
+
+
+async def test_a_keeper_that_starts_anew_under_a_herd_grants_each_once() -> None:
+    """100 wait, asks come in, grants go out, and it continues as new after every few dozen events:
+    nobody is forgotten, nobody is granted twice."""
+    often = ("--dynamic-config-value", "limit.historyCount.suggestContinueAsNew=60")
+    async with await WorkflowEnvironment.start_local(
+        dev_server_existing_path=temporal_binary(),
+        data_converter=DATA_CONVERTER,
+        dev_server_log_level="error",
+        dev_server_extra_args=often,
+    ) as environment:
+        client = environment.client
+        async with workflow_worker(client):
+            first = ""
+            for number in range(HERD):
+                asked = Asked(holder=f"h{number}", run=f"r{number % 3}", step="1-agent", caps=CAPS)
+                handle = await client.start_workflow(
+                    names.ACCOUNT,
+                    id=ACCOUNT_ID,
+                    task_queue=names.WORKFLOWS_QUEUE,
+                    start_signal="ask",
+                    start_signal_args=[asked],
+                )
+                first = first or str(handle.first_execution_run_id)
+
+            async def served() -> bool:
+                return (await grants(client, first))[0].total() >= HERD
+
+            await until(served, "all are granted")
+            granted, runs = await grants(client, first)
+
+    assert (len(granted), set(granted.values())) == (HERD, {1})
+    assert runs > 2
