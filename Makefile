@@ -4,7 +4,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
-EXTRAS := --extra laptop --extra e2b --extra daytona --extra doubles
+EXTRAS := --extra laptop --extra e2b --extra daytona --extra kubernetes --extra doubles
 RUN := $(UV) run --frozen $(EXTRAS)
 
 help: ## list the commands

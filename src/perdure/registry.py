@@ -16,6 +16,7 @@ SANDBOXES = {
     "daytona": "perdure.sandboxes.daytona:DaytonaProvider",
     "docker": "perdure.sandboxes.docker:DockerProvider",
     "e2b": "perdure.sandboxes.e2b:E2BProvider",
+    "kubernetes": "perdure.sandboxes.kubernetes:KubernetesProvider",
     "local": "perdure.sandboxes.local:LocalProvider",
     "podman": "perdure.sandboxes.podman:PodmanProvider",
 }

@@ -51,7 +51,7 @@ def doctor(as_json: bool) -> None:
 def examine(settings: Settings) -> Iterable[Finding]:
     """Every check, in the order in which a newcomer meets the parts."""
     checks: list[Callable[[Settings], Finding]] = [
-        python, checkout, bubblewrap, podman, docker, apptainer, e2b, daytona, limits, uv, git, disk, store, temporal, port_numbers, gateway,
+        python, checkout, bubblewrap, podman, docker, apptainer, e2b, daytona, kubernetes, limits, uv, git, disk, store, temporal, port_numbers, gateway,
         engine, ray,
     ]  # fmt: skip
     for check in checks:
@@ -121,6 +121,12 @@ def daytona(settings: Settings) -> Finding:
         return Finding("daytona", "note", f"--sandbox daytona cannot be used: {problems[0]}")
     where = os.environ.get("DAYTONA_API_URL") or "https://app.daytona.io/api"
     return Finding("daytona", "ok", f"DAYTONA_API_KEY is set, sandboxes at {where}")
+
+
+def kubernetes(settings: Settings) -> Finding:
+    return _containers(
+        settings, "kubernetes", "a cluster is named; Perdure was tested on a double of it only"
+    )
 
 
 def limits(settings: Settings) -> Finding:

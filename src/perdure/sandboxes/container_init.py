@@ -18,7 +18,8 @@ def main(seconds: float, deadline: str) -> None:
     end = time.monotonic() + seconds
     folder = os.path.dirname(deadline)
     os.chmod(folder, 0o700)
-    os.chown(folder, NOBODY, NOBODY)
+    if os.geteuid() == 0:  # who is not root here keeps it from nobody: all run as the same user
+        os.chown(folder, NOBODY, NOBODY)
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     while time.monotonic() < end:
         reap()

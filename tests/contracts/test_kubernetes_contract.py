@@ -1,0 +1,36 @@
+"""The kubernetes provider keeps the sandbox contract: the real client against the double."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.kubernetes import KubernetesProvider
+from perdure.testing.sandbox_contract import SandboxContract
+
+pytest.importorskip("kubernetes_asyncio")
+pytest.importorskip("aiohttp")
+
+
+class TestKubernetes(SandboxContract):
+    reaches_gateway = False  # by a relay, not by a socket of this host
+    at_once = 16
+
+    @pytest.fixture
+    def short_folder(self, tmp_path: Path) -> Path:
+        return tmp_path
+
+    @pytest.fixture
+    async def provider(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> AsyncIterator[KubernetesProvider]:
+        from perdure.testing.kubernetes_server import serving
+
+        if missing := BubblewrapProvider(tmp_path).check():
+            pytest.skip(missing[0])
+        async with serving(tmp_path / "server") as (server, _):
+            monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+            yield KubernetesProvider(tmp_path / "home")
+        left = [box.identity for box in await server.guests.list()]
+        assert left == [], "boxes of the double outlive their pods"

@@ -1,0 +1,320 @@
+"""What a failing cluster does to a sandbox: the real client against the double, one fault each.
+
+After each, whatever was injected: the operation is right or fails with the type that says what to
+do, nothing was made or run twice, and no pod is left.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.errors import (
+    ConfigurationError,
+    ControlPlaneError,
+    InstanceError,
+    PerdureError,
+    RateLimited,
+    SandboxLost,
+)
+from perdure.sandboxes import kubernetes, kubernetes_calls
+from perdure.sandboxes.base import ExecState
+from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.kubernetes import Connection, KubernetesProvider
+from tests.services import ID, SPEC, Bench, Service, impatient
+
+pytest.importorskip("kubernetes_asyncio")
+pytest.importorskip("aiohttp")
+
+CREATE = "POST .*/pods$"
+READ = "GET .*/pods/[^/]+$"
+DELETE = "DELETE .*/pods/"
+EXEC = "GET .*/exec$"
+PASSING: dict[str, dict[str, Any]] = {
+    "401 once": {"status": 401},
+    "409 of a quota": {"status": 409, "body": {"reason": "Conflict", "message": "try again"}},
+    "429 with Retry-After": {"status": 429, "headers": {"Retry-After": "1"}},
+    "500": {"status": 500},
+    "503 HTML": {"status": 503, "body": "<html>no backend</html>"},
+    "reset": {"reset": True},
+    "black hole": {"hang": True},
+}
+KUBERNETES = Service(
+    "kubernetes",
+    KubernetesProvider,
+    lambda url: {},
+    kubernetes_calls,
+    create=CREATE,
+    execute=EXEC,
+    upload=EXEC,
+    key="KUBECONFIG",
+    image="PERDURE_KUBERNETES_IMAGE",
+)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    from perdure.testing.kubernetes_server import serving
+
+    if missing := BubblewrapProvider(tmp_path).check():
+        pytest.skip(missing[0])
+    monkeypatch.setattr(kubernetes_calls, "REFUSAL_PASSES_S", 0.1)
+    monkeypatch.setattr(kubernetes_calls, "RELEASE_S", 0.1)
+    async with serving(tmp_path / "server") as (server, _):
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+        monkeypatch.setenv("PERDURE_KUBERNETES_SCOPE", "tests")
+        provider = KubernetesProvider(tmp_path / "home")
+        provider.connection = Connection(request_s=3.0)
+        await provider.list()  # the credentials have worked once
+        yield Bench(KUBERNETES, provider, server)
+        assert all(rule.hits for rule in server.faults.rules), "a fault was never met"
+        for record in server.sandboxes.all():
+            await server.guests.kill(record["id"])
+
+
+async def refused(bench: Bench) -> PerdureError:
+    """What a create that cannot succeed raises. The identity is free afterwards."""
+    with pytest.raises(PerdureError) as raised:
+        await bench.provider.create(SPEC, ID)
+    return raised.value
+
+
+# -- making ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "when"),
+    [
+        *((fault, "before") for fault in PASSING if fault != "black hole"),
+        *((fault, "after") for fault in ("503 HTML", "reset", "black hole")),
+    ],
+)
+async def test_create_survives_a_passing_fault(bench: Bench, fault: str, when: str) -> None:
+    """However the answer of a create is lost, one pod is made, and none is left after it."""
+    bench.inject(CREATE, when=when, **PASSING[fault])
+    async with bench.box() as box:
+        said, live = (await box.exec("echo up")).stdout, len(bench.live)
+
+    assert (said, live, bench.live) == (b"up\n", 1, [])
+
+
+async def test_rights_that_are_missing_are_named(bench: Bench) -> None:
+    """403 of RBAC stops the run, in the cluster's own words and with the file that cures it."""
+    said = 'pods is forbidden: User "worker" cannot create resource "pods"'
+    bench.inject(CREATE, status=403, body={"reason": "Forbidden", "message": said})
+    error = await refused(bench)
+
+    assert isinstance(error, ConfigurationError)
+    assert said in str(error)
+    assert kubernetes_calls.ROLE in str(error)
+
+
+async def test_credentials_that_never_worked_are_refused(bench: Bench, tmp_path: Path) -> None:
+    """401 from the first call on is the user's to correct."""
+    bench.inject(".*", status=401)
+    with pytest.raises(ConfigurationError, match="KUBECONFIG"):
+        await KubernetesProvider(tmp_path / "new").create(SPEC, ID)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_quota_is_waited_for_or_told(
+    bench: Bench, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A namespace that is full is no wrong request: another sandbox has to end first."""
+    impatient(monkeypatch, 0.5)
+    bench.provider.waits_at_caps = waits
+    bench.server.settings["max_pods"] = 0
+    error = await refused(bench)
+
+    assert isinstance(error, RateLimited)
+    assert (error.limit, len(bench.asked("POST")) > 1) == ("concurrency", waits)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("0/3 nodes are available: 3 Insufficient memory.", RateLimited),
+        ("0/3 nodes are available: 3 node(s) had untolerated taint {gpu: 1}.", ConfigurationError),
+    ],
+)
+async def test_a_pod_that_no_node_takes_is_deleted(
+    bench: Bench, said: str, kind: type[PerdureError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Want of room is waited for by whoever queues; a taint is a person's to see."""
+    monkeypatch.setattr(kubernetes, "ROOM_S", 0.3)
+    bench.inject(CREATE, state="Unschedulable", body=said)
+    error = await refused(bench)
+
+    assert (type(error), said in str(error), bench.live) == (kind, True, [])
+
+
+async def test_a_node_may_come_late(bench: Bench) -> None:
+    """A pod that waits for a node is waited for."""
+    bench.inject(CREATE, state="Unschedulable", state_s=0.5)
+    async with bench.box() as box:
+        assert (await box.exec("echo up")).stdout == b"up\n"
+
+
+@pytest.mark.parametrize("reason", ["ErrImagePull", "InvalidImageName"])
+async def test_an_image_that_is_not_there_ends_its_instance(bench: Bench, reason: str) -> None:
+    """No retry cures it, and the pod is gone."""
+    bench.inject(CREATE, state=reason)
+    error = await refused(bench)
+
+    assert (type(error), bench.live) == (InstanceError, [])
+
+
+async def test_a_registry_that_is_down_is_another_matter(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node tries again for a while; then so does whoever asked."""
+    monkeypatch.setattr(kubernetes, "PULL_S", 0.3)
+    bench.inject(CREATE, state="ErrImagePull", body="dial tcp: i/o timeout")
+    error = await refused(bench)
+
+    assert (type(error), bench.live) == (ControlPlaneError, [])
+
+
+async def test_a_network_that_is_open_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster that does not enforce the policy gets no agent: the sandbox sees it from inside."""
+    monkeypatch.setattr(kubernetes, "CLOSED_S", 0.1)
+    bench.server.settings["open_network"] = 1.0
+    error = await refused(bench)
+
+    assert (type(error), bench.live) == (ConfigurationError, [])
+    assert "NetworkPolicy" in str(error)
+
+
+async def test_a_pod_on_its_way_out_frees_its_name(bench: Bench) -> None:
+    """A create that meets the old pod still terminating waits for it, and makes a new one."""
+    bench.server.settings["delete_s"] = 0.5
+    async with bench.box() as box:
+        await box.write_file("mark", b"old")
+        name = bench.server.sandboxes.all()[0]["pod"]["metadata"]["name"]
+        await bench.provider._call("delete", lambda it: it.delete(name, 1))  # type: ignore[attr-defined]
+        again = await bench.provider.create(SPEC, ID)
+
+        assert (await again.exec("ls")).stdout == b""
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "when"),
+    [
+        ("429 with Retry-After", "before"),
+        ("500", "before"),
+        ("reset", "before"),
+        ("reset", "after"),
+    ],
+)
+async def test_a_command_runs_once_whatever_happens_to_its_socket(
+    bench: Bench, fault: str, when: str
+) -> None:
+    """A start whose answer is lost, before or after the work, is asked again and runs nothing twice."""
+    async with bench.box() as box:
+        bench.inject(EXEC, when=when, **PASSING[fault])
+        await box.start("once", ["bash", "-c", "echo ran >>count; exit 3"])
+        status = await box.wait("once", 60)
+
+        assert (status.state, status.code, await bench.count(box)) == (
+            ExecState.EXITED,
+            3,
+            b"ran\n",
+        )
+
+
+@pytest.mark.parametrize("how", ["cut", "no_end", "truncated"])
+async def test_a_socket_that_lies_changes_no_result(bench: Bench, how: str) -> None:
+    """One that is cut at once, tells no end, or loses half of the output makes no failure a success."""
+    async with bench.box() as box:
+        bench.inject(EXEC, stream=how, times=2)
+        result = await box.exec("echo ran >>count; echo out; exit 7")
+
+        assert (result.status.code, result.stdout, await bench.count(box)) == (
+            7,
+            b"out\n",
+            b"ran\n",
+        )
+
+
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [("OutOfcpu", "before"), ("OOMKilled", "after"), ("Evicted", "after"), ("Preempted", "after")],
+)
+async def test_a_pod_that_is_taken_away_is_lost_with_the_reason(
+    bench: Bench, how: str, when: str
+) -> None:
+    """Evicted, out of memory, preempted: before its command or in the middle of it."""
+    async with bench.box() as box:
+        bench.inject(EXEC, kill=True, state=how, when=when)
+        with pytest.raises(SandboxLost, match="Preempt" if how == "Preempted" else how):
+            await box.exec("echo on")
+
+
+async def test_a_node_that_is_silent_for_long_is_gone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API calls the pod running; after so long without an answer it is condemned, and its kill
+    does not wait for the node."""
+    monkeypatch.setattr(kubernetes, "SILENT_S", 0.3)
+    monkeypatch.setattr(kubernetes, "GONE_S", 0.3)
+    async with bench.box() as box:
+        bench.inject(EXEC, kill=True, state="NodeLost")
+        with pytest.raises(SandboxLost, match="without an answer"):
+            await box.exec("echo on")
+
+    assert bench.live == []
+
+
+async def test_upload_cut_short_is_sent_again(bench: Bench, tmp_path: Path) -> None:
+    """A file whose socket breaks arrives whole."""
+    (tmp_path / "large").write_bytes(bytes(range(256)) * 2000)
+    async with bench.box() as box:
+        bench.inject(EXEC, stream="cut")
+        await box.put("large", tmp_path / "large")
+
+        assert await box.get("large") == (tmp_path / "large").read_bytes()
+
+
+# -- finding --------------------------------------------------------------------------------------
+
+
+async def test_a_list_that_lags_hides_nothing_from_its_owner(bench: Bench) -> None:
+    """Creates, attaches and kills go by name, which no list has to know."""
+    bench.server.settings["list_lag_s"] = 3600.0
+    async with bench.box() as box:
+        await box.write_file("mark", b"first")
+        again = await bench.provider.create(SPEC, ID)
+        listed = await bench.provider.list()
+
+        assert (await again.read_file("mark"), listed) == (b"first", [])
+
+    assert bench.live == []
+
+
+async def test_other_deployments_are_left_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same identity of another scope is another sandbox, unseen and unkilled."""
+    async with bench.box() as box:
+        monkeypatch.setenv("PERDURE_KUBERNETES_SCOPE", "others")
+        await bench.provider.kill(ID)
+        seen = await bench.provider.list()
+        monkeypatch.setenv("PERDURE_KUBERNETES_SCOPE", "tests")
+
+        assert (seen, (await box.exec("echo on")).stdout) == ([], b"on\n")
+
+
+async def test_labels_that_kubernetes_does_not_take_come_back(bench: Bench) -> None:
+    """A rollout's name has slashes; as a label value it would be refused."""
+    labels = {"run": "r1", "rollout": "rollout/r1/a b/0", "attempt": "1"}
+    async with bench.box(replace(SPEC, labels=labels)):
+        (info,) = await bench.provider.list({"rollout": labels["rollout"]})
+
+        assert info.labels == labels
