@@ -34,7 +34,6 @@ class SandboxAccountWorkflow:
         self.account = Account(state or AccountState(), self._now())
         self.news = False
         self.again: list[Wish] = []
-        self.checked_at = self._now()
 
     @workflow.run
     async def run(self, state: AccountState | None = None) -> None:
@@ -147,9 +146,9 @@ class SandboxAccountWorkflow:
     async def _check_holders(self, silent: bool) -> None:
         """While somebody waits, and in silence: permits of workflows that were terminated come back."""
         wanted = self.account.waiting or (silent and self.account.permits)
-        if not wanted or self._now() - self.checked_at < CHECK_EVERY_S:
+        if not wanted or self._now() - self.account.checked_at < CHECK_EVERY_S:
             return
-        self.checked_at = self._now()
+        self.account.checked_at = self._now()
         holders = self.account.longest_unchecked(CHECK_MOST)
         if self.account.permits and not holders:
             return  # only what was booted ahead: no workflow holds that

@@ -274,6 +274,30 @@ def test_a_restart_forgets_nothing() -> None:
     assert Counter(p.starting for p in state.permits.values()) == {False: 1, True: 1}
 
 
+def test_a_restart_does_not_put_off_the_look_at_holders() -> None:
+    """A keeper that restarts more often than it looks still finds out who was terminated."""
+    before = account()
+    ask(before, "a")
+    state = before.state()
+
+    assert Account(state, 30.0).checked_at == before.checked_at == 0.0
+
+
+def test_a_sandbox_that_came_up_ungranted_counts() -> None:
+    """Its worker died after a refusal, and the next one made it all the same: it has a slot now, and
+    waits for none."""
+    one = account()
+    for name in ("a", "b"):
+        ask(one, name, caps=AccountCaps(live=1))
+    names(one, 0.0)
+    one.refused("a", "rate", None, 0.0)
+    one.started("a")
+    later = names(one, 60.0)
+    one.release("a")
+
+    assert (later, names(one, 60.0)) == ([], ["b"])
+
+
 def stocked(standing: int, caps: AccountCaps) -> Account:
     """An account with that many sandboxes booted ahead, and nobody who waits."""
     one = Account(AccountState(caps=caps), 0.0)

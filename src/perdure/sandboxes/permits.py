@@ -83,6 +83,7 @@ class AccountState(Frozen):
     slowed_at: float | None = None
     tokens: float = 1.0
     filled: float | None = None
+    checked_at: float | None = None
 
 
 class Account:
@@ -102,6 +103,8 @@ class Account:
         self._tokens, self._filled = state.tokens, _known(state.filled, now)
         self._paused_until = _known(state.paused_until, now)
         self._probe_at = _known(state.probe_at, now + PROBE_S)
+        self.checked_at = _known(state.checked_at, now)
+        """When holders were looked up last."""
         self._slowed_at = _known(state.slowed_at, now - PAUSE_S)
 
     def state(self) -> AccountState:
@@ -118,6 +121,7 @@ class Account:
             slowed_at=self._slowed_at,
             tokens=self._tokens,
             filled=self._filled,
+            checked_at=self.checked_at,
         )
 
     # -- what holders say -------------------------------------------------------------------------
@@ -136,6 +140,9 @@ class Account:
     def started(self, holder: str) -> None:
         """The sandbox that was granted is up."""
         permit = self.permits.get(holder)
+        if permit is None and (wish := self.waiting.pop(holder, None)) is not None:
+            # refused, and its worker died before it could wait: the next one did not know
+            permit = Permit(run=wish.run, step=wish.step)
         if permit is None or not permit.starting:
             return
         self.permits[holder] = permit.model_copy(update={"starting": False})
