@@ -174,7 +174,8 @@ async def test_who_was_overtaken_changes_nothing_more(tmp_path: Path) -> None:
         slow = WeightUpdates(it.roster, client, notice_s=0)
         held = await slow._hold(name_of(it.engines[0].url), 2)
         await it.publish(3)
-        await slow._back(held, None, Policy(), ConfigurationError("too late"))
+        with pytest.raises(UpdateRefused, match="taken over"):
+            await slow._notice(held, untouched=True)
         found = (await it.roster.read()).get(held.name)
 
     assert found is not None

@@ -5,6 +5,7 @@ Talks to the shared roster and to the manager on Ray; needs no gateway that runs
 
 import asyncio
 import json
+import time
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from perdure.serving.registration import PoolStatus
     from perdure.serving.roster import StoredRoster
 
+SILENT_S = 60.0
+"""A manager tells every few seconds what it sees; after so long it is taken for gone."""
 NAME = click.argument("name", metavar="HOST:PORT")
 ADDRESS = click.option(
     "--ray-address",
@@ -227,6 +230,11 @@ def list_(as_json: bool) -> None:
         click.echo(f"No engines: {me()} engines add URL, or {me()} engines up --model M")
     if status.replicas:
         _print_status(status, False)
+        if (silent_s := time.time() - status.at) > SILENT_S:
+            click.echo(
+                f"This is what their manager saw {silent_s / 60:.0f} min ago, and it says nothing any "
+                f"more: `{me()} engines up` starts it again"
+            )
     if known:
         state = stack.running(settings)
         gateway = state.gateway_url if state is not None else settings.gateway_base_url

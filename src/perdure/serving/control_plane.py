@@ -3,6 +3,7 @@
 Only managers and gateways come here, straight to the engine; nothing of it is ever proxied.
 """
 
+import errno
 import json
 import re
 import secrets
@@ -20,6 +21,11 @@ PROBE_S = 30.0
 REFUSALS = {400, 401, 403, 404, 405, 422}
 PROBE_PROMPT = (1, 2, 3)
 PROBE_SESSION = "perdure-probe"
+OURS = {
+    *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM),
+    *(errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.ENETUNREACH),
+}
+"""What keeps this process from connecting to anybody: no word on who listens there."""
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{([^}]*)\})?\s+(\S+)", re.MULTILINE)
 
 
@@ -96,7 +102,10 @@ class EngineControl:
     async def boot(self, model: str, vitals: Vitals) -> str:
         """What tells this boot of the engine from another: its fenced name, or its start time."""
         response = await self._send("GET", "/v1/models", timeout=self._probe_s, absent_ok=True)
-        served = [str(card.get("id", "")) for card in object_of(response).get("data", ())]
+        try:
+            served = [str(card.get("id", "")) for card in object_of(response).get("data", ())]
+        except (TypeError, AttributeError) as error:
+            raise self._failed(f"GET /v1/models lists no models: {error!r}") from error
         return next((name for name in served if is_fenced(model, name)), vitals.boot)
 
     async def round_trip(self, model: str, *, timeout_s: float = PROBE_S) -> None:
@@ -197,8 +206,8 @@ class EngineControl:
                 headers={**self._headers, **(headers or {})},
                 timeout=httpx.Timeout(timeout, connect=5.0, pool=None),
             )
-        except httpx.TransportError as error:
-            gone = isinstance(error, httpx.ConnectError)
+        except httpx.RequestError as error:
+            gone = isinstance(error, httpx.ConnectError) and not _errnos(error) & OURS
             problem = f"{method} {path}: {type(error).__name__} {error}".strip()
             raise EngineSilent(self._told(problem), gone=gone) from None
         if response.is_success or (absent_ok and response.status_code in (404, 405)):
@@ -213,6 +222,16 @@ class EngineControl:
 
     def _failed(self, problem: str) -> ControlPlaneError:
         return ControlPlaneError(self._told(problem), boundary=Boundary.ENGINE)
+
+
+def _errnos(error: BaseException | None) -> set[int]:
+    """Of all that an error came from."""
+    found: set[int] = set()
+    while error is not None:
+        for one in getattr(error, "exceptions", (error,)):
+            found |= {one.errno} if isinstance(one, OSError) and one.errno else set()
+        error = error.__cause__ or error.__context__
+    return found
 
 
 def read_vitals(text: str) -> Vitals:

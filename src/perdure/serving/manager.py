@@ -38,6 +38,8 @@ from perdure.settings import Settings
 from perdure.storage.base import open_store
 
 POLL_S = 0.5
+BEAT_S = 15.0
+"""How often at least it tells what it sees."""
 STOP_S = 30.0
 DRAIN_S = 300.0
 MARGIN_S = 5.0
@@ -101,7 +103,7 @@ class Slot:
         self.boot, self.reason = None, why
         self.deaths = 1 if served_s > STABLE_S else self.deaths + 1
         self.given_up = final or (not served_s and self.deaths >= MOST_FAILED_STARTS)
-        self.not_before = time.time() + backoff_s(self.deaths)
+        self.not_before = time.monotonic() + backoff_s(self.deaths)
 
     def status(self) -> ReplicaStatus:
         if self.boot is not None:
@@ -134,7 +136,7 @@ class EngineManager:
         self._slots: dict[int, Slot] = {}
         self._leaving: list[Boot] = []
         self._ending: set[asyncio.Task[None]] = set()
-        self._status = PoolStatus()
+        self._status, self._told_at = PoolStatus(), 0.0
         self._loop = asyncio.create_task(self._run())
 
     # --- what is asked of it ---------------------------------------------------------------------
@@ -254,7 +256,7 @@ class EngineManager:
             return
         if slot.boot is not None:
             await self._judge(slot, slot.boot, plan, seen)
-        if slot.boot is None and not slot.given_up and time.time() >= slot.not_before:
+        if slot.boot is None and not slot.given_up and time.monotonic() >= slot.not_before:
             await self._place(slot, plan, seen)
 
     async def _judge(self, slot: Slot, boot: Boot, plan: EnginePlan, seen: Cluster) -> None:
@@ -274,7 +276,7 @@ class EngineManager:
     async def _join(
         self, slot: Slot, boot: Boot, plan: EnginePlan, report: ReplicaReport, seen: Cluster
     ) -> None:
-        boot.ready_since = time.time()
+        boot.ready_since = time.monotonic()
         known = seen.roster.get(name_of(report.url))
         if known is None or known.generation != boot.generation:  # else an earlier manager did
             await self._pool.join(plan, report.url, boot.generation, seen.published)
@@ -319,7 +321,7 @@ class EngineManager:
             log.warning("a replica does not catch up", generation=boot.generation, error=str(error))
 
     async def _over(self, slot: Slot, boot: Boot, why: str, *, final: bool) -> None:
-        served_s = time.time() - boot.ready_since if boot.ready_since else 0.0
+        served_s = time.monotonic() - boot.ready_since if boot.ready_since else 0.0
         log.warning("a replica ended", replica=slot.index, generation=boot.generation, why=why)
         if not boot.lost:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
@@ -373,9 +375,9 @@ class EngineManager:
         for task in (boot.following, boot.catching_up):
             if task is not None:
                 task.cancel()
-        if boot.joined:
+        if boot.report is not None and boot.report.url:  # it may have been joining this moment
             with contextlib.suppress(PerdureError):
-                await self._pool.leave(boot.joined, boot.generation)
+                await self._pool.leave(name_of(boot.report.url), boot.generation)
         if not boot.lost:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
                 await asyncio.wait_for(boot.placed.stop(), STOP_S if boot.node else POLL_S)
@@ -392,11 +394,12 @@ class EngineManager:
         )
 
     async def _tell(self) -> None:
-        status = self._picture()
-        if status != self._status:
+        """Also that nothing is new: a picture without a manager is of the past."""
+        status, now = self._picture(), time.monotonic()
+        if status != self._status or now - self._told_at >= BEAT_S:
             dated = status.model_copy(update={"at": time.time()})
             await write_status(self._store, self._key, dated)
-            self._status = status
+            self._status, self._told_at = status, now
 
 
 def manager_name(roster_key: str) -> str:

@@ -5,6 +5,7 @@ a failed canary all find it in the store. How engines take weights is in `weight
 `publishing_sync`.
 """
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -75,6 +76,8 @@ class Weights:
         roster = roster_key(secret)
         self._key = published_key(roster)
         self._into = into
+        self._publishing = asyncio.Lock()
+        """Two updates at once would take the engines from each other."""
         self._client = httpx.AsyncClient(trust_env=False)
         self._updates = WeightUpdates(
             StoredRoster(self._store, roster),
@@ -115,6 +118,17 @@ class Weights:
         """
         if version < 0:
             raise ConfigurationError(f"version {version}: policy versions count from 0")
+        async with self._publishing:
+            return await self._publish(version, source, canaries, policy, previous)
+
+    async def _publish(
+        self,
+        version: int,
+        source: Source,
+        canaries: Canaries,
+        policy: Policy,
+        previous: Checkpoint | None,
+    ) -> list[Updated]:
         before = await self.published()
         if before is not None and version < before.version:
             raise ConfigurationError(f"version {version} is older than {before.version}")
@@ -134,19 +148,19 @@ class Weights:
         Raises: UpdateRefused, ConfigurationError (nothing was published, its source is gone, or no
         engine serves), StoreUnavailable.
         """
-        published = await self.published()
-        if published is None:
-            raise ConfigurationError(
-                "nothing was published yet, so there is nothing to catch up with"
-            )
-        if not published.source:
-            raise ConfigurationError(
-                f"version {published.version} came by the trainer's own transfer: publish it again"
-            )
-        async with fetched(published.source, self._settings, self._store, self._into) as transfer:
-            return await self._updates.update(
-                published.version, transfer, published.canaries, policy
-            )
+        async with self._publishing:
+            published = await self.published()
+            if published is None:
+                raise ConfigurationError(
+                    "nothing was published yet, so there is nothing to catch up with"
+                )
+            version, source = published.version, published.source
+            if not source:
+                raise ConfigurationError(
+                    f"version {version} came by the trainer's own transfer: publish it again"
+                )
+            async with fetched(source, self._settings, self._store, self._into) as transfer:
+                return await self._updates.update(version, transfer, published.canaries, policy)
 
     def _checkpoint(self, published: Published) -> Checkpoint | None:
         """What is loaded when a newer version fails; fetched only then."""

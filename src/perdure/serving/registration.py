@@ -181,13 +181,15 @@ async def add_engine(
 ) -> EngineRecord:
     """An engine that somebody else started; adding it again gives it another weight.
 
-    Raises: ValueError naming the URL.
+    One that was removed, is drained or dead starts anew. Raises: ValueError naming the URL,
+    StoreUnavailable.
     """
     name = name_of(url)
 
     def added(now: Roster) -> Roster:
         known = now.get(name)
-        if known is not None and not known.removed and known.state is not EngineState.DEAD:
+        leaving = (EngineState.DRAINING, EngineState.DEAD)
+        if known is not None and not known.removed and known.state not in leaving:
             changes = {"weight": weight, "model": model, "kind": kind, "from_settings": False}
             return now.having(known.model_copy(update=changes))
         record = EngineRecord(

@@ -160,7 +160,7 @@ class Replica:
             if late and not proven.done():
                 return verdicts.Verdict(f"no token after {self._plan.start_timeout_s:.0f} s")
             await asyncio.sleep(POLL_S)
-        said = self._log.read_bytes()[began:][-verdicts.TAIL_BYTES :]
+        said = self.tail(min(verdicts.TAIL_BYTES, self._log.stat().st_size - began))
         return verdicts.verdict(self._plan, status, said.decode("utf-8", "replace"))
 
     def _prepare(self) -> int:

@@ -94,7 +94,10 @@ def read_sglang_vitals(text: str) -> Vitals:
     for name, labels, number in SAMPLE.findall(text):
         if re.search(r'tp_rank="[1-9]', labels):
             continue  # each rank of an engine counts the same requests
-        value = float(number)
+        try:
+            value = float(number)
+        except ValueError:
+            continue
         sums[name] = sums.get(name, 0.0) + value
         if name == "sglang:token_usage":
             kv_used = max(kv_used, value)

@@ -108,6 +108,11 @@ class EngineRecord(Frozen):
         """The name a request must carry, so that another boot answers 404 instead of tokens."""
         return self.boot if is_fenced(self.model, self.boot) else self.model
 
+    @property
+    def backoff_s(self) -> float:
+        """Seconds that it is left alone, dead."""
+        return self.not_before - self.since
+
     def to(self, state: EngineState, reason: str = "", **changes: Any) -> "EngineRecord":
         """The record after a change of state. Raises: ValueError when it may not follow."""
         if state is self.state:

@@ -46,15 +46,25 @@ class EngineWatch:
         self.refused = ""
         """Why it will never serve as configured: a wrong model name, a wrong key."""
         self._moved_at = time.monotonic()
+        self._period: object = None
+        self._period_began = 0.0
+
+    def waited(self, record: EngineRecord) -> float:
+        """Seconds since this process first saw it in its present state: clocks of hosts may differ."""
+        if self._period != _period(record):
+            self._period, self._period_began = _period(record), time.monotonic()
+        return time.monotonic() - self._period_began
 
     async def look(self, record: EngineRecord, load: Load) -> Verdict | None:
         """What it should become, or None to leave it as it is."""
+        waited = self.waited(record)
         match record.state:
             case EngineState.READY:
+                self.refused = ""  # perhaps another process found out
                 return await self._check(record, load)
             case EngineState.STARTING | EngineState.SUSPECT:
                 return await self._prove(record)
-            case EngineState.DEAD if not record.removed and time.time() >= record.not_before:
+            case EngineState.DEAD if not record.removed and waited >= record.backoff_s:
                 return await self._prove(record)
             case EngineState.PAUSED:
                 return await self._paused(record)
@@ -121,8 +131,8 @@ class EngineWatch:
         return Verdict(EngineState.READY, "", boot, await self._version())
 
     def _silent(self, record: EngineRecord, silent: EngineSilent) -> Verdict | None:
-        waited = time.time() - record.since
-        if record.state is EngineState.SUSPECT and (silent.gone or waited > self._hang_s):
+        lost = silent.gone or self.waited(record) > self._hang_s
+        if record.state is EngineState.SUSPECT and lost:
             return Verdict(EngineState.DEAD, str(silent))
         return Verdict(record.state, str(silent)) if self._is_news(record, silent) else None
 
@@ -131,7 +141,7 @@ class EngineWatch:
 
     async def _paused(self, record: EngineRecord) -> Verdict | None:
         if record.held_by:
-            held = time.time() - record.since > HELD_S
+            held = self.waited(record) > HELD_S
             return Verdict(EngineState.DEAD, f"{record.held_by} never ended") if held else None
         return None if await self._stands_still() else await self._prove(record)
 

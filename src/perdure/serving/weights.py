@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 import httpx
 import structlog
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from perdure.errors import Boundary, ConfigurationError, ControlPlaneError, PerdureError
 from perdure.serving.control_plane import EngineControl, Scored
@@ -30,7 +30,8 @@ from perdure.types import Frozen
 UPDATE = "update "
 """How a hold of ours begins, in the roster."""
 TOLERANCE = 0.2
-"""Between the trainer's logprob and the engine's, in bf16; other weights differ by whole units."""
+"""Between the trainer's logprob and the engine's, in bf16; a model half loaded differs by whole
+units, the weights of one small step before may not."""
 NOTICE_S = 2.5
 """What every gateway needs to have read the roster: twice its polling, and a little."""
 InFlight = Literal["resubmit", "keep"]
@@ -54,12 +55,12 @@ class Canary(Frozen):
     prompt_ids: tuple[int, ...] = Field(min_length=1)
     token_id: int
     """The greedy token that follows: choose prompts with a clear winner."""
-    logprob: float
+    logprob: FiniteFloat
     """Its logprob, at temperature 1."""
-    prompt_logprobs: tuple[float, ...] = ()
+    prompt_logprobs: tuple[FiniteFloat, ...] = ()
     """Of each prompt token given those before it, from the second on, teacher-forced: [P - 1].
     Compared by their mean distance; not compared when empty."""
-    tolerance: float = Field(TOLERANCE, gt=0)
+    tolerance: FiniteFloat = Field(TOLERANCE, gt=0)
 
     @model_validator(mode="after")
     def _one_logprob_per_token(self) -> "Canary":
@@ -164,30 +165,22 @@ class WeightUpdates:
     ) -> list[Updated]:
         """Every engine that serves, `policy.at_once` at a time; the first refusal stops it.
 
-        Engines not reached yet keep the old version and serve on. One whose load failed, or whose
-        canary differs, gets `previous` back and must prove that; without it, or when that fails too,
-        it is condemned: it serves again only after a restart. What an updater that died left paused
-        is taken over. Raises: UpdateRefused, ConfigurationError (a lower version, no canary, or no
-        engine serves).
+        Engines not reached yet keep the old version and serve on; those that become ready meanwhile
+        are reached too. One whose load failed, or whose canary differs, gets `previous` back and must
+        prove that; without it, or when that fails too, it is condemned: it serves again only after a
+        restart. What an updater that died left paused is taken over. Raises: UpdateRefused,
+        ConfigurationError (a lower version, no canary, or no engine serves).
         """
         if not canaries:
             raise ConfigurationError("weights without a canary are not served: give one at least")
-        serving = [e for e in (await self._roster.read()).engines if e.serves or _left_paused(e)]
-        if not serving:
-            raise ConfigurationError(
-                "no engine is ready, so none can take new weights: a gateway finds out which are, from "
-                "its first call on"
-            )
-        newest = max((e.version for e in serving if e.version is not None), default=None)
-        if newest is not None and version < newest:
-            raise ConfigurationError(f"version {version} is older than {newest}, which is served")
         wanted = Checkpoint(version, source, canaries)
         done: list[Updated] = []
-        waiting = [e for e in serving if e.version != version or not e.serves]
-        while waiting:
-            batch, waiting = waiting[: policy.at_once], waiting[policy.at_once :]
+        reached: set[tuple[str, int]] = set()
+        while lacking := [e for e in await self._lacking(version) if _boot(e) not in reached]:
+            batch = lacking[: policy.at_once]
+            reached.update(map(_boot, batch))
             results = await asyncio.gather(
-                *(self._one(e.name, wanted, policy, previous) for e in batch),
+                *(self._one(engine, wanted, policy, previous) for engine in batch),
                 return_exceptions=True,
             )
             done += [result for result in results if isinstance(result, Updated)]
@@ -196,11 +189,30 @@ class WeightUpdates:
                     raise result
         return done
 
+    async def _lacking(self, version: int) -> list[EngineRecord]:
+        """Raises: ConfigurationError."""
+        engines = (await self._roster.read()).engines
+        serving = [e for e in engines if e.serves or _left_paused(e)]
+        if not serving:
+            raise ConfigurationError(
+                "no engine is ready, so none can take new weights: a gateway finds out which are, from "
+                "its first call on"
+            )
+        newest = max((e.version for e in serving if e.version is not None), default=version)
+        if version < newest:
+            raise ConfigurationError(f"version {version} is older than {newest}, which is served")
+        return [e for e in serving if e.version != version or not e.serves]
+
     async def _one(
-        self, name: str, wanted: Checkpoint, policy: Policy, previous: Checkpoint | None
+        self,
+        engine: EngineRecord,
+        wanted: Checkpoint,
+        policy: Policy,
+        previous: Checkpoint | None,
     ) -> Updated:
+        name = engine.name
         record = await self._hold(name, wanted.version)
-        await asyncio.sleep(self._notice_s)  # no gateway may stamp tokens with the old version now
+        await self._notice(record, untouched=engine.serves)
         started = time.monotonic()
         try:
             await self._load(record, wanted, policy)
@@ -210,11 +222,29 @@ class WeightUpdates:
                 raise
             raise UpdateRefused(f"version {wanted.version} is not served: {error}") from error
         paused_s = time.monotonic() - started
-        await self._roster.change(lambda roster: _released(roster, record, wanted.version))
+        try:
+            await self._roster.change(lambda roster: _released(roster, record, wanted.version))
+        except UpdateRefused as error:  # the other update may be done, and have proven its own
+            await self._condemn(record, str(error))
+            raise
         log.info(
             "weights updated", engine=name, version=wanted.version, paused_s=round(paused_s, 3)
         )
         return Updated(name, paused_s)
+
+    async def _notice(self, record: EngineRecord, *, untouched: bool) -> None:
+        """Until no gateway stamps tokens with the old version any more; nothing is done before.
+
+        Raises: UpdateRefused when somebody else took the engine over meanwhile.
+        """
+        try:
+            await asyncio.sleep(self._notice_s)
+        except asyncio.CancelledError:
+            if untouched:
+                await asyncio.shield(self._let_go(record))
+            raise
+        if not _is_held(await self._roster.read(), record):
+            raise UpdateRefused(f"engine {record.name} was taken over before its update")
 
     async def _load(self, record: EngineRecord, wanted: Checkpoint, policy: Policy) -> None:
         """Raises: PerdureError."""
@@ -231,14 +261,9 @@ class WeightUpdates:
         policy: Policy,
         error: BaseException,
     ) -> None:
-        """The old version again, proven; else the engine may not serve until it was restarted.
-
-        Not where somebody else has taken the engine over meanwhile: it is theirs.
-        """
-        now = (await self._roster.read()).get(record.name)
-        if now is None or now.held_by != record.held_by:
-            return
-        if previous is not None and isinstance(error, PerdureError):
+        """The old version again, proven; else the engine may not serve until it was restarted."""
+        ours = _is_held(await self._roster.read(), record)
+        if ours and previous is not None and isinstance(error, PerdureError):
             try:
                 await self._load(record, previous, policy)
                 await self._roster.change(
@@ -264,10 +289,25 @@ class WeightUpdates:
         assert record is not None
         return record
 
+    async def _let_go(self, record: EngineRecord) -> None:
+        """It was announced and not touched: gateways see that it does not stand still."""
+
+        def let_go(roster: Roster) -> Roster:
+            if not _is_held(roster, record):
+                return roster
+            return roster.having(record.model_copy(update={"held_by": "", "coming": None}))
+
+        await self._roster.change(let_go)
+
     async def _condemn(self, record: EngineRecord, why: str) -> None:
+        """Also where another update believes to have released it, and ours came in between; one that
+        has it in hand proves it itself."""
+
         def condemned(roster: Roster) -> Roster:
             now = roster.get(record.name)
             if now is None or now.generation != record.generation:
+                return roster
+            if now.held_by not in ("", record.held_by):
                 return roster
             boot = now.boot or ANY_BOOT
             changes = {"condemned": boot, "held_by": "", "coming": None, "version": None}
@@ -310,10 +350,20 @@ async def _prove(control: EngineControl, model: str, canary: Canary) -> None:
 
 def _released(roster: Roster, held: EngineRecord, version: int) -> Roster:
     now = roster.get(held.name)
-    if now is None or (now.generation, now.held_by) != (held.generation, held.held_by):
+    if now is None or not _is_held(roster, held):
         raise UpdateRefused(f"engine {held.name} restarted, or was taken over, during its update")
     ready = now.to(EngineState.READY, "", held_by="", coming=None, version=version)
     return roster.having(ready)
+
+
+def _is_held(roster: Roster, held: EngineRecord) -> bool:
+    """Whether the engine is still as we announced it."""
+    now = roster.get(held.name)
+    return now is not None and (_boot(now), now.held_by) == (_boot(held), held.held_by)
+
+
+def _boot(record: EngineRecord) -> tuple[str, int]:
+    return record.name, record.generation
 
 
 def _left_paused(record: EngineRecord) -> bool:

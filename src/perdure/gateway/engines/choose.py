@@ -93,7 +93,7 @@ class Engines:
     def left(self, session_id: str) -> None:
         """A session ended: its seat is free."""
         if self._pool is not None:
-            self._pool.leases.release(session_id)
+            self._pool.left(session_id)
 
     def metrics(self) -> bytes:
         """Prometheus text of the pool; empty while there is none."""

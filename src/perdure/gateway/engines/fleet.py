@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import httpx
 import structlog
 
-from perdure.errors import NotFound, PerdureError
+from perdure.errors import PerdureError
 from perdure.gateway.engines.leases import Leases, Place
 from perdure.gateway.engines.seats import Seat
 from perdure.gateway.engines.sglang import SglangEngine
@@ -28,7 +28,6 @@ from perdure.serving.state import EngineRecord, EngineState, name_of, root_of
 
 HELD_POLL_S = 0.2
 """How often the roster is read while somebody changes an engine's weights: calls wait for the end."""
-LEAVING = (EngineState.DRAINING, EngineState.DEAD)
 SPEAKS: Mapping[str, tuple[type[VllmEngine] | type[SglangEngine], type[EngineControl]]] = {
     "vllm": (VllmEngine, EngineControl),
     "sglang": (SglangEngine, SglangControl),
@@ -68,9 +67,11 @@ class Fleet:
         guard_key: Key,
         hang_s: float,
         poll_s: float,
+        notice_s: float,
     ) -> None:
         """`own`: the engines that the settings name; all others come from the roster. `guard_key`:
-        of those that Perdure guards, in place of `key`."""
+        of those that Perdure guards, in place of `key`. `notice_s`: seconds between the announcement
+        of an update and its first act."""
         self.seats: dict[str, Seat] = {}
         self._roster = roster
         self._client = client
@@ -79,15 +80,18 @@ class Fleet:
         self._told = changed
         self._model = model
         self._key, self._guard_key = key, guard_key
-        self._hang_s, self._poll_s = hang_s, poll_s
+        self._hang_s, self._poll_s, self._notice_s = hang_s, poll_s, notice_s
         self._starting = asyncio.Lock()
+        self._turn = asyncio.Lock()
+        self._asked = 0.0
+        """When the roster was asked for what is known of it."""
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Know the engines and watch them. Repeating is harmless. Raises: StoreUnavailable."""
         async with self._starting:
             if self._following is None:
-                await self._change(self._with_own)
+                await self.change(self._with_own)
                 self._following = asyncio.create_task(self._follow())
 
     async def aclose(self) -> None:
@@ -98,86 +102,75 @@ class Fleet:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def read(self) -> Roster:
-        """Raises: StoreUnavailable."""
-        await self.start()
-        return await self._roster.read()
+        """The newest roster, followed. Raises: StoreUnavailable."""
+        return await self.change(lambda roster: roster)
+
+    async def change(self, change: Change) -> Roster:
+        """Change the roster, and follow it. Raises: StoreUnavailable, and what `change` raises."""
+        async with self._turn:  # one at a time: a slow read must not bring back what was before
+            asked = time.monotonic()
+            roster = await self._roster.change(change)
+            self._asked = asked
+            self._sync(roster)
+        return roster
 
     def places(self) -> list[Place]:
         return [seat.place() for seat in self.seats.values() if seat.record.serves]
 
-    # --- what people ask -----------------------------------------------------------------------
+    def version_now(self, seat: Seat, begun: EngineRecord) -> int | None:
+        """As the seat knows it; none while the roster cannot be read, for somebody may change it."""
+        fresh = time.monotonic() - self._asked <= self._notice_s
+        return seat.version_now(begun) if fresh else None
 
-    async def add(self, spec: EngineSpec) -> EngineRecord:
-        """Register an engine for all gateways of the home, or give a known one another weight.
+    async def doubt(self, seat: Seat, generation: int, state: EngineState, reason: str) -> None:
+        """A call showed that this boot of an engine is not what its record says."""
+        record = seat.record
+        if record.serves and record.generation == generation:
+            verdict = watch.Verdict(state, reason)
+            await self._note(lambda roster: watch.apply(roster, record, verdict))
 
-        One that was removed, is drained or dead starts anew. Raises: ValueError, StoreUnavailable.
-        """
-        await self.start()
-        name = name_of(spec.url)
-        await self._change(lambda roster: self._with(roster, spec, anew=True))
-        return self.seats[name].record
+    async def relabel(self, seat: Seat, record: EngineRecord, version: int) -> None:
+        """An engine itself said that it has another version than its record, all the time."""
 
-    async def drain(self, name: str, deadline_s: float) -> EngineRecord:
-        """Raises: NotFound, StoreUnavailable."""
-        await self.start()
-        by = time.time() + deadline_s
+        def relabelled(roster: Roster) -> Roster:
+            if roster.get(record.name) != record:
+                return roster
+            return roster.having(record.model_copy(update={"version": version}))
 
-        def drained(roster: Roster) -> Roster:
-            record = _known(roster, name)
-            if record.state is EngineState.DEAD:
-                return roster.having(record.model_copy(update={"removed": True}))
-            to = record.to(EngineState.DRAINING, "told to drain", drain_by=by, held_by="")
-            return roster.having(to)
+        if seat.record == record:
+            log.warning(
+                "an engine has other weights than known", engine=record.name, version=version
+            )
+            await self._note(relabelled)
 
-        return _known(await self._change(drained), name)
-
-    async def remove(self, name: str) -> None:
-        """Raises: NotFound, StoreUnavailable."""
-        await self.start()
-        await self._change(lambda roster: _removed(roster, _known(roster, name)))
-
-    async def doubt(self, seat: Seat, state: EngineState, reason: str) -> None:
-        """A call showed that an engine is not what its record says."""
-        verdict, record = watch.Verdict(state, reason), seat.record
-        if record.serves:
-            await self._change(lambda roster: watch.apply(roster, record, verdict))
+    async def _note(self, change: Change) -> None:
+        """What a call saw on its way; it goes on without the store, too."""
+        try:
+            await self.change(change)
+        except PerdureError as error:
+            log.warning("cannot record an engine's state", error=str(error))
 
     def _with_own(self, roster: Roster) -> Roster:
         for spec in self._own.values():
-            roster = self._with(roster, spec, anew=False)
+            roster = self._with(roster, spec)
         return roster
 
-    def _with(self, roster: Roster, spec: EngineSpec, *, anew: bool) -> Roster:
-        name = name_of(spec.url)
-        known = roster.get(name)
-        gone = known is not None and (known.removed or known.state in LEAVING)
-        if known is None or (anew and gone):
-            record = EngineRecord(
-                name=name,
-                url=root_of(spec.url),
-                weight=spec.weight,
-                model=self._model,
-                kind=spec.kind,
-                generation=roster.next_generation,
-                since=time.time(),
-                from_settings=not anew,
-            )
-            return roster.having(record)
-        update: dict[str, Any] = {
-            "weight": spec.weight,
-            "model": self._model,
-            "kind": spec.kind,
-        }
-        if anew:
-            update["from_settings"] = False
-        return roster.having(known.model_copy(update=update))
+    def _with(self, roster: Roster, spec: EngineSpec) -> Roster:
+        known = roster.get(name_of(spec.url))
+        told: dict[str, Any] = {"weight": spec.weight, "model": self._model, "kind": spec.kind}
+        if known is not None:
+            return roster.having(known.model_copy(update=told))
+        record = EngineRecord(
+            name=name_of(spec.url),
+            url=root_of(spec.url),
+            generation=roster.next_generation,
+            since=time.time(),
+            from_settings=True,
+            **told,
+        )
+        return roster.having(record)
 
     # --- the roster ----------------------------------------------------------------------------
-
-    async def _change(self, change: Change) -> Roster:
-        roster = await self._roster.change(change)
-        self._sync(roster)
-        return roster
 
     async def _follow(self) -> None:
         """See what other processes and people changed; give freed seats to those who wait."""
@@ -185,9 +178,11 @@ class Fleet:
             held = any(seat.record.held_by for seat in self.seats.values())
             await asyncio.sleep(min(self._poll_s, HELD_POLL_S) if held else self._poll_s)
             try:
-                self._sync(await self._roster.read())
+                await self.read()
             except PerdureError as error:
                 log.warning("the roster of engines cannot be read", error=str(error))
+            except Exception:  # without it this process would be blind for ever
+                log.exception("following the roster of engines stumbled")
             self._leases.expire()
             self._told()
 
@@ -252,6 +247,8 @@ class Fleet:
                 await self._look(seat)
             except PerdureError as error:
                 log.warning("cannot record an engine's state", error=str(error))
+            except Exception:  # without it nobody would look at this engine again
+                log.exception("the watch of an engine stumbled", engine=seat.record.name)
             seat.kick.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(seat.kick.wait(), self._poll_s)
@@ -271,26 +268,20 @@ class Fleet:
         if record.serves:
             seat.evict_stalled(self._hang_s, begun_only=True)
         if verdict is not None:
-            await self._change(lambda roster: watch.apply(roster, record, verdict))
+            await self.change(lambda roster: watch.apply(roster, record, verdict))
         self._told()
 
     async def _drained(self, seat: Seat) -> None:
         """At its deadline: this process's calls go on elsewhere. Gone when nobody uses it."""
         record = seat.record
-        late = record.drain_by is not None and time.time() >= record.drain_by
+        left = (record.drain_by or 0.0) - record.since - seat.watcher.waited(record)
+        late = left <= 0 or time.time() >= (record.drain_by or 0.0)  # by whichever clock is ahead
         if late:
             seat.evict(Broken(Break.ABORTED, "drained"))
         with contextlib.suppress(PerdureError):
             seat.watcher.vitals = await seat.control.vitals()
         if late or not (seat.running or seat.watcher.vitals.running):
-            await self._change(lambda roster: _removed(roster, roster.get(record.name)))
-
-
-def _known(roster: Roster, name: str) -> EngineRecord:
-    record = roster.get(name)
-    if record is None or record.removed:
-        raise NotFound(f"no engine {name!r}: it must be named host:port")
-    return record
+            await self.change(lambda roster: _removed(roster, roster.get(record.name)))
 
 
 def _removed(roster: Roster, record: EngineRecord | None) -> Roster:

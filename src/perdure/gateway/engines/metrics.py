@@ -21,7 +21,7 @@ GAUGES = (
     _Gauge("capacity", "Sessions it may have.", lambda _, s: s.capacity.agents),
     _Gauge("calls", "Calls running on it.", lambda _, s: len(s.running)),
     _Gauge("generation", "Which of its boots serves.", lambda _, s: s.record.generation),
-    _Gauge("policy_version", "Of its weights.", lambda _, s: s.record.version or 0),
+    _Gauge("policy_version", "Of its weights; -1: not known.", lambda _, s: _version(s)),
     _Gauge("kv_used", "Share of its KV cache in use.", lambda _, s: s.watcher.vitals.kv_used),
     _Gauge(
         "prefix_hits",
@@ -30,6 +30,10 @@ GAUGES = (
     ),
     _Gauge("prefix_queries", "Prompt tokens.", lambda _, s: s.watcher.vitals.cache_queries),
 )
+
+
+def _version(seat: Seat) -> float:
+    return -1 if seat.record.version is None else seat.record.version
 
 
 class _Collector:

@@ -15,14 +15,16 @@ import structlog
 from perdure.errors import Boundary, GatewayUnavailable
 from perdure.gateway.base import NO_LABELS, TOO_STALE, Completion, Refused
 from perdure.gateway.engines.call import MOST_MOVES, Call
-from perdure.gateway.engines.fleet import LEAVING, EngineSpec, Fleet, Key
+from perdure.gateway.engines.fleet import EngineSpec, Fleet, Key
 from perdure.gateway.engines.leases import Boot, Leases
 from perdure.gateway.engines.queueing import FairQueue
 from perdure.gateway.engines.salvage import Salvage
 from perdure.gateway.engines.seats import Running, Seat
 from perdure.gateway.engines.token_server import Break, Broken
+from perdure.serving.registration import add_engine, drain_engine, remove_engine
 from perdure.serving.roster import Roster, SharedRoster
 from perdure.serving.state import EngineRecord, EngineState
+from perdure.serving.weights import NOTICE_S
 from perdure.types import EngineSpan, FinishReason
 
 __all__ = ["EnginePool", "EngineSpec", "Seat"]
@@ -61,12 +63,14 @@ class EnginePool:
         hang_s: float = HANG_S,
         patience_s: float = PATIENCE_S,
         poll_s: float = POLL_S,
+        notice_s: float = NOTICE_S,
     ) -> None:
         """`own`: the engines that the settings name; all others come from the roster. `guard_key`:
-        of those that Perdure guards, in place of `api_key`."""
+        of those that Perdure guards, in place of `api_key`. `notice_s`: seconds by which updates of
+        weights are announced."""
         self.leases = Leases()
         self._queue = FairQueue()
-        self._patience_s = patience_s
+        self._model, self._patience_s = model, patience_s
         self._fleet = Fleet(
             roster,
             client,
@@ -78,6 +82,7 @@ class EnginePool:
             guard_key=Key(guard_key, "PERDURE_SECRET"),
             hang_s=hang_s,
             poll_s=poll_s,
+            notice_s=notice_s,
         )
         self.resumed = 0
         """Broken completions that went on elsewhere."""
@@ -103,6 +108,7 @@ class EnginePool:
 
     async def roster(self) -> Roster:
         """Raises: StoreUnavailable."""
+        await self.start()
         return await self._fleet.read()
 
     async def add(self, spec: EngineSpec) -> EngineRecord:
@@ -110,18 +116,26 @@ class EnginePool:
 
         One that was removed, is drained or dead starts anew. Raises: ValueError, StoreUnavailable.
         """
-        return await self._fleet.add(spec)
+        await self.start()
+        return await add_engine(self._fleet, spec.url, self._model, spec.weight, spec.kind)
 
     async def drain(self, name: str, *, deadline_s: float = DRAIN_S) -> EngineRecord:
         """Give it nothing new; at the deadline what it still has goes on elsewhere.
 
         Raises: NotFound, StoreUnavailable.
         """
-        return await self._fleet.drain(name, deadline_s)
+        await self.start()
+        return await drain_engine(self._fleet, name, deadline_s)
 
     async def remove(self, name: str) -> None:
         """Take it out now; its calls go on elsewhere. Raises: NotFound, StoreUnavailable."""
-        await self._fleet.remove(name)
+        await self.start()
+        await remove_engine(self._fleet, name)
+
+    def left(self, session_id: str) -> None:
+        """A session ended: its seat is free."""
+        self.leases.release(session_id)
+        self._queue.serve()
 
     # --- calls ---------------------------------------------------------------------------------
 
@@ -152,12 +166,13 @@ class EnginePool:
         call.last = self._boot_of(last)
         while True:
             seat = await self._seated(call)
+            generation = seat.record.generation
             try:
                 reason = await self._sample(seat, call)
             except Broken as broken:
                 ended = call.lost(broken, seat)
                 if ended is None:
-                    await self._after(seat, call, broken)
+                    await self._after(seat, generation, call, broken)
                     continue
                 reason = ended
             return call.completion(reason, seat.engine.name)
@@ -177,13 +192,22 @@ class EnginePool:
 
     async def _seated(self, call: Call) -> Seat:
         """An engine that is ready and has room for the session."""
-        if len(self._queue) and self.leases.get(call.session_id) is None:
-            await self._wait(call)  # those who came earlier, first
-        elif not self._try_seat(call):
-            await self._wait(call)
+        self._queue.serve()  # those who came earlier, first
+        if self._line(call) in self._queue or not self._try_seat(call):
+            try:
+                await self._wait(call)
+            except BaseException:
+                self._give_back(call)  # it was given at the moment when nobody wanted it any more
+                raise
         seat, call.seat = call.seat, None
         assert seat is not None
         return seat
+
+    def _line(self, call: Call) -> tuple[object, ...]:
+        """Who keeps a seat waits behind nobody who has none; else runs wait each for their versions."""
+        if self.leases.get(call.session_id) is not None:
+            return (call.session_id,)
+        return (call.run, call.versions)
 
     async def _wait(self, call: Call) -> None:
         """Raises: GatewayUnavailable, Refused."""
@@ -192,18 +216,29 @@ class EnginePool:
             if short_of_room := self._usable(call):
                 call.be_patient()
             timeout = max(call.patience(self._patience_s), FIRST_LOOK_S)
+            line = self._line(call)
             try:
                 async with asyncio.timeout(timeout):
                     await self._queue.wait(
-                        call.run, lambda: self._try_seat(call) or self._refused(call) is not None
+                        line,
+                        lambda: self._try_seat(call) or self._refused(call) is not None,
+                        first=len(line) == 1,
                     )
             except TimeoutError:
                 if short_of_room:
                     call.be_patient()  # if the engines went meanwhile: from now on
                 elif all(seat.looked for seat in self.seats.values()) and not self._usable(call):
                     raise self._unusable(call) from None
+            if call.seat is not None and not call.seat.record.serves:
+                self._give_back(call)  # it went between the giving and the taking
             if call.seat is None and (refused := self._refused(call)) is not None:
                 raise refused
+
+    def _give_back(self, call: Call) -> None:
+        if call.seat is not None:
+            call.seat = None
+            self.leases.done(call.session_id, call.length)
+            self._queue.serve()
 
     def _try_seat(self, call: Call) -> bool:
         places = [
@@ -232,7 +267,8 @@ class EnginePool:
     def _refused(self, call: Call) -> Refused | None:
         """When every engine says that we ask for the wrong thing, or serves too new a policy,
         waiting helps nobody."""
-        serving = [seat for seat in self.seats.values() if seat.record.state not in LEAVING]
+        leaving = (EngineState.DRAINING, EngineState.DEAD)
+        serving = [seat for seat in self.seats.values() if seat.record.state not in leaving]
         if serving and not any(call.versions.allow(seat.record.version) for seat in serving):
             told = f"every engine is past {call.versions}, which this group may be sampled by"
             return Refused(410, TOO_STALE, told)
@@ -258,13 +294,15 @@ class EnginePool:
         call.salvage.begin(seat.engine.name, record.generation)
         ask = call.ask(record.wire_model)
         task = asyncio.create_task(
-            seat.engine.sample(ask, call.salvage, lambda: seat.version_now(record))
+            seat.engine.sample(ask, call.salvage, lambda: self._fleet.version_now(seat, record))
         )
         running = Running(task, call.salvage, call.versions, now, len(call.salvage.ids), now)
         seat.running.add(running)
         try:
             reason = await task
             await running.judgement(self._patience_s)
+            if (told := call.salvage.told) not in (None, record.version):
+                await self._fleet.relabel(seat, record, told)
         except asyncio.CancelledError:
             asker = asyncio.current_task()
             if running.evicted is None or (asker is not None and asker.cancelling()):
@@ -281,13 +319,13 @@ class EnginePool:
             self.leases.done(call.session_id, call.length)
             self._queue.serve()
 
-    async def _after(self, seat: Seat, call: Call, broken: Broken) -> None:
+    async def _after(self, seat: Seat, generation: int, call: Call, broken: Broken) -> None:
         """What a broken stream means for the engine and for the call."""
         log.info(
             "completion broken",
             session_id=call.session_id,
             engine=seat.engine.name,
-            generation=seat.record.generation,
+            generation=generation,
             kind=broken.kind.value,
             problem=str(broken),
             salvaged=len(call.salvage.ids),
@@ -295,9 +333,9 @@ class EnginePool:
         if call.gained:
             self._went_on(call.gained)
         if broken.kind is Break.LOST:
-            await self._fleet.doubt(seat, EngineState.SUSPECT, str(broken))
-        elif broken.kind is Break.FENCED and seat.record.serves:
-            await self._fleet.doubt(seat, EngineState.DEAD, str(broken))
+            await self._fleet.doubt(seat, generation, EngineState.SUSPECT, str(broken))
+        elif broken.kind is Break.FENCED:
+            await self._fleet.doubt(seat, generation, EngineState.DEAD, str(broken))
         if call.moves > MOST_MOVES or not call.patience(self._patience_s):
             raise GatewayUnavailable(
                 f"the engine {seat.engine.name} gave nothing usable: {broken}",

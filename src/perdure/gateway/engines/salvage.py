@@ -41,18 +41,27 @@ class Salvage:
     _coming: int | None = None
     reports: int = 0
     """How often an engine said itself what its versions were."""
+    told: int | None = None
+    """What the engine at work called the version of its newest token."""
 
     def begin(self, engine: str, generation: int) -> None:
         """What follows comes from this engine."""
         self._engine, self._begun = (engine, generation), len(self.ids)
+        self.told = None
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
-        """`version`: the one known while these arrived."""
+        """`version`: the one known while these arrived.
+
+        Raises: ValueError, TypeError, OverflowError, with nothing added.
+        """
         if not ids:
             return
+        new_ids, new_logprobs = array("i", ids), array("d", logprobs)
+        if len(new_ids) != len(new_logprobs) or min(new_ids) < 0:
+            raise ValueError(f"{len(new_logprobs)} logprobs for the sampled tokens {list(ids)[:9]}")
         start, end = len(self.ids), len(self.ids) + len(ids)
-        self.ids.extend(ids)
-        self.logprobs.extend(logprobs)
+        self.ids.extend(new_ids)
+        self.logprobs.extend(new_logprobs)
         self._versions += [version] * len(ids)
         name, generation = self._engine
         if self.engines and start > self._begun:
@@ -63,6 +72,7 @@ class Salvage:
         """The engine's own word on its part of the completion, counted from where it began."""
         self.reports += bool(spans)
         for span in spans:
+            self.told = span.version
             at = slice(self._begun + span.start, self._begun + span.end)
             self._versions[at] = [span.version] * (span.end - span.start)
 

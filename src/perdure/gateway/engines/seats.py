@@ -29,8 +29,10 @@ class Running:
     salvage: Salvage
     versions: Versions
     started: float
-    seen: int = 0
-    progress: float = 0.0
+    seen: int
+    """Tokens that it had when somebody looked last."""
+    progress: float
+    """When it was first seen to have them; its start, before the first of this engine."""
     evicted: Broken | None = None
     judged: asyncio.Event = field(default_factory=asyncio.Event)
     """Somebody said whether the weights that it met in an update are right."""
@@ -39,6 +41,11 @@ class Running:
         self.evicted = self.evicted or why
         self.task.cancel()
         self.judged.set()
+
+    def doubt(self, coming: int | None) -> None:
+        """Its engine is about to be given other weights."""
+        self.salvage.doubt(coming)
+        self.judged.clear()
 
     def trust(self) -> None:
         self.salvage.trust()
@@ -88,9 +95,8 @@ class Seat:
     def version_now(self, begun: EngineRecord) -> int | None:
         """The version known to be loaded in the boot that `begun` was; none while somebody changes it."""
         record = self.record
-        if record.held_by or record.generation != begun.generation:
-            return None
-        return record.version
+        changing = record.held_by or record.state is EngineState.PAUSED
+        return None if changing or record.generation != begun.generation else record.version
 
     def become(self, record: EngineRecord, hang_s: float) -> None:
         """What a change of the engine's record means for the calls that run on it."""
@@ -103,29 +109,31 @@ class Seat:
             self.evict_stalled(hang_s)
 
     def _meet_update(self, before: EngineRecord, record: EngineRecord) -> None:
-        if record.held_by and not before.held_by:
-            for call in list(self.running):
-                call.salvage.doubt(record.coming)
-                if not call.versions.allow(record.coming):
-                    call.evict(Broken(Break.ABORTED, "its group is held to older weights"))
-        if before.held_by and record.held_by not in ("", before.held_by):
+        for call in list(self.running):
+            if record.held_by and not before.held_by:
+                call.doubt(record.coming)
+            if not call.versions.allow(record.coming if record.held_by else record.version):
+                call.evict(Broken(Break.ABORTED, "its group is held to older weights"))
+        if not before.held_by or record.held_by == before.held_by:
+            return
+        if record.held_by:
             self.evict(Broken(Break.ABORTED, "another update took over"))
-        elif before.held_by and record.serves:
+        elif record.serves and record.version == before.coming:
             for call in list(self.running):
-                if record.version == before.coming:
-                    call.trust()
-                else:  # what it goes on from was sampled by weights that are gone
-                    call.evict(Broken(Break.ABORTED, "its new weights were wrong"))
+                call.trust()
+        else:  # what it goes on from was sampled by weights that are gone, or that nobody will prove
+            self.evict(Broken(Break.ABORTED, "its new weights were not proven"))
 
     def evict(self, why: Broken) -> None:
         for call in list(self.running):
             call.evict(why)
 
     def evict_stalled(self, hang_s: float, *, begun_only: bool = False) -> None:
-        """Move calls that got nothing for so long. `begun_only`: one without a first token may queue."""
+        """Move calls that got nothing for so long. `begun_only`: one without a token of this engine may
+        queue there."""
         self.load()
         before = time.monotonic() - hang_s
         for call in list(self.running):
-            begun = call.progress > call.started or call.seen
-            if max(call.progress, call.started) < before and (begun or not begun_only):
+            begun = call.progress > call.started
+            if call.progress < before and (begun or not begun_only):
                 call.evict(Broken(Break.LOST, f"no token for {hang_s:.0f} s"))

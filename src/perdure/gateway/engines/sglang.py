@@ -78,10 +78,14 @@ class SglangEngine(TokenServer):
     ) -> FinishReason:
         headers = {"x-session-id": ask.session_id}
         async with self._answer(_body(ask, wishes), headers) as answer:
-            return await self._read(answer, salvage, version)
+            return await self._read(answer, salvage, version, ask)
 
     async def _read(
-        self, response: httpx.Response, salvage: Salvage, version: Callable[[], int | None]
+        self,
+        response: httpx.Response,
+        salvage: Salvage,
+        version: Callable[[], int | None],
+        ask: Ask,
     ) -> FinishReason:
         taken = 0
         try:
@@ -89,6 +93,7 @@ class SglangEngine(TokenServer):
                 if "error" in event:
                     raise self._failed(event["error"], begun=taken > 0)
                 new = new_tokens(event["meta_info"], taken)
+                ask.check_room(taken + len(new))
                 salvage.add([int(entry[1]) for entry in new], _logprobs(new), version())
                 taken += len(new)
                 if (reason := self._end(event["meta_info"], salvage)) is not None:

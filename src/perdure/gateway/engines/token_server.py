@@ -53,6 +53,11 @@ class Ask:
     session_id: str
     request_id: str
 
+    def check_room(self, tokens: int) -> None:
+        """Raises: ValueError when an engine gives more than it was asked for."""
+        if tokens > self.sampling.get("max_tokens", tokens):
+            raise ValueError(f"{tokens} tokens of {self.sampling['max_tokens']}")
+
 
 class TokenServer:
     """One server's token endpoint: where it is, its key, and what a broken connection means."""
@@ -92,7 +97,7 @@ class TokenServer:
             ) as answer:
                 await self._check(answer, fence)
                 yield answer
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise Broken(Break.LOST, f"{type(error).__name__} {error}".strip()) from None
 
     async def _check(self, response: httpx.Response, fence: str) -> None:

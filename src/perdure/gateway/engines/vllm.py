@@ -87,6 +87,7 @@ class VllmEngine(TokenServer):
         token_ids = choice.get("token_ids") or []
         if token_ids:
             content = choice["logprobs"]["content"]
+            ask.check_room(salvage.part + len(token_ids))
             salvage.add(token_ids, _logprobs(content, token_ids), version())
         salvage.report(version_spans(choice.get("weight_versions") or (), salvage.part))
         if choice.get("finish_reason") is None:

@@ -25,7 +25,10 @@ PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 KEY_REFUSED = {401, 403}
 TOO_LONG = ("context length", "context_length_exceeded", "too long", "maximum model length")
 """How servers say that the prompt leaves no room; the last one is vLLM's token endpoint."""
-UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, Refused)
+UNREADABLE = (
+    *(KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError),
+    *(RecursionError, Refused),
+)
 """What reading an answer of another shape than promised raises."""
 T = TypeVar("T")
 

@@ -1,0 +1,418 @@
+"""What goes wrong around engines at the worst moment: nobody is stranded, nothing is taken for granted."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from perdure.errors import StoreUnavailable
+from perdure.gateway.engines.pool import EngineSpec
+from perdure.gateway.engines.wire import new_client
+from perdure.serving.control_plane import EngineControl
+from perdure.serving.roster import Change, LoneRoster, Roster
+from perdure.serving.state import EngineRecord, EngineState, name_of
+from perdure.serving.weights import Policy, UpdateRefused, WeightUpdates
+from perdure.testing.scripted_engine import ScriptedEngine
+from tests.integration.test_engine_pool import (
+    LONG,
+    PROMPT,
+    SAMPLING,
+    Fixed,
+    ask,
+    opened,
+    ready,
+    sampling,
+    undisturbed,
+    until,
+)
+from tests.integration.test_engine_weights import canary, checkpoint, recorded_versions, stand
+
+STUCK_S = 50.0
+"""A guard, shorter than the minute after which idle seats are reclaimed."""
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with new_client() as client:
+        yield client
+
+
+class Away(LoneRoster):
+    """A roster whose store may be away."""
+
+    away = False
+
+    async def change(self, change: Change) -> Roster:
+        if self.away:
+            raise StoreUnavailable("the store is away")
+        return await super().change(change)
+
+    async def read(self) -> Roster:
+        return await self.change(lambda roster: roster)
+
+
+# --- seats and queues --------------------------------------------------------------------------
+
+
+async def test_a_call_cut_by_an_update_does_not_queue_behind_new_sessions(tmp_path: Path) -> None:
+    """Its session has the seat that they wait for: the engine would idle until it was reclaimed."""
+    async with stand(1, delay_s=0.02) as it:
+        (seat,) = it.pool.seats.values()
+        seat.capacity = Fixed(agents=1)
+        call = it.ask(run="r")
+        await it.sampling(call)
+        new = ask(it.pool, "new", run="r")
+        await until(lambda: it.pool.waiting)
+        await it.updates.update(2, checkpoint(tmp_path, 2), [canary(2)])
+        async with asyncio.timeout(STUCK_S):
+            completion = await call
+        it.pool.left("s")
+        await new
+
+    assert set(recorded_versions(completion)) == {1, 2}
+
+
+async def test_a_group_that_waits_for_weights_holds_up_no_other(client: httpx.AsyncClient) -> None:
+    """Of one run: those whom the engine may sample go past those whom it may not."""
+    async with (
+        ScriptedEngine(LONG, policy_version=1) as engine,
+        opened(client, engine.url) as pool,
+    ):
+        await ready(pool, 1)
+        waits = ask(pool, "ahead", run="r", policy_version="2", max_staleness="0")
+        await until(lambda: pool.waiting)
+        async with asyncio.timeout(STUCK_S):
+            completion = await ask(pool, "now", run="r")
+        waits.cancel()
+
+    assert completion.finish_reason == "stop"
+
+
+async def test_a_seat_given_to_a_call_that_was_just_cancelled_is_free(
+    client: httpx.AsyncClient,
+) -> None:
+    """Given and given up in one moment: the session does not count as busy for ever."""
+    async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
+        await ready(pool, 1)
+        (seat,) = pool.seats.values()
+        seat.capacity = Fixed(agents=1)
+        await ask(pool, "a")
+        waits = ask(pool, "b")
+        await until(lambda: pool.waiting)
+        pool.left("a")
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        lease = pool.leases.get("b")
+
+    assert lease is not None
+    assert lease.busy == 0
+
+
+async def test_a_seat_on_an_engine_that_left_at_that_moment_is_not_taken(
+    client: httpx.AsyncClient,
+) -> None:
+    """Removed between the giving and the taking: no request goes there any more."""
+    async with (
+        ScriptedEngine(LONG) as gone,
+        ScriptedEngine(LONG) as other,
+        opened(client, gone.url) as pool,
+    ):
+        await ready(pool, 1)
+        (seat,) = pool.seats.values()
+        seat.capacity = Fixed(agents=1)
+        await ask(pool, "a")
+        waits = ask(pool, "b")
+        await until(lambda: pool.waiting)
+        pool.left("a")
+        await pool.remove(seat.record.name)
+        await pool.add(EngineSpec(other.url))
+        completion = await waits
+
+    assert completion.engine == f"vllm {name_of(other.url)}"
+    assert gone.stats().calls == 1
+
+
+# --- one process's trouble is not an engine's --------------------------------------------------
+
+
+async def test_a_new_boot_is_not_blamed_for_what_its_predecessor_broke(
+    client: httpx.AsyncClient,
+) -> None:
+    """A gateway that learns of death and return at once cuts its streams, and leaves the new one be."""
+    roster = LoneRoster()
+    async with (
+        ScriptedEngine(LONG, chunk_delay_s=0.02) as engine,
+        opened(client, engine.url, roster=roster, poll_s=0.2) as pool,
+    ):
+        await ready(pool, 1)
+        (seat,) = pool.seats.values()
+        first = seat.record.generation
+        call = ask(pool)
+        await sampling(pool)
+
+        def reborn(now: Roster) -> Roster:
+            (record,) = now.engines
+            fresh = record.reborn(now.next_generation, record.boot)
+            return now.having(fresh.to(EngineState.READY, version=1))
+
+        await roster.change(reborn)  # another gateway was quicker
+        completion = await call
+        generation = seat.record.generation
+
+    assert [span.generation for span in completion.engines] == [first, first + 1]
+    assert generation == first + 1
+
+
+async def test_a_broken_stream_goes_on_while_the_store_is_away(client: httpx.AsyncClient) -> None:
+    """What cannot be written down about the engine costs no turn."""
+    roster = Away()
+    async with (
+        ScriptedEngine(LONG, chunk_delay_s=0.02) as one,
+        ScriptedEngine(LONG, chunk_delay_s=0.02) as two,
+        opened(client, one.url, two.url, roster=roster) as pool,
+    ):
+        await ready(pool, 2)
+        one.control(kind="eof_mid_stream", times=1)
+        two.control(kind="eof_mid_stream", times=1)
+        call = ask(pool)
+        await sampling(pool)
+        roster.away = True
+        completion = await call
+
+    assert list(completion.token_ids) == await undisturbed()
+    assert len(completion.engines) > 1
+
+
+async def test_an_engine_that_talked_nonsense_is_asked_again(client: httpx.AsyncClient) -> None:
+    """Whatever its routes answer, the watch of it goes on."""
+
+    class Confused(ScriptedEngine):
+        confused = True
+
+        async def _models(self, request: Request) -> Response:
+            if self.confused:
+                return JSONResponse({"data": [1]})
+            return await super()._models(request)
+
+        async def _metrics(self, request: Request) -> Response:
+            if self.confused:
+                return Response(b"not gzip", headers={"content-encoding": "gzip"})
+            return await super()._metrics(request)
+
+    confused = Confused(LONG)
+    async with confused as engine, opened(client, engine.url) as pool:
+        (seat,) = pool.seats.values()
+        await until(lambda: seat.record.reason)
+        confused.confused = False
+        async with asyncio.timeout(STUCK_S):
+            await ready(pool, 1)
+
+
+async def test_a_slow_look_at_the_roster_brings_back_nothing(client: httpx.AsyncClient) -> None:
+    """What was read before a change, and came after it, is not the newer."""
+
+    class Slow(LoneRoster):
+        reading, let = asyncio.Event(), asyncio.Event()
+
+        async def change(self, change: Change) -> Roster:
+            before, found = self._roster, await super().change(change)
+            if found is before and found.engines == ():
+                self.reading.set()
+                await self.let.wait()
+            return found
+
+        async def read(self) -> Roster:
+            return await self.change(lambda roster: roster)
+
+    roster = Slow()
+    roster.let.set()
+    async with ScriptedEngine(LONG) as engine, opened(client, roster=roster) as pool:
+        roster.let.clear()
+        roster.reading.clear()
+        await roster.reading.wait()
+        adding = asyncio.create_task(pool.add(EngineSpec(engine.url)))
+        await asyncio.sleep(0)
+        before = dict(pool.seats)
+        roster.let.set()
+        await adding
+        await ready(pool, 1)
+        after = dict(pool.seats)
+
+    assert before in ({}, after)
+
+
+# --- which weights -----------------------------------------------------------------------------
+
+
+async def test_no_version_is_stamped_while_the_roster_cannot_be_read(tmp_path: Path) -> None:
+    """An update that this gateway cannot hear of: its tokens are nobody's, never the old version's."""
+    roster = Away()
+    async with (
+        new_client() as client,
+        ScriptedEngine(LONG, chunk_delay_s=0.03, policy_version=1) as engine,
+        opened(client, engine.url, roster=roster, notice_s=0.15) as pool,
+    ):
+        engine.weights = 1
+        await ready(pool, 1)
+        call = ask(pool)
+        (running,) = (await sampling(pool, 16)).running
+        roster.away = True
+        with pytest.raises(StoreUnavailable):
+            await pool.roster()
+        updates = WeightUpdates(Heard(roster), client, notice_s=0.3)
+        await updates.update(2, checkpoint(tmp_path, 2), [canary(2)], Policy("keep"))
+        new = len(running.salvage.ids) + 8
+        await until(lambda: len(running.salvage.ids) >= new + 40)
+        stamped = running.salvage.versions_of(new, new + 40)
+        call.cancel()
+
+    assert stamped == []
+
+
+class Heard:
+    """The way to a roster that is away for others only."""
+
+    def __init__(self, roster: Away) -> None:
+        self._roster = roster
+
+    async def read(self) -> Roster:
+        return await self.change(lambda roster: roster)
+
+    async def change(self, change: Change) -> Roster:
+        return await LoneRoster.change(self._roster, change)
+
+
+async def test_an_engine_whose_weights_two_updates_fought_over_does_not_serve(
+    tmp_path: Path,
+) -> None:
+    """The one that was overtaken, and loaded all the same, says so: the other's canary was before."""
+    over = asyncio.Event()
+
+    class Late(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/pause":
+                await over.wait()
+            return await super().handle_async_request(request)
+
+    async with stand(1) as it, httpx.AsyncClient(transport=Late()) as client:
+        late = WeightUpdates(it.roster, client, notice_s=0)
+        overtaken = asyncio.create_task(late.update(2, checkpoint(tmp_path / "2", 2), [canary(2)]))
+        await it.seen(it.engines[0], EngineState.PAUSED)
+        await it.updates.update(3, checkpoint(tmp_path / "3", 3), [canary(3)])
+        over.set()
+        with pytest.raises(UpdateRefused, match="taken over"):
+            await overtaken
+        (record,) = (await it.roster.read()).engines
+
+    assert it.engines[0].weights == 2
+    assert (record.state, record.version) == (EngineState.DEAD, None)
+
+
+async def test_an_update_given_up_before_its_first_act_changes_nothing(tmp_path: Path) -> None:
+    """A trainer that is interrupted while gateways are told: the engine serves on."""
+    async with stand(1) as it, new_client() as client:
+        patient = WeightUpdates(it.roster, client, notice_s=3600)
+        update = asyncio.create_task(patient.update(2, checkpoint(tmp_path, 2), [canary(2)]))
+        await it.seen(it.engines[0], EngineState.PAUSED)
+        update.cancel()
+        await asyncio.gather(update, return_exceptions=True)
+        completion = await it.ask()
+
+    assert set(recorded_versions(completion)) == {1}
+
+
+async def test_an_engine_that_comes_back_during_an_update_gets_it_too(tmp_path: Path) -> None:
+    """Under suspicion when the update began: it does not serve on with the old weights."""
+    async with stand(2) as it:
+        other = name_of(it.engines[1].url)
+
+        class Meanwhile:
+            async def load(self, control: EngineControl, version: int) -> None:
+                if control.url == it.engines[0].url:
+                    await until(lambda: it.pool.seats[other].record.serves)
+                await checkpoint(tmp_path, 2).load(control, version)
+
+        def suspected(now: Roster) -> Roster:
+            record = now.get(other)
+            assert record is not None
+            return now.having(record.to(EngineState.SUSPECT, "a broken stream"))
+
+        await it.roster.change(suspected)
+        updated = await it.updates.update(2, Meanwhile(), [canary(2)])
+
+    assert [engine.weights for engine in it.engines] == [2, 2]
+    assert len(updated) == 2
+
+
+async def test_weights_that_somebody_else_changed_are_known_from_the_next_turn(
+    tmp_path: Path,
+) -> None:
+    """The engine's own word on its tokens corrects what is known of it, and whom it may sample."""
+    async with stand(1) as it:
+        it.engines[0].control(policy_version=3, weights=3)
+        completion = await it.ask()
+        (record,) = (await it.roster.read()).engines
+
+    assert set(recorded_versions(completion)) == {3} == set(it.true_versions(completion))
+    assert record.version == 3
+
+
+async def test_a_drain_in_the_middle_of_an_update_strands_no_call(tmp_path: Path) -> None:
+    """Nobody will say any more whether its new weights are right: its calls go on elsewhere at once."""
+    async with stand(2, delay_s=0.02) as it:
+        call = it.ask()
+        await it.sampling(call)
+        (seat,) = (seat for seat in it.pool.seats.values() if seat.running)
+        await it.updates._hold(seat.record.name, 2)
+        await until(lambda: seat.record.held_by)
+        await it.pool.drain(seat.record.name, deadline_s=3600)
+        async with asyncio.timeout(STUCK_S):
+            completion = await call
+
+    assert len(completion.engines) == 2
+    assert set(recorded_versions(completion)) == {1}
+
+
+# --- control ------------------------------------------------------------------------------------
+
+
+async def test_draining_a_dead_engine_takes_it_out(client: httpx.AsyncClient) -> None:
+    """It has nothing to finish, and whoever asked is told so."""
+    roster = LoneRoster()
+    async with ScriptedEngine(LONG) as engine, opened(client, engine.url, roster=roster) as pool:
+        await ready(pool, 1)
+        (record,) = (await roster.read()).engines
+        await roster.change(lambda now: now.having(record.to(EngineState.DEAD, "gone")))
+        drained = await pool.drain(record.name)
+
+    assert drained.removed
+
+
+async def test_clocks_of_other_hosts_end_no_drain_late(client: httpx.AsyncClient) -> None:
+    """A deadline written by a host whose clock is an hour ahead is met by how long it was given."""
+    roster = LoneRoster()
+    async with (
+        ScriptedEngine(LONG, chunk_delay_s=0.05) as one,
+        ScriptedEngine(LONG, chunk_delay_s=0.05) as two,
+        opened(client, one.url, two.url, roster=roster) as pool,
+    ):
+        await ready(pool, 2)
+        call = ask(pool)
+        seat = await sampling(pool)
+
+        def ahead(now: Roster) -> Roster:
+            record: EngineRecord | None = now.get(seat.record.name)
+            assert record is not None
+            there = record.to(EngineState.DRAINING).since + 3600
+            changes = {"since": there, "drain_by": there + 0.1}
+            return now.having(record.to(EngineState.DRAINING, "drain", **changes))
+
+        await roster.change(ahead)
+        completion = await call
+
+    assert len(completion.engines) == 2
+    assert SAMPLING["max_tokens"] > len(completion.token_ids) > len(PROMPT)
