@@ -15,7 +15,6 @@ import json
 import re
 import shlex
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ class DaytonaServer(Double):
             "list_lag_s": 0.0, "clock_offset_s": 0.0, "minute_s": 60.0,
         }  # fmt: skip
         self._booting: dict[str, asyncio.Task[None]] = {}
-        self._created: deque[float] = deque()
         self._preview_port = 0
         self._piping: set[asyncio.Task[None]] = set()
 
@@ -132,16 +130,12 @@ class DaytonaServer(Double):
         return web.json_response(self._shown(record, request))
 
     def _check_quota(self, cpu: int) -> None:
-        most, rate = self.settings["max_cpu"], self.settings["creates_per_s"]
+        most = self.settings["max_cpu"]
         taken = sum(record["asked"].get("cpu") or 1 for record in self.sandboxes.all())
         if most is not None and taken + cpu + (self.settings["others_cpu"] or 0) > most:
             raise _refusal(400, f"Total CPU limit exceeded. Maximum allowed: {most:.0f}.")
-        now = time.monotonic()
-        while self._created and self._created[0] < now - 1:
-            self._created.popleft()
-        if rate is not None and len(self._created) >= rate:
+        if self.too_many_creates():
             raise _refusal(429, "Rate limit exceeded", {"Retry-After-sandbox-create": "1"})
-        self._created.append(now)
 
     def _boot_later(self, identity: str) -> None:
         self._booting[identity] = asyncio.create_task(self._boot(identity))

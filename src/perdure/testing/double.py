@@ -12,6 +12,8 @@ import os
 import random
 import shlex
 import signal
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -95,6 +97,7 @@ class Double:
         state.mkdir(parents=True, exist_ok=True)
         self.guests = Guests(state / "guests")
         self.sandboxes = Records(state / "sandboxes")
+        self._created: deque[float] = deque()
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """The service's own."""
@@ -103,6 +106,16 @@ class Double:
     async def expire(self) -> None:
         """End what the service would have ended by now."""
         raise NotImplementedError
+
+    def too_many_creates(self) -> bool:
+        """More within a second than `creates_per_s`; else this one is counted."""
+        now, most = time.monotonic(), self.settings["creates_per_s"]
+        while self._created and self._created[0] < now - 1:
+            self._created.popleft()
+        if most is not None and len(self._created) >= most:
+            return True
+        self._created.append(now)
+        return False
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._middleware], client_max_size=1 << 32)

@@ -17,7 +17,6 @@ import shlex
 import signal
 import struct
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,6 @@ class E2BServer(Double):
             "list_lag_s": 0.0, "clock_offset_s": 0.0, "memory_mb": None,
         }  # fmt: skip
         self._creating: dict[str, asyncio.Task[dict[str, Any]]] = {}
-        self._created: deque[float] = deque()
         self._inputs: dict[tuple[str, int], int] = {}
         self._starting = asyncio.Lock()
 
@@ -156,18 +154,14 @@ class E2BServer(Double):
         return record
 
     def _check_quota(self) -> None:
-        live, rate = self.settings["max_live"], self.settings["creates_per_s"]
+        live = self.settings["max_live"]
         taken = len(self.sandboxes.all()) + (self.settings["others_live"] or 0)
         if live is not None and taken >= live:
             raise _refusal(
                 429, f"you have reached the maximum number of concurrent E2B sandboxes ({live:.0f})"
             )
-        now = time.monotonic()
-        while self._created and self._created[0] < now - 1:
-            self._created.popleft()
-        if rate is not None and len(self._created) >= rate:
+        if self.too_many_creates():
             raise _refusal(429, "too many sandboxes created per second", {"Retry-After": "1"})
-        self._created.append(now)
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
         self._check_key(request)
