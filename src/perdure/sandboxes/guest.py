@@ -1,7 +1,8 @@
-"""Runs inside a remote sandbox: durable commands, verified files, and one set-up. Standard library only.
+"""Runs inside a remote sandbox: durable commands and one set-up. Standard library, Python 3.7 or later.
 
-The host sends it there and calls it through the provider's exec (`guest_door`): every call names
-one operation, may be repeated after a lost answer, and prints one marked line. Python 3.7 or later.
+The host sends it there, with `guest_files` and `guest_processes`, and calls it through the provider's
+exec (`guest_door`): every call names one operation, may be repeated after a lost answer, and prints
+one marked line.
 
     execs/<id>/order     the guard: the folder appears whole, by rename
     execs/<id>/pid       pid and start time of the supervisor; made once, so the command runs once
@@ -13,23 +14,27 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
-import pwd
 import resource
 import select
 import signal
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    from perdure.sandboxes import guest_files as files
+    from perdure.sandboxes import guest_processes as processes
+
     Answer = dict[str, Any]
+else:  # they lie beside this in the sandbox
+    import guest_files as files
+    import guest_processes as processes
 
 MARK = "perdure-answer:"
-STATE = os.path.dirname(os.path.abspath(__file__))
 LAUNCH_GRACE_S = 10.0
 TICK_S = 0.05
 INLINE = 1 << 18
@@ -51,17 +56,11 @@ def answer(argument: str) -> str:
     call = json.loads(data)
     try:
         found = OPERATIONS[call.pop("op")](**call)
-    except Refused as error:
+    except files.Refused as error:
         found = {"refused": error.kind, "message": str(error)}
     except OSError as error:
         found = {"refused": "os", "message": str(error)}
     return f"\n{MARK}{json.dumps(found)}\n"
-
-
-class Refused(Exception):
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 # -- set-up ---------------------------------------------------------------------------------------
@@ -71,7 +70,7 @@ def begin(targets: list[str], settings: Answer | None) -> Answer:
     """The first step of the set-up, and the last where nothing of `targets` is missing.
 
     `settings`: the order of `ready`, unless it comes in a call of its own."""
-    if os.path.exists(state("ready")):
+    if os.path.exists(files.state("ready")):
         return {"ready": True}
     missing = [target for target in targets if not unpacked(target)]
     if missing or settings is None:
@@ -84,27 +83,27 @@ def unpack(staged: str, target: str, sha256: str, owned: bool) -> Answer:
     """Unpack an uploaded archive at `target`, once. `owned`: it belongs to the agent."""
     import tarfile  # late, as others here: few calls need it
 
-    with locked("setup"):
-        done = state("unpacked", hashlib.sha256(target.encode()).hexdigest())
+    with files.locked("setup"):
+        done = files.state("unpacked", hashlib.sha256(target.encode()).hexdigest())
         if os.path.exists(done):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(staged)
             return {}
-        verify(staged, sha256)
-        make_folder(target, owned)
+        files.verify(staged, sha256)
+        files.make_folder(target, owned)
         with tarfile.open(staged) as tar:
             for member in tar:
-                member.uid, member.gid = owner() if owned else (0, 0)
+                member.uid, member.gid = files.owner() if owned else (0, 0)
                 member.uname = member.gname = ""
                 tar.extract(member, target, numeric_owner=True)
         os.unlink(staged)
-        replace(done, sha256.encode())
+        files.replace(done, sha256.encode())
     return {}
 
 
 def unpacked(target: str) -> bool:
     """Also where the template brings it and will not have it written."""
-    if os.path.exists(state("unpacked", hashlib.sha256(target.encode()).hexdigest())):
+    if os.path.exists(files.state("unpacked", hashlib.sha256(target.encode()).hexdigest())):
         return True
     return os.path.isdir(target) and bool(os.listdir(target)) and not os.access(target, os.W_OK)
 
@@ -116,25 +115,19 @@ def ready(
 
     `seal`: commands get no capability and the system-call filter of this machine, if it has one.
     """
-    with locked("setup"):
+    with files.locked("setup"):
         for path in (workdir, home):
-            make_folder(path, True)
-        if not os.path.exists(state("ready")):
+            files.make_folder(path, True)
+        if not os.path.exists(files.state("ready")):
             meta = {"workdir": workdir, "env": env, "output": output, "seal": seal}
-            replace(state("ready"), json.dumps(meta).encode())
+            files.replace(files.state("ready"), json.dumps(meta).encode())
     return {}
 
 
 def touch(ttl: float) -> Answer:
     """The sandbox ends so many seconds from now, where its first process keeps to it."""
-    replace(state("deadline"), f"{time.time() + ttl} {time.monotonic() + ttl}".encode())
+    files.replace(files.state("deadline"), f"{time.time() + ttl} {time.monotonic() + ttl}".encode())
     return {}
-
-
-def meta() -> Answer:
-    with open(state("ready")) as file:
-        found: Answer = json.load(file)
-    return found
 
 
 # -- commands -------------------------------------------------------------------------------------
@@ -151,13 +144,13 @@ def start(  # noqa: PLR0917
     timeout: float | None,
 ) -> Answer:
     """Start once; a known id is left alone, a known id with other argv refused."""
-    folder = state("execs", exec_id)
+    folder = files.state("execs", exec_id)
     if not os.path.isdir(folder):
-        draft = state("execs", "." + str(os.getpid()) + os.urandom(4).hex())
+        draft = files.state("execs", "." + str(os.getpid()) + os.urandom(4).hex())
         os.makedirs(draft)
         order: Answer = {"argv": argv, "digest": digest, "env": env, "cwd": cwd, "root": root}
         order.update(timeout=timeout, token=os.urandom(16).hex(), stdin=stdin)
-        replace(os.path.join(draft, "order"), json.dumps(order).encode())
+        files.replace(os.path.join(draft, "order"), json.dumps(order).encode())
         try:
             os.rename(draft, folder)
         except OSError:
@@ -165,7 +158,7 @@ def start(  # noqa: PLR0917
 
             shutil.rmtree(draft)
     if order_of(folder)["digest"] != digest:
-        raise Refused("argv", "it was started with another argv")
+        raise files.Refused("argv", "it was started with another argv")
     if process_of(folder) is None:
         launch(folder)
     return {}
@@ -208,10 +201,10 @@ def supervise(folder: str) -> None:
 
     # whatever it leaves behind, in whatever session, becomes this process's child
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    os.write(guard, f"{os.getpid()} {start_time(os.getpid())}\n".encode())
+    os.write(guard, f"{os.getpid()} {processes.start_time(os.getpid())}\n".encode())
     os.closerange(3, MOST_FILES)  # those of whoever called, too
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # waited for in `watch`
-    order, settings, began, ooms = order_of(folder), meta(), time.monotonic(), oom_kills()
+    order, settings, began, ooms = order_of(folder), files.meta(), time.monotonic(), oom_kills()
     child = os.fork()
     if child == 0:
         try:
@@ -231,13 +224,13 @@ def become(folder: str, order: Answer, settings: Answer) -> None:
     source = os.devnull
     if order["stdin"] is not None:
         source = os.path.join(folder, "in")
-        replace(source, base64.b64decode(order["stdin"]))
+        files.replace(source, base64.b64decode(order["stdin"]))
     os.dup2(os.open(source, os.O_RDONLY), 0)
     writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     os.dup2(os.open(os.path.join(folder, "out"), writing, 0o600), 1)
     os.dup2(os.open(os.path.join(folder, "err"), writing, 0o600), 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    uid, gid = owner()
+    uid, gid = files.owner()
     seal = settings.get("seal")
     if seal is not None:
         bound_capabilities()
@@ -325,7 +318,7 @@ def watch(  # noqa: PLR0917
 
 def end(folder: str, cause: str) -> None:
     claim(folder, cause)
-    slaughter(os.getpid())
+    processes.slaughter(os.getpid())
 
 
 def tell(folder: str, status: int, seconds: float, ooms: int) -> None:
@@ -339,7 +332,7 @@ def tell(folder: str, status: int, seconds: float, ooms: int) -> None:
         if signum == signal.SIGKILL and oom_kills() > ooms:
             default = "oom"
         result.update(state="killed", cause=cause or default, signal=signum)
-    replace(os.path.join(folder, "rc"), json.dumps(result).encode())
+    files.replace(os.path.join(folder, "rc"), json.dumps(result).encode())
 
 
 def oom_kills() -> int:
@@ -363,7 +356,7 @@ def poll(exec_id: str) -> Answer:
     found = result_of(folder)
     if found is None:
         process = process_of(folder)
-        if process is not None and alive(process):
+        if process is not None and processes.alive(process):
             return {"state": "running"}
         if process is None and not abandoned(folder):
             return {"state": "running"}
@@ -404,7 +397,7 @@ def send_signal(exec_id: str, signum: int) -> Answer:
         return {}
     if signum != signal.SIGKILL:
         for pid in tree(folder, process):
-            kill(pid, signum)
+            processes.kill(pid, signum)
         return {}
     if not over:
         claim(folder, "signal")
@@ -413,140 +406,18 @@ def send_signal(exec_id: str, signum: int) -> Answer:
         if not pids:
             break
         for pid in pids:
-            kill(pid, signal.SIGKILL)
+            processes.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
     finish = time.monotonic() + 5
-    while result_of(folder) is None and alive(process) and time.monotonic() < finish:
+    while result_of(folder) is None and processes.alive(process) and time.monotonic() < finish:
         time.sleep(0.005)
     return {}
 
 
 def tree(folder: str, process: tuple[int, str]) -> list[int]:
-    if alive(process):
-        return below(process[0])
-    return marked("PERDURE_EXEC=" + order_of(folder)["token"])
-
-
-def slaughter(pid: int) -> None:
-    """Kill all below `pid`; what they fork meanwhile is met in the next round."""
-    while True:
-        pids = below(pid)
-        if not pids:
-            return
-        for child in pids:
-            kill(child, signal.SIGKILL)
-        time.sleep(0.002)
-
-
-def kill(pid: int, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signum)
-
-
-def below(pid: int) -> list[int]:
-    """Every live process that descends from `pid`."""
-    children: dict[int, list[tuple[int, str]]] = {}
-    for entry in os.listdir("/proc"):
-        stat = stat_of(entry) if entry.isdigit() else None
-        if stat is not None:
-            children.setdefault(int(stat[1]), []).append((int(entry), stat[0]))
-    found, queue = [], [pid]
-    while queue:
-        for child, how in children.get(queue.pop(), []):
-            queue.append(child)
-            if how not in "ZX":
-                found.append(child)
-    return found
-
-
-def marked(marker: str) -> list[int]:
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open("/proc/" + entry + "/environ", "rb") as file:
-                    if marker.encode() in file.read().split(b"\0"):
-                        found.append(int(entry))
-            except OSError:
-                continue
-    return found
-
-
-def stat_of(pid: object) -> list[str] | None:
-    """Fields after the name: state, parent, ...; None when it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-
-
-def start_time(pid: int) -> str | None:
-    stat = stat_of(pid)
-    return stat[19] if stat is not None and stat[0] not in "ZX" else None
-
-
-def alive(process: tuple[int, str]) -> bool:
-    return process[0] > 0 and start_time(process[0]) == process[1]
-
-
-# -- files ----------------------------------------------------------------------------------------
-
-
-def place(
-    path: str, sha256: str, mode: int, data: str | None = None, staged: str | None = None
-) -> Answer:
-    """Verified bytes appear at `path`, by rename. `staged`: where an upload lies, else `data`."""
-    path = os.path.join(meta()["workdir"] if os.path.exists(state("ready")) else "/", path)
-    if staged is not None and not os.path.exists(staged):
-        verify(path, sha256)  # an earlier call did it, and its answer was lost
-        return {}
-    make_folder(os.path.dirname(path), True)
-    draft = os.path.join(os.path.dirname(path), ".perdure-" + os.urandom(8).hex())
-    try:
-        if staged is None:
-            with open(draft, "wb") as file:
-                file.write(base64.b64decode(data or ""))
-            verify(draft, sha256)
-        else:
-            verify(staged, sha256)
-            bring(staged, draft)
-        give(draft)
-        os.chmod(draft, mode)
-        os.replace(draft, path)
-    except BaseException:
-        if os.path.exists(draft):
-            os.unlink(draft)
-        raise
-    if staged is not None and os.path.exists(staged):
-        os.unlink(staged)
-    return {}
-
-
-def bring(staged: str, draft: str) -> None:
-    """By rename where both lie on one disk, else by a copy."""
-    try:
-        os.rename(staged, draft)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        import shutil
-
-        shutil.copyfile(staged, draft)
-
-
-def read(path: str, offset: int, limit: int) -> Answer:
-    """A byte range with its digest, and the size of the whole."""
-    base = meta()["workdir"] if os.path.exists(state("ready")) else "/"
-    fd = os.open(os.path.join(base, path), os.O_RDONLY | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        if not os.path.isfile(f"/proc/self/fd/{fd}"):
-            raise Refused("missing", "no regular file")
-        file.seek(offset)
-        data = file.read(limit)
-        total = os.fstat(fd).st_size
-    digest = hashlib.sha256(data).hexdigest()
-    return {"data": base64.b64encode(data).decode(), "sha256": digest, "size": total}
+    if processes.alive(process):
+        return processes.below(process[0])
+    return processes.marked("PERDURE_EXEC=" + order_of(folder)["token"])
 
 
 def output(exec_id: str, stream: str, offset: int, limit: int, seconds: float = 0.0) -> Answer:
@@ -558,41 +429,18 @@ def output(exec_id: str, stream: str, offset: int, limit: int, seconds: float = 
         time.sleep(pause)
         pause = min(pause * 1.3, TICK_S)
     try:
-        return read(os.path.join(known(exec_id), stream), offset, limit)
+        return files.read(os.path.join(known(exec_id), stream), offset, limit)
     except FileNotFoundError:  # not launched yet
         return {"data": "", "sha256": hashlib.sha256(b"").hexdigest(), "size": 0}
-
-
-def read_file(path: str, offset: int, limit: int) -> Answer:
-    try:
-        return read(path, offset, limit)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise Refused("missing", str(error)) from error
-
-
-def verify(path: str, sha256: str) -> None:
-    digest = hashlib.sha256()
-    try:
-        with open(path, "rb") as file:
-            for piece in iter(lambda: file.read(1 << 20), b""):
-                digest.update(piece)
-    except FileNotFoundError:
-        raise Refused("short", "the upload did not arrive") from None
-    if digest.hexdigest() != sha256:
-        raise Refused("short", "the upload arrived with other bytes")
 
 
 # -- helpers --------------------------------------------------------------------------------------
 
 
-def state(*parts: str) -> str:
-    return os.path.join(STATE, *parts)
-
-
 def known(exec_id: str) -> str:
-    folder = state("execs", exec_id)
+    folder = files.state("execs", exec_id)
     if not os.path.isdir(folder):
-        raise Refused("unknown", "never started")
+        raise files.Refused("unknown", "never started")
     return folder
 
 
@@ -644,68 +492,12 @@ def size(folder: str, name: str) -> int:
         return 0
 
 
-def replace(path: str, data: bytes) -> None:
-    """Whole or not at all."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    draft = path + "." + os.urandom(4).hex()
-    with open(draft, "wb") as file:
-        file.write(data)
-    os.replace(draft, path)
-
-
-def owner() -> tuple[int, int]:
-    """uid and gid of the agent: as said, else the template's user `user`, or whoever runs this."""
-    said = os.environ.get("PERDURE_OWNER")
-    if said:
-        uid, _, gid = said.partition(":")
-        return int(uid), int(gid)
-    if os.geteuid() != 0:
-        return os.getuid(), os.getgid()
-    try:
-        entry = pwd.getpwnam("user")
-    except KeyError:
-        return 1000, 1000
-    return entry.pw_uid, entry.pw_gid
-
-
-def give(path: str) -> None:
-    if os.geteuid() == 0:
-        os.lchown(path, *owner())
-
-
-def make_folder(path: str, owned: bool) -> None:
-    """With its parents; what is new belongs to the agent where `owned`."""
-    if os.path.isdir(path):
-        return
-    make_folder(os.path.dirname(path), False if path.count("/") < 3 else owned)
-    try:
-        os.mkdir(path, 0o755)
-    except FileExistsError:
-        return
-    if owned:
-        give(path)
-
-
-class locked:
-    """One set-up step at a time; the kernel frees the lock of a dead one."""
-
-    def __init__(self, name: str) -> None:
-        os.makedirs(STATE, exist_ok=True)
-        self.file = open(state(name + ".lock"), "w")  # noqa: SIM115  held until leaving
-
-    def __enter__(self) -> None:
-        fcntl.flock(self.file, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-
-OPERATIONS: Any = {
+OPERATIONS: dict[str, Any] = {
     "begin": begin,
     "output": output,
-    "place": place,
+    "place": files.place,
     "poll": poll,
-    "read": read_file,
+    "read": files.read_file,
     "ready": ready,
     "run": run,
     "signal": send_signal,

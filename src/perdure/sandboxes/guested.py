@@ -28,7 +28,7 @@ from perdure.sandboxes.host import _check_argv, _checked
 from perdure.sandboxes.packs import pack
 
 FOLDER = "/var/lib/perdure"
-PROGRAMS = ("guest.py", "guest_door.py")
+PROGRAMS = ("guest.py", "guest_door.py", "guest_files.py", "guest_processes.py")
 PYTHON = "exec python3 -I -S -c"
 """Without the image's own packages."""
 CALL = (

@@ -1,0 +1,74 @@
+"""The guest's view of processes: who lives, who descends from whom, and their end.
+
+Runs inside a remote sandbox beside `guest`. Standard library only, Python 3.7 or later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+
+def slaughter(pid: int) -> None:
+    """Kill all below `pid`; what they fork meanwhile is met in the next round."""
+    while True:
+        pids = below(pid)
+        if not pids:
+            return
+        for child in pids:
+            kill(child, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def kill(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)
+
+
+def below(pid: int) -> list[int]:
+    """Every live process that descends from `pid`."""
+    children: dict[int, list[tuple[int, str]]] = {}
+    for entry in os.listdir("/proc"):
+        stat = stat_of(entry) if entry.isdigit() else None
+        if stat is not None:
+            children.setdefault(int(stat[1]), []).append((int(entry), stat[0]))
+    found, queue = [], [pid]
+    while queue:
+        for child, how in children.get(queue.pop(), []):
+            queue.append(child)
+            if how not in "ZX":
+                found.append(child)
+    return found
+
+
+def marked(marker: str) -> list[int]:
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open("/proc/" + entry + "/environ", "rb") as file:
+                    if marker.encode() in file.read().split(b"\0"):
+                        found.append(int(entry))
+            except OSError:
+                continue
+    return found
+
+
+def stat_of(pid: object) -> list[str] | None:
+    """Fields after the name: state, parent, ...; None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def start_time(pid: int) -> str | None:
+    stat = stat_of(pid)
+    return stat[19] if stat is not None and stat[0] not in "ZX" else None
+
+
+def alive(process: tuple[int, str]) -> bool:
+    return process[0] > 0 and start_time(process[0]) == process[1]
