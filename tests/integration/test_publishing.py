@@ -182,6 +182,22 @@ async def test_who_was_overtaken_changes_nothing_more(tmp_path: Path) -> None:
     assert (found.state, found.version) == (EngineState.READY, 3)
 
 
+async def test_two_calls_at_once_publish_one_after_the_other(tmp_path: Path) -> None:
+    """A trainer that asks again before it was answered: nobody takes the engines from anybody."""
+    async with home(tmp_path) as it:
+        await asyncio.gather(it.publish(2), it.publish(2))
+        (record,) = (await it.roster.read()).engines
+
+    assert (record.state, record.version, it.engines[0].weights) == (EngineState.READY, 2, 2)
+
+
+@pytest.mark.parametrize("wrong", [{"tolerance": float("inf")}, {"logprob": float("nan")}])
+def test_a_canary_that_proves_nothing_is_refused(wrong: dict[str, float]) -> None:
+    """Any weights would pass it, or none."""
+    with pytest.raises(ValueError, match="finite number"):
+        Canary.model_validate({**canary(1).model_dump(), **wrong})
+
+
 async def test_a_version_does_not_go_back(tmp_path: Path) -> None:
     """Publishing an older one is a mistake, and nothing is touched."""
     async with home(tmp_path) as it:

@@ -27,7 +27,9 @@ ANSWER: dict[str, Any] = {
 WHOLE = json.dumps(ANSWER).encode()
 
 
-async def sampled(content: bytes) -> tuple[Salvage, FinishReason]:
+async def sampled(
+    content: bytes, salvage: Salvage | None = None, **sampling: int
+) -> tuple[Salvage, FinishReason]:
     """What the engine client makes of an answer that comes in two pieces."""
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -39,9 +41,9 @@ async def sampled(content: bytes) -> tuple[Salvage, FinishReason]:
 
     app = Starlette(routes=[Route("/inference/v1/generate", generate, methods=["POST"])])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
-        salvage = Salvage()
+        salvage = salvage or Salvage()
         engine = VllmEngine("vllm e", "http://e", client)
-        reason = await engine.sample(Ask("policy", [1], {}, "s", "r"), salvage, lambda: 3)
+        reason = await engine.sample(Ask("policy", [1], sampling, "s", "r"), salvage, lambda: 3)
     return salvage, reason
 
 
@@ -63,3 +65,22 @@ async def test_a_torn_event_is_a_broken_stream() -> None:
         await sampled(b"data: " + WHOLE[:-9])
 
     assert broken.value.kind is Break.LOST
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        WHOLE.replace(b"[5]", b"[5, 6]").replace(b"}]}", b'}, {"token_id": 6, "logprob": -1}]}'),
+        WHOLE.replace(b"5]", b"99999999999]").replace(b'"token_id": 5', b'"token_id": 99999999999'),
+        b"[" * 100_000,
+        b'data: {"choices": ' + b"[" * 100_000,
+    ],
+    ids=["more than asked for", "no token id", "brackets", "brackets in an event"],
+)
+async def test_nonsense_is_a_broken_stream_and_leaves_nothing(content: bytes) -> None:
+    """However an engine loses its mind, the turn goes on elsewhere with what was right."""
+    salvage = Salvage()
+    with pytest.raises(Broken) as broken:
+        await sampled(content, salvage, max_tokens=1)
+
+    assert (broken.value.kind, list(salvage.ids), list(salvage.logprobs)) == (Break.LOST, [], [])

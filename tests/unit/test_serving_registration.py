@@ -159,6 +159,17 @@ async def test_a_removed_engine_can_be_added_as_a_new_generation() -> None:
     assert (again.generation > first.generation, again.removed) == (True, False)
 
 
+async def test_a_draining_engine_that_is_added_again_is_taken_back() -> None:
+    """Whoever adds it is told that it takes sessions: it does not leave at the old deadline."""
+    roster = LoneRoster()
+    first = await add_engine(roster, URL, "policy", 1.0)
+    await drain_engine(roster, first.name, 300.0)
+
+    again = await add_engine(roster, URL, "policy", 1.0)
+
+    assert (again.state, again.drain_by) == (EngineState.STARTING, None)
+
+
 async def test_an_unknown_engine_is_told_with_the_fix() -> None:
     """A wrong name names the command that lists them."""
     with pytest.raises(NotFound, match="engines list"):

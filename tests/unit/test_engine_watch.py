@@ -1,0 +1,195 @@
+"""What a look at an engine may conclude, and what of its calls that concerns."""
+
+import asyncio
+import os
+import resource
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from perdure.gateway.engines.metrics import pool_metrics
+from perdure.gateway.engines.pool import EnginePool
+from perdure.gateway.engines.salvage import Salvage
+from perdure.gateway.engines.seats import Running, Seat
+from perdure.gateway.engines.versions import Versions
+from perdure.gateway.engines.vllm import VllmEngine
+from perdure.serving.control_plane import EngineControl, EngineSilent
+from perdure.serving.roster import LoneRoster
+from perdure.serving.state import EngineRecord, EngineState, name_of
+from perdure.serving.watch import EngineWatch, Load
+from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.types import FinishReason
+
+HOUR_S = 3600.0
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine() as engine:
+        yield engine
+
+
+def record(url: str, state: EngineState, **fields: object) -> EngineRecord:
+    given = {"name": name_of(url), "url": url, "model": "policy", "generation": 3, "state": state}
+    return EngineRecord.model_validate({**given, **fields})
+
+
+def seated(url: str, client: httpx.AsyncClient) -> Seat:
+    control = EngineControl(url, client)
+    watch = EngineWatch(control, hang_s=1.0)
+    ready = record(url, EngineState.READY, version=7)
+    return Seat(ready, VllmEngine("vllm e", url, client), control, watch)
+
+
+async def forever() -> FinishReason:
+    await asyncio.Event().wait()
+    return FinishReason.STOP
+
+
+def resumed(seat: Seat, *, since_s: float = 0.0) -> Running:
+    """A call that brought 40 tokens of another engine, so long ago."""
+    salvage = Salvage()
+    salvage.begin("vllm other", 1)
+    salvage.add(list(range(40)), [-0.1] * 40, version=7)
+    salvage.begin("vllm e", 3)
+    began = time.monotonic() - since_s
+    call = Running(asyncio.create_task(forever()), salvage, Versions(), began, 40, began)
+    seat.running.add(call)
+    return call
+
+
+# --- one host's view ------------------------------------------------------------------------------
+
+
+async def test_a_process_without_file_descriptors_knows_nothing_of_an_engine(
+    engine: ScriptedEngine, client: httpx.AsyncClient
+) -> None:
+    """It cannot connect to anybody: that is no word on who listens there, and kills no engine."""
+    control = EngineControl(engine.url, client)
+    lowest, most = os.dup(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, most[1]))
+    try:
+        with pytest.raises(EngineSilent) as silent:
+            await control.is_paused()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+
+    assert not silent.value.gone
+
+
+async def test_nobody_listening_is_death(client: httpx.AsyncClient) -> None:
+    """A refused connection is the host's own word."""
+    with pytest.raises(EngineSilent) as silent:
+        await EngineControl("http://127.0.0.1:9", client).is_paused()
+
+    assert silent.value.gone
+
+
+async def test_a_clock_that_was_ahead_leaves_no_engine_alone_for_hours(
+    engine: ScriptedEngine, client: httpx.AsyncClient
+) -> None:
+    """When it died is another host's time of day; how long it is left alone is not."""
+    ahead = time.time() + HOUR_S
+    dead = record(engine.url, EngineState.DEAD, since=ahead, not_before=ahead)
+    watch = EngineWatch(EngineControl(engine.url, client), hang_s=5.0)
+    verdict = await watch.look(dead, Load())
+
+    assert verdict is not None
+    assert verdict.state is EngineState.READY
+
+
+@pytest.mark.parametrize(
+    ("state", "held"), [(EngineState.PAUSED, "update 7"), (EngineState.SUSPECT, "")]
+)
+async def test_a_clock_that_was_behind_ends_no_patience(
+    client: httpx.AsyncClient, state: EngineState, held: str
+) -> None:
+    """An update, or a suspicion, of this moment, written by a host that is hours behind."""
+    past = time.time() - 9 * HOUR_S
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        begun = record(url, state, since=past, held_by=held)
+        control = EngineControl(url, client, probe_s=0.05)
+        verdict = await EngineWatch(control, hang_s=5.0).look(begun, Load())
+
+    assert verdict is None or verdict.state is state
+
+
+async def test_a_refusal_is_forgotten_when_another_process_proved_the_engine(
+    engine: ScriptedEngine, client: httpx.AsyncClient
+) -> None:
+    """Else its calls would be refused, instead of waiting, whenever it is full or paused."""
+    watch = EngineWatch(EngineControl(engine.url, client), hang_s=5.0)
+    engine.control(kind="status", status=404)
+    await watch.look(record(engine.url, EngineState.STARTING), Load())
+    refused = watch.refused
+    engine.control(kind=None)
+    await watch.look(record(engine.url, EngineState.READY), Load())
+
+    assert (bool(refused), watch.refused) == (True, "")
+
+
+# --- calls on it ------------------------------------------------------------------------------
+
+
+async def test_a_resumed_call_may_queue_as_a_new_one_may(
+    engine: ScriptedEngine, client: httpx.AsyncClient
+) -> None:
+    """Tokens of the engine that it lost say nothing of this one: after a death many queue here."""
+    seat = seated(engine.url, client)
+    call = resumed(seat, since_s=30.0)
+    seat.evict_stalled(1.0, begun_only=True)
+    queued = call.evicted
+    seat.evict_stalled(1.0)
+
+    assert (queued, call.evicted is not None) == (None, True)
+
+
+async def test_each_update_that_a_turn_meets_is_judged_by_itself(
+    engine: ScriptedEngine, client: httpx.AsyncClient
+) -> None:
+    """Proof of the first is none of the second."""
+    seat = seated(engine.url, client)
+    call = resumed(seat)
+    for version in (8, 9):
+        held = f"update {version}"
+        paused = seat.record.to(EngineState.PAUSED, held, held_by=held, coming=version)
+        seat.become(paused, 1.0)
+        call.salvage.add([version], [-0.1], version=None)
+        if version == 8:
+            seat.become(paused.to(EngineState.READY, held_by="", coming=None, version=8), 1.0)
+
+    assert not call.judged.is_set()
+    assert call.salvage.sure == 41
+
+
+def test_what_an_engine_calls_tokens_is_taken_whole_or_not_at_all() -> None:
+    """One id that is none: ids and logprobs stay in step, or every later one would be off by one."""
+    salvage = Salvage()
+    salvage.begin("vllm e", 1)
+    for ids in ([5, "x"], [5, 1 << 40], [5, -1], [5, 6, 7]):
+        with pytest.raises((TypeError, OverflowError, ValueError)):
+            salvage.add(ids, [-0.1, -0.2], version=1)  # type: ignore[arg-type]  # as a wire may say
+    salvage.add([5, 6], [-0.1, -0.2], version=1)
+
+    assert (list(salvage.ids), list(salvage.logprobs)) == ([5, 6], [-0.1, -0.2])
+
+
+async def test_a_version_that_nobody_knows_is_not_shown_as_zero(client: httpx.AsyncClient) -> None:
+    """Versions count from 0: the metric has a number of its own for unknown."""
+    pool = EnginePool(LoneRoster(), client)
+    seat = seated("http://10.0.0.7:8000", client)
+    seat.record = seat.record.model_copy(update={"version": None})
+    pool._fleet.seats["10.0.0.7:8000"] = seat
+
+    assert b'perdure_engine_policy_version{engine="10.0.0.7:8000"} -1.0' in pool_metrics(pool)
