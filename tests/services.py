@@ -22,6 +22,7 @@ from perdure.types import Limits
 ID = "p-fault-agent-1"
 SPEC = SandboxSpec("/testbed", labels={"run": "r1"}, limits=Limits(output_mb=1), ttl_s=300)
 REQUEST_S = 3.0
+HURRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -41,27 +42,23 @@ class Service:
     """What names the image of a sandbox that asks for none."""
     look_up: str = ""
     """By which a create whose answer is lost is looked for; empty where the create is repeated."""
+    connection: Callable[[float], Any] | None = None
+    """Of its providers, by the seconds after which a call that is not answered is given up."""
 
     @property
     def server(self) -> str:
         return f"perdure.testing.{self.name}_server"
 
-
-def _e2b(home: Path) -> ServiceProvider:
-    provider = e2b.E2BProvider(home)
-    provider.connection = e2b.Connection(request_s=REQUEST_S)
-    return provider
-
-
-def _daytona(home: Path) -> ServiceProvider:
-    provider = daytona.DaytonaProvider(home)
-    provider.connection = daytona.Connection(request_s=REQUEST_S)
-    return provider
+    def made(self, home: Path, request_s: float = REQUEST_S) -> ServiceProvider:
+        provider = self.provider(home)
+        if self.connection is not None:
+            provider.connection = self.connection(request_s)  # type: ignore[attr-defined]
+        return provider
 
 
 E2B = Service(
     "e2b",
-    _e2b,
+    e2b.E2BProvider,
     lambda url: {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": "e2b_" + "0" * 40},
     e2b_calls,
     create="POST /v2/sandboxes$",
@@ -69,10 +66,11 @@ E2B = Service(
     upload="POST /files",
     key="E2B_API_KEY",
     image="PERDURE_E2B_TEMPLATE",
+    connection=e2b.Connection,
 )
 DAYTONA = Service(
     "daytona",
-    _daytona,
+    daytona.DaytonaProvider,
     lambda url: {"DAYTONA_API_URL": f"{url}/api", "DAYTONA_API_KEY": "dtn_0"},
     daytona_calls,
     create="POST /api/sandbox$",
@@ -81,6 +79,7 @@ DAYTONA = Service(
     key="DAYTONA_API_KEY",
     image="PERDURE_DAYTONA_SNAPSHOT",
     look_up="GET /api/sandbox/",
+    connection=daytona.Connection,
 )
 SERVICES = (E2B, DAYTONA)
 
@@ -111,6 +110,10 @@ class Bench:
     def inject(self, match: str, **rule: Any) -> None:
         self.server.faults.add([{"match": match, **rule}])
 
+    def hurry(self) -> None:
+        """For tests in which a call is never answered: it is given up sooner."""
+        self.provider = self.service.made(self.provider.root.parent, HURRY_S)
+
     @property
     def live(self) -> list[str]:
         return [record["id"] for record in self.server.sandboxes.all()]
@@ -138,7 +141,7 @@ async def benched(
     patch.setattr(service.calls, "REFUSAL_PASSES_S", 0.7)  # the double caches refusals 0.5 s
     patch.setattr(service.calls, "RELEASE_S", 0.2)
     async with serving(service, folder / "server", patch) as (server, _):
-        provider = service.provider(folder / "home")
+        provider = service.made(folder / "home")
         await provider.list()  # the key has worked once
         yield Bench(service, provider, server)
         assert all(rule.hits for rule in server.faults.rules), "a fault was never met"

@@ -11,7 +11,7 @@ import pytest
 
 from perdure.errors import ConfigurationError, RateLimited, SandboxLost
 from perdure.sandboxes import daytona, daytona_calls
-from tests.services import DAYTONA, ID, SPEC, Bench, benched, impatient
+from tests.services import DAYTONA, HURRY_S, ID, SPEC, Bench, benched, impatient
 
 CREATE, LOOK, EXEC = DAYTONA.create, DAYTONA.look_up, DAYTONA.execute
 
@@ -66,7 +66,8 @@ async def test_another_spec_under_the_same_identity_is_refused(bench: Bench) -> 
 
 async def test_slow_boot_is_waited_for(bench: Bench) -> None:
     """A boot that takes longer than the SDK waits is the same sandbox, not a second one."""
-    bench.inject(CREATE, state="pulling_snapshot", state_s=4.0)
+    bench.hurry()
+    bench.inject(CREATE, state="pulling_snapshot", state_s=HURRY_S + 1)
     async with bench.box() as box:
         said, live = (await box.exec("echo up")).stdout, len(bench.live)
 
@@ -78,6 +79,7 @@ async def test_boot_that_stands_still_is_condemned(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     """A boot in which nothing moves is deleted in time: a new generation may be tried."""
+    bench.hurry()
     monkeypatch.setattr(daytona, "STARTING_S", 0.5)
     monkeypatch.setattr(daytona, "PATIENCE_S", {})
     bench.inject(CREATE, state=state)
@@ -91,6 +93,7 @@ async def test_stuck_sandbox_that_cannot_be_deleted_is_left_to_the_reaper(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A delete refused for the state is asked again; later, when it may, it is deleted."""
+    bench.hurry()
     monkeypatch.setattr(daytona, "STARTING_S", 0.5)
     bench.inject(CREATE, state="creating")
     bench.inject("DELETE", status=400, body={"message": "Sandbox is not in a valid state"}, times=3)

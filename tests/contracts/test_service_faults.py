@@ -64,6 +64,8 @@ async def bench(
 @pytest.mark.parametrize("fault", PASSING)
 async def test_create_survives_a_passing_fault(bench: Bench, fault: str, when: str) -> None:
     """However the answer of a create is lost, one sandbox is made, and none is left after it."""
+    if fault == "black hole":
+        bench.hurry()
     bench.inject(bench.service.create, when=when, **PASSING[fault])
     async with bench.box() as box:
         said, live = (await box.exec("echo up")).stdout, len(bench.live)
@@ -116,7 +118,7 @@ async def test_lagging_list_makes_nothing_twice(bench: Bench) -> None:
 @pytest.mark.parametrize("status", [401, 403])
 async def test_refusal_that_stays_needs_a_person(bench: Bench, tmp_path: Path, status: int) -> None:
     """A key that never worked, or may not, stops the run and is named."""
-    fresh = bench.service.provider(tmp_path / "fresh")
+    fresh = bench.service.made(tmp_path / "fresh")
     bench.inject(".", status=status, times=None)
 
     word = bench.service.key if status == 401 else "may not"
@@ -143,6 +145,8 @@ async def test_a_command_runs_once_whatever_happens_to_its_answer(
     bench: Bench, fault: str, when: str
 ) -> None:
     """A lost answer of a start is asked for again and starts nothing twice."""
+    if fault == "black hole":
+        bench.hurry()
     async with bench.box() as box:
         bench.inject(bench.service.execute, when=when, **PASSING[fault])
         await box.start("once", ["bash", "-c", "echo ran >>count; exit 3"])
@@ -286,6 +290,8 @@ async def test_fault_in_the_set_up_is_survived(bench: Bench, tmp_path: Path) -> 
 @pytest.mark.parametrize("fault", ["408", "429", "500 HTML", "502", "reset", "black hole"])
 async def test_kill_survives_faults_and_is_success_when_gone(bench: Bench, fault: str) -> None:
     """A kill whose answer is lost is asked again; that it is gone by then is success."""
+    if fault == "black hole":
+        bench.hurry()
     await bench.provider.create(SPEC, ID)
     bench.inject("DELETE", when="after", **PASSING[fault])
     await bench.provider.kill(ID)
@@ -315,12 +321,12 @@ async def test_server_killed_and_started_again_forgets_nothing(
     port = ports.free_port()
     for name, value in service.variables(f"http://127.0.0.1:{port}").items():
         monkeypatch.setenv(name, value)
-    provider = service.provider(tmp_path / "home")
+    provider = service.made(tmp_path / "home")
     with _started(service, tmp_path / "server", port):
         box = await provider.create(SPEC, ID)
         await box.start("long", ["bash", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"])
     with _started(service, tmp_path / "server", port):
-        again = await service.provider(tmp_path / "home").create(SPEC, ID)
+        again = await service.made(tmp_path / "home").create(SPEC, ID)
         await again.write_file("go", b"")
         code = (await again.wait("long", 60)).code
         await provider.kill(ID)
