@@ -1,0 +1,51 @@
+"""Whole rollouts with `--sandbox kubernetes`, against the double: boot, agent, diff, grade, clean-up."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from perdure.types import Outcome
+from tests import stack as stacks
+from tests.stack import Stack
+
+pytest.importorskip("kubernetes_asyncio")
+pytest.importorskip("aiohttp")
+pytestmark = pytest.mark.temporal
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[object]:
+    """The double; the stack's processes inherit how to reach it."""
+    from perdure.testing.kubernetes_server import serving
+
+    if missing := stacks.why_not_here():
+        pytest.skip(missing)
+    async with serving(tmp_path / "server") as (server, _):
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+        yield server
+        for record in server.sandboxes.all():
+            await server.guests.kill(record["id"])
+
+
+@pytest.fixture
+async def stack(tmp_path: Path, cluster: object) -> AsyncIterator[Stack]:
+    async with stacks.running(tmp_path / "stack") as stack:
+        yield stack
+
+
+async def test_an_evicted_pod_costs_an_attempt_and_nothing_else(
+    stack: Stack, cluster: object
+) -> None:
+    """An agent that reaches the model by a relay is evicted in the middle; the attempt in the next
+    pod solves the instance, and no pod is left."""
+    stack.engine.hold(1)
+    request = await stack.start("evicted", sandbox="kubernetes")
+    await stack.held(request)
+    (record,) = cluster.sandboxes.all()  # type: ignore[attr-defined]
+    await cluster._break(record, "Evicted")  # type: ignore[attr-defined]
+    stack.engine.let_go()
+    episode = await stack.episode(request)
+
+    ends = (episode.outcome, len(episode.attempts), cluster.sandboxes.all())  # type: ignore[attr-defined]
+    assert ends == (Outcome.RESOLVED, 2, []), (episode, stack.last_words())
