@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from activities import checkpoints, making
 from activities.admission import Admission, agent_step
 from activities.messages import AgentRun, Attempt, Booted
+from activities.ready import taken_by
 from activities.services import Services
 from activities.shell import shell
 from perdure.agents.base import AgentTask
@@ -108,7 +109,8 @@ class BootSandbox:
         identity = self.services.agent_identity(request, attempt.attempt)
         admission = Admission(self.services, place.provider, request)
         spec, step = self._spec(attempt, place, prepared, tools), agent_step(attempt)
-        ready = await self.services.ready.take(provider, spec, request.workflow_id)
+        taking = keys.taking(request, attempt.attempt)
+        ready = await self.services.ready.take(provider, spec, request.workflow_id, taking)
         if ready is None and admission.metered and attempt.permit != step:
             await admission.ask(step)
             return None
@@ -208,7 +210,9 @@ async def sandbox_of(services: Services, attempt: Attempt) -> str:
     record = await checkpoints.read(services.store, key, BootRecord)
     if record is not None:
         return record.identity
-    return services.agent_identity(attempt.request, attempt.attempt)
+    request, taking = attempt.request, keys.taking(attempt.request, attempt.attempt)
+    taken = await taken_by(services.store, request.workflow_id, taking)
+    return taken or services.agent_identity(request, attempt.attempt)
 
 
 def _pristine_git(prepared: Prepared) -> tuple[Mount, ...]:

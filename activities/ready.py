@@ -72,15 +72,17 @@ class ReadySandboxes:
         self._one_at_a_time = asyncio.Lock()
 
     async def take(
-        self, provider: SandboxProvider, spec: SandboxSpec, rollout: str
+        self, provider: SandboxProvider, spec: SandboxSpec, rollout: str, taking: str
     ) -> Sandbox | None:
         """A sandbox of this spec that nobody has used, now this rollout's; None: boot one.
 
         It lives for LIFE_S from now. `refill` is to be called when the rollout has what it needs.
+        `taking`: key of the store that tells the next try what this one took, if it dies.
         """
         if not self._each:
             return None
-        return await self._take(spec_key(provider, spec), rollout)
+        found = await self._taken_before(provider, rollout, taking)
+        return found or await self._take(spec_key(provider, spec), rollout, taking)
 
     def refill(self, provider: SandboxProvider, spec: SandboxSpec, permits: Permits) -> None:
         """Boot more like this one in the background, as far as `permits` has slots to spare."""
@@ -102,7 +104,21 @@ class ReadySandboxes:
         for shelf in self._shelves.values():
             await self._end(shelf)
 
-    async def _take(self, key: str, rollout: str) -> Sandbox | None:
+    async def _taken_before(
+        self, provider: SandboxProvider, rollout: str, taking: str
+    ) -> Sandbox | None:
+        identity = await taken_by(self._store, rollout, taking)
+        if identity is None:
+            return None
+        try:
+            sandbox = await provider.attach(identity)
+            await sandbox.touch(LIFE_S)
+        except (NotFound, SandboxLost):
+            await self.forget(identity)
+            return None
+        return sandbox
+
+    async def _take(self, key: str, rollout: str, taking: str) -> Sandbox | None:
         shelf = self._shelves.pop(key, deque())
         self._shelves[key] = shelf
         while shelf:
@@ -111,6 +127,7 @@ class ReadySandboxes:
                 await ready.end()
                 continue
             try:
+                await self._store.put(taking, ready.sandbox.identity.encode())
                 claim = keys.claim(ready.sandbox.identity)
                 if not await self._store.put_if_absent(claim, rollout.encode()):
                     continue  # it gives way to somebody who waits
@@ -213,6 +230,15 @@ async def give_way(store: Store, provider: SandboxProvider, identity: str) -> bo
     await provider.kill(identity)
     await store.delete(claim)
     return True
+
+
+async def taken_by(store: Store, rollout: str, taking: str) -> str | None:
+    """Identity of the sandbox booted ahead that is this rollout's by the word under `taking`."""
+    try:
+        identity = (await store.get(taking)).data.decode()
+    except NotFound:
+        return None
+    return identity if await owner_of(store, owner(identity)) == rollout else None
 
 
 async def owner_of(store: Store, rollout: str) -> str | None:

@@ -61,7 +61,7 @@ async def _measure(name: str, folder: Path, rounds: int) -> dict[str, list[float
             box = await provider.create(spec, f"bench-{number}")
             times["booted"].append((time.perf_counter() - started) * 1e3)
             started = time.perf_counter()
-            taken = await ready.take(provider, spec, f"bench-{number}")
+            taken = await ready.take(provider, spec, f"bench-{number}", f"taking-{number}")
             times["ready"].append((time.perf_counter() - started) * 1e3)
             assert taken is not None
             await asyncio.gather(box.kill(), taken.kill())

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 
+from activities.admission import ReadyPermits
 from activities.boot_sandbox import BootRecord
-from activities.ready import MARK
+from activities.ready import MARK, ReadySandboxes, give_way
 from perdure.client import names
-from perdure.sandboxes.base import SandboxInfo
+from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.e2b import E2BProvider
+from perdure.sandboxes.local import LocalProvider
 from perdure.sandboxes.permits import AccountState
+from perdure.settings import Settings
 from perdure.storage import keys
+from perdure.storage.local import LocalStore
 from perdure.types import Outcome, RolloutRequest
 from tests import herd
 from tests import stack as stacks
@@ -138,3 +142,43 @@ async def permits(stack: Stack) -> int:
     """Held at the account."""
     keeper = stack.client.get_workflow_handle(names.account_id(E2BProvider(stack.home).account))
     return len((await keeper.query("state", result_type=AccountState)).permits)
+
+
+async def test_a_try_that_died_after_it_took_one_leaves_it_to_the_next(tmp_path: Path) -> None:
+    """The next try of the attempt, in another worker, has the same sandbox; another attempt has not."""
+    settings = Settings(home=tmp_path / "home", ready_sandboxes=1)
+    store, free = LocalStore(str(tmp_path / "store")), ReadyPermits("local", "", None)
+    provider = LocalProvider(settings.home.absolute())
+    spec = SandboxSpec("/testbed", labels={"run": "r1"})
+    died, after = ReadySandboxes(settings, store, {}), ReadySandboxes(settings, store, {})
+    died.refill(provider, spec, free)
+    await died.filled()
+    took = await died.take(provider, spec, "rollout/r1/add/0", "1/taking.txt")
+    assert took is not None
+    other = await after.take(provider, spec, "rollout/r1/add/0", "2/taking.txt")
+    same = await after.take(provider, spec, "rollout/r1/add/0", "1/taking.txt")
+    await took.kill()
+    gone = await after.take(provider, spec, "rollout/r1/add/0", "1/taking.txt")
+
+    assert same is not None
+    assert (same.identity, other, gone) == (took.identity, None, None)
+
+
+async def test_one_gives_way_or_is_taken_never_both(tmp_path: Path) -> None:
+    """A claim in the store decides: what a rollout has taken is not ended, what is ended not taken."""
+    settings = Settings(home=tmp_path / "home", ready_sandboxes=2)
+    store, free = LocalStore(str(tmp_path / "store")), ReadyPermits("local", "", None)
+    provider = LocalProvider(settings.home.absolute())
+    spec = SandboxSpec("/testbed", labels={"run": "r1"})
+    ready = ReadySandboxes(settings, store, {})
+    ready.refill(provider, spec, free)
+    await ready.filled()
+    took = await ready.take(provider, spec, "rollout/r1/add/0", "1/taking.txt")
+    assert took is not None
+    (left,) = [one.identity for one in await provider.list() if one.identity != took.identity]
+    ended = [await give_way(store, provider, name) for name in (took.identity, left)]
+    nothing = await ready.take(provider, spec, "rollout/r1/add/1", "1/taking.txt")
+    alive = [one.identity for one in await provider.list() if one.alive]
+    await took.kill()
+
+    assert (ended, nothing, alive) == ([False, True], None, [took.identity])

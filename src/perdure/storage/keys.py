@@ -52,6 +52,11 @@ def attempt(request: RolloutRequest, attempt: int) -> str:
     return f"{rollout_of(request)}/attempts/{attempt}"
 
 
+def taking(request: RolloutRequest, number: int) -> str:
+    """Identity of the sandbox booted ahead that an attempt was about to take."""
+    return f"{attempt(request, number)}/taking.txt"
+
+
 def claim(identity: str) -> str:
     """Workflow id of the rollout that took a sandbox which was booted ahead."""
     return f"claims/{identity}"
