@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from perdure.errors import StoreUnavailable
+from perdure.gateway.base import Refused
 from perdure.gateway.engines.pool import EngineSpec
 from perdure.gateway.engines.wire import new_client
 from perdure.serving.control_plane import EngineControl
@@ -359,6 +360,16 @@ async def test_weights_that_somebody_else_changed_are_known_from_the_next_turn(
 
     assert set(recorded_versions(completion)) == {3} == set(it.true_versions(completion))
     assert record.version == 3
+
+
+async def test_a_held_group_keeps_nothing_of_weights_that_nobody_announced(tmp_path: Path) -> None:
+    """Somebody changed them past the roster: the group is told, whatever was known when it began."""
+    async with stand(1, delay_s=0.02) as it:
+        call = it.ask(policy_version="1", max_staleness="0")
+        await it.sampling(call)
+        it.engines[0].control(policy_version=3, weights=3)
+        with pytest.raises(Refused, match="policy version 1"):
+            await call
 
 
 async def test_a_drain_in_the_middle_of_an_update_strands_no_call(tmp_path: Path) -> None:

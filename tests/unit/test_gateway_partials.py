@@ -132,6 +132,28 @@ async def test_tokens_of_weights_in_doubt_are_not_kept(shelf: Shelf, tmp_path: P
     assert (doubted, proven) == ([10, 11], [10, 11, 12])
 
 
+async def test_what_was_let_go_is_not_taken_over(shelf: Shelf, tmp_path: Path) -> None:
+    """Written already, then found to be of weights that may not sample it, and sampled anew."""
+    partials = Partials(shelf)
+    partial = await partials.begin(WANTED)
+    with partials.kept(partial):
+        partial.salvage.begin("vllm a:1", 3)
+        partial.salvage.add([10, 11, 12], [-0.1, -0.2, -0.3], version=7)
+        await partials._write([partial])
+        partial.salvage.cut(1)
+        partial.salvage.begin("vllm b:1", 5)
+        partial.salvage.add([13, 14, 15], [-0.4, -0.5, -0.6], version=8)
+        await partials._write([partial])
+        partial.salvage.add([16], [-0.7], version=8)
+        await partials._write([partial])
+    found = (await Partials(shelf).begin(AGAIN)).salvage
+
+    assert list(found.ids) == [10, 13, 14, 15, 16]
+    assert list(found.logprobs) == [-0.1, -0.4, -0.5, -0.6, -0.7]
+    assert [(span.generation, span.end) for span in found.engines] == [(3, 1), (5, 5)]
+    assert [(span.version, span.end) for span in found.versions] == [(7, 1), (8, 5)]
+
+
 async def test_a_torn_end_costs_only_itself(tmp_path: Path) -> None:
     """A process killed in the middle of a write leaves half a line: the lines before it count."""
     (tmp_path / "s").mkdir()

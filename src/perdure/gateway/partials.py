@@ -97,11 +97,14 @@ class Partial:
     since: float = field(default_factory=time.monotonic)
     _written: int = 0
     _reports: int = 0
+    _cuts: int = 0
 
     def news(self, *, whole: bool) -> list[Line]:
         """The lines that are not written yet, or all when there are any."""
         salvage = self.salvage
-        end, reports = salvage.sure, salvage.reports
+        end, reports, begun = salvage.sure, salvage.reports, self._written > 0
+        if salvage.cuts != self._cuts:  # what was written may be let go: the next line says it all
+            self._cuts, self._written = salvage.cuts, 0
         if end <= self._written:
             return []
         start = 0 if whole else self._written
@@ -119,7 +122,7 @@ class Partial:
                 if s.start < end
             ],
         }
-        lines = [line] if start else [self.wanted.head(), line]
+        lines = [line] if begun and not whole else [self.wanted.head(), line]
         self._written, self._reports = end, reports
         return lines
 
@@ -259,6 +262,8 @@ def _salvage(parts: Sequence[Line]) -> Salvage:
     """Raises: ValueError when a part is missing."""
     salvage = Salvage()
     for part in parts:
+        if part["start"] == 0:
+            salvage = Salvage()
         ids, logprobs = unpack("i", part["ids"]), unpack("d", part["logprobs"])
         if part["start"] != len(salvage.ids) or len(ids) != len(logprobs):
             raise ValueError(f"part {part['start']} does not follow {len(salvage.ids)} tokens")

@@ -92,6 +92,13 @@ class Call:
             return FinishReason.LENGTH
         return None
 
+    @property
+    def fit(self) -> int:
+        """Tokens before the first that its group may not be sampled by, whatever was known then."""
+        spans = self.salvage.versions if self.versions.last is not None else ()
+        outside = (span.start for span in spans if not self.versions.include(span.version))
+        return next(outside, len(self.salvage.ids))
+
     def be_patient(self) -> None:
         """What it waits for is on its way: patience begins anew."""
         self._since = time.monotonic()

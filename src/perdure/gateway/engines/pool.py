@@ -303,6 +303,8 @@ class EnginePool:
             await running.judgement(self._patience_s)
             if (told := call.salvage.told) not in (None, record.version):
                 await self._fleet.relabel(seat, record, told)
+            if call.fit < len(call.salvage.ids):
+                raise Broken(Break.ABORTED, f"it has other weights than {call.versions}")
         except asyncio.CancelledError:
             asker = asyncio.current_task()
             if running.evicted is None or (asker is not None and asker.cancelling()):
@@ -315,6 +317,7 @@ class EnginePool:
         finally:
             task.cancel()
             call.salvage.distrust()  # whoever leaves in the middle of an update meets no proof
+            call.salvage.cut(call.fit)
             seat.running.discard(running)
             self.leases.done(call.session_id, call.length)
             self._queue.serve()

@@ -41,6 +41,8 @@ class Salvage:
     _coming: int | None = None
     reports: int = 0
     """How often an engine said itself what its versions were."""
+    cuts: int = 0
+    """How often something was let go."""
     told: int | None = None
     """What the engine at work called the version of its newest token."""
 
@@ -78,6 +80,7 @@ class Salvage:
 
     def cut(self, length: int = 0) -> None:
         """Keep so many tokens: what cannot be continued, or trusted, is let go."""
+        self.cuts += length < len(self.ids)
         del self.ids[length:], self.logprobs[length:], self._versions[length:]
         kept = [span for span in self.engines if span.start < length]
         self.engines = [s.model_copy(update={"end": min(s.end, length)}) for s in kept]

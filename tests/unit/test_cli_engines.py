@@ -1,0 +1,58 @@
+"""`perdure engines` where no cluster and no gateway runs: what it says must be so."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from perdure.cli.main import invoke
+from perdure.serving.registration import PoolStatus, ReplicaStatus, write_status
+from perdure.serving.roster import roster_key
+from perdure.serving.secret import load_secret
+from perdure.settings import Settings
+from perdure.storage.base import open_store
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return Settings(home=tmp_path)
+
+
+def seen(settings: Settings, seconds_ago: float) -> None:
+    """A manager of one replica told what it saw."""
+    status = PoolStatus(
+        replicas=(ReplicaStatus(index=0, state="ready", engine="10.0.0.7:8000"),),
+        at=time.time() - seconds_ago,
+    )
+    key = roster_key(load_secret(settings))
+    asyncio.run(write_status(open_store(settings), key, status))
+
+
+@pytest.mark.parametrize(("seconds_ago", "told"), [(5.0, False), (7200.0, True)])
+def test_replicas_of_a_manager_that_is_gone_are_shown_as_the_past(
+    settings: Settings, capsys: pytest.CaptureFixture[str], seconds_ago: float, told: bool
+) -> None:
+    """`ready` was true two hours ago: the list says so, and what starts the manager again."""
+    seen(settings, seconds_ago)
+    invoke(["engines", "list"])
+
+    said = capsys.readouterr().out
+    assert "10.0.0.7:8000" in said
+    assert ("120 min ago" in said, "engines up" in said) == (told, told)
+
+
+def test_an_engine_that_is_added_while_it_drains_is_taken_back(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer of `add` is true: it takes sessions again."""
+    for words in (["add", "http://h:1"], ["drain", "h:1"], ["add", "http://h:1"]):
+        invoke(["engines", *words])
+    capsys.readouterr()
+    invoke(["engines", "list", "--json"])
+
+    (engine,) = json.loads(capsys.readouterr().out)["engines"]
+    assert (engine["state"], engine["drain_by"]) == ("starting", None)
