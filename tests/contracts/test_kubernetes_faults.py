@@ -4,6 +4,7 @@ After each, whatever was injected: the operation is right or fails with the type
 do, nothing was made or run twice, and no pod is left.
 """
 
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +117,19 @@ async def test_credentials_that_never_worked_are_refused(bench: Bench, tmp_path:
     bench.inject(".*", status=401)
     with pytest.raises(ConfigurationError, match="KUBECONFIG"):
         await KubernetesProvider(tmp_path / "new").create(SPEC, ID)
+
+
+async def test_credentials_that_were_renewed_are_read_again(bench: Bench) -> None:
+    """Tokens of a cloud's login last for minutes: after a 401 the file is looked at anew."""
+    path = bench.server.kubeconfig
+    known = json.loads(path.read_text())
+    known["users"][0]["user"]["token"] = "renewed"
+    path.write_text(json.dumps(known))
+    bench.inject(".*", status=401)
+    await bench.provider.list()
+    sent = [entry["headers"].get("Authorization") for entry in bench.server.faults.log]
+
+    assert sent[-2:] == [None, "Bearer renewed"]
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -407,7 +407,7 @@ class KubernetesProvider(ServiceProvider):
         except Exception as error:
             found = api.typed(error, what, key_works=self._key_works)
             if getattr(error, "status", None) == 401:
-                await api.forget_credentials()
+                await api.renew_credentials()
             raise found from error
         self._key_works = True
         return done

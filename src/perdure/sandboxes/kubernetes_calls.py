@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import ssl
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +177,19 @@ async def _send(socket: Any, given: bytes | Path) -> None:
 
 # -- the client -----------------------------------------------------------------------------------
 
-_clients: dict[tuple[Any, ...], tuple[Any, Any, AsyncIterator[None]]] = {}
+
+@dataclass
+class _Clients:
+    """Of one event loop and one cluster; both read the same credentials at each call."""
+
+    api: Any
+    sockets: Any
+    closing: AsyncIterator[None]
+    reading: asyncio.Lock
+    read_anew_at: float
+
+
+_clients: dict[tuple[Any, ...], _Clients] = {}
 
 
 async def cluster(namespace: str, request_s: float) -> Cluster:
@@ -190,15 +203,22 @@ async def cluster(namespace: str, request_s: float) -> Cluster:
         configuration = await _configuration()
         if place not in _clients:
             await _make(configuration, place)
-    api, sockets, _ = _clients[place]
-    return Cluster(api, sockets, namespace, request_s)
+    found = _clients[place]
+    return Cluster(found.api, found.sockets, namespace, request_s)
 
 
-async def forget_credentials() -> None:
-    """The next call reads them anew: tokens of a kubeconfig's programs last for minutes."""
-    if found := _clients.pop(_place(), None):
-        with contextlib.suppress(StopAsyncIteration):
-            await anext(found[2])
+async def renew_credentials() -> None:
+    """Tokens of a kubeconfig's programs last for minutes; calls under way go on.
+
+    Raises: ConfigurationError when they cannot be read any more.
+    """
+    found = _clients[_place()]
+    async with found.reading:
+        if (
+            time.monotonic() - found.read_anew_at > REFUSAL_PASSES_S / 2
+        ):  # of many that were refused, one
+            await _read_credentials(found.api.configuration)
+            found.read_anew_at = time.monotonic()
 
 
 def configured() -> str:
@@ -227,11 +247,19 @@ def _import() -> None:
 
 
 async def _configuration() -> Any:
-    from kubernetes_asyncio import config
     from kubernetes_asyncio.client import Configuration
 
-    made, files = Configuration(), configured()
+    made = Configuration()
     made.connection_pool_maxsize = 0  # a command that is waited for holds one: no limit
+    await _read_credentials(made)
+    return made
+
+
+async def _read_credentials(made: Any) -> None:
+    """Into what the clients look at."""
+    from kubernetes_asyncio import config
+
+    files = configured()
     try:
         if files:
             context = os.environ.get(CONTEXT_VARIABLE) or None
@@ -243,7 +271,6 @@ async def _configuration() -> Any:
             f"the Kubernetes credentials cannot be read: {error}; correct KUBECONFIG or "
             f"{CONTEXT_VARIABLE}"
         ) from error
-    return made
 
 
 async def _make(configuration: Any, place: tuple[Any, ...]) -> None:
@@ -252,7 +279,7 @@ async def _make(configuration: Any, place: tuple[Any, ...]) -> None:
 
     api, sockets = ApiClient(configuration), WsApiClient(configuration)
     closing = _close_with_loop(api, sockets, place)
-    _clients[place] = api, sockets, closing
+    _clients[place] = _Clients(api, sockets, closing, asyncio.Lock(), 0.0)
     await anext(closing)
 
 
@@ -261,8 +288,7 @@ async def _close_with_loop(api: Any, sockets: Any, place: tuple[Any, ...]) -> As
     try:
         yield
     finally:
-        if place in _clients and _clients[place][0] is api:
-            _clients.pop(place)
+        _clients.pop(place, None)
         await api.close()
         await sockets.close()
 

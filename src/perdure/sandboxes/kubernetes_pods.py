@@ -32,6 +32,8 @@ OUTER_S = 7 * 86400
 """No pod runs longer. Kubernetes lets `activeDeadlineSeconds` only be lowered, so the deadline that
 `touch` moves is kept by the first process inside; this one ends what has lost even that."""
 GRACE_S = 1
+STAYS = {"karpenter.sh/do-not-disrupt": "true"}
+"""Other autoscalers leave a pod without a controller where it is anyway."""
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
 """The guest's. Commands have none."""
 ROOT, AGENT = "0:0", "1000:1000"
@@ -49,7 +51,11 @@ def pod_of(
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": name, "labels": dict(labels), "annotations": dict(annotations)},
+        "metadata": {
+            "name": name,
+            "labels": dict(labels),
+            "annotations": {**STAYS, **annotations},
+        },
         "spec": {
             **cluster_fields(),
             "restartPolicy": "Never",
@@ -107,11 +113,12 @@ def cluster_fields() -> dict[str, Any]:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{POD_VARIABLE}: {path} cannot be read: {error}") from error
-    if not isinstance(found, dict) or (strange := found.keys() - POD_FIELDS):
-        what = f"not {', '.join(sorted(strange))}" if isinstance(found, dict) else "no more"
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{POD_VARIABLE}: {path} must hold one JSON object")
+    if strange := sorted(found.keys() - POD_FIELDS):
         known = ", ".join(sorted(POD_FIELDS))
         raise ConfigurationError(
-            f"{POD_VARIABLE}: {path} must be one JSON object of {known}; {what}"
+            f"{POD_VARIABLE}: {path} names {', '.join(strange)}; only {known} may be given"
         )
     return found
 

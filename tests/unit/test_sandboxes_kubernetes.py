@@ -1,0 +1,125 @@
+"""What pods say of themselves, and what may be said of them, without any cluster."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
+from perdure.sandboxes import kubernetes_pods as pods
+from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.calls import Conflict, Missing
+from perdure.sandboxes.kubernetes import KubernetesProvider
+from perdure.sandboxes.kubernetes_calls import Refused, Said, typed
+
+pytest.importorskip("aiohttp")
+
+
+def pod(phase: str, *, state: dict[str, Any] | None = None, **status: Any) -> dict[str, Any]:
+    statuses = [{"name": "sandbox", "state": state}] if state is not None else []
+    return {"metadata": {}, "status": {"phase": phase, "containerStatuses": statuses, **status}}
+
+
+def condition(kind: str, status: str, reason: str, message: str = "") -> list[dict[str, str]]:
+    return [{"type": kind, "status": status, "reason": reason, "message": message}]
+
+
+OOM = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+PREEMPTED = condition("DisruptionTarget", "True", "PreemptionByScheduler", "for p2")
+
+
+@pytest.mark.parametrize(
+    ("said", "state", "why"),
+    [
+        (pod("Pending"), "coming", ""),
+        (pod("Pending", state={"waiting": {"reason": "ContainerCreating"}}), "coming", ""),
+        (pod("Running", state={"running": {}}), "up", ""),
+        (pod("Unknown"), "coming", ""),
+        (pod("Succeeded"), "over", "its time was over"),
+        (pod("Failed", reason="Evicted", message="disk"), "over", "Evicted: disk"),
+        (pod("Failed", reason="DeadlineExceeded"), "over", "DeadlineExceeded"),
+        (pod("Failed", state=OOM), "over", "OOMKilled"),
+        (pod("Running", state=OOM), "over", "OOMKilled"),
+        (pod("Failed", conditions=PREEMPTED), "over", "PreemptionByScheduler: for p2"),
+    ],
+)
+def test_how_a_pod_stands(said: dict[str, Any], state: str, why: str) -> None:
+    """Its phase, its container's state and who disrupted it, in the cluster's own words."""
+    assert pods.standing(said) == (state, why)
+
+
+def test_a_pod_that_is_being_deleted_is_going_whatever_its_phase() -> None:
+    """The phase of a pod on a lost node stays Running for ever."""
+    said = pod("Running", state={"running": {}}, conditions=PREEMPTED)
+    said["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+
+    assert pods.standing(said) == ("going", "PreemptionByScheduler: for p2")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"hostNetwork": true}', "names hostNetwork"),
+        ("[]", "one JSON object"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_pod_file_cannot_open_walls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    """Only where and how a pod is placed may be given; the file and the field are named."""
+    (tmp_path / "pod.json").write_text(text)
+    monkeypatch.setenv(pods.POD_VARIABLE, str(tmp_path / "pod.json"))
+
+    with pytest.raises(ConfigurationError, match=said):
+        pods.cluster_fields()
+    assert any(said in line for line in KubernetesProvider(tmp_path).check())
+
+
+def test_a_pod_file_adds_to_every_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tolerations and the runtime class of this cluster stand in what is asked for."""
+    wanted = {"runtimeClassName": "gvisor", "tolerations": [{"operator": "Exists"}]}
+    (tmp_path / "pod.json").write_text(json.dumps(wanted))
+    monkeypatch.setenv(pods.POD_VARIABLE, str(tmp_path / "pod.json"))
+    made = pods.pod_of(SandboxSpec("/x"), name="p", image="i", labels={}, annotations={})
+
+    assert {name: made["spec"][name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "message", "kind"),
+    [
+        (401, "Unauthorized", "Unauthorized", ControlPlaneError),
+        (403, "Forbidden", "cannot create resource", ConfigurationError),
+        (403, "Forbidden", "exceeded quota: pods, used: pods=3", RateLimited),
+        (403, "Forbidden", 'violates PodSecurity "restricted:latest"', ConfigurationError),
+        (404, "NotFound", 'pods "x" not found', Missing),
+        (409, "AlreadyExists", 'pods "x" already exists', Conflict),
+        (409, "Conflict", "the object has been modified", ControlPlaneError),
+        (422, "Invalid", "spec.x: Required value", ConfigurationError),
+        (429, "TooManyRequests", "", RateLimited),
+        (500, "InternalError", "etcdserver: request timed out", ControlPlaneError),
+    ],
+)
+def test_what_each_refusal_means(
+    status: int, reason: str, message: str, kind: type[PerdureError]
+) -> None:
+    """The status and its reason decide: asked again, queued, adopted, or a person's to correct."""
+    found = typed(Refused(status, reason, message, None), "create", key_works=True)
+
+    assert type(found) is kind
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (None, None),
+        ({"status": "Success"}, 0),
+        ({"status": "Failure", "details": {"causes": [{"reason": "ExitCode", "message": "3"}]}}, 3),
+        ({"status": "Failure", "message": "container not found"}, None),
+    ],
+)
+def test_a_commands_end_is_read_as_the_api_says_it(status: Any, code: int | None) -> None:
+    """A cut socket and an API that failed are no exit codes."""
+    assert Said(b"", b"", status).code == code
