@@ -65,6 +65,8 @@ from perdure.types import (
 from tests import loop_agent
 
 ROOT = Path(__file__).resolve().parents[1]
+TOOLS = ROOT / ".perdure" / "tools"
+"""Agents of all stacks of this checkout: each is fetched once, by the first test that runs it."""
 PAUSE_S = 0.02
 PATIENCE_S = 300.0
 """Only what is broken takes this long; nothing waits for the clock."""
@@ -556,6 +558,9 @@ async def running(
 ) -> AsyncIterator[Stack]:
     """A stack that is up, with the toy instances in its store; nothing of it remains afterwards."""
     home.mkdir(parents=True, exist_ok=True)
+    TOOLS.mkdir(parents=True, exist_ok=True)
+    if not (home / "tools").exists():
+        (home / "tools").symlink_to(TOOLS)
     engine = HeldEngine(turns)
     async with engine:
         addresses = Addresses(

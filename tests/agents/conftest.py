@@ -6,8 +6,7 @@ import pytest
 
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
 from tests.agents.stand import Stand
-
-TOOLS = Path(__file__).parents[2] / ".perdure" / "tools"
+from tests.stack import TOOLS
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind, Turn
 from tests.agents.stand import unix_socket
+from tests.stack import TOOLS
 
 ISSUE = "Say \N{BUG}\u2028 hello, {workdir}: 'politely'"
 WORKDIR = "/testbed"
@@ -72,11 +73,6 @@ def task(sandbox: Sandbox, key: str = "", **fields: Any) -> AgentTask:
     return AgentTask(**{**values, **fields})
 
 
-@pytest.fixture(scope="session")
-def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tools")
-
-
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A repository whose own modules would break the agent, if it imported them."""
@@ -94,15 +90,15 @@ def tree(tmp_path: Path) -> Path:
 class Stand:
     """Engine, gateway and sandbox provider; runs one agent to its end."""
 
-    def __init__(self, home: Path, tree: Path, tools: Path, gateway: LocalGateway) -> None:
-        self.tree, self.tools, self.gateway = tree, tools, gateway
+    def __init__(self, home: Path, tree: Path, gateway: LocalGateway) -> None:
+        self.tree, self.gateway = tree, gateway
         self.socket = home / "gw.sock"
         self.provider = BubblewrapProvider(home / "boxes")
 
     async def run(self, **fields: Any) -> tuple[Evidence, bytes]:
         """What remains of the agent, and the file it was to edit."""
         agent = MiniSweAgent()
-        mounts = await agent.install(self.tools)
+        mounts = await agent.install(TOOLS)
         spec = SandboxSpec(WORKDIR, tree=self.tree, mounts=mounts, gateway=self.socket)
         key = await self.gateway.open("s-1")
         async with await self.provider.create(spec, "p-test-agent-1") as sandbox:
@@ -126,7 +122,7 @@ class Stand:
 
 
 @pytest.fixture
-async def stand(tmp_path: Path, tree: Path, tools: Path) -> AsyncIterator[Stand]:
+async def stand(tmp_path: Path, tree: Path) -> AsyncIterator[Stand]:
     missing = BubblewrapProvider(tmp_path / "boxes").check()
     if missing:
         pytest.skip("; ".join(missing))
@@ -135,7 +131,7 @@ async def stand(tmp_path: Path, tree: Path, tools: Path) -> AsyncIterator[Stand]
         LocalGateway(tmp_path / "home", engine_url=engine.url, engine_kind="vllm") as gateway,
         unix_socket(tmp_path / "gw.sock", gateway.url),
     ):
-        yield Stand(tmp_path, tree, tools, gateway)
+        yield Stand(tmp_path, tree, gateway)
 
 
 @pytest.mark.registry

@@ -4,20 +4,21 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from perdure.sandboxes.podman import PodmanProvider
 from perdure.types import Outcome, RolloutStatus
 from tests import stack as stacks
 from tests.stack import Stack
 
-pytestmark = pytest.mark.temporal
+pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     if missing := stacks.why_not_here():
         pytest.skip(missing)
-    async with stacks.running(tmp_path / "stack") as stack:
+    async with stacks.running(tmp_path_factory.mktemp("phases") / "stack") as stack:
         yield stack
 
 

@@ -3,9 +3,9 @@
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from perdure.cli import readiness
 from perdure.errors import NotFound
@@ -14,21 +14,28 @@ from perdure.sandboxes.relay_choice import choose_reach
 from perdure.types import Outcome
 from tests import remote_box
 from tests import stack as stacks
-from tests.agents.conftest import TOOLS
 from tests.stack import Process, Stack
 
-pytestmark = pytest.mark.temporal
+pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
 HELD = 3
 """The turn in which the worker dies: the relay holds a call, the engine has not answered it."""
 
 
-@pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """Without workers: each test starts its own, with its own way to the gateway."""
     if missing := stacks.why_not_here():
         pytest.skip(missing)
-    async with stacks.running(tmp_path / "stack") as stack:
+    async with stacks.running(tmp_path_factory.mktemp("relayed") / "stack", workers=0) as stack:
         yield stack
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stack(shared: Stack) -> AsyncIterator[Stack]:
+    yield shared
+    shared.engine.control(scripts=stacks.script())
+    await shared.kill_all(*shared.workers)
 
 
 async def start_worker(stack: Stack, carrier: str, **env: str) -> Process:
@@ -42,8 +49,6 @@ async def start_worker(stack: Stack, carrier: str, **env: str) -> Process:
 @pytest.mark.parametrize("carrier", CARRIERS)
 async def test_a_killed_worker_loses_no_relayed_call(stack: Stack, carrier: str) -> None:
     """kill -9 mid-call: another worker serves the same relay; solved, no turn sampled twice."""
-    for worker in stack.workers:
-        await worker.kill()
     first = await start_worker(stack, carrier)
     stack.engine.hold(HELD)
     request = await stack.start(f"relayed-{carrier}", heartbeat_timeout_s=stacks.DEATH_S)
@@ -60,9 +65,6 @@ async def test_a_killed_worker_loses_no_relayed_call(stack: Stack, carrier: str)
 @pytest.mark.parametrize("carrier", CARRIERS)
 async def test_mini_swe_agent_solves_through_a_relay(stack: Stack, carrier: str) -> None:
     """The unmodified mini-swe-agent from PyPI, its calls carried out by a relay: graded resolved."""
-    await stack.kill_all(*stack.workers)
-    TOOLS.mkdir(parents=True, exist_ok=True)
-    (stack.home / "tools").symlink_to(TOOLS)  # fetched once for all
     await start_worker(stack, carrier)
     calls = [
         {"content": "", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}
@@ -81,7 +83,7 @@ async def test_mini_swe_agent_solves_through_a_relay(stack: Stack, carrier: str)
 async def test_auto_takes_a_relay_where_the_url_does_not_open(stack: Stack) -> None:
     """A URL that looks routable and fails from inside costs nothing: the calls leave by the relay."""
     address = address_of_this_host()
-    await stack.kill_all(*stack.workers, stack.gateway)
+    await stack.kill_all(stack.gateway)  # for good: this test comes last
     url = await start_gateway_at(stack, address)
     assert choose_reach("auto", remote_box.RemoteBox(stack.home), url) == "url"
     await start_worker(stack, "auto", PERDURE_GATEWAY_URL=url)

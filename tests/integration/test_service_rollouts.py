@@ -80,7 +80,8 @@ async def test_mini_swe_agent_solves(hosted: Hosted) -> None:
         for command in commands
     ]
     hosted.stack.engine.control(scripts={"default": {"turns": calls}})
-    seen = await hosted.solved("mini", agent="mini_swe_agent")
+    direct = {"client": "direct"}  # as in a container it calls by litellm: test_container_rollouts
+    seen = await hosted.solved("mini", agent="mini_swe_agent", agent_options=direct)
     hosted.stack.engine.control(scripts=stacks.script())
 
     assert seen == (Outcome.RESOLVED, stacks.TURNS, [])
