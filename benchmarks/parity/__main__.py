@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from benchmarks import vllm_server
 from benchmarks.parity.conversations import Job
 from benchmarks.parity.figures import Figures
 from benchmarks.parity.measure import EXACT, Report, Stand, measure
+from benchmarks.scratch import scratch_folder
 
 
 def show(report: Report, stand: Stand) -> None:
@@ -99,8 +99,8 @@ def main() -> None:
     options = parser.parse_args()
     job = Job(**{name: getattr(options, name) for name in asdict(Job())})
     stand = _stand(options)
-    with tempfile.TemporaryDirectory(prefix="perdure-parity-") as folder:
-        report = asyncio.run(measure(stand, job, Path(folder)))
+    with scratch_folder("perdure-parity-", keep=False) as folder:
+        report = asyncio.run(measure(stand, job, folder))
     if options.json:
         print(json.dumps(asdict(report), indent=1))
     else:

@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import statistics
-import tempfile
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
@@ -21,6 +21,7 @@ from typing import Literal
 
 import structlog
 
+from benchmarks.scratch import scratch_folder
 from benchmarks.weights.gaps import Chunks, Gap
 from benchmarks.weights.sides import PROMPT, Side, scripted, vllm
 from perdure.gateway.base import Completion
@@ -90,8 +91,8 @@ async def engines(kind: Kind, count: int, job: Job, folder: Path) -> AsyncIterat
 
 async def measure(kind: Kind, count: int, job: Job) -> list[Result]:
     """Both ways on the same engines, one after the other; versions count on."""
-    with tempfile.TemporaryDirectory(prefix="perdure-bench-") as folder:
-        async with engines(kind, count, job, Path(folder)) as side, new_client() as client:
+    with scratch_folder("perdure-bench-", keep=False) as folder:
+        async with engines(kind, count, job, folder) as side, new_client() as client:
             roster = LoneRoster()
             pool = EnginePool(roster, client, [EngineSpec(url) for url in side.urls])
             try:
@@ -188,6 +189,11 @@ def main() -> None:
     structlog.configure(wrapper_class=quiet)
     numbers = [1] if kind == "vllm" else [int(count) for count in counts.split(",")]
     results = [one for count in numbers for one in asyncio.run(measure(kind, count, job))]
+    if not all(one.both for one in results):
+        print(
+            "no completion saw an update in some rows: more --tokens make longer ones",
+            file=sys.stderr,
+        )
     if as_json:
         print(json.dumps([asdict(result) for result in results], indent=1))
         return
