@@ -5,6 +5,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from temporalio import activity
+
 from activities import checkpoints, making
 from activities.admission import Admission, agent_step
 from activities.messages import AgentRun, Attempt, Booted
@@ -18,7 +20,7 @@ from perdure.graders import patch
 from perdure.graders.patch import BASE_GIT
 from perdure.instances.environments import Prepared
 from perdure.sandboxes import phases
-from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
+from perdure.sandboxes.base import Mount, Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.phases import Place
 from perdure.storage import keys
 from perdure.types import EpisodeRef, Frozen, Instance, RolloutRequest, RolloutStatus
@@ -109,8 +111,7 @@ class BootSandbox:
         identity = self.services.agent_identity(request, attempt.attempt)
         admission = Admission(self.services, place.provider, request)
         spec, step = self._spec(attempt, place, prepared, tools), agent_step(attempt)
-        taking = keys.taking(request, attempt.attempt)
-        ready = await self.services.ready.take(provider, spec, request.workflow_id, taking)
+        ready = await self.ready_one(attempt, provider, spec)
         if ready is None and admission.metered and attempt.permit != step:
             await admission.ask(step)
             return None
@@ -143,6 +144,17 @@ class BootSandbox:
             await sandbox.touch(spec.ttl_s)
         self.services.ready.refill(provider, spec, admission.ahead())
         return record
+
+    async def ready_one(
+        self, attempt: Attempt, provider: SandboxProvider, spec: SandboxSpec
+    ) -> Sandbox | None:
+        """One that was booted ahead; a later try takes none but its own, as an earlier one may have
+        begun to make a sandbox of the attempt's identity."""
+        rollout, shelves = attempt.request.workflow_id, self.services.ready
+        taking = keys.taking(attempt.request, attempt.attempt)
+        if activity.info().attempt > 1:
+            return await shelves.taken_before(provider, rollout, taking)
+        return await shelves.take(provider, spec, rollout, taking)
 
     async def _finished(self, request: RolloutRequest) -> EpisodeRef | None:
         """The episode of a graded rollout; one that failed or was cancelled is worth another try."""

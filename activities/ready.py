@@ -81,7 +81,7 @@ class ReadySandboxes:
         """
         if not self._each:
             return None
-        found = await self._taken_before(provider, rollout, taking)
+        found = await self.taken_before(provider, rollout, taking)
         return found or await self._take(spec_key(provider, spec), rollout, taking)
 
     def refill(self, provider: SandboxProvider, spec: SandboxSpec, permits: Permits) -> None:
@@ -104,9 +104,12 @@ class ReadySandboxes:
         for shelf in self._shelves.values():
             await self._end(shelf)
 
-    async def _taken_before(
+    async def taken_before(
         self, provider: SandboxProvider, rollout: str, taking: str
     ) -> Sandbox | None:
+        """The one that an earlier try had taken, when it died."""
+        if not self._each:
+            return None
         identity = await taken_by(self._store, rollout, taking)
         if identity is None:
             return None

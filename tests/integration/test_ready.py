@@ -2,14 +2,18 @@
 
 import signal
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from temporalio.testing import ActivityEnvironment
 
 from activities.admission import ReadyPermits
-from activities.boot_sandbox import BootRecord
+from activities.boot_sandbox import BootRecord, BootSandbox
+from activities.messages import Attempt
 from activities.ready import MARK, ReadySandboxes, give_way
+from activities.services import Services
 from perdure.client import names
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.e2b import E2BProvider
@@ -182,3 +186,27 @@ async def test_one_gives_way_or_is_taken_never_both(tmp_path: Path) -> None:
     await took.kill()
 
     assert (ended, nothing, alive) == ([False, True], None, [took.identity])
+
+
+async def test_a_later_try_takes_none_that_it_had_not_taken_before(tmp_path: Path) -> None:
+    """The try before it may have begun to make the attempt's own sandbox, which it would forget."""
+    settings = Settings(home=tmp_path / "home", store=str(tmp_path / "s"), ready_sandboxes=1)
+    services, environment = Services(settings), ActivityEnvironment()
+    provider = services.provider("local")
+    spec = SandboxSpec("/testbed", labels={"run": "r1"})
+    request = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", sandbox="local")
+    services.ready.refill(provider, spec, ReadyPermits("local", "", None))
+    await services.ready.filled()
+    found = []
+    for number in (2, 1):
+        environment.info = replace(environment.info, attempt=number)
+        find = BootSandbox(services).ready_one
+        found.append(
+            await environment.run(find, Attempt(request=request, attempt=1), provider, spec)
+        )
+    await services.close()
+    taken = await provider.list()
+    for box in taken:
+        await provider.kill(box.identity)
+
+    assert [box and box.identity for box in found] == [None, taken[0].identity]

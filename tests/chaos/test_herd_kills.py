@@ -1,0 +1,57 @@
+"""Workers killed while a herd queues for an account: no slot is lost, none is used twice."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.client import names
+from perdure.sandboxes.permits import AccountState
+from tests import herd, hollow
+from tests.stack import DEATH_S, Stack, until
+
+pytest.importorskip("e2b")
+pytest.importorskip("aiohttp")
+pytestmark = pytest.mark.temporal
+
+HERD, LIVE, KILLS = 40, 6, 5
+
+
+async def test_workers_killed_in_a_herd_leave_no_slot_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 of a worker five times while it boots, takes, grades and boots ahead: all are graded,
+    the account never holds more than it may, and in the end each sandbox has its permit."""
+    monkeypatch.setenv("PERDURE_READY_SANDBOXES", "2")
+    said = f'{{"{hollow.NAME}": {{"live": {LIVE}}}}}'
+    async with herd.capped(tmp_path, monkeypatch, live=LIVE, rate=100, said=said) as pair:
+        stack, server = pair
+        killing = asyncio.create_task(kills(stack, server))
+        seen = await herd.stampede(
+            *pair, HERD, limit_s=3600, sandbox=hollow.NAME, heartbeat_timeout_s=DEATH_S
+        )
+        await killing
+        await until(lambda: balanced(stack, server), "each sandbox has its permit", 60)
+
+    assert (seen.graded, seen.errors) == (HERD, 0)
+    assert seen.refused <= KILLS, seen  # what a dead worker was making comes up a moment later
+
+
+async def kills(stack: Stack, server: Any) -> None:
+    """One worker at a time, at moments that depend on nothing but how far the herd is."""
+    due = [number * HERD // (KILLS + 1) for number in range(1, KILLS + 1)]
+    while due:
+        await until(lambda: len(server.keys.all()) > due[0], f"{due[0]} are made", 3600)
+        del due[0]
+        victim = next(worker for worker in stack.workers if worker.alive)
+        await victim.kill()
+        await stack.start_worker()
+
+
+async def balanced(stack: Stack, server: Any) -> bool:
+    """Nothing is left but what stands ready, and all of it holds a permit."""
+    keeper = names.account_id(hollow.HollowE2B(stack.home).account)
+    state = await stack.client.get_workflow_handle(keeper).query("state", result_type=AccountState)
+    boxes = {record["metadata"]["rollout"] for record in server.sandboxes.all()}
+    return boxes <= state.permits.keys() and all(p.ahead for p in state.permits.values())
