@@ -20,7 +20,7 @@ from temporalio.exceptions import ApplicationError, TemporalError
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
-from activities.messages import AgentRun, Asked, Booted, Captured
+from activities.messages import AgentRun, Asked, Booted, Captured, ReadyPermit, Taken
 from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure
@@ -181,9 +181,33 @@ async def account(client: Client, stages: Stages) -> Handle:
     return handle
 
 
+async def account_ready(client: Client, stages: Stages) -> Handle:
+    """A sandbox that was booted ahead gives way to a wish; one that is taken passes its slot on."""
+    caps, name = AccountCaps(live=1), names.account_id("service")
+    handle: Handle = await client.start_workflow(
+        names.ACCOUNT, AccountState(caps=caps), id=name, task_queue=names.WORKFLOWS_QUEUE
+    )
+    for number, then in ((1, "wish"), (2, "taken")):
+        permit = ReadyPermit(holder=f"ready/{number}", provider="service")
+        await handle.execute_update("reserve", permit)
+        await handle.signal("stands", permit)
+        if then == "wish":
+            asked = Asked(holder="nobody", run="r1", step="1-agent", caps=caps)
+            await handle.signal("ask", asked)
+        else:
+            taken = Taken(ready=permit.holder, holder="nobody", run="r1", step="1-agent")
+            await handle.signal("taken", taken)
+            await handle.signal("release", "nobody")
+        while (found := await handle.query("state", result_type=AccountState)).permits:
+            await asyncio.sleep(0.1)
+        assert not found.waiting
+    await handle.cancel()
+    return handle
+
+
 SCENARIOS = (
     *(plain, slow_agent, lost_sandbox, evictions, cancelled, cancelled_in_boot, queued),
-    *(group, run, account),
+    *(group, run, account, account_ready),
 )
 
 

@@ -1,7 +1,7 @@
 """Stand-ins for the activities, replaced by name, on a real server with the real workflows."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from temporalio import activity
@@ -16,6 +16,7 @@ from activities.messages import (
     Page,
     PageRequest,
     PreparedRun,
+    ReadyPermit,
     RunSummary,
 )
 from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutStatus, RunRequest
@@ -54,7 +55,13 @@ class Stages:
             self.prepare,
             self.page,
             self.finish,
+            self.end_ready,
         ]
+
+    @activity.defn(name="end_ready")
+    async def end_ready(self, permits: Sequence[ReadyPermit]) -> list[str]:
+        ended: list[str] = await self._do("end_ready", permits, [one.holder for one in permits])
+        return ended
 
     @activity.defn(name="boot_sandbox")
     async def boot(self, attempt: Attempt) -> Booted:
