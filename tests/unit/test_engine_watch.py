@@ -24,6 +24,7 @@ from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import FinishReason
 
 HOUR_S = 3600.0
+LOOPBACK, NOWHERE = "127.0.0.1", "255.255.255.255"
 
 
 @pytest.fixture
@@ -93,6 +94,33 @@ async def test_nobody_listening_is_death(client: httpx.AsyncClient) -> None:
         await EngineControl("http://127.0.0.1:9", client).is_paused()
 
     assert silent.value.gone
+
+
+async def test_an_address_out_of_reach_hides_no_refusal_at_the_next(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's `localhost` is `::1` too, which it cannot reach: the engine is gone all the same."""
+    addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 9)) for ip in (NOWHERE, LOOPBACK)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
+    with pytest.raises(EngineSilent) as silent:
+        await EngineControl("http://engine.example:9", client).is_paused()
+
+    assert silent.value.gone
+
+
+async def test_a_name_that_nobody_resolves_now_is_no_death(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Name servers that are away for a moment are away for all engines at once."""
+
+    def away(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", away)
+    with pytest.raises(EngineSilent) as silent:
+        await EngineControl("http://engine.example:9", client).is_paused()
+
+    assert not silent.value.gone
 
 
 async def test_a_clock_that_was_ahead_leaves_no_engine_alone_for_hours(

@@ -7,6 +7,7 @@ import errno
 import json
 import re
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ PROBE_SESSION = "perdure-probe"
 OURS = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM),
     *(errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.ENETUNREACH),
+    socket.EAI_AGAIN,
 }
 """What keeps this process from connecting to anybody: no word on who listens there."""
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{([^}]*)\})?\s+(\S+)", re.MULTILINE)
@@ -207,7 +209,7 @@ class EngineControl:
                 timeout=httpx.Timeout(timeout, connect=5.0, pool=None),
             )
         except httpx.RequestError as error:
-            gone = isinstance(error, httpx.ConnectError) and not _errnos(error) & OURS
+            gone = isinstance(error, httpx.ConnectError) and not _is_ours(error)
             problem = f"{method} {path}: {type(error).__name__} {error}".strip()
             raise EngineSilent(self._told(problem), gone=gone) from None
         if response.is_success or (absent_ok and response.status_code in (404, 405)):
@@ -222,6 +224,12 @@ class EngineControl:
 
     def _failed(self, problem: str) -> ControlPlaneError:
         return ControlPlaneError(self._told(problem), boundary=Boundary.ENGINE)
+
+
+def _is_ours(error: httpx.ConnectError) -> bool:
+    """Of a host's addresses one may be out of reach, as IPv6 often is; one that refuses has spoken."""
+    found = _errnos(error)
+    return bool(found) and found <= OURS
 
 
 def _errnos(error: BaseException | None) -> set[int]:
