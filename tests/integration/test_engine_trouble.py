@@ -277,7 +277,7 @@ async def test_no_version_is_stamped_while_the_roster_cannot_be_read(tmp_path: P
 class Heard:
     """The way to a roster that is away for others only."""
 
-    def __init__(self, roster: Away) -> None:
+    def __init__(self, roster: LoneRoster) -> None:
         self._roster = roster
 
     async def read(self) -> Roster:
@@ -347,6 +347,49 @@ async def test_an_engine_that_comes_back_during_an_update_gets_it_too(tmp_path: 
 
     assert [engine.weights for engine in it.engines] == [2, 2]
     assert len(updated) == 2
+
+
+async def test_an_update_that_is_done_does_not_mind_what_becomes_of_its_engines(
+    tmp_path: Path,
+) -> None:
+    """Suspect a moment after its last engine was proven: the version is served, and counts."""
+
+    class Doubted(Heard):
+        async def change(self, change: Change) -> Roster:
+            now = await super().change(change)
+            (record,) = now.engines
+            if (record.serves, record.version) != (True, 2):
+                return now
+            suspect = record.to(EngineState.SUSPECT, "a broken stream")
+            return await super().change(lambda roster: roster.having(suspect))
+
+    async with stand(1) as it, new_client() as client:
+        updates = WeightUpdates(Doubted(it.roster), client, notice_s=0)
+        updated = await updates.update(2, checkpoint(tmp_path, 2), [canary(2)])
+
+    assert len(updated) == 1
+
+
+async def test_an_update_that_a_newer_one_outran_takes_nothing_back(tmp_path: Path) -> None:
+    """Its next engine has the newer version already: it keeps it, and the trainer is told."""
+    async with stand(2) as it:
+        first, second = (name_of(engine.url) for engine in it.engines)
+
+        class Outrun:
+            async def load(self, control: EngineControl, version: int) -> None:
+                def newer(now: Roster) -> Roster:
+                    record = now.get(second)
+                    assert record is not None
+                    return now.having(record.model_copy(update={"version": 3}))
+
+                await it.roster.change(newer)
+                await checkpoint(tmp_path, 2).load(control, version)
+
+        with pytest.raises(UpdateRefused, match="version 3 meanwhile"):
+            await it.updates.update(2, Outrun(), [canary(2)])
+        versions = {one.name: one.version for one in (await it.roster.read()).engines}
+
+    assert versions == {first: 2, second: 3}
 
 
 async def test_weights_that_somebody_else_changed_are_known_from_the_next_turn(

@@ -176,7 +176,9 @@ class WeightUpdates:
         wanted = Checkpoint(version, source, canaries)
         done: list[Updated] = []
         reached: set[tuple[str, int]] = set()
-        while lacking := [e for e in await self._lacking(version) if _boot(e) not in reached]:
+        serving = await self._serving()
+        _check(serving, version)
+        while lacking := [e for e in serving if _lacks(e, version) and _boot(e) not in reached]:
             batch = lacking[: policy.at_once]
             reached.update(map(_boot, batch))
             results = await asyncio.gather(
@@ -187,21 +189,11 @@ class WeightUpdates:
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
+            serving = await self._serving()
         return done
 
-    async def _lacking(self, version: int) -> list[EngineRecord]:
-        """Raises: ConfigurationError."""
-        engines = (await self._roster.read()).engines
-        serving = [e for e in engines if e.serves or _left_paused(e)]
-        if not serving:
-            raise ConfigurationError(
-                "no engine is ready, so none can take new weights: a gateway finds out which are, from "
-                "its first call on"
-            )
-        newest = max((e.version for e in serving if e.version is not None), default=version)
-        if version < newest:
-            raise ConfigurationError(f"version {version} is older than {newest}, which is served")
-        return [e for e in serving if e.version != version or not e.serves]
+    async def _serving(self) -> list[EngineRecord]:
+        return [e for e in (await self._roster.read()).engines if e.serves or _left_paused(e)]
 
     async def _one(
         self,
@@ -282,6 +274,8 @@ class WeightUpdates:
             record = roster.get(name)
             if record is None or not (record.serves or _left_paused(record)):
                 raise UpdateRefused(f"engine {name} stopped serving before its update")
+            if (record.version or 0) > version:
+                raise UpdateRefused(f"engine {name} has version {record.version} meanwhile")
             changes = {"held_by": why, "coming": version, "since": time.time()}
             return roster.having(record.to(EngineState.PAUSED, why, **changes))
 
@@ -364,6 +358,22 @@ def _is_held(roster: Roster, held: EngineRecord) -> bool:
 
 def _boot(record: EngineRecord) -> tuple[str, int]:
     return record.name, record.generation
+
+
+def _check(serving: Sequence[EngineRecord], version: int) -> None:
+    """Raises: ConfigurationError."""
+    if not serving:
+        raise ConfigurationError(
+            "no engine is ready, so none can take new weights: a gateway finds out which are, from "
+            "its first call on"
+        )
+    newest = max((e.version for e in serving if e.version is not None), default=version)
+    if version < newest:
+        raise ConfigurationError(f"version {version} is older than {newest}, which is served")
+
+
+def _lacks(record: EngineRecord, version: int) -> bool:
+    return record.version != version or not record.serves
 
 
 def _left_paused(record: EngineRecord) -> bool:
