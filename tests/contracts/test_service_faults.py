@@ -6,6 +6,7 @@ the file of its name.
 """
 
 import asyncio
+import importlib
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ import pytest
 from perdure.cli import ports
 from perdure.errors import ConfigurationError, ControlPlaneError, OutcomeUnknown, SandboxLost
 from perdure.sandboxes.base import ExecState
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.bubblewrap import HOME, BubblewrapProvider
+from perdure.sandboxes.guested import FOLDER
+from perdure.testing.double import LIMITS
 from tests.services import ID, SERVICES, SPEC, Bench, Service, benched, impatient
 
 PASSING: dict[str, dict[str, Any]] = {
@@ -211,6 +214,20 @@ async def test_lasting_outage_is_tried_again_later(
         bench.server.faults.clear()
 
         assert (await box.exec("exit 4")).status.code == 4
+
+
+async def test_disk_that_a_command_filled_costs_the_sandbox_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no command can be recorded any more the sandbox is lost; no person is asked for."""
+    small = LIMITS.model_copy(update={"disk_mb": 16})
+    monkeypatch.setattr(importlib.import_module(bench.service.server), "LIMITS", small)
+    async with bench.box() as box:
+        await box.exec(f"cd {FOLDER} && mv execs {HOME} && ln -s {HOME}/execs .", user="root")
+        await box.exec(f"cat /dev/zero >{HOME}/full", user="root")
+
+        with pytest.raises(SandboxLost, match="no room left"):
+            await box.exec("true")
 
 
 async def test_signal_whose_answer_is_lost_kills_once(bench: Bench) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from perdure.errors import NotFound
 from perdure.sandboxes import guested
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.guested import GuestSandbox
@@ -106,12 +107,36 @@ async def test_resident_of_another_version_is_replaced(box: Folder) -> None:
     assert (said, box.resident != first) == (b"new\n", True)
 
 
+async def test_sandbox_of_older_code_is_driven_on(box: Folder) -> None:
+    """What older code set up, with another guest, answers to ours, and what it had started goes on."""
+    await box.start("long", ["sh", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"])
+    os.kill(box.resident, signal.SIGKILL)
+    for path in box.folder.glob("guest*.py"):
+        path.unlink()
+    (box.folder / "guest.py").write_text("def main(): print('perdure-answer:{}')\n")
+    await box.put("go", b"")
+    status = await box.wait("long", 60)
+
+    assert status.code == 5
+
+
 async def test_the_same_guest_is_left_alone(box: Folder) -> None:
     """A set-up that finds this very guest there keeps its resident."""
     first = box.resident
     await box.set_up(SandboxSpec(box.workdir))
 
     assert box.resident == first
+
+
+@pytest.mark.parametrize(
+    "made", ["ln -s odd odd", "python3 -c 'import socket; socket.socket(1).bind(\"odd\")'"]
+)
+async def test_what_cannot_be_opened_is_not_found(box: Folder, made: str) -> None:
+    """An agent that leaves a loop or a socket where its log is looked for has left no log."""
+    await box.exec(made, check=True)
+
+    with pytest.raises(NotFound):
+        await box.get("odd")
 
 
 async def test_command_outlives_the_resident(box: Folder) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -43,6 +44,9 @@ MOST_FILES = 64
 PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 24, 36, 38
 OOM_COUNTS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 """Of this sandbox's own control group, v2 and v1, where it has one."""
+PASSING = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+FULL = (errno.EDQUOT, errno.ENOSPC)
+BRINGING = ("begin", "place", "ready", "unpack")
 
 
 def answer(argument: str) -> str:
@@ -54,13 +58,21 @@ def answer(argument: str) -> str:
         with open(data.decode(), "rb") as file:
             data = file.read()
     call = json.loads(data)
+    op = call.pop("op")
     try:
-        found = OPERATIONS[call.pop("op")](**call)
+        found = OPERATIONS[op](**call)
     except files.Refused as error:
         found = {"refused": error.kind, "message": str(error)}
     except OSError as error:
-        found = {"refused": "os", "message": str(error)}
+        found = {"refused": refusal(op, error.errno), "message": str(error)}
     return f"\n{MARK}{json.dumps(found)}\n"
+
+
+def refusal(op: str, code: int | None) -> str:
+    """What commands have used up is nobody's mistake; too small a disk for what we bring is."""
+    if code in PASSING:
+        return "busy"
+    return "full" if code in FULL and op not in BRINGING else "os"
 
 
 # -- set-up ---------------------------------------------------------------------------------------

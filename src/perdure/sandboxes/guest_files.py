@@ -88,9 +88,10 @@ def read(path: str, offset: int, limit: int) -> Answer:
 
 
 def read_file(path: str, offset: int, limit: int) -> Answer:
+    """What cannot be opened is missing: the agent decides what lies there."""
     try:
         return read(path, offset, limit)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+    except OSError as error:
         raise Refused("missing", str(error)) from error
 
 

@@ -13,13 +13,13 @@ import math
 import shlex
 import zlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
-from perdure.errors import ConfigurationError, ControlPlaneError, NotFound
+from perdure.errors import ConfigurationError, ControlPlaneError, NotFound, SandboxLost
 from perdure.sandboxes.base import ExecResult, ExecState, ExecStatus, Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.bubblewrap import ENVIRONMENT, HOME
 from perdure.sandboxes.calls import again
@@ -67,6 +67,8 @@ class GuestSandbox(Sandbox):
     def __init__(self, identity: str, workdir: str, *, packs: Path) -> None:
         """`packs`: the folder of this host's archives."""
         self.identity, self.workdir, self._packs = identity, workdir, packs
+        self._unanswered = False
+        """Perhaps for want of a guest: what older code of ours has set up has another one."""
 
     @abstractmethod
     async def _print(self, what: str, command: str, extra_s: float) -> str:
@@ -206,13 +208,8 @@ class GuestSandbox(Sandbox):
         self, targets: Sequence[str], settings: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """Install the guest, and look what it lacks: one call, all of the set-up where it lacks nothing."""
-        programs = {
-            name: resources.files("perdure.sandboxes").joinpath(name).read_text()
-            for name in PROGRAMS
-        }
-        packed = base64.b64encode(zlib.compress(json.dumps(programs).encode())).decode()
         order = {"op": "begin", "targets": targets, "settings": settings}
-        line = f"{PYTHON} {shlex.quote(INSTALL)} {packed} {_argument(order)}"
+        line = f"{_installing()} {_argument(order)}"
         if len(line) > INLINE_BYTES and settings is not None:
             return await self._begin(targets, None)
         return self._accepted(await self._run("set-up", line), {})
@@ -244,9 +241,9 @@ class GuestSandbox(Sandbox):
     async def _deliver(self, op: str, data: bytes | Path, **order: Any) -> None:
         """Upload it, and have the guest check and use it. What did not arrive whole is sent again."""
         staged = f"{FOLDER}/staged/{uuid4().hex}"
-        command = _command({"op": op, "staged": staged, **order})
-        said = await self._write_and_print(op, staged, data, command)
-        self._accepted(self._answer_in(op, said), order)
+        command = f"{self._caller()} {_argument({'op': op, 'staged': staged, **order})}"
+        printing = self._write_and_print(op, staged, data, command)
+        self._accepted(await self._answer(op, printing), order)
 
     async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
         """Upload, then run a line that uses it. One call where the provider can do both in one."""
@@ -266,12 +263,16 @@ class GuestSandbox(Sandbox):
 
     async def _guest_once(self, op: str, **order: Any) -> dict[str, Any]:
         call = {"op": op, **order}
-        command = _command(call)
-        if len(command) > INLINE_BYTES:
+        argument = _argument(call)
+        if len(argument) > INLINE_BYTES:
             staged = await self._upload(json.dumps(call).encode())
-            command = f"{CALL} order:{base64.b64encode(staged.encode()).decode()}"
+            argument = f"order:{base64.b64encode(staged.encode()).decode()}"
+        command = f"{self._caller()} {argument}"
         answer = await self._run(op, command, extra_s=order.get("seconds", 0.0))
         return self._accepted(answer, order)
+
+    def _caller(self) -> str:
+        return _installing() if self._unanswered else CALL
 
     def _accepted(self, answer: dict[str, Any], order: Mapping[str, Any]) -> dict[str, Any]:
         message = answer.get("message", "")
@@ -288,6 +289,10 @@ class GuestSandbox(Sandbox):
                 )
             case "missing":
                 raise NotFound(f"{order.get('path')!r} in sandbox {self.identity!r}: {message}")
+            case "full":
+                raise SandboxLost(f"sandbox {self.identity!r} has no room left: {message}")
+            case "busy":
+                raise ControlPlaneError(f"sandbox {self.identity!r} has no process left: {message}")
             case "short":
                 raise ControlPlaneError(
                     f"{self.service}: {message}: {order.get('path', order.get('target'))}"
@@ -295,7 +300,16 @@ class GuestSandbox(Sandbox):
         raise ConfigurationError(f"sandbox {self.identity!r} cannot do it: {message}")
 
     async def _run(self, what: str, command: str, *, extra_s: float = 0.0) -> dict[str, Any]:
-        return self._answer_in(what, await self._print(what, command, extra_s))
+        return await self._answer(what, self._print(what, command, extra_s))
+
+    async def _answer(self, what: str, printing: Awaitable[str]) -> dict[str, Any]:
+        try:
+            answer = self._answer_in(what, await printing)
+        except ControlPlaneError:
+            self._unanswered = True
+            raise
+        self._unanswered = False
+        return answer
 
     def _answer_in(self, what: str, said: str) -> dict[str, Any]:
         """The guest's marked line is the only answer; exit codes and ends of streams are hints."""
@@ -324,8 +338,12 @@ class GuestSandbox(Sandbox):
         return _bytes_of(answer)
 
 
-def _command(call: Mapping[str, Any]) -> str:
-    return f"{CALL} {_argument(call)}"
+def _installing() -> str:
+    """Calls the guest as CALL does, and installs it first where it is missing or another."""
+    folder = resources.files("perdure.sandboxes")
+    programs = {name: folder.joinpath(name).read_text() for name in PROGRAMS}
+    packed = base64.b64encode(zlib.compress(json.dumps(programs).encode())).decode()
+    return f"{PYTHON} {shlex.quote(INSTALL)} {packed}"
 
 
 def _argument(call: Mapping[str, Any]) -> str:
