@@ -154,6 +154,25 @@ async def test_what_was_let_go_is_not_taken_over(shelf: Shelf, tmp_path: Path) -
     assert [(span.version, span.end) for span in found.versions] == [(7, 1), (8, 5)]
 
 
+@pytest.mark.parametrize("more", [[], [13, 14]])
+async def test_all_of_it_may_be_let_go(shelf: Shelf, tmp_path: Path, more: list[int]) -> None:
+    """While the call waits for another engine nothing is left of it; then what that one samples."""
+    partials = Partials(shelf)
+    partial = await partials.begin(WANTED)
+    with partials.kept(partial):
+        partial.salvage.begin("vllm a:1", 3)
+        partial.salvage.add([10, 11, 12], [-0.1, -0.2, -0.3], version=7)
+        await partials._write([partial])
+        partial.salvage.cut()
+        await partials._write([partial])
+        partial.salvage.begin("vllm b:1", 5)
+        partial.salvage.add(more, [-0.4] * len(more), version=8)
+        await partials._write([partial])
+    found = (await Partials(shelf).begin(AGAIN)).salvage
+
+    assert list(found.ids) == more
+
+
 async def test_a_torn_end_costs_only_itself(tmp_path: Path) -> None:
     """A process killed in the middle of a write leaves half a line: the lines before it count."""
     (tmp_path / "s").mkdir()

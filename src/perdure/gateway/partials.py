@@ -95,6 +95,8 @@ class Partial:
     wanted: Wanted
     salvage: Salvage
     since: float = field(default_factory=time.monotonic)
+    _begun: bool = False
+    """Whether there are lines at all."""
     _written: int = 0
     _reports: int = 0
     _cuts: int = 0
@@ -102,10 +104,10 @@ class Partial:
     def news(self, *, whole: bool) -> list[Line]:
         """The lines that are not written yet, or all when there are any."""
         salvage = self.salvage
-        end, reports, begun = salvage.sure, salvage.reports, self._written > 0
-        if salvage.cuts != self._cuts:  # what was written may be let go: the next line says it all
+        end, reports, cut = salvage.sure, salvage.reports, salvage.cuts != self._cuts
+        if cut:  # what was written may be let go: the next line says it all
             self._cuts, self._written = salvage.cuts, 0
-        if end <= self._written:
+        if end <= self._written and not (cut and self._begun):
             return []
         start = 0 if whole else self._written
         told = start if reports == self._reports else 0  # what an engine said later holds
@@ -122,8 +124,8 @@ class Partial:
                 if s.start < end
             ],
         }
-        lines = [line] if begun and not whole else [self.wanted.head(), line]
-        self._written, self._reports = end, reports
+        lines = [line] if self._begun and not whole else [self.wanted.head(), line]
+        self._begun, self._written, self._reports = True, end, reports
         return lines
 
 
