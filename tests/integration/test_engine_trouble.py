@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from perdure.errors import StoreUnavailable
 from perdure.gateway.base import Refused
 from perdure.gateway.engines.pool import EngineSpec
+from perdure.gateway.engines.salvage import Salvage
 from perdure.gateway.engines.wire import new_client
 from perdure.serving.control_plane import EngineControl
 from perdure.serving.roster import Change, LoneRoster, Roster
@@ -413,6 +414,26 @@ async def test_a_held_group_keeps_nothing_of_weights_that_nobody_announced(tmp_p
         it.engines[0].control(policy_version=3, weights=3)
         with pytest.raises(Refused, match="policy version 1"):
             await call
+
+
+async def test_a_held_group_takes_over_nothing_of_other_weights() -> None:
+    """A process that was killed before it let them go had written them down, the last one too."""
+    async with stand(1) as it:
+        whole = await it.ask()
+        salvage = Salvage()
+        salvage.begin("vllm gone:1", 1)
+        salvage.add(whole.token_ids, whole.logprobs, version=3)
+        completion = await it.pool.generate(
+            PROMPT,
+            SAMPLING,
+            session_id="s",
+            request_id="s-1",
+            labels={"policy_version": "1", "max_staleness": "0"},
+            salvage=salvage,
+        )
+
+    assert set(recorded_versions(completion)) == {1}
+    assert it.pool.salvaged_tokens == 0
 
 
 async def test_a_drain_in_the_middle_of_an_update_strands_no_call(tmp_path: Path) -> None:

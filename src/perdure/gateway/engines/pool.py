@@ -158,6 +158,7 @@ class EnginePool:
         """
         await self.start()
         call = Call(prompt_ids, sampling, session_id, request_id, labels, salvage or Salvage())
+        call.salvage.cut(call.fit)
         if (taken_over := call.salvage.ids) and call.salvage.engines:
             last = call.salvage.engines[-1]
             self._went_on(len(taken_over))
