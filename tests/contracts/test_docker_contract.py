@@ -50,6 +50,21 @@ class TestDocker(SandboxContract):
 
         assert log.read_text().split() == ["run", "exec", "exec", "exec", "rm"]
 
+    async def test_container_removed_before_its_start_is_lost(
+        self, provider: DockerProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A kill that comes between a container's making and its start ends the boot as lost."""
+        real, docker = program("docker"), tmp_path / "docker"
+        docker.write_text(
+            f'#!/bin/sh\n[ "$1" = run ] || exec {real} "$@"\nshift 2\n'  # run --detach
+            f'id=$({real} create "$@") && {real} rm "$id" >&2 && exec {real} start "$id"\n'
+        )
+        docker.chmod(0o755)
+        monkeypatch.setattr(docker_cli, "program", lambda name: str(docker))
+
+        with pytest.raises(SandboxLost):
+            await provider.create(self.spec(), "p-removed-agent-1")
+
 
 async def _used_for_ever(box: Sandbox) -> None:
     while True:

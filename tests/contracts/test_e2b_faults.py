@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from perdure.errors import SandboxLost
 from tests.services import E2B, ID, SPEC, Bench, benched
 
 CREATE, EXEC = E2B.create, E2B.execute
@@ -40,6 +42,18 @@ async def test_conflict_about_the_key_ends_with_one_sandbox(bench: Bench, word: 
         live = len(bench.live)
 
     assert (live, bench.live) == (1, [])
+
+
+async def test_sandbox_that_dies_in_its_set_up_is_not_made_again(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """Once it has lived its end is somebody's will, or a loss: no second one is paid for unseen."""
+    (tmp_path / "tree").mkdir()
+    bench.inject(E2B.upload, kill=True)
+    with pytest.raises(SandboxLost):
+        await bench.provider.create(replace(SPEC, tree=tmp_path / "tree"), ID)
+
+    assert (len(bench.asked("POST /v2/sandboxes")), bench.live) == (1, [])
 
 
 async def test_full_account_is_waited_for(bench: Bench) -> None:

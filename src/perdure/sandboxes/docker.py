@@ -286,6 +286,8 @@ class DockerProvider(ServiceProvider):
             await cli.done(*command, seconds=BOOT_S, what="run")
         except Conflict:  # another creator was quicker: both have the same one
             return await again(lambda: self._made(name))
+        except Missing as error:  # killed before its start
+            raise self.lost(identity, error) from error
         except ConfigurationError:
             await self.kill(identity)
             raise
@@ -312,7 +314,10 @@ class DockerProvider(ServiceProvider):
 
     async def _adopt(self, found: Found) -> DockerSandbox:
         if found.state == "created":  # its creator died, or is about to start it: harmless twice
-            await cli.done("start", found.name, seconds=BOOT_S)
+            try:
+                await cli.done("start", found.name, seconds=BOOT_S)
+            except (Conflict, Missing) as error:
+                raise self.lost(found.identity, error) from error
         elif found.state != "running":
             why = "it ran out of memory" if found.out_of_memory else f"it is {found.state}"
             raise self.lost(found.identity, why)

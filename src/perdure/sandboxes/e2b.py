@@ -74,6 +74,7 @@ class E2BSandbox(GuestSandbox):
     ) -> None:
         super().__init__(identity, own.get(f"{OWN}workdir", "/"), packs=provider.root / "packs")
         self.provider, self.sdk = provider, sdk
+        self.has_answered = False
 
     async def touch(self, ttl_s: float) -> None:
         await self._call(
@@ -141,6 +142,7 @@ class E2BSandbox(GuestSandbox):
                     raise ControlPlaneError(str(found)) from error
             raise found from error
         if inside:
+            self.has_answered = True
             self.provider.silences.broken(self.sdk.sandbox_id)
         return done
 
@@ -270,6 +272,8 @@ class E2BProvider(ServiceProvider):
             try:
                 await box.set_up(spec)
             except SandboxLost:  # the key of one that is gone, or so early that it looks like it
+                if box.has_answered:
+                    raise
                 await self._kill(sdk.sandbox_id)
                 self._hint(identity).unlink(missing_ok=True)
                 continue
