@@ -21,7 +21,7 @@ from perdure.errors import (
     SandboxLost,
 )
 from perdure.sandboxes import kubernetes, kubernetes_calls
-from perdure.sandboxes.base import ExecState
+from perdure.sandboxes.base import ExecState, SandboxSpec
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.kubernetes import Connection, KubernetesProvider
 from tests.services import ID, SPEC, Bench, Service, impatient
@@ -132,6 +132,48 @@ async def test_credentials_that_were_renewed_are_read_again(bench: Bench) -> Non
     assert sent[-2:] == [None, "Bearer renewed"]
 
 
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("{", {}),
+        ("words", {}),
+        ("", {"certificate-authority-data": "no base64!"}),
+        ("", {"certificate-authority-data": "aGVsbG8="}),
+    ],
+    ids=["no YAML", "no object", "no base64", "no certificate"],
+)
+async def test_a_file_that_is_no_kubeconfig_is_named(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, fields: Any
+) -> None:
+    """However it is broken, no retry mends it: the user hears at once which variable to correct."""
+    known = json.loads(bench.server.kubeconfig.read_text())
+    known["clusters"][0]["cluster"] |= {"server": "https://127.0.0.1:1", **fields}
+    (tmp_path / "broken").write_text(text or json.dumps(known))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "broken"))
+
+    with pytest.raises(ConfigurationError, match="KUBECONFIG"):
+        await KubernetesProvider(tmp_path / "new").list()
+
+
+async def test_a_login_that_fails_for_a_moment_is_tried_again(bench: Bench, tmp_path: Path) -> None:
+    """The program that renews a token asks a cloud, which may not answer just then."""
+    path, flag = bench.server.kubeconfig, tmp_path / "failed-once"
+    script = (
+        f"test -e {flag} || {{ touch {flag}; echo no answer >&2; exit 1; }}; cat {tmp_path}/said"
+    )
+    version = "client.authentication.k8s.io/v1"
+    said = {"apiVersion": version, "kind": "ExecCredential", "status": {"token": "new"}}
+    (tmp_path / "said").write_text(json.dumps(said))
+    known = json.loads(path.read_text())
+    login = {"apiVersion": version, "command": "sh", "args": ["-c", script]}
+    known["users"][0]["user"]["exec"] = login
+    path.write_text(json.dumps(known))
+    bench.inject(".*", status=401, times=2)
+    await bench.provider.list()
+
+    assert bench.server.faults.log[-1]["headers"]["Authorization"] == "Bearer new"
+
+
 @pytest.mark.parametrize("waits", [True, False])
 async def test_a_quota_is_waited_for_or_told(
     bench: Bench, waits: bool, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +186,16 @@ async def test_a_quota_is_waited_for_or_told(
 
     assert isinstance(error, RateLimited)
     assert (error.limit, len(bench.asked("POST")) > 1) == ("concurrency", waits)
+
+
+async def test_a_quota_that_our_own_pod_fills_refuses_it_nothing(bench: Bench) -> None:
+    """A quota is looked at before the name: after a lost answer it may be the pod itself that fills
+    it, and no other has to end first."""
+    bench.provider.waits_at_caps = False
+    bench.server.settings["max_pods"] = 1
+    bench.inject(CREATE, when="after", reset=True)
+    async with bench.box() as box:
+        assert (await box.exec("echo up")).stdout == b"up\n"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +253,25 @@ async def test_a_network_that_is_open_is_refused(
 
     assert (type(error), bench.live) == (ConfigurationError, [])
     assert "NetworkPolicy" in str(error)
+
+
+async def test_a_network_that_cannot_be_looked_at_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod that is told no address of the cluster has proven nothing."""
+    box_of = type(bench.server)._box
+
+    def untold(self: Any, *given: Any) -> SandboxSpec:
+        spec: SandboxSpec = box_of(self, *given)
+        return replace(
+            spec, env={name: spec.env[name] for name in spec.env if "_SERVICE_" not in name}
+        )
+
+    monkeypatch.setattr(type(bench.server), "_box", untold)
+    error = await refused(bench)
+
+    assert (type(error), bench.live) == (ConfigurationError, [])
+    assert "KUBERNETES_SERVICE_HOST" in str(error)
 
 
 async def test_a_pod_on_its_way_out_frees_its_name(bench: Bench) -> None:

@@ -11,9 +11,9 @@ from perdure.sandboxes.base import Network, SandboxSpec
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / kubernetes_calls.ROLE
-OBJECTS: dict[str, dict[str, Any]] = {
-    one["kind"]: one for one in yaml.safe_load_all(FILE.read_text())
-}
+ALL: list[dict[str, Any]] = list(yaml.safe_load_all(FILE.read_text()))
+OBJECTS: dict[str, dict[str, Any]] = {one["kind"]: one for one in reversed(ALL)}
+"""The first of each kind: of the namespaces, the sandboxes'."""
 CALLS = {
     "pods": {"create", "read", "delete", "annotate", "listed"},
     "pods/exec": {"run"},
@@ -28,11 +28,26 @@ def test_every_call_of_the_provider_is_known_here() -> None:
     assert calls - {"api", "sockets", "namespace", "request_s"} == set().union(*CALLS.values())
 
 
-def test_everything_lies_in_the_default_namespace() -> None:
+def test_sandboxes_have_their_own_namespace_the_providers_default() -> None:
     """Applied as it is, the file serves a worker that sets no namespace."""
-    names = {one["metadata"].get("namespace", one["metadata"]["name"]) for one in OBJECTS.values()}
+    kinds = {
+        one["kind"]
+        for one in ALL
+        if one["metadata"].get("namespace", one["metadata"]["name"]) == kubernetes.NAMESPACE
+    }
 
-    assert names == {kubernetes.NAMESPACE}
+    assert kinds == {"Namespace", "NetworkPolicy", "Role", "RoleBinding", "ResourceQuota"}
+
+
+def test_workers_in_the_cluster_run_outside_of_the_closed_namespace() -> None:
+    """A pod runs as an account of its own namespace; that of the sandboxes has no network."""
+    account = OBJECTS["ServiceAccount"]["metadata"]
+    (subject,) = OBJECTS["RoleBinding"]["subjects"]
+    namespaces = {one["metadata"]["name"] for one in ALL if one["kind"] == "Namespace"}
+
+    assert account["namespace"] != OBJECTS["NetworkPolicy"]["metadata"]["namespace"]
+    assert (subject["name"], subject["namespace"]) == (account["name"], account["namespace"])
+    assert account["namespace"] in namespaces
 
 
 @pytest.mark.parametrize("resource", CALLS)

@@ -69,14 +69,14 @@ CLOSED_S = 10.0
 """A network plugin may take so long to close a new pod."""
 LOOK = """
 import json, os, socket, sys
-reached = False
+reached = None
 if sys.argv[1] == "closed" and os.environ.get("KUBERNETES_SERVICE_HOST"):
     place = os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"])
     try:
         socket.create_connection(place, 3).close()
         reached = True
     except OSError:
-        pass
+        reached = False
 print("\\nperdure-answer:" + json.dumps({"env": dict(os.environ), "reached": reached}))
 """
 """From inside: the image's variables, and whether the one address that each pod is told answers."""
@@ -123,7 +123,12 @@ class KubernetesSandbox(GuestSandbox):
             if time.monotonic() > end:
                 raise self.provider.is_open(self.identity)
             await asyncio.sleep(LOOK_S[1])
-        if spec.network is not Network.HOST:
+        if not proven and found["reached"] is None:
+            raise ConfigurationError(
+                f"sandbox {self.identity!r} is told no KUBERNETES_SERVICE_HOST, so nobody knows "
+                "whether its network is closed: run sandboxes on nodes whose kubelet sets it"
+            )
+        if not proven:
             self.provider.network_is_closed = True
         who = {} if spec.image is None else {"USER": "root", "LOGNAME": "root"}
         return {**who, **_of_image(found["env"])}
@@ -326,6 +331,10 @@ class KubernetesProvider(ServiceProvider):
                 if (found := await self._settled(identity)) is not None:
                     return found
                 raise ControlPlaneError(str(error)) from error
+            except RateLimited as error:
+                if error.limit == "concurrency" and (found := await self._settled(identity)):
+                    return found  # a quota is looked at before the name: this one may fill it
+                raise
 
         try:
             return await again(ask, at_caps=self.waits_at_caps)
@@ -406,11 +415,18 @@ class KubernetesProvider(ServiceProvider):
             done = await call(await api.cluster(self.namespace, self.connection.request_s))
         except Exception as error:
             found = api.typed(error, what, key_works=self._key_works)
-            if getattr(error, "status", None) == 401:
-                await api.renew_credentials()
+            if self._key_works and getattr(error, "status", None) == 401:
+                await self._renew_credentials(str(found))
             raise found from error
         self._key_works = True
         return done
+
+    async def _renew_credentials(self, why: str) -> None:
+        """Raises: ControlPlaneError, as the login they come from has worked before."""
+        try:
+            await api.renew_credentials()
+        except ConfigurationError as error:
+            raise ControlPlaneError(f"{why}; {error}", retry_after=api.REFUSAL_PASSES_S) from error
 
     def is_open(self, identity: str) -> ConfigurationError:
         return ConfigurationError(

@@ -210,7 +210,7 @@ async def cluster(namespace: str, request_s: float) -> Cluster:
 async def renew_credentials() -> None:
     """Tokens of a kubeconfig's programs last for minutes; calls under way go on.
 
-    Raises: ConfigurationError when they cannot be read any more.
+    Raises: ConfigurationError when they cannot be read.
     """
     found = _clients[_place()]
     async with found.reading:
@@ -266,18 +266,25 @@ async def _read_credentials(made: Any) -> None:
             await config.load_kube_config(files, context, made, persist_config=False)
         else:
             config.load_incluster_config(made)  # type: ignore[no-untyped-call]  # left so
-    except (config.ConfigException, OSError) as error:
-        raise ConfigurationError(
-            f"the Kubernetes credentials cannot be read: {error}; correct KUBECONFIG or "
-            f"{CONTEXT_VARIABLE}"
-        ) from error
+    except Exception as error:  # a file that is no kubeconfig breaks its reader in any way
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"the Kubernetes credentials cannot be read: {error}; correct KUBECONFIG or "
+        f"{CONTEXT_VARIABLE}"
+    )
 
 
 async def _make(configuration: Any, place: tuple[Any, ...]) -> None:
     from kubernetes_asyncio.client import ApiClient
     from kubernetes_asyncio.stream import WsApiClient
 
-    api, sockets = ApiClient(configuration), WsApiClient(configuration)
+    try:
+        api, sockets = ApiClient(configuration), WsApiClient(configuration)
+    except (OSError, ValueError) as error:  # its certificates are read here
+        raise _unreadable(error) from error
     closing = _close_with_loop(api, sockets, place)
     _clients[place] = _Clients(api, sockets, closing, asyncio.Lock(), 0.0)
     await anext(closing)

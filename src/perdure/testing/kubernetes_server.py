@@ -156,9 +156,9 @@ class KubernetesServer(Double):
         name = pod["metadata"].get("name", "")
         if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", name):
             raise _refusal(422, "Invalid", f'Pod "{name}" is invalid: metadata.name')
+        self._check_quota(namespace, name)  # an admission: it comes before the name is looked at
         if self.sandboxes.read(_key(namespace, name)) is not None:
             raise _refusal(409, "AlreadyExists", f'pods "{name}" already exists')
-        self._check_quota(namespace, name)
         now, rule = time.time(), met_rule.get()
         uid = str(uuid4())
         pod["metadata"] |= {"namespace": namespace, "uid": uid, "creationTimestamp": _stamp(now)}
