@@ -37,6 +37,7 @@ class Service:
     create: str
     execute: str
     upload: str
+    list: str
     key: str
     image: str
     """What names the image of a sandbox that asks for none."""
@@ -64,6 +65,7 @@ E2B = Service(
     create="POST /v2/sandboxes$",
     execute="POST /process.Process/Start",
     upload="POST /files",
+    list="GET /v2/sandboxes",
     key="E2B_API_KEY",
     image="PERDURE_E2B_TEMPLATE",
     connection=e2b.Connection,
@@ -76,6 +78,7 @@ DAYTONA = Service(
     create="POST /api/sandbox$",
     execute="POST /toolbox/.*/process/execute",
     upload="POST /toolbox/.*/files/bulk-upload",
+    list=r"GET /api/sandbox($|\?)",
     key="DAYTONA_API_KEY",
     image="PERDURE_DAYTONA_SNAPSHOT",
     look_up="GET /api/sandbox/",

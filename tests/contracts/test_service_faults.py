@@ -171,6 +171,25 @@ async def test_a_command_sent_twice_runs_once(bench: Bench) -> None:
         assert (result.status.code, await bench.count(box)) == (5, b"ran\n")
 
 
+async def test_state_that_is_just_changing_is_waited_out(bench: Bench) -> None:
+    """409 about a sandbox that lives, in a renewal or a command, is asked again."""
+    async with bench.box() as box:
+        bench.inject(f"(POST|PUT) /(api/)?sandbox.*{bench.live[0]}/", status=409)
+        await box.touch(600)
+        bench.inject(bench.service.execute, status=409)
+
+        assert (await box.exec("echo in")).stdout == b"in\n"
+
+
+async def test_list_behind_a_lost_proxy_is_asked_again(bench: Bench) -> None:
+    """A list is never missing: its 404 is a proxy's whose service is not there yet."""
+    async with bench.box():
+        bench.inject(bench.service.list, status=404)
+        found = await bench.provider.list()
+
+        assert [info.identity for info in found] == [ID]
+
+
 async def test_refused_key_is_waited_out(bench: Bench) -> None:
     """A 401 that the proxy caches passes: it is not asked again before the cache forgets."""
     async with bench.box() as box:

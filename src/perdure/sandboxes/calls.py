@@ -46,6 +46,14 @@ async def again(
         pause = min(pause * 2, longest)
 
 
+async def listed(call: Callable[[], Awaitable[T]]) -> T:
+    """A list is never missing: a proxy said so, whose service is not there yet."""
+    try:
+        return await call()
+    except Missing as error:
+        raise ControlPlaneError(str(error)) from error
+
+
 def was_refused(error: PerdureError) -> bool:
     """Somebody on the way said when to come back: it tells nothing about the sandbox, and whoever
     asks anything else sooner is refused as well."""

@@ -30,7 +30,7 @@ from perdure.errors import (
 )
 from perdure.sandboxes.base import Network, PortStream, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.box import check_identity
-from perdure.sandboxes.calls import Conflict, Missing, Silences, again, lost, was_refused
+from perdure.sandboxes.calls import Conflict, Missing, Silences, again, listed, lost, was_refused
 from perdure.sandboxes.daytona_calls import client, typed, unread_file
 from perdure.sandboxes.guested import MARK, GuestSandbox
 from perdure.sandboxes.service import ServiceProvider
@@ -159,10 +159,10 @@ class DaytonaSandbox(GuestSandbox):
             found = typed(error, what, key_works=True)
             if was_refused(found):
                 raise found from error
-            if isinstance(found, Missing | ControlPlaneError):
+            if isinstance(found, Missing | Conflict | ControlPlaneError):
                 if not await self.provider.lives(self.sdk.id, silent=_is_silence(error)):
                     raise lost("daytona", self.identity) from error
-                if isinstance(found, Missing):
+                if not isinstance(found, ControlPlaneError):
                     raise ControlPlaneError(str(found)) from error
             raise found from error
         self.provider.silences.broken(self.sdk.id)
@@ -237,7 +237,7 @@ class DaytonaProvider(ServiceProvider):
                     if not name.startswith(OWN) and name != "code-toolbox-language"
                 },
             )
-            for sdk in await again(lambda: self._once("list", found))
+            for sdk in await again(lambda: listed(lambda: self._once("list", found)))
             if _state(sdk) not in GONE
         ]
 

@@ -23,13 +23,14 @@ from perdure.errors import (
     ControlPlaneError,
     NotFound,
     OutcomeUnknown,
+    PerdureError,
     RateLimited,
     SandboxLost,
 )
 from perdure.sandboxes import images
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.box import check_identity
-from perdure.sandboxes.calls import Conflict, Missing, Silences, again, lost, was_refused
+from perdure.sandboxes.calls import Conflict, Missing, Silences, again, listed, lost, was_refused
 from perdure.sandboxes.e2b_calls import typed
 from perdure.sandboxes.guested import GuestSandbox
 from perdure.sandboxes.service import ServiceProvider
@@ -133,12 +134,12 @@ class E2BSandbox(GuestSandbox):
             found = typed(error, what, key_works=True)
             if was_refused(found):
                 raise found from error
-            if isinstance(found, Missing | ControlPlaneError):
+            if isinstance(found, Missing | Conflict | ControlPlaneError):
                 if not await self.provider.exists(self.sdk.sandbox_id):
                     raise lost("e2b", self.identity) from error
                 if inside:
                     self._condemn_the_silent(found)
-                if isinstance(found, Missing):
+                if not isinstance(found, ControlPlaneError):
                     raise ControlPlaneError(str(found)) from error
             raise found from error
         if inside:
@@ -146,7 +147,7 @@ class E2BSandbox(GuestSandbox):
             self.provider.silences.broken(self.sdk.sandbox_id)
         return done
 
-    def _condemn_the_silent(self, found: Missing | ControlPlaneError) -> None:
+    def _condemn_the_silent(self, found: PerdureError) -> None:
         """Its service says that it runs. Raises: SandboxLost."""
         limit_s = DAEMON_GONE_S if "port is not open" in str(found) else UNREACHABLE_S
         if self.provider.silences.lasts(self.sdk.sandbox_id) > limit_s:
@@ -335,7 +336,7 @@ class E2BProvider(ServiceProvider):
         token: str | None = None
         while True:
             items, token = await again(
-                lambda token=token: self._once("list", lambda: page(token))  # type: ignore[misc]
+                lambda token=token: listed(lambda: self._once("list", lambda: page(token)))  # type: ignore[misc]
             )
             found += items
             if not token:
