@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from perdure.errors import StoreUnavailable
 from perdure.gateway.base import Refused
+from perdure.gateway.engines import fleet
 from perdure.gateway.engines.pool import EngineSpec
 from perdure.gateway.engines.salvage import Salvage
 from perdure.gateway.engines.wire import new_client
@@ -51,6 +52,23 @@ class Away(LoneRoster):
     async def change(self, change: Change) -> Roster:
         if self.away:
             raise StoreUnavailable("the store is away")
+        return await super().change(change)
+
+    async def read(self) -> Roster:
+        return await self.change(lambda roster: roster)
+
+
+class Stuck(LoneRoster):
+    """A roster whose store may not answer for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers, self.asked = asyncio.Event(), 0
+        self.answers.set()
+
+    async def change(self, change: Change) -> Roster:
+        self.asked += 1
+        await self.answers.wait()
         return await super().change(change)
 
     async def read(self) -> Roster:
@@ -187,6 +205,53 @@ async def test_a_broken_stream_goes_on_while_the_store_is_away(client: httpx.Asy
 
     assert list(completion.token_ids) == await undisturbed()
     assert len(completion.engines) > 1
+
+
+async def test_a_store_that_does_not_answer_holds_up_no_broken_stream(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it took what the call saw, somebody will know later; the turn goes on."""
+    monkeypatch.setattr(fleet, "LONGEST_NOTE_S", 0.05)
+    roster = Stuck()
+    async with (
+        ScriptedEngine(LONG, chunk_delay_s=0.02) as one,
+        ScriptedEngine(LONG, chunk_delay_s=0.02) as two,
+        opened(client, one.url, two.url, roster=roster) as pool,
+    ):
+        await ready(pool, 2)
+        one.control(kind="eof_mid_stream", times=1)
+        two.control(kind="eof_mid_stream", times=1)
+        call = ask(pool)
+        await sampling(pool)
+        roster.answers.clear()
+        async with asyncio.timeout(STUCK_S):
+            completion = await call
+
+    assert list(completion.token_ids) == await undisturbed()
+    assert len(completion.engines) > 1
+
+
+async def test_streams_that_one_death_broke_ask_the_store_once(client: httpx.AsyncClient) -> None:
+    """Not one after the other, each for itself: a slow store would keep the last one for minutes."""
+    roster = Stuck()
+    async with (
+        ScriptedEngine(LONG) as engine,
+        opened(client, engine.url, roster=roster, poll_s=3600.0) as pool,
+    ):
+        await ready(pool, 1)
+        (seat,) = pool.seats.values()
+        roster.answers.clear()
+        asked, generation = roster.asked, seat.record.generation
+        seen = (
+            pool._fleet.doubt(seat, generation, EngineState.SUSPECT, "it broke") for _ in range(9)
+        )
+        doubts = asyncio.gather(*seen)
+        await until(lambda: roster.asked > asked)
+        roster.answers.set()
+        await doubts
+        state, times = seat.record.state, roster.asked - asked
+
+    assert (state, times) == (EngineState.SUSPECT, 1)
 
 
 async def test_an_engine_that_talked_nonsense_is_asked_again(client: httpx.AsyncClient) -> None:

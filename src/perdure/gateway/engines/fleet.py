@@ -28,6 +28,8 @@ from perdure.serving.state import EngineRecord, EngineState, name_of, root_of
 
 HELD_POLL_S = 0.2
 """How often the roster is read while somebody changes an engine's weights: calls wait for the end."""
+LONGEST_NOTE_S = 5.0
+"""How long a call waits until the store has taken what it saw of an engine."""
 SPEAKS: Mapping[str, tuple[type[VllmEngine] | type[SglangEngine], type[EngineControl]]] = {
     "vllm": (VllmEngine, EngineControl),
     "sglang": (SglangEngine, SglangControl),
@@ -95,7 +97,7 @@ class Fleet:
                 self._following = asyncio.create_task(self._follow())
 
     async def aclose(self) -> None:
-        tasks = [seat.watching for seat in self.seats.values()]
+        tasks = [task for seat in self.seats.values() for task in (seat.watching, seat.noting)]
         for task in (self._following, *tasks):
             if task is not None:
                 task.cancel()
@@ -127,7 +129,7 @@ class Fleet:
         record = seat.record
         if record.serves and record.generation == generation:
             verdict = watch.Verdict(state, reason)
-            await self._note(lambda roster: watch.apply(roster, record, verdict))
+            await self._note(seat, lambda roster: watch.apply(roster, record, verdict))
 
     async def relabel(self, seat: Seat, record: EngineRecord, version: int) -> None:
         """An engine itself said that it has another version than its record, all the time."""
@@ -141,10 +143,16 @@ class Fleet:
             log.warning(
                 "an engine has other weights than known", engine=record.name, version=version
             )
-            await self._note(relabelled)
+            await self._note(seat, relabelled)
 
-    async def _note(self, change: Change) -> None:
-        """What a call saw on its way; it goes on without the store, too."""
+    async def _note(self, seat: Seat, change: Change) -> None:
+        """What a call saw on its way. Calls that one event broke say the same: the store is told once.
+        They go on without it, too."""
+        if seat.noting is None or seat.noting.done():
+            seat.noting = asyncio.create_task(self._noted(change))
+        await asyncio.wait({seat.noting}, timeout=LONGEST_NOTE_S)
+
+    async def _noted(self, change: Change) -> None:
         try:
             await self.change(change)
         except PerdureError as error:

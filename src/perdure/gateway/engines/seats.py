@@ -75,6 +75,8 @@ class Seat:
     looked: bool = False
     """Whether it was asked at all, since this process knows it."""
     watching: "asyncio.Task[None] | None" = None
+    noting: "asyncio.Task[None] | None" = None
+    """What a call saw of it is being written down."""
 
     def load(self) -> watch.Load:
         now = time.monotonic()
