@@ -49,6 +49,15 @@ def test_how_a_pod_stands(said: dict[str, Any], state: str, why: str) -> None:
     assert pods.standing(said) == (state, why)
 
 
+def test_containers_that_the_cluster_adds_are_not_asked() -> None:
+    """A mesh's proxy comes first by its name, and runs on when the sandbox has ended."""
+    said = pod("Running", state=OOM)
+    proxy = {"name": "istio-proxy", "state": {"running": {}}}
+    said["status"]["containerStatuses"].insert(0, proxy)
+
+    assert pods.standing(said) == ("over", "OOMKilled")
+
+
 def test_a_pod_that_is_being_deleted_is_going_whatever_its_phase() -> None:
     """The phase of a pod on a lost node stays Running for ever."""
     said = pod("Running", state={"running": {}}, conditions=PREEMPTED)

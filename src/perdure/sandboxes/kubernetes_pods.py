@@ -192,8 +192,10 @@ def obstacle(pod: Mapping[str, Any]) -> Obstacle | None:
 
 
 def _container_state(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the sandbox: a cluster may add containers of its own, such as a mesh's."""
     statuses = status.get("containerStatuses") or ()
-    state: Mapping[str, Any] = (statuses[0].get("state") or {}) if statuses else {}
+    ours: Mapping[str, Any] = next((one for one in statuses if one.get("name") == CONTAINER), {})
+    state: Mapping[str, Any] = ours.get("state") or {}
     return state
 
 
