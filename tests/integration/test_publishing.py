@@ -198,6 +198,12 @@ def test_a_canary_that_proves_nothing_is_refused(wrong: dict[str, float]) -> Non
         Canary.model_validate({**canary(1).model_dump(), **wrong})
 
 
+def test_an_update_of_no_engine_at_once_is_refused() -> None:
+    """It would never end."""
+    with pytest.raises(ConfigurationError, match="at_once=0"):
+        Policy(at_once=0)
+
+
 async def test_a_version_does_not_go_back(tmp_path: Path) -> None:
     """Publishing an older one is a mistake, and nothing is touched."""
     async with home(tmp_path) as it:

@@ -113,10 +113,15 @@ class Policy:
     `in_flight`: `resubmit` ends completions with what they have and goes on with them elsewhere, or
     here after the canary; `keep` freezes them, and they go on with new weights before the canary.
     `at_once`: engines that are paused together; the others serve on with the old version.
+    Raises: ConfigurationError when that is none.
     """
 
     in_flight: InFlight = "resubmit"
     at_once: int = 1
+
+    def __post_init__(self) -> None:
+        if self.at_once < 1:
+            raise ConfigurationError(f"at_once={self.at_once}: an update needs one engine at least")
 
 
 BY_DEFAULT = Policy()
