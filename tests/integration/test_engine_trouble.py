@@ -379,15 +379,31 @@ async def test_an_engine_whose_weights_two_updates_fought_over_does_not_serve(
     assert (record.state, record.version) == (EngineState.DEAD, None)
 
 
-async def test_an_update_given_up_before_its_first_act_changes_nothing(tmp_path: Path) -> None:
-    """A trainer that is interrupted while gateways are told: the engine serves on."""
+@pytest.mark.parametrize("notice_s", [3600.0, 0.0])
+async def test_an_update_given_up_before_its_first_act_changes_nothing(
+    tmp_path: Path, notice_s: float
+) -> None:
+    """A trainer that is interrupted while gateways are told, or right after: the engine serves on."""
+    looked = asyncio.Event()
+
+    class Slow(Heard):
+        async def read(self) -> Roster:
+            now = await super().read()
+            if any(record.held_by for record in now.engines):
+                looked.set()
+                await asyncio.Event().wait()
+            return now
+
     async with stand(1) as it, new_client() as client:
-        patient = WeightUpdates(it.roster, client, notice_s=3600)
+        patient = WeightUpdates(Slow(it.roster), client, notice_s=notice_s)
         update = asyncio.create_task(patient.update(2, checkpoint(tmp_path, 2), [canary(2)]))
         await it.seen(it.engines[0], EngineState.PAUSED)
+        if not notice_s:
+            await looked.wait()
         update.cancel()
         await asyncio.gather(update, return_exceptions=True)
-        completion = await it.ask()
+        async with asyncio.timeout(STUCK_S):
+            completion = await it.ask()
 
     assert set(recorded_versions(completion)) == {1}
 

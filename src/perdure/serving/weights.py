@@ -236,11 +236,12 @@ class WeightUpdates:
         """
         try:
             await asyncio.sleep(self._notice_s)
+            now = await self._roster.read()
         except asyncio.CancelledError:
             if untouched:
                 await asyncio.shield(self._let_go(record))
             raise
-        if not _is_held(await self._roster.read(), record):
+        if not _is_held(now, record):
             raise UpdateRefused(f"engine {record.name} was taken over before its update")
 
     async def _load(self, record: EngineRecord, wanted: Checkpoint, policy: Policy) -> None:
