@@ -298,6 +298,23 @@ def test_a_sandbox_that_came_up_ungranted_counts() -> None:
     assert (later, names(one, 60.0)) == ([], ["b"])
 
 
+def test_a_sandbox_that_came_up_in_spite_of_a_refusal_wishes_for_nothing() -> None:
+    """A grading tries again by itself: what it has meanwhile is not granted once more, for a start
+    that nobody makes."""
+    account = Account(AccountState(caps=AccountCaps(starting=1)), 0.0)
+    caps = account.caps
+    account.ask("a", "r", "1-agent", caps)
+    account.grants(0.0)
+    account.started("a")
+    account.ask("a", "r", "1-grade", caps)
+    account.grants(1.0)
+    account.refused("a", "rate", 1.0, 1.0)
+    account.started("a")
+    ask(account, "b", caps=caps)
+
+    assert names(account, 60.0) == ["b"]
+
+
 def stocked(standing: int, caps: AccountCaps) -> Account:
     """An account with that many sandboxes booted ahead, and nobody who waits."""
     one = Account(AccountState(caps=caps), 0.0)

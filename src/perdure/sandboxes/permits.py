@@ -139,8 +139,8 @@ class Account:
 
     def started(self, holder: str) -> None:
         """The sandbox that was granted is up."""
-        permit = self.permits.get(holder)
-        if permit is None and (wish := self.waiting.pop(holder, None)) is not None:
+        permit, wish = self.permits.get(holder), self.waiting.pop(holder, None)
+        if permit is None and wish is not None:
             # refused, and its worker died before it could wait: the next one did not know
             permit = Permit(run=wish.run, step=wish.step)
         if permit is None or not permit.starting:
