@@ -12,7 +12,7 @@ from perdure.sandboxes.base import Sandbox
 from perdure.sandboxes.docker import DockerProvider
 from perdure.sandboxes.host import program
 from perdure.testing.sandbox_contract import SandboxContract
-from tests.docker_engine import docker_address, docker_engine
+from tests.docker_engine import IMAGE, docker_address, docker_engine
 
 __all__ = ["docker_address", "docker_engine"]
 
@@ -49,6 +49,16 @@ class TestDocker(SandboxContract):
             await box.put("large", b"x" * 100_000)
 
         assert log.read_text().split() == ["run", "exec", "exec", "exec", "rm"]
+
+    async def test_command_that_breaks_the_sandbox_costs_it_alone(
+        self, provider: DockerProvider
+    ) -> None:
+        """One in which a command has removed Python is lost; its image is not blamed."""
+        async with self.box(provider, replace(self.spec(), image=IMAGE, tree=None)) as box:
+            await box.exec("rm $(command -v python3)", check=True)
+
+            with pytest.raises(SandboxLost, match="python3"):
+                await box.exec("true")
 
     async def test_container_removed_before_its_start_is_lost(
         self, provider: DockerProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

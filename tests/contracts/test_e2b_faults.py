@@ -56,6 +56,15 @@ async def test_sandbox_that_dies_in_its_set_up_is_not_made_again(
     assert (len(bench.asked("POST /v2/sandboxes")), bench.live) == (1, [])
 
 
+async def test_command_that_breaks_the_sandbox_costs_it_alone(bench: Bench) -> None:
+    """A sandbox in which a command has done away with Python is lost; its template is not blamed."""
+    async with bench.box() as box:
+        await box.exec("echo PATH=/nowhere >/home/user/.bash_profile", user="root", check=True)
+
+        with pytest.raises(SandboxLost, match="python3"):
+            await box.exec("true")
+
+
 async def test_full_account_is_waited_for(bench: Bench) -> None:
     """At the cap of concurrent sandboxes a create waits until one of ours is gone."""
     bench.server.settings["max_live"] = 1

@@ -127,10 +127,11 @@ class DaytonaSandbox(GuestSandbox):
                 done = await self.sdk.process.exec(command, cwd="/", timeout=math.ceil(seconds))
             said = str(done.result)
             if done.exit_code == 127 and MARK not in said:
-                raise ConfigurationError(
+                blame = ConfigurationError(
                     f"the image of sandbox {self.identity!r} lacks python3 or a shell tool: "
                     f"{said[-300:]}"
                 )
+                raise self._lacking(blame)
             return said
 
         return await self._once(what, run)

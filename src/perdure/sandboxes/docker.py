@@ -156,18 +156,13 @@ class DockerSandbox(GuestSandbox):
         if isinstance(found := cli.typed(what, words), Missing):
             raise self.provider.lost(self.identity, words)
         if said.code in (126, 127) and cli.names_missing_program(words):
-            raise self._lacks_programs(words)
+            blame = f"the image of sandbox {self.identity!r} lacks python3 or a shell tool: "
+            raise self._lacking(InstanceError(blame + words[-300:]))
         if not await self.provider.is_running(self.name):
             raise self.provider.lost(self.identity, words)
         if cli.lacks_processes(words):
             await self.provider.make_room(self.name)
         raise found
-
-    def _lacks_programs(self, words: str) -> Exception:
-        text = (
-            f"the image of sandbox {self.identity!r} lacks python3 or a shell tool: {words[-300:]}"
-        )
-        return InstanceError(text)
 
     # -- set-up -----------------------------------------------------------------------------------
 

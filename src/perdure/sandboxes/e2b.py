@@ -111,10 +111,11 @@ class E2BSandbox(GuestSandbox):
                     )
             except CommandExitException as error:
                 if error.exit_code == 127:
-                    raise ConfigurationError(
+                    blame = ConfigurationError(
                         f"the template of sandbox {self.identity!r} lacks python3 or a shell tool: "
                         f"{error.stderr[-300:]}"
-                    ) from error
+                    )
+                    raise self._lacking(blame) from error
                 return f"{error.stdout}\n{error.stderr[-300:]}"
             return done.stdout
 

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
-from perdure.errors import ConfigurationError, ControlPlaneError, NotFound, SandboxLost
+from perdure.errors import (
+    ConfigurationError,
+    ControlPlaneError,
+    NotFound,
+    PerdureError,
+    SandboxLost,
+)
 from perdure.sandboxes.base import ExecResult, ExecState, ExecStatus, Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.bubblewrap import ENVIRONMENT, HOME
 from perdure.sandboxes.calls import again
@@ -69,6 +75,8 @@ class GuestSandbox(Sandbox):
         self.identity, self.workdir, self._packs = identity, workdir, packs
         self._unanswered = False
         """Perhaps for want of a guest: what older code of ours has set up has another one."""
+        self._is_new = False
+        """Nothing has run in it yet: what it lacks, its image lacks."""
 
     @abstractmethod
     async def _print(self, what: str, command: str, extra_s: float) -> str:
@@ -187,7 +195,9 @@ class GuestSandbox(Sandbox):
         targets = [mount.target for mount in mounts]
         targets += [spec.workdir] if spec.tree is not None else []
         settings = self._settings(spec)
+        self._is_new = True
         begun = await again(lambda: self._begin(targets, settings))
+        self._is_new = False
         if begun["ready"]:
             return
         for mount in mounts:
@@ -213,6 +223,12 @@ class GuestSandbox(Sandbox):
         if len(line) > INLINE_BYTES and settings is not None:
             return await self._begin(targets, None)
         return self._accepted(await self._run("set-up", line), {})
+
+    def _lacking(self, blame: PerdureError) -> PerdureError:
+        """`blame`: of the image, for the want of python3 or a shell tool."""
+        if self._is_new:
+            return blame
+        return SandboxLost(f"a command has removed python3 or a shell tool: {blame}")
 
     async def _bring(self, mount: Mount) -> None:
         if mount.source.is_dir():
