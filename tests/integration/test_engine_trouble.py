@@ -96,6 +96,25 @@ async def test_a_call_cut_by_an_update_does_not_queue_behind_new_sessions(tmp_pa
     assert set(recorded_versions(completion)) == {1, 2}
 
 
+async def test_calls_of_one_session_share_its_seat(client: httpx.AsyncClient) -> None:
+    """Harnesses begin with several at once: no other session's wait comes between them, in which the
+    seat would be idle."""
+    async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
+        await ready(pool, 1)
+        (seat,) = pool.seats.values()
+        seat.capacity = Fixed(agents=1)
+        await ask(pool, "x", run="r")
+        one, other, two = (ask(pool, session, run="r") for session in ("a", "b", "a"))
+        await until(lambda: pool.waiting == 3)
+        pool.left("x")
+        async with asyncio.timeout(STUCK_S):
+            await asyncio.gather(one, two)
+        pool.left("a")
+        await other
+
+    assert engine.stats().calls == 4
+
+
 async def test_a_group_that_waits_for_weights_holds_up_no_other(client: httpx.AsyncClient) -> None:
     """Of one run: those whom the engine may sample go past those whom it may not."""
     async with (

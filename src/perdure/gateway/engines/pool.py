@@ -205,7 +205,8 @@ class EnginePool:
         return seat
 
     def _line(self, call: Call) -> tuple[object, ...]:
-        """Who keeps a seat waits behind nobody who has none; else runs wait each for their versions."""
+        """Who keeps a seat waits behind nobody who has none; else runs wait each for their versions, a
+        session's calls together, for they share its seat."""
         if self.leases.get(call.session_id) is not None:
             return (call.session_id,)
         return (call.run, call.versions)
@@ -223,6 +224,7 @@ class EnginePool:
                     await self._queue.wait(
                         line,
                         lambda: self._try_seat(call) or self._refused(call) is not None,
+                        owner=call.session_id,
                         first=len(line) == 1,
                     )
             except TimeoutError:

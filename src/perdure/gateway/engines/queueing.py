@@ -6,6 +6,12 @@ Who waits for what is the pool's: of a line, only the first is asked whether it 
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+
+class _Waiting(NamedTuple):
+    attempt: Callable[[], bool]
+    owner: str
 
 
 class FairQueue:
@@ -13,30 +19,36 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._lines: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
-        self._tries: dict[asyncio.Future[None], Callable[[], bool]] = {}
+        self._waiting: dict[asyncio.Future[None], _Waiting] = {}
 
     def __len__(self) -> int:
-        return len(self._tries)
+        return len(self._waiting)
 
     def __contains__(self, line: Hashable) -> bool:
         return line in self._lines
 
     async def wait(
-        self, line: Hashable, attempt: Callable[[], bool], *, first: bool = False
+        self, line: Hashable, attempt: Callable[[], bool], *, owner: str = "", first: bool = False
     ) -> None:
-        """Return when `attempt` succeeded, asked at this call's turn."""
+        """Return when `attempt` succeeded, asked at this call's turn: right behind that of the same
+        owner's last one, if any waits in this line."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(line, deque()).append(turn)
+        turns = self._lines.setdefault(line, deque())
+        turns.insert(self._behind(turns, owner), turn)
         if first:
             self._lines.move_to_end(line, last=False)
-        self._tries[turn] = attempt
+        self._waiting[turn] = _Waiting(attempt, owner)
         try:
             await turn
         finally:
             self._leave(line, turn)
 
+    def _behind(self, turns: "deque[asyncio.Future[None]]", owner: str) -> int:
+        beside = (at for at, turn in enumerate(turns, 1) if self._waiting[turn].owner == owner)
+        return max(beside, default=len(turns)) if owner else len(turns)
+
     def _leave(self, line: Hashable, turn: "asyncio.Future[None]") -> None:
-        self._tries.pop(turn, None)
+        self._waiting.pop(turn, None)
         turns = self._lines.get(line, deque())
         if turn in turns:
             turns.remove(turn)
@@ -58,7 +70,7 @@ class FairQueue:
         if not turns:
             self._lines.pop(line)
             return False
-        if not self._tries[turns[0]]():
+        if not self._waiting[turns[0]].attempt():
             return False
         turns.popleft().set_result(None)
         self._lines.move_to_end(line)  # the others come first next time
