@@ -114,6 +114,19 @@ async def test_a_replica_that_serves_an_older_version_is_brought_the_newer(
     assert lacks(serving, PUBLISHED) is behind
 
 
+async def test_a_replica_that_a_trainer_made_newer_meanwhile_keeps_that() -> None:
+    """The manager looked, the trainer published 9: nothing brings the replica back to 8."""
+    roster = LoneRoster()
+    record = await joined(roster, None)
+    newer = record.to(EngineState.READY, version=9)
+    await roster.change(lambda now: now.having(newer))
+
+    held = await Registration(roster).hold(record.name, 5, 8)
+
+    assert held is None
+    assert (await roster.read()).get(record.name) == newer
+
+
 async def test_a_late_goodbye_does_not_touch_the_next_boot() -> None:
     """A boot that leaves an address takes only itself out of the pool."""
     roster = LoneRoster()

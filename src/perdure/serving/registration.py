@@ -113,7 +113,8 @@ class Registration:
     async def hold(self, name: str, generation: int, version: int) -> EngineRecord | None:
         """Announce that this boot gets the published version; None when it is not ours to hold.
 
-        What somebody else holds is theirs, and no trainer takes over what is held so.
+        What somebody else holds is theirs, as is what they made newer since we looked; no trainer
+        takes over what is held so.
         """
         why = f"{CATCHING_UP}{version}"
 
@@ -121,7 +122,8 @@ class Registration:
             record = roster.get(name)
             if record is None or record.generation != generation:
                 return roster
-            if not (record.serves or record.held_by.startswith(CATCHING_UP)):
+            lacking = record.version is None or record.version < version
+            if not ((record.serves and lacking) or record.held_by.startswith(CATCHING_UP)):
                 return roster
             changes = {"held_by": why, "coming": version, "since": time.time()}
             return roster.having(record.to(EngineState.PAUSED, why, **changes))
