@@ -29,6 +29,7 @@ from tests.services import ID, SERVICES, SPEC, Bench, Service, benched, impatien
 PASSING: dict[str, dict[str, Any]] = {
     "401 once": {"status": 401},
     "408": {"status": 408},
+    "409": {"status": 409},
     "429": {"status": 429},
     "429 with Retry-After in seconds": {"status": 429, "headers": {"Retry-After": "1"}},
     "429 with Retry-After as a date": {
@@ -323,7 +324,7 @@ async def test_fault_in_the_set_up_is_survived(bench: Bench, tmp_path: Path) -> 
 # -- the end --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["408", "429", "500 HTML", "502", "reset", "black hole"])
+@pytest.mark.parametrize("fault", ["408", "409", "429", "500 HTML", "502", "reset", "black hole"])
 async def test_kill_survives_faults_and_is_success_when_gone(bench: Bench, fault: str) -> None:
     """A kill whose answer is lost is asked again; that it is gone by then is success."""
     if fault == "black hole":

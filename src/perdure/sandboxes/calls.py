@@ -46,11 +46,11 @@ async def again(
         pause = min(pause * 2, longest)
 
 
-async def listed(call: Callable[[], Awaitable[T]]) -> T:
-    """A list is never missing: a proxy said so, whose service is not there yet."""
+async def passing(refusal: type[Conflict | Missing], call: Callable[[], Awaitable[T]]) -> T:
+    """Where such a refusal is only of the moment. A list is never missing: a proxy said so."""
     try:
         return await call()
-    except Missing as error:
+    except refusal as error:
         raise ControlPlaneError(str(error)) from error
 
 

@@ -30,7 +30,7 @@ from perdure.errors import (
 )
 from perdure.sandboxes.base import Network, PortStream, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.box import check_identity
-from perdure.sandboxes.calls import Conflict, Missing, Silences, again, listed, lost, was_refused
+from perdure.sandboxes.calls import Conflict, Missing, Silences, again, lost, passing, was_refused
 from perdure.sandboxes.daytona_calls import client, typed, unread_file
 from perdure.sandboxes.guested import MARK, GuestSandbox
 from perdure.sandboxes.service import ServiceProvider
@@ -238,7 +238,7 @@ class DaytonaProvider(ServiceProvider):
                     if not name.startswith(OWN) and name != "code-toolbox-language"
                 },
             )
-            for sdk in await again(lambda: listed(lambda: self._once("list", found)))
+            for sdk in await again(lambda: passing(Missing, lambda: self._once("list", found)))
             if _state(sdk) not in GONE
         ]
 
@@ -251,7 +251,7 @@ class DaytonaProvider(ServiceProvider):
                 await sdk.delete(timeout=self.connection.request_s)
 
         with contextlib.suppress(Missing):
-            await again(lambda: self._conflict_passes("delete", end))
+            await again(lambda: passing(Conflict, lambda: self._once("delete", end)))
 
     # -- making -----------------------------------------------------------------------------------
 
@@ -379,12 +379,6 @@ class DaytonaProvider(ServiceProvider):
         if not silent:
             return True
         return self.silences.lasts(sandbox_id) < SILENT_S
-
-    async def _conflict_passes(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        try:
-            return await self._once(what, call)
-        except Conflict as error:
-            raise ControlPlaneError(str(error)) from error
 
     async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         try:

@@ -30,7 +30,7 @@ from perdure.errors import (
 from perdure.sandboxes import images
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.box import check_identity
-from perdure.sandboxes.calls import Conflict, Missing, Silences, again, listed, lost, was_refused
+from perdure.sandboxes.calls import Conflict, Missing, Silences, again, lost, passing, was_refused
 from perdure.sandboxes.e2b_calls import typed
 from perdure.sandboxes.guested import GuestSandbox
 from perdure.sandboxes.service import ServiceProvider
@@ -337,7 +337,9 @@ class E2BProvider(ServiceProvider):
         token: str | None = None
         while True:
             items, token = await again(
-                lambda token=token: listed(lambda: self._once("list", lambda: page(token)))  # type: ignore[misc]
+                lambda token=token: passing(  # type: ignore[misc]
+                    Missing, lambda: self._once("list", lambda: page(token))
+                )
             )
             found += items
             if not token:
@@ -377,13 +379,11 @@ class E2BProvider(ServiceProvider):
     async def _connect(self, sandbox_id: str, identity: str, own: Mapping[str, str]) -> E2BSandbox:
         from e2b import AsyncSandbox
 
+        async def connect() -> "AsyncSandbox":
+            return await AsyncSandbox.connect(sandbox_id, timeout=60, **self.connection.options)
+
         try:
-            sdk = await again(
-                lambda: self._once(
-                    "connect",
-                    lambda: AsyncSandbox.connect(sandbox_id, timeout=60, **self.connection.options),
-                )
-            )
+            sdk = await again(lambda: passing(Conflict, lambda: self._once("connect", connect)))
         except Missing as error:
             raise lost(self.name, identity, error) from error
         self._remember(identity, sandbox_id)
@@ -392,12 +392,11 @@ class E2BProvider(ServiceProvider):
     async def _kill(self, sandbox_id: str) -> None:
         from e2b import AsyncSandbox
 
+        async def kill() -> bool:
+            return await AsyncSandbox.kill(sandbox_id, **self.connection.options)
+
         with contextlib.suppress(Missing):
-            await again(
-                lambda: self._once(
-                    "kill", lambda: AsyncSandbox.kill(sandbox_id, **self.connection.options)
-                )
-            )
+            await again(lambda: passing(Conflict, lambda: self._once("kill", kill)))
 
     async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         try:
