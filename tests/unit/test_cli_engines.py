@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from perdure.cli.engines import any_known
 from perdure.cli.main import invoke
 from perdure.serving.registration import PoolStatus, ReplicaStatus, write_status
-from perdure.serving.roster import roster_key
+from perdure.serving.roster import Roster, StoredRoster, roster_key
 from perdure.serving.secret import load_secret
+from perdure.serving.state import EngineRecord, EngineState, name_of
 from perdure.settings import Settings
 from perdure.storage.base import open_store
 
@@ -56,3 +58,44 @@ def test_an_engine_that_is_added_while_it_drains_is_taken_back(
 
     (engine,) = json.loads(capsys.readouterr().out)["engines"]
     assert (engine["state"], engine["drain_by"]) == ("starting", None)
+
+
+def named_by_settings(settings: Settings, url: str) -> None:
+    """A gateway that its settings gave this engine found it ready, and has gone since."""
+
+    def with_it(roster: Roster) -> Roster:
+        engine = EngineRecord(
+            name=name_of(url), url=url, model="m", generation=1, state=EngineState.READY,
+            from_settings=True,
+        )  # fmt: skip
+        return roster.having(engine)
+
+    shared = StoredRoster(open_store(settings), roster_key(load_secret(settings)))
+    asyncio.run(shared.change(with_it))
+
+
+@pytest.mark.parametrize(("here", "foreign"), [("", True), ("http://h:1=2,http://h:3", False)])
+def test_engines_of_another_gateways_settings_are_told_apart(
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    here: str,
+    foreign: bool,
+) -> None:
+    """No gateway started here would ask them: neither `list` nor `run` may count on them."""
+    named_by_settings(settings, "http://h:1")
+    monkeypatch.setenv("PERDURE_ENGINE_URL", here)
+    invoke(["engines", "list"])
+
+    assert ("of a gateway with other settings" in capsys.readouterr().out) == foreign
+    assert not any_known(settings)
+
+
+def test_an_engine_is_named_by_its_url_too(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `add` took, `drain` and `remove` take."""
+    codes = [invoke(["engines", word, "http://h:1/v1"]) for word in ("add", "drain", "remove")]
+
+    assert codes == [0, 0, 0]
+    assert capsys.readouterr().out.splitlines()[-1] == "h:1 is out."

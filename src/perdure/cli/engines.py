@@ -4,6 +4,7 @@ Talks to the shared roster and to the manager on Ray; needs no gateway that runs
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +23,19 @@ if TYPE_CHECKING:
 
 SILENT_S = 60.0
 """A manager tells every few seconds what it sees; after so long it is taken for gone."""
-NAME = click.argument("name", metavar="HOST:PORT")
+
+
+def _name(_context: click.Context, _argument: click.Parameter, text: str) -> str:
+    """`host:port`, or the URL that `add` takes."""
+    from perdure.serving.state import name_of
+
+    try:
+        return name_of(text) if "://" in text else text
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+NAME = click.argument("name", metavar="HOST:PORT", callback=_name)
 ADDRESS = click.option(
     "--ray-address",
     default="",
@@ -220,11 +233,15 @@ def list_(as_json: bool) -> None:
         pool = [record.model_dump(mode="json") for record in known]
         answer({"engines": pool, "replicas": json.loads(status.model_dump_json())})
         return
+    state = stack.running(settings)
+    here = _named(settings.engine_url if state is None else state.engine)
     for record in known:
         version = "-" if record.version is None else record.version
+        foreign = record.from_settings and here is not None and record.name not in here
+        note = "of a gateway with other settings, as that saw it last" if foreign else record.reason
         click.echo(
             f"{record.name:<24}{record.state.value:<10} generation {record.generation}  "
-            f"version {version}  weight {record.weight:g}  {record.reason}".rstrip()
+            f"version {version}  weight {record.weight:g}  {note}".rstrip()
         )
     if not known and not status.replicas:
         click.echo(f"No engines: {me()} engines add URL, or {me()} engines up --model M")
@@ -236,9 +253,21 @@ def list_(as_json: bool) -> None:
                 f"more: `{me()} engines up` starts it again"
             )
     if known:
-        state = stack.running(settings)
         gateway = state.gateway_url if state is not None else settings.gateway_base_url
         click.echo(f"Their metrics {gateway}/metrics (perdure_engine_*)")
+
+
+def _named(urls: str) -> set[str] | None:
+    """The names in `URL=WEIGHT,URL`; None where a scripted engine has a port nobody named."""
+    from perdure.serving.state import name_of
+
+    if urls.startswith("scripted:"):
+        return None
+    names = set()
+    for part in urls.split(","):
+        with contextlib.suppress(ValueError):
+            names.add(name_of(part.strip().partition("=")[0]))
+    return names
 
 
 def _print_status(status: "PoolStatus", as_json: bool) -> None:
@@ -338,9 +367,10 @@ async def _tail(settings: Settings, replica: int, address: str) -> bytes:
 
 
 def any_known(settings: Settings) -> bool:
-    """Whether the home's pool has engines, whatever the settings name."""
+    """Whether the home's pool has engines, whatever the settings name. Those that the settings of
+    some gateway named are its own: one that was started without them does not ask them."""
     roster = asyncio.run(_roster(settings).read())
-    return any(not record.removed for record in roster.engines)
+    return any(not record.removed and not record.from_settings for record in roster.engines)
 
 
 def _roster_key(settings: Settings) -> str:

@@ -101,20 +101,28 @@ def make_ready(settings: Settings, request: RunRequest) -> None:
 
 
 def check_engine(engine: str, agent: str) -> None:
-    """Raises: ConfigurationError when there is none, GatewayUnavailable when nothing answers."""
+    """`engine`: `URL=WEIGHT,URL`; one that answers will do.
+
+    Raises: ConfigurationError when there is none, GatewayUnavailable when nothing answers.
+    """
     if not engine:
         raise ConfigurationError(NO_ENGINE.format(agent=agent))
     if not engine.startswith("http"):
         return  # the scripted policy, which the supervisor watches
-    address = urlsplit(engine)
-    port = address.port or (443 if address.scheme == "https" else 80)
-    try:
-        socket.create_connection((address.hostname or "", port), ENGINE_TIMEOUT_S).close()
-    except OSError as error:
-        raise GatewayUnavailable(
-            f"the engine at {engine} cannot be reached ({error}): start it, or name another one "
-            "and `perdure down` first"
-        ) from error
+    failed: OSError | None = None
+    for part in engine.split(","):
+        address = urlsplit(part.strip().partition("=")[0])
+        port = address.port or (443 if address.scheme == "https" else 80)
+        try:
+            socket.create_connection((address.hostname or "", port), ENGINE_TIMEOUT_S).close()
+        except OSError as error:
+            failed = error
+        else:
+            return
+    raise GatewayUnavailable(
+        f"the engine at {engine} cannot be reached ({failed}): start it, or name another one "
+        "and `perdure down` first"
+    ) from failed
 
 
 async def _drive(settings: Settings, planned: Planned, *, wait: bool, as_json: bool) -> int:

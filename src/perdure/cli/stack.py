@@ -113,8 +113,18 @@ def shut_down(settings: Settings, *, keep_sandboxes: bool = False) -> list[str]:
     return stopped
 
 
+def _check_engine(settings: Settings, engine: str) -> None:
+    """What the gateway would refuse, before anything starts. Raises: ConfigurationError."""
+    from perdure.gateway.engines.choose import check_engine_settings
+
+    asked = {} if engine.startswith("scripted:") or not engine else {"engine_url": engine}
+    check_engine_settings(settings.model_copy(update=asked))
+
+
 def _run_here(settings: Settings, engine: str) -> None:
     from perdure.cli import supervisor
+
+    _check_engine(settings, engine)
 
     def report(event: dict[str, Any]) -> None:
         _relay(event, say)
@@ -130,6 +140,7 @@ def _run_here(settings: Settings, engine: str) -> None:
 
 def _start(settings: Settings, engine: str, tell: Say) -> None:
     """Spawn the supervisor, detached, and follow its report to the end."""
+    _check_engine(settings, engine)
     logs = settings.home.absolute() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / "supervisor.log"
