@@ -55,7 +55,15 @@ def load(kind: str, table: dict[str, str], name: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"cannot load {kind} {name!r} from {path!r}: {error}") from error
+        where = "" if path == name else f" from {path!r}"
+        raise ConfigurationError(f"cannot load {kind} {name!r}{where}: {_why(error)}") from error
+
+
+def _why(error: ImportError | AttributeError) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}; PYTHONPATH must lead to it, also that of the stack or the workers"
+    return str(error)
+
 
 
 def remember_sandboxes(home: Path, name: str) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -181,6 +182,54 @@ def test_bad_value_in_the_file_names_file_and_key(tmp_path: Path, perdure: Perdu
     assert done.error.startswith("error: perdure.toml: agent_slots=0: input should be greater")
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("{bad", "PERDURE_SANDBOX_CAPS='{bad' is not JSON: Expecting property name"),
+        ('{"e2b": {"lve": 1}}', "PERDURE_SANDBOX_CAPS: 'e2b.lve' is no field of it"),
+        ('{"e2b": {"live": "x"}}', "PERDURE_SANDBOX_CAPS: 'e2b.live' is wrong: input should be"),
+    ],
+)
+def test_bad_object_in_a_variable_is_blamed_on_the_variable(
+    perdure: Perdure, monkeypatch: pytest.MonkeyPatch, value: str, said: str
+) -> None:
+    """Not on a file that may not even exist."""
+    monkeypatch.setenv("PERDURE_SANDBOX_CAPS", value)
+
+    assert perdure("settings").error.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize("name", ["/rows.csv", "./rows.csv", "sub/rows.csv"])
+def test_file_of_another_kind_is_no_dataset(tmp_path: Path, perdure: Perdure, name: str) -> None:
+    """It says which files are rows, and asks no hub."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/rows.csv").touch()
+
+    said = perdure("run", name, "--agent", "oracle").error
+    assert said == f"error: {name} is no file of rows: give a .jsonl, .json, .parquet file"
+
+
+def test_listing_an_unknown_dataset_says_what_there_is(perdure: Perdure) -> None:
+    """A misspelt name is no empty dataset."""
+    done = perdure("instances", "list", "nope")
+
+    assert (done.code, "no dataset 'nope'" in done.error) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "said"),
+    [("vlm", "", "PERDURE_ENGINE_KIND is 'vlm': use auto, "), ("auto", "h:1", "must start with")],
+)
+def test_wrong_engine_is_refused_before_anything_starts(
+    perdure: Perdure, monkeypatch: pytest.MonkeyPatch, kind: str, engine: str, said: str
+) -> None:
+    """No server is booted to find out."""
+    monkeypatch.setenv("PERDURE_ENGINE_KIND", kind)
+    monkeypatch.setattr("perdure.cli.stack.find_root", Path)
+
+    assert said in perdure("up", "--engine", engine).error
+
+
 def test_bad_field_of_a_rollout_is_named(tmp_path: Path, perdure: Perdure) -> None:
     """--set with a misspelt field says which one, and starts nothing."""
     done = perdure("run", str(rows(tmp_path)), "--set", "sampling.temprature=1")
@@ -264,6 +313,17 @@ def test_endpoint_that_does_not_answer_is_named() -> None:
 
     with pytest.raises(GatewayUnavailable, match=f"engine at {url} cannot be reached"):
         check_engine(url, "mini_swe_agent")
+
+
+def test_one_engine_of_several_that_answers_will_do() -> None:
+    """`URL=WEIGHT,URL` is asked address by address."""
+    from perdure.cli import ports
+    from perdure.cli.launch import check_engine
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        dead, alive = ports.free_port(), listening.getsockname()[1]
+
+        check_engine(f"http://127.0.0.1:{dead}=2,http://127.0.0.1:{alive}=1", "mini_swe_agent")
 
 
 def test_json_is_one_document_on_stdout(tmp_path: Path, perdure: Perdure) -> None:

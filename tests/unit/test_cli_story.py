@@ -35,6 +35,21 @@ async def test_ambiguous_name_lists_what_it_may_mean(store: LocalStore) -> None:
         await story.find(store, "click")
 
 
+async def test_a_run_stands_for_its_only_rollout(store: LocalStore) -> None:
+    """The name of a run is what people have at hand; with several rollouts they are listed."""
+    await store.put("runs/r3/rollouts/jinja-3/0/episode.json", b"{}")
+
+    assert await story.find(store, "r3") == RolloutName("r3", "jinja-3", 0)
+    with pytest.raises(NotFound, match=r"'r1' means 2 rollouts: r1/click-8.1/0, r1/flask-2/0"):
+        await story.find(store, "r1")
+
+
+async def test_wrong_instance_of_a_run_is_answered_with_its_rollouts(store: LocalStore) -> None:
+    """The run is right: what it has is at hand."""
+    with pytest.raises(NotFound, match=r"run r1 has r1/click-8.1/0, r1/flask-2/0"):
+        await story.find(store, "r1/django")
+
+
 async def test_story_names_the_tests_that_should_have_passed(store: LocalStore) -> None:
     """Failing, erroring and missing tests of both lists are told; passing ones are not."""
     grade = Grade(

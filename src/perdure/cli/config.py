@@ -2,10 +2,12 @@
 
 import difflib
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from perdure.errors import ConfigurationError
 from perdure.settings import Settings
@@ -61,6 +63,8 @@ def load_settings() -> Settings:
         return Settings()
     except ValidationError as error:
         raise ConfigurationError(_complaint(error)) from error
+    except SettingsError as error:
+        raise ConfigurationError(_no_json(error)) from error
     except ValueError as error:  # the TOML file does not parse
         raise ConfigurationError(f"{toml_file()}: {error}") from error
 
@@ -93,11 +97,21 @@ def _refuse_unknown_variables() -> None:
 def _complaint(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in first["loc"])
+    variable, inner = PREFIX + str(first["loc"][0]).upper(), ".".join(map(str, first["loc"][1:]))
+    told = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+    if inner and variable in os.environ:
+        unknown = first["type"] == "extra_forbidden"
+        return f"{variable}: {inner!r} " + ("is no field of it" if unknown else f"is wrong: {told}")
     if first["type"] == "extra_forbidden":
         close = difflib.get_close_matches(name, Settings.model_fields, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}?" if close else "`perdure settings` lists them"
         return f"{toml_file().name}: {name!r} is no setting: {hint}"
-    where = PREFIX + name.upper()
-    if where not in os.environ:
-        where = f"{toml_file().name}: {name}"
-    return f"{where}={first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    where = variable if variable in os.environ else f"{toml_file().name}: {name}"
+    return f"{where}={first['input']!r}: {told}"
+
+
+def _no_json(error: SettingsError) -> str:
+    """A variable whose value is an object, and was not written as one."""
+    field = re.search(r'field "(\w+)"', str(error))
+    variable = PREFIX + (field[1].upper() if field else "?")
+    return f"{variable}={os.environ.get(variable, '')!r} is not JSON: {error.__cause__}"

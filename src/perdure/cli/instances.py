@@ -155,12 +155,16 @@ def show(ref: str, gold: bool, tests: bool, as_json: bool) -> None:
 
 
 async def _listed(settings: Settings, dataset: str | None) -> dict[str, list[str]]:
+    from perdure.errors import NotFound
     from perdure.instances import catalog
     from perdure.storage.base import open_store
 
     store = open_store(settings)
     names = [dataset] if dataset else await catalog.datasets(store)
     found = {name: await catalog.refs(store, name) for name in names}
+    if dataset and not found[dataset]:
+        there = ", ".join(await catalog.datasets(store)) or "none yet"
+        raise NotFound(f"no dataset {dataset!r} in {store.url} (there: {there})")
     return {name: refs for name, refs in found.items() if refs}
 
 

@@ -201,7 +201,9 @@ def _steps(attempt: "AttemptStory") -> str:
             f"agent {attempt.agent['end']}{detail} in {attempt.agent['seconds']:.1f} s ({counts})"
         )
     if attempt.patch:
-        steps.append(f"patch {attempt.patch['size']} bytes, {attempt.patch['files']} files")
+        steps.append(
+            f"patch {attempt.patch['size']} bytes, {attempt.patch['files']} file{'s' * (attempt.patch['files'] != 1)}"
+        )
     if attempt.grade:
         reason = f" ({attempt.grade.reason})" if attempt.grade.reason else ""
         steps.append(

@@ -95,12 +95,16 @@ async def find(store: Store, text: str) -> RolloutName:
     run_id, wanted = (parts[0], parts[1]) if len(parts) == 2 else ("", parts[0])
     found = await _rollouts(store, run_id)
     matching = [name for name in found if name.instance_id == wanted]
+    matching = matching or [name for name in found if name.run_id == wanted]
     matching = matching or [name for name in found if name.instance_id.startswith(wanted)]
     if len(matching) == 1:
         return matching[0]
     if matching:
         some = ", ".join(str(name) for name in matching[:6])
         raise Ambiguous(f"{text!r} means {len(matching)} rollouts: {some}")
+    if run_id and found:
+        some = ", ".join(str(name) for name in found[:6])
+        raise NotFound(f"no rollout {text!r}; run {run_id} has {some}")
     raise NotFound(f"no rollout {text!r} in {store.url}: `perdure status` lists the runs")
 
 
