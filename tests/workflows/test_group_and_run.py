@@ -10,6 +10,7 @@ from temporalio.exceptions import ApplicationError, CancelledError
 
 from activities.messages import AgentRun, PreparedRun
 from perdure.client.api import Perdure
+from perdure.errors import NotFound
 from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RolloutStatus, RunRequest
 from tests.workflows.stages import Stages
 
@@ -132,6 +133,15 @@ async def test_a_paused_run_starts_nothing_new(client: Client, stages: Stages) -
     summary = await run.result()
 
     assert (paused.state, progress.started, summary["rollouts"]) == ("paused", 1, 3)
+
+
+async def test_a_run_that_has_ended_is_not_paused(client: Client, stages: Stages) -> None:
+    """Said in one line, as of a run that never was."""
+    run = await Perdure(client).start_run(_run(concurrency=1))
+    await run.result()
+
+    with pytest.raises(NotFound, match=rf"run '{run.run_id}' has ended \(Completed\)"):
+        await run.pause()
 
 
 async def test_a_failure_that_needs_a_person_pauses_the_run(client: Client, stages: Stages) -> None:

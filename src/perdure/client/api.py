@@ -264,7 +264,13 @@ class RunHandle:
         return await self.perdure.rollouts(self.run_id)
 
     async def _update(self, name: str, *arguments: Any) -> Any:
-        return await self.handle.execute_update(name, args=list(arguments), result_type=dict)
+        try:
+            return await self.handle.execute_update(name, args=list(arguments), result_type=dict)
+        except RPCError as error:
+            if error.status is not RPCStatusCode.NOT_FOUND:
+                raise
+            ended = await _described(self.handle, f"run '{self.run_id}'")
+            raise NotFound(f"run '{self.run_id}' has ended ({_word(ended.status)})") from error
 
 
 class GroupHandle:
