@@ -4,10 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from perdure.errors import SandboxLost
+from perdure.testing.e2b_server import serving
 from tests.services import E2B, ID, SPEC, Bench, benched
 
 CREATE, EXEC = E2B.create, E2B.execute
@@ -31,6 +34,23 @@ async def test_a_stream_that_lies_changes_no_result(bench: Bench, how: str) -> N
             b"out\n",
             b"ran\n",
         )
+
+
+@pytest.mark.parametrize(
+    ("route", "sent", "said"),
+    [
+        ("rules", [{"mtch": "x"}], "unexpected keyword argument 'mtch'"),
+        ("settings", {"max_lives": 0}, "no setting max_lives: there are max_live, others_live"),
+    ],
+)
+async def test_misspelt_control_is_refused_by_name(
+    tmp_path: Path, route: str, sent: Any, said: str
+) -> None:
+    """A fault that would never be met is no silent success."""
+    async with serving(tmp_path) as (_, url), httpx.AsyncClient() as client:
+        answer = await client.post(f"{url}/__control/{route}", json=sent)
+
+    assert (answer.status_code, said in answer.text) == (400, True)
 
 
 @pytest.mark.parametrize("word", ["idempotency_in_progress", "idempotency_outcome_unknown"])

@@ -171,7 +171,11 @@ class Double:
         return web.json_response(self.sandboxes.all())
 
     async def _set(self, request: web.Request) -> web.Response:
-        self.settings.update(await request.json())
+        wanted = await request.json()
+        if unknown := sorted(wanted.keys() - self.settings.keys()):
+            known = ", ".join(self.settings)
+            raise web.HTTPBadRequest(text=f"no setting {', '.join(unknown)}: there are {known}\n")
+        self.settings.update(wanted)
         return web.json_response(self.settings)
 
     async def store(self, box: Sandbox, path: str, source: Any) -> None:

@@ -108,7 +108,10 @@ class Faults:
             self.rules = [Rule(**fields) for fields in json.loads(path.read_text())]
 
     def add(self, rules: list[dict[str, Any]]) -> None:
-        self.rules += [Rule(**fields) for fields in rules]
+        added = [Rule(**fields) for fields in rules]
+        for rule in added:
+            re.compile(rule.match)
+        self.rules += added
         self._save()
 
     def clear(self) -> None:
@@ -175,7 +178,10 @@ class Faults:
         """`POST` adds a list of rules, `GET` shows them with their counts, `DELETE` forgets all."""
 
         async def add(request: web.Request) -> web.Response:
-            self.add(await request.json())
+            try:
+                self.add(await request.json())
+            except (TypeError, ValueError, re.error) as error:
+                raise web.HTTPBadRequest(text=f"no list of rules: {error}\n") from error
             return web.json_response([asdict(rule) for rule in self.rules])
 
         async def show(request: web.Request) -> web.Response:
