@@ -65,7 +65,6 @@ def _why(error: ImportError | AttributeError) -> str:
     return str(error)
 
 
-
 def remember_sandboxes(home: Path, name: str) -> None:
     """Note that this home uses provider `name`, where the table does not name it anyway."""
     if name not in SANDBOXES:
