@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import fcntl
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import sys
 import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -149,6 +151,31 @@ async def test_what_cannot_be_opened_is_not_found(box: Folder, made: str) -> Non
 
     with pytest.raises(NotFound):
         await box.get("odd")
+
+
+def _lease(file: BinaryIO) -> None:
+    try:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError as error:
+        pytest.skip(f"this disk gives no leases: {error}")
+
+
+async def test_what_cannot_be_opened_just_now_is_waited_for(box: Folder) -> None:
+    """A passing refusal of the system is no missing file: it is asked again."""
+    await box.put("leased", b"here")
+    with (Path(box.workdir) / "leased").open("rb+") as file:
+
+        def give_back(*_: object) -> None:
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+        before = signal.signal(signal.SIGIO, give_back)  # somebody opens it, and is refused
+        try:
+            _lease(file)
+            found = await box.get("leased")
+        finally:
+            signal.signal(signal.SIGIO, before)
+
+    assert found == b"here"
 
 
 async def test_tree_is_unpacked_as_it_was_packed(

@@ -44,7 +44,6 @@ MOST_FILES = 64
 PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 24, 36, 38
 OOM_COUNTS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 """Of this sandbox's own control group, v2 and v1, where it has one."""
-PASSING = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 FULL = (errno.EDQUOT, errno.ENOSPC)
 BRINGING = ("begin", "place", "ready", "unpack")
 
@@ -70,7 +69,7 @@ def answer(argument: str) -> str:
 
 def refusal(op: str, code: int | None) -> str:
     """What commands have used up is nobody's mistake; too small a disk for what we bring is."""
-    if code in PASSING:
+    if code in files.PASSING:
         return "busy"
     return "full" if code in FULL and op not in BRINGING else "os"
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     Answer = dict[str, Any]
 
 STATE = os.path.dirname(os.path.abspath(__file__))
+PASSING = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Refused(Exception):
@@ -88,10 +89,12 @@ def read(path: str, offset: int, limit: int) -> Answer:
 
 
 def read_file(path: str, offset: int, limit: int) -> Answer:
-    """What cannot be opened is missing: the agent decides what lies there."""
+    """What cannot be opened for its own sake is missing: the agent decides what lies there."""
     try:
         return read(path, offset, limit)
     except OSError as error:
+        if error.errno in PASSING:
+            raise
         raise Refused("missing", str(error)) from error
 
 
