@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli.engines import any_known
+from perdure.cli.engines import any_known, none_ready
 from perdure.cli.main import invoke
 from perdure.serving.registration import PoolStatus, ReplicaStatus, write_status
 from perdure.serving.roster import Roster, StoredRoster, roster_key
@@ -89,6 +89,13 @@ def test_engines_of_another_gateways_settings_are_told_apart(
 
     assert ("of a gateway with other settings" in capsys.readouterr().out) == foreign
     assert not any_known(settings)
+
+
+def test_engines_that_were_added_and_are_not_ready_are_known(settings: Settings) -> None:
+    """`run` goes on, and says that rollouts wait for them."""
+    invoke(["engines", "add", "http://h:1"])
+
+    assert (any_known(settings), none_ready(settings)) == (True, True)
 
 
 def test_an_engine_is_named_by_its_url_too(

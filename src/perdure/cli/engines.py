@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from perdure.serving.front import Guard
     from perdure.serving.registration import PoolStatus
     from perdure.serving.roster import StoredRoster
+    from perdure.serving.state import EngineRecord
 
 SILENT_S = 60.0
 """A manager tells every few seconds what it sees; after so long it is taken for gone."""
@@ -367,10 +368,19 @@ async def _tail(settings: Settings, replica: int, address: str) -> bytes:
 
 
 def any_known(settings: Settings) -> bool:
-    """Whether the home's pool has engines, whatever the settings name. Those that the settings of
-    some gateway named are its own: one that was started without them does not ask them."""
+    """Whether the home's pool has engines, whatever the settings name."""
+    return bool(_added(settings))
+
+
+def none_ready(settings: Settings) -> bool:
+    """Of those; a gateway that starts may find one yet."""
+    return not any(record.serves for record in _added(settings))
+
+
+def _added(settings: Settings) -> list["EngineRecord"]:
+    """Without those that the settings of some gateway named: no other gateway asks them."""
     roster = asyncio.run(_roster(settings).read())
-    return any(not record.removed and not record.from_settings for record in roster.engines)
+    return [one for one in roster.engines if not one.removed and not one.from_settings]
 
 
 def _roster_key(settings: Settings) -> str:

@@ -11,7 +11,7 @@ import click
 
 from perdure.cli import follow, render, results, source, stack
 from perdure.cli.console import answer, me, print_table, say
-from perdure.cli.engines import any_known
+from perdure.cli.engines import any_known, none_ready
 from perdure.cli.request import (
     Options,
     build,
@@ -36,6 +36,8 @@ NO_ENGINE = (
     "{agent} calls a model and no engine is configured: set OPENAI_BASE_URL (or ANTHROPIC_BASE_URL, "
     "PERDURE_ENGINE_URL), then `perdure down` and the same command again"
 )
+
+NONE_READY = "warning: no engine is ready, rollouts wait for one: `perdure engines list` says what each lacks"
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,12 @@ def make_ready(settings: Settings, request: RunRequest) -> None:
     for name in sorted({rollout.sandbox, *named_in_phases(rollout)}):
         ready_provider(settings, name)
     state, _ = stack.ensure_up(settings)
-    if needs_model(agent) and (state.engine or not any_known(settings)):
+    if not needs_model(agent):
+        return
+    if state.engine or not any_known(settings):
         check_engine(state.engine, agent)
+    elif none_ready(settings):
+        say(NONE_READY)
 
 
 def check_engine(engine: str, agent: str) -> None:

@@ -132,7 +132,7 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
         case daytona.DaytonaAuthenticationError():
             if key_works:
                 return ControlPlaneError(said, retry_after=REFUSAL_PASSES_S)
-            return ConfigurationError(f"{said}; set DAYTONA_API_KEY to a valid key")
+            return ConfigurationError(f"{said}; start the workers with a valid DAYTONA_API_KEY")
         case daytona.DaytonaForbiddenError():
             return ConfigurationError(f"{said}; the account of DAYTONA_API_KEY may not do this")
         case daytona.DaytonaRateLimitError():

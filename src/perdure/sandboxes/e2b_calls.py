@@ -23,7 +23,7 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
         case e2b.AuthenticationException():
             if key_works:
                 return ControlPlaneError(said, retry_after=REFUSAL_PASSES_S)
-            return ConfigurationError(f"{said}; set E2B_API_KEY to a valid key")
+            return ConfigurationError(f"{said}; start the workers with a valid E2B_API_KEY")
         case e2b.RateLimitException():
             if "concurrent" in str(error):
                 return RateLimited(said, limit="concurrency", retry_after=RELEASE_S)
