@@ -50,6 +50,7 @@ KUBERNETES = Service(
     create=CREATE,
     execute=EXEC,
     upload=EXEC,
+    list="GET .*/pods$",
     key="KUBECONFIG",
     image="PERDURE_KUBERNETES_IMAGE",
 )
@@ -152,6 +153,22 @@ async def test_a_file_that_is_no_kubeconfig_is_named(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "broken"))
 
     with pytest.raises(ConfigurationError, match="KUBECONFIG"):
+        await KubernetesProvider(tmp_path / "new").list()
+
+
+async def test_a_login_that_never_answers_is_named(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that waits for somebody at a keyboard would hold every boot."""
+    monkeypatch.setattr(kubernetes_calls, "LOGIN_S", 0.2)
+    known = json.loads(bench.server.kubeconfig.read_text())
+    version = "client.authentication.k8s.io/v1"
+    login = {"apiVersion": version, "command": "sleep", "args": ["3"]}
+    known["users"][0]["user"]["exec"] = login
+    (tmp_path / "asking").write_text(json.dumps(known))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "asking"))
+
+    with pytest.raises(ConfigurationError, match=r"0\.2 s"):
         await KubernetesProvider(tmp_path / "new").list()
 
 
@@ -274,6 +291,17 @@ async def test_a_network_that_cannot_be_looked_at_is_refused(
     assert "KUBERNETES_SERVICE_HOST" in str(error)
 
 
+@pytest.mark.parametrize("call", [READ, DELETE])
+async def test_a_proxys_404_is_no_word_on_a_pod(bench: Bench, call: str) -> None:
+    """Only the API's own answer says that a pod is gone: else one that lives would be left alone."""
+    box = await bench.provider.create(SPEC, ID)
+    bench.inject(call, status=404, body="<html>default backend</html>")
+    await (await bench.provider.attach(ID)).exec("true")
+    await box.kill()
+
+    assert bench.live == []
+
+
 async def test_a_pod_on_its_way_out_frees_its_name(bench: Bench) -> None:
     """A create that meets the old pod still terminating waits for it, and makes a new one."""
     bench.server.settings["delete_s"] = 0.5
@@ -364,6 +392,22 @@ async def test_upload_cut_short_is_sent_again(bench: Bench, tmp_path: Path) -> N
         await box.put("large", tmp_path / "large")
 
         assert await box.get("large") == (tmp_path / "large").read_bytes()
+
+
+async def test_no_order_stands_in_a_url(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What servers keep in their logs says of an upload where it is staged and how long it is."""
+    with_input, sent = bench.server._with_input, []
+
+    async def noted(box: Any, exec_id: str, argv: Any) -> Any:
+        sent.append(" ".join(argv))
+        return await with_input(box, exec_id, argv)
+
+    monkeypatch.setattr(bench.server, "_with_input", noted)
+    async with bench.box() as box:
+        await box.put("private-name", b"x" * 100_000)
+
+    assert max(map(len, sent)) < 200
+    assert not any("python3" in line for line in sent)
 
 
 # -- finding --------------------------------------------------------------------------------------

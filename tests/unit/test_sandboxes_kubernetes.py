@@ -104,6 +104,7 @@ def test_a_pod_file_adds_to_every_pod(tmp_path: Path, monkeypatch: pytest.Monkey
         (403, "Forbidden", "exceeded quota: pods, used: pods=3", RateLimited),
         (403, "Forbidden", 'violates PodSecurity "restricted:latest"', ConfigurationError),
         (404, "NotFound", 'pods "x" not found', Missing),
+        (404, "", "default backend - 404", ControlPlaneError),
         (409, "AlreadyExists", 'pods "x" already exists', Conflict),
         (409, "Conflict", "the object has been modified", ControlPlaneError),
         (422, "Invalid", "spec.x: Required value", ConfigurationError),

@@ -146,22 +146,25 @@ class KubernetesSandbox(GuestSandbox):
         """A shell reads the line first: in the URL it would stand in the cluster's audit log."""
         given = command.encode()
         argv = ["sh", "-c", 'eval "$(head -c "$1")"', "sh", str(len(given))]
-        said = await self._exec(what, argv, given, self.provider.connection.request_s + extra_s)
+        said = await self._exec(what, argv, [given], self.provider.connection.request_s + extra_s)
         return said.out.decode("utf-8", "replace")
 
     async def _write(self, path: str, data: bytes | Path) -> None:
         await self._write_and_print("upload", path, data, "true")
 
     async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
+        """The line first, then the data: `dd` takes no byte of what follows."""
         size = len(data) if isinstance(data, bytes) else data.stat().st_size
-        line = f'(umask 077; mkdir -p "${{1%/*}}" && head -c "$2" >"$1") && {command}'
-        argv = ["sh", "-c", line, "sh", path, str(size)]
+        line = '(umask 077; mkdir -p "${2%/*}" && head -c "$3" >"$2") && ' + command
+        given = line.encode()
+        reading = 'eval "$(dd bs=1 count="$1" 2>/dev/null)"'
+        argv = ["sh", "-c", reading, "sh", str(len(given)), path, str(size)]
         seconds = self.provider.connection.request_s + size / UPLOAD_BYTES_PER_S
-        said = await self._exec(what, argv, data, seconds)
+        said = await self._exec(what, argv, [given, data], seconds)
         return said.out.decode("utf-8", "replace")
 
     async def _exec(
-        self, what: str, argv: Sequence[str], given: bytes | Path, seconds: float
+        self, what: str, argv: Sequence[str], given: Sequence[bytes | Path], seconds: float
     ) -> api.Said:
         """Raises: SandboxLost where the API says so too, or nothing answers for long."""
         try:
@@ -406,7 +409,12 @@ class KubernetesProvider(ServiceProvider):
             raise lost(self.name, identity, error) from error
 
     async def run(
-        self, what: str, name: str, argv: Sequence[str], given: bytes | Path, seconds: float
+        self,
+        what: str,
+        name: str,
+        argv: Sequence[str],
+        given: Sequence[bytes | Path],
+        seconds: float,
     ) -> api.Said:
         return await self._call(what, lambda it: it.run(name, argv, given, seconds))
 

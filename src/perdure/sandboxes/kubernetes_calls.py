@@ -30,6 +30,8 @@ PIECE = 32 << 10
 PAGE = 500
 REFUSAL_PASSES_S = 2.0
 """After a 401 of credentials that worked: they are read anew, and may just be renewed."""
+LOGIN_S = 60.0
+"""So long may a kubeconfig's program take to say a token."""
 RELEASE_S = 10.0
 """Between tries to boot while a quota is used up."""
 
@@ -112,7 +114,7 @@ class Cluster:
                 return found
 
     async def run(
-        self, name: str, argv: Sequence[str], given: bytes | Path, seconds: float
+        self, name: str, argv: Sequence[str], given: Sequence[bytes | Path], seconds: float
     ) -> Said:
         """A command in the pod, to its end. It must know how much of `given` is its own: standard
         input does not end.
@@ -165,14 +167,15 @@ def _core(client: Any) -> Any:
     return CoreV1Api(client)
 
 
-async def _send(socket: Any, given: bytes | Path) -> None:
-    if isinstance(given, bytes):
-        for at in range(0, len(given), PIECE):
-            await socket.send_bytes(bytes([STDIN]) + given[at : at + PIECE])
-        return
-    with given.open("rb") as file:
-        while piece := await asyncio.to_thread(file.read, PIECE):
-            await socket.send_bytes(bytes([STDIN]) + piece)
+async def _send(socket: Any, given: Sequence[bytes | Path]) -> None:
+    for part in given:
+        if isinstance(part, bytes):
+            for at in range(0, len(part), PIECE):
+                await socket.send_bytes(bytes([STDIN]) + part[at : at + PIECE])
+            continue
+        with part.open("rb") as file:
+            while piece := await asyncio.to_thread(file.read, PIECE):
+                await socket.send_bytes(bytes([STDIN]) + piece)
 
 
 # -- the client -----------------------------------------------------------------------------------
@@ -263,16 +266,19 @@ async def _read_credentials(made: Any) -> None:
     try:
         if files:
             context = os.environ.get(CONTEXT_VARIABLE) or None
-            await config.load_kube_config(files, context, made, persist_config=False)
+            async with asyncio.timeout(LOGIN_S):
+                await config.load_kube_config(files, context, made, persist_config=False)
         else:
             config.load_incluster_config(made)  # type: ignore[no-untyped-call]  # left so
+    except TimeoutError as error:
+        raise _unreadable(f"its login says nothing for {LOGIN_S:g} s") from error
     except Exception as error:  # a file that is no kubeconfig breaks its reader in any way
         raise _unreadable(error) from error
 
 
-def _unreadable(error: Exception) -> ConfigurationError:
+def _unreadable(why: object) -> ConfigurationError:
     return ConfigurationError(
-        f"the Kubernetes credentials cannot be read: {error}; correct KUBECONFIG or "
+        f"the Kubernetes credentials cannot be read: {why}; correct KUBECONFIG or "
         f"{CONTEXT_VARIABLE}"
     )
 
@@ -351,8 +357,8 @@ def _by_status(status: int, said: str, answer: Refused, *, key_works: bool) -> P
             return ConfigurationError(f"{said}; give KUBECONFIG credentials that the cluster takes")
         case 403:
             return _forbidden(said)
-        case 404:
-            return Missing(said)
+        case 404:  # the API's own; else a proxy's, which tells nothing about the pod
+            return Missing(said) if answer.reason == "NotFound" else ControlPlaneError(said)
         case 409:
             # the other Conflict is two writers of a quota, which passes
             return Conflict(said) if answer.reason == "AlreadyExists" else ControlPlaneError(said)
