@@ -161,6 +161,13 @@ def test_unknown_agent_lists_the_known_ones(tmp_path: Path, perdure: Perdure) ->
     assert " nop, " in done.error
 
 
+def test_second_agent_is_refused(tmp_path: Path, perdure: Perdure) -> None:
+    """None is dropped in silence: a run has one."""
+    done = perdure("run", str(rows(tmp_path)), "-a", "oracle", "-a", "nop")
+
+    assert "a run has one, and there are 2" in done.error
+
+
 def test_unknown_variable_is_named_with_the_one_that_was_meant(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,11 +6,20 @@ from perdure.cli import completion
 from perdure.cli.console import json_option
 
 
+def _the_only(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> str:
+    """Click would take the last one and say nothing."""
+    if len(given) > 1:
+        raise click.BadParameter(f"a run has one, and there are {len(given)}")
+    return given[0]
+
+
 @click.command()
 @click.argument("source", shell_complete=completion.datasets)
 @click.option(
     *("--agent", "-a", "agent"),
-    default="mini_swe_agent",
+    default=["mini_swe_agent"],
+    multiple=True,
+    callback=_the_only,
     show_default=True,
     metavar="A",
     shell_complete=completion.agents,
