@@ -156,22 +156,6 @@ async def test_a_file_that_is_no_kubeconfig_is_named(
         await KubernetesProvider(tmp_path / "new").list()
 
 
-async def test_a_login_that_never_answers_is_named(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A program that waits for somebody at a keyboard would hold every boot."""
-    monkeypatch.setattr(kubernetes_calls, "LOGIN_S", 0.2)
-    known = json.loads(bench.server.kubeconfig.read_text())
-    version = "client.authentication.k8s.io/v1"
-    login = {"apiVersion": version, "command": "sleep", "args": ["3"]}
-    known["users"][0]["user"]["exec"] = login
-    (tmp_path / "asking").write_text(json.dumps(known))
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "asking"))
-
-    with pytest.raises(ConfigurationError, match=r"0\.2 s"):
-        await KubernetesProvider(tmp_path / "new").list()
-
-
 async def test_a_login_that_fails_for_a_moment_is_tried_again(bench: Bench, tmp_path: Path) -> None:
     """The program that renews a token asks a cloud, which may not answer just then."""
     path, flag = bench.server.kubeconfig, tmp_path / "failed-once"

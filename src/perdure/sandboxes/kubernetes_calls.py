@@ -30,8 +30,6 @@ PIECE = 32 << 10
 PAGE = 500
 REFUSAL_PASSES_S = 2.0
 """After a 401 of credentials that worked: they are read anew, and may just be renewed."""
-LOGIN_S = 60.0
-"""So long may a kubeconfig's program take to say a token."""
 RELEASE_S = 10.0
 """Between tries to boot while a quota is used up."""
 
@@ -266,19 +264,16 @@ async def _read_credentials(made: Any) -> None:
     try:
         if files:
             context = os.environ.get(CONTEXT_VARIABLE) or None
-            async with asyncio.timeout(LOGIN_S):
-                await config.load_kube_config(files, context, made, persist_config=False)
+            await config.load_kube_config(files, context, made, persist_config=False)
         else:
             config.load_incluster_config(made)  # type: ignore[no-untyped-call]  # left so
-    except TimeoutError as error:
-        raise _unreadable(f"its login says nothing for {LOGIN_S:g} s") from error
     except Exception as error:  # a file that is no kubeconfig breaks its reader in any way
         raise _unreadable(error) from error
 
 
-def _unreadable(why: object) -> ConfigurationError:
+def _unreadable(error: Exception) -> ConfigurationError:
     return ConfigurationError(
-        f"the Kubernetes credentials cannot be read: {why}; correct KUBECONFIG or "
+        f"the Kubernetes credentials cannot be read: {error}; correct KUBECONFIG or "
         f"{CONTEXT_VARIABLE}"
     )
 
