@@ -216,6 +216,16 @@ def test_file_of_another_kind_is_no_dataset(tmp_path: Path, perdure: Perdure, na
     assert said == f"error: {name} is no file of rows: give a .jsonl, .json, .parquet file"
 
 
+def test_store_of_an_unknown_kind_is_refused(
+    perdure: Perdure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No folder of that name takes the results in its place."""
+    monkeypatch.setenv("PERDURE_STORE", "gs://bucket/x")
+
+    said = perdure("instances", "list").error
+    assert said == "error: PERDURE_STORE is gs://bucket/x: use a folder, or s3://bucket/prefix"
+
+
 def test_listing_an_unknown_dataset_says_what_there_is(perdure: Perdure) -> None:
     """A misspelt name is no empty dataset."""
     done = perdure("instances", "list", "nope")

@@ -14,6 +14,7 @@ import click
 from perdure.cli import config, stack_state
 from perdure.cli.checkout import find_root
 from perdure.cli.console import answer, json_option, say
+from perdure.cli.failures import USAGE
 from perdure.cli.processes import stop
 from perdure.cli.stack_state import StackState
 from perdure.errors import ConfigurationError, PerdureError
@@ -165,7 +166,8 @@ def _start(settings: Settings, engine: str, tell: Say) -> None:
     for event in _events(reader):
         _relay(event, tell)
         if event["event"] == "failed":
-            raise StackFailed(f"{event['reason']} (logs: {logs})")
+            failed = ConfigurationError if event.get("code") == USAGE else StackFailed
+            raise failed(f"{event['reason']} (logs: {logs})")
         if event["event"] == "ready":
             return
     raise StackFailed(f"the supervisor died while starting: see {log}")

@@ -82,11 +82,17 @@ async def put_blob(store: Store, data: bytes) -> str:
 
 
 def open_store(settings: Settings) -> Store:
-    """The store that the settings name: a folder, or `s3://bucket/prefix`."""
+    """The store that the settings name: a folder, or `s3://bucket/prefix`.
+
+    Raises: ConfigurationError for a URL of another kind.
+    """
     if settings.store_url.startswith("s3://"):
         from perdure.storage.s3 import S3Store
 
         return S3Store(settings.store_url, endpoint_url=settings.s3_endpoint_url)
     from perdure.storage.local import LocalStore
 
-    return LocalStore(settings.store_url.removeprefix("file://"))
+    folder = settings.store_url.removeprefix("file://")
+    if "://" in folder:
+        raise ConfigurationError(f"PERDURE_STORE is {folder}: use a folder, or s3://bucket/prefix")
+    return LocalStore(folder)
