@@ -9,14 +9,15 @@ import httpx
 import pytest
 
 from perdure.episodes.turns import decode
-from perdure.errors import ConfigurationError
+from perdure.errors import ConfigurationError, GatewayUnavailable
 from perdure.gateway.base import ModelRequest
 from perdure.gateway.control import load_secret
-from perdure.gateway.engines.choose import check_engine_settings
+from perdure.gateway.engines.choose import Engines, check_engine_settings, engine_specs
 from perdure.gateway.engines.pool import EnginePool, EngineSpec
 from perdure.gateway.engines.wire import new_client
 from perdure.gateway.sampling import chat_request
-from perdure.serving.roster import StoredRoster, roster_key
+from perdure.serving.roster import LoneRoster, StoredRoster, roster_key
+from perdure.serving.state import EngineRecord
 from perdure.settings import Settings
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -169,3 +170,21 @@ def test_a_given_secret_wins_and_must_be_long(
     monkeypatch.setenv("PERDURE_SECRET", "short")
     with pytest.raises(ConfigurationError, match="PERDURE_SECRET is shorter"):
         load_secret(Settings(home=tmp_path))
+
+
+async def test_engines_that_other_gateways_were_set_to_are_not_waited_for(tmp_path: Path) -> None:
+    """A gateway without an engine of its own says at once that none is configured."""
+    roster, url = LoneRoster(), "http://127.0.0.1:9"
+    theirs = EngineRecord(name="a", url=url, model="m", generation=1, from_settings=True)
+    await roster.change(lambda known: known.having(theirs))
+    async with new_client() as client:
+        engines = Engines(Settings(home=tmp_path), client, roster)
+        with pytest.raises(GatewayUnavailable, match="no engine is configured"):
+            await engines.current()
+
+
+@pytest.mark.parametrize("weight", ["x", "0", "inf"])
+def test_a_weight_that_is_no_number_above_zero_is_refused(weight: str) -> None:
+    """The message names the setting, the part of it, and what it must be."""
+    with pytest.raises(ConfigurationError, match=rf"'http://a={weight}' must be a number above 0"):
+        engine_specs(f"http://a={weight}", "vllm")

@@ -118,8 +118,9 @@ class Engines:
         return self._hosted(kind, url)
 
     async def _registered(self) -> bool:
-        """Whether somebody added engines at run time."""
-        return any(not engine.removed for engine in (await self._roster.read()).engines)
+        """Whether somebody added engines at run time; what other gateways were set to is theirs."""
+        roster = await self._roster.read()
+        return any(not (one.removed or one.from_settings) for one in roster.engines)
 
     async def _probe(self, url: str) -> str:
         """vLLM answers an empty request on its token route with a complaint, others with 404."""
@@ -158,12 +159,17 @@ def engine_specs(text: str, kind: str = "auto") -> list[EngineSpec]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         url, _, weight = part.partition("=")
         try:
-            share = float(weight or 1)
             name_of(url)
         except ValueError as error:
             raise ConfigurationError(f"PERDURE_ENGINE_URL: {part!r}: {error}") from None
+        try:
+            share = float(weight or 1)
+        except ValueError:
+            share = 0.0
         if not 0 < share < float("inf"):
-            raise ConfigurationError(f"PERDURE_ENGINE_URL: the weight in {part!r} must be above 0")
+            raise ConfigurationError(
+                f"PERDURE_ENGINE_URL: the weight in {part!r} must be a number above 0"
+            )
         specs.append(EngineSpec(url, share, "sglang" if kind == "sglang" else "vllm"))
     return specs if kind in TOKENS else []
 
