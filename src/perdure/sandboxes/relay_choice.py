@@ -72,7 +72,7 @@ async def open_from_inside(sandbox: Sandbox, gateway_url: str) -> str:
 def unreachable(sandbox: Sandbox, gateway_url: str, reason: str) -> ConfigurationError:
     return ConfigurationError(
         f"gateway_url {gateway_url} does not open inside sandbox {sandbox.identity}: {reason}; "
-        "set PERDURE_GATEWAY_URL to an address it can open, or PERDURE_GATEWAY_REACH=auto"
+        "set PERDURE_GATEWAY_URL to an address it can open, or PERDURE_GATEWAY_REACH=stdio"
     )
 
 
