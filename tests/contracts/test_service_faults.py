@@ -197,6 +197,16 @@ async def test_list_behind_a_lost_proxy_is_asked_again(bench: Bench) -> None:
         assert [info.identity for info in found] == [ID]
 
 
+async def test_sandbox_that_reads_do_not_show_yet_is_attached(bench: Bench) -> None:
+    """One 404 of a sandbox that was made may be a read behind its create: it is no loss."""
+    async with bench.box() as box:
+        await box.write_file("mark", b"one")
+        bench.inject(r"GET /(api/sandbox|sandboxes)/", status=404)
+        found = await bench.provider.attach(ID)
+
+        assert (await found.read_file("mark"), len(bench.live)) == (b"one", 1)
+
+
 async def test_refused_key_is_waited_out(bench: Bench) -> None:
     """A 401 that the proxy caches passes: it is not asked again before the cache forgets."""
     async with bench.box() as box:

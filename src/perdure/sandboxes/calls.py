@@ -17,6 +17,8 @@ T = TypeVar("T")
 PAUSE_S = (0.1, 8.0)
 PATIENCE_S = 45.0
 """No further try after this long; then Temporal's retries, which are slower, take over."""
+READS_LAG_S = 2.0
+"""What a service made is seen by its own reads after so long."""
 
 
 class Conflict(PerdureError):
@@ -52,6 +54,18 @@ async def passing(refusal: type[Conflict | Missing], call: Callable[[], Awaitabl
         return await call()
     except refusal as error:
         raise ControlPlaneError(str(error)) from error
+
+
+async def confirmed(look: Callable[[], Awaitable[T]]) -> T:
+    """A look whose 404 counts when it comes twice: reads of a service lag behind its creates.
+
+    Raises: Missing.
+    """
+    try:
+        return await look()
+    except Missing:
+        await asyncio.sleep(READS_LAG_S)
+    return await look()
 
 
 def was_refused(error: PerdureError) -> bool:

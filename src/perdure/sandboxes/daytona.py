@@ -30,7 +30,16 @@ from perdure.errors import (
 )
 from perdure.sandboxes.base import Network, PortStream, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.box import check_identity
-from perdure.sandboxes.calls import Conflict, Missing, Silences, again, lost, passing, was_refused
+from perdure.sandboxes.calls import (
+    Conflict,
+    Missing,
+    Silences,
+    again,
+    confirmed,
+    lost,
+    passing,
+    was_refused,
+)
 from perdure.sandboxes.daytona_calls import client, typed, unread_file
 from perdure.sandboxes.guested import MARK, GuestSandbox
 from perdure.sandboxes.service import ServiceProvider
@@ -208,7 +217,7 @@ class DaytonaProvider(ServiceProvider):
 
     async def attach(self, identity: str) -> Sandbox:
         check_identity(identity)
-        sdk = await self._find(identity)
+        sdk = await self._find(identity, made=True)
         if sdk is None:
             raise NotFound(f"no daytona sandbox {identity!r}")
         return DaytonaSandbox(self, await self._started(sdk, identity), identity)
@@ -358,10 +367,18 @@ class DaytonaProvider(ServiceProvider):
         service = await client()
         return await service.get(id_or_name, request_timeout=self.connection.request_s)
 
-    async def _find(self, identity: str) -> "AsyncSandbox | None":
-        """By name, which needs no list. Raises: SandboxLost when it ended and its name stays."""
+    async def _get(self, id_or_name: str) -> "AsyncSandbox":
+        """Raises: Missing."""
+        return await again(lambda: self._once("get", lambda: self._look(id_or_name)))
+
+    async def _find(self, identity: str, *, made: bool = False) -> "AsyncSandbox | None":
+        """By name, which needs no list. `made`: it should be there.
+
+        Raises: SandboxLost when it ended and its name stays.
+        """
+        name = self._name(identity)
         try:
-            sdk = await again(lambda: self._once("get", lambda: self._look(self._name(identity))))
+            sdk = await (confirmed(lambda: self._get(name)) if made else self._get(name))
         except Missing:
             return None
         if sdk.queue_timed_out_at or sdk.spot_evicted_at:
@@ -371,7 +388,7 @@ class DaytonaProvider(ServiceProvider):
     async def lives(self, sandbox_id: str, *, silent: bool) -> bool:
         """As the control plane says; but a daemon `silent` for too long is dead whatever it says."""
         try:
-            sdk = await again(lambda: self._once("get", lambda: self._look(sandbox_id)))
+            sdk = await confirmed(lambda: self._get(sandbox_id))
         except Missing:
             return False
         if _state(sdk) in GONE | ENDED:

@@ -30,7 +30,16 @@ from perdure.errors import (
 from perdure.sandboxes import images
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.box import check_identity
-from perdure.sandboxes.calls import Conflict, Missing, Silences, again, lost, passing, was_refused
+from perdure.sandboxes.calls import (
+    Conflict,
+    Missing,
+    Silences,
+    again,
+    confirmed,
+    lost,
+    passing,
+    was_refused,
+)
 from perdure.sandboxes.e2b_calls import typed
 from perdure.sandboxes.guested import GuestSandbox
 from perdure.sandboxes.service import ServiceProvider
@@ -346,32 +355,29 @@ class E2BProvider(ServiceProvider):
                 return sorted(found, key=lambda info: (info.started_at, info.sandbox_id))
 
     async def exists(self, sandbox_id: str) -> bool:
-        from e2b import AsyncSandbox
-
         try:
-            await again(
-                lambda: self._once(
-                    "get_info", lambda: AsyncSandbox.get_info(sandbox_id, **self.connection.options)
-                )
-            )
+            await self._info(sandbox_id)
         except Missing:
             return False
         return True
+
+    async def _info(self, sandbox_id: str) -> Any:
+        """Raises: Missing."""
+        from e2b import AsyncSandbox
+
+        async def info() -> Any:
+            return await AsyncSandbox.get_info(sandbox_id, **self.connection.options)
+
+        return await confirmed(lambda: again(lambda: self._once("get_info", info)))
 
     async def _known(self, identity: str) -> E2BSandbox | None:
         """The one this host made, though the list may not show it yet. Raises: SandboxLost."""
         hint = self._hint(identity)
         if not hint.exists():
             return None
-        from e2b import AsyncSandbox
-
         sandbox_id = hint.read_text()
         try:
-            info = await again(
-                lambda: self._once(
-                    "get_info", lambda: AsyncSandbox.get_info(sandbox_id, **self.connection.options)
-                )
-            )
+            info = await self._info(sandbox_id)
             return await self._connect(sandbox_id, identity, info.metadata)
         except Missing:
             raise lost(self.name, identity) from None
