@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from perdure.errors import SandboxLost
+from perdure.sandboxes import e2b
 from perdure.testing.e2b_server import serving
-from tests.services import E2B, ID, SPEC, Bench, benched
+from tests.services import E2B, ID, SPEC, Bench, benched, impatient
 
 CREATE, EXEC = E2B.create, E2B.execute
 
@@ -107,3 +108,18 @@ async def test_proxy_that_denies_a_living_sandbox_is_asked_again(bench: Bench) -
         bench.inject(f"{EXEC}|/health", status=502, body=body, times=2)
 
         assert (await box.exec("echo alive")).stdout == b"alive\n"
+
+
+async def test_sandbox_that_its_proxy_denies_for_long_is_lost(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that died while the service calls it running costs a minute, not the ten of a
+    network that is silent."""
+    monkeypatch.setattr(e2b, "DAEMON_GONE_S", 0.3)
+    async with bench.box() as box:
+        body = {"sandboxId": "i1", "message": "The sandbox was not found", "code": 502}
+        bench.inject(EXEC, status=502, body=body, times=None)
+        impatient(monkeypatch, 5.0)
+
+        with pytest.raises(SandboxLost):
+            await box.exec("true")

@@ -56,7 +56,8 @@ MOST_KEYS = 8
 LIST_LAG_S = 2.0
 """A sandbox may be missing from the list for so long after its create."""
 DAEMON_GONE_S = 60.0
-"""A sandbox whose proxy says for so long that nothing listens inside is dead, whatever its state."""
+"""A sandbox of which its proxy says for so long that it is not there, or that nothing listens inside,
+is dead, whatever its state."""
 UNREACHABLE_S = 600.0
 """So is one that does not answer for so long, for reasons that nobody names."""
 SILENT_S = 5.0
@@ -159,7 +160,8 @@ class E2BSandbox(GuestSandbox):
 
     def _condemn_the_silent(self, found: PerdureError) -> None:
         """Its service says that it runs. Raises: SandboxLost."""
-        limit_s = DAEMON_GONE_S if "port is not open" in str(found) else UNREACHABLE_S
+        was_denied = isinstance(found, Missing) or "port is not open" in str(found)
+        limit_s = DAEMON_GONE_S if was_denied else UNREACHABLE_S
         if self.provider.silences.lasts(self.sdk.sandbox_id) > limit_s:
             raise lost(
                 "e2b", self.identity, f"(runs, without an answer for {limit_s:g} s: {found})"
