@@ -15,7 +15,7 @@ def impatient(self: E2BProvider, home: Path) -> None:
 
 
 patient = E2BProvider.__init__
-e2b.DAEMON_GONE_S, e2b.SILENT_S = 3.0, 1.0
+e2b.DAEMON_GONE_S, e2b.SILENT_S = 10.0, 1.0
 E2BProvider.__init__ = impatient  # type: ignore[method-assign]  # in the test's own process
 
 
