@@ -32,8 +32,8 @@ PROMPTS = [PROMPT[n:] for n in range(8)]
 CANARIES = 4
 """Those prompts after which one token is clearly the likeliest: of two that tie in bf16, vLLM may take
 the other one."""
-LONG = {"max_tokens": 400, "temperature": 1.0, "top_p": 1.0}
-"""Noise of a random model: about once in 150,000 tokens it ends by itself."""
+LONG = {"max_tokens": 1600, "temperature": 1.0, "top_p": 1.0}
+"""Longer than any update takes to begin, also on a busy host. Noise of a random model: about once in 150,000 tokens it ends by itself."""
 
 
 @dataclass(frozen=True)
