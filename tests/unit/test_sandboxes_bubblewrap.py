@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import ConfigurationError, NotFound, SandboxLost
-from perdure.sandboxes import keeping
+from perdure.sandboxes import cgroups, keeping
 from perdure.sandboxes.base import ExecState, Mount, Network, SandboxSpec
 from perdure.sandboxes.bubblewrap import BubblewrapProvider, BubblewrapSandbox
 from perdure.sandboxes.process import ProcessId, ended, is_alive
@@ -430,15 +430,11 @@ def leftovers(provider: BubblewrapProvider, identity: str) -> list[str]:
     mounts = [
         line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(box) in line
     ]
-    groups = [str(path) for path in Path("/sys/fs/cgroup").rglob(f"perdure-{identity}-*")]
+    own = cgroups.group_name(box)
+    # os.walk passes over folders that go meanwhile; Path.rglob raises
+    groups = [where for where, _, _ in os.walk("/sys/fs/cgroup") if os.path.basename(where) == own]
     folders = [str(box)] if box.exists() else []
-    return processes + mounts + [g for g in groups if _is_ours(g, box)] + folders
-
-
-def _is_ours(group: str, box: Path) -> bool:
-    from perdure.sandboxes import cgroups
-
-    return Path(group).name == cgroups.group_name(box)
+    return processes + mounts + groups + folders
 
 
 def open_to_others() -> bool:
