@@ -34,7 +34,7 @@ PASSING: dict[str, dict[str, Any]] = {
     "429 with Retry-After in seconds": {"status": 429, "headers": {"Retry-After": "1"}},
     "429 with Retry-After as a date": {
         "status": 429,
-        "headers": {"Retry-After": "Sat, 21 Nov 2026 00:00:00 GMT"},
+        "headers": {"Retry-After": "Wed, 01 Jan 2020 00:00:00 GMT"},
     },
     "500 JSON": {"status": 500},
     "500 HTML": {"status": 500, "body": "<html>oops</html>"},

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
 CREATE, LIST, INFO, DELETE = E2B.create, "GET /v2/sandboxes", "GET /sandboxes/", "DELETE "
 EXEC, UPLOAD, DATA = E2B.execute, E2B.upload, "/process|/files|/health"
-DATE = {"Retry-After": "Sat, 21 Nov 2026 00:00:00 GMT"}
+DATE = {"Retry-After": "Wed, 01 Jan 2020 00:00:00 GMT"}
 NOT_OPEN = {"message": "The sandbox is running but port is not open", "code": 502}
 NOT_FOUND = {"message": "The sandbox was not found", "code": 502}
 
