@@ -2,14 +2,14 @@
 
 import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.partials import Name, Partials, Shelf, Wanted, call_name
+from perdure.gateway.partials import Line, Name, Partials, Shelf, Wanted, call_name
 from perdure.gateway.partials_shelf import LocalShelf, StoreShelf
 from perdure.storage.local import LocalStore
 from perdure.types import EngineSpan, VersionSpan
@@ -224,6 +224,37 @@ async def test_a_short_turn_writes_nothing(tmp_path: Path) -> None:
     with partials.kept(partial):
         partial.salvage.add([10], [-0.1], version=7)
     partials.done("s", CALL)
+    await partials.aclose()
+
+    assert files(tmp_path) == []
+
+
+async def test_a_turn_that_ends_while_it_is_written_leaves_nothing(tmp_path: Path) -> None:
+    """Its last lines may be on their way to the disk at that moment: they are taken away, too."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(LocalShelf):
+        async def write(self, parts: Mapping[Name, Sequence[Line]]) -> None:
+            begun.set()
+            await go_on.wait()
+            self._write(parts)
+
+        async def clear(self, session_id: str, call: str | None = None) -> None:
+            self._clear(session_id, call)
+
+    (tmp_path / "s").mkdir()
+    shelf = Slow(tmp_path)
+    shelf.every_s = 0.01
+    partials = Partials(shelf)
+    partial = await partials.begin(WANTED)
+    with partials.kept(partial):
+        partial.salvage.add([10], [-0.1], version=7)
+        await begun.wait()
+    partials.done("s", CALL)
+    for _ in range(9):
+        await asyncio.sleep(0)
+    go_on.set()
+    await until(lambda: partials._writing is None)
     await partials.aclose()
 
     assert files(tmp_path) == []

@@ -146,6 +146,8 @@ class Partials:
         """Calls of which something was written."""
         self._writing: asyncio.Task[None] | None = None
         self._clearing: set[asyncio.Task[None]] = set()
+        self._pen = asyncio.Lock()
+        """Held while lines are put down."""
 
     async def begin(self, wanted: Wanted) -> Partial:
         """The call, with what an earlier try at it had sampled."""
@@ -200,9 +202,12 @@ class Partials:
 
     async def aclose(self) -> None:
         """Write what streams still: their callers ask another process, or this one's successor."""
-        if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
+        if (writing := self._writing) is not None:
+            async with (
+                self._pen
+            ):  # a write under way would go on in its thread, beside the last one
+                writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
             await self._write(list(self._growing))
         await asyncio.gather(*self._clearing, return_exceptions=True)
 
@@ -214,6 +219,11 @@ class Partials:
         self._writing = None
 
     async def _write(self, growing: Sequence[Partial]) -> None:
+        """Those of them that still grow, when the lines before are down."""
+        async with self._pen:
+            await self._put_down([partial for partial in growing if partial in self._growing])
+
+    async def _put_down(self, growing: Sequence[Partial]) -> None:
         whole = not self._shelf.appends
         news = {partial: lines for partial in growing if (lines := partial.news(whole=whole))}
         if not news:
@@ -233,6 +243,8 @@ class Partials:
         task.add_done_callback(self._clearing.discard)
 
     async def _cleared(self, session_id: str, call: str | None) -> None:
+        async with self._pen:  # a write that still names it is under way: it would lie there again
+            pass
         try:
             await self._shelf.clear(session_id, call)
         except (PerdureError, OSError) as error:  # it is known by the journal to be over

@@ -42,12 +42,7 @@ class LocalShelf:
     def _write(self, parts: Mapping[Name, Sequence[Line]]) -> None:
         for name, lines in parts.items():
             path = self._folder / name.session_id / FOLDER / f"{name.call}.{name.writer}"
-            data = b"".join(map(frame, lines))
-            try:
-                _append(path, data)
-            except FileNotFoundError:
-                path.parent.mkdir(exist_ok=True)
-                _append(path, data)
+            _append(path, b"".join(map(frame, lines)))
 
     def _clear(self, session_id: str, call: str | None) -> None:
         for path in self._paths(session_id, call):
@@ -64,8 +59,11 @@ class LocalShelf:
 
 
 def _append(path: Path, data: bytes) -> None:
-    with path.open("ab", buffering=0) as file:
-        file.write(data)
+    while True:  # another call of the session that is over takes an empty folder away again
+        with contextlib.suppress(FileNotFoundError), path.open("ab", buffering=0) as file:
+            file.write(data)
+            return
+        path.parent.mkdir(exist_ok=True)
 
 
 def _contents(paths: Sequence[Path]) -> Iterator[bytes]:
