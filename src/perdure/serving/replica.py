@@ -167,7 +167,7 @@ class Replica:
         """The folder, free of old logs and of what a killed supervisor left. Where its log begins."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         end_orphans(self._folder)
-        old = sorted(self._folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
+        old = sorted(self._folder.glob("*.log"), key=_changed_at)
         for path in old[:-KEPT_LOGS]:
             path.unlink(missing_ok=True)
         return self._log.stat().st_size if self._log.exists() else 0
@@ -215,6 +215,14 @@ class Replica:
 
     def _say(self, **changes: object) -> None:
         self._report = self._report.model_copy(update=changes)
+
+
+def _changed_at(path: Path) -> float:
+    """0 when another replica of this node has removed it meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _free_port(host: str) -> int:
