@@ -442,7 +442,7 @@ async def test_an_engine_fault_is_an_error_and_no_empty_answer(
 
 async def test_claude_codes_probes_are_answered(gateway: LocalGateway) -> None:
     """It looks whether somebody is there before it has said who it is."""
-    async with httpx.AsyncClient(base_url=gateway.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
         answers = [await http.head("/"), await http.head("/api/hello")]
 
     assert [answer.status_code for answer in answers] == [200, 200]

@@ -250,7 +250,7 @@ async def test_a_client_that_hangs_up_loses_nothing(
             "/v1/chat/completions",
             json=_ask(),
             headers={"authorization": f"Bearer {key}"},
-            timeout=0.1,
+            timeout=httpx.Timeout(30, read=0.1),
         )
 
     answer = await _post(http, key, _ask())
@@ -266,14 +266,14 @@ async def test_a_restarted_gateway_goes_on_from_its_journal(
     options: Any = {"engine_url": engine.url, "engine_kind": "vllm"}
     async with LocalGateway(tmp_path, **options) as gateway:
         key = await gateway.open("s")
-        async with httpx.AsyncClient(base_url=gateway.url) as http:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
             messages = await _converse(http, key, 3)
             body = {"model": "policy", "messages": messages, "tools": TOOLS}
             before = await _post(http, key, body)
     calls = engine.stats().calls
 
     async with LocalGateway(tmp_path, **options) as gateway:
-        async with httpx.AsyncClient(base_url=gateway.url) as http:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
             after = await _post(http, key, body)
             streamed = await _post(http, key, {**body, "stream": True})
             replayed = engine.stats().calls
@@ -390,7 +390,7 @@ async def test_tokens_are_clamped(
 ) -> None:
     """The least of the per-turn cap, the request's own limit and the context left is sampled."""
     key = await gateway.open("s", sampling=sampling)
-    async with httpx.AsyncClient(base_url=gateway.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
         await _post(http, key, _ask("Hi", max_tokens=wish))  # the prompt has 9 tokens
 
     assert engine.calls[0].sampling["max_tokens"] == given
@@ -531,7 +531,7 @@ async def test_no_engine_is_said_when_one_is_needed(
         monkeypatch.delenv(name, raising=False)
     async with (
         LocalGateway(tmp_path) as gateway,
-        httpx.AsyncClient(base_url=gateway.url) as http,
+        httpx.AsyncClient(base_url=gateway.url, timeout=30) as http,
     ):
         answer = await _post(http, await gateway.open("s"), _ask())
 
@@ -565,7 +565,7 @@ def _bodies() -> st.SearchStrategy[Any]:
 @settings(
     max_examples=60,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), _bodies(), max_size=4))
 async def test_wrong_types_are_a_clients_error(

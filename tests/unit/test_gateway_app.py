@@ -259,9 +259,11 @@ async def test_a_packed_body_is_refused_by_its_header(
 
 
 async def test_an_engine_that_is_away_is_overload_to_anthropics_clients(
-    tmp_path: Path, http: httpx.AsyncClient
+    tmp_path: Path, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """529 makes Claude Code wait and ask again; others know 503."""
+    for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
     async with LocalGateway(tmp_path) as gateway:
         key = await gateway.open("s")
         answers = [

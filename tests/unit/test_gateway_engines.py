@@ -47,7 +47,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 async def _converse(gateway: LocalGateway, key: str) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Go."}]
-    async with httpx.AsyncClient(base_url=gateway.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
         for _ in range(2):
             answer = await http.post(
                 "/v1/chat/completions",
@@ -93,7 +93,7 @@ async def test_a_token_endpoint_is_found_by_asking(
 
 async def test_the_engine_tells_its_counts_over_http(engine: ScriptedEngine) -> None:
     """/stats is a JSON document also when calls were counted by session."""
-    async with httpx.AsyncClient(base_url=engine.url) as http:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=30) as http:
         body = {"token_ids": [1], "sampling_params": {"max_tokens": 4}}
         await http.post("/inference/v1/generate", json=body, headers={"x-session-id": "s"})
         told = await http.get("/stats")

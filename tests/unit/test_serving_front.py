@@ -34,7 +34,7 @@ async def guarded() -> AsyncIterator[tuple[ScriptedEngine, str]]:
 
 async def status(url: str, method: str, path: str, key: str = "") -> int:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
         response = await client.request(method, f"{url}{path}", headers=headers, json=ASK)
         return response.status_code
 
@@ -76,7 +76,7 @@ async def test_the_control_key_opens_control() -> None:
 async def test_a_pool_samples_through_the_front() -> None:
     """A gateway that has the home's key gets whole streamed completions of a guarded engine."""
     turns = {"default": {"turns": [{"content": "Said through the door."}]}}
-    async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False) as client:
+    async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         engine.control(scripts=turns)
         roster = LoneRoster()
         record = EngineRecord(name=url[7:], url=url, model="policy", generation=1, guarded=True)
@@ -161,7 +161,7 @@ async def test_no_second_request_hides_in_a_head() -> None:
     """Engines take a bare line feed for a line's end: a gateway's key must not open control by one."""
     hidden = b"x: a\n\nPOST /pause HTTP/1.1\nhost: e\ncontent-length: 0\r\n\r\n"
     key = b"authorization: Bearer " + KEYS.data.encode()
-    async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False) as client:
+    async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         parts = urlsplit(url)
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
         writer.write(b"GET /health HTTP/1.1\r\nhost: e\r\n" + key + b"\r\n" + hidden)
@@ -176,7 +176,7 @@ async def test_no_second_request_hides_in_a_head() -> None:
 async def test_new_weights_come_through_the_front(tmp_path: Path) -> None:
     """Who publishes holds the control key; with a gateway's key the update is refused."""
     (tmp_path / "weights.json").write_text(json.dumps({"weights": 7}))
-    async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False) as client:
+    async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         roster = LoneRoster()
         record = EngineRecord(
             name=name_of(url),

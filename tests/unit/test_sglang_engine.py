@@ -37,7 +37,7 @@ async def sample(face: SglangFace, **changes: Any) -> tuple[Salvage, FinishReaso
     salvage = Salvage()
     salvage.begin("sglang", 1)
     ask = Ask("policy-g1", [1, 2, 3], {**SAMPLING, **changes}, "s", "s-0")
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
         reason = await SglangEngine("sglang", face.url, client).sample(ask, salvage, lambda: None)
     return salvage, reason
 
@@ -62,7 +62,7 @@ async def test_a_broken_stream_keeps_what_came() -> None:
         salvage = Salvage()
         salvage.begin("sglang", 1)
         ask = Ask("policy-g1", [1, 2, 3], SAMPLING, "s", "s-0")
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
             with pytest.raises(Broken) as broken:
                 await SglangEngine("sglang", face.url, client).sample(ask, salvage, lambda: None)
 
@@ -108,7 +108,7 @@ async def test_a_lost_sglang_goes_on_at_another() -> None:
     async with (
         served() as (first, one),
         served() as (second, other),
-        httpx.AsyncClient(trust_env=False) as client,
+        httpx.AsyncClient(trust_env=False, timeout=30) as client,
     ):
         for engine in (first, second):
             engine.control(kind="eof_mid_stream", times=1)
@@ -135,7 +135,7 @@ def ids(engine: ScriptedEngine, text: str) -> list[int]:
 
 async def test_the_settings_may_name_it() -> None:
     """`PERDURE_ENGINE_KIND=sglang` makes the URL a token engine of the pool."""
-    async with served() as (_, face), httpx.AsyncClient(trust_env=False) as client:
+    async with served() as (_, face), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         engines = Engines(Settings(engine_url=face.url, engine_kind="sglang"), client)
         try:
             tokens = (await engines.current()).tokens
@@ -150,7 +150,7 @@ async def test_the_settings_may_name_it() -> None:
 async def test_weights_are_loaded_from_a_folder(tmp_path: Path) -> None:
     """Pause, load and label by SGLang's routes; the canary then shows the new weights."""
     (tmp_path / "weights.json").write_text(json.dumps({"weights": 7}))
-    async with served() as (_, face), httpx.AsyncClient(trust_env=False) as client:
+    async with served() as (_, face), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         control = SglangControl(face.url, client)
         before = await control.score("policy-g1", [1, 2, 3])
         await control.pause("abort")
@@ -165,7 +165,7 @@ async def test_weights_are_loaded_from_a_folder(tmp_path: Path) -> None:
 
 async def test_its_metrics_tell_room_and_progress() -> None:
     """Capacity and the hang watch read SGLang's own names."""
-    async with served() as (engine, face), httpx.AsyncClient(trust_env=False) as client:
+    async with served() as (engine, face), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         await sample(face)
         vitals = await SglangControl(face.url, client).vitals()
 

@@ -169,7 +169,7 @@ async def test_a_running_rollout_is_read_from_the_journal(tmp_path: Path) -> Non
         LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway,
     ):
         key = await gateway.open(session)
-        async with httpx.AsyncClient(base_url=gateway.url) as http:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
             body = {"model": "policy", "messages": [said("Hello?")]}
             headers = {"authorization": f"Bearer {key}"}
             answer = await http.post("/v1/chat/completions", json=body, headers=headers)
