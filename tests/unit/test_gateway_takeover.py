@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from perdure.gateway.base import control_token
+from perdure.serving.state import EngineState
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.gateway_pool import scripts
@@ -36,6 +38,20 @@ async def _ask(gateway: LocalGateway, key: str, messages: list[dict[str, Any]]) 
         body = {"model": "m", "messages": messages}
         answer = await client.post("/v1/chat/completions", json=body, headers=headers)
         return answer.raise_for_status().json()
+
+
+async def _ready(gateway: LocalGateway) -> None:
+    """It knows that every engine is ready: a session may go to any of them."""
+    headers = {"authorization": f"Bearer {control_token(gateway.secret)}"}
+    async with (
+        asyncio.timeout(60),
+        httpx.AsyncClient(base_url=gateway.url, timeout=30, headers=headers) as client,
+    ):
+        while True:
+            found = (await client.get("/engines")).raise_for_status().json()["engines"]
+            if all(engine["state"] == EngineState.READY for engine in found):
+                return
+            await asyncio.sleep(0.01)
 
 
 def _after(messages: list[dict[str, Any]], answer: Any) -> list[dict[str, Any]]:
@@ -68,7 +84,7 @@ async def test_a_late_turn_is_dropped_though_the_agent_went_on(
     first = [{"role": "user", "content": "hi"}]
     engine.control(kind="hang", times=1)
     late = asyncio.create_task(_ask(slow, key, first))
-    while engine.stats().in_flight == 0:
+    while not engine.stats().faults["hang"]:  # probes are in flight, too
         await asyncio.sleep(0.01)
     answer = await _ask(other, key, first)
     await _ask(other, key, _after(first, answer))
@@ -87,6 +103,7 @@ async def test_a_session_keeps_its_engine_at_another_gateway(tmp_path: Path) -> 
             LocalGateway(tmp_path, **settings) as one,
             LocalGateway(tmp_path, **settings) as other,
         ):
+            await asyncio.gather(_ready(one), _ready(other))
             keys = [await one.open(f"s{number}") for number in range(12)]
             answers, here = [], []
             for key in keys:
