@@ -27,18 +27,20 @@ signal.pause()
 class Supervised:
     """A supervisor with a server and its worker: two processes, as vLLM has."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, grace_s: float) -> None:
         self.note = folder / "engine.note"
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "perdure.serving.supervisor", str(self.note), "0.5", "--"),
-                *(sys.executable, "-c", ENGINE),
+                *(sys.executable, "-m", "perdure.serving.supervisor", str(self.note)),
+                *(str(grace_s), "--", sys.executable, "-c", ENGINE),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         assert self.process.stdout is not None
         self.server, self.worker = map(int, self.process.stdout.readline().split())
+        while not self.note.exists():  # it is written beside the server's start
+            time.sleep(0.001)
         self.watched = [os.pidfd_open(pid) for pid in (self.server, self.worker)]
 
     def owner_dies(self) -> None:
@@ -71,8 +73,8 @@ class Supervised:
 
 
 @pytest.fixture
-def supervised(tmp_path: Path) -> Iterator[Supervised]:
-    held = Supervised(tmp_path)
+def supervised(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Supervised]:
+    held = Supervised(tmp_path, grace_s=getattr(request, "param", PATIENCE_S))
     yield held
     held.close()
 
@@ -92,6 +94,7 @@ def test_a_killed_server_takes_its_worker_along(supervised: Supervised) -> None:
     assert supervised.process.wait() == 128 + signal.SIGKILL
 
 
+@pytest.mark.parametrize("supervised", [0.5], indirect=True)
 def test_a_frozen_worker_is_killed(supervised: Supervised) -> None:
     """A worker that hears no SIGTERM, as one stuck in a collective, is killed after the grace."""
     os.kill(supervised.worker, signal.SIGSTOP)
