@@ -1,7 +1,6 @@
 """What a look at an engine may conclude, and what of its calls that concerns."""
 
 import asyncio
-import os
 import resource
 import socket
 import time
@@ -29,7 +28,7 @@ LOOPBACK, NOWHERE = "127.0.0.1", "255.255.255.255"
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
         yield client
 
 
@@ -76,9 +75,8 @@ async def test_a_process_without_file_descriptors_knows_nothing_of_an_engine(
 ) -> None:
     """It cannot connect to anybody: that is no word on who listens there, and kills no engine."""
     control = EngineControl(engine.url, client)
-    lowest, most = os.dup(0), resource.getrlimit(resource.RLIMIT_NOFILE)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, most[1]))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))  # also what is closed now stays closed
     try:
         with pytest.raises(EngineSilent) as silent:
             await control.is_paused()
