@@ -6,6 +6,7 @@ command's whole tree can be killed whatever it forked. Without cgroups, prlimit 
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -123,8 +124,9 @@ def kill(group: Path) -> None:
     try:
         (group / "cgroup.kill").write_text("1")
         return
-    except FileNotFoundError:
-        pass  # v1, or a kernel before 5.14
+    except OSError as error:  # v1, or a kernel before 5.14; or it was removed this moment
+        if error.errno not in (errno.ENOENT, errno.ENODEV):
+            raise
     while pids := [pid for pid in members(group) if not _is_zombie(pid)]:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -151,7 +153,8 @@ def _removed(folder: Path) -> bool:
     try:
         children = [entry.path for entry in os.scandir(folder) if entry.is_dir()]
         for child in children:
-            os.rmdir(child)
+            with contextlib.suppress(FileNotFoundError):  # its keeper may remove it, too
+                os.rmdir(child)
         folder.rmdir()
     except FileNotFoundError:
         return True

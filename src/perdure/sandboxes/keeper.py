@@ -18,6 +18,9 @@ from perdure.sandboxes.launcher import CANNOT_EXECUTE, Launcher
 DYING_S = 0.05
 """A dying holder takes its processes along before it is gone itself: who died first is asked later."""
 
+PF_EXITING = 0x4
+"""Of the flags in /proc/PID/stat: it ends, and may wait for long until those it takes along have."""
+
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 """At `disk/dev` of a sandbox with namespaces: the host's own nodes, usable and unchangeable."""
 
@@ -370,7 +373,8 @@ class Keeper:
     def _holder_is_gone(self) -> bool:
         if self._holder and not self._holder_gone:
             state = procfs.stat(self._holder)
-            self._holder_gone = not state or state[0] in b"ZX"
+            dying = not state or state[0] in b"ZX" or int(state[6]) & PF_EXITING
+            self._holder_gone = bool(dying)
         return self._holder_gone
 
     def _count_ooms(self) -> int:
@@ -506,7 +510,8 @@ def _removed(group: str) -> bool:
     try:
         for entry in os.scandir(group):
             if entry.is_dir():
-                os.rmdir(entry.path)
+                with contextlib.suppress(FileNotFoundError):  # whoever kills it removes it, too
+                    os.rmdir(entry.path)
         os.rmdir(group)
     except FileNotFoundError:
         return True
