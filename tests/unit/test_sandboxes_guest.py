@@ -18,6 +18,8 @@ from perdure.errors import NotFound
 from perdure.sandboxes import guested
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.guested import GuestSandbox
+from perdure.sandboxes.process import ProcessId, ended
+from perdure.sandboxes.procfs import started_at
 
 TAKEN_S = "TAKEN_S = 5.0"
 CALL = re.compile("call:([A-Za-z0-9+/=]+)")
@@ -62,6 +64,12 @@ class Folder(GuestSandbox):
     def resident(self) -> int:
         return int((self.folder / "door.lock").read_text().split()[0])
 
+    async def kill_resident(self) -> None:
+        """Until it is gone: it would not be replaced while it holds its lock."""
+        resident = ProcessId(self.resident, started_at(self.resident))
+        os.kill(resident.pid, signal.SIGKILL)
+        assert await ended(resident, 60)
+
     def edit(self, old: str, new: str) -> None:
         """The program of another version of ours."""
         path = self.folder / "guest_door.py"
@@ -78,7 +86,7 @@ async def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     box = Folder(tmp_path)
     await box.set_up(SandboxSpec(box.workdir))
     yield box
-    os.kill(box.resident, signal.SIGKILL)
+    await box.kill_resident()
 
 
 async def test_one_resident_answers_for_the_guest(box: Folder) -> None:
@@ -95,7 +103,7 @@ async def test_one_resident_answers_for_the_guest(box: Folder) -> None:
 async def test_killed_resident_is_replaced(box: Folder) -> None:
     """An order that finds the resident dead is carried out all the same, and leaves another."""
     first = box.resident
-    os.kill(first, signal.SIGKILL)
+    await box.kill_resident()
     said = await box.say("dead")
 
     assert (said, box.resident != first) == (b"dead\n", True)
@@ -103,7 +111,7 @@ async def test_killed_resident_is_replaced(box: Folder) -> None:
 
 async def test_silent_resident_is_replaced(box: Folder) -> None:
     """A resident that stands still costs one order some seconds and no order its answer."""
-    box.edit(TAKEN_S, "TAKEN_S = 0.2")
+    box.edit("settimeout(TAKEN_S)", "settimeout(0.2)")
     await box.say("edited")
     silent = box.resident
     os.kill(silent, signal.SIGSTOP)
@@ -124,7 +132,7 @@ async def test_resident_of_another_version_is_replaced(box: Folder) -> None:
 async def test_sandbox_of_older_code_is_driven_on(box: Folder) -> None:
     """What older code set up, with another guest, answers to ours, and what it had started goes on."""
     await box.start("long", ["sh", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"])
-    os.kill(box.resident, signal.SIGKILL)
+    await box.kill_resident()
     for path in box.folder.glob("guest*.py"):
         path.unlink()
     (box.folder / "guest.py").write_text("def main(): print('perdure-answer:{}')\n")
@@ -193,7 +201,7 @@ async def test_tree_is_unpacked_as_it_was_packed(
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
     monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
-    os.kill(box.resident, signal.SIGKILL)
+    await box.kill_resident()
     tree, target = tmp_path / "tree", tmp_path / "target"
     tree.mkdir()
     (tree / "link").symlink_to("/etc/hostname")
@@ -212,7 +220,7 @@ async def test_command_outlives_the_resident(box: Folder) -> None:
     await box.start(
         "long", ["sh", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"], user="root"
     )
-    os.kill(box.resident, signal.SIGKILL)
+    await box.kill_resident()
     await box.put("go", b"")
     status = await box.wait("long", 60)
 

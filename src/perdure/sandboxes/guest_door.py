@@ -123,6 +123,7 @@ def _reside(answer: "Callable[[str], str]", born: object, silent: bool, told: in
         connection, _ = listener.accept()
         if _version() != born:
             os.unlink(DOOR)
+            os.close(lock)  # before its caller is let go, who leaves another behind
             return
         try:
             pid = os.fork()
