@@ -36,8 +36,12 @@ STOP = 151_645
 SAMPLING: dict[str, Any] = {"max_tokens": 4000, "temperature": 0.0, "stop_token_ids": [STOP]}
 
 
+HANG_S = 2.0
+"""Where a test waits until a stopped engine is noticed; else none that lives is taken for hung."""
+
+
 class EngineProcess:
-    """`python -m perdure.testing.scripted_engine`, in a process of its own."""
+    """`python -m perdure.testing.scripted_engine`, in a process of its own; slow until `hurry`."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         scripts = folder / "scripts.json"
@@ -45,7 +49,7 @@ class EngineProcess:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "perdure.testing.scripted_engine"),
-                *("--port", "0", "--scripts", str(scripts), "--chunk-delay", "0.03", *arguments),
+                *("--port", "0", "--scripts", str(scripts), "--chunk-delay", "0.4", *arguments),
             ],
             stdout=subprocess.PIPE,
         )
@@ -55,6 +59,11 @@ class EngineProcess:
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
+
+    async def hurry(self, client: httpx.AsyncClient) -> None:
+        """What a test does in the middle of a completion is done: the rest may come at once."""
+        answer = await client.post(f"{self.url}/control", json={"chunk_delay_s": 0.0})
+        answer.raise_for_status()
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -92,7 +101,7 @@ async def opened(
         roster or LoneRoster(),
         client,
         [EngineSpec(url) for url in urls],
-        **{"poll_s": 0.05, "hang_s": 1.0, **options},
+        **{"poll_s": 0.05, "hang_s": 60.0, **options},
     )
     await pool.start()
     try:
@@ -136,17 +145,27 @@ async def undisturbed() -> list[int]:
         return engine.policy.complete(PROMPT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+@pytest.mark.parametrize(
+    ("number", "hang_s"),
+    [(signal.SIGKILL, 60.0), (signal.SIGSTOP, HANG_S)],
+    ids=["killed", "hung"],
+)
 async def test_a_completion_survives_its_engine(
-    processes: Callable[..., EngineProcess], client: httpx.AsyncClient, number: int
+    processes: Callable[..., EngineProcess],
+    client: httpx.AsyncClient,
+    number: int,
+    hang_s: float,
 ) -> None:
     """Killed or hung mid-stream: same ids and logprobs as undisturbed, one answer, two spans."""
     engines = {engine.name: engine for engine in (processes(), processes())}
-    async with opened(client, *(engine.url for engine in engines.values())) as pool:
+    urls = [engine.url for engine in engines.values()]
+    async with opened(client, *urls, hang_s=hang_s) as pool:
         await ready(pool, 2)
         call = ask(pool)
         first = await sampling(pool)
-        engines[first.record.name].signal(number)
+        engines.pop(first.record.name).signal(number)
+        (other,) = engines.values()
+        await other.hurry(client)
         completion = await call
 
     whole = await undisturbed()
@@ -165,7 +184,7 @@ async def test_an_engine_that_comes_back_is_a_new_generation(
 ) -> None:
     """A stopped engine is declared dead and, when it goes on, takes calls under another number."""
     engine = processes()
-    async with opened(client, engine.url) as pool:
+    async with opened(client, engine.url, hang_s=HANG_S) as pool:
         await ready(pool, 1)
         (seat,) = pool.seats.values()
         first = seat.record.generation
@@ -174,6 +193,7 @@ async def test_an_engine_that_comes_back_is_a_new_generation(
         engine.signal(signal.SIGSTOP)
         await until(lambda: seat.record.state is EngineState.DEAD)
         engine.signal(signal.SIGCONT)
+        await engine.hurry(client)
         completion = await call
 
     assert list(completion.token_ids) == await undisturbed()
@@ -191,7 +211,7 @@ async def test_another_boot_at_the_same_address_is_a_new_generation(
         (seat,) = pool.seats.values()
         first = seat.record.generation
         engine.close()
-        processes("--port", port)
+        await processes("--port", port).hurry(client)
         await until(lambda: seat.record.serves and seat.record.generation == first + 1)
         completion = await ask(pool)
 
@@ -251,7 +271,7 @@ async def test_a_drained_engine_finishes_what_it_has(client: httpx.AsyncClient) 
     """Before its deadline nothing is moved; nothing new is sent."""
     async with (
         ScriptedEngine(LONG, chunk_delay_s=0.02) as one,
-        ScriptedEngine(LONG) as two,
+        ScriptedEngine(LONG, chunk_delay_s=0.02) as two,
         opened(client, one.url, two.url) as pool,
     ):
         await ready(pool, 2)

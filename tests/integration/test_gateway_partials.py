@@ -23,7 +23,8 @@ BODY = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "
 
 @pytest.fixture
 async def engine() -> AsyncIterator[ScriptedEngine]:
-    async with ScriptedEngine(SCRIPT, chunk_delay_s=0.04) as engine:
+    """Slow until a test has done its mischief: no turn ends before that on the busiest host."""
+    async with ScriptedEngine(SCRIPT, chunk_delay_s=0.4) as engine:
         yield engine
 
 
@@ -73,6 +74,7 @@ async def test_a_killed_gateway_costs_only_what_was_not_written(
             size = path.stat().st_size
             await _until(lambda: path.stat().st_size > size)
             await pool.kill(0)
+            engine.control(chunk_delay_s=0.0)
 
         turn = await _turn(pool, home, disturb)
 
@@ -92,7 +94,6 @@ async def test_a_gateway_told_to_stop_writes_what_streams(
     tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After SIGTERM the next process goes on from the last token that had come."""
-    engine.control(chunk_delay_s=0.4)
     home = tmp_path / "h"
     async with Pool([home], engine.url) as pool:
 

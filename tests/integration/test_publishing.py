@@ -85,7 +85,7 @@ async def home(folder: Path, count: int = 1, delay_s: float = 0.0) -> AsyncItera
             engine.weights = 1
             await engine.__aenter__()
         own = [EngineSpec(engine.url) for engine in engines]
-        pool = EnginePool(roster, client, own, poll_s=0.03, hang_s=5)
+        pool = EnginePool(roster, client, own, poll_s=0.03, hang_s=60)
         try:
             await pool.start()
             while not all(seat.record.serves for seat in pool.seats.values()):
@@ -219,7 +219,7 @@ async def test_a_held_group_gets_nothing_from_newer_weights(
     tmp_path: Path, in_flight: InFlight
 ) -> None:
     """A call that an update meets leaves the engine before it; with no engine left it is refused."""
-    async with home(tmp_path, delay_s=0.05) as it:
+    async with home(tmp_path, delay_s=0.25) as it:  # longer than a slow disk takes to publish
         await it.publish(1)
         call = it.ask(policy_version=1, max_staleness=0)
         await it.sampling()
