@@ -117,7 +117,7 @@ async def test_an_engine_that_is_dead_does_not_hold_up_the_end(
     path = f"{docker.parent}:{SYSTEM_PATH}"
     monkeypatch.setattr("perdure.sandboxes.host.SYSTEM_PATH", path)
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
-    monkeypatch.setattr(sandboxes, "LOOK_S", 0.5)
+    monkeypatch.setattr(sandboxes, "LOOK_S", 2.0)
     (services.home / "docker").mkdir(parents=True)
     await services.provider("local").create(
         SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-local-2"

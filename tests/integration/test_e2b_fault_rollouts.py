@@ -223,7 +223,7 @@ async def test_rollout_ends_right_or_says_why(together: Field, case: str) -> Non
     assert len(episode.attempts) == wanted.attempts, episode
     assert set(await together.starts(request)) <= {1}
     assert together.never_met(request) == []
-    await until(lambda: not together.alive(request), "no sandbox of it is alive", 30)
+    await until(lambda: not together.alive(request), "no sandbox of it is alive")
 
 
 async def test_list_that_lags_makes_nothing_twice(field_: Field) -> None:

@@ -24,7 +24,7 @@ from tests.stack import TOOLS
 
 ISSUE = "Say \N{BUG}\u2028 hello, {workdir}: 'politely'"
 WORKDIR = "/testbed"
-AGENT_S = 60.0
+AGENT_S = 300.0
 
 
 def bash(command: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -224,7 +225,7 @@ def test_interrupted_run_goes_on_and_is_joined(home: Home) -> None:
     with home.start(*command) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            if "running" in line:
+            if " 1 running" in line:
                 break
         process.send_signal(signal.SIGINT)
         told = process.stderr.read()
@@ -240,6 +241,8 @@ def test_runs_can_be_listed_exported_and_cancelled(home: Home) -> None:
     """A run that was started detached shows up in `status`, and `cancel` ends it."""
     started = home.json("run", "sums/add-endlessly", "-a", "nop", "-n", "4", "--detach")
     run_id = started["run_id"]
+    while home.json("status", run_id)["total"] != 4:
+        time.sleep(readiness.PAUSE_S)
 
     home.json("cancel", run_id)
     watched = home.perdure("watch", run_id)
@@ -313,7 +316,7 @@ async def test_compose_worker_polls_its_stage(service: str, home: Home, client: 
     queue, kind = STAGE_QUEUES[service]
     process = await asyncio.create_subprocess_exec(*command, env=env, cwd=ROOT)
     try:
-        await asyncio.wait_for(readiness.wait_for_poller(client, queue, kind, process.pid), 60)
+        await asyncio.wait_for(readiness.wait_for_poller(client, queue, kind, process.pid), 300)
     finally:
         process.terminate()
 
