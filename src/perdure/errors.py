@@ -15,6 +15,8 @@ PerdureError
 ├── ActionNeeded         a person must act: stop the run
 │   ├── ConfigurationError   a setting, flag or request field is wrong; the message names it and the fix
 │   └── MissingDependency    a program or package is absent; the message says how to install it
+├── NoResult                 the run, group or rollout that was waited for ended without a result
+│   └── Cancelled                somebody cancelled it
 ├── NotFound             no such key, sandbox, instance or run
 └── PreconditionFailed   a conditional write lost to another writer
 
@@ -127,6 +129,14 @@ class ConfigurationError(ActionNeeded):
 
 
 class MissingDependency(ActionNeeded):
+    pass
+
+
+class NoResult(PerdureError):
+    """The message says why; Temporal's own error, with all it knows, is the `__cause__`."""
+
+
+class Cancelled(NoResult):
     pass
 
 

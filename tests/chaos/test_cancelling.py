@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from temporalio.client import WorkflowFailureError
 
+from perdure.errors import Cancelled
 from perdure.storage import keys
 from perdure.types import RunRequest
 from tests import loop_agent
@@ -34,7 +34,7 @@ async def test_a_cancelled_run_takes_groups_rollouts_and_agents_along(stack: Sta
     await stack.held(*stack.requests)
     await stack.temporal_cli("workflow", "cancel", "--workflow-id", run.workflow_id)
 
-    with pytest.raises(WorkflowFailureError):
+    with pytest.raises(Cancelled):
         await handle.result()
     manifest = json.loads((await stack.store.get(keys.manifest(run.run_id))).data)
     assert manifest["by_status"] == {"cancelled": SAMPLES}
@@ -60,7 +60,7 @@ async def test_a_cancelled_run_started_again_finishes(stack: Stack) -> None:
     graded = await stack.episode(first)
     await stack.at(second, "grade_in_fresh_sandbox")
     await handle.cancel()
-    with pytest.raises(WorkflowFailureError):
+    with pytest.raises(Cancelled):
         await handle.result()
     calls = stack.engine.stats().calls
     summary = await (await stack.perdure.start_run(run)).result()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Group
 from rich.live import Live
-from temporalio.client import WorkflowFailureError
 from temporalio.service import RPCError
 
 from perdure.cli import render
@@ -18,7 +17,7 @@ from perdure.cli.console import say
 from perdure.cli.render import View
 from perdure.cli.standing import FAILED, WAITS, standings
 from perdure.client.api import RolloutInfo, RunHandle, RunProgress
-from perdure.errors import ActionNeeded, PerdureError
+from perdure.errors import ActionNeeded
 
 LOOK_EVERY_S = 1.0
 ASK_EVERY_S = 15.0
@@ -27,14 +26,10 @@ ASK_EVERY_S = 15.0
 Show = Callable[[View], None]
 
 
-class RunFailed(PerdureError):
-    """The run's workflow ended without a result."""
-
-
 async def follow(run: RunHandle, show: Show) -> RunProgress:
     """Show the run until it ends; return how it stood then.
 
-    Raises: RunFailed; ActionNeeded when the run waits for a person.
+    Raises: NoResult, Cancelled; ActionNeeded when the run waits for a person.
     """
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -61,8 +56,6 @@ async def follow(run: RunHandle, show: Show) -> RunProgress:
             _needs_nobody(progress)
             await asyncio.wait({end}, timeout=LOOK_EVERY_S)
         end.result()
-    except WorkflowFailureError as error:
-        raise RunFailed(f"run {run.run_id} ended without a result: {_root(error)}") from error
     finally:
         end.cancel()
     return await run.progress()
@@ -85,12 +78,6 @@ def _needs_nobody(progress: RunProgress) -> None:
             f"run {progress.run_id} waits for you: {progress.attention}; "
             f"mend it, then `perdure resume {progress.run_id}`"
         )
-
-
-def _root(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error)
 
 
 @contextlib.contextmanager

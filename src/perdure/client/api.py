@@ -15,6 +15,7 @@ from temporalio.client import (
     Client,
     WorkflowExecution,
     WorkflowExecutionStatus,
+    WorkflowFailureError,
     WorkflowHandle,
     WorkflowQueryFailedError,
     WorkflowUpdateRPCTimeoutOrCancelledError,
@@ -26,7 +27,7 @@ from temporalio.common import (
     WorkflowIDConflictPolicy,
     WorkflowIDReusePolicy,
 )
-from temporalio.exceptions import WorkflowAlreadyStartedError
+from temporalio.exceptions import CancelledError, WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from perdure.agents.check import check_options
@@ -34,7 +35,7 @@ from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.connection import connect
 from perdure.client.host_variables import rollout_with_defaults, run_with_defaults
-from perdure.errors import NotFound
+from perdure.errors import Cancelled, NoResult, NotFound
 from perdure.types import EpisodeRef, Frozen, GroupRequest, RolloutRequest, RunRequest
 
 Result = TypeVar("Result")
@@ -239,9 +240,9 @@ class RunHandle:
     async def result(self) -> dict[str, Any]:
         """Wait to the end, through restarts of the server. The run's summary.
 
-        Raises: temporalio WorkflowFailureError when the run failed or was cancelled.
+        Raises: Cancelled; NoResult when the run failed or was terminated; NotFound.
         """
-        summary: dict[str, Any] = await _durably(self.handle.result)
+        summary: dict[str, Any] = await _result(self.handle, f"run '{self.run_id}'")
         return summary
 
     async def pause(self) -> RunProgress:
@@ -295,7 +296,9 @@ class GroupHandle:
                 yield episode
 
     async def result(self) -> dict[str, Any]:
-        result: dict[str, Any] = await _durably(self.handle.result)
+        """Wait to the end, as for a run. Raises: Cancelled, NoResult, NotFound."""
+        what = f"group '{self.handle.id.removeprefix('group/')}'"
+        result: dict[str, Any] = await _result(self.handle, what)
         return result
 
     async def cancel(self) -> None:
@@ -323,7 +326,12 @@ class RolloutHandle:
         self.handle = handle
 
     async def result(self) -> EpisodeRef:
-        return EpisodeRef.model_validate(await _durably(self.handle.result))
+        """Wait to the end; one that failed has its episode too, with `failure`.
+
+        Raises: Cancelled (its episode is in the store); NoResult; NotFound.
+        """
+        what = f"rollout '{self.handle.id.removeprefix('rollout/')}'"
+        return EpisodeRef.model_validate(await _result(self.handle, what))
 
     async def state(self) -> dict[str, Any]:
         state: dict[str, Any] = await self.handle.query("state", result_type=dict)
@@ -354,6 +362,27 @@ async def _durably(call: Callable[[], Awaitable[Result]]) -> Result:
                 raise
         await asyncio.sleep(pause)
         pause = min(pause * 2, 15.0)
+
+
+async def _result(handle: WorkflowHandle[Any, Any], what: str) -> Any:
+    """Raises: Cancelled, NoResult, NotFound; each with the reason in its message."""
+    try:
+        return await _durably(handle.result)
+    except WorkflowFailureError as failure:
+        if isinstance(failure.cause, CancelledError):
+            raise Cancelled(f"{what} was cancelled") from failure
+        raise NoResult(f"{what} ended without a result: {_reason(failure)}") from failure
+    except RPCError as error:
+        if error.status is RPCStatusCode.NOT_FOUND:
+            raise NotFound(f"{what} does not exist") from error
+        raise
+
+
+def _reason(error: BaseException) -> str:
+    """What the innermost error says."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(getattr(error, "message", "") or error)
 
 
 async def _cancel(handle: WorkflowHandle[Any, Any], what: str) -> None:

@@ -9,10 +9,9 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from temporalio.client import WorkflowFailureError
-from temporalio.exceptions import CancelledError
 from temporalio.service import RPCError
 
+from perdure.errors import Cancelled
 from perdure.types import EpisodeRef, GroupRequest, RolloutStatus
 
 if TYPE_CHECKING:
@@ -60,7 +59,8 @@ async def collect(
 
     At most `in_flight` groups run at a time. Those still running at the end, or when the caller
     stops listening, are cancelled, or kept: the same request joins them later. Raises:
-    ConfigurationError for a bad request; ValueError for `tokens` or `in_flight` below 1.
+    ConfigurationError for a bad request; NoResult when a group failed or was terminated; ValueError
+    for `tokens` or `in_flight` below 1.
     """
     _check(tokens, in_flight)
     source = _stream(requests)
@@ -104,12 +104,9 @@ async def _stream(
 
 
 async def _finished(handle: "GroupHandle", request: GroupRequest) -> FinishedGroup:
-    """One that somebody cancelled counts with the episodes it has. Raises: WorkflowFailureError."""
-    try:
+    """One that somebody cancelled counts with the episodes it has. Raises: NoResult."""
+    with contextlib.suppress(Cancelled):
         await handle.result()
-    except WorkflowFailureError as failure:
-        if not isinstance(failure.cause, CancelledError):
-            raise
     return FinishedGroup(request.group_id, tuple([e async for e in handle.episodes()]))
 
 

@@ -1,7 +1,7 @@
 """The sync twin: the same calls for trainers without an event loop.
 
 One background thread runs one event loop and one connection per process; every call here is a
-thin shell over `perdure.client.api`.
+thin shell over `perdure.client.api`, and raises what that says.
 """
 
 import asyncio
@@ -45,6 +45,9 @@ class Perdure:
 
     def run(self, run_id: str) -> "RunHandle":
         return RunHandle(self._loop, self._loop.do(self._api.run(run_id)))
+
+    def rollout(self, workflow_id: str) -> "RolloutHandle":
+        return RolloutHandle(self._loop, self._api.rollout(workflow_id))
 
     def collect(
         self, requests: Iterable[GroupRequest], *, tokens: int, **options: Any
@@ -113,6 +116,9 @@ class RolloutHandle:
 
     def result(self) -> EpisodeRef:
         return self._loop.do(self._handle.result())
+
+    def state(self) -> dict[str, Any]:
+        return self._loop.do(self._handle.state())
 
     def cancel(self) -> None:
         self._loop.do(self._handle.cancel())
