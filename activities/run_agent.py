@@ -26,6 +26,8 @@ KILLED_S = 10.0
 """What a killed agent takes to be gone."""
 TAIL = 4 << 20
 """Bytes of the agent's own output that are kept."""
+REASON_LIMIT = 300
+"""Characters; a pool may have many engines, each with its trouble."""
 
 
 class RunAgent:
@@ -44,7 +46,7 @@ class RunAgent:
             async with reached(self.services, attempt, sandbox) as way:
                 await self._start_once(attempt, sandbox, way.url)
                 if session is not None:
-                    report(turns=session.turns)
+                    _report(session)
                 status = await self._watch(attempt, sandbox, way)
             run = await self._conclude(attempt, sandbox, status)
         except asyncio.CancelledError:
@@ -138,7 +140,7 @@ class RunAgent:
                 await sandbox.touch(self.services.settings.sandbox_ttl_s)
             if needs_model:
                 session = await self.services.gateway.get(self._session_id(attempt))
-                report(turns=session.turns)
+                _report(session)
                 if session.too_stale:  # whatever the agent makes of it, there is no verdict here
                     await sandbox.signal(EXEC_ID, signal.SIGKILL)
                     status = await sandbox.wait(EXEC_ID, KILLED_S)
@@ -209,6 +211,13 @@ class RunAgent:
             await checkpoints.write(self.services.store, key, run)
         except PerdureError:
             return  # the evidence is a courtesy here; the sandbox is destroyed either way
+
+
+def _report(session: SessionSummary) -> None:
+    """For whoever looks at a rollout that runs."""
+    waits = session.waits
+    told = {"since": round(waits.since), "reason": waits.reason[:REASON_LIMIT]} if waits else None
+    report(turns=session.turns, waits=told)
 
 
 def _versions(request: RolloutRequest) -> dict[str, str]:

@@ -14,8 +14,13 @@ from temporalio.client import WorkflowFailureError
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import ApplicationError, CancelledError
 
+from perdure.cli.standing import standing
 from perdure.client import names
 from perdure.episodes import turns
+from perdure.serving.registration import add_engine, remove_engine
+from perdure.serving.roster import StoredRoster, roster_key
+from perdure.serving.secret import load_secret
+from perdure.serving.state import name_of
 from perdure.types import EpisodeRef, Outcome, RolloutRequest, RolloutStatus, Turn
 from tests import stack as stacks
 from tests.stack import TURNS, Stack, until
@@ -281,3 +286,22 @@ async def _activities(stack: Stack, request: RolloutRequest) -> list[str]:
         for event in (await stack.handle(request).fetch_history()).events
         if event.HasField("activity_task_scheduled_event_attributes")
     ]
+
+
+async def test_a_rollout_that_waits_for_an_engine_says_so(stack: Stack) -> None:
+    """Its engine is taken out: whoever asks is told of the wait, until the engine is back."""
+    roster = StoredRoster(stack.store, roster_key(load_secret(stack.settings)))
+    await remove_engine(roster, name_of(stack.engine.url))
+    try:
+        request = await stack.start("waits")
+
+        async def told() -> bool:
+            return ": waits for an engine since " in await standing(
+                stack.client, request.workflow_id
+            )
+
+        await until(told, "the wait is told")
+    finally:
+        await add_engine(roster, stack.engine.url, "policy", 1.0, "vllm")
+
+    await stack.solved_once(request)

@@ -1,5 +1,8 @@
 """What `perdure show` and `perdure status` say of a rollout that is open, on a real server."""
 
+import asyncio
+import re
+import time
 from collections.abc import AsyncIterator
 from datetime import timedelta
 
@@ -14,11 +17,31 @@ from tests.stack import until
 
 QUEUE = "standing"
 WHY = "image 'python:3.11': no such host"
+LACKS = "vllm at 10.0.0.7:8000 is suspect"
 
 
 @activity.defn(name="boot_sandbox")
 async def boot() -> None:
     raise ApplicationError(WHY)
+
+
+@activity.defn(name="run_agent")
+async def run_agent() -> None:
+    waits = {"since": round(time.time()) - 75, "reason": LACKS}
+    activity.heartbeat({"turns": 3, "waits": waits})
+    await asyncio.Event().wait()
+
+
+@workflow.defn
+class Runs:
+    """Its agent waits for an engine."""
+
+    @workflow.run
+    async def run(self) -> None:
+        minute = timedelta(minutes=1)
+        await workflow.execute_activity(
+            run_agent, start_to_close_timeout=minute, heartbeat_timeout=minute
+        )
 
 
 @workflow.defn
@@ -48,8 +71,8 @@ async def worker(client: Client) -> AsyncIterator[None]:
     async with Worker(
         client,
         task_queue=QUEUE,
-        workflows=[Boots, Waits],
-        activities=[boot],
+        workflows=[Boots, Runs, Waits],
+        activities=[boot, run_agent],
         workflow_runner=UnsandboxedWorkflowRunner(),
     ):
         yield
@@ -60,13 +83,28 @@ async def test_a_step_that_fails_is_told_with_its_reason(client: Client) -> None
     """The step, the try and the last failure stand in one line."""
     await client.start_workflow(Boots.run, id="rollout/r/i/0", task_queue=QUEUE)
 
-    async def failed_once() -> bool:
-        return WHY in await standing(client, "rollout/r/i/0")
+    async def failed_once() -> str:
+        line = await standing(client, "rollout/r/i/0")
+        return line if WHY in line else ""
 
-    await until(failed_once, "the reason is told")
-    line = await standing(client, "rollout/r/i/0")
+    line = await until(failed_once, "the reason is told")
 
     assert line.startswith("boot_sandbox, try ")
+
+
+@pytest.mark.usefixtures("worker")
+async def test_an_agent_that_waits_for_an_engine_is_told_since_when(client: Client) -> None:
+    """How far it is, since when it waits and what the engines lack, from its last heartbeat."""
+    await client.start_workflow(Runs.run, id="rollout/r/i/3", task_queue=QUEUE)
+
+    async def beaten() -> bool:
+        return LACKS in await standing(client, "rollout/r/i/3")
+
+    await until(beaten, "the wait is told")
+    line = await standing(client, "rollout/r/i/3")
+
+    told = r"run_agent, 3 turns: waits for an engine since \d\d:\d\d:\d\d \(1:\d\d\): "
+    assert re.fullmatch(told + re.escape(LACKS), line), line
 
 
 @pytest.mark.usefixtures("worker")
@@ -74,7 +112,11 @@ async def test_a_wait_is_told_in_the_rollouts_own_words(client: Client) -> None:
     """Without a step under way, its newest line is the answer."""
     await client.start_workflow(Waits.run, id="rollout/r/i/1", task_queue=QUEUE)
 
-    assert await standing(client, "rollout/r/i/1") == "waits for its turn"
+    async def answered() -> str:
+        line = await standing(client, "rollout/r/i/1")
+        return "" if line.startswith("no worker tells") else line
+
+    assert await until(answered, "a worker tells") == "waits for its turn"
 
 
 async def test_an_unknown_rollout_stands_nowhere(client: Client) -> None:

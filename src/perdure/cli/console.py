@@ -19,6 +19,13 @@ progress = Console(stderr=True, highlight=False, soft_wrap=True)
 PIPED_COLUMNS = 160
 
 
+def only_one_of(**given: bool) -> None:
+    """Refuse flags that each want stdout for themselves. Raises: click.UsageError naming them."""
+    flags = [f"--{name}" for name, asked in given.items() if asked]
+    if len(flags) > 1:
+        raise click.UsageError(f"{' and '.join(flags)} exclude each other: give one of them")
+
+
 def answer(document: Any) -> None:
     """The JSON answer of a command: one document, nothing else."""
     click.echo(json.dumps(document, indent=1, default=str))
@@ -33,6 +40,11 @@ def print_table(table: RenderableType) -> None:
     """A table as the answer, on stdout; as wide as it needs where nobody sees it scroll."""
     wide = None if Console().is_terminal else PIPED_COLUMNS
     Console(highlight=False, width=wide).print(table)
+
+
+def many(count: int, noun: str) -> str:
+    """`1 rollout`, `2 rollouts`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def me() -> str:

@@ -4,13 +4,17 @@ The store holds what finished; this is the rest.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 from temporalio.api.workflow.v1 import PendingActivityInfo
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
 from temporalio.service import RPCError
 
+from perdure.cli.console import many
+from perdure.cli.render import clock
 from perdure.client.api import RolloutInfo
 
 QUIET = timedelta(seconds=5)
@@ -31,7 +35,8 @@ async def standing(client: Client, workflow_id: str) -> str:
         return ""
     pending = list(described.raw_description.pending_activities)
     if pending:
-        return _of_step(max(pending, key=lambda step: step.attempt))
+        step = max(pending, key=lambda step: step.attempt)
+        return _of_step(step, await _progress(client, step))
     try:
         state = await handle.query("state", result_type=dict, rpc_timeout=QUIET)
     except (RPCError, WorkflowQueryFailedError):
@@ -40,11 +45,27 @@ async def standing(client: Client, workflow_id: str) -> str:
     return str(last[0])
 
 
-def _of_step(step: PendingActivityInfo) -> str:
-    said = step.last_failure.message
-    if not said:
-        return step.activity_type.name
-    return f"{step.activity_type.name}, try {step.attempt}{FAILED}{said}"
+async def _progress(client: Client, step: PendingActivityInfo) -> dict[str, Any]:
+    """What the step told with its last heartbeat (`activities.shell.report`)."""
+    told = await client.data_converter.decode(list(step.heartbeat_details.payloads))
+    return told[0] if told and isinstance(told[0], dict) else {}
+
+
+def _of_step(step: PendingActivityInfo, progress: dict[str, Any]) -> str:
+    turns, waits, said = progress.get("turns"), progress.get("waits"), step.last_failure.message
+    line = step.activity_type.name
+    line += "" if turns is None else f", {many(turns, 'turn')}"
+    line += f", try {step.attempt}" if said else ""
+    if waits:
+        return line + _wait(waits)
+    return line + (f"{FAILED}{said}" if said else "")
+
+
+def _wait(waits: dict[str, Any]) -> str:
+    """`: waits for an engine since 16:31:05 (2:10): vllm at 10.0.0.7:8000 is suspect`."""
+    since = time.strftime("%H:%M:%S", time.localtime(waits["since"]))
+    seconds = max(0.0, time.time() - waits["since"])
+    return f"{WAITS}an engine since {since} ({clock(seconds)}): {waits['reason']}"
 
 
 async def standings(client: Client, rollouts: Sequence[RolloutInfo]) -> list[str]:

@@ -244,7 +244,10 @@ async def _open(request: Request) -> Response:
 
 
 async def _get(request: Request) -> Response:
-    summary = await _gateway(request).sessions.get(request.path_params["session_id"])
+    gateway, session_id = _gateway(request), request.path_params["session_id"]
+    summary = await gateway.sessions.get(session_id)
+    if waits := gateway.engines.waits(session_id):
+        summary = summary.model_copy(update={"waits": waits})
     return Response(summary.model_dump_json(), media_type="application/json")
 
 

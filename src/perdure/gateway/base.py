@@ -54,6 +54,15 @@ class SessionSpec(Frozen):
     match, without the engine, until the first that differs."""
 
 
+class Wait(Frozen):
+    """A call that no engine has taken yet, or whose last try no engine answered."""
+
+    since: float
+    """Unix seconds."""
+    reason: str
+    """What the engines lack, for people."""
+
+
 class SessionSummary(Frozen):
     session_id: str
     open: bool
@@ -71,6 +80,8 @@ class SessionSummary(Frozen):
     replayed_turns: int = 0
     """Turns answered from the earlier attempt's recording."""
     replayed_tokens: int = 0
+    waits: Wait | None = None
+    """For an engine, at this moment; known to the gateway process that has the call, and no other."""
 
 
 def session_key(secret: bytes, session_id: str) -> str:

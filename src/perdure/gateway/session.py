@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from perdure.gateway.base import Answer, Refused, SessionSpec, SessionSummary
+from perdure.gateway.base import Answer, Refused, SessionSpec, SessionSummary, Wait
 from perdure.gateway.canonical import Rolled, ToolDigests
 from perdure.gateway.chains import Node, Tree
 from perdure.gateway.records import CLOSED, SEALED, STALE, TURN, TurnRecord, from_journal
@@ -68,6 +68,8 @@ class Session:
     """Where another process sampled its newest turn: its KV cache is there."""
     too_stale: str = ""
     """Why its calls are refused, in every gateway process, once one was."""
+    unanswered: Wait | None = None
+    """The engines gave up on its last call; the agent may try again."""
     commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the journal is read or written for this session."""
     close_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -134,4 +136,5 @@ class Session:
             too_stale=self.too_stale,
             replayed_turns=totals.replayed_turns,
             replayed_tokens=totals.replayed_tokens,
+            waits=None if self.sealed else self.unanswered,
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from perdure.errors import ConfigurationError, NotFound
+from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
 from perdure.gateway.base import (
     SESSION_ID,
     TOO_STALE,
@@ -27,6 +27,7 @@ from perdure.gateway.base import (
     Refused,
     SessionSpec,
     SessionSummary,
+    Wait,
 )
 from perdure.gateway.canonical import ToolDigests
 from perdure.gateway.chains import Node, Place, Tree
@@ -331,12 +332,19 @@ class Sessions:
 
     async def _sampled(self, asked: Asked) -> TurnRecord:
         """A refusal that ends the rollout is journaled: whoever watches it may ask elsewhere."""
+        session = asked.session
         try:
-            return await self._maker.sampled(asked)
+            sampled = await self._maker.sampled(asked)
         except Refused as refused:
             if refused.code == TOO_STALE:
-                await self._note_stale(asked.session, str(refused))
+                await self._note_stale(session, str(refused))
             raise
+        except GatewayUnavailable as error:
+            since = session.unanswered.since if session.unanswered else time.time()
+            session.unanswered = Wait(since=since, reason=str(error))
+            raise
+        session.unanswered = None
+        return sampled
 
     def _replayable(self, asked: Asked) -> Recorded | None:
         recording = asked.session.recording

@@ -10,7 +10,7 @@ import os
 import httpx
 
 from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable, PerdureError
-from perdure.gateway.base import DEFAULT_MODEL, Engine
+from perdure.gateway.base import DEFAULT_MODEL, Engine, Wait
 from perdure.gateway.engines.anthropic_hosted import AnthropicHosted
 from perdure.gateway.engines.metrics import pool_metrics
 from perdure.gateway.engines.openai_hosted import OpenAIHosted
@@ -94,6 +94,10 @@ class Engines:
         """A session ended: its seat is free."""
         if self._pool is not None:
             self._pool.left(session_id)
+
+    def waits(self, session_id: str) -> Wait | None:
+        """Whether a call of the session waits for an engine of the pool."""
+        return None if self._pool is None else self._pool.waits(session_id)
 
     def metrics(self) -> bytes:
         """Prometheus text of the pool; empty while there is none."""

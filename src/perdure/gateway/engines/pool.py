@@ -5,15 +5,16 @@ each in `seats`, one completion in `call`, who sits where in `leases`.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
 import structlog
 
 from perdure.errors import Boundary, GatewayUnavailable
-from perdure.gateway.base import NO_LABELS, TOO_STALE, Completion, Refused
+from perdure.gateway.base import NO_LABELS, TOO_STALE, Completion, Refused, Wait
 from perdure.gateway.engines.call import MOST_MOVES, Call
 from perdure.gateway.engines.fleet import EngineSpec, Fleet, Key
 from perdure.gateway.engines.leases import Boot, Leases
@@ -70,6 +71,8 @@ class EnginePool:
         weights are announced."""
         self.leases = Leases()
         self._queue = FairQueue()
+        self._unseated: dict[str, dict[Call, float]] = {}
+        """By session: the calls that wait, and since when (unix seconds)."""
         self._model, self._patience_s = model, patience_s
         self._fleet = Fleet(
             roster,
@@ -98,6 +101,15 @@ class EnginePool:
     def waiting(self) -> int:
         """Calls without a seat."""
         return len(self._queue)
+
+    def waits(self, session_id: str) -> Wait | None:
+        """Since when a call of the session waits for a seat, and what the engines lack."""
+        waiting = self._unseated.get(session_id)
+        if not waiting:
+            return None
+        call, since = next(iter(waiting.items()))
+        full = "every engine that is ready is full" if self._usable(call) else ""
+        return Wait(since=since, reason=full or self._states(call))
 
     async def start(self) -> None:
         """Know the engines and watch them. Repeating is harmless. Raises: StoreUnavailable."""
@@ -196,13 +208,25 @@ class EnginePool:
         self._queue.serve()  # those who came earlier, first
         if self._line(call) in self._queue or not self._try_seat(call):
             try:
-                await self._wait(call)
+                with self._known_to_wait(call):
+                    await self._wait(call)
             except BaseException:
                 self._give_back(call)  # it was given at the moment when nobody wanted it any more
                 raise
         seat, call.seat = call.seat, None
         assert seat is not None
         return seat
+
+    @contextlib.contextmanager
+    def _known_to_wait(self, call: Call) -> Iterator[None]:
+        waiting = self._unseated.setdefault(call.session_id, {})
+        waiting[call] = time.time()
+        try:
+            yield
+        finally:
+            del waiting[call]
+            if not waiting:
+                self._unseated.pop(call.session_id, None)
 
     def _line(self, call: Call) -> tuple[object, ...]:
         """Who keeps a seat waits behind nobody who has none; else runs wait each for their versions, a
@@ -282,15 +306,19 @@ class EnginePool:
         return Refused(400, "engine_refused", why[0] + hint)
 
     def _unusable(self, call: Call) -> GatewayUnavailable:
+        return GatewayUnavailable(
+            f"no engine is ready: {self._states(call)}", boundary=Boundary.ENGINE
+        )
+
+    def _states(self, call: Call) -> str:
+        """What each engine lacks, for people."""
         states = "; ".join(
             f"{seat.engine.name} is {seat.record.state}"
             + (f" ({seat.record.reason})" if seat.record.reason else "")
             + call.versions.lacked_by(seat.record)
             for seat in self.seats.values()
         )
-        return GatewayUnavailable(
-            f"no engine is ready: {states or 'none is registered'}", boundary=Boundary.ENGINE
-        )
+        return states or "none is registered"
 
     async def _sample(self, seat: Seat, call: Call) -> FinishReason:
         record, now = seat.record, time.monotonic()

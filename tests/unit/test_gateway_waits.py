@@ -1,0 +1,131 @@
+"""Whoever watches a session learns that it waits for an engine, since when, and what the engines lack."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from perdure.cli.ports import free_port
+from perdure.gateway.base import Wait
+from perdure.gateway.engines.leases import Capacity
+from perdure.gateway.engines.pool import EnginePool, EngineSpec
+from perdure.gateway.engines.wire import new_client
+from perdure.serving.roster import LoneRoster
+from perdure.testing.local_gateway import LocalGateway
+from perdure.testing.scripted_engine import ScriptedEngine
+
+SCRIPTS = {"default": {"turns": [{"content": "Done."}]}}
+
+
+class One(Capacity):
+    """Room for one agent, whatever is seen of the engine."""
+
+    def observe(self, *_: object, **__: object) -> None:
+        """Nothing of it counts."""
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine(SCRIPTS) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[EnginePool]:
+    """Without an engine."""
+    async with new_client() as client:
+        pool = EnginePool(LoneRoster(), client, poll_s=0.05)
+        await pool.start()
+        yield pool
+        await pool.aclose()
+
+
+def ask(pool: EnginePool, session: str) -> "asyncio.Task[object]":
+    call = pool.generate([1, 2], {"max_tokens": 4}, session_id=session, request_id=f"{session}-0")
+    return asyncio.ensure_future(call)
+
+
+async def until(told: Callable[[], Awaitable[Wait | None]]) -> Wait:
+    async with asyncio.timeout(60):  # what is never told would be waited for for ever
+        while (wait := await told()) is None:
+            await asyncio.sleep(0.01)
+    return wait
+
+
+async def test_a_call_waits_until_an_engine_comes(pool: EnginePool, engine: ScriptedEngine) -> None:
+    """An empty pool is told as such; with the answer the wait is over."""
+
+    async def waits() -> Wait | None:
+        return pool.waits("s")
+
+    asked = ask(pool, "s")
+    wait = await until(waits)
+    await pool.add(EngineSpec(engine.url))
+    await asked
+
+    assert (wait.reason, pool.waits("s"), pool.waits("another")) == (
+        "none is registered",
+        None,
+        None,
+    )
+
+
+async def test_a_call_that_finds_no_seat_waits_for_one(
+    pool: EnginePool, engine: ScriptedEngine
+) -> None:
+    """Engines that are ready and full are told from engines that are not ready."""
+    await pool.add(EngineSpec(engine.url))
+    (seat,) = pool.seats.values()
+    seat.capacity = One(agents=1)
+    await ask(pool, "first")
+
+    async def waits() -> Wait | None:
+        return pool.waits("second")
+
+    asked = ask(pool, "second")
+    wait = await until(waits)
+    pool.left("first")
+    await asked
+
+    assert wait.reason == "every engine that is ready is full"
+
+
+async def _call(gateway: LocalGateway, key: str) -> int:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60.0) as http:
+        body = {"model": "policy", "messages": [{"role": "user", "content": "Go."}]}
+        headers = {"authorization": f"Bearer {key}"}
+        return (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code
+
+
+async def test_a_wait_stands_in_the_sessions_summary(tmp_path: Path) -> None:
+    """Whoever holds the control token reads which engine is missing, while the call waits."""
+    url = f"http://127.0.0.1:{free_port()}"
+    async with LocalGateway(tmp_path, engine_url=url, engine_kind="vllm") as gateway:
+        asked = asyncio.ensure_future(_call(gateway, await gateway.open("s")))
+
+        async def waits() -> Wait | None:
+            return (await gateway.control.get("s")).waits
+
+        wait = await until(waits)
+        asked.cancel()
+
+    assert url.removeprefix("http://") in wait.reason
+
+
+async def test_calls_that_no_engine_answered_count_from_the_first(tmp_path: Path) -> None:
+    """An agent that is refused tries again: since when is told, until it has an answer or ends."""
+    url = f"http://127.0.0.1:{free_port()}"
+    told: list[Wait | None] = []
+    async with LocalGateway(tmp_path, engine_url=url) as gateway:
+        key = await gateway.open("s")
+        for _ in range(2):
+            assert await _call(gateway, key) == httpx.codes.SERVICE_UNAVAILABLE
+            told.append((await gateway.control.get("s")).waits)
+        closed = await gateway.control.close("s")
+
+    first, second = told
+    assert first is not None
+    assert second is not None
+    assert (first.since, closed.waits) == (second.since, None)
