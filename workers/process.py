@@ -26,7 +26,7 @@ from perdure import registry
 from perdure.client import names
 from perdure.client.connection import connect
 from perdure.errors import PerdureError
-from perdure.settings import Settings
+from perdure.settings import Settings, load_settings
 from perdure.telemetry import configure_logging, metrics, temporal_runtime
 
 STAGES = ("workflows", "boot", "agent", "grade", "io")
@@ -113,10 +113,10 @@ async def _ensure_reaper(client: Client, host: str) -> None:
 def main(*stages: str) -> None:
     """Entry of every `python -m workers.<name>`. Exit code 1 with one line when it cannot start."""
     chosen = stages or STAGES
-    settings = Settings()
-    configure_logging(settings, f"worker-{chosen[0] if len(chosen) == 1 else 'all'}")
     code = 0
     try:
+        settings = load_settings()
+        configure_logging(settings, f"worker-{chosen[0] if len(chosen) == 1 else 'all'}")
         asyncio.run(serve(settings, chosen))
     except PerdureError as error:
         log.error("cannot start", reason=str(error))

@@ -38,12 +38,10 @@ GRADERS = {
 }
 
 
-def load(kind: str, table: dict[str, str], name: str) -> Any:
-    """The object that `name` stands for: a registered name, or a dotted path `package.module:Name`.
+def path_of(kind: str, table: dict[str, str], name: str) -> str:
+    """The dotted path of a name, which need not be importable here.
 
-    Raises:
-        ConfigurationError: the name is unknown (the message lists the known ones), or the dotted
-            path cannot be imported.
+    Raises: ConfigurationError listing the known names.
     """
     path = table.get(name, name)
     if ":" not in path:
@@ -51,6 +49,17 @@ def load(kind: str, table: dict[str, str], name: str) -> Any:
         raise ConfigurationError(
             f"unknown {kind} {name!r}: use one of {known}, or a dotted path package.module:Name"
         )
+    return path
+
+
+def load(kind: str, table: dict[str, str], name: str) -> Any:
+    """The object that `name` stands for: a registered name, or a dotted path `package.module:Name`.
+
+    Raises:
+        ConfigurationError: the name is unknown (the message lists the known ones), or the dotted
+            path cannot be imported.
+    """
+    path = path_of(kind, table, name)
     module_name, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)

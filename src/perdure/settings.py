@@ -5,26 +5,33 @@ Temporal's own address, namespace, TLS and profile come from the CLI's variables
 (`TEMPORAL_ADDRESS`, `TEMPORAL_NAMESPACE`, `TEMPORAL_PROFILE`, ...), not from here.
 """
 
+import difflib
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
+from perdure import registry
+from perdure.errors import ConfigurationError
 from perdure.types import AccountCaps
+
+PREFIX = "PERDURE_"
 
 
 class Settings(BaseSettings):
     """Resolved once per process; `run.json` keeps the resolved copy beside each run."""
 
     model_config = SettingsConfigDict(
-        env_prefix="PERDURE_",
+        env_prefix=PREFIX,
         toml_file=os.environ.get("PERDURE_CONFIG", "perdure.toml"),
         extra="forbid",
         frozen=True,
@@ -88,6 +95,23 @@ class Settings(BaseSettings):
     log_json: bool = True
     """Log one JSON object a line; False prints for people."""
 
+    @field_validator("sandbox_caps")
+    @classmethod
+    def _providers_are_known(cls, caps: dict[str, AccountCaps]) -> dict[str, AccountCaps]:
+        for name in caps:
+            try:
+                registry.path_of("sandbox", registry.SANDBOXES, name)
+            except ConfigurationError as error:
+                raise ValueError(str(error)) from None
+        return caps
+
+    @field_validator("gateway_url", "s3_endpoint_url")
+    @classmethod
+    def _urls_have_a_scheme(cls, url: str | None) -> str | None:
+        if url and not url.startswith(("http://", "https://")):
+            raise ValueError("write a URL that starts with http:// or https://")
+        return url
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -111,3 +135,44 @@ class Settings(BaseSettings):
     def gateway_socket(self) -> Path:
         """The gateway's unix socket, bound into local sandboxes."""
         return self.home.absolute() / "run" / "gateway.sock"
+
+
+def load_settings() -> Settings:
+    """Raises: ConfigurationError naming the variable or the TOML key, and the fix."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        raise ConfigurationError(_complaint(error)) from error
+    except SettingsError as error:
+        raise ConfigurationError(_no_json(error)) from error
+    except ValueError as error:  # the TOML file does not parse
+        raise ConfigurationError(f"{toml_file()}: {error}") from error
+
+
+def toml_file() -> Path:
+    """The file that would be read; it need not exist."""
+    return Path(str(Settings.model_config.get("toml_file"))).absolute()
+
+
+def _complaint(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"])
+    variable, inner = PREFIX + str(first["loc"][0]).upper(), ".".join(map(str, first["loc"][1:]))
+    message = first["msg"].removeprefix("Value error, ")
+    told = f"{message[:1].lower()}{message[1:]}"
+    if inner and variable in os.environ:
+        unknown = first["type"] == "extra_forbidden"
+        return f"{variable}: {inner!r} " + ("is no field of it" if unknown else f"is wrong: {told}")
+    if first["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(name, Settings.model_fields, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else "`perdure settings` lists them"
+        return f"{toml_file().name}: {name!r} is no setting: {hint}"
+    where = variable if variable in os.environ else f"{toml_file().name}: {name}"
+    return f"{where}={first['input']!r}: {told}"
+
+
+def _no_json(error: SettingsError) -> str:
+    """A variable whose value is an object, and was not written as one."""
+    field = re.search(r'field "(\w+)"', str(error))
+    variable = PREFIX + (field[1].upper() if field else "?")
+    return f"{variable}={os.environ.get(variable, '')!r} is not JSON: {error.__cause__}"

@@ -6,11 +6,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.shell_completion import BashComplete
 
@@ -20,6 +21,7 @@ from perdure.episodes.assemble import EpisodeParts
 from perdure.errors import ConfigurationError
 from perdure.storage.local import LocalStore
 from perdure.types import RolloutRequest, RolloutStatus
+from tests import held_ports
 
 HEAVY = ("pydantic", "temporalio", "structlog", "rich", "pyarrow", "asyncio", "perdure.settings")
 
@@ -79,6 +81,29 @@ def test_every_command_explains_itself(command: str, perdure: Perdure) -> None:
     done = perdure(command, "--help")
 
     assert (done.code, done.stdout[:6]) == (0, "Usage:"), done.stderr
+
+
+def helps(command: click.Command, name: str) -> Iterator[tuple[str, str]]:
+    """The help text of a command and of every one under it, as 80 columns show it."""
+    context = click.Context(command, info_name=name, max_content_width=80, terminal_width=80)
+    yield name, command.get_help(context)
+    if isinstance(command, click.Group):
+        for word in command.list_commands(context):
+            child = command.get_command(context, word)
+            assert child is not None, word
+            yield from helps(child, f"{name} {word}")
+
+
+def test_no_help_is_cut_or_wider_than_a_terminal() -> None:
+    """At 80 columns each line fits, and each command's line is whole."""
+    wrong = [
+        f"{name}: {line}"
+        for name, text in helps(cli, "perdure")
+        for line in text.splitlines()
+        if len(line) > 80 or (line.endswith("...") and not line.startswith("Usage:"))
+    ]
+
+    assert wrong == []
 
 
 def test_mistyped_command_is_answered_with_the_right_one(tmp_path: Path, perdure: Perdure) -> None:
@@ -195,6 +220,10 @@ def test_bad_value_in_the_file_names_file_and_key(tmp_path: Path, perdure: Perdu
         ("{bad", "PERDURE_SANDBOX_CAPS='{bad' is not JSON: Expecting property name"),
         ('{"e2b": {"lve": 1}}', "PERDURE_SANDBOX_CAPS: 'e2b.lve' is no field of it"),
         ('{"e2b": {"live": "x"}}', "PERDURE_SANDBOX_CAPS: 'e2b.live' is wrong: input should be"),
+        (
+            '{"e2bb": {"live": 1}}',
+            "PERDURE_SANDBOX_CAPS={'e2bb': {'live': 1}}: unknown sandbox 'e2bb': use one of apptainer, ",
+        ),
     ],
 )
 def test_bad_object_in_a_variable_is_blamed_on_the_variable(
@@ -204,6 +233,32 @@ def test_bad_object_in_a_variable_is_blamed_on_the_variable(
     monkeypatch.setenv("PERDURE_SANDBOX_CAPS", value)
 
     assert perdure("settings").error.startswith(f"error: {said}")
+
+
+def test_caps_of_a_provider_by_dotted_path_are_taken(
+    perdure: Perdure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It need not be importable where the command is called: the workers make its sandboxes."""
+    monkeypatch.setenv("PERDURE_SANDBOX_CAPS", '{"ours.boxes:Provider": {"live": 1}}')
+
+    assert perdure("settings").code == 0
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("PERDURE_GATEWAY_URL", "gateway:18001", "write a URL that starts with http:// or http"),
+        ("PERDURE_S3_ENDPOINT_URL", "s3.local", "write a URL that starts with http:// or http"),
+        ("PERDURE_CONFIG", "perdrue.toml", "there is no such file"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_refused(
+    perdure: Perdure, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+) -> None:
+    """Nobody waits for an address that is none, and no file is missed in silence."""
+    monkeypatch.setenv(variable, value)
+
+    assert perdure("settings").error.startswith(f"error: {variable}={value!r}: {said}")
 
 
 @pytest.mark.parametrize("name", ["/rows.csv", "./rows.csv", "sub/rows.csv"])
@@ -245,6 +300,28 @@ def test_wrong_engine_is_refused_before_anything_starts(
     monkeypatch.setattr("perdure.cli.stack.find_root", Path)
 
     assert said in perdure("up", "--engine", engine).error
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("PERDURE_TOKENIZER", "qwen33", "PERDURE_TOKENIZER is 'qwen33': use 'qwen3' or a folder"),
+        ("PERDURE_STORE", "gs://bucket/x", "PERDURE_STORE is gs://bucket/x: use a folder, or s3:"),
+        ("PERDURE_STORE", "taken", "a file is in the way; name a folder"),
+    ],
+)
+def test_what_the_gateway_would_refuse_stops_no_started_stack(
+    perdure: Perdure, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+) -> None:
+    """A wrong tokenizer or store is one line and exit code 2, and no process was started for it."""
+    Path("taken").touch()
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("perdure.cli.stack.find_root", Path)
+
+    done = perdure("up")
+
+    assert (done.code, said in done.error) == (2, True), done.stderr
+    assert not Path("home/logs/supervisor.log").exists()
 
 
 def test_bad_field_of_a_rollout_is_named(tmp_path: Path, perdure: Perdure) -> None:
@@ -322,23 +399,22 @@ def test_without_a_stack_the_next_command_is_named(tmp_path: Path, perdure: Perd
 
 def test_endpoint_that_does_not_answer_is_named() -> None:
     """A model endpoint nobody listens on is reported with its address."""
-    from perdure.cli import ports
     from perdure.cli.launch import check_engine
     from perdure.errors import GatewayUnavailable
 
-    url = f"http://127.0.0.1:{ports.free_port()}/v1"
+    with held_ports.held(1) as (port,):
+        url = f"http://127.0.0.1:{port}/v1"
 
-    with pytest.raises(GatewayUnavailable, match=f"engine at {url} cannot be reached"):
-        check_engine(url, "mini_swe_agent")
+        with pytest.raises(GatewayUnavailable, match=f"engine at {url} cannot be reached"):
+            check_engine(url, "mini_swe_agent")
 
 
 def test_one_engine_of_several_that_answers_will_do() -> None:
     """`URL=WEIGHT,URL` is asked address by address."""
-    from perdure.cli import ports
     from perdure.cli.launch import check_engine
 
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        dead, alive = ports.free_port(), listening.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listening, held_ports.held(1) as (dead,):
+        alive = listening.getsockname()[1]
 
         check_engine(f"http://127.0.0.1:{dead}=2,http://127.0.0.1:{alive}=1", "mini_swe_agent")
 
@@ -420,6 +496,30 @@ def test_show_names_what_is_unreadable_and_shows_the_rest(
     named = f"{PIECE}/{piece.replace('__', '/')}.json is unreadable: "
     assert (done.code, done.error.startswith(f"error: {named}")) == (1, True)
     assert "boot 1.00 s (local on here)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--patch", "--log"), "--patch and --log exclude each other: give one of them"),
+        (("--log", "--turns"), "--log and --turns exclude each other: give one of them"),
+        (("--patch", "--json"), "--patch and --json exclude each other: give one of them"),
+        (("--attempt", "1"), "--attempt goes with --turns"),
+        (("--full",), "--full goes with --turns"),
+    ],
+)
+def test_show_drops_no_flag_in_silence(perdure: Perdure, flags: tuple[str, ...], said: str) -> None:
+    """What two flags each want alone on stdout, or a flag that does nothing, is refused by name."""
+    done = perdure("show", "r/a-1", *flags)
+
+    assert (done.code, said in done.stderr) == (2, True)
+
+
+def test_instances_show_prints_one_thing_byte_for_byte(perdure: Perdure) -> None:
+    """--gold and --tests are two files; neither is dropped in silence."""
+    done = perdure("instances", "show", "d/a-1", "--gold", "--tests")
+
+    assert "--gold and --tests exclude each other" in done.error
 
 
 def offers(words: list[str], beginning: str) -> list[str]:

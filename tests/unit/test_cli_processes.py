@@ -11,6 +11,7 @@ import pytest
 
 from perdure.cli import ports
 from perdure.cli.children import Child, ChildSpec
+from perdure.cli.plan import Addresses, Plan
 from perdure.cli.processes import identify, stop
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.process import ProcessId
@@ -75,6 +76,19 @@ async def test_child_that_dies_is_started_again(tmp_path: Path) -> None:
         assert (second.restarts, second.last_exit) == (1, "killed by SIGKILL")
     finally:
         await child.stop()
+
+
+@pytest.mark.parametrize(("code", "refused"), [(2, True), (1, False)])
+async def test_child_that_refuses_its_settings_is_told_apart(
+    tmp_path: Path, code: int, refused: bool
+) -> None:
+    """Exit code 2 says that a person must act: another start would end the same way."""
+    child = child_of(f"raise SystemExit({code})", tmp_path)
+    await child.start()
+    await until(child, 1)
+    await child.stop()
+
+    assert child.refused == refused
 
 
 async def test_stopped_child_stays_down(tmp_path: Path) -> None:
@@ -144,3 +158,19 @@ def test_occupied_port_is_replaced_unless_it_was_set() -> None:
         assert ports.choose(usual, "ui_port") != port
         with pytest.raises(ConfigurationError, match=f"PERDURE_UI_PORT={port} is occupied"):
             ports.choose(chosen, "ui_port")
+
+
+def test_paths_count_from_where_the_command_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes of a stack run in the checkout's folder, and find the caller's files."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/tokenizer.json").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PERDURE_IMAGE_MAP", "map.json")
+    addresses = Addresses(None, 0, 0, gateway_port=1, engine_port=2)
+
+    found = Plan(Settings(home=tmp_path, tokenizer="model"), tmp_path, addresses).environment()
+
+    assert found["PERDURE_TOKENIZER"] == str(tmp_path / "model")
+    assert found["PERDURE_IMAGE_MAP"] == str(tmp_path / "map.json")

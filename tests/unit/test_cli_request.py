@@ -54,6 +54,12 @@ def test_assignments_nest_and_read_json() -> None:
     }
 
 
+def test_agent_is_no_assignment() -> None:
+    """`--agent` would win in silence: the line says so."""
+    with pytest.raises(ConfigurationError, match="a run's agent is what --agent says"):
+        fields_of(["agent=nop"], {})
+
+
 def test_assignment_without_a_value_is_refused() -> None:
     """`--set key` says how to write it."""
     with pytest.raises(ConfigurationError, match="write it as KEY=VALUE"):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from perdure.cli.failures import USAGE
 from perdure.cli.processes import identify
 from perdure.cli.stack_state import ChildState
 
@@ -55,6 +56,8 @@ class Child:
         self.log = logs / f"{spec.name}.log"
         self.state: ChildState | None = None
         self.exits = 0
+        self.refused = False
+        """It ended because what it was given is wrong, and would do so again."""
         self._changed = changed
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -89,9 +92,10 @@ class Child:
 
     def rotate(self) -> None:
         """Copy and truncate: the child holds the file open and appends."""
-        if self.log.exists() and self.log.stat().st_size > LOG_BYTES:
-            shutil.copyfile(self.log, self.log.with_suffix(".log.1"))
-            os.truncate(self.log, 0)
+        with contextlib.suppress(OSError):  # a full disk: it grows on
+            if self.log.exists() and self.log.stat().st_size > LOG_BYTES:
+                shutil.copyfile(self.log, self.log.with_suffix(".log.1"))
+                os.truncate(self.log, 0)
 
     def last_words(self, lines: int = 3) -> str:
         """The end of its log, for an error message."""
@@ -140,12 +144,15 @@ class Child:
             if self._stopping:
                 return
             self.exits += 1
+            self.refused = code == USAGE
             if time.monotonic() - since > STEADY_S:
                 pause = FIRST_PAUSE_S
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE_S)
             self.rotate()
-            await self._spawn(_ending(code))
+            # A full disk, or no process to be had: after the next pause it is tried again.
+            with contextlib.suppress(OSError):
+                await self._spawn(_ending(code))
 
 
 def _ending(code: int) -> str:

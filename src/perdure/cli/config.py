@@ -2,17 +2,12 @@
 
 import difflib
 import os
-import re
-from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
-from pydantic_settings import SettingsError
-
+from perdure import settings
 from perdure.errors import ConfigurationError
-from perdure.settings import Settings
+from perdure.settings import PREFIX, Settings, toml_file
 
-PREFIX = "PERDURE_"
 NOT_SETTINGS = {
     "PERDURE_CONFIG": "the TOML file to read",
     "PERDURE_DEBUG": "1 shows tracebacks",
@@ -57,29 +52,21 @@ class Origin(NamedTuple):
 
 
 def load_settings() -> Settings:
-    """Raises: ConfigurationError naming the variable or the TOML key, and the fix."""
+    """As every process does, and what only a person's own command line may have wrong.
+
+    Raises: ConfigurationError naming the variable or the TOML key, and the fix.
+    """
     _refuse_unknown_variables()
-    try:
-        return Settings()
-    except ValidationError as error:
-        raise ConfigurationError(_complaint(error)) from error
-    except SettingsError as error:
-        raise ConfigurationError(_no_json(error)) from error
-    except ValueError as error:  # the TOML file does not parse
-        raise ConfigurationError(f"{toml_file()}: {error}") from error
+    _refuse_missing_file()
+    return settings.load_settings()
 
 
-def toml_file() -> Path:
-    """The file that would be read; it need not exist."""
-    return Path(str(Settings.model_config.get("toml_file"))).absolute()
-
-
-def origin(name: str, settings: Settings) -> Origin:
+def origin(name: str, resolved: Settings) -> Origin:
     """Where the value of one field came from."""
     variable = PREFIX + name.upper()
     if variable in {key.upper() for key in os.environ}:
         return Origin("environment", variable)
-    if name in settings.model_fields_set:
+    if name in resolved.model_fields_set:
         return Origin("file", toml_file().name)
     return Origin("default", "default")
 
@@ -94,24 +81,8 @@ def _refuse_unknown_variables() -> None:
             raise ConfigurationError(f"{variable} is no setting: {hint} Otherwise unset it")
 
 
-def _complaint(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    name = ".".join(str(part) for part in first["loc"])
-    variable, inner = PREFIX + str(first["loc"][0]).upper(), ".".join(map(str, first["loc"][1:]))
-    told = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
-    if inner and variable in os.environ:
-        unknown = first["type"] == "extra_forbidden"
-        return f"{variable}: {inner!r} " + ("is no field of it" if unknown else f"is wrong: {told}")
-    if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(name, Settings.model_fields, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else "`perdure settings` lists them"
-        return f"{toml_file().name}: {name!r} is no setting: {hint}"
-    where = variable if variable in os.environ else f"{toml_file().name}: {name}"
-    return f"{where}={first['input']!r}: {told}"
-
-
-def _no_json(error: SettingsError) -> str:
-    """A variable whose value is an object, and was not written as one."""
-    field = re.search(r'field "(\w+)"', str(error))
-    variable = PREFIX + (field[1].upper() if field else "?")
-    return f"{variable}={os.environ.get(variable, '')!r} is not JSON: {error.__cause__}"
+def _refuse_missing_file() -> None:
+    """A file that somebody named by hand; the default one need not be there."""
+    named = os.environ.get("PERDURE_CONFIG")
+    if named and not toml_file().is_file():
+        raise ConfigurationError(f"PERDURE_CONFIG={named!r}: there is no such file")

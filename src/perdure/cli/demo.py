@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from perdure.cli import config, stack
-from perdure.cli.console import answer, json_option, me, print_table, say
+from perdure.cli.console import answer, json_option, many, me, print_table, say
 from perdure.errors import InstanceError
 from perdure.settings import Settings
 from perdure.types import EpisodeRef, Instance
@@ -103,7 +103,7 @@ def _show(settings: Settings, episodes: Sequence[EpisodeRef], ui_url: str, secon
         say(f"no reward  {line}")
     last = episodes[-1]
     run_id = re.sub(r"^.*/runs/([^/]+)/.*$", r"\1", last.uri)
-    click.echo(f"{len(episodes)} graded rollouts in {render.clock(seconds)}")
+    click.echo(f"{many(len(episodes), 'graded rollout')} in {render.clock(seconds)}")
     click.echo(f"Episodes  {settings.store_url}/runs")
     click.echo(f"Web UI    {ui_url} (while `{me()} up` runs)")
     click.echo(f"Next      {me()} show {run_id}/{last.instance_id}")

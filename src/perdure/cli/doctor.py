@@ -52,7 +52,7 @@ def examine(settings: Settings) -> Iterable[Finding]:
     """Every check, in the order in which a newcomer meets the parts."""
     checks: list[Callable[[Settings], Finding]] = [
         python, checkout, bubblewrap, podman, docker, apptainer, e2b, daytona, kubernetes, limits, uv, git, disk, store, temporal, port_numbers, gateway,
-        engine, ray,
+        tokenizer, engine, ray,
     ]  # fmt: skip
     for check in checks:
         try:
@@ -164,17 +164,9 @@ def disk(settings: Settings) -> Finding:
 
 
 def store(settings: Settings) -> Finding:
-    """A conditional write, read back and removed: what every step of a rollout does."""
-    from perdure.storage.base import open_store
+    from perdure.cli.beforehand import write_and_remove
 
-    async def probe() -> None:
-        opened = open_store(settings)
-        key = f"doctor/{os.getpid()}"
-        await opened.put_if_absent(key, b"doctor")
-        await opened.get(key)
-        await opened.delete(key)
-
-    asyncio.run(probe())
+    asyncio.run(write_and_remove(settings))
     return Finding("store", "ok", f"{settings.store_url} can be written")
 
 
@@ -215,6 +207,13 @@ def gateway(settings: Settings) -> Finding:
         return Finding("gateway", "ok", f"{state.gateway_url} answers")
     log = settings.home.absolute() / "logs" / "gateway.log"
     return Finding("gateway", "missing", f"{state.gateway_url} does not answer", f"see {log}")
+
+
+def tokenizer(settings: Settings) -> Finding:
+    from perdure.gateway.tokenizer_folder import folder_of
+
+    folder = folder_of(settings.tokenizer)
+    return Finding("tokenizer", "ok", settings.tokenizer if folder is None else f"{folder}")
 
 
 def engine(settings: Settings) -> Finding:

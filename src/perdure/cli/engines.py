@@ -43,19 +43,46 @@ ADDRESS = click.option(
     metavar="HOST:PORT",
     help="A Ray cluster; default: RAY_ADDRESS, or one of our own.",
 )
+WEIGHT = click.option(
+    "--weight",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    metavar="W",
+    show_default=True,
+    help="Its share of new sessions, relative to the others.",
+)
 
 
 @click.group()
 def engines() -> None:
-    """Engines: start them on Ray, add others, drain, remove, read their logs."""
+    """Start engines on Ray; list, add, drain, remove."""
 
 
 @engines.command()
-@click.option("--model", default="", help="A hub name or a folder. Default: what was up before.")
-@click.option("--replicas", type=click.IntRange(0, 512), default=1, show_default=True)
-@click.option("--gpus-per-replica", type=click.IntRange(0, 64), default=1, show_default=True)
-@click.option("--cpus-per-replica", type=float, default=1.0, show_default=True)
-@click.option("--server", type=click.Choice(["vllm", "sglang"]), default="vllm", show_default=True)
+@click.option(
+    "--model", default="", metavar="M", help="A hub name or a folder. Default: what was up before."
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(0, 512),
+    default=1,
+    metavar="N",
+    show_default=True,
+    help="How many to keep running.",
+)
+@click.option(
+    "--gpus-per-replica", type=click.IntRange(0, 64), default=1, metavar="G", show_default=True
+)
+@click.option(
+    "--cpus-per-replica", type=click.FloatRange(0), default=1.0, metavar="C", show_default=True
+)
+@click.option(
+    "--server",
+    type=click.Choice(["vllm", "sglang"]),
+    default="vllm",
+    show_default=True,
+    help="What serves the model.",
+)
 @click.option(
     "--executable",
     default="",
@@ -78,7 +105,7 @@ def engines() -> None:
 @click.option(
     "--env", "variables", multiple=True, metavar="NAME=VALUE", help="For the server's process."
 )
-@click.option("--weight", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True)
+@WEIGHT
 @click.option(
     "--listen",
     default="",
@@ -94,9 +121,9 @@ def engines() -> None:
 @ADDRESS
 @json_option
 def up(model: str, ray_address: str, wait: bool, as_json: bool, **wishes: Any) -> None:
-    """Keep N replicas of an engine running on Ray; again: with other wishes.
+    """Keep N replicas of an engine running on Ray.
 
-    Exit code 1: a replica was given up; the reason is printed, `perdure engines logs` has the rest.
+    Again: with other wishes. Exit code 1: a replica was given up; the reason is printed, `perdure engines logs` has the rest.
     """
     settings = config.load_settings()
     status = asyncio.run(_up(settings, model, ray_address, wait, wishes))
@@ -283,11 +310,17 @@ def _print_status(status: "PoolStatus", as_json: bool) -> None:
 
 @engines.command()
 @click.argument("url")
-@click.option("--weight", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True)
-@click.option("--kind", type=click.Choice(["vllm", "sglang"]), default="vllm", show_default=True)
+@WEIGHT
+@click.option(
+    "--kind",
+    type=click.Choice(["vllm", "sglang"]),
+    default="vllm",
+    show_default=True,
+    help="Whose token endpoint it has.",
+)
 @json_option
 def add(url: str, weight: float, kind: Literal["vllm", "sglang"], as_json: bool) -> None:
-    """Let an engine that runs elsewhere take sessions; again: with another weight."""
+    """Let an engine that runs elsewhere take sessions. Again: with another weight."""
     from perdure.errors import ConfigurationError
     from perdure.serving.registration import add_engine
 
@@ -309,12 +342,16 @@ def add(url: str, weight: float, kind: Literal["vllm", "sglang"], as_json: bool)
     "--deadline",
     type=click.FloatRange(0),
     default=300.0,
+    metavar="SECONDS",
     show_default=True,
-    help="Seconds for what it still has.",
+    help="For what it still has.",
 )
 @json_option
 def drain(name: str, deadline: float, as_json: bool) -> None:
-    """Give it nothing new; what it has at the deadline goes on elsewhere. A replica is replaced."""
+    """Give it nothing new, and take it out when it is done.
+
+    What it still has at the deadline goes on elsewhere. A replica is replaced.
+    """
     from perdure.serving.registration import drain_engine
 
     record = asyncio.run(drain_engine(_roster(config.load_settings()), name, deadline))
@@ -340,7 +377,7 @@ def remove(name: str, as_json: bool) -> None:
 
 @engines.command()
 @click.argument("replica", type=click.IntRange(0), default=0)
-@click.option("-n", "--lines", type=click.IntRange(1), default=100, show_default=True)
+@click.option("-n", "--lines", type=click.IntRange(1), default=100, metavar="N", show_default=True)
 @ADDRESS
 def logs(replica: int, lines: int, ray_address: str) -> None:
     """The end of a replica's log; of its last boot where none runs."""

@@ -32,7 +32,9 @@ SUFFIXES = {
     *("--format", "-f", "format_name"),
     type=click.Choice(list(SUFFIXES)),
     default="preds",
+    metavar="F",
     show_default=True,
+    help="One of the above.",
 )
 @click.option(
     *("--out", "-o", "out"),
@@ -73,7 +75,7 @@ def export(
     jsonl      the readable episodes, one line a rollout
     sft        the agent's messages with the reward, one line a graded rollout
     slime, skyrl, torchtitan, verl
-               that trainer's own fields; arrays in parquet if --out ends in .parquet
+               that trainer's own fields; arrays where --out is a .parquet
 
     What is left out is named on stderr. Exit code 1: the store lost or garbled some of it; the
     rest is written.

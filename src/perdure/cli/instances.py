@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perdure.cli import completion, config
-from perdure.cli.console import answer, json_option, me, say
+from perdure.cli.console import answer, json_option, many, me, only_one_of, say
 from perdure.settings import Settings
 
 if TYPE_CHECKING:
@@ -23,14 +23,17 @@ def instances() -> None:
 @click.argument("dataset", default="first-steps")
 @click.option("-i", "--include", multiple=True, metavar="GLOB", help="Only these instance ids.")
 @click.option("--demo", is_flag=True, help="Only the quick ones that the demo runs.")
-@click.option("--runs", type=click.IntRange(1, 20), default=3, show_default=True,
+@click.option("--runs", type=click.IntRange(1, 20), default=3, metavar="N", show_default=True,
               help="How often gold and base are run; only stable tests are kept.")  # fmt: skip
 @click.option("--rebuild", is_flag=True, help="Build again what the store has.")
 @json_option
 def build(
     *, dataset: str, include: tuple[str, ...], demo: bool, runs: int, rebuild: bool, as_json: bool
 ) -> None:
-    """Build instances from a recipe: DATASET under datasets/, or a folder with a dataset.toml.
+    """Build instances from a recipe.
+
+    DATASET is a folder under datasets/ (first-steps when none is given), or any folder with a
+    dataset.toml.
 
     Downloads each release pair from PyPI, builds its environment, runs the tests with and without
     the gold patch, and keeps what is stable. Exit code 1: some pair could not be built.
@@ -43,7 +46,7 @@ def build(
         answer({"dataset": dataset, "instances": [_built_document(one) for one in built]})
     else:
         good = sum(one.instance is not None for one in built)
-        click.echo(f"{good} of {len(built)} instances are in {settings.store_url}")
+        click.echo(f"{good} of {many(len(built), 'instance')} in {settings.store_url}")
         click.echo(f"Next      {me()} run {dataset} --agent oracle")
     if any(one.problem for one in built):
         raise click.exceptions.Exit(1)
@@ -64,7 +67,7 @@ async def build_dataset(
 
     recipe = load_recipe(building.recipe_folder(dataset))
     pairs = building.chosen_pairs(recipe, only, demo=demo)
-    say(f"Building {len(pairs)} instances of {recipe.name} ...")
+    say(f"Building {many(len(pairs), 'instance')} of {recipe.name} ...")
     built = []
     async for one in building.build_all(settings, recipe, pairs, runs=runs, rebuild=rebuild):
         built.append(one)
@@ -78,7 +81,9 @@ async def build_dataset(
 @click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="Read at most N rows.")
 @json_option
 def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) -> None:
-    """Import rows: a .jsonl, .json or .parquet file, or a Hugging Face name owner/name[:split].
+    """Import rows of a file, or of a Hugging Face dataset.
+
+    SOURCE is a .jsonl, .json or .parquet file, or a Hugging Face name owner/name[:split].
 
     A bad row is named with its number, the field and the fix; the others are kept. Exit code 1:
     there was a bad row.
@@ -96,7 +101,7 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
     if as_json:
         answer({"dataset": report.dataset, "instances": report.refs, "problems": report.problems})
     else:
-        click.echo(f"{len(report.refs)} instances imported as {report.dataset}")
+        click.echo(f"{many(len(report.refs), 'instance')} imported as {report.dataset}")
         if report.refs:
             click.echo(f"Next      {me()} run {report.dataset} --agent oracle")
     if report.problems:
@@ -124,10 +129,13 @@ def list_(dataset: str | None, as_json: bool) -> None:
 @instances.command()
 @click.argument("ref", metavar="DATASET/INSTANCE")
 @click.option("--gold", is_flag=True, help="The gold patch, byte for byte, and nothing else.")
-@click.option("--tests", is_flag=True, help="The hidden test patch, byte for byte.")
+@click.option(
+    "--tests", is_flag=True, help="The hidden test patch, byte for byte, and nothing else."
+)
 @json_option
 def show(ref: str, gold: bool, tests: bool, as_json: bool) -> None:
     """One instance: its problem, environment and grading."""
+    only_one_of(gold=gold, tests=tests, json=as_json)
     settings = config.load_settings()
     from perdure.instances import catalog
     from perdure.storage.base import open_store
@@ -173,7 +181,7 @@ def _told(one: "Built") -> str:
         return f"{one.instance_id}: not built: {one.problem}"
     if one.report is None:
         return f"{one.instance_id}: kept"
-    tests = f"{one.report.fail_to_pass} tests to fix, {one.report.pass_to_pass} to keep"
+    tests = f"{many(one.report.fail_to_pass, 'test')} to fix, {one.report.pass_to_pass} to keep"
     unstable = f", {len(one.report.unstable)} unstable left out" if one.report.unstable else ""
     return f"{one.instance_id}: {tests}{unstable} ({one.seconds:.0f} s)"
 

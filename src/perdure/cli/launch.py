@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import click
 
 from perdure.cli import follow, render, results, source, stack
-from perdure.cli.console import answer, me, print_table, say
+from perdure.cli.console import answer, many, me, print_table, say
 from perdure.cli.engines import any_known, none_ready
 from perdure.cli.request import (
     Options,
@@ -58,7 +58,8 @@ def show_plan(settings: Settings, options: Options, *, as_json: bool) -> None:
         document = {"request": planned.request.model_dump(mode="json", exclude_defaults=True)}
         answer({**document, "instances": list(planned.refs), "rollouts": rollouts})
         return
-    click.echo(f"{planned.request.run_id}: {rollouts} rollouts of {len(planned.refs)} instances")
+    of = f"{many(rollouts, 'rollout')} of {many(len(planned.refs), 'instance')}"
+    click.echo(f"{planned.request.run_id}: {of}")
     rollout = planned.request.rollout_request("any/instance")
     click.echo(f"  agent {rollout.agent} in {rollout.sandbox}, graded in {_grading(rollout)}")
     for ref in planned.refs:
@@ -137,7 +138,7 @@ async def _drive(settings: Settings, planned: Planned, *, wait: bool, as_json: b
     if planned.joins:
         say(f"Joined: {render.line(await handle.progress())}")
     else:
-        say(f"Started run {handle.run_id}: {len(planned.refs)} instances")
+        say(f"Started run {handle.run_id}: {many(len(planned.refs), 'instance')}")
     say(f"Web UI: {session.link(f'run/{handle.run_id}')}" if session.ui_url else "")
     if not wait:
         _tell_detached(session, handle.run_id, as_json)

@@ -78,7 +78,10 @@ class LazyGroup(click.Group):
 def cli() -> None:
     """Durable SWE coding-agent rollouts: graded, token-exact training episodes.
 
-    Start with `perdure demo`, or: perdure up; perdure run first-steps --agent oracle
+    \b
+    Start with    perdure demo
+    or with       perdure instances build
+                  perdure run first-steps --agent oracle
     """
 
 

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perdure.cli import config, ports
+from perdure.cli import ports
 from perdure.cli.children import ChildSpec
 from perdure.client.search_attributes import TYPE_NAMES
 from perdure.errors import ConfigurationError, MissingDependency
-from perdure.settings import Settings
+from perdure.gateway.tokenizer_folder import folder_of
+from perdure.settings import Settings, toml_file
 
 SCRIPTED = "scripted:"
 WORKER_GRACE_S = 20.0
@@ -30,6 +31,17 @@ DYNAMIC_CONFIG = (
     # Read our search attributes right after they were registered.
     "system.forceSearchAttributesCacheRefreshOnRead=true",
 )
+FILES = (
+    "PERDURE_IMAGE_MAP",
+    "PERDURE_SANDBOX_METADATA_FILE",
+    "PERDURE_KUBERNETES_POD",
+    "PERDURE_CLAUDE_CODE_TARBALL",
+    "PERDURE_CODEX_TARBALL",
+    "PERDURE_OPENCODE_TARBALL",
+    "PERDURE_QWEN_CODE_TARBALL",
+    "PERDURE_NODE_TARBALL",
+)
+"""Variables that name a file, from where the command was called; its processes run elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,19 @@ class Addresses:
             ui_port=ui,
             gateway_port=gateway,
             engine_port=ports.free_port(),
+        )
+
+    def elsewhere(self, settings: Settings) -> "Addresses":
+        """Other ports for our own Temporal; the gateway's sockets are bound by now, and stay.
+
+        Raises: ConfigurationError when a port that was set is occupied.
+        """
+        temporal = ports.choose(settings, "temporal_port")
+        return replace(
+            self,
+            temporal_address=f"{ports.LOOPBACK}:{temporal}",
+            temporal_port=temporal,
+            ui_port=ports.choose(settings, "ui_port", [temporal]),
         )
 
     @property
@@ -148,7 +173,7 @@ class Plan:
         env = dict(os.environ)
         settings = self.settings
         env |= {
-            "PERDURE_CONFIG": str(config.toml_file()),
+            "PERDURE_CONFIG": str(toml_file()),
             "PERDURE_HOME": str(self.home),
             "PERDURE_GATEWAY_PORT": str(self.addresses.gateway_port),
             "PERDURE_GATEWAY_URL": self.gateway_url,
@@ -157,6 +182,9 @@ class Plan:
         }
         if settings.store and "://" not in settings.store:
             env["PERDURE_STORE"] = str(Path(settings.store).absolute())
+        env |= {name: str(Path(env[name]).absolute()) for name in FILES if env.get(name)}
+        if (folder := folder_of(settings.tokenizer)) is not None:
+            env["PERDURE_TOKENIZER"] = str(folder.absolute())
         if self.engine_url:
             env["PERDURE_ENGINE_URL"] = self.engine_url
         if self.engine.startswith(SCRIPTED):

@@ -9,6 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from perdure.cli.console import many
 from perdure.client.api import RolloutInfo, RunProgress
 from perdure.types import EpisodeRef, RolloutStatus
 
@@ -111,7 +112,7 @@ def results(episodes: Sequence[EpisodeRef]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
     mean = mean_reward(episodes)
     resolved = sum(episode.outcome == "resolved" for episode in episodes)
-    table.add_column("instance", footer=f"{len(episodes)} rollouts")
+    table.add_column("instance", footer=many(len(episodes), "rollout"))
     table.add_column("#", justify="right")
     table.add_column("agent")
     table.add_column("outcome", footer=f"{resolved} resolved")

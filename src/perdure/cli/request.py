@@ -45,6 +45,8 @@ def fields_of(assignments: Sequence[str], named: Mapping[str, JsonValue]) -> dic
         path, equals, text = assignment.partition("=")
         if not equals or not path:
             raise ConfigurationError(f"--set {assignment}: write it as KEY=VALUE")
+        if path == "agent":
+            raise ConfigurationError(f"--set {assignment}: a run's agent is what --agent says")
         *parents, name = path.split(".")
         target = fields
         for parent in parents:

@@ -29,6 +29,7 @@ def _the_only(_context: click.Context, _option: click.Parameter, given: tuple[st
     *("-n", "--samples", "samples"),
     type=click.IntRange(1, 512),
     default=1,
+    metavar="N",
     show_default=True,
     help="Rollouts of each instance.",
 )
@@ -36,6 +37,7 @@ def _the_only(_context: click.Context, _option: click.Parameter, given: tuple[st
     *("-c", "--concurrency", "concurrency"),
     type=click.IntRange(1, 2000),
     default=8,
+    metavar="N",
     show_default=True,
     help="Rollouts in flight; `perdure resize` changes it later.",
 )
@@ -63,7 +65,12 @@ def _the_only(_context: click.Context, _option: click.Parameter, given: tuple[st
     metavar="K",
     help="Refuse engines that are not at version V to V+K.  [default: any]",
 )
-@click.option("--budget", type=float, metavar="SECONDS", help="Wall clock of each agent.")
+@click.option(
+    "--budget",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="Wall clock of each agent.",
+)
 @click.option(
     *("--set", "assignments"),
     multiple=True,
@@ -89,8 +96,13 @@ def run(
 ) -> None:
     """Run an agent on instances; the same command again joins the run.
 
-    SOURCE is a dataset of the store (first-steps), one instance (first-steps/h11-0.14.0), a file of
-    rows (.jsonl, .json, .parquet), or a Hugging Face name (owner/name[:split]).
+    SOURCE is one of:
+
+    \b
+    first-steps              a dataset of the store
+    first-steps/h11-0.14.0   one instance of it
+    rows.jsonl               a file of rows; also .json and .parquet
+    owner/name[:split]       a dataset of the Hugging Face hub
 
     Ctrl-C leaves the run going. Exit code 1: a rollout failed.
     """

@@ -7,7 +7,7 @@ import click
 
 from perdure.cli import config
 from perdure.cli.console import answer, json_option
-from perdure.settings import Settings
+from perdure.settings import PREFIX, Settings
 
 HEAD = """# Settings
 
@@ -47,7 +47,7 @@ def page() -> str:
     for name, field in Settings.model_fields.items():
         default = str(field.get_default(call_default_factory=True))
         shown = f"`{default}`" if default else "empty"
-        lines.append(f"| `{config.PREFIX}{name.upper()}` | `{name}` | {shown} | {_meaning(name)} |")
+        lines.append(f"| `{PREFIX}{name.upper()}` | `{name}` | {shown} | {_meaning(name)} |")
     lines += ["", "Variables that are no settings:", ""]
     lines += [f"- `{name}`: {text}." for name, text in config.NOT_SETTINGS.items()]
     return "\n".join(lines)
@@ -57,7 +57,7 @@ def _row(name: str, resolved: Settings) -> dict[str, Any]:
     value = getattr(resolved, name)
     return {
         "name": name,
-        "variable": config.PREFIX + name.upper(),
+        "variable": PREFIX + name.upper(),
         "value": str(value) if isinstance(value, Path) else value,
         "origin": str(config.origin(name, resolved)),
         "meaning": _meaning(name),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perdure.cli import config, stack
-from perdure.cli.console import answer, json_option
+from perdure.cli.console import answer, json_option, many, only_one_of
 from perdure.settings import Settings
 
 if TYPE_CHECKING:
@@ -21,11 +21,18 @@ TESTS_SHOWN = 20
 @click.command()
 @click.argument("rollout")
 @click.option("--patch", is_flag=True, help="The captured diff, byte for byte, and nothing else.")
-@click.option("--log", is_flag=True, help="The output of the hidden tests, byte for byte.")
+@click.option(
+    "--log", is_flag=True, help="The hidden tests' output, byte for byte, and nothing else."
+)
 @click.option(
     "--turns", is_flag=True, help="Its trajectory: chains, turns, what is trained and why."
 )
-@click.option("--attempt", type=click.IntRange(1), help="With --turns: another than the last one.")
+@click.option(
+    "--attempt",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --turns: another than the last one.",
+)
 @click.option("--full", is_flag=True, help="With --turns: every text whole.")
 @json_option
 def show(
@@ -38,11 +45,15 @@ def show(
     full: bool,
     as_json: bool,
 ) -> None:
-    """The story of one rollout: stages, attempts, grade, patch, where everything lies.
+    """The story of one rollout: stages, attempts, grade, patch.
 
     ROLLOUT is a workflow id (rollout/RUN/INSTANCE/SAMPLE), RUN/INSTANCE[/SAMPLE], or the beginning
     of an instance id. Exit code 1: something it left is unreadable; stderr names it.
     """
+    only_one_of(patch=patch, log=log, turns=turns)
+    only_one_of(patch=patch, log=log, json=as_json)
+    if (attempt or full) and not turns:
+        raise click.UsageError(f"{'--attempt' if attempt else '--full'} goes with --turns")
     settings = config.load_settings()
     from perdure.cli import story
     from perdure.errors import NotFound
@@ -65,7 +76,7 @@ def show(
         elif turns:
             await _turns(settings, store, found, attempt=attempt, full=full, as_json=as_json)
         elif as_json:
-            answer(_document(store, found))
+            answer(await _document(settings, store, found))
         else:
             await _print(settings, store, found)
         return bool(found.damaged)
@@ -106,10 +117,12 @@ async def _raw(store: "Store", found: "Story", which: str) -> bytes:
     return (await store.get(key)).data
 
 
-def _document(store: "Store", found: "Story") -> dict[str, Any]:
+async def _document(settings: Settings, store: "Store", found: "Story") -> dict[str, Any]:
+    at = "" if found.episode else await _standing(settings, found.name.workflow_id)
     return {
         "rollout": found.name.workflow_id,
         "folder": f"{store.url}/{found.name.prefix}",
+        "running": at or None,
         "episode": found.episode,
         "attempts": [
             {
@@ -196,14 +209,14 @@ def _steps(attempt: "AttemptStory") -> str:
         steps.append(f"boot {attempt.sandbox['seconds']:.2f} s ({host})")
     if attempt.agent:
         detail = f": {attempt.agent['detail']}" if attempt.agent.get("detail") else ""
-        counts = f"{attempt.agent.get('turns', 0)} turns, {attempt.agent.get('tokens', 0)} tokens"
+        turns, tokens = attempt.agent.get("turns", 0), attempt.agent.get("tokens", 0)
+        counts = f"{many(turns, 'turn')}, {many(tokens, 'token')}"
         steps.append(
             f"agent {attempt.agent['end']}{detail} in {attempt.agent['seconds']:.1f} s ({counts})"
         )
     if attempt.patch:
-        steps.append(
-            f"patch {attempt.patch['size']} bytes, {attempt.patch['files']} file{'s' * (attempt.patch['files'] != 1)}"
-        )
+        size, files = many(attempt.patch["size"], "byte"), many(attempt.patch["files"], "file")
+        steps.append(f"patch {size}, {files}")
     if attempt.grade:
         reason = f" ({attempt.grade.reason})" if attempt.grade.reason else ""
         steps.append(
@@ -215,7 +228,8 @@ def _steps(attempt: "AttemptStory") -> str:
 async def _print_tests(found: "Story") -> None:
     failing = found.failing_tests()
     if failing:
-        click.echo(f"\n{len(failing)} tests that should pass do not (--log prints their output):")
+        tests = many(len(failing), "test")
+        click.echo(f"\n{tests} that should pass did not (--log prints all output):")
         for line in failing[:TESTS_SHOWN]:
             click.echo(f"  {line}")
         if len(failing) > TESTS_SHOWN:
@@ -226,7 +240,7 @@ async def _print_patch(store: "Store", found: "Story") -> None:
     if found.last is None or not found.last.patch or found.last.patch["empty"]:
         return
     text = (await _raw(store, found, "patch")).decode("utf-8", "replace").splitlines()
-    click.echo(f"\nPatch, {len(text)} lines (--patch prints it byte for byte):")
+    click.echo(f"\nPatch, {many(len(text), 'line')} (--patch prints it byte for byte):")
     for line in text[:PATCH_LINES]:
         colour = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1])
         click.secho(f"  {line}", fg=colour)

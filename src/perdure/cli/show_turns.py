@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from perdure.cli.console import many
 from perdure.cli.story import Story
 from perdure.episodes import turns as turn_files
 from perdure.episodes.accounting import count_trajectory
@@ -177,18 +178,18 @@ class _Printer:
         state = "" if shown["source"] == "store" else ", still in the journal"
         click.secho(f"{shown['rollout'].removeprefix('rollout/')}", bold=True)
         click.echo(
-            f"attempt {shown['attempt']}{state}: {_many(len(shown['turns']), 'turn')} in "
-            f"{_many(counts['chains'], 'chain')}, {_many(counts['compactions'], 'compaction')}"
+            f"attempt {shown['attempt']}{state}: {many(len(shown['turns']), 'turn')} in "
+            f"{many(counts['chains'], 'chain')}, {many(counts['compactions'], 'compaction')}"
         )
         left = ", ".join(f"{n} {reason}" for reason, n in counts["untrained_tokens"].items())
         click.echo(
             f"{counts['sampled_tokens']} tokens sampled, {counts['trained_tokens']} trained in "
-            f"{_many(len(self.segments), 'segment')}{f'; not trained: {left}' if left else ''}"
+            f"{many(len(self.segments), 'segment')}{f'; not trained: {left}' if left else ''}"
         )
         if counts["replayed_turns"]:
             fresh = counts["replay_ended_at"]
             ended = "to the end" if fresh is None else f"until turn {fresh}"
-            click.echo(f"{_many(counts['replayed_turns'], 'turn')} replayed {ended}")
+            click.echo(f"{many(counts['replayed_turns'], 'turn')} replayed {ended}")
 
     def _chain(self, chain: str, depth: int, shown: set[str]) -> None:
         if chain in shown:
@@ -305,7 +306,3 @@ def _short(text: str, room: int) -> str:
         return line
     left = f" … {len(text)} characters"
     return line[: max(0, room - len(left))] + left
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

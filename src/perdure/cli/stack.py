@@ -81,7 +81,7 @@ def running(settings: Settings) -> StackState | None:
 def ensure_up(settings: Settings, engine: str = "", tell: Say = say) -> tuple[StackState, bool]:
     """A ready stack, and whether it was started just now.
 
-    Raises: ConfigurationError, StackFailed.
+    Raises: ConfigurationError, MissingDependency, StoreUnavailable, StackFailed.
     """
     find_root()
     state = running(settings)
@@ -114,18 +114,10 @@ def shut_down(settings: Settings, *, keep_sandboxes: bool = False) -> list[str]:
     return stopped
 
 
-def _check_engine(settings: Settings, engine: str) -> None:
-    """What the gateway would refuse, before anything starts. Raises: ConfigurationError."""
-    from perdure.gateway.engines.choose import check_engine_settings
-
-    asked = {} if engine.startswith("scripted:") or not engine else {"engine_url": engine}
-    check_engine_settings(settings.model_copy(update=asked))
-
-
 def _run_here(settings: Settings, engine: str) -> None:
-    from perdure.cli import supervisor
+    from perdure.cli import beforehand, supervisor
 
-    _check_engine(settings, engine)
+    beforehand.check(settings, engine)
 
     def report(event: dict[str, Any]) -> None:
         _relay(event, say)
@@ -141,7 +133,9 @@ def _run_here(settings: Settings, engine: str) -> None:
 
 def _start(settings: Settings, engine: str, tell: Say) -> None:
     """Spawn the supervisor, detached, and follow its report to the end."""
-    _check_engine(settings, engine)
+    from perdure.cli import beforehand
+
+    beforehand.check(settings, engine)
     logs = settings.home.absolute() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / "supervisor.log"

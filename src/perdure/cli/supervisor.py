@@ -71,7 +71,10 @@ class Supervisor:
         self._me = identify(os.getpid())
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Start everything, keep it until `stopping`, stop everything. Raises: StartFailed."""
+        """Start everything, keep it until `stopping`, stop everything.
+
+        Raises: StartFailed, ConfigurationError.
+        """
         try:
             start = asyncio.create_task(asyncio.wait_for(self._start(), START_LIMIT_S))
             stopped = asyncio.create_task(stopping.wait())
@@ -131,7 +134,7 @@ class Supervisor:
                 return await self._launch_temporal()
             except StartFailed:
                 await self.children.pop("temporal").stop()
-                chosen = Addresses.choose(self.plan.settings, own_temporal=True)
+                chosen = self.plan.addresses.elsewhere(self.plan.settings)
                 self.plan = replace(self.plan, addresses=chosen)
         return await self._launch_temporal()
 
@@ -159,13 +162,21 @@ class Supervisor:
     async def _answered(
         self, name: str, wait: Coroutine[Any, Any, Answer], tries: int = EARLY_EXITS
     ) -> Answer:
-        """What `wait` returns. Raises: StartFailed when the child ends again and again instead."""
+        """What `wait` returns.
+
+        Raises: StartFailed when the child ends again and again instead; ConfigurationError when it
+        refused what it was given.
+        """
         waiting = asyncio.create_task(wait)
         try:
             while not waiting.done():
                 await asyncio.wait({waiting}, timeout=readiness.PAUSE_S)
                 child = self.children.get(name)
-                if child is not None and child.exits >= tries and not waiting.done():
+                if child is None or waiting.done():
+                    continue
+                if child.refused:
+                    raise ConfigurationError(child.last_words(1))
+                if child.exits >= tries:
                     raise StartFailed(f"{name} does not start: {child.last_words(1)}")
         finally:
             waiting.cancel()
@@ -199,7 +210,8 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """In the reverse order of their needs: workers hand over while Temporal still answers."""
-        self._move("stopping")
+        with contextlib.suppress(OSError):  # a full disk leaves nothing running
+            self._move("stopping")
         for names in (("worker",), (*self._gateways(), "engine"), ("temporal",)):
             found = [self.children[name] for name in names if name in self.children]
             await asyncio.gather(*(child.stop() for child in found))

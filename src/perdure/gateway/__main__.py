@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from perdure.errors import ConfigurationError, MissingDependency
-from perdure.settings import Settings
+from perdure.settings import load_settings
 
 
 def main() -> int:
@@ -21,7 +21,7 @@ def main() -> int:
         from perdure.storage.base import open_store
         from perdure.telemetry import configure_logging
 
-        settings = Settings()
+        settings = load_settings()
         configure_logging(settings, "gateway")
         serving = serve(
             settings,

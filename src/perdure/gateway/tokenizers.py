@@ -18,6 +18,7 @@ from renderers.base import MODEL_RENDERER_MAP, Renderer
 from renderers.configs import AutoRendererConfig
 
 from perdure.errors import ConfigurationError
+from perdure.gateway.tokenizer_folder import folder_of
 
 QWEN3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -204,14 +205,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     Raises: ConfigurationError naming the setting and what it accepts.
     """
-    if name == "qwen3":
-        return Qwen3Tokenizer()
-    folder = Path(name)
-    if not (folder / "tokenizer.json").exists():
-        raise ConfigurationError(
-            f"PERDURE_TOKENIZER is {name!r}: use 'qwen3' or a folder that holds tokenizer.json"
-        )
-    return FolderTokenizer(folder)
+    folder = folder_of(name)
+    return Qwen3Tokenizer() if folder is None else FolderTokenizer(folder)
 
 
 class Format(NamedTuple):

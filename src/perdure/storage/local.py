@@ -44,8 +44,16 @@ class LocalStore:
         self._locks = self.root / OWN / "locks"
         with self._readable_errors(str(self.root)):
             for folder in (self._tmp, self._locks):
-                folder.mkdir(parents=True, exist_ok=True)
+                self._make(folder)
             self._sweep()
+
+    def _make(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ConfigurationError(
+                f"store {self.root}: a file is in the way; name a folder, or s3://bucket/prefix"
+            ) from None
 
     async def get(self, key: str) -> Stored:
         path = self._path(key)
