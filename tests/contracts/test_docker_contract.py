@@ -1,6 +1,8 @@
 """The docker provider keeps the sandbox contract, on a real engine."""
 
 import asyncio
+import base64
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +32,7 @@ class TestDocker(SandboxContract):
 
     async def test_one_that_nobody_touches_ends_too(self, provider: DockerProvider) -> None:
         """Its first deadline is that of its spec, though whoever made it never says a word again."""
-        async with self.box(provider, replace(self.spec(), ttl_s=3)) as box:
+        async with self.box(provider, replace(self.spec(), ttl_s=10)) as box:
             with pytest.raises(SandboxLost):
                 await asyncio.wait_for(_used_for_ever(box), 60)
 
@@ -49,6 +51,27 @@ class TestDocker(SandboxContract):
             await box.put("large", b"x" * 100_000)
 
         assert log.read_text().split() == ["run", "exec", "exec", "exec", "rm"]
+
+    async def test_no_argument_tells_a_variable(
+        self, provider: DockerProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A session's key stands in no argument of `docker`, nor of what it starts in the container:
+        the host lists both to all its users."""
+        log, docker = tmp_path / "log", tmp_path / "docker"
+        docker.write_text(f'#!/bin/sh\necho "$@" >>{log}\nexec {program("docker")} "$@"\n')
+        docker.chmod(0o755)
+        monkeypatch.setattr(docker_cli, "program", lambda name: str(docker))
+        key = {"KEY": "session-key-of-nobody-else"}
+        async with self.box(provider) as box:
+            await box.put("settings", key["KEY"].encode())
+            inside = await box.exec("cat /proc/[0-9]*/cmdline", env=key)
+            await box.start("agent", ["sh", "-c", 'echo "$KEY" >said'], env=key)
+            await box.wait("agent")
+
+            assert await box.get("said") == f"{key['KEY']}\n".encode()
+        assert "exec" in log.read_text()
+        assert b"guest_door" in inside.stdout
+        assert not _tells(key["KEY"].encode(), log.read_bytes() + inside.stdout)
 
     async def test_command_that_breaks_the_sandbox_costs_it_alone(
         self, provider: DockerProvider
@@ -74,6 +97,12 @@ class TestDocker(SandboxContract):
 
         with pytest.raises(SandboxLost):
             await provider.create(self.spec(), "p-removed-agent-1")
+
+
+def _tells(secret: bytes, text: bytes) -> bool:
+    """As it is, or in what looks like base64."""
+    found = (word[: len(word) // 4 * 4] for word in re.findall(rb"[A-Za-z0-9+/]{16,}=*", text))
+    return any(secret in each for each in (text, *map(base64.b64decode, found)))
 
 
 async def _used_for_ever(box: Sandbox) -> None:

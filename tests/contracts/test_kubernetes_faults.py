@@ -4,6 +4,8 @@ After each, whatever was injected: the operation is right or fails with the type
 do, nothing was made or run twice, and no pod is left.
 """
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -41,6 +43,10 @@ PASSING: dict[str, dict[str, Any]] = {
     "reset": {"reset": True},
     "black hole": {"hang": True},
 }
+FITS_NOWHERE = (
+    "0/3 nodes are available: 1 node(s) had untolerated taint {control-plane: }, 2 Insufficient cpu. "
+    "preemption: 0/3 nodes are available: 3 Preemption is not helpful for scheduling."
+)
 LOST = ("503 HTML", "reset", "black hole")
 KUBERNETES = Service(
     "kubernetes",
@@ -53,6 +59,7 @@ KUBERNETES = Service(
     list="GET .*/pods$",
     key="KUBECONFIG",
     image="PERDURE_KUBERNETES_IMAGE",
+    connection=Connection,
 )
 
 
@@ -67,8 +74,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     async with serving(tmp_path / "server") as (server, _):
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
         monkeypatch.setenv("PERDURE_KUBERNETES_SCOPE", "tests")
-        provider = KubernetesProvider(tmp_path / "home")
-        provider.connection = Connection(request_s=3.0)
+        provider = KUBERNETES.made(tmp_path / "home")
         await provider.list()  # the credentials have worked once
         yield Bench(KUBERNETES, provider, server)
         assert all(rule.hits for rule in server.faults.rules), "a fault was never met"
@@ -95,6 +101,8 @@ async def refused(bench: Bench) -> PerdureError:
 )
 async def test_create_survives_a_passing_fault(bench: Bench, fault: str, when: str) -> None:
     """However the answer of a create is lost, one pod is made, and none is left after it."""
+    if fault == "black hole":
+        bench.hurry()
     bench.inject(CREATE, when=when, **PASSING[fault])
     async with bench.box() as box:
         said, live = (await box.exec("echo up")).stdout, len(bench.live)
@@ -156,6 +164,54 @@ async def test_a_file_that_is_no_kubeconfig_is_named(
         await KubernetesProvider(tmp_path / "new").list()
 
 
+async def test_every_call_goes_by_the_kubeconfigs_proxy(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sockets of commands, too: nobody but the proxy knows where the cluster is."""
+    known = json.loads(bench.server.kubeconfig.read_text())
+    cluster = known["clusters"][0]["cluster"]
+    async with _proxy_of(cluster["server"]) as url:
+        cluster |= {"server": "http://cluster.invalid", "proxy-url": url}
+        (tmp_path / "behind").write_text(json.dumps(known))
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "behind"))
+        async with bench.box() as box:
+            assert (await box.exec("echo up")).stdout == b"up\n"
+
+
+@contextlib.asynccontextmanager
+async def _proxy_of(server: str) -> AsyncIterator[str]:
+    """The URL of an HTTP proxy that joins every connection with this server."""
+    host, port = server.removeprefix("http://").split(":")
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, ours = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pipe(reader, ours), pipe(theirs, writer))
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as proxy:
+        yield f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+
+
+async def test_a_proxy_that_is_not_spoken_to_is_refused(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No retry makes it one: the field is named, and its password is not."""
+    known = json.loads(bench.server.kubeconfig.read_text())
+    known["clusters"][0]["cluster"]["proxy-url"] = "socks5://me:password@127.0.0.1:1"
+    (tmp_path / "socks").write_text(json.dumps(known))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "socks"))
+
+    with pytest.raises(ConfigurationError, match="proxy-url of KUBECONFIG") as raised:
+        await KubernetesProvider(tmp_path / "new").list()
+    assert "password" not in str(raised.value)
+
+
 async def test_a_login_that_fails_for_a_moment_is_tried_again(bench: Bench, tmp_path: Path) -> None:
     """The program that renews a token asks a cloud, which may not answer just then."""
     path, flag = bench.server.kubeconfig, tmp_path / "failed-once"
@@ -180,7 +236,7 @@ async def test_a_quota_is_waited_for_or_told(
     bench: Bench, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A namespace that is full is no wrong request: another sandbox has to end first."""
-    impatient(monkeypatch, 0.5)
+    impatient(monkeypatch, 3.0)
     bench.provider.waits_at_caps = waits
     bench.server.settings["max_pods"] = 0
     error = await refused(bench)
@@ -203,6 +259,7 @@ async def test_a_quota_that_our_own_pod_fills_refuses_it_nothing(bench: Bench) -
     ("said", "kind"),
     [
         ("0/3 nodes are available: 3 Insufficient memory.", RateLimited),
+        (FITS_NOWHERE.replace("3 Pre", "1 Pre"), RateLimited),
         ("0/3 nodes are available: 3 node(s) had untolerated taint {gpu: 1}.", ConfigurationError),
     ],
 )
@@ -215,6 +272,27 @@ async def test_a_pod_that_no_node_takes_is_deleted(
     error = await refused(bench)
 
     assert (type(error), said in str(error), bench.live) == (kind, True, [])
+
+
+async def test_a_pod_that_is_larger_than_every_node_is_a_persons_to_see(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No sandbox that ends makes room for it: once no larger node has come, waiting is over."""
+    monkeypatch.setattr(kubernetes, "ROOM_S", 0.0)
+    monkeypatch.setattr(kubernetes, "LARGER_S", 0.3)
+    bench.inject(CREATE, state="Unschedulable", body=FITS_NOWHERE)
+    error = await refused(bench)
+
+    assert (type(error), bench.live) == (ConfigurationError, [])
+    assert "add larger nodes" in str(error)
+
+
+async def test_a_larger_node_may_come_late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An autoscaler that adds one is given longer than those who wait for room."""
+    monkeypatch.setattr(kubernetes, "ROOM_S", 0.0)
+    bench.inject(CREATE, state="Unschedulable", state_s=0.5, body=FITS_NOWHERE)
+    async with bench.box() as box:
+        assert (await box.exec("echo up")).stdout == b"up\n"
 
 
 async def test_a_node_may_come_late(bench: Bench) -> None:
@@ -231,6 +309,60 @@ async def test_an_image_that_is_not_there_ends_its_instance(bench: Bench, reason
     error = await refused(bench)
 
     assert (type(error), bench.live) == (InstanceError, [])
+
+
+async def test_an_image_without_python_ends_its_instance(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first process that cannot be started tells of the image."""
+    from perdure.testing import kubernetes_server
+
+    said = 'exec: "python3": executable file not found in $PATH'
+    monkeypatch.setitem(kubernetes_server.FAILED, "StartError", said)
+    bench.inject(CREATE, state="StartError")
+    error = await refused(bench)
+
+    assert isinstance(error, InstanceError)
+    assert "lacks python3" in str(error)
+
+
+async def test_an_image_without_shell_tools_ends_its_instance(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does the first look inside, before any command has run."""
+    _without_programs(bench, monkeypatch)
+    error = await refused(bench)
+
+    assert isinstance(error, InstanceError)
+    assert "shell tool" in str(error)
+
+
+async def test_a_command_that_breaks_its_sandbox_costs_it_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is missing once commands have run is no fault of the image."""
+    async with bench.box() as box:
+        _without_programs(bench, monkeypatch)
+        with pytest.raises(SandboxLost, match="removed"):
+            await box.exec("true")
+
+
+async def test_the_words_of_a_pod_that_ended_blame_no_image(bench: Bench) -> None:
+    """Its commands can write what the cluster says of its end."""
+    bench.inject(CREATE, state="Evicted", body="sh: python3: not found")
+    error = await refused(bench)
+
+    assert isinstance(error, SandboxLost)
+
+
+def _without_programs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the shells of a pod find no program."""
+    with_input = bench.server._with_input
+
+    async def broken(box: Any, exec_id: str, argv: Any) -> Any:
+        return await with_input(box, exec_id, ["sh", "-c", f"PATH=/none; {argv[2]}", *argv[3:]])
+
+    monkeypatch.setattr(bench.server, "_with_input", broken)
 
 
 async def test_a_registry_that_is_down_is_another_matter(

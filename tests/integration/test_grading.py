@@ -4,8 +4,9 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from uuid import uuid4
 
 import pytest
@@ -61,7 +62,11 @@ def repository(tmp_path: Path) -> Path:
 
 
 async def _boot(
-    provider: SandboxProvider, tree: Path, purpose: str = "agent", mounts: tuple[Mount, ...] = ()
+    provider: SandboxProvider,
+    tree: Path,
+    purpose: str = "agent",
+    mounts: tuple[Mount, ...] = (),
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Sandbox:
     prefixes = {Path(sys.prefix), Path(sys.base_prefix)} - {Path("/usr")}
     isolated = [Mount(prefix, str(prefix)) for prefix in sorted(prefixes)]
@@ -73,6 +78,7 @@ async def _boot(
             "PATH": f"{sys.prefix}/bin:{os.defpath}",
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # twice as fast
+            **env,
         },
     )
     return await provider.create(spec, f"p-{purpose}-{uuid4().hex[:8]}")
@@ -249,6 +255,41 @@ async def test_capture_without_a_base_on_the_host(agent: Sandbox) -> None:
     captured = await capture(agent, base)
 
     assert {file.new_path for file in parse(captured.data)} == {b"one", b"two"}
+
+
+async def test_capture_leaves_nothing_outside_its_sandbox(repository: Path, tmp_path: Path) -> None:
+    """Where /tmp is the host's own, the copy and git's own folder lie in the sandbox and end with it."""
+    provider, seen = LocalProvider(tmp_path / "home"), tmp_path / "seen"
+    git, real = tmp_path / "bin/git", shutil.which("git")
+    git.parent.mkdir()
+    git.write_text(f'#!/bin/sh\necho "$GIT_DIR" >>{seen}\nexec {real} "$@"\n')
+    git.chmod(0o755)
+    path = {"PATH": f"{git.parent}:{os.defpath}"}
+    async with await _boot(provider, repository, env=path) as sandbox:
+        folders = {Path(base := await prepare_capture(sandbox))}
+        await _act(sandbox, "echo 1 > one")
+        captured = await capture(sandbox, base)
+        folders |= set(map(Path, filter(None, seen.read_text().split("\n"))))
+        ours = provider.root / sandbox.identity
+
+        assert b"one" in captured.data
+        assert len(folders) == 2
+        assert all(folder.is_relative_to(ours) for folder in folders)
+
+    assert not ours.exists()
+
+
+async def test_copy_for_the_capture_is_no_change_of_the_tree(
+    repository: Path, tmp_path: Path
+) -> None:
+    """An image whose temporary files lie in the repository gets no copy of git's folder there."""
+    provider = LocalProvider(tmp_path / "home")
+    async with await _boot(provider, repository, env={"TMPDIR": "/testbed"}) as sandbox:
+        base = await prepare_capture(sandbox)
+        captured = await capture(sandbox, base)
+        await sandbox.exec(["rm", "-rf", base], check=True)
+
+    assert (captured.data, Path(base).parent) == (b"", Path("/tmp"))
 
 
 async def test_capture_of_an_unreadable_base_loses_the_sandbox(agent: Sandbox) -> None:

@@ -7,6 +7,7 @@ the caller's; storing the bytes comes after, and is the caller's too.
 
 import asyncio
 import io
+import os
 import posixpath
 import tarfile
 from collections.abc import Iterable
@@ -61,11 +62,30 @@ async def prepare_capture(sandbox: Sandbox) -> str:
     agent could still destroy the copy, but only on purpose, and only to its own loss.
     Raises: InstanceError when the image has no repository at the workdir.
     """
-    copy = f"/tmp/.perdure-base-{uuid4().hex}"
-    result = await sandbox.exec(["cp", "-a", ".git", copy], cwd=sandbox.workdir)
+    argv = ["bash", "-c", _PREPARE_SCRIPT, "prepare", f".perdure-base-{uuid4().hex}"]
+    result = await sandbox.exec(argv, cwd=sandbox.workdir)
     if not result.status.ok:
-        raise InstanceError(f"`environment.workdir`: no git repository at {sandbox.workdir}")
-    return copy
+        said = result.stderr[-300:].decode("utf-8", "replace").strip()
+        raise InstanceError(
+            f"`environment.workdir`: no git repository to copy at {sandbox.workdir}: {said}"
+        )
+    return os.fsdecode(result.stdout)
+
+
+# What lies where a sandbox wants temporary files ends with it, also where its /tmp is the host's.
+# The variable is the spec's or the image's, never the agent's; within the tree it would be captured.
+_TEMPORARY = """
+temporary=${TMPDIR:-/tmp}
+[[ $temporary = /* && $temporary/ != "$PWD"/* && -w $temporary ]] || temporary=/tmp
+"""
+
+_PREPARE_SCRIPT = (
+    _TEMPORARY
+    + r"""
+copy=$temporary/$1
+mkdir "$copy" && cp -a .git/. "$copy" && printf %s "$copy"
+"""
+)
 
 
 async def capture(
@@ -111,8 +131,10 @@ _ASIDE = ".git.perdure-aside"
 # filters, fsmonitor and textconv of the agent's are never looked up. Starting from the pristine
 # index spares re-hashing: a file is only taken as unchanged while its ctime is, and ctime cannot
 # be set. `repair` is the second try: nested repositories move aside, oddities become readable.
-_CAPTURE_SCRIPT = r"""
-base=$1 own=$2 mode=$3 aside=$4
+_CAPTURE_SCRIPT = (
+    _TEMPORARY
+    + r"""
+base=$1 own=$temporary/$2 mode=$3 aside=$4
 trap 'rm -rf "$own"' EXIT
 unset "${!GIT_@}"
 mkdir -p "$own/objects" "$own/info" "$own/refs" || exit 3
@@ -143,6 +165,7 @@ git diff-index --cached -p --binary --full-index --no-color --no-ext-diff --no-t
   --no-renames --src-prefix=a/ --dst-prefix=b/ HEAD || exit 3
 printf '\nignored %d\n' "$ignored" >&2
 """
+)
 
 
 @dataclass(frozen=True)
@@ -157,7 +180,7 @@ async def _run_capture(
     sandbox: Sandbox, base: str, upload: bytes | None, mode: str, max_bytes: int
 ) -> _Raw:
     name = uuid4().hex
-    own = f"/tmp/.perdure-capture-{name}"
+    own = f".perdure-capture-{name}"
     argv = ["bash", "-c", _CAPTURE_SCRIPT, "capture", base, own, mode, _ASIDE]
     exec_id = f"capture-{name}"
     await sandbox.start(

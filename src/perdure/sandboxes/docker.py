@@ -128,7 +128,9 @@ class DockerSandbox(GuestSandbox):
     # -- how the guest is reached -----------------------------------------------------------------
 
     async def _print(self, what: str, command: str, extra_s: float) -> str:
-        said = await self._exec("sh", "-c", command, what=what, seconds=REQUEST_S + extra_s)
+        """A shell reads the line first: everybody on this host can read the arguments of `docker`."""
+        argv, given = ("sh", "-c", 'line=$(cat) && eval "$line"'), command.encode()
+        said = await self._exec(*argv, what=what, seconds=REQUEST_S + extra_s, given=given)
         return said.out.decode("utf-8", "replace")
 
     async def _write(self, path: str, data: bytes | Path) -> None:

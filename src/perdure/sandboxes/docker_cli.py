@@ -25,7 +25,12 @@ GONE = (
 )
 TAKEN = ("is already in use by container", "removal of container")
 NOT_HERE = ("cannot connect to the docker daemon", "is the docker daemon running")
-NO_PROGRAM = ("executable file not found", "no such file or directory: unknown", ": not found")
+NO_PROGRAM = (
+    "executable file not found",
+    "no such file or directory: unknown",
+    ": not found",
+    ": command not found",
+)
 OUT_OF_PIDS = ("resource temporarily unavailable", "can't start new thread", "cannot fork")
 
 

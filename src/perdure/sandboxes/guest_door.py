@@ -23,7 +23,7 @@ LARGEST_ORDER = 1 << 20
 
 
 def main() -> None:
-    """The order is the first argument; its answer is printed."""
+    """The order is `sys.argv[1]`, where the caller has put it; its answer is printed."""
     try:
         answer = _asked(sys.argv[1])
     except TimeoutError:
@@ -109,7 +109,6 @@ def _reside(answer: "Callable[[str], str]", born: object, silent: bool, told: in
     lock = _hold_lock(silent)
     if lock is None:
         return
-    _forget_arguments()
     if os.path.exists(DOOR):
         os.unlink(DOOR)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -174,17 +173,6 @@ def _hold_lock(silent: bool) -> "int | None":
     os.ftruncate(lock, 0)
     os.write(lock, f"{os.getpid()} {processes.start_time(os.getpid())}\n".encode())
     return lock
-
-
-def _forget_arguments() -> None:
-    """They hold an order, and everybody may read a process's arguments for as long as it lives."""
-    import ctypes
-
-    with open("/proc/self/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    if 0 < start < end:
-        ctypes.memset(start, 0, end - start)
 
 
 def _version() -> object:

@@ -38,13 +38,15 @@ PROGRAMS = ("guest.py", "guest_door.py", "guest_files.py", "guest_processes.py")
 PYTHON = "exec python3 -I -S -c"
 """Without the image's own packages."""
 CALL = (
-    f"{PYTHON} 'import sys; sys.path.insert(0, \"{FOLDER}\"); import guest_door; guest_door.main()'"
+    f"{PYTHON} 'import sys; sys.argv[1:] = sys.stdin.read().split(); "
+    f'sys.path.insert(0, "{FOLDER}"); import guest_door; guest_door.main()\''
 )
+"""Its standard input is an order, which no list of processes shows."""
 INSTALL = f"""
 import base64, json, os, sys, zlib
 had = os.umask(0o077)
 os.makedirs("{FOLDER}", exist_ok=True)
-for name, text in json.loads(zlib.decompress(base64.b64decode(sys.argv.pop(1)))).items():
+for name, text in json.loads(zlib.decompress(base64.b64decode(sys.argv[1]))).items():
     path = "{FOLDER}/" + name
     if not os.path.exists(path) or open(path).read() != text:
         draft = path + "." + os.urandom(4).hex()
@@ -52,14 +54,16 @@ for name, text in json.loads(zlib.decompress(base64.b64decode(sys.argv.pop(1))))
             file.write(text)
         os.replace(draft, path)
 os.umask(had)
+sys.argv[1:] = sys.stdin.read().split()
 sys.path.insert(0, "{FOLDER}")
 import guest_door
 guest_door.main()
 """
-"""Its first argument is removed, the second is an order. A guest of the same text is left alone."""
+"""Its argument is the guest; its standard input as of CALL. A guest of the same text is left alone."""
 MARK = "perdure-answer:"
 INLINE_BYTES = 60_000
-"""Longer orders are uploaded: the kernel bounds an argument at 128 KiB."""
+"""Longer orders are uploaded: the kernel bounds an argument at 128 KiB, and a service may make one
+of the line."""
 PIECE = 1 << 20
 WATCH_S = 5.0
 """One waiting call; the guest looks by itself meanwhile."""
@@ -219,7 +223,7 @@ class GuestSandbox(Sandbox):
     ) -> dict[str, Any]:
         """Install the guest, and look what it lacks: one call, all of the set-up where it lacks nothing."""
         order = {"op": "begin", "targets": targets, "settings": settings}
-        line = f"{_installing()} {_argument(order)}"
+        line = _line(_installing(), _argument(order))
         if len(line) > INLINE_BYTES and settings is not None:
             return await self._begin(targets, None)
         return self._accepted(await self._run("set-up", line), {})
@@ -257,7 +261,7 @@ class GuestSandbox(Sandbox):
     async def _deliver(self, op: str, data: bytes | Path, **order: Any) -> None:
         """Upload it, and have the guest check and use it. What did not arrive whole is sent again."""
         staged = f"{FOLDER}/staged/{uuid4().hex}"
-        command = f"{self._caller()} {_argument({'op': op, 'staged': staged, **order})}"
+        command = _line(self._caller(), _argument({"op": op, "staged": staged, **order}))
         printing = self._write_and_print(op, staged, data, command)
         self._accepted(await self._answer(op, printing), order)
 
@@ -283,7 +287,7 @@ class GuestSandbox(Sandbox):
         if len(argument) > INLINE_BYTES:
             staged = await self._upload(json.dumps(call).encode())
             argument = f"order:{base64.b64encode(staged.encode()).decode()}"
-        command = f"{self._caller()} {argument}"
+        command = _line(self._caller(), argument)
         answer = await self._run(op, command, extra_s=order.get("seconds", 0.0))
         return self._accepted(answer, order)
 
@@ -360,6 +364,11 @@ def _installing() -> str:
     programs = {name: folder.joinpath(name).read_text() for name in PROGRAMS}
     packed = base64.b64encode(zlib.compress(json.dumps(programs).encode())).decode()
     return f"{PYTHON} {shlex.quote(INSTALL)} {packed}"
+
+
+def _line(caller: str, argument: str) -> str:
+    """For a shell, whose own `echo` is no process."""
+    return f"echo {argument} | {caller}"
 
 
 def _argument(call: Mapping[str, Any]) -> str:

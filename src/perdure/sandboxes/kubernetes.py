@@ -56,6 +56,8 @@ BOOT_S = 1500.0
 """Below a boot's own time limit; a large image is pulled for long."""
 ROOM_S = 300.0
 """So long may a cluster take to find, or add, a node."""
+LARGER_S = 900.0
+"""So long may it take to add one of a kind that it has not, where no node is large enough."""
 PULL_S = 120.0
 """So long is a pull tried whose failure may pass."""
 STUCK_S = 30.0
@@ -110,6 +112,7 @@ class KubernetesSandbox(GuestSandbox):
         await self.provider.kill(self.identity)
 
     async def set_up(self, spec: SandboxSpec) -> None:
+        self._is_new = True
         self._variables = await again(lambda: self._look(spec))
         await super().set_up(spec)
 
@@ -145,7 +148,7 @@ class KubernetesSandbox(GuestSandbox):
     async def _print(self, what: str, command: str, extra_s: float) -> str:
         """A shell reads the line first: in the URL it would stand in the cluster's audit log."""
         given = command.encode()
-        argv = ["sh", "-c", 'eval "$(head -c "$1")"', "sh", str(len(given))]
+        argv = ["sh", "-c", 'line=$(head -c "$1") && eval "$line"', "sh", str(len(given))]
         said = await self._exec(what, argv, [given], self.provider.connection.request_s + extra_s)
         return said.out.decode("utf-8", "replace")
 
@@ -157,7 +160,7 @@ class KubernetesSandbox(GuestSandbox):
         size = len(data) if isinstance(data, bytes) else data.stat().st_size
         line = '(umask 077; mkdir -p "${2%/*}" && head -c "$3" >"$2") && ' + command
         given = line.encode()
-        reading = 'eval "$(dd bs=1 count="$1" 2>/dev/null)"'
+        reading = 'line=$(dd bs=1 count="$1" 2>/dev/null) && eval "$line"'
         argv = ["sh", "-c", reading, "sh", str(len(given)), path, str(size)]
         seconds = self.provider.connection.request_s + size / UPLOAD_BYTES_PER_S
         said = await self._exec(what, argv, [given, data], seconds)
@@ -178,7 +181,7 @@ class KubernetesSandbox(GuestSandbox):
         if said.code == 0 or MARK.encode() in said.out:
             return said
         if said.status is not None and (said.code == 127 or names_missing_program(said.words)):
-            raise _lacks_programs(self.identity, said.words)
+            raise self._lacking(_lacks_programs(self.identity, said.words))
         await self._check_lives(None)
         raise ControlPlaneError(
             f"Kubernetes: {what}: its socket or its command broke: {said.words}"
@@ -306,7 +309,7 @@ class KubernetesProvider(ServiceProvider):
         box = KubernetesSandbox(self, await self._up(pod, identity))
         try:
             await box.set_up(spec)
-        except ConfigurationError:
+        except (ConfigurationError, InstanceError):
             await self.kill(identity)
             raise
         return box
@@ -381,7 +384,7 @@ class KubernetesProvider(ServiceProvider):
                 raise lost(self.name, identity, "(it was deleted)")
             pod = found
         if now.state != "up":
-            if names_missing_program(now.why):
+            if now.why.startswith(pods.NEVER_BEGAN) and names_missing_program(now.why):
                 await self.kill(identity)
                 raise _lacks_programs(identity, now.why)
             raise lost(self.name, identity, f"({now.why})")
@@ -472,7 +475,7 @@ class _Wait:
                 if names_missing_program(said):
                     return _lacks_programs(self.identity, said)
                 return lost("kubernetes", self.identity, f"({said})") if lasts > STUCK_S else None
-        return self._no_node(found) if lasts > ROOM_S else None
+        return self._no_node(found, lasts)
 
     def _judged_image(self, pod: Pod, found: pods.Obstacle, lasts: float) -> PerdureError | None:
         """The back-off between two pulls hides why the last one failed."""
@@ -484,8 +487,15 @@ class _Wait:
         reason = images.refused(image, self._cause)
         return reason if isinstance(reason, InstanceError) or lasts > PULL_S else None
 
-    def _no_node(self, found: pods.Obstacle) -> PerdureError:
+    def _no_node(self, found: pods.Obstacle, lasts: float) -> PerdureError | None:
+        if lasts <= (LARGER_S if pods.fits_nowhere(found) else ROOM_S):
+            return None
         said = f"no node takes sandbox {self.identity!r}: {found.message}"
+        if pods.fits_nowhere(found):
+            return ConfigurationError(
+                f"{said}; it would fit on none of them alone: ask for less (limits: memory_mb, cpus, "
+                "disk_mb), or add larger nodes"
+            )
         if pods.lacks_room(found):
             return RateLimited(said, limit="concurrency", retry_after=api.RELEASE_S)
         return ConfigurationError(f"{said}; correct {pods.POD_VARIABLE}, or the nodes' taints")

@@ -269,6 +269,10 @@ async def _read_credentials(made: Any) -> None:
             config.load_incluster_config(made)  # type: ignore[no-untyped-call]  # left so
     except Exception as error:  # a file that is no kubeconfig breaks its reader in any way
         raise _unreadable(error) from error
+    if made.proxy and not str(made.proxy).startswith(("http://", "https://")):
+        raise ConfigurationError(  # without the URL, which may hold a password
+            "proxy-url of KUBECONFIG must begin with http:// or https://; no other proxy is spoken to"
+        )
 
 
 def _unreadable(error: Exception) -> ConfigurationError:
@@ -286,9 +290,29 @@ async def _make(configuration: Any, place: tuple[Any, ...]) -> None:
         api, sockets = ApiClient(configuration), WsApiClient(configuration)
     except (OSError, ValueError) as error:  # its certificates are read here
         raise _unreadable(error) from error
+    client: Any = sockets.rest_client
+    client.pool_manager = _Session(client)
     closing = _close_with_loop(api, sockets, place)
     _clients[place] = _Clients(api, sockets, closing, asyncio.Lock(), 0.0)
     await anext(closing)
+
+
+class _Session:
+    """Opens sockets the way that the client's other calls go, of which it tells the sockets nothing."""
+
+    def __init__(self, client: Any) -> None:
+        self._session = client.pool_manager
+        self._way = {
+            "proxy": client.proxy,
+            "proxy_headers": client.proxy_headers,
+            "server_hostname": client.server_hostname,
+        }
+
+    def ws_connect(self, url: str, **options: Any) -> Any:
+        return self._session.ws_connect(url, **self._way, **options)
+
+    async def close(self) -> None:
+        await self._session.close()
 
 
 async def _close_with_loop(api: Any, sockets: Any, place: tuple[Any, ...]) -> AsyncIterator[None]:

@@ -130,6 +130,12 @@ def annotation(pod: Mapping[str, Any], name: str) -> str:
 # -- how it stands --------------------------------------------------------------------------------
 
 
+NEVER_BEGAN = ("StartError", "ContainerCannotRun")
+"""How `Standing.why` begins where no process has run in the container. What others say of its end may
+be a command's own words: it can write the file that they are read from."""
+NOWHERE = re.compile(r"preemption: 0/(\d+) nodes are available: \1 Preemption is not helpful")
+
+
 class Standing(NamedTuple):
     """`coming`: made, not up yet. `going`: being deleted, by whomever. `over`: it ended."""
 
@@ -202,3 +208,9 @@ def _container_state(status: Mapping[str, Any]) -> Mapping[str, Any]:
 def lacks_room(found: Obstacle) -> bool:
     """No node is free; as against: no node may run it, however long one waits."""
     return "Insufficient" in found.message or "Too many pods" in found.message
+
+
+def fits_nowhere(found: Obstacle) -> bool:
+    """A node that has too little for it would have too little without any other pod: so says the
+    scheduler of Kubernetes 1.34 on. Older ones do not tell."""
+    return "Insufficient" in found.message and NOWHERE.search(found.message) is not None
