@@ -6,9 +6,11 @@ has nothing left to start.
 """
 
 import asyncio
+import contextlib
 from typing import Any
 
 from temporalio import workflow
+from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from activities.messages import PreparedRun, RunStatus, RunSummary, ShardRequest
@@ -159,10 +161,15 @@ class RunWorkflow:
     async def _play_shards(self, run: RunRequest, total: int) -> None:
         tasks: list[asyncio.Task[None]] = []
         for shard, start in enumerate(range(0, total, SHARD)):
-            tasks.append(
-                asyncio.create_task(self._play_shard(run, shard, start, min(start + SHARD, total)))
+            task = asyncio.create_task(
+                self._play_shard(run, shard, start, min(start + SHARD, total))
             )
-            await workflow.wait_condition(lambda shard=shard: self._is_drained(shard))  # type: ignore[misc]
+            tasks.append(task)
+            await workflow.wait_condition(
+                lambda shard=shard, task=task: task.done() or self._is_drained(shard)  # type: ignore[misc]
+            )
+            if task.done():
+                task.result()  # one that was terminated has reported nothing, and never will
         await asyncio.gather(*tasks)
 
     async def _play_shard(self, run: RunRequest, shard: int, start: int, stop: int) -> None:
@@ -179,9 +186,19 @@ class RunWorkflow:
         )
         self.shards[shard] = handle
         try:
+            await self._catch_up(handle, request)
             self.reports[shard] = await handle
         finally:
             del self.shards[shard]
+
+    async def _catch_up(
+        self, handle: workflow.ChildWorkflowHandle[Any, Any], told: ShardRequest
+    ) -> None:
+        """What was said while the shard was being started, it has not heard."""
+        missed = (told.paused, told.concurrency) != (self.paused, self.concurrency)
+        if missed and workflow.patched("a-shard-hears-what-it-missed"):
+            await _say(handle, "set_paused", self.paused)
+            await _say(handle, "set_concurrency", self.concurrency)
 
     def _is_drained(self, shard: int) -> bool:
         """Nothing left to start there, and at most a tenth of the window still in flight."""
@@ -201,7 +218,7 @@ class RunWorkflow:
             else:
                 self.window.resume()
         for handle in list(self.shards.values()):
-            await handle.signal(signal, value)
+            await _say(handle, signal, value)
 
 
 @workflow.defn(name=names.SHARD)
@@ -263,6 +280,13 @@ class RunShardWorkflow:
         if window.attention != self.told_attention:
             return True
         return window.done - self.told >= (1 if window.nothing_left_to_start else step)
+
+
+async def _say(
+    handle: workflow.ChildWorkflowHandle[Any, Any], signal: str, value: bool | int
+) -> None:
+    with contextlib.suppress(FailureError):  # it has ended meanwhile
+        await handle.signal(signal, value)
 
 
 def _report(run_id: str, window: Window, total: int = 0) -> RunStatus:

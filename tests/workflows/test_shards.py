@@ -1,0 +1,67 @@
+"""Runs that are cut into shards, which start, hear and end on their own."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from temporalio import workflow
+from temporalio.client import Client, WorkflowFailureError
+
+from perdure.client import names
+from perdure.client.api import Perdure
+from perdure.types import RunRequest
+from tests.stack import PATIENCE_S, until
+from tests.workflows.stages import Stages
+from tests.workflows.test_group_and_run import Gate
+
+RUN = RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
+FIRST = f"{RUN.workflow_id}/shard/0"
+
+
+@pytest.fixture
+def gate(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Two shards of one instance each, whose agents wait."""
+    monkeypatch.setattr("workflows.run.SHARD", 1)
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-0", "toy/add-1")
+    return gate
+
+
+async def test_a_pause_reaches_a_shard_that_is_being_started(
+    client: Client, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parent is not told of its start before the pause: it hears of the pause all the same."""
+    start = workflow.start_child_workflow
+
+    async def late(name: str, *arguments: Any, **options: Any) -> Any:
+        handle = await start(name, *arguments, **options)
+        if name == names.SHARD:
+            await workflow.wait_condition(lambda: workflow.instance().paused)
+        return handle
+
+    monkeypatch.setattr(workflow, "start_child_workflow", late)
+    run = await Perdure(client).start_run(RUN)
+    await gate.until_running(1)
+    await run.pause()
+
+    async def heard() -> bool:
+        history = await client.get_workflow_handle(FIRST).fetch_history()
+        said = [event.workflow_execution_signaled_event_attributes for event in history.events]
+        return any(signal.signal_name == "set_paused" for signal in said)
+
+    assert await until(heard, "the shard hears of the pause", 60)
+
+
+async def test_a_shard_that_is_terminated_ends_the_run(
+    client: Client, stages: Stages, gate: Gate
+) -> None:
+    """It reports nothing any more: the run writes its manifest and fails, instead of waiting."""
+    run = await Perdure(client).start_run(RUN)
+    await gate.until_running(1)
+    await client.get_workflow_handle(FIRST).terminate()
+
+    with pytest.raises(WorkflowFailureError):
+        await asyncio.wait_for(run.handle.result(), PATIENCE_S)
+
+    assert "finish_run" in stages.names()
