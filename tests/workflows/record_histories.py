@@ -17,17 +17,14 @@ from typing import Any
 
 from temporalio.client import Client, WorkflowHandle
 from temporalio.exceptions import ApplicationError, TemporalError
-from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
 from activities.messages import AgentRun, Asked, Booted, Captured, ReadyPermit, Taken
 from perdure.client import names
-from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure
-from perdure.client.connection import DATA_CONVERTER
 from perdure.sandboxes.permits import AccountState
 from perdure.types import AccountCaps, AgentEnd, GroupRequest, RolloutRequest, RunRequest
-from tests.workflows.conftest import temporal_binary
+from tests.workflows import dev_server
 from tests.workflows.stages import Stages
 from workers.orchestration import checking_runner, workflow_worker
 from workflows.story import SAY_STAGE_AFTER
@@ -232,14 +229,8 @@ async def _beat_for_ever() -> None:
 
 async def record(scenario: Callable[[Client, Stages], Awaitable[Handle]]) -> str:
     """One scenario on a server of its own; its history as JSON."""
-    async with await WorkflowEnvironment.start_local(
-        dev_server_existing_path=temporal_binary(),
-        data_converter=DATA_CONVERTER,
-        search_attributes=attributes.ALL,
-        dev_server_log_level="error",
-        identity=IDENTITY,
-    ) as environment:
-        client, stages = environment.client, Stages()
+    async with dev_server.serving(identity=IDENTITY) as client:
+        stages = Stages()
         queues = (names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE)
         async with AsyncExitStack() as workers:
             for queue in (*queues, names.host_queue(HOST)):

@@ -7,6 +7,7 @@ import pytest
 from temporalio import activity, workflow
 from temporalio.client import Client, WorkflowHandle, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 import activities.admission
@@ -91,16 +92,24 @@ async def holding(client: Client, holder: str) -> None:
     handle: WorkflowHandle[object, object] = client.get_workflow_handle(ACCOUNT_ID)
 
     async def only_it() -> bool:
-        state = await handle.query("state", result_type=AccountState)
+        try:
+            state = await handle.query("state", result_type=AccountState)
+        except RPCError:  # no worker answered in time
+            return False
         return list(state.permits) == [holder]
 
     await until(only_it, f"{holder} holds the permit")
 
 
 async def granted(client: Client, holder: str) -> bool:
-    history = await client.get_workflow_handle(holder).fetch_history()
-    signals = [event.workflow_execution_signaled_event_attributes for event in history.events]
-    return any(signal.signal_name == names.GRANTED for signal in signals)
+    """True, once it has been told: a moment after the keeper has noted its permit."""
+
+    async def told() -> bool:
+        history = await client.get_workflow_handle(holder).fetch_history()
+        signals = [event.workflow_execution_signaled_event_attributes for event in history.events]
+        return any(signal.signal_name == names.GRANTED for signal in signals)
+
+    return bool(await until(told, f"{holder} is granted its permit"))
 
 
 async def test_a_terminated_holders_permit_goes_to_the_next(

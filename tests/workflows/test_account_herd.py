@@ -4,14 +4,12 @@ from collections import Counter
 
 from temporalio.api.history.v1 import History
 from temporalio.client import Client
-from temporalio.testing import WorkflowEnvironment
 
 from activities.messages import Asked
 from perdure.client import names
-from perdure.client.connection import DATA_CONVERTER
 from perdure.types import AccountCaps
 from tests.stack import until
-from tests.workflows.conftest import temporal_binary
+from tests.workflows import dev_server
 from workers.orchestration import workflow_worker
 
 HERD = 100
@@ -38,31 +36,24 @@ async def test_a_keeper_that_starts_anew_under_a_herd_grants_each_once() -> None
     """100 wait, asks come in, grants go out, and it continues as new after every few dozen events:
     nobody is forgotten, nobody is granted twice."""
     often = ("--dynamic-config-value", "limit.historyCount.suggestContinueAsNew=60")
-    async with await WorkflowEnvironment.start_local(
-        dev_server_existing_path=temporal_binary(),
-        data_converter=DATA_CONVERTER,
-        dev_server_log_level="error",
-        dev_server_extra_args=often,
-    ) as environment:
-        client = environment.client
-        async with workflow_worker(client):
-            first = ""
-            for number in range(HERD):
-                asked = Asked(holder=f"h{number}", run=f"r{number % 3}", step="1-agent", caps=CAPS)
-                handle = await client.start_workflow(
-                    names.ACCOUNT,
-                    id=ACCOUNT_ID,
-                    task_queue=names.WORKFLOWS_QUEUE,
-                    start_signal="ask",
-                    start_signal_args=[asked],
-                )
-                first = first or str(handle.first_execution_run_id)
+    async with dev_server.serving(*often) as client, workflow_worker(client):
+        first = ""
+        for number in range(HERD):
+            asked = Asked(holder=f"h{number}", run=f"r{number % 3}", step="1-agent", caps=CAPS)
+            handle = await client.start_workflow(
+                names.ACCOUNT,
+                id=ACCOUNT_ID,
+                task_queue=names.WORKFLOWS_QUEUE,
+                start_signal="ask",
+                start_signal_args=[asked],
+            )
+            first = first or str(handle.first_execution_run_id)
 
-            async def served() -> bool:
-                return (await grants(client, first))[0].total() >= HERD
+        async def served() -> bool:
+            return (await grants(client, first))[0].total() >= HERD
 
-            await until(served, "all are granted")
-            granted, runs = await grants(client, first)
+        await until(served, "all are granted")
+        granted, runs = await grants(client, first)
 
     assert (len(granted), set(granted.values())) == (HERD, {1})
     assert runs > 2

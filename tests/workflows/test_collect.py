@@ -7,7 +7,7 @@ import pytest
 from temporalio.client import Client
 
 from activities.messages import Ending
-from perdure.client.api import Perdure
+from perdure.client.api import GroupHandle, Perdure
 from perdure.client.collect import FinishedGroup, collect, tokens_with_signal
 from perdure.types import EpisodeRef, GroupRequest, Outcome, RolloutRequest, RolloutStatus
 from tests.workflows.stages import Stages
@@ -97,7 +97,8 @@ async def test_a_caller_that_leaves_cancels_what_runs(client: Client, stages: St
     await asyncio.gather(first, return_exceptions=True)
     await filling.aclose()
 
-    groups = [await perdure.start_group(request) for request in _requests("r4", 2)]
+    left = [client.get_workflow_handle(request.workflow_id) for request in _requests("r4", 2)]
+    groups = [GroupHandle(perdure, 2, handle) for handle in left]
     statuses = {episode.status for group in groups async for episode in group.episodes()}
     assert statuses == {RolloutStatus.CANCELLED}
 
