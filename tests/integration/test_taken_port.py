@@ -1,0 +1,40 @@
+"""A port that is taken between the look and the start: the stack comes up on another one."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.cli import ports
+from perdure.cli.plan import Addresses, Plan
+from perdure.cli.supervisor import Supervisor
+from perdure.gateway import listeners
+from perdure.settings import Settings
+
+pytestmark = pytest.mark.temporal
+
+ROOT = Path(__file__).parents[2]
+
+
+async def test_temporal_moves_and_the_gateway_stays(tmp_path: Path) -> None:
+    """Whoever was told where the gateway is finds it there, though its port was set by hand."""
+    told: list[dict[str, Any]] = []
+    with socket.create_server((ports.LOOPBACK, 0)) as quicker:
+        taken = quicker.getsockname()[1]
+        settings = Settings(home=tmp_path, gateway_port=ports.free_port())
+        chosen = Addresses.choose(settings, own_temporal=True)
+        raced = Addresses(
+            **{**vars(chosen), "temporal_address": f"127.0.0.1:{taken}", "temporal_port": taken}
+        )
+        with listeners.bound(settings):
+            supervisor = Supervisor(Plan(settings, ROOT, raced), told.append, [])
+            try:
+                client = await supervisor._start_own_temporal()
+                answers = await client.service_client.check_health()
+            finally:
+                await supervisor._stop()
+
+    moved = supervisor.plan.addresses
+    assert (answers, moved.temporal_port != taken) == (True, True)
+    assert moved.gateway_port == settings.gateway_port
