@@ -26,6 +26,7 @@ from perdure.storage.base import Store, open_store
 from perdure.testing.scripted_engine import ScriptedEngine
 
 SECRET = b"one secret for the whole pool"
+ENDS_WITHIN_S = 300.0
 GIVE_UP_S = 20.0
 """How long an agent waits for an answer before it asks again: for a process that is stopped."""
 
@@ -63,7 +64,11 @@ class Pool:
 
     async def __aenter__(self) -> "Pool":
         self.processes = [self._spawn(number) for number in range(len(self.homes))]
-        await asyncio.gather(*map(self._up, range(len(self.homes))))
+        try:
+            await asyncio.gather(*map(self._up, range(len(self.homes))))
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -71,7 +76,7 @@ class Pool:
             process.send_signal(signal.SIGCONT)
             process.terminate()
         for process in self.processes:
-            await asyncio.to_thread(process.wait, 30)
+            await asyncio.to_thread(process.wait, ENDS_WITHIN_S)
         self.listener.close()
 
     def signal(self, number: int, signum: int) -> None:

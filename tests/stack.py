@@ -62,7 +62,7 @@ from perdure.types import (
     Source,
     SourceKind,
 )
-from tests import loop_agent
+from tests import held_ports, loop_agent
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / ".perdure" / "tools"
@@ -70,6 +70,8 @@ TOOLS = ROOT / ".perdure" / "tools"
 PAUSE_S = 0.02
 PATIENCE_S = 300.0
 """Only what is broken takes this long; nothing waits for the clock."""
+LINGERS_S = 60.0
+"""What has ended may be there for so long, on a busy host."""
 BEAT_S = 30.0
 """Heartbeat time-out of rollouts: a worker that lives is never taken for dead, however busy it is."""
 DEATH_S = 3.0
@@ -162,6 +164,14 @@ async def until(condition: Callable[[], Any], what: str, limit_s: float = PATIEN
         if answer:
             return answer
         assert time.monotonic() < end, f"still not so after {limit_s:g} s: {what}"
+        await asyncio.sleep(PAUSE_S)
+
+
+async def nothing(look: Callable[[], Sequence[Any]]) -> None:
+    """Look again until nothing is found. Raises AssertionError with what is there at last."""
+    end = time.monotonic() + LINGERS_S
+    while found := look():
+        assert time.monotonic() < end, f"still there after {LINGERS_S:g} s: {found}"
         await asyncio.sleep(PAUSE_S)
 
 
@@ -462,7 +472,7 @@ class Stack:
 
     async def nothing_left(self) -> None:
         """Assert that our finished rollouts have left nothing on this host."""
-        await until(lambda: not self.left_behind(), f"nothing is left: {self.left_behind()}", 20)
+        await nothing(self.left_behind)
 
     async def solved_once(
         self, request: RolloutRequest, attempt: int = 1, again: int = 0, replayed: int = 0
@@ -538,9 +548,13 @@ class Stack:
         await self.kill_all(*living)
         for box in await self.provider.list():
             await self.provider.kill(box.identity)
+        await nothing(self._strangers)
+
+    def _strangers(self) -> list[bytes]:
+        """Command lines that name our folder; helpers of a killed worker take a moment to notice."""
         home = str(self.home).encode()
-        strangers = [p for p in _pids() if p != os.getpid() and home in _cmdline(p)]
-        assert not strangers, [_cmdline(pid) for pid in strangers]
+        lines = [_cmdline(pid) for pid in _pids() if pid != os.getpid()]
+        return [line for line in lines if home in line]
 
 
 STARTED = 2
@@ -562,37 +576,38 @@ async def running(
     if not (home / "tools").exists():
         (home / "tools").symlink_to(TOOLS)
     engine = HeldEngine(turns)
-    async with engine:
-        addresses = Addresses(
-            temporal_address=None,
-            temporal_port=ports.free_port(),
-            ui_port=ports.free_port(),
-            gateway_port=ports.free_port(),
-            engine_port=0,
-        )
-        address = f"{ports.LOOPBACK}:{addresses.temporal_port}"
-        addresses = Addresses(**{**vars(addresses), "temporal_address": address})
-        settings = Settings(
-            home=home,
-            store=str(store or home / "store"),
-            gateway_port=addresses.gateway_port,
-            engine_url=engine.url,
-        )
-        plan = Plan(settings, ROOT, addresses, engine=engine.url)
-        # Lazy: this client outlives every restart of the server.
-        stack = Stack(home, plan, engine, client=None, beat_s=beat_s)  # type: ignore[arg-type]  # set below
-        try:
-            await stack.start_temporal()
-            stack.client = await readiness.wait_for_temporal(address)
-            await readiness.register_search_attributes(stack.client)
-            await add_instances(stack)
-            await stack.start_gateway()
-            for _ in range(workers):
-                await stack.start_worker()
-            yield stack
-        finally:
-            engine.let_go()
-            await stack.stop()
+    with held_ports.held(3) as (temporal_port, ui_port, gateway_port):
+        async with engine:
+            addresses = Addresses(
+                temporal_address=None,
+                temporal_port=temporal_port,
+                ui_port=ui_port,
+                gateway_port=gateway_port,
+                engine_port=0,
+            )
+            address = f"{ports.LOOPBACK}:{addresses.temporal_port}"
+            addresses = Addresses(**{**vars(addresses), "temporal_address": address})
+            settings = Settings(
+                home=home,
+                store=str(store or home / "store"),
+                gateway_port=addresses.gateway_port,
+                engine_url=engine.url,
+            )
+            plan = Plan(settings, ROOT, addresses, engine=engine.url)
+            # Lazy: this client outlives every restart of the server.
+            stack = Stack(home, plan, engine, client=None, beat_s=beat_s)  # type: ignore[arg-type]  # set below
+            try:
+                await stack.start_temporal()
+                stack.client = await readiness.wait_for_temporal(address)
+                await readiness.register_search_attributes(stack.client)
+                await add_instances(stack)
+                await stack.start_gateway()
+                for _ in range(workers):
+                    await stack.start_worker()
+                yield stack
+            finally:
+                engine.let_go()
+                await stack.stop()
 
 
 async def add_instances(stack: Stack) -> None:
@@ -655,8 +670,8 @@ def _started(pid: int) -> int:
 def _folders(root: Path, depth: int = 1) -> list[Path]:
     """Folders below `root`, down to `depth` levels; what vanishes meanwhile is left out."""
     found: list[Path] = []
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(root):
+    with contextlib.suppress(OSError), os.scandir(root) as entries:
+        for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 found.append(Path(entry.path))
                 if depth > 1:

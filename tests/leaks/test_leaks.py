@@ -21,12 +21,12 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli import ports, readiness
+from perdure.cli import readiness
 from perdure.sandboxes import procfs
 from perdure.sandboxes.box import Box
 from perdure.sandboxes.e2b import E2BProvider
 from perdure.sandboxes.procfs import below
-from tests import counting_agent
+from tests import counting_agent, held_ports
 from tests import stack as stacks
 from tests.leaks.traces import Traces
 from tests.stack import Stack, until
@@ -50,7 +50,7 @@ class Service:
     """The double as people start it: killed, and started again on its folder and port."""
 
     state: Path
-    port: int = field(default_factory=ports.free_port)
+    port: int
     popen: "subprocess.Popen[bytes] | None" = None
 
     @property
@@ -182,14 +182,15 @@ async def life(home: Path, seed: int, service: Service | None = None) -> AsyncIt
 
 @contextmanager
 def e2b(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    service = Service(home / "service")
-    for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
-        monkeypatch.setenv(name, service.url)
-    monkeypatch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
-    try:
-        yield service
-    finally:
-        service.kill()
+    with held_ports.held(1) as (port,):
+        service = Service(home / "service", port)
+        for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
+            monkeypatch.setenv(name, service.url)
+        monkeypatch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
+        try:
+            yield service
+        finally:
+            service.kill()
 
 
 @pytest.mark.parametrize("seed", range(1, 9))
