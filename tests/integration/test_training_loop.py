@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from perdure.client import search_attributes as attributes
+from perdure.client.api import GroupHandle
 from perdure.client.episodes import read_episodes
 from perdure.episodes import turns
 from perdure.episodes.reading import EpisodeSegments
@@ -27,16 +28,16 @@ from perdure.serving.roster import StoredRoster, roster_key
 from perdure.serving.secret import load_secret
 from perdure.serving.state import name_of
 from perdure.serving.weights import Canary, Policy, UpdateRefused
-from perdure.testing.scripted_engine import WEIGHTS_FILE, Call, ScriptedEngine, logprob
+from perdure.testing.scripted_engine import WEIGHTS_FILE, Call, logprob
 from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RolloutStatus, Turn
 from tests import loop_agent
 from tests import stack as stacks
-from tests.stack import Stack, commands, until
+from tests.stack import HeldEngine, Stack, commands, until
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
 SAMPLES = 2
-SLOW_S = 0.5
+SLOW_S = 1.0
 """Of eight tokens: a turn then lasts longer than an update of both engines."""
 WORDS = " ".join(f"word{n}" for n in range(60))
 """A turn long enough to be met in the middle."""
@@ -88,7 +89,7 @@ class Loop:
 
     stack: Stack
     weights: Weights
-    engines: list[ScriptedEngine]
+    engines: list[HeldEngine]
     checkpoints: Path
 
     def saved(self, version: int, **more: Any) -> Path:
@@ -104,19 +105,32 @@ class Loop:
         rollout = self.stack.request(run_id, policy_version=version, max_staleness=staleness)
         return GroupRequest(rollout=rollout, n_samples=SAMPLES)
 
-    async def in_mid_turn(self, group: GroupRequest) -> None:
-        """Until every sample is in its second turn, on either engine; slowly from now on."""
+    async def in_mid_turn(self, group: GroupRequest) -> GroupHandle:
+        """Start it; until every sample is in its second turn, on either engine, slowly from now on."""
         sessions = {
             self.stack.identity(group.rollout.model_copy(update={"sample_index": k}), "agent")
             for k in range(SAMPLES)
         }
 
-        def begun() -> bool:
-            calls = Counter(call.session_id for engine in self.engines for call in engine.calls)
-            return all(calls[session] >= 2 for session in sessions)
+        def held() -> bool:
+            return {f"{session}-1" for session in sessions} <= {
+                name for engine in self.engines for name in engine.waiting
+            }
 
-        await until(begun, "all samples are in their second turn")
+        def sampled() -> bool:
+            calls = [call for engine in self.engines for call in engine.calls if call.sampled_by]
+            begun = Counter(call.session_id for call in calls)
+            return all(begun[session] >= 2 for session in sessions)
+
+        for engine in self.engines:  # a sample that came early would be over before the last begins
+            engine.hold(1)
+        running = await self.stack.perdure.start_group(group)
+        await until(held, "all samples wait for their second turn")
         self.pace(SLOW_S)
+        for engine in self.engines:
+            engine.let_go()
+        await until(sampled, "all samples are in their second turn")
+        return running
 
     def pace(self, chunk_s: float = 0.02) -> None:
         for engine in self.engines:
@@ -192,8 +206,9 @@ def _recorded(turn: Turn) -> list[int]:
 @asynccontextmanager
 async def looping(home: Path) -> AsyncIterator[Loop]:
     async with stacks.running(home) as stack:
-        other = ScriptedEngine(SCRIPT)
-        stack.engine.control(scripts=SCRIPT)
+        other = HeldEngine()
+        for engine in (stack.engine, other):
+            engine.control(scripts=SCRIPT)
         stack.engine.weights = other.weights = 1
         roster = StoredRoster(stack.store, roster_key(load_secret(stack.settings)))
         async with other, Weights(stack.settings) as weights:
@@ -222,8 +237,7 @@ async def test_weights_are_updated_while_groups_run(loop: Loop) -> None:
     """Two steps of the loop: what each engine sampled with is what the trainer reads."""
     await loop.publish(1)
     group = loop.group("step-1", 1, staleness=1)
-    running = await loop.stack.perdure.start_group(group)
-    await loop.in_mid_turn(group)
+    running = await loop.in_mid_turn(group)
     await loop.publish(2)
     loop.pace()
     first = await loop.read([ref async for ref in running.episodes()])
@@ -244,8 +258,7 @@ async def test_weights_are_updated_while_groups_run(loop: Loop) -> None:
 async def test_a_failed_canary_disturbs_no_group(loop: Loop) -> None:
     """A load without effect: the version before serves on, and its groups are graded."""
     group = loop.group("step-3", 2, staleness=0)
-    running = await loop.stack.perdure.start_group(group)
-    await loop.in_mid_turn(group)
+    running = await loop.in_mid_turn(group)
     with pytest.raises(UpdateRefused, match="trainer's weights"):
         await loop.weights.publish(3, loop.saved(3, stale=True), canaries(3))
     loop.pace()
@@ -259,8 +272,7 @@ async def test_a_failed_canary_disturbs_no_group(loop: Loop) -> None:
 async def test_a_group_held_to_older_weights_ends_without_a_reward(loop: Loop) -> None:
     """Its rollouts fail as such, at once, and nothing that the new weights said is in them."""
     group = loop.group("step-4", 2, staleness=0)
-    running = await loop.stack.perdure.start_group(group)
-    await loop.in_mid_turn(group)
+    running = await loop.in_mid_turn(group)
     await loop.publish(4, Policy(in_flight="keep"))
     loop.pace()
     refs = [ref async for ref in running.episodes()]
