@@ -4,7 +4,8 @@
 
 One conversation grows turn by turn through every size, over HTTP, with an engine that answers at
 once: Perdure as it ships (journal included), and slime's current adapter in an environment of its
-own. Then the prompt alone, bridged and rendered in full. All with one tokenizer.
+own. Then the prompt alone, bridged and rendered in full. All with one tokenizer. Then what each token
+costs that an engine streams.
 """
 
 import argparse
@@ -18,10 +19,11 @@ from pathlib import Path
 import httpx
 
 from benchmarks.capture.slime import Slime
-from benchmarks.gateway_cost import prompts, sides
+from benchmarks.gateway_cost import prompts, sides, streams
 from benchmarks.gateway_cost.agent import Agent
 from benchmarks.gateway_cost.engine import InstantEngine
 from benchmarks.gateway_cost.prompts import Costs
+from benchmarks.gateway_cost.streams import STREAMS, TOKENS_PER_S, Streamed
 from benchmarks.peers.environments import Unavailable
 
 SIZES = (2_000, 16_000, 64_000, 128_000)
@@ -43,11 +45,13 @@ async def main() -> None:
             except Unavailable as reason:
                 print(f"slime: skipped, {reason}")
             bridged, rendered = await prompts.measure(engine.ids, SIZES, options.turns)
+        streamed = await streams.measure(home / "streams", options.rounds)
     costs |= {BRIDGED: bridged, FULL: rendered}
     if options.json:
-        print(json.dumps(costs))
+        print(json.dumps({"turns_ms": costs, "token_us": streamed._asdict()}))
     else:
         _print_table(costs)
+        _print_streamed(streamed)
 
 
 async def _grow(
@@ -88,6 +92,14 @@ def _print_table(costs: dict[str, Costs]) -> None:
         print(f"slime over perdure: {_ratios({s: costs['slime'][s] / ours[s] for s in SIZES})}")
 
 
+def _print_streamed(streamed: Streamed) -> None:
+    print(
+        f"\nCPU us a token, {STREAMS} calls at once, {TOKENS_PER_S:g} tokens a second each: "
+        f"{streamed.one_by_one:.0f} streamed one by one, {streamed.all_at_the_end:.0f} all in the "
+        f"last event: {streamed.streaming:.0f} for an event"
+    )
+
+
 def _ratios(values: Costs) -> str:
     return ", ".join(f"{value:.1f} x at {size // 1000}k" for size, value in values.items())
 
@@ -96,6 +108,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slime", type=Path, metavar="CHECKOUT")
     parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3, help="of streams")
     parser.add_argument("--environments", type=Path, default=Path(".perdure/bench/environments"))
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()

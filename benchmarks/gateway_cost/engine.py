@@ -6,7 +6,7 @@ Its own CPU is not measured; only what it is sent and what it answers matter.
 import asyncio
 import json
 import socket
-from typing import Any
+from typing import Any, Self
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -36,7 +36,7 @@ class InstantEngine:
         self._server: Server
         self._serving: asyncio.Task[None]
 
-    async def __aenter__(self) -> "InstantEngine":
+    async def __aenter__(self) -> Self:
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         routes = [

@@ -1,29 +1,33 @@
-"""`python -m benchmarks.gateway_load`: one gateway process between many agents and an engine.
+"""`python -m benchmarks.gateway_load`: one gateway process between many agents and their engines.
 
-The engine is the scripted one with a second's latency, in a process of its own; the agents are
-plain HTTP clients here. In each round every session makes one more call of a long history through
-the gateway, and the same number of calls with as many tokens goes to the engine directly; calls
-start evenly spread over the round, 16 a second. Reported: the latency that the gateway adds, its
-CPU per turn, and its memory once many idle sessions have come on top.
+The engines are scripted ones with a second's latency, all in one process, so many that nobody waits
+for a seat; the agents are plain HTTP clients here. In each round every session makes one more call of
+a long history through the gateway, and the same number of calls with as many tokens goes to the
+engines directly; calls start evenly spread over the round, 16 a second. Reported: the latency that
+the gateway adds, its CPU per turn beyond what it takes at rest, and its memory once many idle
+sessions have come on top.
 """
 
 import argparse
 import asyncio
 import contextlib
+import functools
+import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.gateway_load import engines
+from benchmarks.gateway_load.figures import Level, memory_mb, print_table
 from benchmarks.measuring import own_seconds
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
@@ -32,6 +36,11 @@ from perdure.gateway.tokenizers import load_tokenizer
 SECRET = b"a benchmark's secret"
 LATENCY_S = 1.0
 CALLS_PER_S = 16.0
+OPENED_AT_ONCE = 16
+CALL_S = 60.0
+"""A call without an answer for so long waits for something, and its figures would say nothing."""
+PATIENCE = 4
+"""How many times as long as on an idle host it may all take."""
 SCRIPT = {
     "default": {
         "turns": [
@@ -45,6 +54,10 @@ SCRIPT = {
     }
 }
 RESULT = "line of a file that the agent reads\n" * 20
+
+
+class Stuck(Exception):
+    """It does not go on; what was being done, and what the gateway said last."""
 
 
 @dataclass
@@ -66,46 +79,25 @@ class Session:
 
 
 @dataclass
-class Level:
-    """Latencies in seconds of each round's calls, straight to the engine and through the gateway."""
-
-    sessions: int
-    direct: list[list[float]] = field(default_factory=list)
-    through: list[list[float]] = field(default_factory=list)
-    cpu_s_per_turn: list[float] = field(default_factory=list)
-
-    def added(self, percent: int) -> list[float]:
-        """Seconds per round that a percentile grew by."""
-        pairs = zip(self.direct, self.through, strict=True)
-        return [_percentile(t, percent) - _percentile(d, percent) for d, t in pairs]
-
-    def line(self) -> dict[str, float]:
-        return {
-            "sessions": self.sessions,
-            "direct_p50_ms": 1000 * statistics.median(_percentile(d, 50) for d in self.direct),
-            "direct_p99_ms": 1000 * statistics.median(_percentile(d, 99) for d in self.direct),
-            "added_p50_ms": 1000 * statistics.median(self.added(50)),
-            "added_p99_ms": 1000 * statistics.median(self.added(99)),
-            "ratio_p50": statistics.median(
-                _percentile(t, 50) / _percentile(d, 50)
-                for d, t in zip(self.direct, self.through, strict=True)
-            ),
-            "cpu_ms_per_turn": 1000 * statistics.median(self.cpu_s_per_turn),
-            "turns_per_s_per_core": 1 / statistics.median(self.cpu_s_per_turn),
-        }
-
-
-@dataclass
 class Load:
     """The processes under load, and what is asked of them."""
 
-    folder: Path
     history: str
-    engine_url: str
+    engine_urls: list[str]
     gateway_url: str
     gateway_pid: int
+    gateway_log: Path
     client: httpx.AsyncClient
     control: GatewayControl
+    stage: str = ""
+
+    def begin(self, stage: str) -> None:
+        self.stage = stage
+        print(stage, file=sys.stderr, flush=True)
+
+    def stuck(self, problem: str) -> Stuck:
+        said = self.gateway_log.read_text()[-2000:]
+        return Stuck(f"{problem} ({self.stage}); the gateway's last words:\n{said}")
 
     async def session(self, name: str, text: str) -> Session:
         """Open a session and make its first call, whose prompt is rendered in full."""
@@ -119,23 +111,27 @@ class Load:
         """One more turn through the gateway; its seconds."""
         headers = {"authorization": f"Bearer {session.key}", "content-type": "application/json"}
         body, url = session.body(), f"{self.gateway_url}/v1/chat/completions"
-        since = time.perf_counter()
-        answer = await self.client.post(url, content=body, headers=headers)
-        seconds = time.perf_counter() - since
-        session.extend(answer.raise_for_status().json())
+        answer, seconds = await self._timed(url, body, headers)
+        session.extend(answer.json())
         return seconds
 
-    async def call_engine(self, body: bytes) -> float:
+    async def call_engine(self, url: str, body: bytes) -> float:
         headers = {"content-type": "application/json"}
+        return (await self._timed(f"{url}/inference/v1/generate", body, headers))[1]
+
+    async def _timed(
+        self, url: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[httpx.Response, float]:
         since = time.perf_counter()
-        url = f"{self.engine_url}/inference/v1/generate"
-        answer = await self.client.post(url, content=body, headers=headers)
+        try:
+            answer = await self.client.post(url, content=body, headers=headers)
+        except httpx.TimeoutException:
+            raise self.stuck(f"no answer of {url} for {CALL_S:g} s") from None
         seconds = time.perf_counter() - since
-        answer.raise_for_status()
-        return seconds
+        return answer.raise_for_status(), seconds
 
 
-async def _spread(calls: list[Callable[[], Awaitable[float]]]) -> list[float]:
+async def _spread(calls: Sequence[Callable[[], Awaitable[float]]]) -> list[float]:
     """Start the calls evenly, whatever the earlier ones do; their seconds."""
 
     async def one(number: int, call: Callable[[], Awaitable[float]]) -> float:
@@ -150,27 +146,38 @@ async def _level(load: Load, sessions: int, rounds: int) -> Level:
     crowd = await _opened(load, f"busy-{sessions}", sessions, load.history)
     ids = load_tokenizer("qwen3").encode_plain(load.history)
     body = json.dumps({"token_ids": ids, "sampling_params": {"max_tokens": 512}}).encode()
+    urls = itertools.islice(itertools.cycle(load.engine_urls), sessions)
+    straight = [functools.partial(load.call_engine, url, body) for url in urls]
+    through = [functools.partial(load.call, session) for session in crowd]
     for number in range(rounds):
-        level.direct.append(await _spread([lambda: load.call_engine(body)] * sessions))
-        before = own_seconds(load.gateway_pid)
-        level.through.append(await _spread([lambda s=s: load.call(s) for s in crowd]))  # type: ignore[misc]
-        level.cpu_s_per_turn.append((own_seconds(load.gateway_pid) - before) / sessions)
-        print(f"{sessions} sessions, round {number + 1} of {rounds}", file=sys.stderr)
+        load.begin(f"{sessions} sessions, round {number + 1} of {rounds}")
+        seconds, rest_cpu, rest_s = await _charged(load, straight)
+        level.direct.append(seconds)
+        level.rest_cpu.append(rest_cpu / rest_s)
+        seconds, cpu, elapsed = await _charged(load, through)
+        level.through.append(seconds)
+        level.cpu_s_per_turn.append((cpu - elapsed * rest_cpu / rest_s) / sessions)
     return level
 
 
+async def _charged(
+    load: Load, calls: Sequence[Callable[[], Awaitable[float]]]
+) -> tuple[list[float], float, float]:
+    """The calls' seconds; the gateway's CPU meanwhile, and how long that was."""
+    before, since = own_seconds(load.gateway_pid), time.perf_counter()
+    seconds = await _spread(calls)
+    return seconds, own_seconds(load.gateway_pid) - before, time.perf_counter() - since
+
+
 async def _opened(load: Load, name: str, count: int, text: str) -> list[Session]:
-    room = asyncio.Semaphore(16)
+    load.begin(f"opening {count} sessions")
+    room = asyncio.Semaphore(OPENED_AT_ONCE)
 
     async def one(number: int) -> Session:
         async with room:
             return await load.session(f"{name}-{number}", text)
 
     return await asyncio.gather(*(one(number) for number in range(count)))
-
-
-def _percentile(values: list[float], percent: int) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def _text(tokens: int) -> str:
@@ -182,19 +189,13 @@ def _text(tokens: int) -> str:
     return "".join(line.format(n=n % 1000) for n in range(int(tokens / per_line)))
 
 
-def _memory(pid: int) -> dict[str, int]:
-    """Resident MB now and at most."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines if line.startswith("Vm"))
-    return {name: int(fields[name].split()[0]) >> 10 for name in ("VmRSS", "VmHWM")}
-
-
 @contextlib.contextmanager
 def _process(arguments: list[str], environment: dict[str, str], log: Path) -> Iterator[Any]:
+    given = {k: v for k, v in os.environ.items() if not k.startswith("PERDURE_")}
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
-            env={**os.environ, **environment},
+            env={**given, **environment},
             stdout=subprocess.PIPE,
             stderr=file,
         )
@@ -206,17 +207,18 @@ def _process(arguments: list[str], environment: dict[str, str], log: Path) -> It
 
 
 @contextlib.asynccontextmanager
-async def _started(folder: Path, history: str) -> AsyncIterator[Load]:
+async def _started(folder: Path, history: str, sessions: int) -> AsyncIterator[Load]:
     scripts = folder / "scripts.json"
     scripts.write_text(json.dumps(SCRIPT))
-    engine = ["perdure.testing.scripted_engine", "--port", "0", "--scripts", str(scripts)]
-    with _process([*engine, "--latency", str(LATENCY_S)], {}, folder / "engine.log") as first:
-        engine_url = first.stdout.readline().decode().strip()
+    command = ["benchmarks.gateway_load.engines", "--count", str(engines.needed(sessions))]
+    options = ["--scripts", str(scripts), "--latency", str(LATENCY_S)]
+    with _process([*command, *options], {}, folder / "engines.log") as first:
+        engine_urls = first.stdout.readline().decode().strip()
         environment = {
             "PERDURE_HOME": str(folder / "home"),
             "PERDURE_GATEWAY_PORT": "0",
             "PERDURE_SECRET": SECRET.decode(),
-            "PERDURE_ENGINE_URL": engine_url,
+            "PERDURE_ENGINE_URL": engine_urls,
             "PERDURE_ENGINE_KIND": "vllm",
         }
         log = folder / "gateway.log"
@@ -224,10 +226,11 @@ async def _started(folder: Path, history: str) -> AsyncIterator[Load]:
             url = await _url(log, second)
             limits = httpx.Limits(max_connections=None)
             async with (
-                httpx.AsyncClient(timeout=300, limits=limits, trust_env=False) as client,
-                GatewayControl(url, SECRET, timeout_s=300) as control,
+                httpx.AsyncClient(timeout=CALL_S, limits=limits, trust_env=False) as client,
+                GatewayControl(url, SECRET, timeout_s=CALL_S) as control,
             ):
-                yield Load(folder, history, engine_url, url, second.pid, client, control)
+                urls = engine_urls.split(",")
+                yield Load(history, urls, url, second.pid, log, client, control)
 
 
 async def _url(log: Path, process: "subprocess.Popen[bytes]") -> str:
@@ -239,30 +242,60 @@ async def _url(log: Path, process: "subprocess.Popen[bytes]") -> str:
     raise SystemExit(log.read_text()[-2000:])
 
 
+def _expected_s(options: argparse.Namespace) -> float:
+    """Seconds that waiting for engines takes; on an idle host little comes to it."""
+    opened: int = sum(options.sessions) + options.idle
+    rounds = sum(2 * (count / CALLS_PER_S + LATENCY_S) for count in options.sessions)
+    expected: float = opened / OPENED_AT_ONCE * LATENCY_S + options.rounds * rounds
+    return expected
+
+
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Raises: Stuck."""
+    expected = _expected_s(options)
+    print(f"this takes {expected / 60:.0f} minutes or more", file=sys.stderr, flush=True)
+    sessions = sum(options.sessions) + options.idle
     with tempfile.TemporaryDirectory(prefix="perdure-gateway-load-") as name:
-        async with _started(Path(name), _text(options.tokens)) as load:
-            levels = [await _level(load, count, options.rounds) for count in options.sessions]
-            await _opened(load, "idle", options.idle, _text(options.idle_tokens))
-            return {
-                "history_tokens": options.tokens,
-                "levels": [level.line() for level in levels],
-                "idle_sessions": options.idle,
-                "idle_tokens": options.idle_tokens,
-                "busy_sessions": sum(options.sessions),
-                "memory_mb": _memory(load.gateway_pid),
-                "load_average": os.getloadavg()[0],
-            }
+        async with _started(Path(name), _text(options.tokens), sessions) as load:
+            try:
+                async with asyncio.timeout(60 + PATIENCE * expected):
+                    return await _measured(load, options)
+            except TimeoutError:
+                raise load.stuck(f"it took {PATIENCE} times as long as it should") from None
+
+
+async def _measured(load: Load, options: argparse.Namespace) -> dict[str, Any]:
+    levels = [await _level(load, count, options.rounds) for count in options.sessions]
+    await _opened(load, "idle", options.idle, _text(options.idle_tokens))
+    return {
+        "history_tokens": options.tokens,
+        "engines": len(load.engine_urls),
+        "levels": [level.line() for level in levels],
+        "idle_sessions": options.idle,
+        "idle_tokens": options.idle_tokens,
+        "busy_sessions": sum(options.sessions),
+        "memory_mb": memory_mb(load.gateway_pid),
+        "load_average": os.getloadavg(),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway_load")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway_load", description=__doc__)
     parser.add_argument("--sessions", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=30_000, help="history of a busy session")
     parser.add_argument("--idle", type=int, default=1000, help="sessions that come on top")
     parser.add_argument("--idle-tokens", type=int, default=30_000, help="history of each of them")
-    print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=1))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    try:
+        found = asyncio.run(measure(options))
+    except Stuck as stuck:
+        sys.exit(str(stuck))
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print_table(found)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""Scripted engines on ports of one process: as many as the sessions in front of them need.
+
+A gateway gives an engine at most 128 agents; the next one waits until one of them leaves. Here nobody
+is to wait for a seat: what is measured is the gateway, not its queue.
+
+    python -m benchmarks.gateway_load.engines --count 14 --scripts scripts.json --latency 1.0
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+from pathlib import Path
+
+from perdure.gateway.engines.leases import LEAST_AGENTS
+from perdure.testing.scripted_engine import ScriptedEngine
+
+AGENTS = LEAST_AGENTS * 3 // 2
+"""Sessions of one engine: between what it has at once and what it may get, for calls made straight at
+it take seats, too."""
+KV_TOKENS = 1 << 23
+"""128 contexts of 30k tokens fit twice over."""
+
+
+def needed(sessions: int) -> int:
+    """How many engines."""
+    return max(1, math.ceil(sessions / AGENTS))
+
+
+async def _run(options: argparse.Namespace) -> None:
+    scripts = json.loads(options.scripts.read_text())
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [
+            ScriptedEngine(scripts, latency_s=options.latency, kv_tokens=KV_TOKENS)
+            for _ in range(options.count)
+        ]
+        for engine in engines:
+            await stack.enter_async_context(engine)
+        print(",".join(engine.url for engine in engines), flush=True)
+        await engines[0].serve_forever()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway_load.engines")
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--scripts", type=Path, required=True)
+    parser.add_argument("--latency", type=float, required=True, help="seconds of each completion")
+    asyncio.run(_run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

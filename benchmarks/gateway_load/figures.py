@@ -1,0 +1,75 @@
+"""What was measured, as the numbers that are told."""
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Level:
+    """Latencies in seconds of each round's calls, straight to the engine and through the gateway."""
+
+    sessions: int
+    direct: list[list[float]] = field(default_factory=list)
+    through: list[list[float]] = field(default_factory=list)
+    cpu_s_per_turn: list[float] = field(default_factory=list)
+    """Beyond what it takes at rest."""
+    rest_cpu: list[float] = field(default_factory=list)
+    """CPU seconds a second while nobody calls it: it looks at its engines."""
+
+    def added(self, percent: int) -> list[float]:
+        """Seconds per round that a percentile grew by."""
+        pairs = zip(self.direct, self.through, strict=True)
+        return [_percentile(t, percent) - _percentile(d, percent) for d, t in pairs]
+
+    def line(self) -> dict[str, float]:
+        return {
+            "sessions": self.sessions,
+            "direct_p50_ms": 1000 * statistics.median(_percentile(d, 50) for d in self.direct),
+            "direct_p99_ms": 1000 * statistics.median(_percentile(d, 99) for d in self.direct),
+            "added_p50_ms": 1000 * statistics.median(self.added(50)),
+            "added_p99_ms": 1000 * statistics.median(self.added(99)),
+            "ratio_p50": statistics.median(
+                _percentile(t, 50) / _percentile(d, 50)
+                for d, t in zip(self.direct, self.through, strict=True)
+            ),
+            "cpu_ms_per_turn": 1000 * statistics.median(self.cpu_s_per_turn),
+            "turns_per_s_per_core": 1 / statistics.median(self.cpu_s_per_turn),
+            "cpu_ms_per_s_at_rest": 1000 * statistics.median(self.rest_cpu),
+        }
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def memory_mb(pid: int) -> dict[str, int]:
+    """Resident MB now and at most."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if line.startswith("Vm"))
+    return {name: int(fields[name].split()[0]) >> 10 for name in ("VmRSS", "VmHWM")}
+
+
+COLUMNS = {
+    "busy sessions": "{sessions}",
+    "direct p50 / p99, ms": "{direct_p50_ms:,.0f} / {direct_p99_ms:,.0f}",
+    "through the gateway": "{ratio_p50:.3f} x",
+    "added p50, ms": "{added_p50_ms:.1f}",
+    "added p99, ms": "{added_p99_ms:.1f}",
+    "CPU a turn, ms": "{cpu_ms_per_turn:.1f}",
+    "turns/s a core": "{turns_per_s_per_core:.0f}",
+    "CPU at rest, ms a second": "{cpu_ms_per_s_at_rest:.0f}",
+}
+
+
+def print_table(found: dict[str, Any]) -> None:
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
+    for line in found["levels"]:
+        print(f"| {' | '.join(column.format(**line) for column in COLUMNS.values())} |")
+    memory, sessions = found["memory_mb"], f"{found['busy_sessions']} busy"
+    print(
+        f"\n{memory['VmRSS']} MB resident ({memory['VmHWM']} MB at most) with {sessions} sessions"
+        f" and {found['idle_sessions']} idle ones of {found['idle_tokens']:,} tokens each;"
+        f" {found['engines']} engines; load {found['load_average'][0]:.1f}"
+    )
