@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from perdure.errors import SandboxLost
 from perdure.sandboxes.apptainer import PROGRAM_VARIABLE, ApptainerProvider
+from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.local import LocalProvider
+from perdure.sandboxes.local import LocalProvider, LocalSandbox
 from perdure.sandboxes.podman import PodmanProvider
 from perdure.testing.apptainer_cli import write_program
 from perdure.testing.sandbox_contract import SandboxContract
@@ -27,6 +29,20 @@ class TestLocal(SandboxContract):
     @pytest.fixture
     def provider(self, tmp_path: Path) -> LocalProvider:
         return LocalProvider(tmp_path / "home")
+
+
+async def test_sandbox_whose_folder_went_away_is_lost(tmp_path: Path) -> None:
+    """Another process may kill it between two steps of ours: that is a loss, no missing file."""
+    box = await LocalProvider(tmp_path / "home").create(SandboxSpec("/testbed"), "one")
+    assert isinstance(box, LocalSandbox)
+    folder = box.box.path.rename(tmp_path / "taken")
+    try:
+        for step in (box.touch(60), box.start("x", ["true"])):
+            with pytest.raises(SandboxLost):
+                await step
+    finally:
+        folder.rename(box.box.path)
+        await box.kill()
 
 
 class TestBubblewrap(SandboxContract):

@@ -240,8 +240,8 @@ class E2BProvider(ServiceProvider):
         check_identity(identity)
         hint = self._hint(identity)
         ids = {info.sandbox_id for info in await self._find({f"{OWN}identity": identity})}
-        if hint.exists():
-            ids.add(hint.read_text())
+        if (noted := _noted(hint)) is not None:
+            ids.add(noted)
         for sandbox_id in ids:
             await self._kill(sandbox_id)
         hint.unlink(missing_ok=True)
@@ -374,10 +374,9 @@ class E2BProvider(ServiceProvider):
 
     async def _known(self, identity: str) -> E2BSandbox | None:
         """The one this host made, though the list may not show it yet. Raises: SandboxLost."""
-        hint = self._hint(identity)
-        if not hint.exists():
+        sandbox_id = _noted(self._hint(identity))
+        if sandbox_id is None:
             return None
-        sandbox_id = hint.read_text()
         try:
             info = await self._info(sandbox_id)
             return await self._connect(sandbox_id, identity, info.metadata)
@@ -425,6 +424,14 @@ class E2BProvider(ServiceProvider):
         draft = path.with_name(f".{uuid4().hex}")
         draft.write_text(sandbox_id)
         draft.replace(path)
+
+
+def _noted(hint: Path) -> str | None:
+    """Another process may kill the sandbox, and forget it, at any moment."""
+    try:
+        return hint.read_text()
+    except FileNotFoundError:
+        return None
 
 
 def _template(spec: SandboxSpec) -> str:

@@ -11,10 +11,10 @@ import shutil
 import signal
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import cache, wraps
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar, cast
 from uuid import uuid4
 
 from perdure.errors import (
@@ -38,6 +38,8 @@ from perdure.sandboxes.execs import ExecRecord
 from perdure.sandboxes.keeping import SYSTEM_PATH
 from perdure.sandboxes.process import ProcessId, ended, is_alive, kill_process
 from perdure.sandboxes.procfs import below, marked
+
+Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 RESULT_S = 1.0
 GRAVE = ".grave-"
@@ -67,6 +69,19 @@ _PACKAGES = {
 }
 
 
+def _lost_with_its_folder(method: Method) -> Method:
+    """Another process may kill the sandbox at any moment, and its folder goes away."""
+
+    @wraps(method)
+    async def guarded(self: "HostSandbox", *args: Any, **options: Any) -> Any:
+        try:
+            return await method(self, *args, **options)
+        except FileNotFoundError as error:
+            raise self._lost() from error
+
+    return cast(Method, guarded)
+
+
 class HostSandbox(Sandbox):
     """A sandbox whose keeper runs on this host."""
 
@@ -87,6 +102,7 @@ class HostSandbox(Sandbox):
         """Limit -> the mechanism that enforces it here, e.g. `memory -> cgroup v1`."""
         return self.meta.enforced
 
+    @_lost_with_its_folder
     async def start(
         self,
         exec_id: str,
@@ -130,6 +146,7 @@ class HostSandbox(Sandbox):
         if record.process is None:
             self._check_alive()
 
+    @_lost_with_its_folder
     async def poll(self, exec_id: str) -> ExecStatus:
         record = self._known(exec_id)
         status = record.status()
@@ -178,6 +195,7 @@ class HostSandbox(Sandbox):
         except FileNotFoundError:
             return b""  # not launched yet
 
+    @_lost_with_its_folder
     async def signal(self, exec_id: str, signum: int) -> None:
         record = self._known(exec_id)
         done = record.status().done
@@ -194,6 +212,7 @@ class HostSandbox(Sandbox):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
+    @_lost_with_its_folder
     async def touch(self, ttl_s: float) -> None:
         self._check_alive()
         self.box.extend(ttl_s)
@@ -343,9 +362,10 @@ class HostProvider(SandboxProvider):
     async def attach(self, identity: str) -> Sandbox:
         check_identity(identity)
         box = Box(self.root / identity)
-        if not box.ready:
-            raise NotFound(f"no {self.name} sandbox {identity!r} on this host")
-        return self._adopt(box)
+        with contextlib.suppress(FileNotFoundError):  # another process killed it just now
+            if box.ready:
+                return self._adopt(box)
+        raise NotFound(f"no {self.name} sandbox {identity!r} on this host")
 
     async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
         if not self.root.is_dir():
@@ -431,12 +451,14 @@ async def destroy(box: Box) -> None:
     """End every process of the sandbox, then remove its cgroups and its folder."""
     if not box.exists:
         return
+    booted = box.ready  # before the rest: it may boot on until its keeper is stopped
     meta, keeper, holder = box.meta(), box.keeper, box.holder
+    # the keeper first: it would tell of commands that somebody has killed them, not of the sandbox
+    session_killed = keeper is not None and _kill_session(keeper)
     if meta.exec_groups:
         cgroups.kill(Path(meta.exec_groups))
     kill_process(holder, signal.SIGKILL)
-    session_killed = keeper is not None and _kill_session(keeper)
-    if not session_killed or not box.ready:  # half booted: a holder that nobody has named yet
+    if not session_killed or not booted:  # half booted: a holder that nobody has named yet
         _kill_marked(f"PERDURE_BOX={box.path}".encode())
     if meta.exec_groups is None and holder is None:  # else they end with their group or namespace
         _kill_commands(box)

@@ -50,7 +50,7 @@ with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
     connection.sendall(b"HTTP/1.1 200 OK\\r\\nConnection: close\\r\\n\\r\\n" + asked)
 """
 
-TREE_IS_GONE = "flock -w 5 lock true && flock -w 5 lock-apart true"
+TREE_IS_GONE = "flock -w 60 lock true && flock -w 60 lock-apart true"
 
 
 def fresh_identity() -> str:
@@ -135,6 +135,19 @@ class SandboxContract:
         """An identity that never was is NotFound, not lost."""
         with raises(NotFound):
             await provider.attach(fresh_identity())
+
+    async def test_kill_under_a_watch_is_told(self, provider: SandboxProvider) -> None:
+        """Whoever waits for a command of a sandbox that is killed hears that the sandbox is over."""
+        async with self.box(provider) as box:
+            await box.start("long", LONG)
+            waiting = asyncio.create_task(box.wait("long", timeout_s=60))
+            await box.kill()
+            try:
+                cause = (await waiting).cause
+            except SandboxLost:
+                cause = "sandbox"
+
+            assert cause == "sandbox"
 
     async def test_kill_is_idempotent(self, provider: SandboxProvider) -> None:
         """Killing twice, or what never was, is success; afterwards nothing is listed."""
