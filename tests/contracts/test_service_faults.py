@@ -8,6 +8,7 @@ the file of its name.
 import asyncio
 import importlib
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -18,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from perdure.cli import ports
 from perdure.errors import ConfigurationError, ControlPlaneError, OutcomeUnknown, SandboxLost
+from perdure.sandboxes import service as service_module
 from perdure.sandboxes.base import ExecState
 from perdure.sandboxes.bubblewrap import HOME, BubblewrapProvider
 from perdure.sandboxes.guested import FOLDER
@@ -100,8 +101,11 @@ async def test_create_whose_outcome_stays_unknown_says_so(
     assert (made, bench.live) == (1, [])
 
 
-async def test_cancelled_create_leaves_nothing(bench: Bench) -> None:
+async def test_cancelled_create_leaves_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A create that is cancelled while the service boots ends with no sandbox."""
+    monkeypatch.setattr(service_module, "CALLED_OFF_S", 60.0)
     bench.server.settings["boot_s"] = 0.3
     creating = asyncio.create_task(bench.provider.create(SPEC, ID))
     while not bench.live:
@@ -273,7 +277,7 @@ async def test_signal_whose_answer_is_lost_kills_once(bench: Bench) -> None:
         bench.inject(bench.service.execute, when="after", reset=True)
         await box.signal("long", signal.SIGKILL)
 
-        assert (await box.poll("long")).cause == "signal"
+        assert (await box.wait("long", 60)).cause == "signal"
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -354,8 +358,8 @@ async def test_kill_survives_faults_and_is_success_when_gone(bench: Bench, fault
 
 async def test_expired_sandbox_is_lost_and_gone(bench: Bench) -> None:
     """At the end of its time the service ends it, and its owner is told that it is lost."""
-    bench.server.settings["minute_s"] = 1.0  # for a service that counts in minutes
     async with bench.box() as box:
+        bench.server.settings["minute_s"] = 3.0  # for a service that counts in minutes
         await box.touch(1)
         while bench.live:
             await asyncio.sleep(0.05)
@@ -371,20 +375,29 @@ async def test_server_killed_and_started_again_forgets_nothing(
     pytest.importorskip(service.name)
     if missing := BubblewrapProvider(tmp_path).check():
         pytest.skip(missing[0])
-    port = ports.free_port()
-    for name, value in service.variables(f"http://127.0.0.1:{port}").items():
-        monkeypatch.setenv(name, value)
-    provider = service.made(tmp_path / "home")
-    with _started(service, tmp_path / "server", port):
-        box = await provider.create(SPEC, ID)
-        await box.start("long", ["bash", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"])
-    with _started(service, tmp_path / "server", port):
-        again = await service.made(tmp_path / "home").create(SPEC, ID)
-        await again.write_file("go", b"")
-        code = (await again.wait("long", 60)).code
-        await provider.kill(ID)
+    with _kept_port() as port:
+        for name, value in service.variables(f"http://127.0.0.1:{port}").items():
+            monkeypatch.setenv(name, value)
+        provider = service.made(tmp_path / "home")
+        with _started(service, tmp_path / "server", port):
+            box = await provider.create(SPEC, ID)
+            await box.start("long", ["bash", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"])
+        with _started(service, tmp_path / "server", port):
+            again = await service.made(tmp_path / "home").create(SPEC, ID)
+            await again.write_file("go", b"")
+            code = (await again.wait("long", 60)).code
+            await provider.kill(ID)
 
-        assert (code, await provider.list()) == (5, [])
+            assert (code, await provider.list()) == (5, [])
+
+
+@contextmanager
+def _kept_port() -> Iterator[int]:
+    """Nobody else is given it meanwhile; a server that reuses addresses can have it."""
+    with socket.socket() as keeping:
+        keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeping.bind(("127.0.0.1", 0))
+        yield keeping.getsockname()[1]
 
 
 @contextmanager

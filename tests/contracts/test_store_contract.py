@@ -216,13 +216,12 @@ async def test_s3_denied_access_names_the_variables(s3: S3Server) -> None:
 
 async def test_s3_nobody_listens(s3: S3Server) -> None:
     """A server that is down is StoreUnavailable: it may come back."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    store = S3Store("s3://results", endpoint_url=f"http://127.0.0.1:{port}")
+    with socket.socket() as silent:  # bound, so that nobody else is given the port
+        silent.bind(("127.0.0.1", 0))
+        store = S3Store("s3://results", endpoint_url=f"http://127.0.0.1:{silent.getsockname()[1]}")
 
-    with pytest.raises(StoreUnavailable):
-        await store.exists("a")
+        with pytest.raises(StoreUnavailable):
+            await store.exists("a")
 
 
 def test_s3_url_needs_a_bucket() -> None:

@@ -78,9 +78,9 @@ for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
     for request in (ATTACH, SEIZE):
         if libc.ptrace(request, pid, None, None) == 0:
             print("traced", pid)
-    if "own" in sys.argv and os.stat(f"/proc/{pid}").st_uid == os.getuid():
-        continue
     try:
+        if "own" in sys.argv and os.stat(f"/proc/{pid}").st_uid == os.getuid():
+            continue
         os.close(os.open(f"/proc/{pid}/mem", os.O_WRONLY))
         print("wrote memory of", pid)
     except OSError:

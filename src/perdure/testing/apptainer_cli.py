@@ -5,6 +5,7 @@ mounts; an unknown command or option is refused as cobra does. It is no proof th
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -151,9 +152,10 @@ def _wait_until_up(pid: int, process: "subprocess.Popen[bytes]") -> None:
     while True:
         if process.poll() is not None:
             _fail(f"container creation failed: exit code {process.returncode}")
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if any(Path(f"/proc/{child}/comm").read_text() == "sleep\n" for child in children):
-            return
+        with contextlib.suppress(OSError):  # one of them ended just now
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            if any(Path(f"/proc/{child}/comm").read_text() == "sleep\n" for child in children):
+                return
         time.sleep(0.002)
 
 

@@ -214,8 +214,10 @@ class DaytonaServer(Double):
         return web.json_response(self._shown({**record, "state": "destroying"}, request))
 
     async def _end(self, identity: str) -> None:
-        self.sandboxes.remove(identity)
+        """What is cut off half way is ended by the next look."""
+        self._change(identity, state="destroying")
         await self.guests.kill(identity)
+        self.sandboxes.remove(identity)
 
     async def _stop(self, request: web.Request) -> web.StreamResponse:
         record = self._known(request)
@@ -257,7 +259,8 @@ class DaytonaServer(Double):
         now, minute = time.time(), self.settings["minute_s"] or 60
         for record in self.sandboxes.all():
             idle = now - record["activity"] > record["autostop"] * minute
-            if record["destroy_at"] is not None and record["destroy_at"] < now:
+            over = record["destroy_at"] is not None and record["destroy_at"] < now
+            if over or record["state"] == "destroying":
                 await self._end(record["id"])
             elif record["state"] == "started" and record["autostop"] and idle:
                 await self._halt(record)
@@ -395,8 +398,9 @@ class DaytonaServer(Double):
         return web.Response(status=204)
 
     async def _run_in_session(self, request: web.Request) -> web.StreamResponse:
+        order = await request.json()
         record, box = await self._guest(request)
-        session, order = _session_of(record, request), await request.json()
+        session = _session_of(record, request)
         entry = {"id": uuid4().hex, "command": order["command"]}
         record["sessions"][session].append(entry)
         self._change(record["id"], sessions=record["sessions"])
@@ -408,8 +412,9 @@ class DaytonaServer(Double):
         await box.exec(["bash", "-c", f"echo '. {folder}/script' 1<>{_folder(session)}/shell"])
         if order.get("runAsync") or order.get("async"):
             return web.json_response({"cmdId": entry["id"]}, status=202)
-        while (code := await self._code(box, session, entry["id"])) is None:
+        while not await self._is_over(box, session, entry["id"]):
             await asyncio.sleep(0.02)
+        code = await self._code(box, session, entry["id"])
         said = {name: await _text(box, folder, name) for name in ("out", "err")}
         return web.json_response(
             {
@@ -430,6 +435,12 @@ class DaytonaServer(Double):
         if not said.strip():
             raise _refusal(400, GARBLED, source="DAYTONA_DAEMON")
         return int(said)
+
+    async def _is_over(self, box: BubblewrapSandbox, session: str, command: str) -> bool:
+        try:
+            return await self._code(box, session, command) is not None
+        except Refusal:  # it is just being written
+            return False
 
     async def _command(self, request: web.Request) -> web.StreamResponse:
         record, box = await self._guest(request)
@@ -461,7 +472,7 @@ class DaytonaServer(Double):
         await socket.prepare(request)
         at = {"out": 0, "err": 0}
         while True:
-            over = await self._code(box, session, command) is not None
+            over = await self._is_over(box, session, command)
             for name, mark in (("out", b"\1\1\1"), ("err", b"\2\2\2")):
                 data = await _bytes(box, _folder(session, command), name, at[name])
                 at[name] += len(data)

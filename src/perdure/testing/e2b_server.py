@@ -206,14 +206,15 @@ class E2BServer(Double):
         return web.Response(status=204)
 
     async def _timeout(self, request: web.Request) -> web.StreamResponse:
-        record = self._controlled(request)
-        record["ends"] = time.time() + (await request.json())["timeout"]
+        seconds = (await request.json())["timeout"]
+        record = self._controlled(request)  # after the wait: others write it, too
+        record["ends"] = time.time() + seconds
         self.sandboxes.write(record["id"], record)
         return web.Response(status=204)
 
     async def _connect(self, request: web.Request) -> web.StreamResponse:
-        record = self._controlled(request)
         seconds = (await request.json()).get("timeout") or 0
+        record = self._controlled(request)
         record["ends"] = max(record["ends"], time.time() + seconds)
         self.sandboxes.write(record["id"], record)
         return web.json_response(_created(record))
@@ -308,11 +309,13 @@ class E2BServer(Double):
     # -- data plane: commands ---------------------------------------------------------------------
 
     async def _start(self, request: web.Request) -> web.StreamResponse:
-        record, box = await self._guest(request)
+        known, box = await self._guest(request)
         order = json.loads((await request.read())[5:])
         process = order["process"]
         async with self._starting:
-            record = self.sandboxes.read(record["id"]) or record
+            record = self._running(known["id"])
+            if record is None:  # it ended meanwhile
+                raise _not_running(box.identity)
             pid = 1000 + len(record["processes"])
             record["processes"][str(pid)] = {**process, "tag": order.get("tag")}
             self.sandboxes.write(record["id"], record)

@@ -205,7 +205,9 @@ class KubernetesServer(Double):
         await asyncio.sleep(self.settings["boot_s"] or 0)
         await self._start(record)
         started = {"startedAt": _stamp(time.time())}
-        if self._status(key, phase="Running", state={"running": started}) is None:
+        if self._is_current(record):
+            self._status(key, phase="Running", state={"running": started})
+        else:
             await self.guests.kill(record["id"])  # deleted meanwhile
 
     async def _start(self, record: Mapping[str, Any]) -> None:
@@ -281,10 +283,10 @@ class KubernetesServer(Double):
         return response
 
     async def _patch(self, request: web.Request) -> web.StreamResponse:
-        record = self._known(request)
         if "json-patch" in request.content_type:
             raise _refusal(415, "UnsupportedMediaType", "only merge patches are played")
         change = await request.json()
+        record = self._known(request)  # after the wait: others write it, too
         before = record["pod"]["spec"].get("activeDeadlineSeconds")
         merged = _merged(record["pod"], change)
         after = merged["spec"].get("activeDeadlineSeconds")
@@ -295,20 +297,20 @@ class KubernetesServer(Double):
         return web.json_response(self._shown(record))
 
     async def _delete(self, request: web.Request) -> web.StreamResponse:
-        record = self._known(request)
         options = await request.json() if request.body_exists else {}
+        record = self._known(request)
         grace = options.get("gracePeriodSeconds", request.query.get("gracePeriodSeconds"))
+        record["pod"]["metadata"]["deletionTimestamp"] = _stamp(time.time())
+        self._save(record)
         if grace is not None and int(grace) == 0:
             await self._end(record)
             return web.json_response(self._shown(record))
-        record["pod"]["metadata"]["deletionTimestamp"] = _stamp(time.time())
-        self._save(record)
         if not record["silent"]:
             await self.guests.kill(record["id"])
             if self.settings["delete_s"]:
                 self._working[f"end {record['id']}"] = asyncio.create_task(self._end_later(record))
             else:
-                self.sandboxes.remove(record["key"])
+                await self._end(record)
         return web.json_response(self._shown(record))
 
     async def _end_later(self, record: Mapping[str, Any]) -> None:
@@ -316,10 +318,15 @@ class KubernetesServer(Double):
         await self._end(record)
 
     async def _end(self, record: Mapping[str, Any]) -> None:
-        now = self.sandboxes.read(record["key"])
-        if now is not None and now["id"] == record["id"]:
-            self.sandboxes.remove(record["key"])
+        """What is cut off half way is still known, and ended by the next."""
         await self.guests.kill(record["id"])
+        if self._is_current(record):
+            self.sandboxes.remove(record["key"])
+
+    def _is_current(self, record: Mapping[str, Any]) -> bool:
+        """A pod of the same name may have come after it."""
+        now = self.sandboxes.read(record["key"])
+        return now is not None and now["id"] == record["id"]
 
     async def expire(self) -> None:
         """Containers whose command is over are over; what was being made is made."""
@@ -331,6 +338,8 @@ class KubernetesServer(Double):
                 await self._look_after(record)
 
     async def _look_after(self, record: dict[str, Any]) -> None:
+        if not self._is_current(record):
+            return
         box = await self.guests.found(record["id"])
         ended: ExecStatus | None = None
         with contextlib.suppress(NotFound, SandboxLost):

@@ -152,7 +152,8 @@ class PrefixCache:
             yield key
 
 
-_TRANSPORTS: dict[tuple[str, int], asyncio.Transport] = {}
+_TRANSPORTS: dict[tuple[object, object], asyncio.Transport] = {}
+"""By both ends of the connection: a client may use one port of its own with several servers."""
 
 
 class _Protocol(H11Protocol):
@@ -160,18 +161,18 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self.client:
-            _TRANSPORTS[self.client] = transport
+        _TRANSPORTS[self.client, self.server] = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self.client:
-            _TRANSPORTS.pop(self.client, None)
+        _TRANSPORTS.pop((self.client, self.server), None)
 
 
 def _cut(request: Request) -> None:
-    if request.client is not None:
-        _TRANSPORTS[request.client].abort()
+    """Nothing to do where the client has gone."""
+    ends = request.scope["client"], request.scope["server"]
+    if (transport := _TRANSPORTS.get(ends)) is not None:
+        transport.abort()
 
 
 class ScriptedEngine:
