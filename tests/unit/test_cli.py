@@ -306,15 +306,27 @@ def test_wrong_engine_is_refused_before_anything_starts(
     ("variable", "value", "said"),
     [
         ("PERDURE_TOKENIZER", "qwen33", "PERDURE_TOKENIZER is 'qwen33': use 'qwen3' or a folder"),
+        ("PERDURE_TOKENIZER", "model", "no message format for PERDURE_TOKENIZER='model': "),
         ("PERDURE_STORE", "gs://bucket/x", "PERDURE_STORE is gs://bucket/x: use a folder, or s3:"),
         ("PERDURE_STORE", "taken", "a file is in the way; name a folder"),
+        (
+            "PERDURE_GATEWAY_HOST",
+            "192.0.2.1",
+            "PERDURE_GATEWAY_HOST='192.0.2.1' cannot be listened",
+        ),
+        ("TEMPORAL_ADDRESS", "127.0.0.1:1", "no Temporal server answers at 127.0.0.1:1: "),
     ],
 )
 def test_what_the_gateway_would_refuse_stops_no_started_stack(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
 ) -> None:
-    """A wrong tokenizer or store is one line and exit code 2, and no process was started for it."""
+    """What is wrong is one line and exit code 2, and no process was started to find it out."""
     Path("taken").touch()
+    Path("model").mkdir()
+    Path("model/tokenizer.json").write_text(
+        '{"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}'
+    )
+    monkeypatch.setattr("perdure.cli.beforehand.TEMPORAL_S", 0.0)
     monkeypatch.setenv(variable, value)
     monkeypatch.setattr("perdure.cli.stack.find_root", Path)
 
@@ -431,6 +443,20 @@ def test_json_errors_are_one_document_too(tmp_path: Path, perdure: Perdure) -> N
     done = perdure("show", "nothing", "--json")
 
     assert json.loads(done.stdout)["error"].startswith("no rollout 'nothing'")
+
+
+def test_unknown_rollout_is_answered_with_the_runs_there(tmp_path: Path, perdure: Perdure) -> None:
+    """Without a stack, too: the store knows them."""
+    rollouts(tmp_path)
+
+    assert perdure("show", "nothing").error.endswith("(runs there: r)")
+
+
+def test_wrong_run_id_is_told_what_it_may_hold(tmp_path: Path, perdure: Perdure) -> None:
+    """In words, not as a pattern."""
+    done = perdure("run", str(rows(tmp_path)), "-a", "oracle", "--run-id", "a b", "--dry-run")
+
+    assert done.error.startswith("error: run_id: letters, digits, '.', '_' and '-' only")
 
 
 def test_tracebacks_are_shown_on_request_only(

@@ -280,8 +280,8 @@ def list_(as_json: bool) -> None:
                 f"This is what their manager saw {silent_s / 60:.0f} min ago, and it says nothing any "
                 f"more: `{me()} engines up` starts it again"
             )
-    if known:
-        gateway = state.gateway_url if state is not None else settings.gateway_base_url
+    if known and (state is not None or settings.gateway_url):
+        gateway = state.gateway_url if state is not None else settings.gateway_url
         click.echo(f"Their metrics {gateway}/metrics (perdure_engine_*)")
 
 

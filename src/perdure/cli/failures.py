@@ -30,12 +30,16 @@ def explain(error: Exception) -> tuple[int, str]:
 
 def validation(error: "ValidationError") -> str:
     """Every wrong field of a model by its dotted name, on one line."""
+    from perdure.types import SLUG
+
     complaints = []
     for wrong in error.errors(include_url=False):
         name = ".".join(str(part) for part in wrong["loc"])
         message = wrong["msg"].removeprefix("Value error, ")
         if wrong["type"] == "extra_forbidden":
             message = "there is no such field"
+        if wrong["type"] == "string_pattern_mismatch" and wrong["ctx"]["pattern"] == SLUG:
+            message = "letters, digits, '.', '_' and '-' only, and a letter or digit first"
         if wrong["type"] in ("model_type", "model_attributes_type", "dict_type"):
             message = f"it has fields of its own: name one, {name}.FIELD"
         complaints.append(f"{name}: {message}" if name else message)

@@ -25,6 +25,16 @@ def choose(settings: Settings, name: str, taken: Sequence[int] = (), host: str =
     return free_port(host)
 
 
+def check_host(host: str) -> None:
+    """Raises: ConfigurationError when the gateway could listen on no port of it."""
+    try:
+        free_port(host)
+    except OSError as error:
+        raise ConfigurationError(
+            f"PERDURE_GATEWAY_HOST={host!r} cannot be listened on: {error.strerror}"
+        ) from error
+
+
 def is_free(port: int, host: str = LOOPBACK) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

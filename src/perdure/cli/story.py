@@ -13,6 +13,7 @@ from perdure.types import Grade, TestStatus
 
 T = TypeVar("T")
 BAD = (TestStatus.FAILED, TestStatus.ERROR, TestStatus.MISSING)
+RUNS_NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,10 @@ async def find(store: Store, text: str) -> RolloutName:
     if run_id and found:
         some = ", ".join(str(name) for name in found[:6])
         raise NotFound(f"no rollout {text!r}; run {run_id} has {some}")
-    raise NotFound(f"no rollout {text!r} in {store.url}: `perdure status` lists the runs")
+    found = found or await _rollouts(store, "")
+    runs = list(dict.fromkeys(name.run_id for name in found))[-RUNS_NAMED:]
+    there = f"runs there: {', '.join(runs)}" if runs else "no run left anything there yet"
+    raise NotFound(f"no rollout {text!r} in {store.url} ({there})")
 
 
 async def read(store: Store, name: RolloutName) -> Story:

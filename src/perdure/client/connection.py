@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import re
 import time
 from typing import ClassVar, Self, cast
 
@@ -58,8 +59,14 @@ async def connect(address: str | None = None, *, runtime: Runtime | None = None)
     except (RuntimeError, RPCError) as error:
         raise ConfigurationError(
             f"no Temporal server answers at {target}: run `perdure up`, or set TEMPORAL_ADDRESS"
-            f" ({str(error)[:200]})"
+            f" ({_said(error)})"
         ) from error
+
+
+def _said(error: Exception) -> str:
+    """What the system said, out of the SDK's nested words."""
+    said = re.findall(r'message: "([^"]*)"', str(error))
+    return str(said[-1] if said else error)[:200]
 
 
 def _let_native_threads_end() -> None:
