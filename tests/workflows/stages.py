@@ -1,10 +1,14 @@
 """Stand-ins for the activities, replaced by name, on a real server with the real workflows."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
 from typing import Any
 
 from temporalio import activity
+from temporalio.client import Client
+from temporalio.worker import Worker
 
 from activities.messages import (
     AgentRun,
@@ -19,7 +23,17 @@ from activities.messages import (
     ReadyPermit,
     RunSummary,
 )
+from perdure.client import names
 from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutStatus, RunRequest
+from workers.orchestration import checking_runner, workflow_worker
+
+QUEUES = (
+    *(names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE),
+    names.host_queue("host-1"),
+)
+HEARD_WITHIN = timedelta(seconds=0.2)
+"""A stage that beats learns of its cancellation so soon, though its time-out is long: on a busy host
+a short one takes stages that live for dead, and they are counted twice."""
 
 
 class Stages:
@@ -42,6 +56,21 @@ class Stages:
 
     def names(self) -> list[str]:
         return [name for name, _ in self.calls]
+
+    @asynccontextmanager
+    async def at_work(self, client: Client) -> AsyncIterator[None]:
+        """Workers on every queue, the real workflow worker among them."""
+        async with AsyncExitStack() as workers:
+            for queue in QUEUES:
+                worker = Worker(
+                    client,
+                    task_queue=queue,
+                    activities=self.activities(),
+                    max_heartbeat_throttle_interval=HEARD_WITHIN,
+                )
+                await workers.enter_async_context(worker)
+            await workers.enter_async_context(workflow_worker(client, checking_runner()))
+            yield
 
     def activities(self) -> list[Callable[..., Any]]:
         """What a worker is given."""

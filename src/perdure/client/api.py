@@ -6,7 +6,7 @@ request twice joins it. The sync twin is `perdure.client.sync`.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,6 +47,8 @@ PASSING = {
     RPCStatusCode.CANCELLED,  # by the server, as it ends or begins: ours is asyncio's
 }
 """Statuses that say "not now": the wait goes on."""
+UNASKED = PASSING | {RPCStatusCode.FAILED_PRECONDITION}
+"""Of a query: no worker has polled for a while, or the workflow's first decision is not made yet."""
 
 
 QUERY_TRIES = 4
@@ -202,7 +204,7 @@ class RunHandle:
                 status = await self.handle.query("status", result_type=dict)
                 return RunProgress.model_validate(status)
             except RPCError as error:
-                if error.status not in PASSING:
+                if error.status not in UNASKED:
                     raise
                 return RunProgress(run_id=self.run_id, state="no worker answers")
         return await self._closed(described.status)
@@ -316,7 +318,9 @@ class GroupHandle:
         return [EpisodeRef.model_validate(item) for item in found]
 
     async def _result_episodes(self) -> list[EpisodeRef]:
-        progress = await self.handle.query("progress", result_type=dict)
+        progress = await _durably(
+            lambda: self.handle.query("progress", result_type=dict), passing=UNASKED
+        )
         return [EpisodeRef.model_validate(item) for item in progress["episodes"]]
 
 
@@ -349,7 +353,9 @@ def _check_agent(rollout: dict[str, Any]) -> None:
         check_options(agent, rollout.get("agent_options", {}))
 
 
-async def _durably(call: Callable[[], Awaitable[Result]]) -> Result:
+async def _durably(
+    call: Callable[[], Awaitable[Result]], passing: Set[RPCStatusCode] = PASSING
+) -> Result:
     """Wait through restarts of the server: its own retries give up after ten seconds."""
     pause = 0.5
     while True:
@@ -358,7 +364,7 @@ async def _durably(call: Callable[[], Awaitable[Result]]) -> Result:
         except WorkflowUpdateRPCTimeoutOrCancelledError:
             pass
         except RPCError as error:
-            if error.status not in PASSING:
+            if error.status not in passing:
                 raise
         await asyncio.sleep(pause)
         pause = min(pause * 2, 15.0)

@@ -1,0 +1,115 @@
+"""What a trainer and a person are told while no worker polls, on a real server."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from temporalio.client import (
+    Client,
+    Interceptor,
+    OutboundInterceptor,
+    QueryWorkflowInput,
+    WorkflowHandle,
+)
+from temporalio.service import RPCError, RPCStatusCode
+
+from activities.messages import AgentRun
+from perdure.client.api import GroupHandle, Perdure
+from perdure.client.connection import DATA_CONVERTER
+from perdure.types import GroupRequest, RolloutRequest, RunRequest
+from tests.stack import until
+from tests.workflows import dev_server
+from tests.workflows.stages import Stages
+
+ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
+GROUP = GroupRequest(rollout=ROLLOUT, n_samples=2)
+RUN = RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
+AT_ONCE = ("--dynamic-config-value", 'matching.queryPollerUnavailableWindow="100ms"')
+"""The server misses its workers so soon, not after twenty seconds."""
+
+
+class Hurried(Interceptor):
+    """Queries wait two seconds for their answer, not thirty; what was said instead is kept."""
+
+    def __init__(self) -> None:
+        self.said: list[RPCStatusCode] = []
+
+    def intercept_client(self, next: OutboundInterceptor) -> OutboundInterceptor:
+        return _Hurried(next, self.said)
+
+
+class _Hurried(OutboundInterceptor):
+    def __init__(self, next: OutboundInterceptor, said: list[RPCStatusCode]) -> None:
+        super().__init__(next)
+        self.said = said
+
+    async def query_workflow(self, input: QueryWorkflowInput) -> Any:
+        try:
+            return await super().query_workflow(replace(input, rpc_timeout=timedelta(seconds=2)))
+        except RPCError as error:
+            self.said.append(error.status)
+            raise
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    async with dev_server.serving(*AT_ONCE) as client:
+        yield client
+
+
+@pytest.fixture
+def hurried() -> Hurried:
+    return Hurried()
+
+
+@pytest.fixture
+def perdure(client: Client, hurried: Hurried) -> Perdure:
+    hurrying = Client(client.service_client, data_converter=DATA_CONVERTER, interceptors=[hurried])
+    return Perdure(hurrying)
+
+
+async def test_a_run_whose_workers_have_gone_says_so(
+    client: Client, perdure: Perdure, hurried: Hurried
+) -> None:
+    """Its progress is an answer, also when the server knows that nobody will give one."""
+    stages, begun = Stages(), asyncio.Event()
+    stages.instances = ("toy/add-1",)
+
+    async def stand(_: Any) -> AgentRun:
+        begun.set()
+        return await asyncio.Future()
+
+    stages.override["run_agent"] = stand
+    async with stages.at_work(client):
+        run = await perdure.start_run(RUN)
+        await begun.wait()
+
+    async def refused() -> bool:
+        assert (await run.progress()).state == "no worker answers"
+        return RPCStatusCode.FAILED_PRECONDITION in hurried.said
+
+    assert await until(refused, "the server misses the workers")
+
+
+async def test_episodes_of_a_finished_group_wait_for_a_worker(
+    client: Client, perdure: Perdure, hurried: Hurried
+) -> None:
+    """The group is over when its workers go: a trainer gets its episodes once there is one again."""
+    stages = Stages()
+    async with stages.at_work(client):
+        await (await perdure.start_group(GROUP)).result()
+    handle: WorkflowHandle[Any, Any] = perdure.client.get_workflow_handle(GROUP.workflow_id)
+    group = GroupHandle(perdure, 2, handle)
+    reading = asyncio.create_task(_read(group))
+    await until(lambda: RPCStatusCode.FAILED_PRECONDITION in hurried.said, "nobody answers")
+    async with stages.at_work(client):
+        seen = await reading
+
+    assert sorted(seen) == [0, 1]
+
+
+async def _read(group: GroupHandle) -> list[int]:
+    return [episode.sample_index async for episode in group.episodes()]
