@@ -29,6 +29,9 @@ DATE = {"Retry-After": "Wed, 01 Jan 2020 00:00:00 GMT"}
 NOT_OPEN = {"message": "The sandbox is running but port is not open", "code": 502}
 NOT_FOUND = {"message": "The sandbox was not found", "code": 502}
 
+ALL_S = 5 * stacks.PATIENCE_S
+"""The cases run at the same time: the first that is looked at may be the last that is over."""
+
 Rules = Sequence[Mapping[str, Any]]
 SOLVED = (RolloutStatus.GRADED, Outcome.RESOLVED, 1.0)
 UNSOLVED = (RolloutStatus.GRADED, Outcome.UNRESOLVED, 0.0)
@@ -168,6 +171,7 @@ class Field:
         return request
 
     async def ended(self, request: RolloutRequest) -> Episode:
+        await until(lambda: self.stack.is_over(request), f"{request.run_id} is over", ALL_S)
         return await self.stack.episode(request)
 
     async def starts(self, request: RolloutRequest) -> list[int]:
