@@ -7,6 +7,8 @@ import sys
 import textwrap
 from typing import Any
 
+from tests import held_ports
+
 
 def run(program: str) -> "subprocess.CompletedProcess[bytes]":
     """A fresh process: logging and the SDK's runtime are set up once per process."""
@@ -61,18 +63,17 @@ def test_the_sdk_does_not_log_to_stdout() -> None:
 
 def test_our_metrics_are_served() -> None:
     """What a worker counts is on its Prometheus port, with its labels."""
-    done = run("""
-        import os, urllib.request
-        from perdure.cli.ports import free_port
-        from perdure.settings import Settings
-        from perdure.telemetry import metrics, temporal_runtime
-        settings = Settings(metrics_port=free_port())
-        runtime = temporal_runtime(settings)
-        metrics.stage("boot", 1.5, queued_s=0.5, cause="SandboxLost")
-        metrics.agent_time(total_s=10.0, model_s=4.0)
-        url = f"http://127.0.0.1:{settings.metrics_port}/metrics"
-        print(urllib.request.urlopen(url).read().decode(), flush=True); os._exit(0)
-    """)
+    with held_ports.held(1) as (port,):
+        done = run(f"""
+            import os, urllib.request
+            from perdure.settings import Settings
+            from perdure.telemetry import metrics, temporal_runtime
+            runtime = temporal_runtime(Settings(metrics_port={port}))
+            metrics.stage("boot", 1.5, queued_s=0.5, cause="SandboxLost")
+            metrics.agent_time(total_s=10.0, model_s=4.0)
+            url = "http://127.0.0.1:{port}/metrics"
+            print(urllib.request.urlopen(url).read().decode(), flush=True); os._exit(0)
+        """)
 
     text = done.stdout.decode()
     assert re.search(r'^perdure_attempts_total{cause="SandboxLost".* 1$', text, re.MULTILINE)
