@@ -1,13 +1,12 @@
 """Whoever watches a session learns that it waits for an engine, since when, and what the engines lack."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from perdure.cli.ports import free_port
 from perdure.gateway.base import Wait
 from perdure.gateway.engines.leases import Capacity
 from perdure.gateway.engines.pool import EnginePool, EngineSpec
@@ -15,6 +14,7 @@ from perdure.gateway.engines.wire import new_client
 from perdure.serving.roster import LoneRoster
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
+from tests import held_ports
 
 SCRIPTS = {"default": {"turns": [{"content": "Done."}]}}
 
@@ -40,6 +40,13 @@ async def pool() -> AsyncIterator[EnginePool]:
         await pool.start()
         yield pool
         await pool.aclose()
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address where nobody listens, nor comes to meanwhile."""
+    with held_ports.held(1) as (port,):
+        yield f"http://127.0.0.1:{port}"
 
 
 def ask(pool: EnginePool, session: str) -> "asyncio.Task[object]":
@@ -99,10 +106,9 @@ async def _call(gateway: LocalGateway, key: str) -> int:
         return (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code
 
 
-async def test_a_wait_stands_in_the_sessions_summary(tmp_path: Path) -> None:
+async def test_a_wait_stands_in_the_sessions_summary(tmp_path: Path, nobody: str) -> None:
     """Whoever holds the control token reads which engine is missing, while the call waits."""
-    url = f"http://127.0.0.1:{free_port()}"
-    async with LocalGateway(tmp_path, engine_url=url, engine_kind="vllm") as gateway:
+    async with LocalGateway(tmp_path, engine_url=nobody, engine_kind="vllm") as gateway:
         asked = asyncio.ensure_future(_call(gateway, await gateway.open("s")))
 
         async def waits() -> Wait | None:
@@ -111,14 +117,15 @@ async def test_a_wait_stands_in_the_sessions_summary(tmp_path: Path) -> None:
         wait = await until(waits)
         asked.cancel()
 
-    assert url.removeprefix("http://") in wait.reason
+    assert nobody.removeprefix("http://") in wait.reason
 
 
-async def test_calls_that_no_engine_answered_count_from_the_first(tmp_path: Path) -> None:
+async def test_calls_that_no_engine_answered_count_from_the_first(
+    tmp_path: Path, nobody: str
+) -> None:
     """An agent that is refused tries again: since when is told, until it has an answer or ends."""
-    url = f"http://127.0.0.1:{free_port()}"
     told: list[Wait | None] = []
-    async with LocalGateway(tmp_path, engine_url=url) as gateway:
+    async with LocalGateway(tmp_path, engine_url=nobody) as gateway:
         key = await gateway.open("s")
         for _ in range(2):
             assert await _call(gateway, key) == httpx.codes.SERVICE_UNAVAILABLE
