@@ -47,8 +47,11 @@ async def test_a_terminated_group_says_why(client: Client, gate: Gate) -> None:
 
 async def test_what_never_started_is_not_found(client: Client) -> None:
     """A misspelt id is told as such, and waited for by nobody."""
-    with pytest.raises(NotFound, match="rollout 'r1/ad-1/0' does not exist"):
-        await Perdure(client).rollout("rollout/r1/ad-1/0").result()
+    misspelt = Perdure(client).rollout("rollout/r1/ad-1/0")
+
+    for ask in (misspelt.result, misspelt.state):
+        with pytest.raises(NotFound, match="rollout 'r1/ad-1/0' does not exist"):
+            await ask()
 
 
 async def test_a_sync_trainer_catches_the_same(client: Client, gate: Gate) -> None:

@@ -338,8 +338,12 @@ class RolloutHandle:
         return EpisodeRef.model_validate(await _result(self.handle, what))
 
     async def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = await self.handle.query("state", result_type=dict)
-        return state
+        """Stage, attempt, its story so far. Raises: NotFound."""
+
+        def ask() -> Awaitable[dict[str, Any]]:
+            return self.handle.query("state", result_type=dict)
+
+        return await _known(ask, f"rollout '{self.handle.id.removeprefix('rollout/')}'")
 
     async def cancel(self) -> None:
         """Raises: NotFound when it had ended before (the message says how), or never started."""
@@ -373,11 +377,17 @@ async def _durably(
 async def _result(handle: WorkflowHandle[Any, Any], what: str) -> Any:
     """Raises: Cancelled, NoResult, NotFound; each with the reason in its message."""
     try:
-        return await _durably(handle.result)
+        return await _known(lambda: _durably(handle.result), what)
     except WorkflowFailureError as failure:
         if isinstance(failure.cause, CancelledError):
             raise Cancelled(f"{what} was cancelled") from failure
         raise NoResult(f"{what} ended without a result: {_reason(failure)}") from failure
+
+
+async def _known(call: Callable[[], Awaitable[Result]], what: str) -> Result:
+    """Raises: NotFound."""
+    try:
+        return await call()
     except RPCError as error:
         if error.status is RPCStatusCode.NOT_FOUND:
             raise NotFound(f"{what} does not exist") from error
@@ -395,7 +405,7 @@ async def _cancel(handle: WorkflowHandle[Any, Any], what: str) -> None:
     found = await _described(handle, what)
     if found.status is not WorkflowExecutionStatus.RUNNING:  # the server would say yes to it
         ended = await _info(found)
-        how = ended.outcome or ended.execution.lower()
+        how = ended.outcome or ended.execution.lower().replace("canceled", "cancelled")
         if ended.episode is not None and ended.episode.reward is not None:
             how += f", reward {ended.episode.reward:g}"
         raise NotFound(f"{what} had ended before ({how}): nothing was cancelled")
