@@ -13,6 +13,7 @@ from perdure.cli import ports
 from perdure.cli.children import Child, ChildSpec
 from perdure.cli.plan import Addresses, Plan
 from perdure.cli.processes import identify, stop
+from perdure.cli.supervisor import Supervisor
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.process import ProcessId
 from perdure.settings import Settings
@@ -89,6 +90,20 @@ async def test_child_that_refuses_its_settings_is_told_apart(
     await child.stop()
 
     assert child.refused == refused
+
+
+async def test_a_part_that_refuses_its_settings_ends_the_start(tmp_path: Path) -> None:
+    """No further try is waited for: its words are told, as a mistake to be mended."""
+    plan = Plan(Settings(home=tmp_path), tmp_path, Addresses(None, 0, 0, 1, 2))
+    supervisor = Supervisor(plan, lambda event: None, [])
+    child = child_of("import sys; print('no such tokenizer'); sys.exit(2)", tmp_path)
+    supervisor.children["part"] = child
+    await child.start()
+    try:
+        with pytest.raises(ConfigurationError, match="no such tokenizer"):
+            await supervisor._answered("part", asyncio.Event().wait(), tries=1_000)
+    finally:
+        await child.stop()
 
 
 async def test_stopped_child_stays_down(tmp_path: Path) -> None:
