@@ -76,6 +76,16 @@ async def test_logs_are_followed_to_the_end(sandbox: Any) -> None:
     assert heard == [("out", "one\n"), ("err", "two\n")]
 
 
+async def test_code_that_is_just_being_written_ends_no_follower(sandbox: Any) -> None:
+    """Between the making of a command's code and its writing there is a moment: nobody stumbles."""
+    await sandbox.process.create_session("s")
+    command = await run(sandbox, ': >"${BASH_SOURCE%/*}/code"; sleep 0.2; echo one')
+    heard: list[str] = []
+    await sandbox.process.get_session_command_logs_async("s", command, heard.append, heard.append)
+
+    assert heard == ["one\n"]
+
+
 async def test_exit_ends_the_shell_and_no_code_comes(sandbox: Any) -> None:
     """After `exit` in a session a command's code never appears, as with the real daemon."""
     await sandbox.process.create_session("s")
