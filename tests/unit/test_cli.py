@@ -409,6 +409,19 @@ def test_without_a_stack_the_next_command_is_named(tmp_path: Path, perdure: Perd
     assert (done.code, "`perdure up` starts it" in done.error) == (2, True)
 
 
+def test_no_stack_is_started_for_an_agent_without_an_engine(
+    tmp_path: Path, perdure: Perdure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is missing is told at once, and nothing is left running."""
+    for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+    done = perdure("run", str(rows(tmp_path)), "--sandbox", "local")
+
+    assert "mini_swe_agent calls a model and no engine is configured: " in done.error
+    assert not (tmp_path / "home/logs").exists()
+
+
 def test_endpoint_that_does_not_answer_is_named() -> None:
     """A model endpoint nobody listens on is reported with its address."""
     from perdure.cli.launch import check_engine

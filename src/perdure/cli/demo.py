@@ -64,8 +64,9 @@ async def _instances(settings: Settings) -> list[Instance]:
 
 
 def _has_endpoint(settings: Settings) -> bool:
-    hosted = os.environ.get("OPENAI_BASE_URL") or os.environ.get("ANTHROPIC_BASE_URL")
-    return bool(settings.engine_url or hosted)
+    from perdure.cli.plan import configured_engine
+
+    return bool(configured_engine(settings))
 
 
 async def _run_all(settings: Settings, instances: Sequence[Instance]) -> list[EpisodeRef]:

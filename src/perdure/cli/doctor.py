@@ -218,10 +218,10 @@ def tokenizer(settings: Settings) -> Finding:
 
 def engine(settings: Settings) -> Finding:
     from perdure.cli.launch import check_engine
+    from perdure.cli.plan import configured_engine
 
     state = stack.running(settings)
-    hosted = os.environ.get("OPENAI_BASE_URL") or os.environ.get("ANTHROPIC_BASE_URL") or ""
-    name = state.engine if state is not None else settings.engine_url or hosted
+    name = state.engine if state is not None else configured_engine(settings)
     if not name:
         fix = "set OPENAI_BASE_URL, ANTHROPIC_BASE_URL or PERDURE_ENGINE_URL before `perdure up`"
         return Finding("engine", "note", "none; enough for oracle and nop", fix)

@@ -12,6 +12,7 @@ import click
 from perdure.cli import follow, render, results, source, stack
 from perdure.cli.console import answer, many, me, print_table, say
 from perdure.cli.engines import any_known, none_ready
+from perdure.cli.plan import configured_engine
 from perdure.cli.request import (
     Options,
     build,
@@ -34,7 +35,7 @@ from perdure.types import EpisodeRef, RolloutRequest, RolloutStatus, RunRequest
 ENGINE_TIMEOUT_S = 5.0
 NO_ENGINE = (
     "{agent} calls a model and no engine is configured: set OPENAI_BASE_URL (or ANTHROPIC_BASE_URL, "
-    "PERDURE_ENGINE_URL), then `perdure down` and the same command again"
+    "PERDURE_ENGINE_URL), `perdure down` if a stack runs, and give the same command again"
 )
 
 NONE_READY = "warning: no engine is ready, rollouts wait for one: `perdure engines list` says what each lacks"
@@ -98,11 +99,17 @@ def make_ready(settings: Settings, request: RunRequest) -> None:
     agent = rollout.agent
     for name in sorted({rollout.sandbox, *named_in_phases(rollout)}):
         ready_provider(settings, name)
-    state, _ = stack.ensure_up(settings)
-    if not needs_model(agent):
-        return
-    if state.engine or not any_known(settings):
-        check_engine(state.engine, agent)
+    if needs_model(agent):
+        _engine_ready(settings, agent)
+    stack.ensure_up(settings)
+
+
+def _engine_ready(settings: Settings, agent: str) -> None:
+    """Before a stack is started for nothing. Raises: ConfigurationError, GatewayUnavailable."""
+    state = stack.running(settings)
+    engine = configured_engine(settings) if state is None else state.engine
+    if engine or not any_known(settings):
+        check_engine(engine, agent)
     elif none_ready(settings):
         say(NONE_READY)
 

@@ -116,9 +116,7 @@ class Plan:
     @property
     def engine_name(self) -> str:
         """What samples behind the gateway, for people; empty when nothing does."""
-        configured = self.settings.engine_url
-        hosted = os.environ.get("OPENAI_BASE_URL") or os.environ.get("ANTHROPIC_BASE_URL") or ""
-        return self.engine or configured or hosted
+        return self.engine or configured_engine(self.settings)
 
     def temporal(self) -> ChildSpec:
         """Raises: MissingDependency."""
@@ -197,6 +195,12 @@ class Plan:
     def _python(self, name: str, module: str, *arguments: str, grace_s: float = 10.0) -> ChildSpec:
         argv = (sys.executable, "-m", module, *arguments)
         return ChildSpec(name, argv, self.environment(), self.root, grace_s)
+
+
+def configured_engine(settings: Settings) -> str:
+    """What samples where `--engine` gives nothing; empty when nothing does."""
+    hosted = os.environ.get("OPENAI_BASE_URL") or os.environ.get("ANTHROPIC_BASE_URL") or ""
+    return settings.engine_url or hosted
 
 
 def gateway_names(processes: int) -> list[str]:
