@@ -25,6 +25,7 @@ def condition(kind: str, status: str, reason: str, message: str = "") -> list[di
     return [{"type": kind, "status": status, "reason": reason, "message": message}]
 
 
+UNSTARTED = {"terminated": {"exitCode": 128, "reason": "StartError", "message": "no python3"}}
 OOM = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
 PREEMPTED = condition("DisruptionTarget", "True", "PreemptionByScheduler", "for p2")
 
@@ -40,6 +41,7 @@ PREEMPTED = condition("DisruptionTarget", "True", "PreemptionByScheduler", "for 
         (pod("Failed", reason="Evicted", message="disk"), "over", "Evicted: disk"),
         (pod("Failed", reason="DeadlineExceeded"), "over", "DeadlineExceeded"),
         (pod("Failed", state=OOM), "over", "OOMKilled"),
+        (pod("Failed", state=UNSTARTED), "over", f"{pods.NEVER_BEGAN[0]}: no python3"),
         (pod("Running", state=OOM), "over", "OOMKilled"),
         (pod("Failed", conditions=PREEMPTED), "over", "PreemptionByScheduler: for p2"),
     ],
