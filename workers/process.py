@@ -19,6 +19,7 @@ from temporalio.client import (
     SchedulePolicy,
     ScheduleSpec,
 )
+from temporalio.service import RPCError
 from temporalio.worker import Worker
 
 from activities.hosts import host_of
@@ -33,6 +34,7 @@ STAGES = ("workflows", "boot", "agent", "grade", "io")
 
 REAP_EVERY = timedelta(minutes=10)
 COUNT_EVERY_S = 15.0
+ASK_AGAIN_S = 1.0
 
 log = structlog.get_logger("perdure.worker")
 
@@ -45,7 +47,7 @@ async def serve(settings: Settings, stages: Sequence[str]) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     if "agent" in stages:
-        await _ensure_reaper(client, host)
+        await _ensure_reaper(client, host, stop)
     async with contextlib.AsyncExitStack() as stack:
         workers = _workers(client, settings, stages, stack)
         for worker in workers:
@@ -94,8 +96,13 @@ async def _count_sandboxes(settings: Settings, stages: Sequence[str]) -> None:
         await asyncio.sleep(COUNT_EVERY_S)
 
 
-async def _ensure_reaper(client: Client, host: str) -> None:
-    """One schedule per host: only its own workers can see its local sandboxes."""
+async def _ensure_reaper(client: Client, host: str, stop: asyncio.Event) -> None:
+    """One schedule per host: only its own workers can see its local sandboxes.
+
+    Waits, until `stop`, for a server that has just come up and does not take schedules yet.
+    """
+    from perdure.client.api import PASSING
+
     schedule = Schedule(
         action=ScheduleActionStartWorkflow(
             names.REAPER, host, id=f"reaper/{host}", task_queue=names.WORKFLOWS_QUEUE
@@ -106,8 +113,17 @@ async def _ensure_reaper(client: Client, host: str) -> None:
             overlap=ScheduleOverlapPolicy.SKIP, catchup_window=timedelta(minutes=10)
         ),
     )
-    with contextlib.suppress(ScheduleAlreadyRunningError):
-        await client.create_schedule(f"perdure-reaper/{host}", schedule)
+    while not stop.is_set():
+        try:
+            await client.create_schedule(f"perdure-reaper/{host}", schedule)
+            return
+        except ScheduleAlreadyRunningError:
+            return
+        except RPCError as error:
+            if error.status not in PASSING:
+                raise
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), ASK_AGAIN_S)
 
 
 def main(*stages: str) -> None:

@@ -1,0 +1,72 @@
+"""The schedule of sweeps that a worker makes as it starts, on a real server."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from temporalio.client import Client, CreateScheduleInput, Interceptor, OutboundInterceptor
+from temporalio.service import RPCError, RPCStatusCode
+
+from perdure.client.connection import DATA_CONVERTER
+from tests.stack import until
+from workers import process
+
+HOST = "host-1"
+
+
+class StartingUp(Interceptor):
+    """A server that answers, and takes no schedule before it was asked three times."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def intercept_client(self, next: OutboundInterceptor) -> OutboundInterceptor:
+        return _StartingUp(next, self)
+
+
+class _StartingUp(OutboundInterceptor):
+    def __init__(self, next: OutboundInterceptor, server: StartingUp) -> None:
+        super().__init__(next)
+        self.server = server
+
+    async def create_schedule(self, input: CreateScheduleInput) -> Any:
+        self.server.asked += 1
+        if self.server.asked < 3:
+            raise RPCError("shard status unknown", RPCStatusCode.UNAVAILABLE, b"")
+        return await super().create_schedule(input)
+
+
+async def test_a_server_that_is_still_starting_is_waited_for(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that comes with its server does not end because it came too early."""
+    monkeypatch.setattr(process, "ASK_AGAIN_S", 0.05)
+    server = StartingUp()
+    early = Client(client.service_client, data_converter=DATA_CONVERTER, interceptors=[server])
+
+    await process._ensure_reaper(early, HOST, asyncio.Event())
+
+    found = await client.get_schedule_handle(f"perdure-reaper/{HOST}").describe()
+    (interval,) = found.schedule.spec.intervals
+    assert (server.asked, interval.every) == (3, process.REAP_EVERY)
+
+
+async def test_a_worker_whose_schedule_stands_goes_on(client: Client) -> None:
+    """Made by another one, or before a restart: it is taken as it is."""
+    await process._ensure_reaper(client, HOST, asyncio.Event())
+
+    await asyncio.wait_for(process._ensure_reaper(client, HOST, asyncio.Event()), 60)
+
+
+async def test_a_worker_that_is_told_to_stop_waits_no_longer(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM while it waits for its server: it ends."""
+    monkeypatch.setattr(process, "ASK_AGAIN_S", 3600.0)
+    server, stop = StartingUp(), asyncio.Event()
+    early = Client(client.service_client, data_converter=DATA_CONVERTER, interceptors=[server])
+    waiting = asyncio.create_task(process._ensure_reaper(early, HOST, stop))
+    await until(lambda: server.asked, "the server is asked")
+    stop.set()
+
+    await asyncio.wait_for(waiting, 60)
