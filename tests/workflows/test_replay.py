@@ -27,7 +27,10 @@ def history(path: Path) -> WorkflowHistory:
 async def test_a_committed_history_replays(path: Path) -> None:
     """Today's code makes the same decisions, in the same order, from the same events."""
     replayer = Replayer(
-        workflows=WORKFLOWS, workflow_runner=checking_runner(), data_converter=DATA_CONVERTER
+        workflows=WORKFLOWS,
+        workflow_runner=checking_runner(),
+        data_converter=DATA_CONVERTER,
+        debug_mode=True,  # a busy host may stop for two seconds, which is no deadlock
     )
     result = await replayer.replay_workflow(history(path), raise_on_replay_failure=False)
 
@@ -54,7 +57,9 @@ class RolloutWithoutBoot:
 @pytest.mark.parametrize("name", ["plain", "lost_sandbox"])
 async def test_a_changed_workflow_fails_the_replay(name: str) -> None:
     """The replay would notice: a workflow that decides otherwise is refused."""
-    replayer = Replayer(workflows=[RolloutWithoutBoot], data_converter=DATA_CONVERTER)
+    replayer = Replayer(
+        workflows=[RolloutWithoutBoot], data_converter=DATA_CONVERTER, debug_mode=True
+    )
 
     with pytest.raises(NondeterminismError):
         await replayer.replay_workflow(history(record_histories.FOLDER / f"{name}.json"))
