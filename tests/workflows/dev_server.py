@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import IO
 
 from temporalio.client import Client
+from temporalio.service import RPCError
 
 from perdure.cli.plan import temporal_binary
 from perdure.cli.ports import LOOPBACK
@@ -58,7 +59,7 @@ async def _connected(
             raise AssertionError(f"the server ended: {log.read().decode(errors='replace')[-2000:]}")
         try:
             return await Client.connect(address, data_converter=DATA_CONVERTER, identity=identity)
-        except RuntimeError:  # nobody listens yet
+        except (RuntimeError, RPCError):  # nobody listens yet
             return None
 
     client: Client = await until(connect, "the server answers")
