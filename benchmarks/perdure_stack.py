@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PERDURE = (sys.executable, "-m", "perdure.cli.main")
 START_LIMIT_S = 120.0
 DATASET = "toy"
+EMPTY = "perdure.toml"
+"""Settings of the home: none, whatever stands in the folder that a benchmark is started from."""
 
 
 def _free_ports() -> dict[str, str]:
@@ -54,7 +56,7 @@ class Home:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PERDURE_", "TEMPORAL_"))}
         return env | {
             "PERDURE_HOME": str(self.folder),
-            "PERDURE_CONFIG": str(self.folder / "none.toml"),
+            "PERDURE_CONFIG": str(self.folder / EMPTY),
             "PERDURE_ENGINE_URL": self.engine_url,
             "PERDURE_ENGINE_KIND": "vllm",
             "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))),
@@ -103,6 +105,7 @@ class Stack:
         """`perdure up`, until it is ready. Raises: RuntimeError with the supervisor's words."""
         log = home.folder / "up.log"
         log.parent.mkdir(parents=True, exist_ok=True)
+        (home.folder / EMPTY).touch()
         with log.open("ab") as file:
             process = meter.popen(
                 [*PERDURE, "up", "--foreground"],
