@@ -79,7 +79,7 @@ class Process:
 
     def kill(self, number: int = signal.SIGKILL) -> int:
         self.child.send_signal(number)
-        self.child.communicate(timeout=20)
+        self.child.communicate(timeout=120)
         return self.child.returncode
 
     def control(self) -> GatewayControl:
