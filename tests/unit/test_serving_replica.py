@@ -1,0 +1,17 @@
+"""One boot of an engine on its node: what it finds in the folder that it shares."""
+
+from pathlib import Path
+
+from perdure.serving.commands import EnginePlan
+from perdure.serving.replica import KEPT_LOGS, Replica
+
+
+def test_a_log_that_another_replica_removes_meanwhile_ends_no_start(tmp_path: Path) -> None:
+    """Replicas of a node tidy up at the same time: one listed, and gone before the look at it."""
+    for number in range(KEPT_LOGS):
+        (tmp_path / f"old-{number}.log").write_text("words\n")
+    (tmp_path / "gone.log").symlink_to(tmp_path / "nowhere")
+    replica = Replica(EnginePlan(model="m", folder=str(tmp_path)), "new", 1, "127.0.0.1")
+
+    assert replica._prepare() == 0
+    assert len(list(tmp_path.glob("*.log"))) == KEPT_LOGS
