@@ -5,6 +5,7 @@ which a busy host may not have.
 """
 
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
@@ -40,6 +41,8 @@ def _spawn(port: int, log: IO[bytes], *arguments: str) -> "subprocess.Popen[byte
     command += ["--dynamic-config-value", "frontend.enableServerVersionCheck=false"]
     for name, kind in TYPE_NAMES.items():
         command += ["--search-attribute", f"{name}={kind}"]
+    if setpriv := shutil.which("setpriv"):  # it dies with the test's process
+        command = [setpriv, "--pdeathsig", "KILL", *command]
     return subprocess.Popen(
         [*command, *arguments],
         stdin=subprocess.DEVNULL,
