@@ -203,9 +203,7 @@ class Partials:
     async def aclose(self) -> None:
         """Write what streams still: their callers ask another process, or this one's successor."""
         if (writing := self._writing) is not None:
-            async with (
-                self._pen
-            ):  # a write under way would go on in its thread, beside the last one
+            async with self._pen:  # cut off, a write would go on in its thread, beside the last one
                 writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
             await self._write(list(self._growing))
