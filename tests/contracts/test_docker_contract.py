@@ -21,6 +21,7 @@ __all__ = ["docker_address", "docker_engine"]
 
 class TestDocker(SandboxContract):
     reaches_gateway = False  # by a relay, not by a socket of this host
+    at_once = 32  # each takes several programs' starts, and no call may take a minute
 
     @pytest.fixture
     def short_folder(self, tmp_path: Path) -> Path:
