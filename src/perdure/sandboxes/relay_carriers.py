@@ -219,6 +219,10 @@ async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
             pause = min(pause * 2, 5.0)
 
 
+_CUT = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
+"""Or it says what no relay says: whoever listens there may be hostile."""
+
+
 class DialCarrier:
     """One connection into the sandbox, made again whenever it breaks.
 
@@ -248,7 +252,7 @@ class DialCarrier:
                 pause = 0.02
                 async for batch in self._read(reader, size):
                     yield batch
-            except (OSError, EOFError, ValueError, NotFound, RetryHere, OutcomeUnknown):
+            except (*_CUT, NotFound, RetryHere, OutcomeUnknown):
                 pass  # not up yet, or cut: asked below whether it lives
             finally:
                 self._hang_up()
