@@ -122,6 +122,7 @@ async def _ensure_reaper(client: Client, host: str, stop: asyncio.Event) -> None
         except RPCError as error:
             if error.status not in PASSING:
                 raise
+            log.warning("the server takes no schedule yet; asking again", reason=str(error))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), ASK_AGAIN_S)
 

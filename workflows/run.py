@@ -168,8 +168,13 @@ class RunWorkflow:
             await workflow.wait_condition(
                 lambda shard=shard, task=task: task.done() or self._is_drained(shard)  # type: ignore[misc]
             )
-            if task.done():
-                task.result()  # one that was terminated has reported nothing, and never will
+            if self._is_drained(shard):
+                continue
+            # It ended without its last report, and will send none. Runs from before this wait on.
+            if workflow.patched("a-lost-shard-ends-its-run"):
+                task.result()
+            else:
+                await workflow.wait_condition(lambda shard=shard: self._is_drained(shard))  # type: ignore[misc]
         await asyncio.gather(*tasks)
 
     async def _play_shard(self, run: RunRequest, shard: int, start: int, stop: int) -> None:
@@ -199,6 +204,7 @@ class RunWorkflow:
         if missed and workflow.patched("a-shard-hears-what-it-missed"):
             await _say(handle, "set_paused", self.paused)
             await _say(handle, "set_concurrency", self.concurrency)
+            stop_if_cancelled()  # a signal that is sent takes the request with it
 
     def _is_drained(self, shard: int) -> bool:
         """Nothing left to start there, and at most a tenth of the window still in flight."""

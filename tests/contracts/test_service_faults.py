@@ -8,7 +8,6 @@ the file of its name.
 import asyncio
 import importlib
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -25,6 +24,7 @@ from perdure.sandboxes.base import ExecState
 from perdure.sandboxes.bubblewrap import HOME, BubblewrapProvider
 from perdure.sandboxes.guested import FOLDER
 from perdure.testing.double import LIMITS
+from tests import held_ports
 from tests.services import ID, SERVICES, SPEC, Bench, Service, benched, impatient
 
 PASSING: dict[str, dict[str, Any]] = {
@@ -375,7 +375,7 @@ async def test_server_killed_and_started_again_forgets_nothing(
     pytest.importorskip(service.name)
     if missing := BubblewrapProvider(tmp_path).check():
         pytest.skip(missing[0])
-    with _kept_port() as port:
+    with held_ports.held(1) as (port,):
         for name, value in service.variables(f"http://127.0.0.1:{port}").items():
             monkeypatch.setenv(name, value)
         provider = service.made(tmp_path / "home")
@@ -389,15 +389,6 @@ async def test_server_killed_and_started_again_forgets_nothing(
             await provider.kill(ID)
 
             assert (code, await provider.list()) == (5, [])
-
-
-@contextmanager
-def _kept_port() -> Iterator[int]:
-    """Nobody else is given it meanwhile; a server that reuses addresses can have it."""
-    with socket.socket() as keeping:
-        keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        keeping.bind(("127.0.0.1", 0))
-        yield keeping.getsockname()[1]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 from temporalio.client import WorkflowFailureError
@@ -291,8 +292,16 @@ async def _activities(stack: Stack, request: RolloutRequest) -> list[str]:
 async def test_a_rollout_that_waits_for_an_engine_says_so(stack: Stack) -> None:
     """Its engine is taken out: whoever asks is told of the wait, until the engine is back."""
     roster = StoredRoster(stack.store, roster_key(load_secret(stack.settings)))
-    await remove_engine(roster, name_of(stack.engine.url))
+    engine = name_of(stack.engine.url)
+
+    async def let_go() -> bool:
+        async with httpx.AsyncClient(timeout=30) as http:
+            told = (await http.get(f"{stack.plan.gateway_url}/metrics")).text
+            return f'perdure_engine_state{{engine="{engine}",state="ready"}} 1.0' not in told
+
+    await remove_engine(roster, engine)
     try:
+        await until(let_go, "the gateway knows that its engine is out")
         request = await stack.start("waits")
 
         async def told() -> bool:

@@ -243,7 +243,9 @@ def test_runs_can_be_listed_exported_and_cancelled(home: Home) -> None:
     """A run that was started detached shows up in `status`, and `cancel` ends it."""
     started = home.json("run", "sums/add-endlessly", "-a", "nop", "-n", "4", "--detach")
     run_id = started["run_id"]
+    end = time.monotonic() + 300
     while home.json("status", run_id)["total"] != 4:
+        assert time.monotonic() < end, "the run is not prepared"
         time.sleep(readiness.PAUSE_S)
 
     home.json("cancel", run_id)

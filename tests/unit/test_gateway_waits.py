@@ -120,6 +120,21 @@ async def test_a_wait_stands_in_the_sessions_summary(tmp_path: Path, nobody: str
     assert nobody.removeprefix("http://") in wait.reason
 
 
+async def test_an_answer_of_another_gateway_ends_the_wait(
+    tmp_path: Path, nobody: str, engine: ScriptedEngine
+) -> None:
+    """An agent that tries again may reach another process: the first one hears of it, too."""
+    async with (
+        LocalGateway(tmp_path, engine_url=nobody) as one,
+        LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as other,
+    ):
+        key = await one.open("s")
+        refused, answered = await _call(one, key), await _call(other, key)
+        summary = await one.control.get("s")
+
+    assert (refused, answered, summary.waits) == (503, 200, None)
+
+
 async def test_calls_that_no_engine_answered_count_from_the_first(
     tmp_path: Path, nobody: str
 ) -> None:

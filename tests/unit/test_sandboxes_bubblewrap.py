@@ -295,6 +295,29 @@ async def test_expired_sandbox_ends_by_itself(provider: BubblewrapProvider) -> N
         await provider.attach("expires")
 
 
+async def test_first_deadline_is_the_specs(provider: BubblewrapProvider) -> None:
+    """Also a sandbox that nobody renews has an end."""
+    async with await provider.create(replace(SPEC, ttl_s=600), "first"):
+        (info,) = await provider.list()
+
+    assert 500 < info.expires - info.created < 700
+
+
+async def test_a_kernel_without_cgroup_kill_ends_commands_and_sandboxes(
+    provider: BubblewrapProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only cgroup v1 is to be had, what is to be killed is killed one by one."""
+    found = cgroups._hierarchies()
+    if "freezer" not in found.v1:
+        pytest.skip("no writable freezer cgroup here")
+    monkeypatch.setattr(cgroups, "_hierarchies", lambda: replace(found, v2=None))
+    async with await provider.create(SPEC, "v1") as box:
+        status = (await box.exec("sleep 600 & sleep 600", timeout=1)).status
+
+    assert status.cause == "timeout"
+    assert leftovers(provider, "v1") == []
+
+
 async def test_sandbox_without_its_folder_ends_by_itself(
     provider: BubblewrapProvider, box: BubblewrapSandbox
 ) -> None:

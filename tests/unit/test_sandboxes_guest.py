@@ -90,7 +90,7 @@ async def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 async def test_one_resident_answers_for_the_guest(box: Folder) -> None:
-    """A command's supervisor is forked off the resident, which stays."""
+    """A command's supervisor is forked off the resident, which stays; no argument tells an order."""
     first = box.resident
     await box.start("long", ["sleep", "600"], user="root")
     supervisor = (box.folder / "execs/long/pid").read_text().split()[0]
@@ -98,6 +98,7 @@ async def test_one_resident_answers_for_the_guest(box: Folder) -> None:
     await box.signal("long", signal.SIGKILL)
 
     assert (box.resident, arguments[0]) == (first, arguments[1])
+    assert b"call:" not in arguments[0]
 
 
 async def test_killed_resident_is_replaced(box: Folder) -> None:

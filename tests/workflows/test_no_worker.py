@@ -20,7 +20,7 @@ from activities.messages import AgentRun
 from perdure.client.api import GroupHandle, Perdure
 from perdure.client.connection import DATA_CONVERTER
 from perdure.types import GroupRequest, RolloutRequest, RunRequest
-from tests.stack import until
+from tests.stack import PATIENCE_S, until
 from tests.workflows import dev_server
 from tests.workflows.stages import Stages
 
@@ -113,3 +113,12 @@ async def test_episodes_of_a_finished_group_wait_for_a_worker(
 
 async def _read(group: GroupHandle) -> list[int]:
     return [episode.sample_index async for episode in group.episodes()]
+
+
+async def test_a_group_that_nobody_began_has_no_episodes(client: Client, perdure: Perdure) -> None:
+    """Terminated before any worker saw it, it tells so at once, whoever polls now: none are waited for."""
+    group = await perdure.start_group(GROUP)
+    await group.handle.terminate()
+
+    async with Stages().at_work(client), asyncio.timeout(PATIENCE_S):
+        assert await _read(group) == []

@@ -32,6 +32,12 @@ async def run_agent() -> None:
     await asyncio.Event().wait()
 
 
+@activity.defn(name="run_agent")
+async def lost_agent() -> None:
+    activity.heartbeat({"turns": 3, "waits": {"since": 1, "reason": LACKS}})
+    raise ApplicationError(WHY, next_retry_delay=timedelta(hours=1))
+
+
 @workflow.defn
 class Runs:
     """Its agent waits for an engine."""
@@ -103,8 +109,25 @@ async def test_an_agent_that_waits_for_an_engine_is_told_since_when(client: Clie
     await until(beaten, "the wait is told")
     line = await standing(client, "rollout/r/i/3")
 
-    told = r"run_agent, 3 turns: waits for an engine since \d\d:\d\d:\d\d \(1:\d\d\): "
+    told = r"run_agent, 3 turns: waits for an engine since \d\d:\d\d:\d\d \([1-9]\d*:\d\d\): "
     assert re.fullmatch(told + re.escape(LACKS), line), line
+
+
+async def test_a_wait_that_is_over_hides_no_failure(client: Client) -> None:
+    """The last heartbeat of a try that failed says nothing of the next: the failure is told."""
+    async with Worker(
+        client,
+        task_queue=QUEUE,
+        workflows=[Runs],
+        activities=[lost_agent],
+        workflow_runner=UnsandboxedWorkflowRunner(),
+    ):
+        await client.start_workflow(Runs.run, id="rollout/r/i/4", task_queue=QUEUE)
+
+        async def failed_once() -> bool:
+            return WHY in await standing(client, "rollout/r/i/4")
+
+        assert await until(failed_once, "the failure is told")
 
 
 @pytest.mark.usefixtures("worker")

@@ -4,7 +4,7 @@ Each look is cheap and raises what the part itself would say, minutes earlier.
 """
 
 import asyncio
-import os
+import uuid
 
 from perdure.cli import ports
 from perdure.cli.temporal_target import given_address
@@ -40,7 +40,7 @@ async def write_and_remove(settings: Settings) -> None:
     Raises: ConfigurationError, MissingDependency, StoreUnavailable.
     """
     store = open_store(settings)
-    key = f"doctor/{os.getpid()}"
+    key = f"doctor/{uuid.uuid4().hex}"  # pids of containers are alike
     await store.put_if_absent(key, b"doctor")
     await store.get(key)
     await store.delete(key)

@@ -16,7 +16,7 @@ from perdure.cli.console import progress as console
 from perdure.cli.console import say
 from perdure.cli.render import View
 from perdure.cli.standing import FAILED, WAITS, standings
-from perdure.client.api import RolloutInfo, RunHandle, RunProgress
+from perdure.client.api import CODE_FAILS, NO_WORKER, RolloutInfo, RunHandle, RunProgress
 from perdure.errors import ActionNeeded
 
 LOOK_EVERY_S = 1.0
@@ -42,7 +42,10 @@ async def follow(run: RunHandle, show: Show) -> RunProgress:
         while not end.done():
             done, trouble = progress.done, ""
             try:
-                progress, rollouts = await _look(run)
+                now, rollouts = await _look(run)
+                if now.state in (NO_WORKER, CODE_FAILS):  # what was counted before still holds
+                    now = progress.model_copy(update={"state": now.state})
+                progress = now
                 if progress.done != done:
                     held_up, quiet_since = "", loop.time()
                 elif loop.time() - quiet_since > ASK_EVERY_S:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from temporalio.api.enums.v1 import PendingActivityState
 from temporalio.api.workflow.v1 import PendingActivityInfo
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
 from temporalio.service import RPCError
@@ -46,7 +47,10 @@ async def standing(client: Client, workflow_id: str) -> str:
 
 
 async def _progress(client: Client, step: PendingActivityInfo) -> dict[str, Any]:
-    """What the step told with its last heartbeat (`activities.shell.report`)."""
+    """What the step told with its last heartbeat (`activities.shell.report`); the server keeps it
+    for the next try, which says nothing of a step that nobody is at."""
+    if step.state != PendingActivityState.PENDING_ACTIVITY_STATE_STARTED:
+        return {}
     told = await client.data_converter.decode(list(step.heartbeat_details.payloads))
     return told[0] if told and isinstance(told[0], dict) else {}
 

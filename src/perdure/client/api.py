@@ -6,7 +6,7 @@ request twice joins it. The sync twin is `perdure.client.sync`.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Set
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,8 +47,11 @@ PASSING = {
     RPCStatusCode.CANCELLED,  # by the server, as it ends or begins: ours is asyncio's
 }
 """Statuses that say "not now": the wait goes on."""
-UNASKED = PASSING | {RPCStatusCode.FAILED_PRECONDITION}
-"""Of a query: no worker has polled for a while, or the workflow's first decision is not made yet."""
+UNDECIDED = "closed before WorkflowTaskStarted"
+FAILING = "Workflow Task in failed state"
+"""What no wait for a worker mends; a query is told so with FAILED_PRECONDITION, as all that one may."""
+NO_WORKER, CODE_FAILS = "no worker answers", "its workflow code fails"
+"""States of a run that is open, of which nothing else is known."""
 
 
 QUERY_TRIES = 4
@@ -204,9 +207,10 @@ class RunHandle:
                 status = await self.handle.query("status", result_type=dict)
                 return RunProgress.model_validate(status)
             except RPCError as error:
-                if error.status not in UNASKED:
+                if not _unasked(error) and FAILING not in error.message:
                     raise
-                return RunProgress(run_id=self.run_id, state="no worker answers")
+                state = CODE_FAILS if FAILING in error.message else NO_WORKER
+                return RunProgress(run_id=self.run_id, state=state)
         return await self._closed(described.status)
 
     async def _closed(self, status: WorkflowExecutionStatus | None) -> RunProgress:
@@ -318,9 +322,14 @@ class GroupHandle:
         return [EpisodeRef.model_validate(item) for item in found]
 
     async def _result_episodes(self) -> list[EpisodeRef]:
-        progress = await _durably(
-            lambda: self.handle.query("progress", result_type=dict), passing=UNASKED
-        )
+        try:
+            progress = await _durably(
+                lambda: self.handle.query("progress", result_type=dict), passing=_unasked
+            )
+        except RPCError as error:
+            if UNDECIDED in error.message:  # terminated before any worker saw it
+                return []
+            raise
         return [EpisodeRef.model_validate(item) for item in progress["episodes"]]
 
 
@@ -357,8 +366,19 @@ def _check_agent(rollout: dict[str, Any]) -> None:
         check_options(agent, rollout.get("agent_options", {}))
 
 
+def _passing(error: RPCError) -> bool:
+    return error.status in PASSING
+
+
+def _unasked(error: RPCError) -> bool:
+    """Of a query: no worker has polled for a while, or the first decision is not made yet."""
+    if error.status is RPCStatusCode.FAILED_PRECONDITION:
+        return UNDECIDED not in error.message and FAILING not in error.message
+    return _passing(error)
+
+
 async def _durably(
-    call: Callable[[], Awaitable[Result]], passing: Set[RPCStatusCode] = PASSING
+    call: Callable[[], Awaitable[Result]], passing: Callable[[RPCError], bool] = _passing
 ) -> Result:
     """Wait through restarts of the server: its own retries give up after ten seconds."""
     pause = 0.5
@@ -368,7 +388,7 @@ async def _durably(
         except WorkflowUpdateRPCTimeoutOrCancelledError:
             pass
         except RPCError as error:
-            if error.status not in passing:
+            if not passing(error):
                 raise
         await asyncio.sleep(pause)
         pause = min(pause * 2, 15.0)

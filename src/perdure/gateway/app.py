@@ -247,6 +247,8 @@ async def _get(request: Request) -> Response:
     gateway, session_id = _gateway(request), request.path_params["session_id"]
     summary = await gateway.sessions.get(session_id)
     if waits := gateway.engines.waits(session_id):
+        if summary.waits is not None:  # the agent tries again: its wait began before this call's
+            waits = waits.model_copy(update={"since": min(summary.waits.since, waits.since)})
         summary = summary.model_copy(update={"waits": waits})
     return Response(summary.model_dump_json(), media_type="application/json")
 

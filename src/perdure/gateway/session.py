@@ -105,6 +105,7 @@ class Session:
     def apply(self, record: TurnRecord, rolled: Rolled | None = None) -> Node:
         assert self.tree is not None
         node = self.tree.apply(record, rolled)
+        self.unanswered = None  # whichever process has got this answer
         self.totals.add(record)
         if self.recording is not None:
             self.recording.committed(record)

@@ -334,17 +334,15 @@ class Sessions:
         """A refusal that ends the rollout is journaled: whoever watches it may ask elsewhere."""
         session = asked.session
         try:
-            sampled = await self._maker.sampled(asked)
+            return await self._maker.sampled(asked)
         except Refused as refused:
             if refused.code == TOO_STALE:
                 await self._note_stale(session, str(refused))
             raise
         except GatewayUnavailable as error:
-            since = session.unanswered.since if session.unanswered else time.time()
+            since = session.unanswered.since if session.unanswered else asked.arrived
             session.unanswered = Wait(since=since, reason=str(error))
             raise
-        session.unanswered = None
-        return sampled
 
     def _replayable(self, asked: Asked) -> Recorded | None:
         recording = asked.session.recording

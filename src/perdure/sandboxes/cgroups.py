@@ -124,8 +124,9 @@ def kill(group: Path) -> None:
     try:
         (group / "cgroup.kill").write_text("1")
         return
-    except OSError as error:  # v1, or a kernel before 5.14; or it was removed this moment
-        if error.errno not in (errno.ENOENT, errno.ENODEV):
+    except OSError as error:
+        # v1, or a kernel before 5.14: the file cannot be made; or the group was removed this moment
+        if error.errno not in (errno.EACCES, errno.ENOENT, errno.ENODEV):
             raise
     while pids := [pid for pid in members(group) if not _is_zombie(pid)]:
         for pid in pids:

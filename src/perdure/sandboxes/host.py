@@ -164,6 +164,7 @@ class HostSandbox(Sandbox):
             return ExecStatus(ExecState.KILLED, cause="sandbox")
         return status
 
+    @_lost_with_its_folder
     async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
         """Resumes the moment the command is over: it waits for the process, it does not poll."""
         loop = asyncio.get_running_loop()

@@ -497,8 +497,8 @@ def _kill_group(group: str) -> None:
         with open(f"{group}/cgroup.kill", "w") as file:
             file.write("1")
         return
-    except FileNotFoundError:
-        pass  # v1, or a kernel before 5.14
+    except (FileNotFoundError, PermissionError):
+        pass  # v1, or a kernel before 5.14: the file cannot be made
     while True:
         with open(f"{group}/cgroup.procs") as file:
             pids = [int(pid) for pid in file]
