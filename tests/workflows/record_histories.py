@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from temporalio.client import Client, WorkflowHandle
 from temporalio.exceptions import ApplicationError, TemporalError
@@ -32,6 +33,8 @@ from workflows.story import SAY_STAGE_AFTER
 FOLDER = Path(__file__).parent / "histories"
 HOST = "host-1"
 IDENTITY = "recorder"
+SHARD_OF_ONE = 1
+"""Instances; `sharded` is recorded, and replays, with shards of this size."""
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", heartbeat_timeout_s=2)
 
 Handle = WorkflowHandle[Any, Any]
@@ -134,6 +137,28 @@ async def run(client: Client, stages: Stages) -> Handle:
     return (await Perdure(client).start_run(request)).handle
 
 
+async def sharded(client: Client, stages: Stages) -> Handle:
+    """Two shards of `SHARD_OF_ONE`: the first is done, the second is terminated in its agent's run."""
+    stages.instances = ("toy/add-1", "toy/add-2")
+    running = asyncio.Event()
+
+    async def second_never(attempt: Any) -> AgentRun:
+        if attempt.request.instance == "toy/add-2":
+            running.set()
+            await _beat_for_ever()
+        return AgentRun(end=AgentEnd.FINISHED, turns=4)
+
+    stages.override["run_agent"] = second_never
+    request = RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
+    with mock.patch("workflows.run.SHARD", SHARD_OF_ONE):
+        handle = (await Perdure(client).start_run(request)).handle
+        await running.wait()
+        await client.get_workflow_handle(f"{request.workflow_id}/shard/1").terminate()
+        with contextlib.suppress(TemporalError):
+            await handle.result()
+    return handle
+
+
 async def queued(client: Client, stages: Stages) -> Handle:
     """The account is asked again after a refusal, and grants both sandboxes."""
     permits = 0
@@ -204,7 +229,7 @@ async def account_ready(client: Client, stages: Stages) -> Handle:
 
 SCENARIOS = (
     *(plain, slow_agent, lost_sandbox, evictions, cancelled, cancelled_in_boot, queued),
-    *(group, run, account, account_ready),
+    *(group, run, sharded, account, account_ready),
 )
 
 

@@ -1,5 +1,6 @@
 """Workflows that are running survive an upgrade: committed histories replay on today's code."""
 
+import json
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +21,16 @@ HISTORIES = sorted(record_histories.FOLDER.glob("*.json"))
 
 
 def history(path: Path) -> WorkflowHistory:
-    return WorkflowHistory.from_json(path.stem, path.read_text())
+    events = json.loads(path.read_text())["events"]
+    own = events[0]["workflowExecutionStartedEventAttributes"]["workflowId"]
+    return WorkflowHistory.from_json(own, path.read_text())
 
 
 @pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.stem)
-async def test_a_committed_history_replays(path: Path) -> None:
+async def test_a_committed_history_replays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Today's code makes the same decisions, in the same order, from the same events."""
+    if path.stem == "sharded":
+        monkeypatch.setattr("workflows.run.SHARD", record_histories.SHARD_OF_ONE)
     replayer = Replayer(
         workflows=WORKFLOWS,
         workflow_runner=checking_runner(),
