@@ -1,4 +1,4 @@
-"""A training loop on a whole stack: new weights while groups run, as docs/training.md writes it.
+"""A training loop on a whole stack: new weights while groups run, as docs/train.md writes it.
 
 Real Temporal, gateway, workers and sandboxes; two scripted engines, which note themselves what
 weights sampled each token. The gateway's records are held against that.

@@ -23,7 +23,7 @@ def forgetful(tmp_path: Path) -> Iterator[Home]:
 
 @pytest.fixture
 def persistent(tmp_path: Path) -> Iterator[Home]:
-    """A cluster whose head keeps its tables as docs/engines.md says."""
+    """A cluster whose head keeps its tables as docs/ray.md says."""
     storage = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(tmp_path / "gcs")}
     nodes = RayNodes(tmp_path, **storage)
     try:

@@ -16,7 +16,7 @@ from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "extending.md"
+PAGE = ROOT / "docs" / "extend.md"
 INSTANCE = Instance(
     instance_id="click-1",
     dataset="tests",

@@ -16,5 +16,5 @@ def find(module: str, name: str) -> Any | None:
             return None
         raise
     if not hasattr(loaded, name):
-        raise ImportError(f"{module} has no {name} any more: see docs/training.md")
+        raise ImportError(f"{module} has no {name} any more: see docs/episodes.md")
     return getattr(loaded, name)
