@@ -6,6 +6,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
 EXTRAS := --extra laptop --extra e2b --extra daytona --extra kubernetes --extra doubles
 RUN := $(UV) run --frozen $(EXTRAS)
+SUITES := tests/unit tests/contracts tests/workflows tests/integration
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,8 +25,8 @@ check: setup ## ruff, format, mypy --strict, import contracts
 	@$(RUN) mypy
 	@$(RUN) lint-imports
 
-test: check ## check, then every suite that CI runs
-	@$(RUN) pytest tests/unit tests/contracts tests/workflows tests/integration
+test: check ## check, then unit, contracts, workflows and integration tests, in minutes
+	@$(RUN) pytest $(SUITES)
 
 test-real: setup ## seven real SWE-bench rows, three times each, through the command line
 	@$(RUN) pytest -rs tests/real/test_sdist_rows.py

@@ -19,7 +19,6 @@ from perdure.sandboxes.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.e2b import E2BProvider
 from perdure.types import Limits
 from tests.stack import until
-from tests.workflows import conftest
 
 pytest.importorskip("e2b")
 pytest.importorskip("aiohttp")
@@ -36,8 +35,6 @@ LATE = ActivityCancellationDetails(timed_out=True)
 UNKNOWN = ActivityCancellationDetails(not_found=True)
 ASKED = ActivityCancellationDetails(cancel_requested=True)
 STOPPING = ActivityCancellationDetails(worker_shutdown=True)
-client = conftest.client
-"""A real server."""
 
 
 @dataclass

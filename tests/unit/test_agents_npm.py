@@ -180,7 +180,9 @@ def test_links_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"no tarball", TOOL[:40], TOOL[:60] + bytes(20) + TOOL[80:], tarball()]
+    "content",
+    [b"", b"no tarball", TOOL[:40], TOOL[:60] + bytes(20) + TOOL[80:], tarball()],
+    ids=["nothing", "text", "half", "torn", "empty"],
 )
 def test_a_torn_tarball_is_an_error_of_ours(tmp_path: Path, content: bytes) -> None:
     """Whatever is wrong with its bytes, the tarball is named."""

@@ -1,19 +1,11 @@
-"""A real Temporal dev server for each test; activities are replaced by name, nothing else is."""
+"""The real workflows; activities are replaced by name, nothing else is."""
 
 from collections.abc import AsyncIterator
 
 import pytest
 from temporalio.client import Client
 
-from tests.workflows import dev_server
 from tests.workflows.stages import Stages
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[Client]:
-    """One server per test: half a second each, and no state to trip over."""
-    async with dev_server.serving() as client:
-        yield client
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A Temporal server of one test's own, in memory, for as long as the test lasts.
+"""Temporal dev servers for tests, in memory: one for many tests, or one with settings of its own.
 
 Not the SDK's `WorkflowEnvironment.start_local`: that one gives a server five seconds to answer,
 which a busy host may not have.
@@ -8,13 +8,17 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import IO
 
+from google.protobuf.duration_pb2 import Duration
+from temporalio.api.workflowservice.v1 import RegisterNamespaceRequest
 from temporalio.client import Client
 from temporalio.service import RPCError
 
+from perdure.cli import readiness
 from perdure.cli.plan import temporal_binary
 from perdure.cli.ports import LOOPBACK
 from perdure.client.connection import DATA_CONVERTER
@@ -22,17 +26,66 @@ from perdure.client.search_attributes import TYPE_NAMES
 from tests import held_ports
 from tests.stack import until
 
+DAY = Duration(seconds=86400)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server. Each namespace keeps its own workflows, queues, schedules and attributes."""
+
+    address: str
+    process: "subprocess.Popen[bytes]"
+    log: IO[bytes]
+
+    async def client(self, namespace: str = "default", identity: str | None = None) -> Client:
+        """Connect, and wait until the server answers."""
+
+        async def connect() -> Client | None:
+            if self.process.poll() is not None:
+                self.log.seek(0)
+                end = self.log.read().decode(errors="replace")[-2000:]
+                raise AssertionError(f"the server ended: {end}")
+            try:
+                return await Client.connect(
+                    self.address,
+                    namespace=namespace,
+                    data_converter=DATA_CONVERTER,
+                    identity=identity,
+                )
+            except (RuntimeError, RPCError):  # nothing listens yet
+                return None
+
+        client: Client = await until(connect, "the server answers")
+        return client
+
+    async def client_of_new(self, namespace: str) -> Client:
+        """Make a namespace with our search attributes, and connect to it."""
+        every = await self.client()
+        await every.workflow_service.register_namespace(
+            RegisterNamespaceRequest(namespace=namespace, workflow_execution_retention_period=DAY)
+        )
+        client = await self.client(namespace)
+        await readiness.register_search_attributes(client)
+        return client
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[Server]:
+    """A server until the end of the context. `arguments`: more of its command line."""
+    with held_ports.held(1) as (port,), tempfile.TemporaryFile() as log:
+        process = _spawn(port, log, *arguments)
+        try:
+            yield Server(f"{LOOPBACK}:{port}", process, log)
+        finally:
+            process.kill()
+            process.wait()
+
 
 @asynccontextmanager
 async def serving(*arguments: str, identity: str | None = None) -> AsyncIterator[Client]:
-    """A client of it. `arguments`: more of its command line."""
-    with held_ports.held(1) as (port,), tempfile.TemporaryFile() as log:
-        server = _spawn(port, log, *arguments)
-        try:
-            yield await _connected(f"{LOOPBACK}:{port}", server, log, identity)
-        finally:
-            server.kill()
-            server.wait()
+    """A client of a server that one test has for itself."""
+    with running(*arguments) as server:
+        yield await server.client(identity=identity)
 
 
 def _spawn(port: int, log: IO[bytes], *arguments: str) -> "subprocess.Popen[bytes]":
@@ -51,19 +104,3 @@ def _spawn(port: int, log: IO[bytes], *arguments: str) -> "subprocess.Popen[byte
         env={k: v for k, v in os.environ.items() if not k.startswith("TEMPORAL_")},
         start_new_session=True,
     )
-
-
-async def _connected(
-    address: str, server: "subprocess.Popen[bytes]", log: IO[bytes], identity: str | None
-) -> Client:
-    async def connect() -> Client | None:
-        if server.poll() is not None:
-            log.seek(0)
-            raise AssertionError(f"the server ended: {log.read().decode(errors='replace')[-2000:]}")
-        try:
-            return await Client.connect(address, data_converter=DATA_CONVERTER, identity=identity)
-        except (RuntimeError, RPCError):  # nobody listens yet
-            return None
-
-    client: Client = await until(connect, "the server answers")
-    return client

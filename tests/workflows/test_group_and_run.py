@@ -12,7 +12,7 @@ from activities.messages import AgentRun, PreparedRun
 from perdure.client.api import Perdure
 from perdure.errors import Cancelled, NoResult, NotFound
 from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RolloutStatus, RunRequest
-from tests.stack import PATIENCE_S
+from tests.stack import PATIENCE_S, until
 from tests.workflows.stages import Stages
 
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
@@ -278,6 +278,12 @@ async def test_a_run_cancelled_while_it_lists_its_instances_starts_none(
     run = await Perdure(client).start_run(_run())
     await asyncio.wait_for(listing.wait(), PATIENCE_S)
     await run.cancel()
+
+    async def asked_to_stop() -> bool:
+        events = (await run.handle.fetch_history()).events
+        return any(e.HasField("activity_task_cancel_requested_event_attributes") for e in events)
+
+    await until(asked_to_stop, "the list is asked to stop")
     told.set()
 
     with pytest.raises(Cancelled, match="run 'r1' was cancelled"):

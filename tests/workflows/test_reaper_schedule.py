@@ -36,13 +36,22 @@ class _StartingUp(OutboundInterceptor):
         return await super().create_schedule(input)
 
 
+def _meeting(client: Client, server: StartingUp) -> Client:
+    return Client(
+        client.service_client,
+        namespace=client.namespace,
+        data_converter=DATA_CONVERTER,
+        interceptors=[server],
+    )
+
+
 async def test_a_server_that_is_still_starting_is_waited_for(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that comes with its server does not end because it came too early."""
     monkeypatch.setattr(process, "ASK_AGAIN_S", 0.05)
     server = StartingUp()
-    early = Client(client.service_client, data_converter=DATA_CONVERTER, interceptors=[server])
+    early = _meeting(client, server)
 
     await process._ensure_reaper(early, HOST, asyncio.Event())
 
@@ -64,7 +73,7 @@ async def test_a_worker_that_is_told_to_stop_waits_no_longer(
     """SIGTERM while it waits for its server: it ends."""
     monkeypatch.setattr(process, "ASK_AGAIN_S", 3600.0)
     server, stop = StartingUp(), asyncio.Event()
-    early = Client(client.service_client, data_converter=DATA_CONVERTER, interceptors=[server])
+    early = _meeting(client, server)
     waiting = asyncio.create_task(process._ensure_reaper(early, HOST, stop))
     await until(lambda: server.asked, "the server is asked")
     stop.set()

@@ -1,0 +1,56 @@
+"""How the quick suites run side by side, and the Temporal server that the tests of a process share.
+
+Most tests wait for another process. So several pytest processes share few cores, and each takes a
+whole file at a time: what the tests of a file share, such as a stack, starts once. `-n 0` runs all
+tests one after the other, in one process.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import pytest
+
+if TYPE_CHECKING:
+    from temporalio.client import Client
+
+    from tests.workflows.dev_server import Server
+
+# Without bytecode files each of some hundred processes would compile everything that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+SIDE_BY_SIDE = ("unit", "contracts", "workflows", "integration")
+"""Suites whose files do not disturb each other. The other suites measure, or kill what they find."""
+PER_CORE = 3
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Processes for `-n auto`: none for a single file, so that it starts at once."""
+    paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    suites = [Path(__file__).parent / suite for suite in SIDE_BY_SIDE]
+    if not all(any(path.is_relative_to(suite) for suite in suites) for path in paths):
+        return 0
+    if len(paths) == 1 and paths[0].is_file():
+        return 0
+    return PER_CORE * (os.cpu_count() or 1)
+
+
+@pytest.fixture(scope="session")
+def server() -> "Iterator[Server]":
+    """One Temporal dev server for all tests of this process."""
+    from tests.workflows import dev_server
+
+    with dev_server.running() as server:
+        yield server
+
+
+@pytest.fixture
+async def client(server: "Server", monkeypatch: pytest.MonkeyPatch) -> "Client":
+    """Each test has a namespace of its own: no state of another test to trip over."""
+    namespace = f"test-{uuid4().hex}"
+    monkeypatch.setenv("TEMPORAL_NAMESPACE", namespace)  # for code that connects by itself
+    return await server.client_of_new(namespace)
