@@ -13,8 +13,8 @@ from activities.services import Services
 from perdure.agents.base import EXEC_ID
 from perdure.errors import NotFound
 from perdure.sandboxes.base import Sandbox
-from perdure.sandboxes.relay import CARRIERS, CarrierName, Relay, exec_id_of
-from perdure.sandboxes.relay_choice import Reach, open_from_inside, unreachable
+from perdure.sandboxes.relay.choice import Reach, open_from_inside, unreachable
+from perdure.sandboxes.relay.relay import CARRIERS, CarrierName, Relay, exec_id_of
 
 
 @dataclass(frozen=True)

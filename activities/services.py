@@ -6,17 +6,18 @@ from pathlib import Path
 
 from activities.hosts import host_of
 from activities.ready import ReadySandboxes
-from perdure import registry
+from perdure import home, registry
 from perdure.agents.base import Agent
 from perdure.errors import ConfigurationError, NotFound
-from perdure.gateway.control import GatewayControl, load_secret
+from perdure.gateway.control import GatewayControl
 from perdure.graders.base import Grader
+from perdure.home import load_secret
 from perdure.instances import catalog
 from perdure.instances.environments import Environments, Prepared
 from perdure.sandboxes import phases
 from perdure.sandboxes.base import SandboxProvider, identity_of
 from perdure.sandboxes.phases import Place
-from perdure.sandboxes.relay_choice import Reach, choose_reach
+from perdure.sandboxes.relay.choice import Reach, choose_reach
 from perdure.settings import Settings
 from perdure.storage.base import Store, open_store
 from perdure.types import AccountCaps, Instance, PhaseName, RolloutRequest
@@ -56,7 +57,7 @@ class Services:
         provider: SandboxProvider = make(self.home)
         named = self.settings.sandbox_caps.get(name)
         provider.waits_at_caps = named is None and provider.account_caps is None
-        registry.remember_sandboxes(self.home, name)
+        home.remember_sandboxes(self.home, name)
         return provider
 
     def caps(self, name: str) -> AccountCaps | None:

@@ -7,7 +7,7 @@ from activities.admission import is_open
 from activities.messages import SweepRequest, Swept
 from activities.services import Services
 from activities.shell import shell
-from perdure import registry
+from perdure import home
 from perdure.errors import PerdureError
 from perdure.sandboxes import reaper
 from perdure.sandboxes.base import SandboxInfo, SandboxProvider
@@ -27,7 +27,7 @@ class SweepSandboxes:
     def _providers(self) -> list[SandboxProvider]:
         """An unconfigured provider is skipped, not an alarm."""
         found = []
-        for name in registry.sandboxes_of(self.services.home):
+        for name in home.sandboxes_of(self.services.home):
             try:
                 found.append(self.services.provider(name))
             except PerdureError:

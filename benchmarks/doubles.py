@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from perdure.cli import ports, readiness
 from perdure.sandboxes.base import Network, SandboxSpec
-from perdure.sandboxes.box import Box
+from perdure.sandboxes.host.box import Box
+from perdure.stack import ports, readiness
 from perdure.testing.double import Double, Guests
 
 SERVICES = ("e2b", "daytona")

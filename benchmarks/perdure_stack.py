@@ -17,12 +17,12 @@ from typing import Any
 
 from benchmarks import toy
 from benchmarks.measuring import Meter, kill_all, own_seconds
-from perdure.cli import stack_state
-from perdure.cli.ports import free_port
-from perdure.cli.stack_state import StackState
 from perdure.instances import catalog
 from perdure.instances.slime_rows import added_file
 from perdure.settings import Settings
+from perdure.stack import state as stack_state
+from perdure.stack.ports import free_port
+from perdure.stack.state import StackState
 from perdure.storage.base import open_store, put_blob
 from perdure.types import Environment, Grading, Instance, Source, SourceKind
 

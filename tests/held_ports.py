@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from perdure.cli.ports import LOOPBACK
+from perdure.stack.ports import LOOPBACK
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from temporalio.client import WorkflowExecutionStatus
 from temporalio.service import RPCError
 
 from perdure.client import names
-from perdure.sandboxes.e2b import E2BProvider
 from perdure.sandboxes.permits import AccountState
+from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.types import RolloutRequest
 from tests.stack import Stack, running, until
 

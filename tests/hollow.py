@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from perdure.agents.base import EXEC_ID
 from perdure.sandboxes.base import ExecState, ExecStatus, SandboxSpec
-from perdure.sandboxes.e2b import E2BProvider, E2BSandbox
+from perdure.sandboxes.providers.e2b.provider import E2BProvider, E2BSandbox
 
 NAME = "tests.hollow:HollowE2B"
 

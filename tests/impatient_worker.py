@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from perdure.sandboxes import e2b
-from perdure.sandboxes.e2b import Connection, E2BProvider
+from perdure.sandboxes.providers.e2b import provider as e2b
+from perdure.sandboxes.providers.e2b.provider import Connection, E2BProvider
 from workers.process import main
 
 REQUEST_S = 4.0

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import cast
 
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.relay import CarrierName, Relay
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.relay.relay import CarrierName, Relay
 
 
 async def main() -> None:

@@ -3,7 +3,7 @@
 Named by its dotted path, `tests.remote_box:RemoteBox`. It has no network, and gets no socket.
 """
 
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 
 NAME = "tests.remote_box:RemoteBox"
 

@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 
-from perdure.sandboxes import calls, daytona, daytona_calls, e2b, e2b_calls
 from perdure.sandboxes.base import Sandbox, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.service import ServiceProvider
+from perdure.sandboxes.guest import calls
+from perdure.sandboxes.guest.service import ServiceProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.daytona import calls as daytona_calls
+from perdure.sandboxes.providers.daytona import provider as daytona
+from perdure.sandboxes.providers.e2b import calls as e2b_calls
+from perdure.sandboxes.providers.e2b import provider as e2b
 from perdure.types import Limits
 
 ID = "p-fault-agent-1"

@@ -37,19 +37,19 @@ from temporalio.service import RPCError
 
 from activities.hosts import host_of
 from activities.messages import SweepRequest, Swept
-from perdure.cli import ports, readiness
-from perdure.cli.children import ChildSpec
-from perdure.cli.plan import Addresses, Plan, temporal_binary
 from perdure.client import names
 from perdure.client.api import Perdure
 from perdure.episodes import assemble
 from perdure.episodes.assemble import Episode
-from perdure.gateway.tokenizers import ASSISTANT_HEADER, load_tokenizer
+from perdure.gateway.rendering.tokenizers import ASSISTANT_HEADER, load_tokenizer
 from perdure.instances import catalog
 from perdure.sandboxes.base import identity_of
-from perdure.sandboxes.box import Box
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.host.box import Box
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings import Settings
+from perdure.stack import ports, readiness
+from perdure.stack.children import ChildSpec
+from perdure.stack.plan import Addresses, Plan, temporal_binary
 from perdure.storage import keys
 from perdure.storage.base import Store, open_store
 from perdure.testing.scripted_engine import ScriptedEngine

@@ -23,7 +23,7 @@ from temporalio.service import RPCError
 from temporalio.worker import Worker
 
 from activities.hosts import host_of
-from perdure import registry
+from perdure import home
 from perdure.client import names
 from perdure.client.connection import connect
 from perdure.errors import PerdureError
@@ -89,7 +89,7 @@ async def _count_sandboxes(settings: Settings, stages: Sequence[str]) -> None:
 
     services = Services(settings)
     while True:
-        for name in registry.sandboxes_of(services.home):
+        for name in home.sandboxes_of(services.home):
             with contextlib.suppress(PerdureError):
                 alive = sum(box.alive for box in await services.provider(name).list())
                 metrics.sandboxes_alive(name, alive)

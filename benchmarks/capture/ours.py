@@ -6,7 +6,7 @@ import httpx
 
 from benchmarks.capture.recordings import Session, read
 from perdure.episodes import turns
-from perdure.gateway.tokenizers import load_tokenizer
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.testing.scripted_policy import Policy

@@ -24,7 +24,7 @@ from benchmarks.options import add_output
 from benchmarks.overhead.report import machine
 from benchmarks.perdure_stack import Home, Stack, right_answers
 from benchmarks.scratch import scratch_folder
-from perdure.cli import ports, readiness
+from perdure.stack import ports, readiness
 
 EVERY_CALL, COMMAND, UPLOAD = ".", "POST /process.Process/Start", "POST /files"
 MENU: tuple[dict[str, Any], ...] = (

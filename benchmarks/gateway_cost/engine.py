@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from perdure.gateway.server import NO_GRACE, Server, make_server
-from perdure.gateway.tokenizers import load_tokenizer
+from perdure.gateway.http.server import NO_GRACE, Server, make_server
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.scripted_policy import Policy
 
 ANSWER = {

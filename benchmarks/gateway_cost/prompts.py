@@ -14,15 +14,17 @@ from typing import Any
 import httpx
 
 from benchmarks.gateway_cost.agent import Agent
-from perdure.gateway.base import NO_LABELS, Completion, Engine, ModelRequest, SessionSpec
-from perdure.gateway.dialects import anthropic
-from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.journal import LocalJournal
+from perdure.dialects import anthropic
+from perdure.dialects.base import ModelRequest
+from perdure.engines.base import NO_LABELS, Completion, Engine
+from perdure.engines.pool.salvage import Salvage
+from perdure.gateway.base import SessionSpec
+from perdure.gateway.journal.local import LocalJournal
+from perdure.gateway.journal.partial_stores import LocalShelf
+from perdure.gateway.journal.partials import Partials
 from perdure.gateway.metrics import Metrics
-from perdure.gateway.partials import Partials
-from perdure.gateway.partials_shelf import LocalShelf
+from perdure.gateway.rendering.tokenizers import load_format
 from perdure.gateway.sessions import Sessions
-from perdure.gateway.tokenizers import load_format
 from perdure.gateway.turns import Asked
 from perdure.storage.local import LocalStore
 from perdure.types import EngineSpan, FinishReason, Sampling

@@ -13,7 +13,8 @@ import httpx
 
 from benchmarks.capture.slime import Slime
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.control import GatewayControl, load_secret
+from perdure.gateway.control import GatewayControl
+from perdure.home import load_secret
 from perdure.settings import Settings
 from perdure.types import Sampling
 

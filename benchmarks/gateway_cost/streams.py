@@ -18,8 +18,9 @@ from starlette.responses import Response, StreamingResponse
 from benchmarks.gateway_cost import sides
 from benchmarks.gateway_cost.engine import InstantEngine
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.control import GatewayControl, load_secret
-from perdure.gateway.tokenizers import load_tokenizer
+from perdure.gateway.control import GatewayControl
+from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.home import load_secret
 from perdure.settings import Settings
 from perdure.testing.scripted_policy import Policy
 

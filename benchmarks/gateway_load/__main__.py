@@ -31,7 +31,7 @@ from benchmarks.gateway_load.figures import Level, memory_mb, print_table
 from benchmarks.measuring import own_seconds
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
-from perdure.gateway.tokenizers import load_tokenizer
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 
 SECRET = b"a benchmark's secret"
 LATENCY_S = 1.0

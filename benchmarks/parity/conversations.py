@@ -20,7 +20,8 @@ import httpx
 
 from perdure.episodes import turns
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.control import GatewayControl, load_secret
+from perdure.gateway.control import GatewayControl
+from perdure.home import load_secret
 from perdure.settings import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import Sampling, Turn

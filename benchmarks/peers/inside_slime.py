@@ -23,7 +23,7 @@ for absent in ("torch", "torch.distributed", "ray"):
 
 from renderers import create_renderer  # noqa: E402  # after the empty modules
 
-from perdure.gateway.tokenizers import load_tokenizer  # noqa: E402
+from perdure.gateway.rendering.tokenizers import load_tokenizer  # noqa: E402
 
 
 class ChatTokenizer:

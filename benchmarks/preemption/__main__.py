@@ -20,11 +20,11 @@ from typing import Any
 import httpx
 
 from benchmarks.preemption.stand import SECRET, WORDS, Stand
+from perdure.engines.clients.token_server import Ask, Broken
+from perdure.engines.clients.vllm import VllmEngine
+from perdure.engines.pool.salvage import Salvage
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
-from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.engines.token_server import Ask, Broken
-from perdure.gateway.engines.vllm import VllmEngine
 
 BREATH_S = 0.3
 

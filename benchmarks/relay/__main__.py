@@ -26,7 +26,7 @@ from benchmarks import doubles
 from benchmarks.scratch import scratch_folder
 from perdure import registry
 from perdure.sandboxes.base import Network, Sandbox, SandboxProvider, SandboxSpec
-from perdure.sandboxes.relay import CARRIERS, Relay
+from perdure.sandboxes.relay.relay import CARRIERS, Relay
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 

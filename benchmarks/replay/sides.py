@@ -20,10 +20,10 @@ from benchmarks.perdure_stack import Home, Stack, right_answers
 from perdure.episodes import assemble, turns
 from perdure.episodes.assemble import Episode
 from perdure.gateway.canonical import VOLATILE
-from perdure.gateway.tokenizers import load_tokenizer
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.sandboxes.base import identity_of
-from perdure.sandboxes.box import Box
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.host.box import Box
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.storage import keys
 from perdure.storage.base import open_store
 from perdure.types import Turn

@@ -30,11 +30,11 @@ from pathlib import Path
 import httpx
 import structlog
 
-from perdure.gateway.engines.pool import EnginePool, EngineSpec
-from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.engines.token_server import Ask
-from perdure.gateway.engines.vllm import VllmEngine
-from perdure.serving.roster import LoneRoster
+from perdure.engines.clients.token_server import Ask
+from perdure.engines.clients.vllm import VllmEngine
+from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.pool.salvage import Salvage
+from perdure.engines.roster import LoneRoster
 from perdure.testing.scripted_engine import PrefixCache, ScriptedEngine
 from perdure.types import EngineSpan
 

@@ -17,12 +17,12 @@ from typing import Any
 from benchmarks import doubles
 from perdure import registry
 from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
-from perdure.sandboxes.box import Box
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.keeper import DEVICES
-from perdure.sandboxes.podman import PodmanProvider, write_skeleton
-from perdure.sandboxes.process import ProcessId, ended
-from perdure.sandboxes.procfs import started_at
+from perdure.sandboxes.host.box import Box
+from perdure.sandboxes.host.keeper.keeper import DEVICES
+from perdure.sandboxes.host.process import ProcessId, ended
+from perdure.sandboxes.host.procfs import started_at
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.podman import PodmanProvider, write_skeleton
 
 BOOT, EXEC, FILE, KILL = STEPS = ("boot to first exec", "exec", "16 MB file", "kill")
 TARGET = "/tmp/file"
@@ -269,7 +269,7 @@ class PlainDaytona(Side):
     name = "plain daytona SDK"
 
     async def boot(self) -> Any:
-        from perdure.sandboxes.daytona_calls import client
+        from perdure.sandboxes.providers.daytona.calls import client
 
         box = await (await client()).create()
         await self.exec(box)

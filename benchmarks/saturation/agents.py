@@ -10,10 +10,10 @@ import httpx
 
 from benchmarks.saturation.engine import GRAIN, Counters, ModelledEngine, Wire
 from benchmarks.saturation.law import Law
-from perdure.gateway.engines.leases import Capacity
-from perdure.gateway.engines.pool import EnginePool, EngineSpec, Seat
-from perdure.gateway.prompt_ids import PromptIds
-from perdure.serving.roster import LoneRoster
+from perdure.engines.pool.leases import Capacity
+from perdure.engines.pool.pool import EnginePool, EngineSpec, Seat
+from perdure.engines.prompt_ids import PromptIds
+from perdure.engines.roster import LoneRoster
 
 URL = "http://engine:8000"
 BATCHED = 3.0

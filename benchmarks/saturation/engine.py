@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from benchmarks.saturation.law import Law
-from perdure.serving.control_plane import PROBE_SESSION
+from perdure.engines.clients.vllm_control import PROBE_SESSION
 
 GRAIN = 16
 BUDGET = 8192

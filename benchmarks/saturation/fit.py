@@ -21,7 +21,7 @@ import httpx
 
 from benchmarks.measuring import own_seconds
 from benchmarks.saturation.law import FITTED, Decode, Prefill, fitted
-from perdure.serving.control_plane import Vitals, read_vitals
+from perdure.engines.clients.vllm_control import Vitals, read_vitals
 
 VOCABULARY = 140_000
 BATCHES = (1, 8, 32)

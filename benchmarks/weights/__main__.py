@@ -24,11 +24,11 @@ import structlog
 from benchmarks.scratch import scratch_folder
 from benchmarks.weights.gaps import Chunks, Gap
 from benchmarks.weights.sides import PROMPT, Side, scripted, vllm
-from perdure.gateway.base import Completion
-from perdure.gateway.engines.pool import EnginePool, EngineSpec
-from perdure.gateway.engines.wire import new_client
-from perdure.serving.roster import LoneRoster
-from perdure.serving.weights import Policy, Updated, WeightUpdates
+from perdure.engines.base import Completion
+from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.roster import LoneRoster
+from perdure.engines.weights.update import Policy, Updated, WeightUpdates
 
 Kind = Literal["scripted", "vllm"]
 InFlight = Literal["resubmit", "keep"]

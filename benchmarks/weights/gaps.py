@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from perdure.gateway.engines.pool import EnginePool
-from perdure.gateway.engines.salvage import Salvage
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.pool.salvage import Salvage
 
 LOOK_S = 0.002
 

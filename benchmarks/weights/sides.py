@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from benchmarks import vllm_server
 from benchmarks.vllm_server import ROOT, VLLM
-from perdure.gateway.base import Completion
-from perdure.gateway.tokenizers import load_tokenizer
-from perdure.serving.control_plane import EngineControl
-from perdure.serving.weights import Canary, FromDisk, Transfer
+from perdure.engines.base import Completion
+from perdure.engines.clients.vllm_control import EngineControl
+from perdure.engines.weights.update import Canary, FromDisk, Transfer
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logprob
 
 CANARIES = 4

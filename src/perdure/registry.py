@@ -4,21 +4,19 @@ Strings only, so that importing this costs nothing and the rooms do not import e
 """
 
 import importlib
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
 
 from perdure.errors import ConfigurationError
 
 SANDBOXES = {
-    "apptainer": "perdure.sandboxes.apptainer:ApptainerProvider",
-    "bubblewrap": "perdure.sandboxes.bubblewrap:BubblewrapProvider",
-    "daytona": "perdure.sandboxes.daytona:DaytonaProvider",
-    "docker": "perdure.sandboxes.docker:DockerProvider",
-    "e2b": "perdure.sandboxes.e2b:E2BProvider",
-    "kubernetes": "perdure.sandboxes.kubernetes:KubernetesProvider",
-    "local": "perdure.sandboxes.local:LocalProvider",
-    "podman": "perdure.sandboxes.podman:PodmanProvider",
+    "apptainer": "perdure.sandboxes.providers.apptainer:ApptainerProvider",
+    "bubblewrap": "perdure.sandboxes.providers.bubblewrap:BubblewrapProvider",
+    "daytona": "perdure.sandboxes.providers.daytona.provider:DaytonaProvider",
+    "docker": "perdure.sandboxes.providers.docker.provider:DockerProvider",
+    "e2b": "perdure.sandboxes.providers.e2b.provider:E2BProvider",
+    "kubernetes": "perdure.sandboxes.providers.kubernetes.provider:KubernetesProvider",
+    "local": "perdure.sandboxes.providers.local:LocalProvider",
+    "podman": "perdure.sandboxes.providers.podman:PodmanProvider",
 }
 
 AGENTS = {
@@ -72,18 +70,3 @@ def _why(error: ImportError | AttributeError) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"{error}; PYTHONPATH must lead to it, also that of the stack or the workers"
     return str(error)
-
-
-def remember_sandboxes(home: Path, name: str) -> None:
-    """Note that this home uses provider `name`, where the table does not name it anyway."""
-    if name not in SANDBOXES:
-        folder = home / "providers"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / quote(name, safe="")).touch()
-
-
-def sandboxes_of(home: Path) -> list[str]:
-    """Every provider that may have sandboxes of this home: the known ones, and those it ever used."""
-    folder = home / "providers"
-    used = [unquote(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []
-    return [*SANDBOXES, *sorted(used)]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from tests.agents.stand import Stand
 from tests.stack import TOOLS
 

@@ -18,11 +18,11 @@ from perdure.agents.base import EXEC_ID, Agent, AgentTask, Evidence
 from perdure.episodes import segments, turns
 from perdure.errors import NotFound
 from perdure.gateway.base import SessionSummary
-from perdure.gateway.tokenizers import load_tokenizer
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.graders import patch
 from perdure.graders.eval_cmd import EvalCmdGrader
 from perdure.sandboxes.base import ExecStatus, Mount, Sandbox, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import Call, ScriptedEngine
 from perdure.testing.scripted_policy import Policy

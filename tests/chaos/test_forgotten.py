@@ -3,7 +3,7 @@
 import pytest
 from temporalio.service import RPCError, RPCStatusCode
 
-from perdure.cli import readiness
+from perdure.stack import readiness
 from perdure.types import RolloutRequest
 from tests.stack import Stack, until
 

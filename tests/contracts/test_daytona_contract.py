@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.daytona import DaytonaProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.daytona.provider import DaytonaProvider
 from perdure.testing.sandbox_contract import SandboxContract
 
 pytest.importorskip("daytona")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from perdure.errors import ConfigurationError, RateLimited, SandboxLost
-from perdure.sandboxes import daytona, daytona_calls
+from perdure.sandboxes.providers.daytona import calls as daytona_calls
+from perdure.sandboxes.providers.daytona import provider as daytona
 from tests.services import DAYTONA, HURRY_S, ID, SPEC, Bench, benched, impatient
 
 CREATE, LOOK, EXEC = DAYTONA.create, DAYTONA.look_up, DAYTONA.execute

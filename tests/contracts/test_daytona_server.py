@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.daytona_calls import client
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.daytona.calls import client
 
 pytest.importorskip("daytona")
 pytest.importorskip("aiohttp")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import SandboxLost
-from perdure.sandboxes import docker_cli
 from perdure.sandboxes.base import Sandbox
-from perdure.sandboxes.docker import DockerProvider
-from perdure.sandboxes.host import program
+from perdure.sandboxes.host.sandbox import program
+from perdure.sandboxes.providers.docker import cli as docker_cli
+from perdure.sandboxes.providers.docker.provider import DockerProvider
 from perdure.testing.sandbox_contract import SandboxContract
 from tests.docker_engine import IMAGE, docker_address, docker_engine
 
@@ -31,7 +31,7 @@ class TestDocker(SandboxContract):
         self, tmp_path: Path, docker_engine: str, monkeypatch: pytest.MonkeyPatch
     ) -> DockerProvider:
         """Patient: 64 at once are some hundred starts of programs, which a slow host takes minutes for."""
-        monkeypatch.setattr("perdure.sandboxes.docker.REQUEST_S", 300.0)
+        monkeypatch.setattr("perdure.sandboxes.providers.docker.provider.REQUEST_S", 300.0)
         return DockerProvider(tmp_path / "home")
 
     async def test_one_that_nobody_touches_ends_too(self, provider: DockerProvider) -> None:

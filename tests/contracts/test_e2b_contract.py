@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.e2b import E2BProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.testing.sandbox_contract import SandboxContract
 
 pytest.importorskip("e2b")

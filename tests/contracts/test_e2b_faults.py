@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from perdure.errors import SandboxLost
-from perdure.sandboxes import e2b
+from perdure.sandboxes.providers.e2b import provider as e2b
 from perdure.testing.e2b_server import serving
 from tests.services import E2B, ID, SPEC, Bench, benched, impatient
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from perdure.sandboxes.base import SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.e2b import Connection, E2BProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.e2b.provider import Connection, E2BProvider
 from perdure.types import Limits
 from tests.certificates import Authority
 

@@ -6,14 +6,15 @@ from typing import Any
 import httpx
 import pytest
 
+from perdure.dialects.base import Refused
+from perdure.engines.base import ChatEngine, TokenEngine
+from perdure.engines.clients.anthropic_hosted import AnthropicHosted, from_messages, to_messages
+from perdure.engines.clients.openai_hosted import OpenAIHosted
+from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.roster import LoneRoster
 from perdure.errors import Boundary, GatewayUnavailable
-from perdure.gateway.base import ChatEngine, Refused, TokenEngine
-from perdure.gateway.engines.anthropic_hosted import AnthropicHosted, from_messages, to_messages
-from perdure.gateway.engines.openai_hosted import OpenAIHosted
-from perdure.gateway.engines.pool import EnginePool, EngineSpec
-from perdure.gateway.engines.wire import new_client
-from perdure.gateway.tokenizers import load_tokenizer
-from perdure.serving.roster import LoneRoster
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.scripted_engine import ScriptedEngine, logprob
 
 CALL = {"name": "bash", "arguments": {"command": "ls"}}

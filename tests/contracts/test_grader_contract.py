@@ -11,7 +11,7 @@ import pytest
 
 from perdure.graders.swebench import SwebenchGrader
 from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.testing.grader_contract import GraderContract, make_repository, tiny_instance
 from perdure.types import Outcome
 

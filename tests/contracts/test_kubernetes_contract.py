@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.kubernetes import KubernetesProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
 from perdure.testing.sandbox_contract import SandboxContract
 
 pytest.importorskip("kubernetes_asyncio")

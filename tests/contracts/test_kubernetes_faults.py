@@ -22,10 +22,11 @@ from perdure.errors import (
     RateLimited,
     SandboxLost,
 )
-from perdure.sandboxes import kubernetes, kubernetes_calls
 from perdure.sandboxes.base import ExecState, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.kubernetes import Connection, KubernetesProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.kubernetes import calls as kubernetes_calls
+from perdure.sandboxes.providers.kubernetes import provider as kubernetes
+from perdure.sandboxes.providers.kubernetes.provider import Connection, KubernetesProvider
 from tests.services import ID, SPEC, Bench, Service, impatient
 
 pytest.importorskip("kubernetes_asyncio")

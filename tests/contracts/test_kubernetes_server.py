@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 
 pytest.importorskip("aiohttp")
 NAMESPACE = "perdure-sandboxes"

@@ -22,12 +22,12 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from perdure.errors import AgentError, ConfigurationError
-from perdure.gateway.server import NO_GRACE, make_server
-from perdure.sandboxes import relay as relay_module
+from perdure.gateway.http.server import NO_GRACE, make_server
 from perdure.sandboxes.base import Sandbox, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.relay import CARRIERS, CarrierName, Relay, exec_id_of
-from perdure.sandboxes.relay_carriers import DialCarrier
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.relay import relay as relay_module
+from perdure.sandboxes.relay.carriers import DialCarrier
+from perdure.sandboxes.relay.relay import CARRIERS, CarrierName, Relay, exec_id_of
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import SandboxLost
-from perdure.sandboxes.apptainer import PROGRAM_VARIABLE, ApptainerProvider
 from perdure.sandboxes.base import SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.local import LocalProvider, LocalSandbox
-from perdure.sandboxes.podman import PodmanProvider
+from perdure.sandboxes.providers.apptainer import PROGRAM_VARIABLE, ApptainerProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.local import LocalProvider, LocalSandbox
+from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.testing.apptainer_cli import write_program
 from perdure.testing.sandbox_contract import SandboxContract
 

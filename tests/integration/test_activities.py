@@ -11,16 +11,16 @@ from activities.grade import MAX_LOST, GradeInFreshSandbox
 from activities.messages import Attempt, SweepRequest
 from activities.services import Services
 from activities.sweep_sandboxes import SweepSandboxes
-from perdure import registry
-from perdure.cli import sandboxes
-from perdure.cli.sandboxes import kill_all
+from perdure import home
 from perdure.graders.base import Graded
 from perdure.instances import catalog
 from perdure.instances.release_pairs import archive
 from perdure.sandboxes.base import Sandbox, SandboxSpec
-from perdure.sandboxes.keeping import SYSTEM_PATH
-from perdure.sandboxes.local import LocalProvider
+from perdure.sandboxes.host.keepers import SYSTEM_PATH
+from perdure.sandboxes.providers.local import LocalProvider
 from perdure.settings import Settings
+from perdure.stack import sandboxes
+from perdure.stack.sandboxes import kill_all
 from perdure.storage import keys
 from perdure.storage.base import put_blob
 from perdure.types import Grading, Instance, PatchRef, RolloutRequest, Source, SourceKind
@@ -98,7 +98,7 @@ async def test_a_provider_that_was_named_by_path_is_visited(services: Services) 
     another_worker = SweepSandboxes(Services(services.settings))
 
     swept = await ActivityEnvironment().run(another_worker.sweep, SweepRequest())
-    killed = await kill_all(services.settings)
+    killed = await kill_all(services.settings, print)
 
     assert (swept.found, killed) == (1, 1)
 
@@ -107,7 +107,6 @@ async def test_an_engine_that_is_dead_does_not_hold_up_the_end(
     services: Services,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`perdure down` says what it could not look at, and ends the sandboxes of the others."""
     docker = tmp_path / "bin" / "docker"
@@ -115,7 +114,7 @@ async def test_an_engine_that_is_dead_does_not_hold_up_the_end(
     docker.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
     docker.chmod(0o755)
     path = f"{docker.parent}:{SYSTEM_PATH}"
-    monkeypatch.setattr("perdure.sandboxes.host.SYSTEM_PATH", path)
+    monkeypatch.setattr("perdure.sandboxes.host.sandbox.SYSTEM_PATH", path)
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
     monkeypatch.setattr(sandboxes, "LOOK_S", 2.0)
     (services.home / "docker").mkdir(parents=True)
@@ -123,15 +122,16 @@ async def test_an_engine_that_is_dead_does_not_hold_up_the_end(
         SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-local-2"
     )
 
-    assert await kill_all(services.settings) == 1
-    assert "docker left to their time limit: it does not answer" in capsys.readouterr().err
+    told: list[str] = []
+    assert await kill_all(services.settings, told.append) == 1
+    assert "docker left to their time limit: it does not answer" in "".join(told)
 
 
 async def test_a_provider_that_has_moved_does_not_stop_the_rest(services: Services) -> None:
     """What an old name would have held is left to its time limit; the others are ended."""
-    registry.remember_sandboxes(services.home, "gone.providers:Moved")
+    home.remember_sandboxes(services.home, "gone.providers:Moved")
     await services.provider("local").create(
         SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-local-1"
     )
 
-    assert await kill_all(services.settings) == 1
+    assert await kill_all(services.settings, print) == 1

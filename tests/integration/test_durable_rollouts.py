@@ -15,13 +15,13 @@ from temporalio.client import WorkflowFailureError
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import ApplicationError, CancelledError
 
-from perdure.cli.standing import standing
+from perdure.cli.runs.standing import standing
 from perdure.client import names
+from perdure.engines.registration import add_engine, remove_engine
+from perdure.engines.roster import StoredRoster, roster_key
+from perdure.engines.state import name_of
 from perdure.episodes import turns
-from perdure.serving.registration import add_engine, remove_engine
-from perdure.serving.roster import StoredRoster, roster_key
-from perdure.serving.secret import load_secret
-from perdure.serving.state import name_of
+from perdure.home import load_secret
 from perdure.types import EpisodeRef, Outcome, RolloutRequest, RolloutStatus, Turn
 from tests import stack as stacks
 from tests.stack import TURNS, Stack, until

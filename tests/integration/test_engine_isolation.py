@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from perdure.gateway import listeners
-from perdure.gateway.app import create_app
 from perdure.gateway.base import session_key
-from perdure.gateway.journal import LocalJournal
-from perdure.gateway.server import NO_GRACE, make_server
+from perdure.gateway.http import listeners
+from perdure.gateway.http.app import create_app
+from perdure.gateway.http.server import NO_GRACE, make_server
+from perdure.gateway.journal.local import LocalJournal
 from perdure.sandboxes.base import Sandbox, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings import Settings
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import ScriptedEngine

@@ -13,15 +13,16 @@ from typing import Any
 import httpx
 import pytest
 
+from perdure.engines.base import Completion
+from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.leases import Capacity
+from perdure.engines.pool.pool import EnginePool, EngineSpec, Seat
+from perdure.engines.roster import LoneRoster, SharedRoster
+from perdure.engines.state import EngineState, name_of
 from perdure.episodes.turns import decode
 from perdure.errors import GatewayUnavailable
-from perdure.gateway.base import Completion, control_token
-from perdure.gateway.engines.leases import Capacity
-from perdure.gateway.engines.pool import EnginePool, EngineSpec, Seat
-from perdure.gateway.engines.wire import new_client
-from perdure.gateway.tokenizers import load_tokenizer
-from perdure.serving.roster import LoneRoster, SharedRoster
-from perdure.serving.state import EngineState, name_of
+from perdure.gateway.base import control_token
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine, logprob
 

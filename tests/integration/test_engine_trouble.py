@@ -9,16 +9,16 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from perdure.dialects.base import Refused
+from perdure.engines.clients.vllm_control import EngineControl
+from perdure.engines.clients.wire import new_client
+from perdure.engines.pool import fleet
+from perdure.engines.pool.pool import EngineSpec
+from perdure.engines.pool.salvage import Salvage
+from perdure.engines.roster import Change, LoneRoster, Roster
+from perdure.engines.state import EngineRecord, EngineState, name_of
+from perdure.engines.weights.update import Policy, UpdateRefused, WeightUpdates
 from perdure.errors import StoreUnavailable
-from perdure.gateway.base import Refused
-from perdure.gateway.engines import fleet
-from perdure.gateway.engines.pool import EngineSpec
-from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.engines.wire import new_client
-from perdure.serving.control_plane import EngineControl
-from perdure.serving.roster import Change, LoneRoster, Roster
-from perdure.serving.state import EngineRecord, EngineState, name_of
-from perdure.serving.weights import Policy, UpdateRefused, WeightUpdates
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.integration.test_engine_pool import (
     LONG,

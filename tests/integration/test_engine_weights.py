@@ -11,15 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from perdure.errors import ControlPlaneError
-from perdure.gateway.base import Completion, Refused
-from perdure.gateway.engines.pool import EnginePool, EngineSpec
-from perdure.gateway.engines.wire import new_client
-from perdure.gateway.tokenizers import load_tokenizer
-from perdure.serving.control_plane import EngineControl
-from perdure.serving.roster import LoneRoster
-from perdure.serving.state import EngineState, name_of
-from perdure.serving.weights import (
+from perdure.dialects.base import Refused
+from perdure.engines.base import Completion
+from perdure.engines.clients.vllm_control import EngineControl
+from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.roster import LoneRoster
+from perdure.engines.state import EngineState, name_of
+from perdure.engines.weights.update import (
     Canary,
     Checkpoint,
     FromDisk,
@@ -28,6 +27,8 @@ from perdure.serving.weights import (
     WeightUpdates,
     downloaded,
 )
+from perdure.errors import ControlPlaneError
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logprob
 

@@ -15,8 +15,8 @@ from perdure.errors import ConfigurationError, InstanceError
 from perdure.instances import release_pairs
 from perdure.instances.environments import Environments
 from perdure.sandboxes.base import SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.local import LocalProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.local import LocalProvider
 from perdure.storage.base import put_blob
 from perdure.storage.local import LocalStore
 from perdure.types import Environment, Instance, Source, SourceKind

@@ -11,7 +11,7 @@ import pytest
 
 from perdure.episodes.turns import decode
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.partials_shelf import LocalShelf
+from perdure.gateway.journal.partial_stores import LocalShelf
 from perdure.testing.scripted_engine import ScriptedEngine, logprob
 from perdure.types import Turn
 from tests.gateway_pool import Pool

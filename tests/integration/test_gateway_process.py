@@ -17,8 +17,9 @@ import pytest
 from perdure.episodes.turns import decode
 from perdure.errors import GatewayUnavailable
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.control import GatewayControl, load_secret
-from perdure.gateway.journal import FILE_NAME
+from perdure.gateway.control import GatewayControl
+from perdure.gateway.journal.local import FILE_NAME
+from perdure.home import load_secret
 from perdure.settings import Settings
 from perdure.storage.base import open_store
 from perdure.testing.scripted_engine import ScriptedEngine

@@ -19,9 +19,9 @@ from perdure.graders.patch import BASE_GIT, capture, prepare_capture
 from perdure.graders.swebench import SwebenchGrader
 from perdure.instances.repository import commit_all
 from perdure.sandboxes.base import Mount, Sandbox, SandboxProvider, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.local import LocalProvider
-from perdure.sandboxes.podman import PodmanProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.local import LocalProvider
+from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.testing.grader_contract import (
     BASE,
     FAIL_TO_PASS,

@@ -13,10 +13,11 @@ from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
 from activities import making
-from perdure.sandboxes import reaper, service
+from perdure.sandboxes import reaper
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.e2b import E2BProvider
+from perdure.sandboxes.guest import service
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.types import Limits
 from tests.stack import until
 

@@ -15,7 +15,7 @@ from perdure.agents.mini_swe_agent import TRAJECTORY, MiniSweAgent
 from perdure.agents.oracle import Oracle
 from perdure.episodes import turns
 from perdure.sandboxes.base import Sandbox, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind, Turn

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from perdure.sandboxes.podman import PodmanProvider
+from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.types import Outcome, RolloutStatus
 from tests import stack as stacks
 from tests.stack import Stack

@@ -14,7 +14,7 @@ import pytest
 from perdure.errors import InstanceError
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.images import MIRROR_VARIABLE
-from perdure.sandboxes.podman import PodmanProvider
+from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.types import Limits
 
 PROGRAMS = ("bash", "cat", "ls", "touch", "head", "env")

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from perdure.dialects.base import Refused
+from perdure.engines.base import Completion
+from perdure.engines.clients.vllm_control import EngineControl
+from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.roster import StoredRoster, roster_key
+from perdure.engines.state import EngineState, name_of
+from perdure.engines.weights import publishing_sync
+from perdure.engines.weights.publishing import Weights
+from perdure.engines.weights.update import Canary, InFlight, Policy, UpdateRefused, WeightUpdates
 from perdure.errors import ConfigurationError
-from perdure.gateway.base import Completion, Refused
-from perdure.gateway.engines.pool import EnginePool, EngineSpec
-from perdure.gateway.engines.wire import new_client
-from perdure.serving import publishing_sync
-from perdure.serving.control_plane import EngineControl
-from perdure.serving.publishing import Weights
-from perdure.serving.roster import StoredRoster, roster_key
-from perdure.serving.secret import load_secret
-from perdure.serving.state import EngineState, name_of
-from perdure.serving.weights import Canary, InFlight, Policy, UpdateRefused, WeightUpdates
+from perdure.home import load_secret
 from perdure.settings import Settings
 from perdure.storage.base import Store, open_store
 from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logprob

@@ -16,9 +16,9 @@ from activities.ready import MARK, ReadySandboxes, give_way
 from activities.services import Services
 from perdure.client import names
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
-from perdure.sandboxes.e2b import E2BProvider
-from perdure.sandboxes.local import LocalProvider
 from perdure.sandboxes.permits import AccountState
+from perdure.sandboxes.providers.e2b.provider import E2BProvider
+from perdure.sandboxes.providers.local import LocalProvider
 from perdure.settings import Settings
 from perdure.storage import keys
 from perdure.storage.local import LocalStore

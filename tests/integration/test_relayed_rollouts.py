@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from perdure.cli import readiness
 from perdure.errors import NotFound
-from perdure.sandboxes.relay import CARRIERS, exec_id_of
-from perdure.sandboxes.relay_choice import choose_reach
+from perdure.sandboxes.relay.choice import choose_reach
+from perdure.sandboxes.relay.relay import CARRIERS, exec_id_of
+from perdure.stack import readiness
 from perdure.types import Outcome
 from tests import remote_box
 from tests import stack as stacks

@@ -20,16 +20,17 @@ from temporalio.api.enums.v1 import TaskQueueType
 from temporalio.client import Client
 
 from perdure.agents.base import EXEC_ID
-from perdure.cli import readiness, stack_state
-from perdure.cli.stack_state import StackState
 from perdure.client import names
 from perdure.client.connection import connect
 from perdure.errors import NotFound, SandboxLost
 from perdure.instances import catalog
 from perdure.sandboxes.base import SandboxInfo
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.process import ProcessId
+from perdure.sandboxes.host.process import ProcessId
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings import Settings
+from perdure.stack import readiness
+from perdure.stack import state as stack_state
+from perdure.stack.state import StackState
 from perdure.storage.base import open_store
 from perdure.types import Grading, Instance, Source, SourceKind
 from tests import held_ports

@@ -17,7 +17,7 @@ from perdure.instances.environments import Environments, Prepared
 from perdure.instances.readers import read_rows
 from perdure.instances.rows import to_instance
 from perdure.sandboxes.base import SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.storage.local import LocalStore
 from perdure.types import Grade, Instance, Limits, Outcome, TestStatus
 

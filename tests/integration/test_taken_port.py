@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from perdure.cli import ports
-from perdure.cli.plan import Addresses, Plan
-from perdure.cli.supervisor import Supervisor
-from perdure.gateway import listeners
+from perdure.gateway.http import listeners
 from perdure.settings import Settings
+from perdure.stack import ports
+from perdure.stack.plan import Addresses, Plan
+from perdure.stack.supervisor import Supervisor
 
 pytestmark = pytest.mark.temporal
 

@@ -18,16 +18,16 @@ import pytest_asyncio
 from perdure.client import search_attributes as attributes
 from perdure.client.api import GroupHandle
 from perdure.client.episodes import read_episodes
+from perdure.engines.registration import add_engine
+from perdure.engines.roster import StoredRoster, roster_key
+from perdure.engines.state import name_of
+from perdure.engines.weights.publishing import Weights
+from perdure.engines.weights.update import Canary, Policy, UpdateRefused
 from perdure.episodes import turns
 from perdure.episodes.reading import EpisodeSegments
 from perdure.errors import Boundary
-from perdure.gateway.tokenizers import load_tokenizer
-from perdure.serving.publishing import Weights
-from perdure.serving.registration import add_engine
-from perdure.serving.roster import StoredRoster, roster_key
-from perdure.serving.secret import load_secret
-from perdure.serving.state import name_of
-from perdure.serving.weights import Canary, Policy, UpdateRefused
+from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.home import load_secret
 from perdure.testing.scripted_engine import WEIGHTS_FILE, Call, logprob
 from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RolloutStatus, Turn
 from tests import loop_agent

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli import readiness
-from perdure.sandboxes import procfs
-from perdure.sandboxes.box import Box
-from perdure.sandboxes.e2b import E2BProvider
-from perdure.sandboxes.procfs import below
+from perdure.sandboxes.host import procfs
+from perdure.sandboxes.host.box import Box
+from perdure.sandboxes.host.procfs import below
+from perdure.sandboxes.providers.e2b.provider import E2BProvider
+from perdure.stack import readiness
 from tests import counting_agent, held_ports
 from tests import stack as stacks
 from tests.leaks.traces import Traces

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from perdure.sandboxes import procfs
-from perdure.sandboxes.cgroups import group_name
+from perdure.sandboxes.host import procfs
+from perdure.sandboxes.host.cgroups import group_name
 
 CGROUPS = Path("/sys/fs/cgroup")
 

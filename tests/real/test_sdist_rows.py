@@ -16,7 +16,7 @@ import pytest
 
 from perdure.episodes import assemble
 from perdure.episodes.assemble import Episode
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.storage.local import LocalStore
 from perdure.types import Outcome, RolloutStatus, TestStatus
 

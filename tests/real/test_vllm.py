@@ -28,17 +28,18 @@ from starlette.routing import Route
 
 from benchmarks.parity.conversations import Job
 from benchmarks.parity.measure import Stand, measure
+from perdure.dialects.base import Refused
+from perdure.engines.base import TokenEngine
+from perdure.engines.clients.vllm_control import PROBE_SESSION
+from perdure.engines.clients.wire import new_client
+from perdure.engines.configured import Engines
+from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.roster import LoneRoster
 from perdure.episodes import assemble, turns
-from perdure.gateway.base import Refused, TokenEngine
-from perdure.gateway.engines.choose import Engines
-from perdure.gateway.engines.pool import EnginePool, EngineSpec
-from perdure.gateway.engines.wire import new_client
-from perdure.gateway.server import NO_GRACE, make_server
-from perdure.gateway.tokenizers import load_tokenizer
+from perdure.gateway.http.server import NO_GRACE, make_server
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.instances import catalog
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.serving.control_plane import PROBE_SESSION
-from perdure.serving.roster import LoneRoster
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import FinishReason, Grading, Instance, Source, SourceKind, Turn

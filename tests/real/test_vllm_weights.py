@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from perdure.gateway.base import Completion
-from perdure.gateway.engines.pool import EnginePool, EngineSpec
-from perdure.gateway.engines.wire import new_client
-from perdure.serving.publishing import Weights
-from perdure.serving.roster import StoredRoster, roster_key
-from perdure.serving.secret import load_secret
-from perdure.serving.weights import Canary, InFlight, Policy, UpdateRefused
+from perdure.engines.base import Completion
+from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.roster import StoredRoster, roster_key
+from perdure.engines.weights.publishing import Weights
+from perdure.engines.weights.update import Canary, InFlight, Policy, UpdateRefused
+from perdure.home import load_secret
 from perdure.settings import Settings
 from perdure.storage.base import open_store
 from tests.real.test_vllm import PREFILL_TOLERANCE, PROMPT, ROOT, _serving, installed

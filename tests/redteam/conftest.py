@@ -9,8 +9,8 @@ from uuid import uuid4
 import pytest
 
 from perdure.registry import SANDBOXES, load
-from perdure.sandboxes.apptainer import PROGRAM_VARIABLE
 from perdure.sandboxes.base import ExecResult, Sandbox, SandboxProvider, SandboxSpec
+from perdure.sandboxes.providers.apptainer import PROGRAM_VARIABLE
 from perdure.testing.apptainer_cli import write_program
 from perdure.types import Limits
 from tests.docker_engine import docker_address, docker_engine

@@ -5,8 +5,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from perdure.sandboxes.base import SandboxProvider
-from perdure.sandboxes.docker import DockerSandbox
-from perdure.sandboxes.procfs import marked
+from perdure.sandboxes.host.procfs import marked
+from perdure.sandboxes.providers.docker.provider import DockerSandbox
 from tests.redteam.conftest import SPEC, Boot, attack
 
 DAEMONS = """

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from perdure.sandboxes.base import Sandbox
-from perdure.sandboxes.docker import SPARE_PIDS, DockerSandbox
+from perdure.sandboxes.providers.docker.provider import SPARE_PIDS, DockerSandbox
 from tests.redteam.conftest import LIMITS, Boot, attack, require
 
 FORK_BOMB = """

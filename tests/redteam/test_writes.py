@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.sandboxes.apptainer import ApptainerSandbox
 from perdure.sandboxes.base import Mount
+from perdure.sandboxes.providers.apptainer import ApptainerSandbox
 from tests.redteam.conftest import Boot, attack
 
 SETTINGS = """

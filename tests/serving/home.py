@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from perdure.gateway.engines.pool import EnginePool
-from perdure.gateway.engines.wire import new_client
-from perdure.serving.front import engine_keys
-from perdure.serving.registration import PoolStatus, read_status
-from perdure.serving.roster import StoredRoster, roster_key
-from perdure.serving.secret import load_secret
+from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.proxy import engine_keys
+from perdure.engines.registration import PoolStatus, read_status
+from perdure.engines.roster import StoredRoster, roster_key
+from perdure.home import load_secret
 from perdure.settings import Settings
 from perdure.storage.local import LocalStore
 from tests.serving.ray_nodes import RayNodes

@@ -7,10 +7,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from perdure.serving.commands import EnginePlan
-from perdure.serving.front import engine_keys
-from perdure.serving.registration import read_plan
-from perdure.serving.roster import roster_key
+from perdure.engines.plan import EnginePlan
+from perdure.engines.proxy import engine_keys
+from perdure.engines.registration import read_plan
+from perdure.engines.roster import roster_key
 from perdure.storage.local import LocalStore
 from tests.serving.home import Home
 from tests.serving.ray_nodes import RayNodes

@@ -14,14 +14,14 @@ from typing import Any
 
 import ray
 
-from perdure.gateway.base import Completion
-from perdure.gateway.engines.pool import EnginePool
-from perdure.gateway.engines.wire import new_client
-from perdure.gateway.tokenizers import load_tokenizer
-from perdure.serving.publishing import Published, published_key
-from perdure.serving.registration import ReplicaStatus
-from perdure.serving.state import EngineState
-from perdure.serving.weights import Canary
+from perdure.engines.base import Completion
+from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.registration import ReplicaStatus
+from perdure.engines.state import EngineState
+from perdure.engines.weights.publishing import Published, published_key
+from perdure.engines.weights.update import Canary
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import WEIGHTS_FILE, logprob
 from tests.serving.conftest import KEY, PATIENCE_S, Pool, engine_pid

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.registration import ReplicaStatus
 from perdure.episodes import assemble, turns
-from perdure.gateway.engines.pool import EnginePool
 from perdure.instances import catalog
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.serving.cluster import process_tree
-from perdure.serving.registration import ReplicaStatus
 from perdure.storage.local import LocalStore
 from perdure.types import Grading, Instance, Outcome, Source, SourceKind
 from tests import loop_agent

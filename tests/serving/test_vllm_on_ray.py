@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from perdure.episodes import assemble, turns
 from perdure.episodes.assemble import Episode
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.storage.local import LocalStore
 from perdure.types import Turn
 from tests.real.test_vllm import (

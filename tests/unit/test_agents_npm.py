@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from perdure.agents import npm, npmrc
-from perdure.cli import config
 from perdure.errors import AgentError, MissingDependency
+from perdure.stack import config
 
 
 def tarball(*members: tarfile.TarInfo, content: bytes = b"#!/bin/sh\n") -> bytes:

@@ -297,7 +297,7 @@ def test_wrong_engine_is_refused_before_anything_starts(
 ) -> None:
     """No server is booted to find out."""
     monkeypatch.setenv("PERDURE_ENGINE_KIND", kind)
-    monkeypatch.setattr("perdure.cli.stack.find_root", Path)
+    monkeypatch.setattr("perdure.stack.lifecycle.find_root", Path)
 
     assert said in perdure("up", "--engine", engine).error
 
@@ -326,9 +326,9 @@ def test_what_the_gateway_would_refuse_stops_no_started_stack(
     Path("model/tokenizer.json").write_text(
         '{"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}'
     )
-    monkeypatch.setattr("perdure.cli.beforehand.TEMPORAL_S", 0.0)
+    monkeypatch.setattr("perdure.stack.preflight.TEMPORAL_S", 0.0)
     monkeypatch.setenv(variable, value)
-    monkeypatch.setattr("perdure.cli.stack.find_root", Path)
+    monkeypatch.setattr("perdure.stack.lifecycle.find_root", Path)
 
     done = perdure("up")
 
@@ -424,7 +424,7 @@ def test_no_stack_is_started_for_an_agent_without_an_engine(
 
 def test_endpoint_that_does_not_answer_is_named() -> None:
     """A model endpoint nobody listens on is reported with its address."""
-    from perdure.cli.launch import check_engine
+    from perdure.cli.runs.launch import check_engine
     from perdure.errors import GatewayUnavailable
 
     with held_ports.held(1) as (port,):
@@ -436,7 +436,7 @@ def test_endpoint_that_does_not_answer_is_named() -> None:
 
 def test_one_engine_of_several_that_answers_will_do() -> None:
     """`URL=WEIGHT,URL` is asked address by address."""
-    from perdure.cli.launch import check_engine
+    from perdure.cli.runs.launch import check_engine
 
     with socket.create_server(("127.0.0.1", 0)) as listening, held_ports.held(1) as (dead,):
         alive = listening.getsockname()[1]
@@ -579,7 +579,7 @@ def test_completion_knows_the_agents() -> None:
 
 def test_settings_page_is_the_one_in_the_docs() -> None:
     """docs/settings.md is what `perdure settings --markdown` prints."""
-    from perdure.cli.settings import page
+    from perdure.cli.commands.settings import page
 
     written = Path(__file__).parents[2] / "docs" / "settings.md"
 

@@ -7,8 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
-from perdure.cli.children import Child, ChildSpec
-from perdure.cli.stack_state import ChildState
+from perdure.stack.children import Child, ChildSpec
+from perdure.stack.state import ChildState
 
 PATIENCE_S = 120.0
 

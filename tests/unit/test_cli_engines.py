@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli.engines import any_known, none_ready
+from perdure.cli.commands.engines import any_known, none_ready
 from perdure.cli.main import invoke
-from perdure.serving.registration import PoolStatus, ReplicaStatus, write_status
-from perdure.serving.roster import Roster, StoredRoster, roster_key
-from perdure.serving.secret import load_secret
-from perdure.serving.state import EngineRecord, EngineState, name_of
+from perdure.engines.registration import PoolStatus, ReplicaStatus, write_status
+from perdure.engines.roster import Roster, StoredRoster, roster_key
+from perdure.engines.state import EngineRecord, EngineState, name_of
+from perdure.home import load_secret
 from perdure.settings import Settings
 from perdure.storage.base import open_store
 

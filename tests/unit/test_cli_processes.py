@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli import ports
-from perdure.cli.children import Child, ChildSpec
-from perdure.cli.plan import Addresses, Plan
-from perdure.cli.processes import identify, stop
-from perdure.cli.supervisor import Supervisor
 from perdure.errors import ConfigurationError
-from perdure.sandboxes.process import ProcessId
+from perdure.sandboxes.host.process import ProcessId
 from perdure.settings import Settings
+from perdure.stack import ports
+from perdure.stack.children import Child, ChildSpec
+from perdure.stack.plan import Addresses, Plan
+from perdure.stack.processes import identify, stop
+from perdure.stack.supervisor import Supervisor
 
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
 
@@ -134,7 +134,7 @@ def test_child_dies_with_its_parent(tmp_path: Path) -> None:
     child = f"import os, signal; open({str(says)!r}, 'w').write(str(os.getpid())); signal.pause()"
     parent = spawn(
         "import asyncio, os, sys; from pathlib import Path\n"
-        "from perdure.cli.children import Child, ChildSpec\n"
+        "from perdure.stack.children import Child, ChildSpec\n"
         "async def main():\n"
         f"    spec = ChildSpec('c', (sys.executable, '-c', {child!r}), os.environ)\n"
         f"    await Child(spec, Path({str(tmp_path)!r}), lambda: None).start()\n"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from perdure.cli.request import Options, build, fields_of, instances_of
-from perdure.cli.source import Source
+from perdure.cli.runs.request import Options, build, fields_of, instances_of
+from perdure.cli.runs.source import Source
 from perdure.errors import ConfigurationError
 from perdure.storage.local import LocalStore
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli import story
-from perdure.cli.story import RolloutName
+from perdure.cli.rollouts import story
+from perdure.cli.rollouts.story import RolloutName
 from perdure.errors import NotFound
 from perdure.storage.local import LocalStore
 from perdure.types import Grade, Outcome, Rewards, TestStatus

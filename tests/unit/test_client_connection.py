@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from temporalio.client import Client
 
-from perdure.cli import stack_state
-from perdure.cli.processes import identify
-from perdure.cli.stack_state import StackState
 from perdure.client.connection import connect
 from perdure.errors import ConfigurationError
 from perdure.settings import Settings
+from perdure.stack import state as stack_state
+from perdure.stack.processes import identify
+from perdure.stack.state import StackState
 
 
 @pytest.fixture

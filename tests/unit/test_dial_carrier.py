@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from perdure.sandboxes.base import ExecState, ExecStatus, PortStream, Sandbox
-from perdure.sandboxes.relay_carriers import DialCarrier
+from perdure.sandboxes.relay.carriers import DialCarrier
 
 LINES = [b'{"port":1}\n', b'{"healthy":200}\n']
 SIZE = sum(map(len, LINES))

@@ -9,8 +9,8 @@ import anthropic
 import httpx
 import pytest
 
-from perdure.gateway.base import MAIN, Answer, ContextExhausted, ModelRequest, Refused
-from perdure.gateway.dialects import anthropic as dialect
+from perdure.dialects import anthropic as dialect
+from perdure.dialects.base import MAIN, Answer, ContextExhausted, ModelRequest, Refused
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 from perdure.types import Purpose, Sampling

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from perdure.gateway.base import MAIN, ContextExhausted, ModelRequest, Refused
-from perdure.gateway.dialects import openai_chat as dialect
+from perdure.dialects import openai_chat as dialect
+from perdure.dialects.base import MAIN, ContextExhausted, ModelRequest, Refused
 from perdure.types import Purpose
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}

@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from perdure.gateway.base import MAIN, Answer, ModelRequest, Refused
-from perdure.gateway.dialects import openai_responses as dialect
+from perdure.dialects import openai_responses as dialect
+from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 from perdure.types import Purpose, Sampling

@@ -5,17 +5,9 @@ from collections import Counter
 
 import pytest
 
-from perdure.gateway.engines.leases import (
-    IDLE_S,
-    RECLAIM_S,
-    Boot,
-    Capacity,
-    Leases,
-    Place,
-    affinity,
-)
-from perdure.gateway.engines.queueing import FairQueue
-from perdure.serving.control_plane import Vitals
+from perdure.engines.clients.vllm_control import Vitals
+from perdure.engines.pool.leases import IDLE_S, RECLAIM_S, Boot, Capacity, Leases, Place, affinity
+from perdure.engines.pool.queueing import FairQueue
 
 
 class Clock:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from perdure.engines.clients.vllm_control import read_vitals
+from perdure.engines.configured import check_engine_settings, engine_specs
+from perdure.engines.pool.salvage import Salvage
+from perdure.engines.roster import Roster, StoredRoster, roster_key
+from perdure.engines.state import EngineRecord, EngineState, backoff_s, name_of
+from perdure.engines.watch import Verdict, apply
 from perdure.errors import ConfigurationError
-from perdure.gateway.engines.choose import check_engine_settings, engine_specs
-from perdure.gateway.engines.salvage import Salvage
-from perdure.serving.control_plane import read_vitals
-from perdure.serving.roster import Roster, StoredRoster, roster_key
-from perdure.serving.state import EngineRecord, EngineState, backoff_s, name_of
-from perdure.serving.watch import Verdict, apply
 from perdure.settings import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import EngineSpan, VersionSpan

@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from perdure.gateway.engines.metrics import pool_metrics
-from perdure.gateway.engines.pool import EnginePool
-from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.engines.seats import Running, Seat
-from perdure.gateway.engines.versions import Versions
-from perdure.gateway.engines.vllm import VllmEngine
-from perdure.serving.control_plane import EngineControl, EngineSilent
-from perdure.serving.roster import LoneRoster
-from perdure.serving.state import EngineRecord, EngineState, name_of
-from perdure.serving.watch import EngineWatch, Load
+from perdure.engines.clients.vllm import VllmEngine
+from perdure.engines.clients.vllm_control import EngineControl, EngineSilent
+from perdure.engines.pool.metrics import pool_metrics
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.pool.salvage import Salvage
+from perdure.engines.pool.seats import Running, Seat
+from perdure.engines.pool.versions import Versions
+from perdure.engines.roster import LoneRoster
+from perdure.engines.state import EngineRecord, EngineState, name_of
+from perdure.engines.watch import EngineWatch, Load
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import FinishReason
 

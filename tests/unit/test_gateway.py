@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from perdure.episodes.turns import decode
 from perdure.errors import ConfigurationError, NotFound
 from perdure.gateway.base import SessionSpec, control_token
-from perdure.gateway.tokenizers import load_tokenizer
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Sampling, Turn

@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from perdure.gateway.app import MAX_HEADERS, Patience, create_app
-from perdure.gateway.engines.anthropic_hosted import to_messages
+from perdure.engines.clients.anthropic_hosted import to_messages
+from perdure.gateway.http.app import MAX_HEADERS, Patience, create_app
 from perdure.testing import local_gateway
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import Faults, ScriptedEngine

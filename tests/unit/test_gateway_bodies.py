@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from perdure.gateway.base import Refused
-from perdure.gateway.dialects import anthropic, bodies
-from perdure.gateway.dialects.bodies import Bodies
-from perdure.gateway.dialects.fields import MAX_DEPTH, Fields, read_body
+from perdure.dialects import anthropic, bodies
+from perdure.dialects.base import Refused
+from perdure.dialects.bodies import Bodies
+from perdure.dialects.fields import MAX_DEPTH, Fields, read_body
 
 TOOLS = [{"name": "bash", "input_schema": {"type": "object"}}]
 

@@ -12,30 +12,23 @@ import pytest
 from renderers.configs import Qwen35RendererConfig
 from renderers.qwen35 import Qwen35Renderer
 
+from perdure.dialects.base import Answer, ContextExhausted, ModelRequest, Refused
+from perdure.engines.base import NO_LABELS, Completion, Engine
+from perdure.engines.pool.salvage import Salvage
+from perdure.engines.prompt_ids import PromptIds
 from perdure.episodes.segments import cut
 from perdure.episodes.turns import decode
 from perdure.errors import GatewayUnavailable
 from perdure.gateway import sessions as sessions_module
-from perdure.gateway.base import (
-    NO_LABELS,
-    Answer,
-    Completion,
-    ContextExhausted,
-    Engine,
-    ModelRequest,
-    Refused,
-    SessionSpec,
-)
+from perdure.gateway.base import SessionSpec
 from perdure.gateway.chains import bridge
-from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.journal import LocalJournal
+from perdure.gateway.journal.local import LocalJournal
+from perdure.gateway.journal.partial_stores import LocalShelf
+from perdure.gateway.journal.partials import Partials
+from perdure.gateway.journal.turn_record import PLACEHOLDER, turn_records, turns_of
 from perdure.gateway.metrics import Metrics
-from perdure.gateway.partials import Partials
-from perdure.gateway.partials_shelf import LocalShelf
-from perdure.gateway.prompt_ids import PromptIds
-from perdure.gateway.records import PLACEHOLDER, turn_records, turns_of
+from perdure.gateway.rendering.tokenizers import Format, load_format
 from perdure.gateway.sessions import Sessions
-from perdure.gateway.tokenizers import Format, load_format
 from perdure.gateway.turns import abandonable
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import logprob

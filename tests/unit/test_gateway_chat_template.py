@@ -11,9 +11,9 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from perdure.errors import ConfigurationError
-from perdure.gateway.chat_template import ChatTemplate
-from perdure.gateway.template_calls import split_calls
-from perdure.gateway.tokenizers import Format, load_format
+from perdure.gateway.rendering.chat_template import ChatTemplate
+from perdure.gateway.rendering.template_calls import split_calls
+from perdure.gateway.rendering.tokenizers import Format, load_format
 
 CONTROL = ["<bos>", "<turn>", "<end>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
 PLAIN = """\

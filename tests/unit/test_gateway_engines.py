@@ -8,16 +8,16 @@ from typing import Any
 import httpx
 import pytest
 
+from perdure.dialects.base import ModelRequest
+from perdure.engines.clients.wire import new_client
+from perdure.engines.configured import Engines, check_engine_settings, engine_specs
+from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.roster import LoneRoster, StoredRoster, roster_key
+from perdure.engines.state import EngineRecord
 from perdure.episodes.turns import decode
 from perdure.errors import ConfigurationError, GatewayUnavailable
-from perdure.gateway.base import ModelRequest
-from perdure.gateway.control import load_secret
-from perdure.gateway.engines.choose import Engines, check_engine_settings, engine_specs
-from perdure.gateway.engines.pool import EnginePool, EngineSpec
-from perdure.gateway.engines.wire import new_client
 from perdure.gateway.sampling import chat_request
-from perdure.serving.roster import LoneRoster, StoredRoster, roster_key
-from perdure.serving.state import EngineRecord
+from perdure.home import load_secret
 from perdure.settings import Settings
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine

@@ -15,9 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from perdure.gateway.base import Refused
-from perdure.gateway.dialects import anthropic, openai_chat, openai_responses
-from perdure.gateway.dialects.base import Dialect
+from perdure.dialects import anthropic, openai_chat, openai_responses
+from perdure.dialects.base import Dialect, Refused
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 

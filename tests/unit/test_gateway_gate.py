@@ -8,9 +8,9 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from perdure.gateway.acceptor import Acceptor
-from perdure.gateway.gate import Gate, Room
-from perdure.gateway.listeners import bind_unix
+from perdure.gateway.http.acceptor import Acceptor
+from perdure.gateway.http.limits import Gate, Room
+from perdure.gateway.http.listeners import bind_unix
 
 
 class Slow:

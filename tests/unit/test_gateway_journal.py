@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import GatewayUnavailable
-from perdure.gateway import journal as journals
-from perdure.gateway.base import Overtaken
-from perdure.gateway.journal import FILE_NAME, LocalJournal
-from perdure.gateway.journal_records import JournalDamaged
+from perdure.gateway.journal import local as journals
+from perdure.gateway.journal.base import Overtaken
+from perdure.gateway.journal.encoding import JournalDamaged
+from perdure.gateway.journal.local import FILE_NAME, LocalJournal
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from perdure.errors import GatewayUnavailable, StoreUnavailable
-from perdure.gateway.base import Overtaken
-from perdure.gateway.journal import LocalJournal
-from perdure.gateway.journal_mirror import MirroredJournal
-from perdure.gateway.journal_parts import Parts
-from perdure.gateway.journal_records import JournalDamaged
-from perdure.gateway.journal_store import StoreJournal
+from perdure.gateway.journal.base import Overtaken
+from perdure.gateway.journal.encoding import JournalDamaged
+from perdure.gateway.journal.local import LocalJournal
+from perdure.gateway.journal.mirror import MirroredJournal
+from perdure.gateway.journal.parts import Parts
+from perdure.gateway.journal.store import StoreJournal
 from perdure.storage.base import Stored
 from perdure.storage.local import LocalStore
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.partials import Line, Name, Partials, Shelf, Wanted, call_name
-from perdure.gateway.partials_shelf import LocalShelf, StoreShelf
+from perdure.engines.pool.salvage import Salvage
+from perdure.gateway.journal.partial_stores import LocalShelf, StoreShelf
+from perdure.gateway.journal.partials import Line, Name, Partials, Shelf, Wanted, call_name
 from perdure.storage.local import LocalStore
 from perdure.types import EngineSpan, VersionSpan
 

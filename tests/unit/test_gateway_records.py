@@ -6,9 +6,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from perdure.dialects.base import Answer
 from perdure.episodes.turns import Delta, decode, encode, encode_deltas
-from perdure.gateway.base import Answer
-from perdure.gateway.records import TurnRecord, prompt_of, turn_deltas, turns_of
+from perdure.gateway.journal.turn_record import TurnRecord, prompt_of, turn_deltas, turns_of
 from perdure.types import FinishReason, Purpose
 
 ANSWER = Answer("a", 0, "m", {"role": "assistant", "content": "yo"}, "stop", {})

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from perdure.engines.state import EngineState
 from perdure.gateway.base import control_token
-from perdure.serving.state import EngineState
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.gateway_pool import scripts

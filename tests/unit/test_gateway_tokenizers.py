@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from perdure.errors import ConfigurationError
-from perdure.gateway.tokenizers import load_format, load_tokenizer
+from perdure.gateway.rendering.tokenizers import load_format, load_tokenizer
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]

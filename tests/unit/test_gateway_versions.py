@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from perdure.gateway.engines.versions import Versions
+from perdure.engines.pool.versions import Versions
 from perdure.types import RolloutRequest, RunRequest
 
 HELD = Versions.of({"policy_version": "12", "max_staleness": "1"})

@@ -10,9 +10,9 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.engines.token_server import Ask, Break, Broken
-from perdure.gateway.engines.vllm import VllmEngine
+from perdure.engines.clients.token_server import Ask, Break, Broken
+from perdure.engines.clients.vllm import VllmEngine
+from perdure.engines.pool.salvage import Salvage
 from perdure.types import FinishReason
 
 ANSWER: dict[str, Any] = {

@@ -7,11 +7,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from perdure.gateway.base import Wait
-from perdure.gateway.engines.leases import Capacity
-from perdure.gateway.engines.pool import EnginePool, EngineSpec
-from perdure.gateway.engines.wire import new_client
-from perdure.serving.roster import LoneRoster
+from perdure.engines.base import Wait
+from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.leases import Capacity
+from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.roster import LoneRoster
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests import held_ports

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from perdure.client.search_attributes import TYPE_NAMES
-from perdure.gateway.engines.metrics import pool_metrics
-from perdure.gateway.engines.pool import EnginePool
+from perdure.engines.pool.metrics import pool_metrics
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.roster import LoneRoster
 from perdure.gateway.metrics import Metrics as GatewayMetrics
-from perdure.serving.roster import LoneRoster
 from perdure.settings import Settings
 from perdure.telemetry import METRICS
 

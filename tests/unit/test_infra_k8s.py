@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from perdure.sandboxes import kubernetes, kubernetes_calls, kubernetes_pods
 from perdure.sandboxes.base import Network, SandboxSpec
+from perdure.sandboxes.providers.kubernetes import calls as kubernetes_calls
+from perdure.sandboxes.providers.kubernetes import pods as kubernetes_pods
+from perdure.sandboxes.providers.kubernetes import provider as kubernetes
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / kubernetes_calls.ROLE

@@ -12,17 +12,19 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.capture.recordings import answer_ids
+from perdure.dialects import anthropic
+from perdure.dialects.base import ModelRequest
+from perdure.engines.base import NO_LABELS, Completion, Engine
+from perdure.engines.pool.salvage import Salvage
 from perdure.episodes.segments import cut
-from perdure.gateway.base import NO_LABELS, Completion, Engine, ModelRequest, SessionSpec
-from perdure.gateway.dialects import anthropic
-from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.journal import LocalJournal
+from perdure.gateway.base import SessionSpec
+from perdure.gateway.journal.local import LocalJournal
+from perdure.gateway.journal.partial_stores import LocalShelf
+from perdure.gateway.journal.partials import Partials
+from perdure.gateway.journal.turn_record import turn_records, turns_of
 from perdure.gateway.metrics import Metrics
-from perdure.gateway.partials import Partials
-from perdure.gateway.partials_shelf import LocalShelf
-from perdure.gateway.records import turn_records, turns_of
+from perdure.gateway.rendering.tokenizers import load_format
 from perdure.gateway.sessions import Sessions
-from perdure.gateway.tokenizers import load_format
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import logprob
 from perdure.types import EngineSpan, FinishReason, Sampling, Turn

@@ -6,10 +6,10 @@ import pytest
 
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import SandboxProvider, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.local import LocalProvider
-from perdure.sandboxes.relay_carriers import LARGEST_LINE, Lines
-from perdure.sandboxes.relay_choice import Reach, choose_reach, open_from_inside, unreachable
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.local import LocalProvider
+from perdure.sandboxes.relay.carriers import LARGEST_LINE, Lines
+from perdure.sandboxes.relay.choice import Reach, choose_reach, open_from_inside, unreachable
 
 ROUTABLE = "http://10.1.2.3:18001"
 UNROUTABLE = [

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from perdure.cli.request import fields_of
+from perdure.cli.runs.request import fields_of
 from perdure.errors import ConfigurationError
 from perdure.sandboxes import phases
 from perdure.sandboxes.base import Network
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.local import LocalProvider
 from perdure.sandboxes.phases import INSTALL_LIMITS
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.local import LocalProvider
 from perdure.types import Instance, RolloutRequest, Source, SourceKind
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.sandboxes.daytona import DaytonaProvider
-from perdure.sandboxes.e2b import E2BProvider
+from perdure.sandboxes.providers.daytona.provider import DaytonaProvider
+from perdure.sandboxes.providers.e2b.provider import E2BProvider
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,13 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import ConfigurationError, NotFound, SandboxLost
-from perdure.sandboxes import cgroups, keeping, linux
 from perdure.sandboxes.base import ExecState, Mount, Network, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapProvider, BubblewrapSandbox
-from perdure.sandboxes.process import ProcessId, ended, is_alive
-from perdure.sandboxes.procfs import marked, started_at
+from perdure.sandboxes.host import cgroups
+from perdure.sandboxes.host import keepers as keeping
+from perdure.sandboxes.host.keeper import linux
+from perdure.sandboxes.host.process import ProcessId, ended, is_alive
+from perdure.sandboxes.host.procfs import marked, started_at
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider, BubblewrapSandbox
 from perdure.types import Limits
 
 LIMITS = Limits(memory_mb=256, cpus=2, pids=64, disk_mb=16, output_mb=1)
@@ -599,7 +601,7 @@ def _run_as_nobody(run: Callable[[Path], Awaitable[bytes]], home: Path) -> bytes
 
 
 def _forget_root() -> None:
-    from perdure.sandboxes import bubblewrap
+    from perdure.sandboxes.providers import bubblewrap
 
     for cached in (bubblewrap._own_status, bubblewrap._needs_own_users, bubblewrap._base):
         cached.cache_clear()

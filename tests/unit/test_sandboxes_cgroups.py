@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from perdure.sandboxes import cgroups
-from perdure.sandboxes.cgroups import Hierarchies, plan
+from perdure.sandboxes.host import cgroups
+from perdure.sandboxes.host.cgroups import Hierarchies, plan
 from perdure.types import Limits
 
 LIMITS = Limits(memory_mb=100, cpus=1.5, pids=32)

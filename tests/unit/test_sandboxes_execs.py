@@ -8,8 +8,8 @@ import pytest
 
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import ExecState, ExecStatus
-from perdure.sandboxes.execs import LAUNCH_GRACE_S, ExecRecord
-from perdure.sandboxes.procfs import started_at
+from perdure.sandboxes.host.execs import LAUNCH_GRACE_S, ExecRecord
+from perdure.sandboxes.host.procfs import started_at
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from typing import BinaryIO
 import pytest
 
 from perdure.errors import NotFound
-from perdure.sandboxes import guested
 from perdure.sandboxes.base import SandboxSpec
-from perdure.sandboxes.guested import GuestSandbox
-from perdure.sandboxes.process import ProcessId, ended
-from perdure.sandboxes.procfs import started_at
+from perdure.sandboxes.guest import sandbox as guested
+from perdure.sandboxes.guest.sandbox import GuestSandbox
+from perdure.sandboxes.host.process import ProcessId, ended
+from perdure.sandboxes.host.procfs import started_at
 
 TAKEN_S = "TAKEN_S = 5.0"
 CALL = re.compile("call:([A-Za-z0-9+/=]+)")

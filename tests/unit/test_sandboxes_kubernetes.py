@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
-from perdure.sandboxes import kubernetes_pods as pods
 from perdure.sandboxes.base import SandboxSpec
-from perdure.sandboxes.calls import Conflict, Missing
-from perdure.sandboxes.kubernetes import KubernetesProvider
-from perdure.sandboxes.kubernetes_calls import Refused, Said, typed
+from perdure.sandboxes.guest.calls import Conflict, Missing
+from perdure.sandboxes.providers.kubernetes import pods
+from perdure.sandboxes.providers.kubernetes.calls import Refused, Said, typed
+from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
 
 pytest.importorskip("aiohttp")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
-from perdure.sandboxes.local import LocalProvider
+from perdure.sandboxes.providers.local import LocalProvider
 from perdure.sandboxes.reaper import SweepReport, sweep
 
 OWNED = {"run": "r", "rollout": "rollout/r/open/0", "attempt": "1"}

@@ -5,7 +5,7 @@ from struct import iter_unpack
 
 import pytest
 
-from perdure.sandboxes import seccomp
+from perdure.sandboxes.host.keeper import seccomp
 
 ALLOWED = 0
 NEW_USERS, NEW_TIME, SIGCHLD = 0x10000000, 0x80, 17

@@ -1,6 +1,7 @@
 """Command lines of engine servers."""
 
-from perdure.serving.commands import EnginePlan, command_line
+from perdure.engines.plan import EnginePlan
+from perdure.serving.commands import command_line
 
 
 def test_each_boot_carries_its_generation_in_its_name() -> None:

@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.proxy import Front, Refusal, engine_keys, guard, read_head
+from perdure.engines.roster import LoneRoster
+from perdure.engines.state import EngineRecord, EngineState, name_of
+from perdure.engines.weights.update import Canary, FromDisk, WeightUpdates
 from perdure.errors import PerdureError
-from perdure.gateway.engines.pool import EnginePool
-from perdure.serving.front import Front, Refusal, engine_keys, guard, read_head
-from perdure.serving.roster import LoneRoster
-from perdure.serving.state import EngineRecord, EngineState, name_of
-from perdure.serving.weights import Canary, FromDisk, WeightUpdates
 from perdure.testing.scripted_engine import ScriptedEngine, logprob
 
 KEYS = engine_keys(b"a secret of a home")

@@ -2,19 +2,19 @@
 
 import pytest
 
-from perdure.errors import NotFound
-from perdure.serving.commands import EnginePlan
-from perdure.serving.publishing import Published
-from perdure.serving.registration import (
+from perdure.engines.plan import EnginePlan
+from perdure.engines.registration import (
     Registration,
     add_engine,
     drain_engine,
     lacks,
     remove_engine,
 )
-from perdure.serving.roster import LoneRoster
-from perdure.serving.state import EngineRecord, EngineState
-from perdure.serving.weights import _left_paused
+from perdure.engines.roster import LoneRoster
+from perdure.engines.state import EngineRecord, EngineState
+from perdure.engines.weights.publishing import Published
+from perdure.engines.weights.update import _left_paused
+from perdure.errors import NotFound
 
 PLAN = EnginePlan(model="m")
 URL = "http://127.0.0.1:8000"

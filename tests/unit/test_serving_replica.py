@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from perdure.serving.commands import EnginePlan
+from perdure.engines.plan import EnginePlan
 from perdure.serving.replica import KEPT_LOGS, Replica
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from perdure.serving.commands import EnginePlan
+from perdure.engines.plan import EnginePlan
 from perdure.serving.verdicts import verdict
 
 PYDANTIC = "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"

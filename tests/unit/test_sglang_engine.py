@@ -9,15 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from perdure.gateway.base import Refused
-from perdure.gateway.engines.choose import Engines
-from perdure.gateway.engines.pool import EnginePool
-from perdure.gateway.engines.salvage import Salvage
-from perdure.gateway.engines.sglang import SglangEngine, new_tokens, sampling_params
-from perdure.gateway.engines.token_server import Ask, Break, Broken
-from perdure.serving.roster import LoneRoster
-from perdure.serving.sglang_control import SglangControl
-from perdure.serving.state import EngineRecord, name_of
+from perdure.dialects.base import Refused
+from perdure.engines.clients.sglang import SglangEngine, new_tokens, sampling_params
+from perdure.engines.clients.sglang_control import SglangControl
+from perdure.engines.clients.token_server import Ask, Break, Broken
+from perdure.engines.configured import Engines
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.pool.salvage import Salvage
+from perdure.engines.roster import LoneRoster
+from perdure.engines.state import EngineRecord, name_of
 from perdure.settings import Settings
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.testing.sglang_face import SglangFace

@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from perdure.cli import show_turns, story
 from perdure.cli.main import invoke
+from perdure.cli.rollouts import story
+from perdure.cli.rollouts import turns as show_turns
 from perdure.episodes import turns
 from perdure.errors import NotFound
 from perdure.sandboxes.base import identity_of

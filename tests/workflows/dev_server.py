@@ -18,11 +18,11 @@ from temporalio.api.workflowservice.v1 import RegisterNamespaceRequest
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from perdure.cli import readiness
-from perdure.cli.plan import temporal_binary
-from perdure.cli.ports import LOOPBACK
 from perdure.client.connection import DATA_CONVERTER
 from perdure.client.search_attributes import TYPE_NAMES
+from perdure.stack import readiness
+from perdure.stack.plan import temporal_binary
+from perdure.stack.ports import LOOPBACK
 from tests import held_ports
 from tests.stack import until
 

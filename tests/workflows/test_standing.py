@@ -12,7 +12,7 @@ from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from perdure.cli.standing import standing
+from perdure.cli.runs.standing import standing
 from tests.stack import until
 
 QUEUE = "standing"

@@ -23,7 +23,7 @@ MOUNT = "/opt/mini-swe-agent"
 CONFIG = f"{HOME}/mini-swe-agent.yaml"
 TRAJECTORY = f"{EVIDENCE}/trajectory.json"
 LOCK = Path(__file__).parent / "locks" / "mini_swe_agent.txt"
-DIRECT = Path(__file__).parent / "mini_swe_agent_direct.py"
+DIRECT = Path(__file__).parent / "inside" / "mini_swe_agent_direct.py"
 """Our model class for `client: direct`; lies beside mini-swe-agent in its site-packages."""
 PACKAGES = f"lib/python3.{sys.version_info.minor}/site-packages"
 COMMAND_TIMEOUT_S = 60

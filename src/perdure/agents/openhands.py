@@ -24,7 +24,7 @@ MOUNT = "/opt/openhands"
 SETTINGS = f"{HOME}/openhands.json"
 KEY = "PERDURE_SESSION_KEY"
 LOCK = Path(__file__).parent / "locks" / "openhands.txt"
-RUNNER = Path(__file__).parent / "openhands_run.py"
+RUNNER = Path(__file__).parent / "inside" / "openhands_run.py"
 PYTHON = "PERDURE_OPENHANDS_PYTHON"
 """Names the Python to use where uv does not find one of at least 3.12."""
 

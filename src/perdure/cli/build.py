@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from perdure.cli.checkout import find_root
-from perdure.cli.sandboxes import ready_provider
 from perdure.errors import ConfigurationError, InstanceError, NotFound
 from perdure.graders.calibrate import CalibrationReport, calibrate
 from perdure.instances import catalog, release_pairs
@@ -23,6 +21,8 @@ from perdure.instances.environments import Environments
 from perdure.instances.release_pairs import Pair, Recipe
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.settings import Settings
+from perdure.stack.checkout import find_root
+from perdure.stack.sandboxes import ready_provider
 from perdure.storage.base import Store, open_store
 from perdure.types import Instance, Limits
 

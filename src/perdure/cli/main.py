@@ -15,23 +15,47 @@ import click
 from click.shell_completion import CompletionItem
 
 COMMANDS = {
-    "run": ("perdure.cli.run:run", "Run an agent on instances, or join such a run."),
-    "status": ("perdure.cli.status:status", "What runs here; with a run: every rollout of it."),
-    "watch": ("perdure.cli.watch:watch", "Follow a run live."),
-    "show": ("perdure.cli.show:show", "The story of one rollout: stages, grade, patch."),
-    "pause": ("perdure.cli.control:pause", "Start no further rollouts of a run."),
-    "resume": ("perdure.cli.control:resume", "Let a paused run go on."),
-    "resize": ("perdure.cli.control:resize", "Change how many rollouts are in flight."),
-    "cancel": ("perdure.cli.control:cancel", "Cancel a run or one rollout; evidence is kept."),
-    "export": ("perdure.cli.export:export", "Write a run's episodes for trainers and graders."),
-    "instances": ("perdure.cli.instances:instances", "Build, import, list and show instances."),
-    "engines": ("perdure.cli.engines:engines", "Start engines on Ray; list, add, drain, remove."),
-    "up": ("perdure.cli.stack:up", "Start Temporal, the gateway and the workers here."),
-    "down": ("perdure.cli.stack:down", "Stop everything that `up` started."),
-    "doctor": ("perdure.cli.doctor:doctor", "What works here, what is missing, and the fix."),
-    "settings": ("perdure.cli.settings:settings", "Every setting, its value and its origin."),
-    "demo": ("perdure.cli.demo:demo", "Real instances, three agents, one table."),
-    "completion": ("perdure.cli.completion:completion", "Shell completion for bash, zsh, fish."),
+    "run": ("perdure.cli.commands.run:run", "Run an agent on instances, or join such a run."),
+    "status": (
+        "perdure.cli.commands.status:status",
+        "What runs here; with a run: every rollout of it.",
+    ),
+    "watch": ("perdure.cli.commands.watch:watch", "Follow a run live."),
+    "show": ("perdure.cli.commands.show:show", "The story of one rollout: stages, grade, patch."),
+    "pause": ("perdure.cli.commands.control:pause", "Start no further rollouts of a run."),
+    "resume": ("perdure.cli.commands.control:resume", "Let a paused run go on."),
+    "resize": ("perdure.cli.commands.control:resize", "Change how many rollouts are in flight."),
+    "cancel": (
+        "perdure.cli.commands.control:cancel",
+        "Cancel a run or one rollout; evidence is kept.",
+    ),
+    "export": (
+        "perdure.cli.commands.export:export",
+        "Write a run's episodes for trainers and graders.",
+    ),
+    "instances": (
+        "perdure.cli.commands.instances:instances",
+        "Build, import, list and show instances.",
+    ),
+    "engines": (
+        "perdure.cli.commands.engines:engines",
+        "Start engines on Ray; list, add, drain, remove.",
+    ),
+    "up": ("perdure.cli.commands.stack:up", "Start Temporal, the gateway and the workers here."),
+    "down": ("perdure.cli.commands.stack:down", "Stop everything that `up` started."),
+    "doctor": (
+        "perdure.cli.commands.doctor:doctor",
+        "What works here, what is missing, and the fix.",
+    ),
+    "settings": (
+        "perdure.cli.commands.settings:settings",
+        "Every setting, its value and its origin.",
+    ),
+    "demo": ("perdure.cli.commands.demo:demo", "Real instances, three agents, one table."),
+    "completion": (
+        "perdure.cli.commands.completion:completion",
+        "Shell completion for bash, zsh, fish.",
+    ),
 }
 
 
@@ -115,7 +139,7 @@ def invoke(args: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get("PERDURE_DEBUG") == "1":
             raise
-        from perdure.cli import failures
+        from perdure.stack import failures
 
         code, line = failures.explain(error)
         return _fail(code, line, args)

@@ -1,12 +1,12 @@
 """Where the stack that `perdure up` started in this home answers.
 
-Reads the state that its supervisor writes (`perdure.cli.stack_state`); starts and checks nothing.
+Reads the state that its supervisor writes (`perdure.stack.state`); starts and checks nothing.
 """
 
 import json
 
 from perdure.errors import ConfigurationError
-from perdure.sandboxes.process import ProcessId
+from perdure.sandboxes.host.process import ProcessId
 from perdure.settings import Settings
 
 

@@ -16,8 +16,8 @@ from perdure.settings import load_settings
 def main() -> int:
     options = _options()
     try:
-        from perdure.gateway.control import load_secret
-        from perdure.gateway.server import serve
+        from perdure.gateway.http.server import serve
+        from perdure.home import load_secret
         from perdure.storage.base import open_store
         from perdure.telemetry import configure_logging
 

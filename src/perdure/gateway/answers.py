@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from renderers.base import ParsedToolCall, ToolCallParseStatus
 
-from perdure.gateway.base import Answer, Completion, ModelRequest
+from perdure.dialects.base import Answer, ModelRequest
+from perdure.engines.base import Completion
 from perdure.gateway.chains import end_of
-from perdure.gateway.records import PLACEHOLDER
-from perdure.gateway.tokenizers import Format
+from perdure.gateway.journal.turn_record import PLACEHOLDER
+from perdure.gateway.rendering.tokenizers import Format
 from perdure.types import FinishReason
 
 

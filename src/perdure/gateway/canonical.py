@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from perdure.gateway.base import ModelRequest
+from perdure.dialects.base import ModelRequest
 
 Message = dict[str, Any]
 

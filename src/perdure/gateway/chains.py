@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from renderers.base import Renderer
 
-from perdure.gateway.base import Answer, ModelRequest
+from perdure.dialects.base import Answer, ModelRequest
+from perdure.engines.prompt_ids import PromptIds, ids_text
 from perdure.gateway.canonical import (
     Digests,
     Message,
@@ -24,8 +25,7 @@ from perdure.gateway.canonical import (
     same_messages,
     visible,
 )
-from perdure.gateway.prompt_ids import PromptIds, ids_text
-from perdure.gateway.records import TurnRecord
+from perdure.gateway.journal.turn_record import TurnRecord
 
 MOST_REPEATS = 12
 """How often a recorded answer is repeated: clients retry ten times; a loop goes on for ever."""

@@ -11,9 +11,6 @@ import httpx
 
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
 from perdure.gateway.base import SessionSpec, SessionSummary, control_token, session_key
-from perdure.serving.secret import load_secret
-
-__all__ = ["GatewayControl", "load_secret"]
 
 TIMEOUT_S = 60.0
 """Closing a session writes its turns to the store first."""

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from perdure.gateway.records import TurnRecord, prompt_of
+from perdure.gateway.journal.turn_record import TurnRecord, prompt_of
 from perdure.types import Purpose
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from perdure.gateway.base import ContextExhausted, ModelRequest
+from perdure.dialects.base import ContextExhausted, ModelRequest
 from perdure.types import Sampling
 
 

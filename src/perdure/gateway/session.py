@@ -9,10 +9,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from perdure.gateway.base import Answer, Refused, SessionSpec, SessionSummary, Wait
+from perdure.dialects.base import Answer, Refused
+from perdure.engines.base import Wait
+from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.gateway.canonical import Rolled, ToolDigests
 from perdure.gateway.chains import Node, Tree
-from perdure.gateway.records import CLOSED, SEALED, STALE, TURN, TurnRecord, from_journal
+from perdure.gateway.journal.turn_record import (
+    CLOSED,
+    SEALED,
+    STALE,
+    TURN,
+    TurnRecord,
+    from_journal,
+)
 from perdure.gateway.replay import Recording
 from perdure.types import EngineSpan
 

@@ -16,25 +16,16 @@ from typing import Any
 
 import structlog
 
+from perdure.dialects.base import Answer, ModelRequest, Refused
+from perdure.engines.base import TOO_STALE, Wait
+from perdure.engines.configured import Engines
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
-from perdure.gateway.base import (
-    SESSION_ID,
-    TOO_STALE,
-    Answer,
-    Journal,
-    ModelRequest,
-    Overtaken,
-    Refused,
-    SessionSpec,
-    SessionSummary,
-    Wait,
-)
+from perdure.gateway.base import SESSION_ID, SessionSpec, SessionSummary
 from perdure.gateway.canonical import ToolDigests
 from perdure.gateway.chains import Node, Place, Tree
-from perdure.gateway.engines.choose import Engines
-from perdure.gateway.metrics import Metrics
-from perdure.gateway.partials import Partials
-from perdure.gateway.records import (
+from perdure.gateway.journal.base import Journal, Overtaken
+from perdure.gateway.journal.partials import Partials
+from perdure.gateway.journal.turn_record import (
     CLOSED,
     OPEN,
     SEALED,
@@ -44,9 +35,10 @@ from perdure.gateway.records import (
     turn_deltas,
     turn_records,
 )
+from perdure.gateway.metrics import Metrics
+from perdure.gateway.rendering.tokenizers import Format
 from perdure.gateway.replay import Recorded, Recording
 from perdure.gateway.session import CallKey, Session
-from perdure.gateway.tokenizers import Format
 from perdure.gateway.turns import Asked, TurnMaker, replayed
 from perdure.storage.base import Store
 

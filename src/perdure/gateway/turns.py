@@ -14,20 +14,21 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from perdure.gateway import late_system
+from perdure.dialects.base import ModelRequest, Refused
+from perdure.engines.base import ChatEngine, Completion, TokenEngine
+from perdure.engines.configured import Engines
+from perdure.engines.prompt_ids import PromptIds
 from perdure.gateway.answers import Read, hosted_answer, read_completion
-from perdure.gateway.base import ChatEngine, Completion, ModelRequest, Refused, TokenEngine
 from perdure.gateway.canonical import Message
 from perdure.gateway.chains import Miss, Place, bridge, common_ids
-from perdure.gateway.engines.choose import Engines
+from perdure.gateway.journal.partials import Name, Partials, Wanted, call_name
+from perdure.gateway.journal.turn_record import TurnRecord
 from perdure.gateway.metrics import Metrics
-from perdure.gateway.partials import Name, Partials, Wanted, call_name
-from perdure.gateway.prompt_ids import PromptIds
-from perdure.gateway.records import TurnRecord
+from perdure.gateway.rendering import late_system
+from perdure.gateway.rendering.tokenizers import Format
 from perdure.gateway.replay import Recorded
 from perdure.gateway.sampling import chat_request, token_sampling
 from perdure.gateway.session import Session
-from perdure.gateway.tokenizers import Format
 from perdure.types import FinishReason, Purpose
 
 INLINE_CHARS = 65_536

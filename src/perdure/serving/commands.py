@@ -1,4 +1,4 @@
-"""The command lines of engine servers, and what a person asks for.
+"""The command lines of engine servers.
 
 Owns flags only; `replica` runs what is built here, `verdicts` reads what it says.
 """
@@ -6,12 +6,8 @@ Owns flags only; `replica` runs what is built here, `verdicts` reads what it say
 import re
 import shlex
 from collections.abc import Mapping
-from typing import Literal
 
-from pydantic import Field
-
-from perdure.serving.front import Guard
-from perdure.types import Frozen
+from perdure.engines.plan import EnginePlan, boot_name
 
 VLLM_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight updates
@@ -19,44 +15,6 @@ VLLM_ENVIRONMENT: Mapping[str, str] = {
 }
 NAMESPACE = "perdure"
 """Of our actors on Ray."""
-
-
-class EnginePlan(Frozen):
-    """What `perdure engines up` asks for: the same engine, N times.
-
-    Example:
-        EnginePlan(model="Qwen/Qwen3-Coder-30B-A3B-Instruct", replicas=4, gpus_per_replica=2,
-                   arguments=("--max-model-len", "65536"))
-    """
-
-    model: str
-    """What the engine loads: a name of the Hugging Face hub or a folder."""
-    served_model: str = "policy"
-    """What requests call it; each boot also answers to `<served_model>-g<generation>`."""
-    replicas: int = Field(1, ge=0, le=512)
-    gpus_per_replica: int = Field(1, ge=0, le=64)
-    cpus_per_replica: float = Field(1.0, ge=0)
-    server: Literal["vllm", "sglang", "custom"] = "vllm"
-    executable: str = ""
-    """`vllm`, or the Python that has sglang, in the engine's own environment. Empty = on PATH."""
-    command: tuple[str, ...] = ()
-    """Of a custom server; `{model}`, `{served_model}`, `{host}`, `{port}`, `{generation}` and
-    `{gpus}` are filled in. It must speak vLLM's token endpoint."""
-    arguments: tuple[str, ...] = ()
-    """Further words of the server's command line."""
-    environment: dict[str, str] = Field(default_factory=dict)
-    weight: float = Field(1.0, gt=0)
-    """Share of new sessions of each replica, relative to other engines of the pool."""
-    start_timeout_s: float = Field(1800.0, gt=0)
-    """A start that has sampled no token after so long is killed."""
-    listen: str = ""
-    """Address the engines are reached at. Empty = loopback where the whole cluster is this host, else
-    each node's own address."""
-    guard: Guard | None = None
-    """Of the front on that address: the server itself listens on its node's loopback. None = no
-    front, and whoever reaches the address may do anything with the engine."""
-    folder: str = "/tmp/perdure-engines"
-    """Folder on each node for logs and for the notes of running engines."""
 
 
 def command_line(plan: EnginePlan, generation: int, host: str, port: int) -> list[str]:
@@ -100,11 +58,6 @@ def _sglang(plan: EnginePlan, generation: int, host: str, port: int) -> list[str
         "--incremental-streaming-output",  # else each chunk repeats all tokens before it
         "--enable-metrics",  # its KV room, and what runs on it
     ]
-
-
-def boot_name(plan: EnginePlan, generation: int) -> str:
-    """The fenced name: a request that carries it is refused by every other boot."""
-    return f"{plan.served_model}-g{generation}"
 
 
 def environment(plan: EnginePlan) -> dict[str, str]:

@@ -15,12 +15,8 @@ from typing import Any
 import ray
 import structlog
 
-from perdure.errors import PerdureError
-from perdure.serving import placement
-from perdure.serving.commands import NAMESPACE, EnginePlan
-from perdure.serving.placement import Placed
-from perdure.serving.publishing import Published, published_key, read_published
-from perdure.serving.registration import (
+from perdure.engines.plan import EnginePlan
+from perdure.engines.registration import (
     PoolStatus,
     Registration,
     ReplicaStatus,
@@ -30,10 +26,15 @@ from perdure.serving.registration import (
     write_plan,
     write_status,
 )
+from perdure.engines.roster import Roster, StoredRoster
+from perdure.engines.state import STABLE_S, EngineRecord, EngineState, backoff_s, name_of
+from perdure.engines.weights.publishing import Published, published_key, read_published
+from perdure.engines.weights.update import NOTICE_S
+from perdure.errors import PerdureError
+from perdure.serving import placement
+from perdure.serving.commands import NAMESPACE
+from perdure.serving.placement import Placed
 from perdure.serving.replica import Phase, ReplicaReport
-from perdure.serving.roster import Roster, StoredRoster
-from perdure.serving.state import STABLE_S, EngineRecord, EngineState, backoff_s, name_of
-from perdure.serving.weights import NOTICE_S
 from perdure.settings import Settings
 from perdure.storage.base import open_store
 

@@ -14,8 +14,9 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from perdure.serving.commands import NAMESPACE, EnginePlan
-from perdure.serving.publishing import Published
+from perdure.engines.plan import EnginePlan
+from perdure.engines.weights.publishing import Published
+from perdure.serving.commands import NAMESPACE
 from perdure.serving.replica import Replica, ReplicaReport
 from perdure.settings import Settings
 

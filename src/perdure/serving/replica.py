@@ -17,15 +17,15 @@ from pathlib import Path
 
 import httpx
 
+from perdure.engines.clients.sglang_control import SglangControl
+from perdure.engines.clients.vllm_control import EngineControl
+from perdure.engines.plan import EnginePlan, boot_name
+from perdure.engines.proxy import Front
+from perdure.engines.weights.publishing import Published, fetched
+from perdure.engines.weights.update import Checkpoint, load
 from perdure.errors import ControlPlaneError, PerdureError
 from perdure.serving import commands, verdicts
-from perdure.serving.commands import EnginePlan
-from perdure.serving.control_plane import EngineControl
-from perdure.serving.front import Front
-from perdure.serving.publishing import Published, fetched
-from perdure.serving.sglang_control import SglangControl
 from perdure.serving.supervisor import end_orphans
-from perdure.serving.weights import Checkpoint, load
 from perdure.settings import Settings
 from perdure.storage.base import open_store
 from perdure.types import Frozen
@@ -97,7 +97,7 @@ class Replica:
 
     async def take(self, published: Published, settings: Settings) -> str:
         """Load the published version over loopback, and prove it; why it cannot, or nothing."""
-        name = commands.boot_name(self._plan, self._generation)
+        name = boot_name(self._plan, self._generation)
         try:
             async with (
                 httpx.AsyncClient(trust_env=False) as client,
@@ -197,7 +197,7 @@ class Replica:
                 await asyncio.sleep(POLL_S)
 
     async def _round_trip(self, client: httpx.AsyncClient) -> None:
-        name = commands.boot_name(self._plan, self._generation)
+        name = boot_name(self._plan, self._generation)
         await self._control(client).round_trip(name, timeout_s=PROBE_S)
 
     def _control(self, client: httpx.AsyncClient) -> EngineControl:

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from perdure.serving.commands import EnginePlan
+from perdure.engines.plan import EnginePlan
 
 PORT_TAKEN = "the port was taken meanwhile"
 TAIL_BYTES = 65_536

@@ -1,4 +1,4 @@
-"""vLLM's side of `perdure.serving.weights.FromDisk`: each worker reads a checkpoint folder itself.
+"""vLLM's side of `perdure.engines.weights.update.FromDisk`: each worker reads a checkpoint folder itself.
 
 Imported by vLLM alone, when the plugin beside it was chosen. `{"path": "/ckpt/8"}` is one update:
 a Hugging Face checkpoint of the model that is served.

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import ExecState, ExecStatus, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapSandbox
+from perdure.sandboxes.providers.bubblewrap import BubblewrapSandbox
 from perdure.testing import double
 from perdure.testing.double import LIMITS, Double, Refusal, entries, iso, listed
 from perdure.testing.faults import Faults, Rule, met_rule

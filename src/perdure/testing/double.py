@@ -25,8 +25,8 @@ from aiohttp import web
 
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import Sandbox, SandboxSpec
-from perdure.sandboxes.box import Box
-from perdure.sandboxes.bubblewrap import BubblewrapProvider, BubblewrapSandbox
+from perdure.sandboxes.host.box import Box
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider, BubblewrapSandbox
 from perdure.testing.faults import CONTROL, Faults, Handler, met_rule
 from perdure.types import Limits
 

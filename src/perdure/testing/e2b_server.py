@@ -27,7 +27,7 @@ from aiohttp import web
 
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, SandboxSpec
-from perdure.sandboxes.bubblewrap import BubblewrapSandbox
+from perdure.sandboxes.providers.bubblewrap import BubblewrapSandbox
 from perdure.testing.double import (
     LIMITS,
     Double,

@@ -24,8 +24,8 @@ from aiohttp import WSMsgType, web
 
 from perdure.errors import NotFound, SandboxLost
 from perdure.sandboxes.base import ExecState, ExecStatus, Network, SandboxSpec
-from perdure.sandboxes.box import Box
-from perdure.sandboxes.bubblewrap import BubblewrapSandbox
+from perdure.sandboxes.host.box import Box
+from perdure.sandboxes.providers.bubblewrap import BubblewrapSandbox
 from perdure.testing.double import LIMITS, Double, Guests, Refusal, abort, iso, pid_of, run
 from perdure.testing.faults import Faults, Rule, met_rule
 from perdure.types import Limits

@@ -5,11 +5,12 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from perdure.gateway.app import create_app
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.control import GatewayControl, load_secret
-from perdure.gateway.journal import LocalJournal
-from perdure.gateway.server import NO_GRACE, Server, make_server
+from perdure.gateway.control import GatewayControl
+from perdure.gateway.http.app import create_app
+from perdure.gateway.http.server import NO_GRACE, Server, make_server
+from perdure.gateway.journal.local import LocalJournal
+from perdure.home import load_secret
 from perdure.settings import Settings
 from perdure.storage.base import Store, open_store
 

@@ -29,11 +29,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from perdure.gateway.base import Answer, Refused
-from perdure.gateway.dialects import openai_chat
-from perdure.gateway.server import NO_GRACE, Server, make_server
-from perdure.gateway.tokenizers import load_tokenizer
-from perdure.serving.control_plane import PROBE_SESSION, version_number
+from perdure.dialects import openai_chat
+from perdure.dialects.base import Answer, Refused
+from perdure.engines.clients.vllm_control import PROBE_SESSION, version_number
+from perdure.gateway.http.server import NO_GRACE, Server, make_server
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.scripted_policy import Policy
 
 KEPT_CALLS = 512

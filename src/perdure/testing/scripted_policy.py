@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from perdure.gateway.tokenizers import Tokenizer
+from perdure.gateway.rendering.tokenizers import Tokenizer
 
 DEFAULT_TURNS: tuple[dict[str, Any], ...] = ({"content": "Nothing to do."},)
 KEPT_OPENINGS = 512

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from perdure.gateway.server import NO_GRACE, Server, make_server
+from perdure.gateway.http.server import NO_GRACE, Server, make_server
 from perdure.testing.scripted_engine import ScriptedEngine
 
 METRICS: Mapping[str, str] = {

@@ -1,0 +1,89 @@
+"""`perdure pause | resume | resize | cancel`: what can be asked of a run while it is open."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from perdure.cli.commands import completion
+from perdure.cli.console import answer, json_option
+from perdure.stack import config
+
+if TYPE_CHECKING:
+    from perdure.client.api import RunHandle, RunProgress
+
+RUN = click.argument("run_id", metavar="RUN", shell_complete=completion.runs)
+
+
+@click.command()
+@RUN
+@json_option
+def pause(run_id: str, as_json: bool) -> None:
+    """Start no further rollouts of a run; those in flight finish."""
+    _ask(run_id, lambda run: run.pause(), as_json)
+
+
+@click.command()
+@RUN
+@json_option
+def resume(run_id: str, as_json: bool) -> None:
+    """Let a paused run go on, or one that needed your attention."""
+    _ask(run_id, lambda run: run.resume(), as_json)
+
+
+@click.command()
+@RUN
+@click.argument("concurrency", metavar="N", type=click.IntRange(1, 2000))
+@json_option
+def resize(run_id: str, concurrency: int, as_json: bool) -> None:
+    """Keep N rollouts of a run in flight from now on."""
+    _ask(run_id, lambda run: run.resize(concurrency), as_json)
+
+
+@click.command()
+@click.argument("target", metavar="RUN|ROLLOUT", shell_complete=completion.runs)
+@json_option
+def cancel(target: str, as_json: bool) -> None:
+    """Cancel a run, or one rollout (rollout/RUN/INSTANCE/SAMPLE).
+
+    Agents are killed; each rollout keeps what it had and leaves an episode with status cancelled.
+    Exit code 1: it had ended before; the message says how.
+    """
+    settings = config.load_settings()
+
+    async def work() -> None:
+        from perdure.cli.connection import connect
+
+        session = await connect(settings)
+        if "/" in target:
+            workflow_id = target if target.startswith("rollout/") else f"rollout/{target}"
+            await session.perdure.rollout(workflow_id).cancel()
+        else:
+            await (await session.perdure.run(target)).cancel()
+
+    asyncio.run(work())
+    if as_json:
+        answer({"cancelled": target})
+    else:
+        click.echo(f"{target} is being cancelled: `perdure status` shows the rest.")
+
+
+def _ask(
+    run_id: str, question: "Callable[[RunHandle], Awaitable[RunProgress]]", as_json: bool
+) -> None:
+    settings = config.load_settings()
+
+    async def work() -> "RunProgress":
+        from perdure.cli.connection import connect
+
+        session = await connect(settings)
+        return await question(await session.perdure.run(run_id))
+
+    progress = asyncio.run(work())
+    if as_json:
+        answer(progress.model_dump(mode="json"))
+        return
+    from perdure.cli.render import line
+
+    click.echo(line(progress))

@@ -1,0 +1,245 @@
+"""`perdure doctor`: what works here and what is missing, each with its fix.
+
+One function per check; a check answers with a Finding and never raises.
+"""
+
+import asyncio
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+import click
+
+from perdure.cli.console import answer, json_option
+from perdure.errors import PerdureError
+from perdure.settings import Settings
+from perdure.stack import config, lifecycle, ports
+
+LEAST_DISK_GB = 5.0
+MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "missing": ("MISSING", "red")}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`level`: ok; note (works, but); missing (something will not work). `fix` names the way out."""
+
+    name: str
+    level: str
+    detail: str
+    fix: str = ""
+
+
+@click.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """What works here, what is missing, and the fix. Exit code 1 when something is missing."""
+    settings = config.load_settings()
+    findings = list(examine(settings))
+    healthy = all(finding.level != "missing" for finding in findings)
+    if as_json:
+        answer({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            _print(finding)
+    if not healthy:
+        raise click.exceptions.Exit(1)
+
+
+def examine(settings: Settings) -> Iterable[Finding]:
+    """Every check, in the order in which a newcomer meets the parts."""
+    checks: list[Callable[[Settings], Finding]] = [
+        python, checkout, bubblewrap, podman, docker, apptainer, e2b, daytona, kubernetes, limits, uv, git, disk, store, temporal, port_numbers, gateway,
+        tokenizer, engine, ray,
+    ]  # fmt: skip
+    for check in checks:
+        try:
+            yield check(settings)
+        except PerdureError as error:
+            yield Finding(check.__name__.replace("_", " "), "missing", str(error))
+
+
+def python(settings: Settings) -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+
+
+def checkout(settings: Settings) -> Finding:
+    from perdure.stack.checkout import find_root
+
+    return Finding("checkout", "ok", f"workers run from {find_root()}")
+
+
+def bubblewrap(settings: Settings) -> Finding:
+    from perdure.stack.sandboxes import provider
+
+    problems = provider(settings, "bubblewrap").check()
+    if problems:
+        fix = "infra/setup/bubblewrap does it, or `--sandbox local` without isolation"
+        return Finding("bubblewrap", "missing", problems[0], fix)
+    return Finding("bubblewrap", "ok", f"{shutil.which('bwrap')}, user namespaces, overlay")
+
+
+def podman(settings: Settings) -> Finding:
+    return _containers(settings, "podman", "runs images, and the host's programs without one")
+
+
+def docker(settings: Settings) -> Finding:
+    where = os.environ.get("DOCKER_HOST") or os.environ.get("DOCKER_CONTEXT") or "this host"
+    return _containers(settings, "docker", f"an engine answers at {where}")
+
+
+def apptainer(settings: Settings) -> Finding:
+    return _containers(settings, "apptainer", "found; Perdure was tested on a double of it only")
+
+
+def _containers(settings: Settings, name: str, works: str) -> Finding:
+    from perdure.stack.sandboxes import provider
+
+    problems = provider(settings, name).check()
+    if problems:
+        return Finding(name, "note", f"--sandbox {name} cannot be used: {problems[0]}")
+    return Finding(name, "ok", works)
+
+
+def e2b(settings: Settings) -> Finding:
+    from perdure.stack.sandboxes import provider
+
+    problems = provider(settings, "e2b").check()
+    if problems:
+        return Finding("e2b", "note", f"--sandbox e2b cannot be used: {problems[0]}")
+    where = os.environ.get("E2B_API_URL") or os.environ.get("E2B_DOMAIN") or "e2b.app"
+    return Finding("e2b", "ok", f"E2B_API_KEY is set, sandboxes at {where}")
+
+
+def daytona(settings: Settings) -> Finding:
+    from perdure.stack.sandboxes import provider
+
+    problems = provider(settings, "daytona").check()
+    if problems:
+        return Finding("daytona", "note", f"--sandbox daytona cannot be used: {problems[0]}")
+    where = os.environ.get("DAYTONA_API_URL") or "https://app.daytona.io/api"
+    return Finding("daytona", "ok", f"DAYTONA_API_KEY is set, sandboxes at {where}")
+
+
+def kubernetes(settings: Settings) -> Finding:
+    return _containers(
+        settings, "kubernetes", "a cluster is named; Perdure was tested on a double of it only"
+    )
+
+
+def limits(settings: Settings) -> Finding:
+    from perdure.sandboxes.host import cgroups
+    from perdure.types import Limits
+
+    enforced = cgroups.plan(settings.home.absolute() / "doctor", Limits()).enforced
+    if enforced:
+        means = ", ".join(f"{what} by {how}" for what, how in sorted(enforced.items()))
+        return Finding("limits", "ok", means)
+    fix = "run as root, or delegate a cgroup: systemd-run --user --scope -p Delegate=yes perdure up"
+    return Finding("limits", "note", "memory and pids by prlimit, per process only", fix)
+
+
+def uv(settings: Settings) -> Finding:
+    from perdure.instances.uv import find_binary
+
+    return Finding("uv", "ok", str(find_binary()))
+
+
+def git(settings: Settings) -> Finding:
+    found = shutil.which("git")
+    if found is None:
+        return Finding("git", "missing", "git is not on PATH", "apt-get install git")
+    return Finding("git", "ok", found)
+
+
+def disk(settings: Settings) -> Finding:
+    home = settings.home.absolute()
+    probe = next(folder for folder in (home, *home.parents) if folder.exists())
+    free = shutil.disk_usage(probe).free / 1e9
+    level = "ok" if free > LEAST_DISK_GB else "note"
+    fix = "" if level == "ok" else f"environments need a few GB: free some, or move {home}"
+    return Finding("disk", level, f"{free:.0f} GB free at {probe}", fix)
+
+
+def store(settings: Settings) -> Finding:
+    from perdure.stack.preflight import write_and_remove
+
+    asyncio.run(write_and_remove(settings))
+    return Finding("store", "ok", f"{settings.store_url} can be written")
+
+
+def temporal(settings: Settings) -> Finding:
+    from perdure.cli.connection import connect
+    from perdure.stack.temporal_target import given_address
+
+    given = given_address()
+    state = lifecycle.running(settings)
+    if given is None and state is None:
+        from perdure.stack.plan import temporal_binary
+
+        return Finding("temporal", "ok", f"not running; `perdure up` starts {temporal_binary()}")
+    session = asyncio.run(connect(settings))
+    where = given or (state.temporal_address if state else "")
+    return Finding("temporal", "ok", f"{where} answers, {session.ui_url or 'no UI known'}")
+
+
+def port_numbers(settings: Settings) -> Finding:
+    if lifecycle.running(settings) is not None:
+        return Finding("ports", "ok", "in use by this stack")
+    names = ("temporal_port", "ui_port", "gateway_port")
+    taken = [
+        f"{n} {getattr(settings, n)}" for n in names if not ports.is_free(getattr(settings, n))
+    ]
+    if taken:
+        return Finding("ports", "note", f"occupied: {', '.join(taken)}; free ones will be picked")
+    return Finding("ports", "ok", ", ".join(f"{n} {getattr(settings, n)}" for n in names))
+
+
+def gateway(settings: Settings) -> Finding:
+    from perdure.stack.readiness import answers
+
+    state = lifecycle.running(settings)
+    if state is None:
+        return Finding("gateway", "ok", "not running; `perdure up` starts it")
+    if asyncio.run(answers(f"{state.gateway_url}/healthz")):
+        return Finding("gateway", "ok", f"{state.gateway_url} answers")
+    log = settings.home.absolute() / "logs" / "gateway.log"
+    return Finding("gateway", "missing", f"{state.gateway_url} does not answer", f"see {log}")
+
+
+def tokenizer(settings: Settings) -> Finding:
+    from perdure.gateway.rendering.tokenizer_folder import folder_of
+
+    folder = folder_of(settings.tokenizer)
+    return Finding("tokenizer", "ok", settings.tokenizer if folder is None else f"{folder}")
+
+
+def engine(settings: Settings) -> Finding:
+    from perdure.cli.runs.launch import check_engine
+    from perdure.stack.plan import configured_engine
+
+    state = lifecycle.running(settings)
+    name = state.engine if state is not None else configured_engine(settings)
+    if not name:
+        fix = "set OPENAI_BASE_URL, ANTHROPIC_BASE_URL or PERDURE_ENGINE_URL before `perdure up`"
+        return Finding("engine", "note", "none; enough for oracle and nop", fix)
+    check_engine(name, "an agent")
+    return Finding("engine", "ok", f"{name} answers")
+
+
+def ray(settings: Settings) -> Finding:
+    from importlib.util import find_spec
+
+    if find_spec("ray") is None:
+        fix = "pip install 'perdure[serving]'"
+        return Finding("ray", "note", "not here; only `perdure engines up` needs it", fix)
+    return Finding("ray", "ok", "`perdure engines up` can start engines")
+
+
+def _print(finding: Finding) -> None:
+    mark, colour = MARKS[finding.level]
+    click.echo(f"{click.style(f'{mark:<8}', fg=colour)}{finding.name:<12}{finding.detail}")
+    if finding.fix:
+        click.echo(f"{'':<20}fix: {finding.fix}")

@@ -1,0 +1,103 @@
+"""`perdure export`: a run's episodes as one file for trainers, graders and spreadsheets."""
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from perdure.cli.commands import completion
+from perdure.cli.console import answer, json_option
+from perdure.stack import config
+
+if TYPE_CHECKING:
+    from perdure.episodes.segments import RewardShare, SegmentMode
+
+SUFFIXES = {
+    "preds": "json",
+    "preds-all": "jsonl",
+    "episodes": "parquet",
+    "jsonl": "jsonl",
+    "sft": "jsonl",
+    "slime": "jsonl",
+    "skyrl": "jsonl",
+    "torchtitan": "jsonl",
+    "verl": "jsonl",
+}
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN", shell_complete=completion.runs)
+@click.option(
+    *("--format", "-f", "format_name"),
+    type=click.Choice(list(SUFFIXES)),
+    default="preds",
+    metavar="F",
+    show_default=True,
+    help="One of the above.",
+)
+@click.option(
+    *("--out", "-o", "out"),
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write.  [default: RUN.FORMAT.SUFFIX here]",
+)
+@click.option(
+    "--segments",
+    "mode",
+    type=click.Choice(["tree", "merge"]),
+    default="tree",
+    show_default=True,
+    help="How trainers' segments are cut: by recorded ids, or by slime's merge_turns.",
+)
+@click.option(
+    "--reward-share",
+    type=click.Choice(["split", "full", "last"]),
+    default="split",
+    show_default=True,
+    help="What each of a rollout's K segments gets: 1/K, all of it, or the last one all.",
+)
+@json_option
+def export(
+    *,
+    run_id: str,
+    format_name: str,
+    out: Path | None,
+    mode: "SegmentMode",
+    reward_share: "RewardShare",
+    as_json: bool,
+) -> None:
+    """Write a run's episodes as one file.
+
+    \b
+    preds      predictions of the SWE-bench harness, one patch an instance
+    preds-all  the same entries for every graded sample
+    episodes   token arrays: one parquet file, one row a segment
+    jsonl      the readable episodes, one line a rollout
+    sft        the agent's messages with the reward, one line a graded rollout
+    slime, skyrl, torchtitan, verl
+               that trainer's own fields; arrays where --out is a .parquet
+
+    What is left out is named on stderr. Exit code 1: the store lost or garbled some of it; the
+    rest is written.
+    """
+    settings = config.load_settings()
+    from perdure.episodes.export import Rules, export_run
+    from perdure.storage.base import open_store
+
+    path = out or Path(f"{run_id}.{format_name}.{SUFFIXES[format_name]}")
+    rules = Rules(mode=mode, reward_share=reward_share)
+    exporting = export_run(open_store(settings), run_id, format_name, path, rules)  # type: ignore[arg-type]  # click checked the choice
+    report = asyncio.run(exporting)
+    for one in report.omitted:
+        sample = "" if one.sample_index is None else f" #{one.sample_index}"
+        head = "error: left out" if one.damaged else "left out "
+        click.echo(f"{head} {one.instance_id}{sample}: {one.reason}", err=True)
+    if as_json:
+        omitted = [asdict(one) for one in report.omitted]
+        written = {"path": str(path), "format": format_name, "written": report.written}
+        answer({**written, "omitted": omitted})
+    else:
+        click.echo(f"{report.written} written to {path}")
+    if any(one.damaged for one in report.omitted):
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,199 @@
+"""`perdure instances`: make, import, list and show the problems that agents work on."""
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from perdure.cli.commands import completion
+from perdure.cli.console import answer, json_option, many, me, only_one_of, say
+from perdure.settings import Settings
+from perdure.stack import config
+
+if TYPE_CHECKING:
+    from perdure.cli.build import Built
+
+
+@click.group()
+def instances() -> None:
+    """Build, import, list and show instances."""
+
+
+@instances.command()
+@click.argument("dataset", default="first-steps")
+@click.option("-i", "--include", multiple=True, metavar="GLOB", help="Only these instance ids.")
+@click.option("--demo", is_flag=True, help="Only the quick ones that the demo runs.")
+@click.option("--runs", type=click.IntRange(1, 20), default=3, metavar="N", show_default=True,
+              help="How often gold and base are run; only stable tests are kept.")  # fmt: skip
+@click.option("--rebuild", is_flag=True, help="Build again what the store has.")
+@json_option
+def build(
+    *, dataset: str, include: tuple[str, ...], demo: bool, runs: int, rebuild: bool, as_json: bool
+) -> None:
+    """Build instances from a recipe.
+
+    DATASET is a folder under datasets/ (first-steps when none is given), or any folder with a
+    dataset.toml.
+
+    Downloads each release pair from PyPI, builds its environment, runs the tests with and without
+    the gold patch, and keeps what is stable. Exit code 1: some pair could not be built.
+    """
+    settings = config.load_settings()
+    built = asyncio.run(
+        build_dataset(settings, dataset, include, demo=demo, runs=runs, rebuild=rebuild)
+    )
+    if as_json:
+        answer({"dataset": dataset, "instances": [_built_document(one) for one in built]})
+    else:
+        good = sum(one.instance is not None for one in built)
+        click.echo(f"{good} of {many(len(built), 'instance')} in {settings.store_url}")
+        click.echo(f"Next      {me()} run {dataset} --agent oracle")
+    if any(one.problem for one in built):
+        raise click.exceptions.Exit(1)
+
+
+async def build_dataset(
+    settings: Settings,
+    dataset: str,
+    only: tuple[str, ...] = (),
+    *,
+    demo: bool = False,
+    runs: int = 3,
+    rebuild: bool = False,
+) -> "list[Built]":
+    """Build, telling of each pair as it gets ready. Raises: ConfigurationError, MissingDependency."""
+    from perdure.cli import build as building
+    from perdure.instances.release_pairs import load_recipe
+
+    recipe = load_recipe(building.recipe_folder(dataset))
+    pairs = building.chosen_pairs(recipe, only, demo=demo)
+    say(f"Building {many(len(pairs), 'instance')} of {recipe.name} ...")
+    built = []
+    async for one in building.build_all(settings, recipe, pairs, runs=runs, rebuild=rebuild):
+        built.append(one)
+        say(f"  {_told(one)}")
+    return sorted(built, key=lambda one: one.instance_id)
+
+
+@instances.command("import")
+@click.argument("source")
+@click.option("--dataset", metavar="NAME", help="Its name in the store; by default the file's.")
+@click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="Read at most N rows.")
+@json_option
+def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) -> None:
+    """Import rows of a file, or of a Hugging Face dataset.
+
+    SOURCE is a .jsonl, .json or .parquet file, or a Hugging Face name owner/name[:split].
+
+    A bad row is named with its number, the field and the fix; the others are kept. Exit code 1:
+    there was a bad row.
+    """
+    settings = config.load_settings()
+    from perdure.cli.runs.source import check_row
+    from perdure.instances.rows import import_rows
+    from perdure.storage.base import open_store
+
+    report = asyncio.run(
+        import_rows(open_store(settings), source, dataset, limit, validate=check_row)
+    )
+    for problem in report.problems:
+        click.echo(f"error: {source}: {problem}", err=True)
+    if as_json:
+        answer({"dataset": report.dataset, "instances": report.refs, "problems": report.problems})
+    else:
+        click.echo(f"{many(len(report.refs), 'instance')} imported as {report.dataset}")
+        if report.refs:
+            click.echo(f"Next      {me()} run {report.dataset} --agent oracle")
+    if report.problems:
+        raise click.exceptions.Exit(1)
+
+
+@instances.command("list")
+@click.argument("dataset", required=False, shell_complete=completion.datasets)
+@json_option
+def list_(dataset: str | None, as_json: bool) -> None:
+    """Datasets in the store; with DATASET: its instances."""
+    settings = config.load_settings()
+    found = asyncio.run(_listed(settings, dataset))
+    if as_json:
+        answer(found)
+        return
+    for name, refs in found.items():
+        click.echo(f"{name} ({len(refs)})")
+        for ref in refs if dataset else ():
+            click.echo(f"  {ref}")
+    if not found:
+        click.echo(f"No instances in {settings.store_url}: perdure instances build")
+
+
+@instances.command()
+@click.argument("ref", metavar="DATASET/INSTANCE")
+@click.option("--gold", is_flag=True, help="The gold patch, byte for byte, and nothing else.")
+@click.option(
+    "--tests", is_flag=True, help="The hidden test patch, byte for byte, and nothing else."
+)
+@json_option
+def show(ref: str, gold: bool, tests: bool, as_json: bool) -> None:
+    """One instance: its problem, environment and grading."""
+    only_one_of(gold=gold, tests=tests, json=as_json)
+    settings = config.load_settings()
+    from perdure.instances import catalog
+    from perdure.storage.base import open_store
+
+    instance = asyncio.run(catalog.load(open_store(settings), ref))
+    if gold or tests:
+        sys.stdout.buffer.write(instance.gold_patch if gold else instance.grading.test_patch)
+        return
+    if as_json:
+        answer(instance.model_dump(mode="json"))
+        return
+    grading = instance.grading
+    facts = {
+        "instance": instance.ref,
+        "repository": f"{instance.repo} {instance.base_commit or ''}".strip(),
+        "source": instance.source.requirement or instance.source.key or instance.source.kind.value,
+        "python": instance.environment.python,
+        "grader": f"{grading.protocol}: {grading.test_cmd or grading.eval_cmd or ''}",
+        "tests": f"{len(grading.fail_to_pass)} to fix, {len(grading.pass_to_pass)} to keep",
+        "gold": f"{len(instance.gold_patch)} bytes (--gold prints it)",
+    }
+    for name, value in facts.items():
+        click.echo(f"{name:<12}{value}")
+    click.echo(f"\n{instance.problem_statement.strip()}")
+
+
+async def _listed(settings: Settings, dataset: str | None) -> dict[str, list[str]]:
+    from perdure.errors import NotFound
+    from perdure.instances import catalog
+    from perdure.storage.base import open_store
+
+    store = open_store(settings)
+    names = [dataset] if dataset else await catalog.datasets(store)
+    found = {name: await catalog.refs(store, name) for name in names}
+    if dataset and not found[dataset]:
+        there = ", ".join(await catalog.datasets(store)) or "none yet"
+        raise NotFound(f"no dataset {dataset!r} in {store.url} (there: {there})")
+    return {name: refs for name, refs in found.items() if refs}
+
+
+def _told(one: "Built") -> str:
+    if one.problem:
+        return f"{one.instance_id}: not built: {one.problem}"
+    if one.report is None:
+        return f"{one.instance_id}: kept"
+    tests = f"{many(one.report.fail_to_pass, 'test')} to fix, {one.report.pass_to_pass} to keep"
+    unstable = f", {len(one.report.unstable)} unstable left out" if one.report.unstable else ""
+    return f"{one.instance_id}: {tests}{unstable} ({one.seconds:.0f} s)"
+
+
+def _built_document(one: "Built") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "instance_id": one.instance_id,
+        "ref": one.instance.ref if one.instance else None,
+        "problem": one.problem or None,
+        "seconds": round(one.seconds, 1),
+        "calibration": asdict(one.report) if one.report else None,
+    }

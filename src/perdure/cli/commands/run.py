@@ -1,0 +1,130 @@
+"""`perdure run`: from a source and an agent to graded episodes; again = join."""
+
+import click
+
+from perdure.cli.commands import completion
+from perdure.cli.console import json_option
+
+
+def _the_only(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> str:
+    """Click would take the last one and say nothing."""
+    if len(given) > 1:
+        raise click.BadParameter(f"a run has one, and there are {len(given)}")
+    return given[0]
+
+
+@click.command()
+@click.argument("source", shell_complete=completion.datasets)
+@click.option(
+    *("--agent", "-a", "agent"),
+    default=["mini_swe_agent"],
+    multiple=True,
+    callback=_the_only,
+    show_default=True,
+    metavar="A",
+    shell_complete=completion.agents,
+    help="A registered name, or package.module:Class.",
+)
+@click.option(
+    *("-n", "--samples", "samples"),
+    type=click.IntRange(1, 512),
+    default=1,
+    metavar="N",
+    show_default=True,
+    help="Rollouts of each instance.",
+)
+@click.option(
+    *("-c", "--concurrency", "concurrency"),
+    type=click.IntRange(1, 2000),
+    default=8,
+    metavar="N",
+    show_default=True,
+    help="Rollouts in flight; `perdure resize` changes it later.",
+)
+@click.option("--run-id", metavar="ID", help="Name of the run; by default made from what is asked.")
+@click.option("--new", is_flag=True, help="Another run, even if the same one exists.")
+@click.option("-i", "--include", multiple=True, metavar="GLOB", help="Only these instance ids.")
+@click.option("-x", "--exclude", multiple=True, metavar="GLOB", help="Not these instance ids.")
+@click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="At most N instances.")
+@click.option(
+    "--sandbox",
+    metavar="S",
+    shell_complete=completion.sandboxes,
+    help="Where agents and graders run.  [default: bubblewrap]",
+)
+@click.option("--model", metavar="M", help="Model name that the agent asks for.")
+@click.option(
+    "--policy-version",
+    type=click.IntRange(0),
+    metavar="V",
+    help="Version of the weights that the rollouts are to be sampled by.",
+)
+@click.option(
+    "--max-staleness",
+    type=click.IntRange(0),
+    metavar="K",
+    help="Refuse engines that are not at version V to V+K.  [default: any]",
+)
+@click.option(
+    "--budget",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="Wall clock of each agent.",
+)
+@click.option(
+    *("--set", "assignments"),
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Any field of a rollout, e.g. sampling.temperature=0.7.",
+)
+@click.option("--skip-bad-rows", is_flag=True, help="Leave out rows that cannot be used.")
+@click.option("--wait/--detach", default=True, help="Follow the run to its end (default), or not.")
+@click.option("--dry-run", is_flag=True, help="Show what would run, and stop.")
+@json_option
+def run(
+    *,
+    assignments: tuple[str, ...],
+    sandbox: str | None,
+    model: str | None,
+    policy_version: int | None,
+    max_staleness: int | None,
+    budget: float | None,
+    wait: bool,
+    dry_run: bool,
+    as_json: bool,
+    **asked: object,
+) -> None:
+    """Run an agent on instances; the same command again joins the run.
+
+    SOURCE is one of:
+
+    \b
+    first-steps              a dataset of the store
+    first-steps/h11-0.14.0   one instance of it
+    rows.jsonl               a file of rows; also .json and .parquet
+    owner/name[:split]       a dataset of the Hugging Face hub
+
+    Ctrl-C leaves the run going. Exit code 1: a rollout failed.
+    """
+    from perdure.cli.runs import launch
+    from perdure.cli.runs.request import Options, fields_of
+    from perdure.client.host_variables import defaults_for
+    from perdure.stack import config
+
+    named = {
+        "sandbox": sandbox,
+        "model": model,
+        "policy_version": policy_version,
+        "max_staleness": max_staleness,
+        "agent_budget_s": budget,
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    fields = defaults_for(fields_of(assignments, given), str(asked["agent"]))
+    options = Options(fields=fields, **asked)  # type: ignore[arg-type]  # click's own names
+    settings = config.load_settings()
+    if dry_run:
+        launch.show_plan(settings, options, as_json=as_json)
+        return
+    code = launch.run(settings, options, wait=wait, as_json=as_json)
+    if code:
+        raise click.exceptions.Exit(code)

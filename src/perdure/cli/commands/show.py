@@ -1,0 +1,248 @@
+"""`perdure show`: the story of one rollout, from what it left in the store."""
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from perdure.cli.console import answer, json_option, many, only_one_of
+from perdure.settings import Settings
+from perdure.stack import config, lifecycle
+
+if TYPE_CHECKING:
+    from perdure.cli.rollouts.story import AttemptStory, Story
+    from perdure.storage.base import Store
+
+PATCH_LINES = 40
+TESTS_SHOWN = 20
+
+
+@click.command()
+@click.argument("rollout")
+@click.option("--patch", is_flag=True, help="The captured diff, byte for byte, and nothing else.")
+@click.option(
+    "--log", is_flag=True, help="The hidden tests' output, byte for byte, and nothing else."
+)
+@click.option(
+    "--turns", is_flag=True, help="Its trajectory: chains, turns, what is trained and why."
+)
+@click.option(
+    "--attempt",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --turns: another than the last one.",
+)
+@click.option("--full", is_flag=True, help="With --turns: every text whole.")
+@json_option
+def show(
+    *,
+    rollout: str,
+    patch: bool,
+    log: bool,
+    turns: bool,
+    attempt: int | None,
+    full: bool,
+    as_json: bool,
+) -> None:
+    """The story of one rollout: stages, attempts, grade, patch.
+
+    ROLLOUT is a workflow id (rollout/RUN/INSTANCE/SAMPLE), RUN/INSTANCE[/SAMPLE], or the beginning
+    of an instance id. Exit code 1: something it left is unreadable; stderr names it.
+    """
+    only_one_of(patch=patch, log=log, turns=turns)
+    only_one_of(patch=patch, log=log, json=as_json)
+    if (attempt or full) and not turns:
+        raise click.UsageError(f"{'--attempt' if attempt else '--full'} goes with --turns")
+    settings = config.load_settings()
+    from perdure.cli.rollouts import story
+    from perdure.errors import NotFound
+    from perdure.storage.base import open_store
+
+    async def work() -> bool:
+        store = open_store(settings)
+        try:
+            found = await story.read(store, await story.find(store, rollout))
+        except story.Ambiguous:
+            raise
+        except NotFound:
+            if patch or log or turns or not await _began(settings, rollout, as_json):
+                raise
+            return False
+        for line in found.damaged:
+            click.echo(f"error: {line}", err=True)
+        if patch or log:
+            sys.stdout.buffer.write(await _raw(store, found, "patch" if patch else "log"))
+        elif turns:
+            await _turns(settings, store, found, attempt=attempt, full=full, as_json=as_json)
+        elif as_json:
+            answer(await _document(settings, store, found))
+        else:
+            await _print(settings, store, found)
+        return bool(found.damaged)
+
+    if asyncio.run(work()):
+        raise click.exceptions.Exit(1)
+
+
+async def _turns(
+    settings: Settings,
+    store: "Store",
+    found: "Story",
+    *,
+    attempt: int | None,
+    full: bool,
+    as_json: bool,
+) -> None:
+    from perdure.cli.rollouts import turns as show_turns
+
+    trajectory = await show_turns.read(settings, store, found, attempt)
+    if as_json:
+        answer(show_turns.document(found, trajectory))
+    else:
+        show_turns.show(found, trajectory, full=full)
+
+
+async def _raw(store: "Store", found: "Story", which: str) -> bytes:
+    from perdure.errors import NotFound
+
+    last = found.last
+    key = ""
+    if last is not None and which == "patch" and last.patch:
+        key = last.patch["key"]
+    if last is not None and which == "log" and last.grade and last.grade.log_key:
+        key = last.grade.log_key
+    if not key:
+        raise NotFound(f"{found.name} has no {'patch' if which == 'patch' else 'test log'} (yet)")
+    return (await store.get(key)).data
+
+
+async def _document(settings: Settings, store: "Store", found: "Story") -> dict[str, Any]:
+    at = "" if found.episode else await _standing(settings, found.name.workflow_id)
+    return {
+        "rollout": found.name.workflow_id,
+        "folder": f"{store.url}/{found.name.prefix}",
+        "running": at or None,
+        "episode": found.episode,
+        "attempts": [
+            {
+                "attempt": one.number,
+                "sandbox": one.sandbox,
+                "agent": one.agent,
+                "patch": one.patch,
+                "grade": one.grade.model_dump(mode="json") if one.grade else None,
+                "evidence": list(one.evidence),
+            }
+            for one in found.attempts
+        ],
+        "damaged": list(found.damaged),
+    }
+
+
+async def _print(settings: Settings, store: "Store", found: "Story") -> None:
+    click.secho(str(found.name), bold=True)
+    open_still = found.episode is None and await _standing(settings, found.name.workflow_id)
+    for label, value in [("status", f"running: {open_still}")] if open_still else _ending(found):
+        click.echo(f"{label:<10}{value}")
+    for attempt in found.attempts:
+        click.echo(f"attempt {attempt.number} {_steps(attempt)}")
+    await _print_tests(found)
+    await _print_patch(store, found)
+    click.echo(f"\n{'Folder':<10}{store.url}/{found.name.prefix}")
+    state = lifecycle.running(settings)
+    if state is not None and state.ui_url:
+        from urllib.parse import quote
+
+        page = quote(found.name.workflow_id, safe="")
+        click.echo(f"{'Web UI':<10}{state.ui_url}/namespaces/{state.namespace}/workflows/{page}")
+
+
+async def _began(settings: Settings, rollout: str, as_json: bool) -> bool:
+    """Tell of a rollout that runs and has left nothing in the store yet; False: none does."""
+    from perdure.cli.rollouts.story import named
+
+    name = named(rollout)
+    line = await _standing(settings, name.workflow_id) if name is not None else ""
+    if name is None or not line:
+        return False
+    if as_json:
+        answer({"rollout": name.workflow_id, "episode": None, "attempts": [], "running": line})
+    else:
+        click.secho(str(name), bold=True)
+        click.echo(f"status    running: {line}")
+    return True
+
+
+async def _standing(settings: Settings, workflow_id: str) -> str:
+    """Empty where no Temporal server tells: the store's word is enough then."""
+    from perdure.cli.connection import connect
+    from perdure.cli.runs.standing import standing
+    from perdure.errors import PerdureError
+
+    try:
+        return await standing((await connect(settings)).perdure.client, workflow_id)
+    except PerdureError:
+        return ""
+
+
+def _ending(found: "Story") -> list[tuple[str, str]]:
+    episode = found.episode
+    if episode is None and any("/episode.json is unreadable" in line for line in found.damaged):
+        return [("status", "unknown: its episode is unreadable")]
+    if episode is None:
+        return [("status", "running, or never finished: `perdure status` tells")]
+    outcome = episode.get("outcome")
+    lines = [("status", f"{episode.get('status')}{f', {outcome}' if outcome else ''}")]
+    reward = episode.get("reward")
+    lines.append(("reward", "none" if reward is None else f"{reward:g}"))
+    failure = episode.get("failure")
+    if failure:
+        where = f"{failure['boundary']} ({failure['type']})"
+        lines.append(("failed at", f"{where}: {failure['message']}"))
+    return lines
+
+
+def _steps(attempt: "AttemptStory") -> str:
+    steps = []
+    if attempt.sandbox:
+        host = f"{attempt.sandbox['provider']} on {attempt.sandbox['host']}"
+        steps.append(f"boot {attempt.sandbox['seconds']:.2f} s ({host})")
+    if attempt.agent:
+        detail = f": {attempt.agent['detail']}" if attempt.agent.get("detail") else ""
+        turns, tokens = attempt.agent.get("turns", 0), attempt.agent.get("tokens", 0)
+        counts = f"{many(turns, 'turn')}, {many(tokens, 'token')}"
+        steps.append(
+            f"agent {attempt.agent['end']}{detail} in {attempt.agent['seconds']:.1f} s ({counts})"
+        )
+    if attempt.patch:
+        size, files = many(attempt.patch["size"], "byte"), many(attempt.patch["files"], "file")
+        steps.append(f"patch {size}, {files}")
+    if attempt.grade:
+        reason = f" ({attempt.grade.reason})" if attempt.grade.reason else ""
+        steps.append(
+            f"grade {attempt.grade.outcome.value}{reason} in {attempt.grade.seconds:.1f} s"
+        )
+    return "\n          ".join(steps) or "left nothing"
+
+
+async def _print_tests(found: "Story") -> None:
+    failing = found.failing_tests()
+    if failing:
+        tests = many(len(failing), "test")
+        click.echo(f"\n{tests} that should pass did not (--log prints all output):")
+        for line in failing[:TESTS_SHOWN]:
+            click.echo(f"  {line}")
+        if len(failing) > TESTS_SHOWN:
+            click.echo(f"  ... and {len(failing) - TESTS_SHOWN} more")
+
+
+async def _print_patch(store: "Store", found: "Story") -> None:
+    if found.last is None or not found.last.patch or found.last.patch["empty"]:
+        return
+    text = (await _raw(store, found, "patch")).decode("utf-8", "replace").splitlines()
+    click.echo(f"\nPatch, {many(len(text), 'line')} (--patch prints it byte for byte):")
+    for line in text[:PATCH_LINES]:
+        colour = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1])
+        click.secho(f"  {line}", fg=colour)
+    if len(text) > PATCH_LINES:
+        click.echo(f"  ... {len(text) - PATCH_LINES} more lines")

@@ -1,0 +1,93 @@
+"""`perdure up` and `perdure down`: start and stop the local stack."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from perdure.cli.console import answer, json_option, say
+from perdure.settings import Settings
+from perdure.stack import config
+from perdure.stack import state as stack_state
+from perdure.stack.lifecycle import ensure_up, relay, shut_down
+from perdure.stack.state import StackState
+
+
+@click.command()
+@click.option("--foreground", is_flag=True, help="Stay here and stop everything at Ctrl-C.")
+@click.option("--engine", default="", metavar="E", help="scripted:FILE, or an engine's URL.")
+@json_option
+def up(foreground: bool, engine: str, as_json: bool) -> None:
+    """Start Temporal, the gateway and the workers on this machine.
+
+    Everything lies under the home (PERDURE_HOME, default .perdure): database, logs, results. With
+    TEMPORAL_ADDRESS or a Temporal profile set, that server is used and none is started. Ports that
+    are not set and occupied are replaced by free ones.
+    """
+    settings = config.load_settings()
+    if foreground:
+        _run_here(settings, engine)
+        return
+    state, started = ensure_up(settings, engine, say)
+    if as_json:
+        answer({**asdict(state), "started_now": started})
+        return
+    if not started:
+        say(f"Already running (pid {state.pid}).")
+    for line in _summary(settings, state):
+        click.echo(line)
+
+
+@click.command()
+@click.option("--keep-sandboxes", is_flag=True, help="Leave running agents where they are.")
+@json_option
+def down(keep_sandboxes: bool, as_json: bool) -> None:
+    """Stop everything that `perdure up` started here; data stays.
+
+    Rollouts in flight go on after the next `perdure up`, in a new sandbox.
+    """
+    settings = config.load_settings()
+    stopped = shut_down(settings, say, keep_sandboxes=keep_sandboxes)
+    if as_json:
+        answer({"stopped": stopped})
+    else:
+        click.echo(f"Stopped: {', '.join(stopped)}." if stopped else "Nothing is running.")
+
+
+def _run_here(settings: Settings, engine: str) -> None:
+    from perdure.stack import preflight as beforehand
+    from perdure.stack import supervisor
+
+    beforehand.check(settings, engine)
+
+    def report(event: dict[str, Any]) -> None:
+        relay(event, say)
+        state = stack_state.read(settings)
+        if event["event"] == "ready" and state is not None:
+            for line in _summary(settings, state):
+                say(line)
+
+    code = supervisor.run(engine, report)
+    if code:
+        raise click.exceptions.Exit(code)
+
+
+def _engines(settings: Settings) -> str:
+    from perdure.cli.commands.engines import any_known
+
+    if any_known(settings):
+        return "those that `perdure engines list` lists"
+    return "none: set OPENAI_BASE_URL, or `perdure up --engine URL`"
+
+
+def _summary(settings: Settings, state: StackState) -> list[str]:
+    facts = {
+        "Web UI": state.ui_url,
+        "Temporal": state.temporal_address,
+        "Gateway": state.gateway_url,
+        "Engine": state.engine or _engines(settings),
+        "Results": settings.store_url,
+        "Logs": str(Path(settings.home).absolute() / "logs"),
+    }
+    return [f"{name:<9} {value}" for name, value in facts.items() if value]

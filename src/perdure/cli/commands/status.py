@@ -1,0 +1,103 @@
+"""`perdure status`: what runs here, and how a run stands."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from perdure.cli.commands import completion
+from perdure.cli.console import answer, json_option
+from perdure.settings import Settings
+from perdure.stack import config, lifecycle
+
+if TYPE_CHECKING:
+    from perdure.client.api import RolloutInfo, RunHandle, RunProgress
+
+
+@click.command()
+@click.argument("run_id", metavar="[RUN]", required=False, shell_complete=completion.runs)
+@json_option
+def status(run_id: str | None, as_json: bool) -> None:
+    """What runs here; with a run: every rollout of it."""
+    settings = config.load_settings()
+    asyncio.run(_of_run(settings, run_id, as_json) if run_id else _of_stack(settings, as_json))
+
+
+async def _of_stack(settings: Settings, as_json: bool) -> None:
+    from perdure.cli.connection import connect
+
+    session = await connect(settings)
+    runs = [await _progress(session.perdure, found.id) for found in await session.perdure.runs()]
+    state = lifecycle.running(settings)
+    if as_json:
+        answer(
+            {
+                "stack": None if state is None else _stack_document(state),
+                "runs": [run.model_dump(mode="json") for run in runs],
+            }
+        )
+        return
+    from perdure.cli.render import line
+
+    if state is not None:
+        parts = ", ".join(
+            f"{name} (restarted {child.restarts}x: {child.last_exit})" if child.restarts else name
+            for name, child in state.children.items()
+        )
+        click.echo(f"Stack     {state.phase}: {parts}")
+        if state.ui_url:
+            click.echo(f"Web UI    {state.ui_url}")
+    for run in runs:
+        click.echo(line(run))
+    if not runs:
+        click.echo("No runs yet: perdure run first-steps --agent oracle")
+
+
+def _stack_document(state: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(state)
+
+
+async def _progress(perdure: Any, workflow_id: str) -> "RunProgress":
+    handle: RunHandle = await perdure.run(workflow_id.removeprefix("run/"))
+    return await handle.progress()
+
+
+async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
+    from perdure.cli.connection import connect
+
+    session = await connect(settings)
+    handle = await session.perdure.run(run_id)
+    progress, rollouts = await handle.progress(), await handle.rollouts()
+    if as_json:
+        document = progress.model_dump(mode="json")
+        answer({**document, "rollouts": [_rollout_document(r) for r in rollouts]})
+        return
+    from perdure.cli import render
+    from perdure.cli.console import print_table
+    from perdure.cli.runs.standing import standings
+
+    click.echo(render.line(progress))
+    print_table(render.running(rollouts, rows=len(rollouts)))
+    for line in await standings(session.perdure.client, rollouts):
+        click.echo(line)
+    if session.ui_url:
+        click.echo(f"Web UI    {session.link(f'run/{run_id}')}")
+
+
+def _rollout_document(found: "RolloutInfo") -> dict[str, Any]:
+    episode = found.episode
+    return {
+        "workflow_id": found.workflow_id,
+        "instance_id": found.instance.split("/", 1)[-1],
+        "sample_index": found.sample_index,
+        "agent": found.agent,
+        "stage": found.stage,
+        "execution": found.execution,
+        "status": episode.status.value if episode else None,
+        "outcome": found.outcome or None,
+        "reward": episode.reward if episode else None,
+        "attempts": episode.attempts if episode else found.attempt,
+        "seconds": found.seconds,
+    }

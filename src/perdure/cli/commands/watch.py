@@ -1,0 +1,30 @@
+"""`perdure watch`: follow a run live, from anywhere, any number of times."""
+
+import asyncio
+
+import click
+
+from perdure.cli.commands import completion
+from perdure.cli.console import answer, json_option
+from perdure.stack import config
+
+
+@click.command()
+@click.argument("run_id", metavar="RUN", shell_complete=completion.runs)
+@json_option
+def watch(run_id: str, as_json: bool) -> None:
+    """Follow a run to its end; Ctrl-C leaves it going."""
+    settings = config.load_settings()
+    from perdure.cli.connection import connect
+    from perdure.cli.runs import launch, results
+
+    async def work() -> None:
+        session = await connect(settings)
+        handle = await session.perdure.run(run_id)
+        episodes = await launch.to_the_end(settings, handle)
+        if as_json:
+            answer(results.document(run_id, episodes))
+        else:
+            launch.show_results(settings, session, run_id, episodes)
+
+    asyncio.run(work())

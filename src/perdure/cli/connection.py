@@ -1,0 +1,50 @@
+"""How a command reaches Temporal and the store; every call of the client SDK starts here."""
+
+import contextlib
+
+from temporalio.runtime import Runtime
+
+from perdure.client.api import Perdure
+from perdure.errors import ConfigurationError
+from perdure.settings import Settings
+from perdure.stack import lifecycle
+from perdure.stack.temporal_target import given_address
+from perdure.telemetry import temporal_runtime
+
+
+class Session:
+    """A connection and the links that belong to it."""
+
+    def __init__(self, perdure: Perdure, ui_url: str) -> None:
+        self.perdure = perdure
+        self.ui_url = ui_url
+
+    def link(self, workflow_id: str) -> str:
+        """The Web UI's page of a workflow; empty when no UI is known."""
+        if not self.ui_url:
+            return ""
+        from urllib.parse import quote
+
+        namespace = self.perdure.client.namespace
+        return f"{self.ui_url}/namespaces/{namespace}/workflows/{quote(workflow_id, safe='')}"
+
+
+async def connect(settings: Settings) -> Session:
+    """Raises: ConfigurationError when nothing runs here and no address is given."""
+    address, ui_url = _target(settings)
+    with contextlib.suppress(RuntimeError):  # a second session of one process
+        # Without this the SDK logs to stdout; its metrics port belongs to the services.
+        Runtime.set_default(temporal_runtime(settings.model_copy(update={"metrics_port": 0})))
+    return Session(await Perdure.connect(address), ui_url)
+
+
+def _target(settings: Settings) -> tuple[str | None, str]:
+    if given_address() is not None:
+        return None, ""
+    state = lifecycle.running(settings)
+    if state is None:
+        raise ConfigurationError(
+            f"nothing runs in {settings.home}: `perdure up` starts it, "
+            "or set TEMPORAL_ADDRESS to a Temporal server with workers"
+        )
+    return state.temporal_address, state.ui_url

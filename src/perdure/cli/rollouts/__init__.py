@@ -1,0 +1,1 @@
+"""One rollout, as people read it."""

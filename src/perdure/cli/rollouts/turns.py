@@ -1,0 +1,309 @@
+"""`perdure show ROLLOUT --turns`: a trajectory to read, chain by chain, turn by turn.
+
+Owns how turns look on a terminal and as JSON. Token ids stay in the store; what is trained is what
+`perdure.episodes.segments` cuts.
+"""
+
+import contextlib
+import json
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from perdure.cli.console import many
+from perdure.cli.rollouts.story import Story
+from perdure.episodes import turns as turn_files
+from perdure.episodes.accounting import count_trajectory
+from perdure.episodes.segments import MAIN, cut, untrained
+from perdure.errors import NotFound
+from perdure.sandboxes.base import identity_of
+from perdure.settings import Settings
+from perdure.storage.base import Store
+from perdure.types import Purpose, Segment, Turn
+
+PIPED_COLUMNS = 160
+ROLE_WIDTH = 8
+STYLES = {"thinks": "bright_black", "says": "green", "calls": "yellow", "result": "cyan"}
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The turns of one attempt, as far as they are known, and how they are cut."""
+
+    attempt: int
+    source: str
+    """`store` (its session is closed) or `journal` (its agent may still run)."""
+    turns: Sequence[Turn]
+
+    @property
+    def segments(self) -> list[Segment]:
+        return cut(self.turns)
+
+
+async def read(settings: Settings, store: Store, story: Story, attempt: int | None) -> Trajectory:
+    """The newest attempt's turns unless one is named. Raises: NotFound."""
+    number = attempt or (story.last.number if story.last else 1)
+    key = f"{story.name.prefix}/attempts/{number}/turns.parquet"
+    with contextlib.suppress(NotFound):
+        return Trajectory(number, "store", _decoded(key, (await store.get(key)).data))
+    found = await _journaled(settings, store, story, number)
+    if not found:
+        raise NotFound(f"{story.name} has no turns in attempt {number} (yet)")
+    return Trajectory(number, "journal", found)
+
+
+def _decoded(key: str, data: bytes) -> list[Turn]:
+    try:
+        return turn_files.decode(data)
+    except ValueError as error:
+        raise click.ClickException(f"{key} is unreadable: {error}") from error
+
+
+async def _journaled(settings: Settings, store: Store, story: Story, attempt: int) -> list[Turn]:
+    """What a gateway has committed so far: on this host's disk, or copied to the store."""
+    from perdure.gateway.journal import configured as journal_choice
+    from perdure.gateway.journal import turn_record as records
+
+    session = identity_of(story.name.run_id, story.name.workflow_id, "agent", attempt)
+    if not journal_choice.folder(settings).is_dir() and store.url.startswith("file:"):
+        return []
+    journal = journal_choice.open_journal(settings, store)
+    try:
+        return records.turns_of(records.turn_records(await journal.read(session)))
+    finally:
+        await journal.aclose()
+
+
+# --- as JSON ---------------------------------------------------------------------------------
+
+
+def document(story: Story, found: Trajectory) -> dict[str, Any]:
+    """Everything the terminal shows, uncut, and what it is shortened from."""
+    segments = found.segments
+    return {
+        "rollout": story.name.workflow_id,
+        "attempt": found.attempt,
+        "source": found.source,
+        "counts": count_trajectory(found.turns, segments).model_dump(mode="json"),
+        "segments": [_segment(segment) for segment in segments],
+        "turns": _views(found.turns, segments),
+    }
+
+
+def _segment(segment: Segment) -> dict[str, Any]:
+    return {
+        "index": segment.index,
+        "kind": segment.kind.value,
+        "chain": segment.chain,
+        "turns": list(segment.turns),
+        "prompt_tokens": len(segment.prompt_ids),
+        "response_tokens": len(segment.response_ids),
+        "trained_tokens": sum(segment.loss_mask),
+        "reward_share": segment.reward_share,
+        "finish_reason": segment.finish_reason.value,
+    }
+
+
+def _views(turns: Sequence[Turn], segments: Sequence[Segment]) -> list[dict[str, Any]]:
+    of_turn = {index: segment.index for segment in segments for index in segment.turns}
+    reasons = {one.turn: one.reason for one in untrained(turns, segments)}
+    lengths = {turn.index: len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns}
+    return [
+        {
+            **turn.model_dump(
+                mode="json",
+                exclude={"prompt_ids", "completion_ids", "logprobs", "new_messages", "answer"},
+            ),
+            "prompt_tokens": len(turn.prompt_ids),
+            "new_prompt_tokens": len(turn.prompt_ids) - lengths.get(turn.parent or 0, 0)
+            if turn.parent is not None
+            else len(turn.prompt_ids),
+            "sampled_tokens": len(turn.completion_ids),
+            "logprob_mean": _mean(turn.logprobs),
+            "segment": of_turn.get(turn.index),
+            "untrained": reasons.get(turn.index),
+            "new_messages": _parsed(turn.new_messages, []),
+            "answer": _parsed(turn.answer, {}),
+        }
+        for turn in turns
+    ]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(sum(values) / len(values), 4) if values else None
+
+
+def _parsed(text: str, empty: Any) -> Any:
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return empty
+
+
+# --- for people ------------------------------------------------------------------------------
+
+
+def show(story: Story, found: Trajectory, *, full: bool) -> None:
+    """Chains as a tree: main first, each sub-agent under the chain that started it."""
+    shown = document(story, found)
+    _Printer(shown, full=full).everything()
+    if not full:
+        click.secho("\n--full prints every text whole, --json all of it.", dim=True)
+
+
+class _Printer:
+    def __init__(self, shown: dict[str, Any], *, full: bool) -> None:
+        self.shown = shown
+        self.full = full
+        self.width = shutil.get_terminal_size((PIPED_COLUMNS, 24)).columns
+        self.segments = {one["index"]: one for one in shown["segments"]}
+        self.chains: dict[str, list[dict[str, Any]]] = {}
+        for turn in shown["turns"]:
+            self.chains.setdefault(turn["chain"], []).append(turn)
+
+    def everything(self) -> None:
+        self._head()
+        shown: set[str] = set()
+        for chain in self.chains:
+            parent = self.chains[chain][0]["parent_chain"]
+            if parent not in self.chains or parent == chain:
+                self._chain(chain, 0, shown)
+        for chain in self.chains:  # chains that name each other as their parent
+            self._chain(chain, 0, shown)
+
+    def _head(self) -> None:
+        counts, shown = self.shown["counts"], self.shown
+        state = "" if shown["source"] == "store" else ", still in the journal"
+        click.secho(f"{shown['rollout'].removeprefix('rollout/')}", bold=True)
+        click.echo(
+            f"attempt {shown['attempt']}{state}: {many(len(shown['turns']), 'turn')} in "
+            f"{many(counts['chains'], 'chain')}, {many(counts['compactions'], 'compaction')}"
+        )
+        left = ", ".join(f"{n} {reason}" for reason, n in counts["untrained_tokens"].items())
+        click.echo(
+            f"{counts['sampled_tokens']} tokens sampled, {counts['trained_tokens']} trained in "
+            f"{many(len(self.segments), 'segment')}{f'; not trained: {left}' if left else ''}"
+        )
+        if counts["replayed_turns"]:
+            fresh = counts["replay_ended_at"]
+            ended = "to the end" if fresh is None else f"until turn {fresh}"
+            click.echo(f"{many(counts['replayed_turns'], 'turn')} replayed {ended}")
+
+    def _chain(self, chain: str, depth: int, shown: set[str]) -> None:
+        if chain in shown:
+            return
+        shown.add(chain)
+        turns = self.chains[chain]
+        indent = "  " * depth
+        of = self._started(turns[0])
+        name = chain if chain == MAIN else f"sub-agent {chain}"
+        click.secho(f"\n{indent}━━ {name}{of}", bold=True)
+        segment: int | None = None
+        for position, turn in enumerate(turns):
+            if position == 0 or turn["segment"] != segment:
+                self._cut(turn, indent, first=position == 0)
+            segment = turn["segment"]
+            self._turn(turn, indent)
+        for other, its in self.chains.items():
+            if its[0]["parent_chain"] == chain:
+                self._chain(other, depth + 1, shown)
+
+    def _started(self, first: dict[str, Any]) -> str:
+        parent = self.chains.get(first["parent_chain"], [])
+        before = [turn["index"] for turn in parent if turn["index"] < first["index"]]
+        after = f" after turn {before[-1]}" if before else ""
+        return f", started by {first['parent_chain']}{after}" if first["parent_chain"] else ""
+
+    def _cut(self, turn: dict[str, Any], indent: str, *, first: bool) -> None:
+        """Where a segment begins, and why the one before could not go on."""
+        segment = self.segments.get(turn["segment"])
+        if segment is None:
+            return
+        why = "" if first else f" (new: {turn['bridge_miss'] or _branch(turn)})"
+        click.secho(
+            f"{indent}┌ segment {segment['index']} {segment['kind']}{why}: "
+            f"prompt {segment['prompt_tokens']}, response {segment['response_tokens']}, "
+            f"trained {segment['trained_tokens']}, {segment['reward_share']:.3g} of the reward",
+            fg="magenta",
+        )
+
+    def _turn(self, turn: dict[str, Any], indent: str) -> None:
+        click.secho(f"{indent}{turn['index']:>3}  ", bold=True, nl=False)
+        click.echo(f"{_facts(turn)}  ", nl=False)
+        trained = turn["untrained"] is None
+        says = "trained" if trained else f"not trained: {turn['untrained']}"
+        click.secho(says, fg=None if trained else "red")
+        for label, text in _said(turn):
+            self._text(label, text, indent)
+
+    def _text(self, label: str, text: str, indent: str) -> None:
+        margin = f"{indent}     {label:<{ROLE_WIDTH}} "
+        room = max(20, self.width - len(margin))
+        if self.full:
+            body = textwrap.indent(_printable(text), " " * len(margin)).lstrip(" ")
+        else:
+            body = _short(_printable(text), room)
+        click.echo(f"{indent}     ", nl=False)
+        click.secho(f"{label:<{ROLE_WIDTH}} ", fg=STYLES.get(label), nl=False)
+        click.secho(body, dim=label in ("system", "thinks"))
+
+
+def _branch(turn: dict[str, Any]) -> str:
+    return f"branches off after turn {turn['parent']}"
+
+
+def _facts(turn: dict[str, Any]) -> str:
+    new, whole = turn["new_prompt_tokens"], turn["prompt_tokens"]
+    prompt = f"{whole}" if new == whole else f"{whole} (+{new})"
+    facts = [f"prompt {prompt} → {turn['sampled_tokens']}"]
+    if turn["logprob_mean"] is not None:
+        facts.append(f"logprob {turn['logprob_mean']:.2f}")
+    facts.append(turn["finish_reason"])
+    versions = dict.fromkeys(span["version"] for span in turn["versions"])
+    facts.append(" ".join([turn["engine"], *(f"v{version}" for version in versions)]).strip())
+    facts.append(f"{turn['seconds']:.2f} s")
+    if turn["purpose"] != Purpose.STEP:
+        facts.append(turn["purpose"])
+    facts.append("bridged" if turn["bridged"] else f"rendered: {turn['bridge_miss']}")
+    if turn["replayed_from"]:
+        facts.append(f"replayed from {turn['replayed_from']}")
+    return " · ".join(fact for fact in facts if fact)
+
+
+def _said(turn: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What came in since the parent turn, and what was answered."""
+    for message in turn["new_messages"]:
+        label = "result" if message.get("role") == "tool" else str(message.get("role", "?"))
+        yield label, str(message.get("content") or "")
+        yield from _calls(message)
+    answer = turn["answer"]
+    if answer.get("reasoning_content"):
+        yield "thinks", answer["reasoning_content"]
+    if answer.get("content"):
+        yield "says", answer["content"]
+    yield from _calls(answer)
+
+
+def _calls(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", {})
+        yield "calls", f"{function.get('name')} {function.get('arguments')}"
+
+
+def _printable(text: str) -> str:
+    """What a model or a tool wrote must not command the terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+
+
+def _short(text: str, room: int) -> str:
+    """One line: line ends as ⏎, the rest cut and counted."""
+    line = " ⏎ ".join(part for part in text.strip().splitlines() if part.strip())
+    if len(line) <= room:
+        return line
+    left = f" … {len(text)} characters"
+    return line[: max(0, room - len(left))] + left

@@ -1,0 +1,133 @@
+"""From a command line to a RunRequest: every option checked before anything starts."""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import JsonValue
+
+from perdure import registry
+from perdure.agents.check import check_options
+from perdure.cli.runs.source import SHORT_LIST, Source, chosen
+from perdure.errors import ConfigurationError
+from perdure.instances import catalog
+from perdure.storage.base import Store
+from perdure.types import RolloutRequest, RunRequest, slugify
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of a run, as given. `fields`: of RolloutRequest."""
+
+    source: str
+    agent: str
+    samples: int = 1
+    concurrency: int = 8
+    run_id: str | None = None
+    new: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    limit: int | None = None
+    fields: Mapping[str, JsonValue] = field(default_factory=dict)
+    skip_bad_rows: bool = False
+
+
+def fields_of(assignments: Sequence[str], named: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """`["sampling.temperature=0.7"]` -> `{"sampling": {"temperature": 0.7}}`, over `named`.
+
+    A value is JSON where it parses, else text. Raises: ConfigurationError.
+    """
+    fields: dict[str, Any] = dict(named)
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals or not path:
+            raise ConfigurationError(f"--set {assignment}: write it as KEY=VALUE")
+        if path == "agent":
+            raise ConfigurationError(f"--set {assignment}: a run's agent is what --agent says")
+        *parents, name = path.split(".")
+        target = fields
+        for parent in parents:
+            target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise ConfigurationError(f"--set {assignment}: {parent!r} has no fields")
+        target[name] = _value(text)
+    return fields
+
+
+def check(options: Options) -> RolloutRequest:
+    """Every name and field of the rollouts, before anything is read or imported; what each is asked.
+
+    Raises: ConfigurationError, pydantic.ValidationError.
+    """
+    run = RunRequest(run_id="x", instances=("x/x",), rollout=_rollout(options))
+    rollout = run.rollout_request("x/x")
+    check_options(rollout.agent, rollout.agent_options)
+    for name in (rollout.sandbox, *named_in_phases(rollout)):
+        registry.load("sandbox", registry.SANDBOXES, name)
+    return rollout
+
+
+def build(options: Options, source: Source) -> RunRequest:
+    """The request of a checked command line. Raises: pydantic.ValidationError (the run's id)."""
+    short = source.refs is not None and len(source.refs) <= SHORT_LIST
+    return RunRequest(
+        run_id=options.run_id or _run_id(options, source),
+        instances=source.refs if short and source.refs is not None else (),
+        dataset=None if short else source.dataset,
+        include=options.include,
+        exclude=options.exclude,
+        limit=options.limit,
+        n_samples=options.samples,
+        concurrency=options.concurrency,
+        rollout=_rollout(options),
+    )
+
+
+async def instances_of(store: Store, request: RunRequest, source: Source) -> list[str]:
+    """What the run will select, the way its first activity does it. Raises: ConfigurationError."""
+    refs = list(source.refs or await catalog.refs(store, source.dataset))
+    found = chosen(refs, request.include, request.exclude)[: request.limit]
+    if not found:
+        some = ", ".join(ref.split("/", 1)[1] for ref in refs[:3])
+        raise ConfigurationError(
+            f"--include / --exclude leave no instance of {len(refs)} (they are named like {some})"
+        )
+    return found
+
+
+def needs_model(agent: str) -> bool:
+    return bool(registry.load("agent", registry.AGENTS, agent).needs_model)
+
+
+def named_in_phases(rollout: RolloutRequest) -> list[str]:
+    """Providers that only a phase names."""
+    said = rollout.phases
+    return [one.provider for one in (said.boot, said.agent, said.grade) if one.provider]
+
+
+def _rollout(options: Options) -> dict[str, JsonValue]:
+    return {**options.fields, "agent": options.agent}
+
+
+def _run_id(options: Options, source: Source) -> str:
+    """Deterministic, so that the same command joins; `--new` adds the time."""
+    asked = [
+        *(source.digest, options.agent, options.samples, options.limit),
+        *(list(options.include), list(options.exclude), options.fields),
+    ]
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
+    parts = [slugify(source.label)[:60], slugify(options.agent.rpartition(":")[2])[:30], digest]
+    if options.new:
+        parts.append(time.strftime("%m%d-%H%M%S"))
+    return "-".join(parts)
+
+
+def _value(text: str) -> JsonValue:
+    try:
+        value: JsonValue = json.loads(text)
+    except ValueError:
+        return text
+    return value

@@ -1,0 +1,1 @@
+"""The wire formats that agents and hosted engines speak, one file per format."""

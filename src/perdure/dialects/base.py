@@ -1,0 +1,134 @@
+"""What a dialect is: a wire format that agents speak, read and written by one module.
+
+A new dialect is one module with these names and one line in `app.DIALECTS`. Sessions, keys and
+limits are none of its business.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from perdure.errors import PerdureError
+from perdure.types import Purpose
+
+MAIN = "main"
+"""The chain of the agent itself; a sub-agent's is named by its harness's agent id."""
+
+
+class Refused(PerdureError):
+    """A call we answer with an error of the dialect; repeating it unchanged fails the same way.
+
+    Example:
+        Refused(400, "context_length_exceeded", "This model's maximum context length is ...")
+    """
+
+    def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+class ContextExhausted(Refused):
+    """No token of the context budget is left; each dialect says it in the words its clients know.
+
+    `prompt_tokens` and `limit` are counts of tokens.
+    """
+
+    def __init__(self, prompt_tokens: int, limit: int) -> None:
+        super().__init__(
+            400,
+            "context_length_exceeded",
+            f"This model's maximum context length is {limit} tokens. However, your messages "
+            f"resulted in {prompt_tokens} tokens. Please reduce the length of the messages.",
+            param="messages",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """One model call in the gateway's own message form, whatever dialect it came in.
+
+    `messages`: dicts with role (system, user, assistant, tool), content (text) and, where given,
+    reasoning_content, tool_calls, tool_call_id, name. System messages may stand anywhere and are
+    rendered where they stand. `tools`: OpenAI function tools. `body` is the request as an OpenAI
+    Chat Completions body, for hosted engines. `chain`, `parent_chain` and `purpose` are what the
+    dialect read from the client's own marks (headers, forms of the request), never from guesses.
+    """
+
+    model: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    sampling: dict[str, Any]
+    max_tokens: int | None
+    body: dict[str, Any]
+    chain: str = MAIN
+    parent_chain: str = ""
+    purpose: Purpose = Purpose.STEP
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the agent gets, dialect-neutral enough to be framed as one JSON or as a stream.
+
+    Example:
+        Answer("chatcmpl-...", 1763700000, "policy",
+               {"role": "assistant", "content": "...", "tool_calls": [...]}, "tool_calls",
+               {"prompt_tokens": 812, "completion_tokens": 64, "total_tokens": 876})
+    """
+
+    id: str
+    created: int
+    model: str
+    message: dict[str, Any]
+    finish_reason: str
+    usage: dict[str, Any]
+
+
+class Call(Protocol):
+    """One model call as read from the wire; it knows how its answer is to be framed."""
+
+    @property
+    def request(self) -> ModelRequest: ...
+
+    @property
+    def stream(self) -> bool: ...
+
+    def whole(self, answer: Answer) -> bytes:
+        """The answer as one JSON object."""
+        ...
+
+    def events(self, answer: Answer) -> bytes:
+        """The answer as one complete event stream; the same answer gives the same bytes."""
+        ...
+
+
+class Dialect(Protocol):
+    """Modules implement it: `anthropic`, `openai_chat`, `openai_responses`."""
+
+    @property
+    def PING(self) -> bytes:
+        """What keeps an open stream alive until its answer comes."""
+        ...
+
+    def parse(self, raw: bytes, headers: Mapping[str, str]) -> Call:
+        """`headers` by lower-case name. Raises: Refused (400) naming the field."""
+        ...
+
+    def status(self, refused: Refused) -> int:
+        """The HTTP status with which this dialect's clients do what we mean."""
+        ...
+
+    def error(self, refused: Refused) -> bytes:
+        """The body of an error answer."""
+        ...
+
+    def error_event(self, refused: Refused) -> bytes:
+        """The end of a stream whose headers were sent before the call failed."""
+        ...
+
+    def models(self, names: Sequence[str]) -> bytes:
+        """The answer of `GET /v1/models`: a courtesy, any name is accepted."""
+        ...

@@ -1,0 +1,231 @@
+"""Request bodies read before: agents send their whole history each time, and only its end is new.
+
+Owns recognising, byte for byte, the part of a body that its sender sent before; that part is neither
+parsed, checked nor translated again. A body of any unusual form is read as a whole by `fields`.
+"""
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from perdure.dialects.fields import STRICT, Fields, check_depth, check_size, encodable, read_body
+
+KEPT_BYTES = 64 << 20
+"""Bytes of the bodies kept; those of the senders not heard for longest go first."""
+KEPT_HISTORIES = 8
+"""Histories kept of one sender: parallel sub-agents share the key of their session."""
+ENDS = 4
+"""A history that repeats another but for so many of its last messages takes its place: clients
+move marks at the end of it."""
+SPACE = re.compile("[ \t\n\r]*")
+DECODER = json.JSONDecoder(**STRICT)
+
+Translate = Callable[[Fields], list[dict[str, Any]]]
+
+
+class Message(dict[str, Any]):
+    """A message as it was sent. All requests that repeat it share it: it must not be changed."""
+
+    translation: list[dict[str, Any]] | None = None
+
+
+def translated(message: Fields, translate: Translate) -> list[dict[str, Any]]:
+    """What `translate` makes of a message, asked once. It may raise, and is then asked again."""
+    wire = message.values
+    if not isinstance(wire, Message):
+        return translate(message)
+    if wire.translation is None:
+        wire.translation = translate(message)
+    return wire.translation
+
+
+class Piece(NamedTuple):
+    """A message and its bytes, from the `[` or `,` before it to its last brace."""
+
+    data: bytes
+    message: Message
+
+
+class Part(NamedTuple):
+    """What stands before or behind the messages. What follows its bytes cannot change what they mean."""
+
+    data: bytes
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class History:
+    """One body in parts; joined, their bytes are the body."""
+
+    head: Part
+    pieces: tuple[Piece, ...]
+    tail: Part
+
+    @property
+    def weight(self) -> int:
+        return len(self.head.data) + len(self.tail.data) + sum(len(p.data) for p in self.pieces)
+
+    def shared(self, raw: bytes) -> int:
+        """How many leading messages `raw` repeats; -1 when it begins differently."""
+        if not raw.startswith(self.head.data):
+            return -1
+        position = len(self.head.data)
+        for number, piece in enumerate(self.pieces):
+            if not raw.startswith(piece.data, position):
+                return number
+            position += len(piece.data)
+        return len(self.pieces)
+
+
+class Bodies:
+    """Example:
+    bodies.read(raw, "messages", headers)       # equals read_body(raw)
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, list[History]] = OrderedDict()
+        self._weight = 0
+
+    def read(self, raw: bytes, listed: str, headers: Mapping[str, str]) -> Fields:
+        """`listed`: the field that holds the messages. Raises: Refused, as `read_body`."""
+        check_size(raw)
+        sender = f"{listed} {headers.get('authorization')} {headers.get('x-api-key')}"
+        known, shared = _closest(self._known.get(sender, ()), raw)
+        try:
+            found = _read(raw, listed, known, shared)
+        except (ValueError, RecursionError):
+            return read_body(raw)  # says what is wrong with it, or reads what is unusual
+        goes_on = known is not None and shared >= max(1, len(known.pieces) - ENDS)
+        self._keep(sender, found, instead_of=known if goes_on else None)
+        messages = [piece.message for piece in found.pieces]
+        return Fields({**found.head.fields, listed: messages, **found.tail.fields})
+
+    def _keep(self, sender: str, found: History, instead_of: History | None) -> None:
+        before = self._known.pop(sender, [])
+        others = [history for history in before if history is not instead_of]
+        self._known[sender] = [*others, found][-KEPT_HISTORIES:]
+        self._weight += _weight(self._known[sender]) - _weight(before)
+        while self._weight > KEPT_BYTES:
+            self._weight -= _weight(self._known.popitem(last=False)[1])
+
+
+def _weight(histories: list[History]) -> int:
+    return sum(history.weight for history in histories)
+
+
+def _closest(histories: Iterable[History], raw: bytes) -> tuple[History | None, int]:
+    """The history of which `raw` repeats the most messages, and how many."""
+    best, most = None, -1
+    for history in histories:
+        if (shared := history.shared(raw)) > most:
+            best, most = history, shared
+    return best, most
+
+
+def _read(raw: bytes, listed: str, known: History | None, shared: int) -> History:
+    """Raises: ValueError, RecursionError when it is not a body of the usual form."""
+    if known is None:
+        return _read_all(raw, listed)
+    pieces = known.pieces[:shared]
+    start = len(known.head.data) + sum(len(piece.data) for piece in pieces)
+    tail = known.tail
+    end = len(raw) - len(tail.data)
+    same_tail = end >= start and raw.endswith(tail.data)
+    reader = _Reader(raw[start : end if same_tail else None].decode())
+    new = reader.messages(opening="," if pieces else "[", end=same_tail)
+    if not same_tail:
+        tail = reader.tail(listed)
+    check_depth({**tail.fields, listed: [message for _, message in new]})
+    return History(known.head, (*pieces, *_pieces(new)), tail)
+
+
+def _read_all(raw: bytes, listed: str) -> History:
+    reader = _Reader(raw.decode())
+    head = reader.head(listed)
+    new = reader.messages(opening="[")
+    tail = reader.tail(listed)
+    check_depth({**head.fields, listed: [message for _, message in new], **tail.fields})
+    return History(head, _pieces(new), tail)
+
+
+def _pieces(new: list[tuple[bytes, dict[str, Any]]]) -> tuple[Piece, ...]:
+    return tuple(Piece(data, Message(encodable(message, data))) for data, message in new)
+
+
+class _Reader:
+    """Reads a body from its front, or from behind a message; values are read by `json`.
+
+    Every method raises: ValueError, RecursionError.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def head(self, listed: str) -> Part:
+        """All fields before the list of messages."""
+        self._expect("{")
+        fields: dict[str, Any] = {}
+        while (key := self._key()) != listed:
+            fields[key] = self._value()
+            self._expect(",")
+        data = self._text[: self._at].encode()
+        return Part(data, encodable(fields, data))
+
+    def messages(self, *, opening: str, end: bool = False) -> list[tuple[bytes, dict[str, Any]]]:
+        """The messages up to the end of their list, which is the end of the text when `end`."""
+        found: list[tuple[bytes, dict[str, Any]]] = []
+        while self._sign() != ("" if end else "]") or opening == "[":
+            start = self._at
+            self._expect(opening)
+            message = self._value()
+            if not isinstance(message, dict):
+                raise ValueError("a message that is no object")
+            found.append((self._text[start : self._at].encode(), message))
+            opening = ","
+        return found
+
+    def tail(self, listed: str) -> Part:
+        """From the end of the list to the end of the body."""
+        start = self._at
+        self._expect("]")
+        fields: dict[str, Any] = {}
+        while self._sign() == ",":
+            self._expect(",")
+            key = self._key()
+            fields[key] = self._value()
+        self._expect("}")
+        if self._sign() or listed in fields:
+            raise ValueError("text behind the body, or a second list of messages")
+        data = self._text[start:].encode()
+        return Part(data, encodable(fields, data))
+
+    def _sign(self) -> str:
+        """The next character that is no space; "" at the end."""
+        at = SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]  # always matches
+        return self._text[at : at + 1]
+
+    def _expect(self, sign: str) -> None:
+        at = SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]  # always matches
+        if not self._text.startswith(sign, at):
+            raise ValueError(f"no {sign} at {at}")
+        self._at = at + len(sign)
+
+    def _key(self) -> str:
+        if self._sign() != '"':
+            raise ValueError("no key")
+        key: str = self._value()
+        self._expect(":")
+        return key
+
+    def _value(self) -> Any:
+        at = SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]  # always matches
+        value, self._at = DECODER.raw_decode(self._text, at)
+        return value
+
+
+BODIES = Bodies()
+"""Those of this process."""

@@ -1,0 +1,228 @@
+"""Reading JSON that anybody may have sent: bounded work, and each problem named by its field.
+
+Owns sizes, nesting, text that no encoding holds, and types. What fields mean is the dialects'.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from perdure.dialects.base import Refused
+
+MAX_DEPTH = 100
+MAX_VALUES = 500_000
+"""Values of one body: 200 turns of history hold about 5,000."""
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 1024
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def bad(param: str, problem: str) -> Refused:
+    """Example: bad("messages[2].role", "must be a string")"""
+    return Refused(400, "invalid_value", f"'{param}' {problem}", param=param)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A JSON object and where it stands in the body; every read checks the type.
+
+    Null is read as absent. Reads raise: Refused (400) naming the field and what it must be.
+    """
+
+    values: dict[str, Any]
+    path: str = ""
+
+    def name(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
+
+    def get(self, key: str) -> Any:
+        return self.values.get(key)
+
+    def bad(self, key: str, problem: str) -> Refused:
+        return bad(self.name(key), problem)
+
+    def text(self, key: str) -> str:
+        """A text that must be there."""
+        value = self.get(key)
+        if not isinstance(value, str) or not value:
+            raise self.bad(key, "must be a non-empty string")
+        return value
+
+    def optional_text(self, key: str) -> str | None:
+        value = self.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.bad(key, "must be a string")
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.bad(key, "must be true or false")
+        return bool(value)
+
+    def number(self, key: str, low: float, high: float) -> float | None:
+        value = self.get(key)
+        if value is None:
+            return None
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not low <= value <= high
+        ):
+            raise self.bad(key, f"must be a number from {low:g} to {high:g}")
+        return value
+
+    def integer(self, key: str, low: int, high: int) -> int | None:
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.bad(key, f"must be an integer from {low} to {high}")
+        return value
+
+    def texts(self, key: str, most: int) -> list[str]:
+        """A list of at most `most` non-empty texts; one text is a list of one."""
+        value = self.get(key)
+        texts = [value] if isinstance(value, str) else value
+        if texts is None:
+            return []
+        if not isinstance(texts, list) or len(texts) > most or not all(map(_is_text, texts)):
+            raise self.bad(key, f"must be a list of at most {most} non-empty strings")
+        return texts
+
+    def object(self, key: str) -> "Fields":
+        """An object; empty when absent."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.bad(key, "must be an object")
+        return Fields(value or {}, self.name(key))
+
+    def items(self, key: str, most: int = MAX_VALUES) -> Iterator[tuple[str, Any]]:
+        """The items of a list with their names; none when absent."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, list):
+            raise self.bad(key, "must be a list")
+        if value and len(value) > most:
+            raise self.bad(key, f"must have at most {most} items")
+        return ((f"{self.name(key)}[{i}]", item) for i, item in enumerate(value or ()))
+
+    def objects(self, key: str, most: int = MAX_VALUES) -> Iterator["Fields"]:
+        """The objects of a list; none when absent."""
+        return (as_fields(item, path) for path, item in self.items(key, most))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def as_fields(value: Any, path: str) -> Fields:
+    if not isinstance(value, dict):
+        raise bad(path, "must be an object")
+    return Fields(value, path)
+
+
+def read_body(raw: bytes) -> Fields:
+    """The body of a request: an object of bounded depth and size, every text encodable.
+
+    Clients cut strings between the halves of a surrogate pair; such a half becomes U+FFFD.
+    """
+    check_size(raw)
+    try:
+        body = read_json(raw.decode())
+    except (ValueError, RecursionError) as error:
+        message = f"the request body is not valid JSON: {error}"
+        raise Refused(400, "invalid_json", message) from None
+    if not isinstance(body, dict):
+        raise Refused(400, "invalid_json", "the request body must be a JSON object")
+    check_depth(body)
+    return Fields(encodable(body, raw))
+
+
+def read_json(text: str) -> Any:
+    """JSON as the standard has it. Raises: ValueError, RecursionError."""
+    return json.loads(text, **STRICT)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return value
+
+
+STRICT: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite}
+"""How `json` is told to refuse what is not in the standard."""
+
+
+def check_size(raw: bytes) -> None:
+    """Before anything is built: tiny values cost a hundred times their bytes."""
+    if len(raw) <= 2 * MAX_VALUES or _marks(raw) <= MAX_VALUES:
+        return  # a value takes two bytes at least: itself and what parts it from the next
+    quotes = raw.count(b'"') - raw.count(rb"\"") + raw.count(rb'\\"')
+    if quotes > 4 * MAX_VALUES or _marks(STRING.sub(b"", raw)) > MAX_VALUES:
+        raise Refused(400, "invalid_json", f"the request has more than {MAX_VALUES} values")
+
+
+def _marks(raw: bytes) -> int:
+    """At least as many as values, as each opens a container or follows one of these."""
+    return sum(map(raw.count, (b",", b"[", b"{")))
+
+
+def check_depth(body: dict[str, Any]) -> None:
+    """Level by level, so that no nesting is too deep to be refused."""
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if type(value) is dict else value)
+            if type(inner) is dict or type(inner) is list
+        ]
+        if not level:
+            return
+    raise Refused(400, "invalid_json", f"the request is nested more than {MAX_DEPTH} deep")
+
+
+def encodable(value: dict[str, Any], raw: bytes) -> dict[str, Any]:
+    """`value`, read from `raw`, with U+FFFD for each half of a surrogate pair."""
+    halved = b"\\u" in raw and ESCAPED_HALF.search(raw)
+    found: dict[str, Any] = _encodable(value) if halved else value
+    return found
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return HALF_A_PAIR.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return value
+
+
+def name_header(headers: Mapping[str, str], name: str) -> str:
+    """A header that names something ("" when absent), fit to be a name of ours."""
+    value = headers.get(name, "").strip()
+    if value and not NAME.fullmatch(value):
+        raise Refused(
+            400, "invalid_value", f"header '{name}' must be 1 to 200 of A-Z a-z 0-9 . _ : -"
+        )
+    return value
+
+
+def joined(texts: list[str]) -> str:
+    """Text blocks as one text, a line each.
+
+    Clients add a newline to a block when they merge it with the next one, and drop it elsewhere.
+    """
+    return "\n".join([*(text.removesuffix("\n") for text in texts[:-1]), *texts[-1:]])

@@ -1,0 +1,398 @@
+"""OpenAI Responses: request bytes -> ModelRequest, Answer -> one response or one stream of events.
+
+Owns the wire form as codex speaks it: items, tools in namespaces, reasoning that travels in items
+and comes back. Nothing is stored for the client: every request must carry its whole input.
+"""
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+from perdure.dialects import openai_chat
+from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
+from perdure.dialects.bodies import BODIES
+from perdure.dialects.fields import MAX_MESSAGES, MAX_TOOLS, Fields, joined, name_header, read_json
+from perdure.types import Purpose
+
+KIND_HEADER, THREAD_HEADER = "x-openai-subagent", "thread-id"
+PARENT_HEADER, SESSION_HEADER = "x-codex-parent-thread-id", "session-id"
+TURN_HEADER = "x-codex-turn-metadata"
+KIND_PURPOSES = {"compact": Purpose.COMPACTION, "memory_consolidation": Purpose.SIDE}
+PING = b'event: keepalive\ndata: {"type": "keepalive"}\n\n'
+"""An event, as codex's timer does not see comments."""
+OURS = "perdure1:"
+"""Marks reasoning that we put into an item's `encrypted_content`, which clients echo unread."""
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+NO_PARAMETERS = {"type": "object", "properties": {}}
+CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
+error, models = openai_chat.error, openai_chat.models
+
+
+class Tool(NamedTuple):
+    """What the client calls a tool that the model knows by a flat name."""
+
+    name: str
+    namespace: str = ""
+    custom: bool = False
+    """Takes free text, which the model gives as the argument `input`."""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A request and how its answer is to be framed. `tools` by the name the model knows."""
+
+    request: ModelRequest
+    stream: bool
+    tools: Mapping[str, Tool]
+
+    def whole(self, answer: Answer) -> bytes:
+        return _json(_response(answer, list(_items(answer, self.tools))))
+
+    def events(self, answer: Answer) -> bytes:
+        numbers = count()
+        events = _events(answer, list(_items(answer, self.tools)))
+        return b"".join(_event({**event, "sequence_number": next(numbers)}) for event in events)
+
+
+def parse(raw: bytes, headers: Mapping[str, str]) -> Parsed:
+    """Raises: Refused (400) naming the field and what it must be."""
+    body = BODIES.read(raw, "input", headers)
+    for name in ("previous_response_id", "conversation"):
+        if body.get(name) is not None:
+            raise body.bad(name, "is not supported: nothing is stored, send the whole input")
+    if body.flag("background"):
+        raise body.bad("background", "is not supported: wait for the answer")
+    messages = [*_instructions(body), *_messages(body)]
+    named = list(_named_tools(body))
+    tools = [_function(tool, fields) for tool, fields in named]
+    sampling = _sampling(body)
+    max_tokens = body.integer("max_output_tokens", 1, 1 << 31)
+    chat = {"model": body.text("model"), "messages": messages, **sampling}
+    chat |= {"tools": tools} if tools else {}
+    chat |= {"max_tokens": max_tokens} if max_tokens else {}
+    request = ModelRequest(
+        model=chat["model"],
+        messages=messages,
+        tools=tools or None,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        body=chat,
+        **_origin(headers),
+    )
+    return Parsed(request, body.flag("stream"), {_flat(tool): tool for tool, _ in named})
+
+
+def _origin(headers: Mapping[str, str]) -> dict[str, Any]:
+    """codex names what kind of helper asks, the thread it asks in, and what for."""
+    kind = name_header(headers, KIND_HEADER)
+    purpose = KIND_PURPOSES.get(kind, Purpose.STEP)
+    if _request_kind(headers) == "compaction":
+        purpose = Purpose.COMPACTION
+    if not kind or kind == "compact":
+        return {"purpose": purpose}
+    parent = name_header(headers, PARENT_HEADER)
+    if parent == name_header(headers, SESSION_HEADER):
+        parent = MAIN
+    chain = name_header(headers, THREAD_HEADER) or kind
+    return {"chain": chain, "parent_chain": parent or MAIN, "purpose": purpose}
+
+
+def _request_kind(headers: Mapping[str, str]) -> Any:
+    """A compaction of codex itself has no other mark: it comes in the thread it sums up."""
+    try:
+        metadata = read_json(headers.get(TURN_HEADER, ""))
+    except (ValueError, RecursionError):  # for other readers than us
+        return None
+    return metadata.get("request_kind") if isinstance(metadata, dict) else None
+
+
+def _sampling(body: Fields) -> dict[str, Any]:
+    found = {
+        "temperature": body.number("temperature", 0.0, 100.0),
+        "top_p": body.number("top_p", 0.0, 1.0),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# --- input -----------------------------------------------------------------------------------
+
+
+def _instructions(body: Fields) -> list[dict[str, Any]]:
+    text = body.optional_text("instructions")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _messages(body: Fields) -> list[dict[str, Any]]:
+    """Items as messages: what stands together as one answer becomes one assistant message."""
+    if isinstance(text := body.get("input"), str):
+        return [{"role": "user", "content": text}]
+    messages: list[dict[str, Any]] = []
+    for item in body.objects("input", MAX_MESSAGES):
+        message = _message(item)
+        if message["role"] == "assistant" and messages and _goes_on(messages[-1], message):
+            calls = [*messages[-1].get("tool_calls", ()), *message.pop("tool_calls", ())]
+            text = messages[-1]["content"] or message["content"]
+            messages[-1] |= message | {"content": text} | ({"tool_calls": calls} if calls else {})
+        else:
+            messages.append(message)
+    if not messages:
+        raise body.bad("input", "must be a text or a non-empty list")
+    return messages
+
+
+def _goes_on(last: dict[str, Any], item: dict[str, Any]) -> bool:
+    """An answer is reasoning, then text, then calls; an item out of this order begins another."""
+    if last["role"] != "assistant" or "reasoning_content" in item:
+        return False
+    return "tool_calls" in item or not (last["content"] or "tool_calls" in last)
+
+
+def _message(item: Fields) -> dict[str, Any]:
+    match item.get("type"):
+        case "message" | None:
+            role = item.text("role")
+            if role not in ROLES:
+                raise item.bad("role", f"must be one of {', '.join(ROLES)}")
+            return {"role": ROLES[role], "content": _content(item, "content")}
+        case "reasoning":
+            return {"role": "assistant", "content": "", "reasoning_content": _reasoning(item)}
+        case "function_call":
+            tool = Tool(item.text("name"), item.optional_text("namespace") or "")
+            return _call(item, tool, item.optional_text("arguments") or "")
+        case "custom_tool_call":
+            arguments = {"input": item.optional_text("input") or ""}
+            return _call(item, Tool(item.text("name")), json.dumps(arguments, ensure_ascii=False))
+        case "function_call_output" | "custom_tool_call_output":
+            content = _content(item, "output", in_result=True)
+            return {"role": "tool", "tool_call_id": item.text("call_id"), "content": content}
+        case kind:
+            raise item.bad("type", f"is {str(kind)[:40]!r}: must be message, reasoning, "
+                           "function_call(_output) or custom_tool_call(_output)")  # fmt: skip
+
+
+def _call(item: Fields, tool: Tool, arguments: str) -> dict[str, Any]:
+    function = {"name": _flat(tool), "arguments": arguments}
+    call = {"id": item.text("call_id"), "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _content(item: Fields, key: str, *, in_result: bool = False) -> str:
+    value = item.get(key)
+    if value is None or isinstance(value, str):
+        return value or ""
+    return joined([_part(part, in_result) for part in item.objects(key)])
+
+
+def _part(part: Fields, in_result: bool) -> str:
+    """A picture that a tool happened to read must not end the rollout; the model is told."""
+    kind = part.text("type")
+    if kind in TEXT_PARTS:
+        return part.optional_text("text") or ""
+    if kind == "refusal":
+        return part.optional_text("refusal") or ""
+    if in_result:
+        return f"[{kind[:40]} not shown: this model reads text]"
+    raise part.bad("type", f"is {kind[:40]!r}: this model reads text, send input_text")
+
+
+def _reasoning(item: Fields) -> str:
+    """Reasoning as it was sampled, or what the client kept of another model's."""
+    sealed = item.optional_text("encrypted_content") or ""
+    if sealed.startswith(OURS):
+        try:
+            return base64.b64decode(sealed.removeprefix(OURS), validate=True).decode()
+        except ValueError:
+            raise item.bad("encrypted_content", "is not as this gateway sent it") from None
+    return _content(item, "content") or _content(item, "summary")
+
+
+# --- tools -----------------------------------------------------------------------------------
+
+
+def _named_tools(body: Fields) -> Iterator[tuple[Tool, Fields]]:
+    """Tools that the client runs. Those built into OpenAI's service do not exist here."""
+    for fields in body.objects("tools", MAX_TOOLS):
+        match fields.text("type"):
+            case "function":
+                yield Tool(fields.text("name")), fields
+            case "custom":
+                yield Tool(fields.text("name"), custom=True), fields
+            case "namespace":
+                namespace = fields.text("name")
+                for inner in fields.objects("tools", MAX_TOOLS):
+                    if inner.get("type") == "function":
+                        yield Tool(inner.text("name"), namespace), inner
+
+
+def _flat(tool: Tool) -> str:
+    return f"{tool.namespace}__{tool.name}" if tool.namespace else tool.name
+
+
+def _function(tool: Tool, fields: Fields) -> dict[str, Any]:
+    parameters = fields.object("parameters").values or NO_PARAMETERS
+    function = {
+        "name": _flat(tool),
+        "description": fields.optional_text("description") or "",
+        "parameters": CUSTOM_PARAMETERS if tool.custom else parameters,
+    }
+    return {"type": "function", "function": function}
+
+
+# --- answers ---------------------------------------------------------------------------------
+
+
+def _suffix(answer: Answer) -> str:
+    return answer.id.removeprefix("chatcmpl-")
+
+
+def _items(answer: Answer, tools: Mapping[str, Tool]) -> Iterator[dict[str, Any]]:
+    """Reasoning, text, calls. There is always something to see."""
+    message, suffix = answer.message, _suffix(answer)
+    if reasoning := message.get("reasoning_content"):
+        part = {"type": "reasoning_text", "text": reasoning}
+        sealed = OURS + base64.b64encode(reasoning.encode()).decode()
+        item = {"type": "reasoning", "id": f"rs_{suffix}", "status": "completed", "summary": []}
+        yield {**item, "content": [part], "encrypted_content": sealed}
+    calls = message.get("tool_calls") or ()
+    if message.get("content") or not calls:
+        text = message.get("content") or ""
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        item = {"type": "message", "id": f"msg_{suffix}", "status": "completed"}
+        yield {**item, "role": "assistant", "content": [part]}
+    for call in calls:
+        function = call["function"]
+        tool = tools.get(function["name"], Tool(function["name"]))
+        yield _call_item(call["id"], tool, function["arguments"])
+
+
+def _call_item(call_id: str, tool: Tool, arguments: str) -> dict[str, Any]:
+    ids = {"id": f"fc_{call_id.removeprefix('call_')}", "call_id": call_id}
+    if tool.custom:
+        known = {"type": "custom_tool_call", "status": "completed", "name": tool.name}
+        return {**known, **ids, "input": _input(arguments)}
+    known = {"type": "function_call", "status": "completed", "name": tool.name}
+    known |= {"namespace": tool.namespace} if tool.namespace else {}
+    return {**known, **ids, "arguments": arguments}
+
+
+def _input(arguments: str) -> str:
+    try:
+        value = read_json(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def _response(answer: Answer, items: list[dict[str, Any]], status: str = "") -> dict[str, Any]:
+    cut = answer.finish_reason == "length"
+    status = status or ("incomplete" if cut else "completed")
+    return {
+        "id": f"resp_{_suffix(answer)}",
+        "object": "response",
+        "created_at": answer.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": None,
+        "metadata": {},
+        "model": answer.model,
+        "output": items,
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": None,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "truncation": "disabled",
+        "usage": None if status == "in_progress" else _usage(answer),
+    }
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    prompt, sampled = (
+        value if isinstance(value := answer.usage.get(name), int) else 0
+        for name in ("prompt_tokens", "completion_tokens")
+    )
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + sampled,
+    }
+
+
+def _events(answer: Answer, items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    started = _response(answer, [], "in_progress")
+    yield {"type": "response.created", "response": started}
+    yield {"type": "response.in_progress", "response": started}
+    for index, item in enumerate(items):
+        opened = {**item, "status": "in_progress", **_emptied(item)}
+        yield {"type": "response.output_item.added", "output_index": index, "item": opened}
+        place = {"item_id": item["id"], "output_index": index}
+        yield from ({**event, **place} for event in _inner_events(item))
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    # codex takes `response.incomplete` for a broken stream and asks again; the status says it.
+    yield {"type": "response.completed", "response": _response(answer, items)}
+
+
+def _emptied(item: dict[str, Any]) -> dict[str, Any]:
+    empty: dict[str, Any] = {"content": [], "arguments": "", "input": "", "encrypted_content": None}
+    return {name: value for name, value in empty.items() if name in item}
+
+
+def _inner_events(item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if item["type"] == "custom_tool_call":
+        yield {"type": "response.custom_tool_call_input.delta", "delta": item["input"]}
+        yield {"type": "response.custom_tool_call_input.done", "input": item["input"]}
+    elif item["type"] == "function_call":
+        call, arguments = "response.function_call_arguments", item["arguments"]
+        yield {"type": f"{call}.delta", "delta": arguments}
+        yield {"type": f"{call}.done", "name": item["name"], "arguments": arguments}
+    else:
+        yield from _part_events(item["content"][0])
+
+
+def _part_events(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    at: dict[str, Any] = {"content_index": 0}
+    kind = f"response.{part['type']}"
+    logprobs: dict[str, Any] = {"logprobs": []} if "logprobs" in part else {}
+    yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
+    if part["text"]:
+        yield {"type": f"{kind}.delta", **at, "delta": part["text"], **logprobs}
+    yield {"type": f"{kind}.done", **at, "text": part["text"], **logprobs}
+    yield {"type": "response.content_part.done", **at, "part": part}
+
+
+def _event(event: dict[str, Any]) -> bytes:
+    return f"event: {event['type']}\n".encode() + b"data: " + _json(event) + b"\n\n"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+def status(refused: Refused) -> int:
+    """codex ends at once on 429, and asks again on 503."""
+    return 503 if refused.status == 429 else refused.status
+
+
+def error_event(refused: Refused) -> bytes:
+    failure = {"code": refused.code, "message": str(refused)}
+    response = {"id": "resp_failed", "object": "response", "status": "failed", "output": []}
+    event = {"type": "response.failed", "response": {**response, "error": failure}}
+    return _event({**event, "sequence_number": 0})

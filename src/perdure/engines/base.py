@@ -1,0 +1,82 @@
+"""What an engine is to the gateway: token ids in, token ids and logprobs out; or a hosted chat API.
+
+A new kind of engine is one client in `engines/clients` that keeps one of these two protocols.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+from perdure.engines.pool.salvage import Salvage
+from perdure.types import EngineSpan, FinishReason, Frozen, VersionSpan
+
+DEFAULT_MODEL = "policy"
+"""What a served policy is called when nobody named it."""
+
+
+TOO_STALE = "policy_too_stale"
+"""Code of a refusal: every engine has weights that the session's group may not be sampled by."""
+
+
+class Wait(Frozen):
+    """A call that no engine has taken yet, or whose last try no engine answered."""
+
+    since: float
+    """Unix seconds."""
+    reason: str
+    """What the engines lack, for people."""
+
+
+class Completion(NamedTuple):
+    """What an engine sampled. Shapes: token_ids [C], logprobs [C]."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: FinishReason
+    versions: Sequence[VersionSpan]
+    engine: str
+    engines: Sequence[EngineSpan] = ()
+
+
+NO_LABELS: Mapping[str, str] = MappingProxyType({})
+
+
+class TokenEngine(Protocol):
+    """An engine that takes token ids and gives token ids."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: dict[str, Any],
+        *,
+        session_id: str,
+        request_id: str,
+        labels: Mapping[str, str] = NO_LABELS,
+        salvage: Salvage | None = None,
+        last: EngineSpan | None = None,
+    ) -> Completion:
+        """`labels`: those of the session; `group` and `run` decide where it is placed and queued.
+        `salvage`: where the completion grows, with what an earlier try had of it. `last`: where
+        another process had the session.
+
+        Raises: GatewayUnavailable (nothing usable came back; ask again), Refused.
+        """
+        ...
+
+
+class ChatEngine(Protocol):
+    """A hosted API without token ids: good for evaluation, `trainable: false`."""
+
+    async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
+        """One OpenAI chat completion object, not streamed. Raises: GatewayUnavailable, Refused."""
+        ...
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The engine a gateway talks to: exactly one of `tokens` and `chat` is set."""
+
+    name: str
+    tokens: TokenEngine | None = None
+    chat: ChatEngine | None = None

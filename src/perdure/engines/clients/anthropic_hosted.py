@@ -1,0 +1,136 @@
+"""A hosted Anthropic API behind Chat Completions: requests and answers are translated.
+
+No token ids, so its turns say `trainable: false`. Owns the translation both ways, tools included.
+"""
+
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from perdure.dialects import anthropic, openai_chat
+from perdure.dialects.fields import Fields
+from perdure.engines.clients.wire import PATIENCE_S, Wire, engine_name
+
+API_VERSION = "2023-06-01"
+FINISH = {"tool_use": "tool_calls", "max_tokens": "length"}
+
+
+class AnthropicHosted:
+    """`base_url` with or without `/v1`."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        client: httpx.AsyncClient,
+        *,
+        api_key: str,
+        key_source: str,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        root = base_url.rstrip("/")
+        if not urlsplit(root).path:
+            root += "/v1"
+        self._url = f"{root}/messages"
+        self._model = model
+        headers = {"anthropic-version": API_VERSION, "x-api-key": api_key}
+        name = engine_name("anthropic", base_url)
+        self._wire = Wire(name, client, headers, key_source=key_source, patience_s=patience_s)
+        self.name = self._wire.name
+
+    async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
+        body = to_messages(request, self._model or request["model"])
+        return await self._wire.post(self._url, body, from_messages)
+
+
+def to_messages(request: dict[str, Any], model: str) -> dict[str, Any]:
+    """A chat request as a Messages request. Raises: Refused on messages we cannot read."""
+    messages = openai_chat.messages(request["messages"])
+    system = [m["content"] for m in messages if m["role"] == "system"]
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": request["max_tokens"],
+        "messages": _turns([m for m in messages if m["role"] != "system"]),
+    }
+    if system:
+        body["system"] = "\n\n".join(system)
+    if request.get("tools"):
+        body["tools"] = [_tool(tool["function"]) for tool in request["tools"]]
+    if body.get("tools") and (choice := _tool_choice(request.get("tool_choice"))):
+        body["tool_choice"] = choice
+    if stop := request.get("stop"):
+        body["stop_sequences"] = [stop] if isinstance(stop, str) else stop
+    for name in ("temperature", "top_p", "top_k"):
+        if request.get(name) is not None:
+            body[name] = request[name]
+    return body
+
+
+def _tool_choice(choice: Any) -> dict[str, Any] | None:
+    """Raises: Refused on a choice we cannot read."""
+    if isinstance(choice, dict):
+        name = Fields(choice, "tool_choice").object("function").text("name")
+        return {"type": "tool", "name": name}
+    kinds = {chat: kind for kind, chat in anthropic.TOOL_CHOICES.items()}
+    return {"type": kinds[choice]} if choice in kinds else None
+
+
+def _tool(function: dict[str, Any]) -> dict[str, Any]:
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    return {
+        "name": function["name"],
+        "description": function.get("description", ""),
+        "input_schema": schema,
+    }
+
+
+def _turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbours of one role become one message: all results of a turn must stand together."""
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        role = "assistant" if message["role"] == "assistant" else "user"
+        blocks = _blocks(message)
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"].extend(blocks)
+        elif blocks:
+            turns.append({"role": role, "content": blocks})
+    return turns
+
+
+def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
+    if message["role"] == "tool":
+        result = {"type": "tool_result", "tool_use_id": message.get("tool_call_id", "")}
+        return [{**result, "content": message["content"]}]
+    blocks: list[dict[str, Any]] = []
+    if message["content"].strip():
+        blocks.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        use = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+        blocks.append({**use, "input": _input(function["arguments"])})
+    return blocks
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    try:
+        value = json.loads(arguments or "{}")
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+def from_messages(answer: dict[str, Any]) -> dict[str, Any]:
+    """A Messages answer as a chat completion object."""
+    message = anthropic.assistant_message(Fields(answer))
+    reason = FINISH.get(answer.get("stop_reason") or "", "stop")
+    prompt, sampled = answer["usage"]["input_tokens"], answer["usage"]["output_tokens"]
+    return {
+        "choices": [{"index": 0, "message": message, "finish_reason": reason}],
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        },
+    }

@@ -1,0 +1,197 @@
+"""SGLang's native endpoint: token ids in; a stream of token ids, logprobs and weight versions out.
+
+Written against SGLang 0.5.23 as released, and never run against its GPU server. Its logprobs are taken
+after temperature and before top-p, top-k and min-p: exact where those are off. Owns one stream of one
+engine, on a `token_server`; a boot is told by its address, for a request names no model.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from perdure.dialects.base import Refused
+from perdure.engines.clients.token_server import (
+    Ask,
+    Break,
+    Broken,
+    TokenServer,
+    read_events,
+    version_spans,
+)
+from perdure.engines.clients.wire import PASSING, UNREADABLE, refusal
+from perdure.engines.pool.salvage import Salvage
+from perdure.engines.prompt_ids import PromptIds
+from perdure.types import FinishReason
+
+RENAMED: Mapping[str, str] = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+}
+SAME = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    }
+)
+GRAMMARS: Mapping[str, str] = {"json": "json_schema", "regex": "regex", "grammar": "ebnf"}
+"""Of `structured_outputs`, by SGLang's names."""
+NO_ROOM = re.compile(
+    r"maximum context length of (?P<context>\d+) tokens.*?(?P<prompt>\d+) tokens from the input",
+    re.S,
+)
+"""SGLang refuses a wish that leaves the context, which vLLM shortens."""
+
+
+class SglangEngine(TokenServer):
+    """The native endpoint of one `sglang.launch_server`, started with --incremental-streaming-output
+    or without."""
+
+    route = "/generate"
+
+    async def sample(
+        self, ask: Ask, salvage: Salvage, version: Callable[[], int | None]
+    ) -> FinishReason:
+        """Stream a completion into `salvage`. `version`: what is known to be loaded, this moment.
+
+        Raises: Broken (what came before it is in `salvage`), Refused.
+        """
+        wishes = sampling_params(self.name, ask.sampling)
+        try:
+            return await self._stream(ask, wishes, salvage, version)
+        except Refused as refused:
+            room = _room(str(refused))
+            if room is None or wishes.get("max_new_tokens", 0) <= room:
+                raise
+            return await self._stream(ask, {**wishes, "max_new_tokens": room}, salvage, version)
+
+    async def _stream(
+        self,
+        ask: Ask,
+        wishes: Mapping[str, Any],
+        salvage: Salvage,
+        version: Callable[[], int | None],
+    ) -> FinishReason:
+        headers = {"x-session-id": ask.session_id}
+        async with self._answer(_body(ask, wishes), headers) as answer:
+            return await self._read(answer, salvage, version, ask)
+
+    async def _read(
+        self,
+        response: httpx.Response,
+        salvage: Salvage,
+        version: Callable[[], int | None],
+        ask: Ask,
+    ) -> FinishReason:
+        taken = 0
+        try:
+            async for event in read_events(response):
+                if "error" in event:
+                    raise self._failed(event["error"], begun=taken > 0)
+                new = new_tokens(event["meta_info"], taken)
+                ask.check_room(taken + len(new))
+                salvage.add([int(entry[1]) for entry in new], _logprobs(new), version())
+                taken += len(new)
+                if (reason := self._end(event["meta_info"], salvage)) is not None:
+                    return reason
+        except Refused:
+            raise
+        except UNREADABLE as error:
+            raise Broken(Break.LOST, f"a malformed answer: {error!r}") from error
+        raise Broken(Break.LOST, "the stream ended without a finish reason")
+
+    def _end(self, about: Mapping[str, Any], salvage: Salvage) -> FinishReason | None:
+        reason = about.get("finish_reason")
+        if reason is None:
+            return None
+        if reason["type"] == "abort":
+            raise self._aborted(reason)
+        salvage.report(version_spans(about.get("weight_versions") or (), salvage.part))
+        if not salvage.ids:
+            raise ValueError("no sampled token")
+        return FinishReason(reason["type"])
+
+    def _aborted(self, reason: Mapping[str, Any]) -> Exception:
+        """Told to stop, or refused inside the scheduler: then with a status."""
+        status, message = reason.get("status_code"), str(reason.get("message") or "aborted")
+        if isinstance(status, int) and status < 500 and status not in PASSING:
+            return refusal(self.name, status, message, self._key_source)
+        if isinstance(status, int):
+            return Broken(Break.BUSY, message[:300])
+        return Broken(Break.ABORTED, "the completion was aborted")
+
+    def _failed(self, error: object, *, begun: bool) -> Exception:
+        told = error if isinstance(error, dict) else {}
+        code, message = told.get("code"), str(told.get("message", error))
+        if isinstance(code, int) and 400 <= code < 500 and code not in PASSING and not begun:
+            return refusal(self.name, code, message, self._key_source)
+        return Broken(Break.LOST, f"the engine failed: {message[:300]}")
+
+
+def sampling_params(name: str, wishes: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's sampling fields by SGLang's names. Raises: Refused for one that SGLang lacks."""
+    found: dict[str, Any] = {"skip_special_tokens": False, "max_new_tokens": None}
+    for field, value in wishes.items():
+        if field in RENAMED or field in SAME:
+            found[RENAMED.get(field, field)] = value
+        elif field == "structured_outputs":
+            found |= _grammar(name, value)
+        else:
+            raise Refused(400, "engine_refused", f"the engine {name} knows no sampling {field!r}")
+    return found
+
+
+def _grammar(name: str, wish: Mapping[str, Any]) -> dict[str, Any]:
+    for kind, ours in GRAMMARS.items():
+        if wish.get(kind) is not None:
+            text = wish[kind]
+            return {ours: text if isinstance(text, str) else json.dumps(text)}
+    raise Refused(400, "engine_refused", f"the engine {name} cannot follow {sorted(wish)}")
+
+
+def _body(ask: Ask, wishes: Mapping[str, Any]) -> bytes:
+    body = {
+        "rid": ask.request_id,
+        "session_id": ask.session_id,
+        "stream": True,
+        "return_logprob": True,
+        "sampling_params": wishes,
+    }
+    ids = ask.prompt_ids
+    known = ids if isinstance(ids, PromptIds) else PromptIds.of(ids)
+    head = json.dumps(body, separators=(",", ":")).encode().removesuffix(b"}")
+    return b"".join([head, b',"input_ids":[', known.text, b"]}"])
+
+
+def new_tokens(about: Mapping[str, Any], taken: int) -> Sequence[Sequence[Any]]:
+    """The entries `[logprob, id, text]` behind the first `taken`, from a chunk that brings what is new
+    or all there is.
+
+    Raises: ValueError when tokens are missing.
+    """
+    entries, total = about["output_token_logprobs"], int(about["completion_tokens"])
+    first = total - len(entries)
+    if not 0 <= first <= taken <= total:
+        raise ValueError(f"{len(entries)} logprobs of {total} sampled tokens, behind {taken}")
+    found: Sequence[Sequence[Any]] = entries[taken - first :]
+    return found
+
+
+def _logprobs(entries: Sequence[Sequence[Any]]) -> list[float]:
+    """Raises: ValueError unless all are finite numbers."""
+    values = [float(entry[0]) for entry in entries]
+    if not all(map(math.isfinite, values)):
+        raise ValueError("a logprob is missing")
+    return values
+
+
+def _room(message: str) -> int | None:
+    found = NO_ROOM.search(message)
+    if found is None:
+        return None
+    left = int(found["context"]) - int(found["prompt"])
+    return left - 1 if left > 1 else None

@@ -1,0 +1,116 @@
+"""SGLang's control routes behind the words that Perdure uses for vLLM's: probes, pause, weights.
+
+Written against SGLang 0.5.23 as released. Owns the translation only.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perdure.engines.clients.vllm_control import (
+    PROBE_S,
+    PROBE_SESSION,
+    SAMPLE,
+    EngineControl,
+    Scored,
+    Vitals,
+    object_of,
+    version_number,
+)
+from perdure.errors import ConfigurationError
+
+PAUSES = {"abort": "abort", "keep": "retract", "wait": "retract"}
+"""`retract` puts running requests back into the queue, and reads their KV anew afterwards."""
+
+
+class SglangControl(EngineControl):
+    """The control plane of one SGLang server, started with --enable-metrics."""
+
+    _path = ""
+
+    async def vitals(self) -> Vitals:
+        response = await self._send("GET", "/metrics", timeout=self._probe_s)
+        return read_sglang_vitals(response.text)
+
+    async def boot(self, model: str, vitals: Vitals) -> str:
+        """Its fenced name; nothing after an update, which renames a server to its new folder."""
+        return await super().boot(model, Vitals())
+
+    async def score(
+        self,
+        model: str,
+        prompt_ids: Sequence[int],
+        *,
+        prompt_logprobs: bool = False,
+        timeout_s: float = PROBE_S,
+    ) -> Scored:
+        body = {
+            "input_ids": list(prompt_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            **({"logprob_start_len": 0} if prompt_logprobs else {}),
+        }
+        headers = {"x-session-id": PROBE_SESSION}
+        response = await self._send("POST", "/generate", body, headers=headers, timeout=timeout_s)
+        try:
+            about = object_of(response)["meta_info"]
+            value, token = about["output_token_logprobs"][0][:2]
+            read = about["input_token_logprobs"][1:] if prompt_logprobs else ()
+            return Scored(int(token), float(value), [float(entry[0]) for entry in read])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise self._failed(f"sampled no token: {error!r}") from error
+
+    async def version(self) -> int | None:
+        response = await self._send("GET", "/model_info", timeout=self._probe_s, absent_ok=True)
+        return version_number(object_of(response).get("weight_version"))
+
+    async def pause(self, mode: str) -> None:
+        await self._send("POST", "/pause_generation", {"mode": PAUSES[mode]}, timeout=120.0)
+
+    async def resume(self) -> None:
+        await self._send("POST", "/continue_generation", {}, timeout=60.0)
+
+    async def start_update(self) -> None:
+        self._path = ""
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        """Remembers the folder: SGLang loads and labels in one call. Raises: ConfigurationError."""
+        if "path" not in info:
+            raise ConfigurationError("SGLang reads weights from a folder: use FromDisk")
+        self._path = str(info["path"])
+
+    async def finish_update(self, version: int) -> None:
+        body = {"model_path": self._path, "weight_version": str(version), "flush_cache": True}
+        await self._send("POST", "/update_weights_from_disk", body, timeout=1800.0)
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """SGLang needs none to read a folder."""
+
+
+def read_sglang_vitals(text: str) -> Vitals:
+    """Sums over data-parallel ranks and modes; the KV share is the fullest rank's."""
+    sums: dict[str, float] = {}
+    kv_used = 0.0
+    for name, labels, number in SAMPLE.findall(text):
+        if re.search(r'tp_rank="[1-9]', labels):
+            continue  # each rank of an engine counts the same requests
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        sums[name] = sums.get(name, 0.0) + value
+        if name == "sglang:token_usage":
+            kv_used = max(kv_used, value)
+    started = sums.get("process_start_time_seconds")
+    kv_tokens = int(sums.get("sglang:max_total_num_tokens", 0))
+    return Vitals(
+        boot="" if started is None else f"{started:.2f}",
+        running=sums.get("sglang:num_running_reqs", 0.0),
+        waiting=sums.get("sglang:num_queue_reqs", 0.0),
+        tokens=sums.get("sglang:generation_tokens_total"),
+        preemptions=sums.get("sglang:num_retracted_requests_total", 0.0),
+        kv_used=kv_used,
+        kv_tokens=kv_tokens or None,
+        cache_queries=sums.get("sglang:prompt_tokens_total", 0.0),
+        cache_hits=sums.get("sglang:cached_tokens_total", 0.0),
+    )

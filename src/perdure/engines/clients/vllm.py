@@ -1,0 +1,144 @@
+"""vLLM's token endpoint: token ids in; a stream of token ids, logprobs and weight versions out.
+
+The server must run with `--enable-scale-out`, and with `--logprobs-mode processed_logprobs` for
+logprobs of the distribution that was really sampled. Owns one stream of one engine; which engine,
+and what follows a broken stream, is the pool's.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+
+from perdure.dialects.base import Refused
+from perdure.engines.clients.token_server import (
+    Ask,
+    Break,
+    Broken,
+    TokenServer,
+    read_events,
+    version_spans,
+)
+from perdure.engines.clients.vllm_control import REFUSALS
+from perdure.engines.clients.wire import UNREADABLE, refusal
+from perdure.engines.pool.salvage import Salvage
+from perdure.engines.prompt_ids import PromptIds
+from perdure.types import FinishReason
+
+MISSING_LOGPROB = -9999.0
+"""vLLM's stand-in for a logprob that is absent, NaN or minus infinity."""
+FENCED = re.compile(r"-g\d+$")
+DEATH = "EngineDead"
+
+
+class VllmEngine(TokenServer):
+    """The token endpoint of one `vllm serve` replica."""
+
+    route = "/inference/v1/generate"
+
+    async def sample(
+        self, ask: Ask, salvage: Salvage, version: Callable[[], int | None]
+    ) -> FinishReason:
+        """Stream a completion into `salvage`. `version`: what is known to be loaded, this moment.
+
+        Raises: Broken (what came before it is in `salvage`), Refused.
+        """
+        headers = {"x-session-id": ask.session_id, "x-request-id": ask.request_id}
+        async with self._answer(_body(ask), headers, fence=ask.model) as answer:
+            return await self._read(answer, salvage, version, ask)
+
+    async def _read(
+        self,
+        response: httpx.Response,
+        salvage: Salvage,
+        version: Callable[[], int | None],
+        ask: Ask,
+    ) -> FinishReason:
+        try:
+            async for event in read_events(response):
+                reason = self._take(event, salvage, version, ask)
+                if reason is not None:
+                    return reason
+        except Refused:
+            raise
+        except UNREADABLE as error:
+            raise Broken(Break.LOST, f"a malformed answer: {error!r}") from error
+        raise Broken(Break.LOST, "the stream ended without a finish reason")
+
+    def _take(
+        self,
+        event: dict[str, Any],
+        salvage: Salvage,
+        version: Callable[[], int | None],
+        ask: Ask,
+    ) -> FinishReason | None:
+        """One chunk. `[DONE]` ends crashed streams too: only a finish reason is an end."""
+        if "error" in event:
+            raise self._failed(event["error"], begun=salvage.part > 0)
+        # A server with several names echoes its first: only a fenced one tells boots apart.
+        if FENCED.search(ask.model) and event.get("model") not in (None, ask.model):
+            raise Broken(Break.FENCED, f"{event['model']} answered instead of {ask.model}")
+        if not event.get("choices"):
+            return None
+        choice = event["choices"][0]
+        token_ids = choice.get("token_ids") or []
+        if token_ids:
+            content = choice["logprobs"]["content"]
+            ask.check_room(salvage.part + len(token_ids))
+            salvage.add(token_ids, _logprobs(content, token_ids), version())
+        salvage.report(version_spans(choice.get("weight_versions") or (), salvage.part))
+        if choice.get("finish_reason") is None:
+            return None
+        reason = FinishReason(choice["finish_reason"])
+        if reason is FinishReason.ABORT:
+            raise Broken(Break.ABORTED, "the completion was aborted")
+        if not salvage.ids:
+            raise ValueError("no sampled token")
+        return reason
+
+    def _failed(self, error: object, *, begun: bool) -> Exception:
+        """In a stream vLLM refuses by an event, behind a 200; it dies by one, too."""
+        told = error if isinstance(error, dict) else {}
+        code, message = told.get("code"), str(told.get("message", error))
+        if isinstance(code, int) and code in REFUSALS and not begun and DEATH not in message:
+            return refusal(self.name, code, message, self._key_source)
+        return Broken(Break.LOST, f"the engine failed: {message[:300]}")
+
+
+def _body(ask: Ask) -> bytes:
+    """The request as JSON; the ids' text is taken over where it is known already."""
+    body = {
+        "model": ask.model,
+        "request_id": ask.request_id,
+        "stream": True,
+        "sampling_params": {**ask.sampling, "logprobs": 1, "skip_special_tokens": False},
+    }
+    ids = ask.prompt_ids
+    known = ids if isinstance(ids, PromptIds) else PromptIds.of(ids)
+    head = json.dumps(body, separators=(",", ":")).encode().removesuffix(b"}")
+    return b"".join([head, b',"token_ids":[', known.text, b"]}"])
+
+
+def _logprobs(content: list[dict[str, Any]], token_ids: Sequence[int]) -> list[float]:
+    """Raises: ValueError unless there is one finite logprob for each sampled id, in order."""
+    if len(content) != len(token_ids):
+        raise ValueError(f"{len(content)} logprobs for {len(token_ids)} sampled tokens")
+    logprobs = [float(entry["logprob"]) for entry in content]
+    for position, (entry, token_id) in enumerate(zip(content, token_ids, strict=True)):
+        if _token_id(entry) not in (token_id, None):
+            raise ValueError(f"logprob {position} belongs to another token than {token_id}")
+    if any(not math.isfinite(value) or value == MISSING_LOGPROB for value in logprobs):
+        raise ValueError("a logprob is missing")
+    return logprobs
+
+
+def _token_id(entry: dict[str, Any]) -> int | None:
+    """vLLM names the token by `token_id`, or in older form by `token: "token_id:N"`."""
+    token_id = entry.get("token_id")
+    if token_id is None:
+        _, found, number = str(entry.get("token", "")).partition("token_id:")
+        token_id = int(number) if found else None
+    return token_id

@@ -1,0 +1,293 @@
+"""vLLM's own control routes on one engine: probes, metrics, pause, weights.
+
+Only managers and gateways come here, straight to the engine; nothing of it is ever proxied.
+"""
+
+import errno
+import json
+import re
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from perdure.engines.state import is_fenced, root_of
+from perdure.errors import Boundary, ControlPlaneError
+
+PROBE_S = 30.0
+"""A loaded engine is slow to answer: one slow answer alone is no verdict."""
+REFUSALS = {400, 401, 403, 404, 405, 422}
+PROBE_PROMPT = (1, 2, 3)
+PROBE_SESSION = "perdure-probe"
+OURS = {
+    *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM),
+    *(errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.ENETUNREACH),
+    socket.EAI_AGAIN,
+}
+"""What keeps this process from connecting to anybody: no word on who listens there."""
+SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{([^}]*)\})?\s+(\S+)", re.MULTILINE)
+
+
+class EngineSilent(ControlPlaneError):
+    """No answer came. `gone`: nobody listens there at all."""
+
+    boundary = Boundary.ENGINE
+
+    def __init__(self, message: str, *, gone: bool) -> None:
+        super().__init__(message)
+        self.gone = gone
+
+
+class EngineRefused(ControlPlaneError):
+    """It answered that what we ask is wrong: a model it does not serve, a key, a missing route."""
+
+    boundary = Boundary.ENGINE
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """What an engine's /metrics say; None where it does not say."""
+
+    boot: str = ""
+    """Start time of its process, as text."""
+    running: float = 0.0
+    waiting: float = 0.0
+    starved: float = 0.0
+    """Requests that wait for KV room."""
+    steps: float | None = None
+    tokens: float | None = None
+    preemptions: float = 0.0
+    kv_used: float = 0.0
+    """Share of the KV cache in use, 0 to 1."""
+    kv_tokens: int | None = None
+    """Tokens that fit into the KV cache."""
+    cache_queries: float = 0.0
+    cache_hits: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One greedy token after a prompt, and its logprob.
+
+    `prompt_logprobs`: of the prompt's own tokens from the second on [P - 1], where asked for.
+    """
+
+    token_id: int
+    logprob: float
+    prompt_logprobs: Sequence[float] = ()
+
+
+class EngineControl:
+    """The control plane of one engine."""
+
+    def __init__(
+        self,
+        url: str,
+        client: httpx.AsyncClient,
+        *,
+        api_key: str = "",
+        probe_s: float = PROBE_S,
+    ) -> None:
+        self.url = root_of(url)
+        self._probe_s = probe_s
+        self._client = client
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def vitals(self) -> Vitals:
+        """Raises: ControlPlaneError."""
+        response = await self._send("GET", "/metrics", timeout=self._probe_s)
+        return read_vitals(response.text)
+
+    async def boot(self, model: str, vitals: Vitals) -> str:
+        """What tells this boot of the engine from another: its fenced name, or its start time."""
+        response = await self._send("GET", "/v1/models", timeout=self._probe_s, absent_ok=True)
+        try:
+            served = [str(card.get("id", "")) for card in object_of(response).get("data", ())]
+        except (TypeError, AttributeError) as error:
+            raise self._failed(f"GET /v1/models lists no models: {error!r}") from error
+        return next((name for name in served if is_fenced(model, name)), vitals.boot)
+
+    async def round_trip(self, model: str, *, timeout_s: float = PROBE_S) -> None:
+        """One sampled token, or an error: what readiness means. Raises: ControlPlaneError."""
+        await self.score(model, PROBE_PROMPT, timeout_s=timeout_s)
+
+    async def score(
+        self,
+        model: str,
+        prompt_ids: Sequence[int],
+        *,
+        prompt_logprobs: bool = False,
+        timeout_s: float = PROBE_S,
+    ) -> Scored:
+        """The greedy next token, and what the engine thinks of the prompt's own where asked for.
+
+        Raises: ControlPlaneError.
+        """
+        sampling: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1}
+        if prompt_logprobs:
+            sampling["prompt_logprobs"] = 0
+        body = {
+            "model": model,
+            "request_id": f"{PROBE_SESSION}-{secrets.token_hex(4)}",  # engines run equal ids twice
+            "token_ids": list(prompt_ids),
+            "sampling_params": sampling,
+        }
+        headers = {"x-session-id": PROBE_SESSION}
+        route = "/inference/v1/generate"
+        response = await self._send("POST", route, body, headers=headers, timeout=timeout_s)
+        try:
+            answer = object_of(response)
+            choice = answer["choices"][0]
+            entry = choice["logprobs"]["content"][0]
+            forced = (
+                [
+                    float(found[str(token)]["logprob"])
+                    for token, found in zip(
+                        prompt_ids[1:], answer["prompt_logprobs"][1:], strict=True
+                    )
+                ]
+                if prompt_logprobs
+                else ()
+            )
+            return Scored(int(choice["token_ids"][0]), float(entry["logprob"]), forced)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise self._failed(f"sampled no token: {error!r}") from error
+
+    async def is_paused(self) -> bool | None:
+        """None where the engine has no such route (not started in vLLM's dev mode)."""
+        response = await self._send("GET", "/is_paused", timeout=self._probe_s, absent_ok=True)
+        return object_of(response).get("is_paused")
+
+    async def version(self) -> int | None:
+        """The number in its weight label; None where it has none."""
+        response = await self._send("GET", "/weight_info", timeout=self._probe_s, absent_ok=True)
+        return version_number(object_of(response).get("weight_version"))
+
+    async def pause(self, mode: str) -> None:
+        """`abort` ends requests in flight with what they have, `keep` freezes them. The prefix
+        cache is cleared in both: KV of other weights must not be attended to."""
+        await self._send("POST", f"/pause?mode={mode}&clear_cache=true", timeout=120.0)
+
+    async def resume(self) -> None:
+        await self._send("POST", "/resume", timeout=60.0)
+
+    async def start_update(self) -> None:
+        await self._send("POST", "/start_weight_update", timeout=600.0)
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        body = {"update_info": dict(info)}
+        await self._send("POST", "/update_weights", body, timeout=1800.0)
+
+    async def finish_update(self, version: int) -> None:
+        body = {"weight_version": str(version)}
+        await self._send("POST", "/finish_weight_update", body, timeout=600.0)
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Once a boot. Raises: ControlPlaneError."""
+        body = {"init_info": dict(info)}
+        await self._send("POST", "/init_weight_transfer_engine", body, timeout=600.0)
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout: float,
+        headers: Mapping[str, str] | None = None,
+        absent_ok: bool = False,
+    ) -> httpx.Response:
+        try:
+            response = await self._client.request(
+                method,
+                self.url + path,
+                json=None if body is None else dict(body),
+                headers={**self._headers, **(headers or {})},
+                timeout=httpx.Timeout(timeout, connect=5.0, pool=None),
+            )
+        except httpx.RequestError as error:
+            gone = isinstance(error, httpx.ConnectError) and not _is_ours(error)
+            problem = f"{method} {path}: {type(error).__name__} {error}".strip()
+            raise EngineSilent(self._told(problem), gone=gone) from None
+        if response.is_success or (absent_ok and response.status_code in (404, 405)):
+            return response
+        problem = f"{method} {path} answered {response.status_code}: {_short(response)}"
+        if response.status_code in REFUSALS:
+            raise EngineRefused(self._told(problem))
+        raise self._failed(problem)
+
+    def _told(self, problem: str) -> str:
+        return f"the engine {self.url} failed: {problem}"
+
+    def _failed(self, problem: str) -> ControlPlaneError:
+        return ControlPlaneError(self._told(problem), boundary=Boundary.ENGINE)
+
+
+def _is_ours(error: httpx.ConnectError) -> bool:
+    """Of a host's addresses one may be out of reach, as IPv6 often is; one that refuses has spoken."""
+    found = _errnos(error)
+    return bool(found) and found <= OURS
+
+
+def _errnos(error: BaseException | None) -> set[int]:
+    """Of all that an error came from."""
+    found: set[int] = set()
+    while error is not None:
+        for one in getattr(error, "exceptions", (error,)):
+            found |= {one.errno} if isinstance(one, OSError) and one.errno else set()
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def read_vitals(text: str) -> Vitals:
+    """Sums over the engine's data-parallel ranks; the KV share is the fullest rank's."""
+    sums: dict[str, float] = {}
+    starved, kv_used, kv_tokens = 0.0, 0.0, 0
+    for name, labels, number in SAMPLE.findall(text):
+        try:
+            value = float(number)
+        except ValueError:
+            continue
+        sums[name] = sums.get(name, 0.0) + value
+        if name == "vllm:num_requests_waiting_by_reason" and 'reason="capacity"' in labels:
+            starved += value
+        elif name == "vllm:kv_cache_usage_perc":
+            kv_used = max(kv_used, value)
+        elif name == "vllm:cache_config_info":
+            size = re.search(r'kv_cache_size_tokens="(\d+)"', labels)
+            kv_tokens += int(size[1]) if size else 0
+    started = sums.get("process_start_time_seconds")
+    return Vitals(
+        boot="" if started is None else f"{started:.2f}",
+        running=sums.get("vllm:num_requests_running", 0.0),
+        waiting=sums.get("vllm:num_requests_waiting", 0.0),
+        starved=starved,
+        steps=sums.get("vllm:iteration_tokens_total_count"),
+        tokens=sums.get("vllm:generation_tokens_total"),
+        preemptions=sums.get("vllm:num_preemptions_total", 0.0),
+        kv_used=kv_used,
+        kv_tokens=kv_tokens or None,
+        cache_queries=sums.get("vllm:prefix_cache_queries_total", 0.0),
+        cache_hits=sums.get("vllm:prefix_cache_hits_total", 0.0),
+    )
+
+
+def version_number(label: object) -> int | None:
+    """`step-7` is 7; vLLM's unset label `default` names no version."""
+    found = re.search(r"\d+$", str(label))
+    return int(found[0]) if found else None
+
+
+def object_of(response: httpx.Response) -> dict[str, Any]:
+    try:
+        value = json.loads(response.content)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) and response.is_success else {}
+
+
+def _short(response: httpx.Response) -> str:
+    return " ".join(response.text[:300].split())

@@ -1,0 +1,157 @@
+"""HTTP to an inference server: one POST that is asked again for a bounded time.
+
+Agents see a slow answer instead of an error while an engine restarts. Owns which failures pass
+and which do not; what is asked and how the answer reads belongs to each engine.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from perdure.dialects.base import Refused
+from perdure.errors import Boundary, GatewayUnavailable
+
+PATIENCE_S = 120.0
+"""How long one turn keeps asking an engine that cannot be reached."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+READ_TIMEOUT_S = 900.0
+"""A long completion under load; agents' own clients give up at 600 to 900 s."""
+PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+KEY_REFUSED = {401, 403}
+TOO_LONG = ("context length", "context_length_exceeded", "too long", "maximum model length")
+"""How servers say that the prompt leaves no room; the last one is vLLM's token endpoint."""
+UNREADABLE = (
+    *(KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError),
+    *(RecursionError, Refused),
+)
+"""What reading an answer of another shape than promised raises."""
+T = TypeVar("T")
+
+
+def engine_name(kind: str, url: str) -> str:
+    """`vllm 10.0.0.7:8000`: recorded with each turn, without credentials or paths."""
+    parts = urlsplit(url)
+    return f"{kind} {parts.hostname}{f':{parts.port}' if parts.port else ''}"
+
+
+def new_client() -> httpx.AsyncClient:
+    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=5.0, pool=None)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    return httpx.AsyncClient(timeout=timeout, limits=limits)
+
+
+class Wire:
+    """Posts JSON to one server. `key_source` is named, and never shown, when the key is refused."""
+
+    def __init__(
+        self,
+        name: str,
+        client: httpx.AsyncClient,
+        headers: Mapping[str, str],
+        *,
+        key_source: str = "",
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.name = name
+        self._client = client
+        self._headers = {"content-type": "application/json", **headers}
+        self._key_source = key_source
+        self._patience_s = patience_s
+
+    async def post(
+        self,
+        url: str,
+        body: Mapping[str, Any] | bytes,
+        read: Callable[[dict[str, Any]], T],
+        headers: Mapping[str, str] | None = None,
+    ) -> T:
+        """What `read` makes of the JSON object of a 200; what it cannot read is asked again.
+
+        `body` may be JSON already.
+
+        Raises: GatewayUnavailable after `patience_s` without a usable answer; Refused at once when
+        the server says that the request or our key is wrong.
+        """
+        if not isinstance(body, bytes):
+            body = json.dumps(body, separators=(",", ":")).encode()
+        deadline = time.monotonic() + self._patience_s
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                return self._read(read, await self._once(url, body, headers or {}))
+            except GatewayUnavailable as failure:
+                wait = min(max(failure.retry_after or 0.0, pause), LONGEST_PAUSE_S)
+                if time.monotonic() + wait > deadline:
+                    raise
+            await asyncio.sleep(wait)
+            pause = min(pause * 2, LONGEST_PAUSE_S)
+
+    async def _once(self, url: str, content: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
+        try:
+            response = await self._client.post(
+                url, content=content, headers={**self._headers, **headers}
+            )
+        except httpx.TransportError as error:
+            raise self.unavailable(f"{type(error).__name__} {error}".strip()) from None
+        if response.status_code in PASSING:
+            raise self.unavailable(
+                f"HTTP {response.status_code} {excerpt(response)}", retry_after(response)
+            )
+        if response.status_code != httpx.codes.OK:
+            raise refusal(self.name, response.status_code, response.text, self._key_source)
+        try:
+            value = json.loads(response.content)
+        except ValueError:
+            raise self.unavailable(f"not JSON: {excerpt(response)}") from None
+        if not isinstance(value, dict):
+            raise self.unavailable("an answer that is no JSON object")
+        return value
+
+    def _read(self, read: Callable[[dict[str, Any]], T], answer: dict[str, Any]) -> T:
+        try:
+            return read(answer)
+        except UNREADABLE as error:
+            raise self.unavailable(f"a malformed answer: {error!r}") from error
+
+    def unavailable(self, problem: str, retry_after: float | None = None) -> GatewayUnavailable:
+        return GatewayUnavailable(
+            f"the engine {self.name} gave nothing usable: {problem}",
+            retry_after=retry_after,
+            boundary=Boundary.ENGINE,
+        )
+
+
+def refusal(name: str, status: int, text: str, key_source: str = "") -> Refused:
+    """What a server's final no means for the caller."""
+    if status in KEY_REFUSED:
+        hint = f": check the variable {key_source}" if key_source else ""
+        return Refused(403, "engine_refused_key", f"the engine {name} answered {status}{hint}")
+    message = f"the engine {name} answered {status}: {_short(text)}"
+    if status == httpx.codes.NOT_FOUND:
+        message += " (PERDURE_ENGINE_MODEL and PERDURE_ENGINE_URL must name what it serves)"
+    code = "context_length_exceeded" if _too_long(text) else "engine_refused"
+    return Refused(400, code, message)
+
+
+def excerpt(response: httpx.Response) -> str:
+    return _short(response.text)
+
+
+def _short(text: str) -> str:
+    return " ".join(text[:500].split())
+
+
+def _too_long(text: str) -> bool:
+    return any(said in text[:5000] for said in TOO_LONG)
+
+
+def retry_after(response: httpx.Response) -> float | None:
+    try:
+        return float(response.headers.get("retry-after", ""))
+    except ValueError:
+        return None

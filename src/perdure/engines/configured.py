@@ -1,0 +1,204 @@
+"""Which engine the settings mean; asked beside the start, so that a gateway always starts.
+
+Keys come from variables named in the settings; their values are never logged or shown.
+"""
+
+import asyncio
+import contextlib
+import os
+
+import httpx
+
+from perdure.engines.base import DEFAULT_MODEL, Engine, Wait
+from perdure.engines.clients.anthropic_hosted import AnthropicHosted
+from perdure.engines.clients.openai_hosted import OpenAIHosted
+from perdure.engines.clients.wire import engine_name
+from perdure.engines.pool.metrics import pool_metrics
+from perdure.engines.pool.pool import POLL_S, EnginePool, EngineSpec
+from perdure.engines.roster import LoneRoster, SharedRoster
+from perdure.engines.state import name_of
+from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable, PerdureError
+from perdure.settings import Settings
+
+KINDS = ("vllm", "sglang", "openai", "anthropic")
+TOKENS = ("auto", "vllm", "sglang")
+NO_ENGINE = (
+    "no engine is configured: set PERDURE_ENGINE_URL (an inference server), "
+    "or OPENAI_BASE_URL / ANTHROPIC_BASE_URL (a hosted API)"
+)
+
+
+class Engines:
+    """What samples behind this gateway: the pool of token engines, or one hosted API."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        client: httpx.AsyncClient,
+        roster: SharedRoster | None = None,
+        *,
+        guard_key: str = "",
+    ) -> None:
+        """`roster`: what the gateways of a home share; a process on its own needs none. `guard_key`:
+        for the engines that Perdure guards."""
+        self._settings = settings
+        self._guard_key = guard_key
+        self._client = client
+        self._roster = roster or LoneRoster()
+        self._engine: Engine | None = None
+        self._pool: EnginePool | None = None
+        self._probing = asyncio.Lock()
+
+    @property
+    def name(self) -> str:
+        """The engine in use, for /healthz; what is configured while none was needed yet."""
+        return self._engine.name if self._engine else _url_and_kind(self._settings)[0] or "none"
+
+    @property
+    def pool(self) -> EnginePool:
+        """The pool, made when it is first needed."""
+        if self._pool is None:
+            settings, key_source = self._settings, self._settings.engine_api_key_env
+            own = engine_specs(settings.engine_url, settings.engine_kind)
+            self._pool = EnginePool(
+                self._roster,
+                self._client,
+                own,
+                model=settings.engine_model or DEFAULT_MODEL,
+                api_key=os.environ.get(key_source, ""),
+                key_source=key_source,
+                guard_key=self._guard_key,
+                hang_s=settings.engine_hang_s,
+            )
+        return self._pool
+
+    async def follow(self) -> None:
+        """Know the token engines before a turn wants one: who publishes weights finds them ready.
+
+        Ends when they are known, or the settings name a hosted API; cancel it at the end.
+        """
+        url, kind = _url_and_kind(self._settings)
+        while kind in ("auto", *TOKENS):
+            with contextlib.suppress(PerdureError):  # a turn that needs one is told what is wrong
+                if url or await self._registered():
+                    if (await self.current()).tokens is not None:
+                        await self.pool.start()
+                    return
+            await asyncio.sleep(POLL_S)
+
+    async def aclose(self) -> None:
+        if self._pool is not None:
+            await self._pool.aclose()
+
+    def left(self, session_id: str) -> None:
+        """A session ended: its seat is free."""
+        if self._pool is not None:
+            self._pool.left(session_id)
+
+    def waits(self, session_id: str) -> Wait | None:
+        """Whether a call of the session waits for an engine of the pool."""
+        return None if self._pool is None else self._pool.waits(session_id)
+
+    def metrics(self) -> bytes:
+        """Prometheus text of the pool; empty while there is none."""
+        return b"" if self._pool is None else pool_metrics(self._pool)
+
+    async def current(self) -> Engine:
+        """Raises: GatewayUnavailable naming the setting, or the engine that cannot be reached."""
+        if self._engine is None:
+            async with self._probing:
+                self._engine = self._engine or await self._find()
+        return self._engine
+
+    async def _find(self) -> Engine:
+        url, kind = _url_and_kind(self._settings)
+        if not url and not await self._registered():
+            raise GatewayUnavailable(NO_ENGINE, boundary=Boundary.ENGINE)
+        specs = engine_specs(url) if url else ()
+        if kind == "auto":
+            kind = await self._probe(specs[0].url) if len(specs) == 1 else "vllm"
+        if kind in TOKENS:
+            return Engine(", ".join(engine_name(kind, spec.url) for spec in specs), self.pool)
+        return self._hosted(kind, url)
+
+    async def _registered(self) -> bool:
+        """Whether somebody added engines at run time; what other gateways were set to is theirs."""
+        roster = await self._roster.read()
+        return any(not (one.removed or one.from_settings) for one in roster.engines)
+
+    async def _probe(self, url: str) -> str:
+        """vLLM answers an empty request on its token route with a complaint, others with 404."""
+        route = f"{url.rstrip('/').removesuffix('/v1')}/inference/v1/generate"
+        try:
+            response = await self._client.post(route, json={}, timeout=10.0)
+        except httpx.TransportError as error:
+            raise GatewayUnavailable(
+                f"the engine at PERDURE_ENGINE_URL cannot be reached: {type(error).__name__}",
+                boundary=Boundary.ENGINE,
+            ) from None
+        if response.status_code == httpx.codes.FORBIDDEN:
+            raise GatewayUnavailable(
+                "the engine refuses its token endpoint: start vLLM with --enable-scale-out, "
+                "or set PERDURE_ENGINE_KIND=openai (trainable: false)",
+                boundary=Boundary.ENGINE,
+            )
+        absent = (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED)
+        return "openai" if response.status_code in absent else "vllm"
+
+    def _hosted(self, kind: str, url: str) -> Engine:
+        model = self._settings.engine_model or os.environ.get(f"{kind.upper()}_MODEL", "")
+        hosted = OpenAIHosted if kind == "openai" else AnthropicHosted
+        key_source = self._settings.engine_api_key_env or f"{kind.upper()}_API_KEY"
+        api_key = os.environ.get(key_source, "")
+        chat = hosted(url, model, self._client, api_key=api_key, key_source=key_source)
+        return Engine(chat.name, chat=chat)
+
+
+def engine_specs(text: str, kind: str = "auto") -> list[EngineSpec]:
+    """`http://a:8000, http://b:8000=2`: engines with their weights; none where the kind is hosted.
+
+    Raises: ConfigurationError naming the part that is wrong.
+    """
+    specs = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        url, _, weight = part.partition("=")
+        try:
+            name_of(url)
+        except ValueError as error:
+            raise ConfigurationError(f"PERDURE_ENGINE_URL: {part!r}: {error}") from None
+        try:
+            share = float(weight or 1)
+        except ValueError:
+            share = 0.0
+        if not 0 < share < float("inf"):
+            raise ConfigurationError(
+                f"PERDURE_ENGINE_URL: the weight in {part!r} must be a number above 0"
+            )
+        specs.append(EngineSpec(url, share, "sglang" if kind == "sglang" else "vllm"))
+    return specs if kind in TOKENS else []
+
+
+def check_engine_settings(settings: Settings) -> None:
+    """Raises: ConfigurationError naming the setting."""
+    kind = settings.engine_kind
+    if kind not in ("auto", *KINDS):
+        raise ConfigurationError(
+            f"PERDURE_ENGINE_KIND is {kind!r}: use auto, {', '.join(KINDS[:-1])} or {KINDS[-1]}"
+        )
+    url = _url_and_kind(settings)[0]
+    if any(not part.strip().startswith(("http://", "https://")) for part in url.split(",") if url):
+        raise ConfigurationError("the engine's URL must start with http:// or https://")
+    if len(engine_specs(url)) > 1 and kind not in TOKENS:
+        raise ConfigurationError(
+            f"PERDURE_ENGINE_URL: several engines cannot be {kind}: use vllm or sglang"
+        )
+
+
+def _url_and_kind(settings: Settings) -> tuple[str, str]:
+    if settings.engine_url:
+        return settings.engine_url, settings.engine_kind
+    for kind in ("openai", "anthropic"):
+        url = os.environ.get(f"{kind.upper()}_BASE_URL", "")
+        if url and settings.engine_kind in ("auto", kind):
+            return url, kind
+    return "", settings.engine_kind

@@ -1,0 +1,1 @@
+"""New weights for running engines, and the proof that they were loaded."""

@@ -1,0 +1,60 @@
+"""The sync twin of `perdure.engines.weights.publishing`, for trainers without an event loop."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from perdure.engines.weights import publishing
+from perdure.engines.weights.publishing import Published, Source
+from perdure.engines.weights.update import (
+    BY_DEFAULT,
+    NOTICE_S,
+    Canaries,
+    Checkpoint,
+    Policy,
+    Updated,
+)
+from perdure.settings import Settings
+
+Result = TypeVar("Result")
+
+
+class Weights:
+    """See `perdure.engines.weights.publishing.Weights`."""
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        *,
+        into: Path | None = None,
+        notice_s: float = NOTICE_S,
+    ) -> None:
+        self._settings, self._into, self._notice_s = settings, into, notice_s
+
+    def published(self) -> Published | None:
+        return self._do(lambda weights: weights.published())
+
+    def publish(
+        self,
+        version: int,
+        source: Source,
+        canaries: Canaries,
+        policy: Policy = BY_DEFAULT,
+        *,
+        previous: Checkpoint | None = None,
+    ) -> list[Updated]:
+        return self._do(
+            lambda weights: weights.publish(version, source, canaries, policy, previous=previous)
+        )
+
+    def catch_up(self, policy: Policy = BY_DEFAULT) -> list[Updated]:
+        return self._do(lambda weights: weights.catch_up(policy))
+
+    def _do(self, call: Callable[[publishing.Weights], Awaitable[Result]]) -> Result:
+        async def whole() -> Result:
+            settings, into, notice_s = self._settings, self._into, self._notice_s
+            async with publishing.Weights(settings, into=into, notice_s=notice_s) as weights:
+                return await call(weights)
+
+        return asyncio.run(whole())

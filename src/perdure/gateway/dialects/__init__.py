@@ -1,1 +1,0 @@
-"""The wire formats agents speak, one file per dialect."""

@@ -1,1 +1,0 @@
-"""Engine clients: one file per kind of inference server behind the gateway."""

@@ -1,0 +1,354 @@
+"""The gateway's HTTP face: routes, keys, limits, and errors in the caller's dialect.
+
+Owns no state; sessions do. A request is checked (key, then size, then form) before it costs
+anything.
+"""
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from perdure.dialects import anthropic, openai_chat, openai_responses
+from perdure.dialects.base import Answer, Call, Dialect, Refused
+from perdure.engines.base import DEFAULT_MODEL
+from perdure.engines.clients.wire import new_client
+from perdure.engines.configured import Engines, check_engine_settings
+from perdure.engines.proxy import engine_keys
+from perdure.engines.roster import StoredRoster, roster_key
+from perdure.errors import (
+    ConfigurationError,
+    NotFound,
+    PerdureError,
+    RetryHere,
+)
+from perdure.gateway.base import SessionSpec, control_token, session_key
+from perdure.gateway.http import engine_routes
+from perdure.gateway.journal.base import Journal
+from perdure.gateway.journal.configured import open_partials
+from perdure.gateway.metrics import Metrics
+from perdure.gateway.rendering.tokenizers import load_format
+from perdure.gateway.sessions import Sessions
+from perdure.settings import Settings
+from perdure.storage.base import Store
+
+MAX_BODY = 32 << 20
+"""Bytes of a request; 200k tokens of history are about 1 MB."""
+MAX_CONTROL_BODY = 1 << 20
+RETRY_AFTER_S = 5
+
+MAX_HEADERS = 64 << 10
+DIALECTS: dict[str, Dialect] = {
+    "/v1/messages": anthropic,
+    "/v1/chat/completions": openai_chat,
+    "/v1/responses": openai_responses,
+}
+
+log = structlog.get_logger()
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """When a stream whose answer is not there yet gets its headers, and pings from then on.
+
+    Headers come late, because an error before them can be told by its status. The slowest client
+    waits 300 s for them, and as long for the next event.
+    """
+
+    headers_after_s: float = 240.0
+    ping_every_s: float = 20.0
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """What every route needs."""
+
+    settings: Settings
+    secret: bytes
+    sessions: Sessions
+    engines: Engines
+    metrics: Metrics
+    patience: Patience
+
+
+def create_app(
+    settings: Settings,
+    secret: bytes,
+    store: Store,
+    journal: Journal,
+    patience: Patience = Patience(),
+) -> Starlette:
+    """The ASGI app; its lifespan holds the engine's connections.
+
+    Raises: ConfigurationError naming a wrong engine or tokenizer setting.
+    """
+    check_engine_settings(settings)
+    model_format = load_format(settings.tokenizer)
+    metrics = Metrics()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with new_client() as client:
+            roster, keys = StoredRoster(store, roster_key(secret)), engine_keys(secret)
+            engines = Engines(settings, client, roster, guard_key=keys.data)
+            partials = open_partials(settings, store)
+            sessions = Sessions(journal, engines, model_format, store, metrics, partials=partials)
+            app.state.gateway = Gateway(settings, secret, sessions, engines, metrics, patience)
+            following = asyncio.create_task(engines.follow())
+            try:
+                yield
+            finally:
+                following.cancel()
+                await partials.aclose()
+                await engines.aclose()
+
+    return Starlette(
+        routes=[
+            *(Route(path, _agent(_complete), methods=["POST"]) for path in DIALECTS),
+            Route("/v1/messages/count_tokens", _agent(_count_tokens), methods=["POST"]),
+            Route("/v1/models", _agent(_models)),
+            Route("/", _hello, methods=["HEAD"]),
+            Route("/api/hello", _hello, methods=["HEAD"]),
+            Route("/sessions/{session_id}", _control(_open), methods=["PUT"]),
+            Route("/sessions/{session_id}", _control(_get), methods=["GET"]),
+            Route("/sessions/{session_id}/close", _control(_close), methods=["POST"]),
+            *engine_routes.routes(_control),
+            Route("/healthz", _healthz),
+            Route("/metrics", _metrics),
+        ],
+        exception_handlers={404: _no_route, 405: _no_route},
+        lifespan=lifespan,
+    )
+
+
+# --- agents ----------------------------------------------------------------------------------
+
+
+async def _complete(request: Request) -> Response:
+    session_id = _session_of(request)
+    call = _dialect_of(request).parse(await _body(request, MAX_BODY), request.headers)
+    answering = asyncio.ensure_future(_gateway(request).sessions.complete(session_id, call.request))
+    if not call.stream:
+        return Response(call.whole(await answering), media_type="application/json")
+    answering.add_done_callback(_retrieved)
+    await asyncio.wait([answering], timeout=_gateway(request).patience.headers_after_s)
+    if answering.done():
+        return Response(call.events(answering.result()), headers=STREAM_HEADERS)
+    return StreamingResponse(_late_events(request, call, answering), headers=STREAM_HEADERS)
+
+
+STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+
+
+def _retrieved(answering: "asyncio.Future[Answer]") -> None:
+    """A client may hang up before it is told of an error; nobody is missing it then."""
+    if not answering.cancelled():
+        answering.exception()
+
+
+async def _late_events(
+    request: Request, call: Call, answering: "asyncio.Future[Answer]"
+) -> AsyncIterator[bytes]:
+    dialect = _dialect_of(request)
+    while not answering.done():
+        yield dialect.PING
+        await asyncio.wait([answering], timeout=_gateway(request).patience.ping_every_s)
+    try:
+        yield call.events(answering.result())
+    except Exception as error:
+        refused = _as_refused(error)
+        _gateway(request).metrics.errors.labels(refused.code).inc()
+        yield dialect.error_event(refused)
+
+
+async def _count_tokens(request: Request) -> Response:
+    session_id = _session_of(request)
+    call = anthropic.parse(await _body(request, MAX_BODY), request.headers)
+    count = await _gateway(request).sessions.count_tokens(session_id, call.request)
+    return Response(anthropic.token_count(count), media_type="application/json")
+
+
+async def _models(request: Request) -> Response:
+    _session_of(request)
+    names = [_gateway(request).settings.engine_model or DEFAULT_MODEL]
+    return Response(_dialect_of(request).models(names), media_type="application/json")
+
+
+async def _hello(request: Request) -> Response:
+    """Claude Code looks whether somebody is there, without a key."""
+    return Response()
+
+
+def _dialect_of(request: Request) -> Dialect:
+    """By the path; where that says nothing, by the header that Anthropic's clients always send."""
+    for path, dialect in DIALECTS.items():
+        if request.url.path.startswith(path):
+            return dialect
+    return anthropic if "anthropic-version" in request.headers else openai_chat
+
+
+def _session_of(request: Request) -> str:
+    """The session whose key the caller holds. Raises: Refused (401)."""
+    key = _bearer(request) or request.headers.get("x-api-key", "").strip()
+    session_id = key.rpartition(".")[0]
+    expected = session_key(_gateway(request).secret, session_id)
+    if not session_id or not hmac.compare_digest(key.encode(), expected.encode()):
+        raise Refused(401, "invalid_api_key", "the session key is missing or wrong")
+    return session_id
+
+
+def _agent(handler: Handler) -> Handler:
+    """Errors as the caller's dialect has them."""
+
+    async def route(request: Request) -> Response:
+        try:
+            _check_headers(request)
+            return await handler(request)
+        except Exception as error:
+            return _error_response(request, _as_refused(error))
+
+    return route
+
+
+# --- control ---------------------------------------------------------------------------------
+
+
+async def _open(request: Request) -> Response:
+    raw = await _body(request, MAX_CONTROL_BODY)
+    try:
+        spec = SessionSpec.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "body"
+        raise Refused(400, "invalid_value", f"'{field}': {first['msg']}") from None
+    if spec.session_id != request.path_params["session_id"]:
+        raise Refused(400, "invalid_value", "'session_id' differs from the one in the path")
+    summary = await _gateway(request).sessions.open(spec)
+    return Response(summary.model_dump_json(), media_type="application/json")
+
+
+async def _get(request: Request) -> Response:
+    gateway, session_id = _gateway(request), request.path_params["session_id"]
+    summary = await gateway.sessions.get(session_id)
+    if waits := gateway.engines.waits(session_id):
+        if summary.waits is not None:  # the agent tries again: its wait began before this call's
+            waits = waits.model_copy(update={"since": min(summary.waits.since, waits.since)})
+        summary = summary.model_copy(update={"waits": waits})
+    return Response(summary.model_dump_json(), media_type="application/json")
+
+
+async def _close(request: Request) -> Response:
+    summary = await _gateway(request).sessions.close(request.path_params["session_id"])
+    _gateway(request).engines.left(summary.session_id)
+    return Response(summary.model_dump_json(), media_type="application/json")
+
+
+def _control(handler: Handler) -> Handler:
+    """Only with the control token; a session key is not one."""
+
+    async def route(request: Request) -> Response:
+        try:
+            expected = control_token(_gateway(request).secret)
+            if not hmac.compare_digest(_bearer(request).encode(), expected.encode()):
+                raise Refused(401, "invalid_control_token", "the control token is missing or wrong")
+            return await handler(request)
+        except NotFound as error:
+            return _error_response(request, Refused(404, "not_found", str(error)))
+        except ConfigurationError as error:
+            return _error_response(request, Refused(409, "conflict", str(error)))
+        except Exception as error:
+            return _error_response(request, _as_refused(error))
+
+    return route
+
+
+async def _healthz(request: Request) -> Response:
+    return JSONResponse({"status": "ok", "engine": _gateway(request).engines.name})
+
+
+async def _metrics(request: Request) -> Response:
+    gateway = _gateway(request)
+    content = gateway.metrics.text() + gateway.engines.metrics()
+    return Response(content, media_type="text/plain; version=0.0.4")
+
+
+# --- shared ----------------------------------------------------------------------------------
+
+
+def _gateway(request: Request) -> Gateway:
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+def _bearer(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def _check_headers(request: Request) -> None:
+    if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADERS:
+        raise Refused(431, "headers_too_large", f"headers may have at most {MAX_HEADERS} bytes")
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """Raises: Refused (413) as soon as the limit is passed, announced or not; (415) when packed."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise Refused(415, "unsupported_encoding", "send the request's body uncompressed")
+    too_large = Refused(413, "request_too_large", f"a request may have at most {limit} bytes")
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdigit() or int(announced) > limit:
+        raise too_large
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise too_large
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _as_refused(error: Exception) -> Refused:
+    match error:
+        case Refused():
+            return error
+        case NotFound():
+            return Refused(403, "session_not_open", "this session is not open")
+        case RetryHere():
+            return Refused(503, "engine_unavailable", str(error))
+        case RecursionError():
+            return Refused(400, "invalid_json", "the request is nested too deeply")
+        case ClientDisconnect():
+            return Refused(400, "client_closed_request", "the client went away")
+        case PerdureError():
+            log.error("call failed", error=repr(error))
+            return Refused(500, "internal_error", str(error))
+        case _:
+            log.error("call failed", exc_info=error)
+            return Refused(500, "internal_error", "the gateway failed; its log says why")
+
+
+def _error_response(request: Request, refused: Refused) -> Response:
+    _gateway(request).metrics.errors.labels(refused.code).inc()
+    headers = {"retry-after": str(RETRY_AFTER_S)} if refused.status in (429, 503) else {}
+    dialect = _dialect_of(request)
+    return Response(
+        dialect.error(refused),
+        status_code=dialect.status(refused),
+        media_type="application/json",
+        headers=headers,
+    )
+
+
+async def _no_route(request: Request, error: Any) -> Response:
+    message = f"no route {request.method} {request.url.path}"
+    return _error_response(request, Refused(error.status_code, "no_route", message))

@@ -1,0 +1,107 @@
+"""Engines at run time, with the control token: list, add, drain, remove.
+
+    GET    /engines                                                 -> {"engines": [...]}
+    POST   /engines                  {"url": ..., "weight": 1.0}    -> the engine; again: its weight
+    POST   /engines/{name}/drain     {"deadline_s": 300}            -> the engine
+    DELETE /engines/{name}
+
+Every gateway of the home follows within a second. An engine's own routes are never proxied.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from pydantic import Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from perdure.dialects.base import Refused
+from perdure.engines.pool.pool import DRAIN_S, EnginePool, EngineSpec
+from perdure.engines.roster import Roster
+from perdure.types import Request as Asked
+
+LARGEST = 1 << 16
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class AddEngine(Asked):
+    url: str
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+
+
+class DrainEngine(Asked):
+    deadline_s: float = Field(DRAIN_S, ge=0, allow_inf_nan=False)
+
+
+T = TypeVar("T", bound=Asked)
+
+
+def routes(control: Callable[[Handler], Handler]) -> list[Route]:
+    """`control` lets in only those who hold the control token."""
+    return [
+        Route("/engines", control(_list), methods=["GET"]),
+        Route("/engines", control(_add), methods=["POST"]),
+        Route("/engines/{name}/drain", control(_drain), methods=["POST"]),
+        Route("/engines/{name}", control(_remove), methods=["DELETE"]),
+    ]
+
+
+async def _list(request: Request) -> Response:
+    pool = _pool(request)
+    return JSONResponse({"engines": _shown(await pool.roster(), pool), "waiting": pool.waiting})
+
+
+async def _add(request: Request) -> Response:
+    asked = await _read(request, AddEngine)
+    try:
+        record = await _pool(request).add(EngineSpec(asked.url, asked.weight))
+    except ValueError as error:
+        raise Refused(400, "invalid_value", f"'url': {error}") from None
+    return JSONResponse(record.model_dump(mode="json"))
+
+
+async def _drain(request: Request) -> Response:
+    asked = await _read(request, DrainEngine)
+    record = await _pool(request).drain(_name(request), deadline_s=asked.deadline_s)
+    return JSONResponse(record.model_dump(mode="json"))
+
+
+async def _remove(request: Request) -> Response:
+    await _pool(request).remove(_name(request))
+    return Response(status_code=204)
+
+
+def _shown(roster: Roster, pool: EnginePool) -> list[dict[str, Any]]:
+    shown = []
+    for record in roster.engines:
+        if record.removed or (record.from_settings and record.name not in pool.seats):
+            continue
+        seat = pool.seats.get(record.name)
+        here = {"agents": pool.leases.agents(record.name)}
+        if seat is not None:
+            here |= {"capacity": seat.capacity.agents, "calls": len(seat.running)}
+        shown.append({**record.model_dump(mode="json"), **here})
+    return shown
+
+
+def _pool(request: Request) -> EnginePool:
+    pool: EnginePool = request.app.state.gateway.engines.pool
+    return pool
+
+
+def _name(request: Request) -> str:
+    return str(request.path_params["name"])
+
+
+async def _read(request: Request, model: type[T]) -> T:
+    """Raises: Refused naming the field."""
+    raw = await request.body()
+    if len(raw) > LARGEST:
+        raise Refused(413, "request_too_large", f"a request may have at most {LARGEST} bytes")
+    try:
+        return model.model_validate_json(raw or b"{}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "body"
+        raise Refused(400, "invalid_value", f"'{field}': {first['msg']}") from None

@@ -1,0 +1,145 @@
+"""Serving one gateway app on listening sockets, its own or those of a pool."""
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+
+from perdure.gateway.http import listeners
+from perdure.gateway.http.acceptor import Acceptor
+from perdure.gateway.http.app import create_app
+from perdure.gateway.http.limits import Gate
+from perdure.gateway.journal.configured import open_journal
+from perdure.settings import Settings
+from perdure.storage.base import Store
+
+GRACE_S = 5
+"""Seconds that turns in flight get after SIGTERM; their clients ask again."""
+NO_GRACE = 0
+"""For servers inside a test: connections are cut, which saves 0.1 s each time."""
+TICK_S = 0.1
+"""uvicorn refreshes its date header every tenth tick."""
+
+log = structlog.get_logger()
+
+
+class Server(uvicorn.Server):
+    """uvicorn inside a program that owns its signals, and that stops at once when told to."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+        self._acceptor: Acceptor | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if sockets is None:
+            return await super().startup()
+        await super().startup([])
+        self._acceptor = Acceptor(sockets, self._protocol)
+        if isinstance(self.config.app, Gate):
+            self.config.app.on_crowded = self._crowded
+        self._acceptor.resume()
+
+    async def main_loop(self) -> None:
+        ticks = itertools.count()
+        while not await self.on_tick(next(ticks)):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), TICK_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is not None:
+            self._acceptor.stop()
+        if self.config.timeout_graceful_shutdown != NO_GRACE:
+            return await super().shutdown(sockets)
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        for task in self.server_state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopping.set()
+
+    def _protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+    def _crowded(self, crowded: bool) -> None:
+        assert self._acceptor is not None
+        if crowded:
+            self._acceptor.pause()
+        else:
+            self._acceptor.resume()
+
+
+def make_server(app: ASGIApp, **options: Any) -> Server:
+    config = uvicorn.Config(
+        app,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        **{"http": "h11", "timeout_graceful_shutdown": GRACE_S, **options},
+    )
+    return Server(config)
+
+
+async def serve(
+    settings: Settings,
+    secret: bytes,
+    store: Store,
+    *,
+    descriptors: Sequence[int] = (),
+    health: Path | None = None,
+) -> None:
+    """Run a gateway until SIGTERM or SIGINT.
+
+    `descriptors`: listening sockets that a pool shares; without them it binds its own. `health`: a
+    unix socket of this process alone, for whoever watches it.
+    Raises: ConfigurationError.
+    """
+    loop = asyncio.get_running_loop()
+    journal = open_journal(settings, store)
+    server = make_server(Gate(create_app(settings, secret, store, journal)))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop)
+    with _sockets(settings, descriptors, health) as sockets:
+        host, port = sockets[0].getsockname()[:2]
+        log.info("gateway listens", host=host, port=port, socket=str(settings.gateway_socket))
+        await server.serve(sockets)
+    await journal.aclose()
+
+
+@contextlib.contextmanager
+def _sockets(
+    settings: Settings, descriptors: Sequence[int], health: Path | None
+) -> Iterator[list[socket.socket]]:
+    with contextlib.ExitStack() as stack:
+        if descriptors:
+            sockets = listeners.inherited(descriptors)
+        else:
+            sockets = stack.enter_context(listeners.bound(settings))
+        if health is not None:
+            sockets.append(listeners.bind_unix(health))
+            stack.callback(health.unlink, missing_ok=True)
+        yield sockets

@@ -1,0 +1,35 @@
+"""The journal contract: every turn is durable here before it is answered."""
+
+from typing import Any, Protocol
+
+from perdure.errors import Boundary, PerdureError
+
+
+class Overtaken(PerdureError):
+    """Another gateway process committed to this session first: read on, then decide anew."""
+
+    boundary = Boundary.GATEWAY
+
+
+class Journal(Protocol):
+    """The durable, ordered records of every session; shared by all gateway processes of a pool.
+
+    Records are numbered 0, 1, ... per session. Committing names the number a record is to get, so
+    of two processes that answer one session at once exactly one wins and the other learns of it.
+    """
+
+    async def read(self, session_id: str, after: int = 0) -> list[dict[str, Any]]:
+        """The records from number `after` on; [] when there are none (or no such session).
+
+        Raises: JournalDamaged, StoreUnavailable.
+        """
+        ...
+
+    async def append(self, session_id: str, record: dict[str, Any], *, position: int) -> None:
+        """Durable when it returns. Raises: Overtaken when number `position` is already taken;
+        GatewayUnavailable when it cannot be written (disk full, store away): nothing was."""
+        ...
+
+    async def aclose(self) -> None:
+        """Write what is queued."""
+        ...

@@ -1,0 +1,257 @@
+"""The journal on this host's disk: one append-only file per session, shared by its gateways.
+
+Owns group commit (one thread syncs for all sessions) and fencing between processes: a record gets
+the number its writer named, or the writer learns that another was first. Files are in
+`journal_file`, bytes in `journal_records`, other hosts in `journal_store`.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from perdure.errors import GatewayUnavailable
+from perdure.gateway.journal.base import Overtaken
+from perdure.gateway.journal.encoding import JournalDamaged, Records, frame
+from perdure.gateway.journal.local_file import NOTHING, Busy, Known, SessionFile
+
+FILE_NAME = "journal.log"
+BATCH = 256
+"""Records committed together at most; one batch pays for its disk syncs once."""
+BUSY_PAUSE_S = 0.005
+BUSY_LIMIT_S = 10.0
+"""A file that another process holds longer than this: that process hangs, and callers ask again."""
+KEPT = 8192
+"""Sessions whose file ends are remembered; another one is read from its start."""
+
+
+class _Append(NamedTuple):
+    session_id: str
+    position: int
+    data: bytes
+    deadline: float
+    loop: asyncio.AbstractEventLoop
+    done: "asyncio.Future[None]"
+
+
+class _Written(NamedTuple):
+    """Appends of one session, written but not synced."""
+
+    file: SessionFile
+    before: Known
+    after: Known
+    items: list[_Append]
+
+
+class LocalJournal:
+    """All sessions' files under one folder; any number of processes of one host share it."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._known: OrderedDict[str, Known] = OrderedDict()
+        self._known_lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Append | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    async def read(self, session_id: str, after: int = 0) -> list[dict[str, Any]]:
+        """The durable records from number `after` on.
+
+        Raises: JournalDamaged; GatewayUnavailable when another process holds the file and hangs.
+        """
+        known = self._look_up(session_id)
+        start = known if known.records <= after else NOTHING
+        found = await self.tail(session_id, start)
+        return found.records[after - start.records :]
+
+    async def tail(self, session_id: str, known: Known) -> Records:
+        """The records behind `known`; costs what is new. Raises: as `read`."""
+        deadline = time.monotonic() + BUSY_LIMIT_S
+        while True:
+            try:
+                return await asyncio.to_thread(self._read, session_id, known)
+            except Busy:
+                if time.monotonic() > deadline:
+                    raise _hangs(session_id) from None
+                await asyncio.sleep(BUSY_PAUSE_S)
+
+    async def find(self, session_id: str, records: int, known: Known = NOTHING) -> Known:
+        """Where the first `records` records end, looking from `known` on."""
+        found = await self.tail(session_id, known)
+        frames = map(frame, found.records[: records - known.records])
+        return Known(records, known.end + sum(map(len, frames)))
+
+    async def append(self, session_id: str, record: dict[str, Any], *, position: int) -> None:
+        """Returns when the record survives a power cut.
+
+        Raises: Overtaken, GatewayUnavailable, JournalDamaged; then nothing of it is in the file.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        deadline = time.monotonic() + BUSY_LIMIT_S
+        self._queue.put(_Append(session_id, position, frame(record), deadline, loop, done))
+        await done
+
+    async def aclose(self) -> None:
+        """Write what is queued."""
+        self._queue.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _path(self, session_id: str) -> Path:
+        return self._folder / session_id / FILE_NAME
+
+    def _read(self, session_id: str, start: Known) -> Records:
+        try:
+            file = SessionFile(self._path(session_id), write=False)
+        except FileNotFoundError:
+            return Records([], 0)
+        try:
+            found = file.after(start)
+        finally:
+            file.close()
+        self._learn(session_id, Known(start.records + len(found.records), found.end))
+        return found
+
+    def _look_up(self, session_id: str) -> Known:
+        with self._known_lock:
+            return self._known.get(session_id, NOTHING)
+
+    def _learn(self, session_id: str, known: Known) -> None:
+        with self._known_lock:
+            if known.records >= self._known.get(session_id, NOTHING).records:
+                self._known[session_id] = known
+                self._known.move_to_end(session_id)
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+
+    # --- the committing thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        busy: list[_Append] = []
+        stop = False
+        while not stop or busy:
+            batch, stopped = self._drain(wait=None if not busy and not stop else BUSY_PAUSE_S)
+            stop = stop or stopped
+            busy = self._commit(busy + batch)
+
+    def _drain(self, wait: float | None) -> tuple[list[_Append], bool]:
+        """What is queued, waiting `wait` seconds for the first (None: as long as it takes)."""
+        batch: list[_Append] = []
+        while len(batch) < BATCH:
+            try:
+                item = self._queue.get(block=not batch, timeout=wait)
+            except queue.Empty:
+                break
+            if item is None:
+                return batch, True
+            batch.append(item)
+        return batch, False
+
+    def _commit(self, batch: list[_Append]) -> list[_Append]:
+        """Write all, sync each file once, wake the waiting turns; return whose file was busy."""
+        sessions: dict[str, list[_Append]] = {}
+        for item in batch:
+            sessions.setdefault(item.session_id, []).append(item)
+        busy: list[_Append] = []
+        written: list[_Written] = []
+        for session_id, items in sessions.items():
+            try:
+                written += self._write(session_id, items)
+            except Busy:
+                busy += _in_time(items)
+            except (OSError, JournalDamaged) as error:
+                _resolve(items, _told(error))
+        for one in written:
+            self._sync(one)
+        return busy
+
+    def _write(self, session_id: str, items: list[_Append]) -> list[_Written]:
+        """The appends of one session that name the right number; the others are told."""
+        file = SessionFile(self._path(session_id), write=True)
+        try:
+            known = self._look_up(session_id)
+            found = file.after(known)
+            before = Known(known.records + len(found.records), found.end)
+            self._learn(session_id, before)
+            accepted = _accept(items, before.records)
+            if not accepted:
+                file.close()
+                return []
+            data = b"".join(item.data for item in accepted)
+            file.append(data, before.end)
+        except (OSError, JournalDamaged):
+            file.close()
+            raise
+        after = Known(before.records + len(accepted), before.end + len(data))
+        return [_Written(file, before, after, accepted)]
+
+    def _sync(self, written: _Written) -> None:
+        try:
+            written.file.sync(written.before.end)
+        except OSError as error:
+            _resolve(written.items, _told(error))
+        else:
+            self._learn(written.items[0].session_id, written.after)
+            _resolve(written.items, None)
+        finally:
+            written.file.close()
+
+
+def _accept(items: list[_Append], records: int) -> list[_Append]:
+    """Those that name the next numbers, in order; the others are answered."""
+    accepted: list[_Append] = []
+    for item in items:
+        following = records + len(accepted)
+        if item.position == following:
+            accepted.append(item)
+        elif item.position < following:
+            _resolve([item], overtaken(item.session_id, item.position))
+        else:
+            missing = f"record {item.position - 1} of session {item.session_id!r} was not written"
+            _resolve([item], GatewayUnavailable(missing))
+    return accepted
+
+
+def _in_time(items: list[_Append]) -> list[_Append]:
+    now = time.monotonic()
+    for item in items:
+        if item.deadline < now:
+            _resolve([item], _hangs(item.session_id))
+    return [item for item in items if item.deadline >= now]
+
+
+def overtaken(session_id: str, position: int) -> Overtaken:
+    return Overtaken(f"record {position} of session {session_id!r} was written by another gateway")
+
+
+def _hangs(session_id: str) -> GatewayUnavailable:
+    return GatewayUnavailable(
+        f"another gateway process has been writing session {session_id!r} for {BUSY_LIMIT_S:g} s"
+    )
+
+
+def _told(error: OSError | JournalDamaged) -> Exception:
+    if isinstance(error, OSError):
+        return GatewayUnavailable(f"the journal cannot be written: {error.strerror}")
+    return error
+
+
+def _resolve(items: list[_Append], error: Exception | None) -> None:
+    for item in items:
+        try:
+            item.loop.call_soon_threadsafe(_finish, item.done, error)
+        except RuntimeError:  # the loop ended; nobody waits for the answer any more
+            continue
+
+
+def _finish(done: "asyncio.Future[None]", error: Exception | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)

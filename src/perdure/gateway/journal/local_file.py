@@ -1,0 +1,104 @@
+"""One session's journal file, locked: what every process of a host agrees on.
+
+Whoever reads holds the lock with others, whoever appends holds it alone until its bytes are on the
+disk: so what is read is durable. The kernel drops a lock with its process, however that ends.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from perdure.gateway.journal.encoding import JournalDamaged, Records, split
+
+
+class Known(NamedTuple):
+    """How far a process has read a session: the number of records, and where the last one ends."""
+
+    records: int = 0
+    end: int = 0
+
+
+NOTHING = Known()
+
+
+class Busy(Exception):
+    """Another process writes this session right now."""
+
+
+class SessionFile:
+    """An open, locked file; closing it unlocks."""
+
+    def __init__(self, path: Path, *, write: bool) -> None:
+        """Raises: Busy; FileNotFoundError when reading what is not there; OSError."""
+        self.path = path
+        if write:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
+        self._handle = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._handle, (fcntl.LOCK_EX if write else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._handle)
+            raise Busy from None
+
+    def after(self, known: Known) -> Records:
+        """The records behind `known`; `Records.end` counts from the start of the file.
+
+        Raises: JournalDamaged.
+        """
+        size = os.fstat(self._handle).st_size
+        if size < known.end:
+            raise JournalDamaged(f"{self.path} had {known.end} bytes and has {size}: it was cut")
+        if size == known.end:
+            return Records([], known.end)
+        records, length = split(self._bytes(known.end, size), self.path)
+        return Records(records, known.end + length)
+
+    def append(self, data: bytes, at: int) -> None:
+        """Write `data` at byte `at`, over a torn tail if there is one; still to be synced.
+
+        Raises: OSError, and then the file ends at `at`.
+        """
+        try:
+            if os.fstat(self._handle).st_size > at:
+                os.ftruncate(self._handle, at)
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._handle, data[written:], at + written)
+            if at == 0:  # the first records: until now nobody needed the file to be found
+                _sync_folders(self.path.parent)
+        except OSError:
+            os.ftruncate(self._handle, at)
+            raise
+
+    def sync(self, at: int) -> None:
+        """What was appended at `at` survives a power cut. Raises: OSError, and it is gone."""
+        try:
+            os.fdatasync(self._handle)
+        except OSError:
+            os.ftruncate(self._handle, at)
+            raise
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        parts, position = [], start
+        while position < end:
+            part = os.pread(self._handle, end - position, position)
+            if not part:
+                break
+            parts.append(part)
+            position += len(part)
+        return b"".join(parts)
+
+
+def _sync_folders(folder: Path) -> None:
+    """The names of a new file and of its folder must be as durable as its bytes."""
+    for path in (folder, folder.parent):
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,167 @@
+"""The local journal, followed by the store: answers wait for the disk, parts go up behind them.
+
+So another host can go on with a session whose host is gone, from the last part. Owns when a part
+is written and what happens when two hosts both went on; bytes are `journal_parts`'.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import structlog
+
+from perdure.errors import GatewayUnavailable, PerdureError, StoreUnavailable
+from perdure.gateway.journal.base import Overtaken
+from perdure.gateway.journal.local import LocalJournal
+from perdure.gateway.journal.local_file import Known
+from perdure.gateway.journal.parts import Parts, Record
+
+PAUSE_S = 2.0
+"""Between two rounds of uploads: the turns of a round share a part."""
+AT_ONCE = 8
+"""Parts in flight; what waits is a set of session ids, its records wait on the disk."""
+
+log = structlog.get_logger()
+
+
+class MirroredJournal:
+    """A `LocalJournal` whose sessions other hosts can take over."""
+
+    def __init__(self, local: LocalJournal, parts: Parts, pause_s: float = PAUSE_S) -> None:
+        self._local = local
+        self._parts = parts
+        self._pause_s = pause_s
+        self._uploaded: dict[str, Known] = {}
+        self._behind: set[str] = set()
+        self._lost: set[str] = set()
+        self._wake = asyncio.Event()
+        self._room = asyncio.Semaphore(AT_ONCE)
+        self._uploading: asyncio.Task[None] | None = None
+
+    async def read(self, session_id: str, after: int = 0) -> list[dict[str, Any]]:
+        """The records from number `after` on, those of other hosts among them.
+
+        Raises: JournalDamaged; StoreUnavailable when this host knows nothing of the session;
+        GatewayUnavailable when another host went on with it.
+        """
+        self._check(session_id)
+        if session_id not in self._uploaded:
+            await self._meet(session_id)
+        return await self._local.read(session_id, after)
+
+    async def append(self, session_id: str, record: dict[str, Any], *, position: int) -> None:
+        """Returns when this host's disk has it. Raises: as `LocalJournal`, and as `read`."""
+        self._check(session_id)
+        await self._local.append(session_id, record, position=position)
+        self._mark([session_id])
+
+    async def aclose(self) -> None:
+        """Write what is queued, to the disk and to the store; a store that is away can wait."""
+        if self._uploading is not None:
+            self._uploading.cancel()
+            await asyncio.gather(self._uploading, return_exceptions=True)
+        await self._round()
+        await self._local.aclose()
+
+    async def adopt(self, session_id: str) -> None:
+        """Bring to the store what only this disk has, once. Raises: as `read`."""
+        if session_id not in self._uploaded and await self._local.read(session_id):
+            await self._meet(session_id, needed=True)
+            await self._upload(session_id)
+            self._check(session_id)
+
+    # --- meeting a session ---------------------------------------------------------------------
+
+    async def _meet(self, session_id: str, *, needed: bool = False) -> None:
+        """Compare disk and store, once; the disk gets what other hosts wrote."""
+        here = await self._local.read(session_id)
+        try:
+            end = await self._compare(session_id, here)
+        except Overtaken:  # another process of this host wrote and uploaded meanwhile
+            return await self._meet(session_id, needed=needed)
+        except StoreUnavailable:
+            if not here or needed:
+                raise
+            log.warning("session goes on without a look at the store", session_id=session_id)
+            return
+        self._uploaded[session_id] = await self._local.find(session_id, end)
+        if end < len(here):
+            self._mark([session_id])
+
+    async def _compare(self, session_id: str, here: list[Record]) -> int:
+        """The number of records that the store has; all of them are on the disk, too."""
+        firsts = await self._parts.firsts(session_id)
+        if not firsts:
+            return 0
+        start = max((first for first in firsts if first <= len(here)), default=0)
+        there = await self._parts.read(session_id, start)
+        common = min(len(here) - start, len(there))
+        if here[start : start + common] != there[:common]:
+            self._lose(session_id)
+            self._check(session_id)
+        for number, record in enumerate(there[common:], start + common):
+            await self._local.append(session_id, record, position=number)
+        return start + len(there)
+
+    # --- uploading -----------------------------------------------------------------------------
+
+    def _mark(self, sessions: Iterable[str]) -> None:
+        self._behind.update(sessions)
+        self._wake.set()
+        if self._uploading is None:
+            self._uploading = asyncio.create_task(self._keep_up())
+
+    async def _keep_up(self) -> None:
+        while True:
+            await self._wake.wait()
+            await asyncio.sleep(self._pause_s)
+            self._wake.clear()
+            await self._round()
+
+    async def _round(self) -> None:
+        await asyncio.gather(*(self._try(session_id) for session_id in [*self._behind]))
+
+    async def _try(self, session_id: str) -> None:
+        try:
+            async with self._room:
+                self._behind.discard(session_id)
+                await self._upload(session_id)
+        except (StoreUnavailable, asyncio.CancelledError) as error:
+            self._behind.add(session_id)
+            self._wake.set()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            log.warning("journal waits for the store", session_id=session_id, error=str(error))
+        except PerdureError as error:
+            log.error("journal part not uploaded", session_id=session_id, error=str(error))
+
+    async def _upload(self, session_id: str) -> None:
+        if session_id not in self._uploaded:
+            await self._meet(session_id, needed=True)
+        while session_id not in self._lost:
+            known = self._uploaded[session_id]
+            records = (await self._local.tail(session_id, known)).records
+            if not records:
+                return
+            end = known.records + await self._put(session_id, known.records, records)
+            self._uploaded[session_id] = await self._local.find(session_id, end, known)
+
+    async def _put(self, session_id: str, first: int, records: list[Record]) -> int:
+        """How many of `records` are in the store now, written by us or by another process."""
+        if await self._parts.put_records(session_id, first, records):
+            return len(records)
+        there = await self._parts.get(session_id, first)
+        if there != records[: len(there)]:
+            self._lose(session_id)
+        return len(there)
+
+    def _lose(self, session_id: str) -> None:
+        self._lost.add(session_id)
+        log.error("another host went on with this session", session_id=session_id)
+
+    def _check(self, session_id: str) -> None:
+        if session_id in self._lost:
+            raise GatewayUnavailable(
+                f"another host went on with session {session_id!r} while this one had records of "
+                "it that were not in the store; PERDURE_GATEWAY_DURABILITY=store rules this out"
+            )

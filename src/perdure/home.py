@@ -1,0 +1,74 @@
+"""What all processes of a home share: its secret, and the sandbox providers it has used.
+
+Session keys, the control token and the name of the engines' roster derive from the secret; how each
+is derived is the business of the room that uses it.
+"""
+
+import os
+import secrets
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from perdure.errors import ConfigurationError
+from perdure.registry import SANDBOXES
+from perdure.settings import Settings
+
+SECRET_VARIABLE = "PERDURE_SECRET"
+SHORTEST_SECRET = 16
+
+
+def load_secret(settings: Settings) -> bytes:
+    """The secret from which session keys and the control token derive: PERDURE_SECRET where given
+    (many hosts), else a file under the home that the first process creates.
+
+    Raises: ConfigurationError when it is too short or cannot be read.
+    """
+    given = os.environ.get(SECRET_VARIABLE, "").strip()
+    source = SECRET_VARIABLE
+    if not given:
+        path = settings.home.absolute() / "run" / "secret"
+        source = str(path)
+        try:
+            given = _read_or_create(path)
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot read {path}: {error.strerror}; set {SECRET_VARIABLE}"
+            ) from error
+    if len(given) < SHORTEST_SECRET:
+        raise ConfigurationError(f"{source} is shorter than {SHORTEST_SECRET} characters")
+    return given.encode()
+
+
+def _read_or_create(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".secret.{secrets.token_hex(8)}")
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(draft, path)  # whoever links first has created it; all others read theirs
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()
+    return path.read_text().strip()
+
+
+def remember_sandboxes(home: Path, name: str) -> None:
+    """Note that this home uses provider `name`, where the table does not name it anyway."""
+    if name not in SANDBOXES:
+        folder = home / "providers"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / quote(name, safe="")).touch()
+
+
+def sandboxes_of(home: Path) -> list[str]:
+    """Every provider that may have sandboxes of this home: the known ones, and those it ever used."""
+    folder = home / "providers"
+    used = [unquote(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []
+    return [*SANDBOXES, *sorted(used)]

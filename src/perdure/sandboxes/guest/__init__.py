@@ -1,0 +1,1 @@
+"""Sandboxes elsewhere, from the host's side: durable commands through a guest program."""

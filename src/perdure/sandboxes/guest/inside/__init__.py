@@ -1,0 +1,1 @@
+"""Programs that run inside a remote sandbox: standard library only."""

@@ -1,0 +1,75 @@
+"""Folders of this host as archives for sandboxes elsewhere: packed once, kept by what they hold."""
+
+import gzip
+import hashlib
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from perdure.sandboxes.host.interpreters import is_interpreter
+
+NOT_OF_AN_INTERPRETER = ("site-packages", "test", "__pycache__", "idlelib", "config-3")
+"""What was installed beside it, its own tests, and what only its makers need."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    path: Path
+    sha256: str
+
+
+def pack(folder: Path, cache: Path) -> Pack:
+    """A gzipped tar of `folder`, without owners; blocking. A killed packer leaves only a draft."""
+    key = _fingerprint(folder)
+    for found in cache.glob(f"{key}-*.tgz"):
+        os.utime(found)  # used now: what an age-based clean-up goes by
+        return Pack(found, found.stem.partition("-")[2])
+    cache.mkdir(parents=True, exist_ok=True)
+    draft = cache / f".{uuid4().hex}"
+    try:
+        _write(folder, draft)
+        with draft.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        path = draft.rename(cache / f"{key}-{sha256}.tgz")
+    finally:
+        draft.unlink(missing_ok=True)
+    return Pack(path, sha256)
+
+
+def _write(folder: Path, target: Path) -> None:
+    with (
+        target.open("wb") as file,
+        gzip.GzipFile(fileobj=file, mode="wb", compresslevel=1, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for path in (folder, *_contents(folder)):
+            tar.add(path, path.relative_to(folder), recursive=False, filter=_without_owner)
+
+
+def _contents(folder: Path) -> Iterator[Path]:
+    """Everything below in a fixed order; of an interpreter what programs need, a fiftieth of it."""
+    skipped = NOT_OF_AN_INTERPRETER if is_interpreter(folder) else ()
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(skipped))
+        yield from (Path(where, name) for name in sorted((*folders, *files)))
+
+
+def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    if not (member.isfile() or member.isdir() or member.issym() or member.islnk()):
+        return None  # sockets and devices mean nothing elsewhere
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def _fingerprint(folder: Path) -> str:
+    """Digest of names, kinds, sizes, modes and times below the folder."""
+    digest = hashlib.sha256(str(folder).encode())
+    for path in _contents(folder):
+        stat = path.lstat()
+        what = f"{path}\0{stat.st_size}\0{stat.st_mode}\0{stat.st_mtime_ns}\n"
+        digest.update(os.fsencode(what))
+    return digest.hexdigest()[:32]

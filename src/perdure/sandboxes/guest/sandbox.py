@@ -1,0 +1,432 @@
+"""What sandboxes of a service elsewhere share: commands and files by the guest program.
+
+`guest` runs inside and keeps durable records, so every order may be repeated after a lost answer.
+Trees and mounts are packed once and uploaded. How the service carries an order is the provider's.
+"""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import math
+import shlex
+import zlib
+from abc import abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+from uuid import uuid4
+
+from perdure.errors import (
+    ConfigurationError,
+    ControlPlaneError,
+    NotFound,
+    PerdureError,
+    SandboxLost,
+)
+from perdure.sandboxes.base import ExecResult, ExecState, ExecStatus, Mount, Sandbox, SandboxSpec
+from perdure.sandboxes.guest.calls import again
+from perdure.sandboxes.guest.packs import pack
+from perdure.sandboxes.host.execs import EXEC_ID, argv_digest
+from perdure.sandboxes.host.sandbox import _check_argv, _checked
+from perdure.sandboxes.providers.bubblewrap import ENVIRONMENT, HOME
+
+FOLDER = "/var/lib/perdure"
+PROGRAMS = ("guest.py", "guest_door.py", "guest_files.py", "guest_processes.py")
+PYTHON = "exec python3 -I -S -c"
+"""Without the image's own packages."""
+CALL = (
+    f"{PYTHON} 'import sys; sys.argv[1:] = sys.stdin.read().split(); "
+    f'sys.path.insert(0, "{FOLDER}"); import guest_door; guest_door.main()\''
+)
+"""Its standard input is an order, which no list of processes shows."""
+INSTALL = f"""
+import base64, json, os, sys, zlib
+had = os.umask(0o077)
+os.makedirs("{FOLDER}", exist_ok=True)
+for name, text in json.loads(zlib.decompress(base64.b64decode(sys.argv[1]))).items():
+    path = "{FOLDER}/" + name
+    if not os.path.exists(path) or open(path).read() != text:
+        draft = path + "." + os.urandom(4).hex()
+        with open(draft, "w") as file:
+            file.write(text)
+        os.replace(draft, path)
+os.umask(had)
+sys.argv[1:] = sys.stdin.read().split()
+sys.path.insert(0, "{FOLDER}")
+import guest_door
+guest_door.main()
+"""
+"""Its argument is the guest; its standard input as of CALL. A guest of the same text is left alone."""
+MARK = "perdure-answer:"
+INLINE_BYTES = 60_000
+"""Longer orders are uploaded: the kernel bounds an argument at 128 KiB, and a service may make one
+of the line."""
+PIECE = 1 << 20
+WATCH_S = 5.0
+"""One waiting call; the guest looks by itself meanwhile."""
+
+
+class GuestSandbox(Sandbox):
+    waits_inside = True
+    service: ClassVar[str]
+    """As messages name it."""
+
+    def __init__(self, identity: str, workdir: str, *, packs: Path) -> None:
+        """`packs`: the folder of this host's archives."""
+        self.identity, self.workdir, self._packs = identity, workdir, packs
+        self._unanswered = False
+        """Perhaps for want of a guest: what older code of ours has set up has another one."""
+        self._is_new = False
+        """Nothing has run in it yet: what it lacks, its image lacks."""
+
+    @abstractmethod
+    async def _print(self, what: str, command: str, extra_s: float) -> str:
+        """Run one shell line as root and bring what it printed. It may take `extra_s` on purpose.
+
+        Raises: ControlPlaneError when it may be asked again; SandboxLost; ConfigurationError.
+        """
+
+    @abstractmethod
+    async def _write(self, path: str, data: bytes | Path) -> None:
+        """Upload, as root, to a path that nobody reads yet. Raises as `_print` does."""
+
+    async def start(
+        self,
+        exec_id: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        await self._guest(
+            "start",
+            **_order(exec_id, argv, env=env, cwd=cwd, user=user, stdin=stdin, timeout_s=timeout_s),
+        )
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        user: str | None = None,
+        check: bool = False,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        """As everywhere, in one call where the command is short and says little."""
+        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
+        exec_id = f"x-{uuid4().hex}"
+        order = _order(exec_id, argv, env=env, cwd=cwd, user=user, stdin=None, timeout_s=timeout)
+        found = await self._guest("run", seconds=WATCH_S, **order)
+        status = _status(found)
+        if not status.done:
+            status = await self.wait(exec_id)
+        out, err = [
+            await self._rest(exec_id, stream, found.get(name))
+            for stream, name in (("stdout", "out"), ("stderr", "err"))
+        ]
+        if check and not status.ok:
+            tail = (err or out)[-2000:].decode("utf-8", "replace")
+            raise RuntimeError(f"{shlex.join(argv)[:200]} ended as {status}: {tail}")
+        return ExecResult(status, out, err)
+
+    async def _rest(self, exec_id: str, stream: Any, begun: Mapping[str, Any] | None) -> bytes:
+        """A whole output of which `begun` may be the beginning."""
+        data = _bytes_of(begun) if begun is not None else b""
+        if begun is not None and begun["size"] <= len(data):
+            return data
+        return data + await self.output(exec_id, stream, len(data))
+
+    async def poll(self, exec_id: str) -> ExecStatus:
+        _check_exec_id(exec_id)
+        return _status(await self._guest("poll", exec_id=exec_id))
+
+    async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
+        _check_exec_id(exec_id)
+        loop = asyncio.get_running_loop()
+        end = math.inf if timeout_s is None else loop.time() + timeout_s
+        while True:
+            seconds = max(0.0, min(WATCH_S, end - loop.time()))
+            status = _status(await self._guest("wait", exec_id=exec_id, seconds=seconds))
+            if status.done or loop.time() >= end:
+                return status
+
+    async def output(
+        self,
+        exec_id: str,
+        stream: Literal["stdout", "stderr"] = "stdout",
+        offset: int = 0,
+        limit: int = 1 << 24,
+    ) -> bytes:
+        _check_exec_id(exec_id)
+        name = "out" if stream == "stdout" else "err"
+        return await self._range("output", offset, limit, exec_id=exec_id, stream=name)
+
+    async def next_output(
+        self, exec_id: str, offset: int, limit: int = 1 << 24, *, wait_s: float
+    ) -> bytes:
+        _check_exec_id(exec_id)
+        order = {"exec_id": exec_id, "stream": "out", "seconds": wait_s}
+        size = min(PIECE, limit)
+        return await again(lambda: self._piece("output", offset, size, order))
+
+    async def signal(self, exec_id: str, signum: int) -> None:
+        _check_exec_id(exec_id)
+        await self._guest("signal", exec_id=exec_id, signum=int(signum))
+
+    async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
+        if isinstance(data, bytes) and len(data) <= INLINE_BYTES // 2:
+            sha256, text = hashlib.sha256(data).hexdigest(), base64.b64encode(data).decode()
+            await self._guest("place", path=path, sha256=sha256, mode=mode, data=text)
+            return
+        sha256 = await asyncio.to_thread(_digest, data)
+        await again(lambda: self._deliver("place", data, path=path, sha256=sha256, mode=mode))
+
+    async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
+        return await self._range("read", offset, limit, path=path)
+
+    # -- set-up -----------------------------------------------------------------------------------
+
+    async def set_up(self, spec: SandboxSpec) -> None:
+        """Everything the spec asks for is inside afterwards, however often and by whomever run."""
+        mounts = sorted(self._sent(spec), key=lambda mount: mount.target.count("/"))
+        targets = [mount.target for mount in mounts]
+        targets += [spec.workdir] if spec.tree is not None else []
+        settings = self._settings(spec)
+        self._is_new = True
+        begun = await again(lambda: self._begin(targets, settings))
+        self._is_new = False
+        if begun["ready"]:
+            return
+        for mount in mounts:
+            if mount.target in begun["missing"]:
+                await self._bring(mount)
+        if spec.tree is not None and spec.workdir in begun["missing"]:
+            await self._unpack(spec.tree, spec.workdir, owned=True)
+        await self._guest("ready", **settings)
+
+    def _settings(self, spec: SandboxSpec) -> dict[str, Any]:
+        """What every later command needs to know."""
+        env = {**ENVIRONMENT, **self._environment(), **spec.env}
+        output = spec.limits.output_mb << 20
+        own = {"seal": seal} if (seal := self._seal()) is not None else {}
+        return {"workdir": spec.workdir, "home": HOME, "env": env, "output": output, **own}
+
+    async def _begin(
+        self, targets: Sequence[str], settings: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Install the guest, and look what it lacks: one call, all of the set-up where it lacks nothing."""
+        order = {"op": "begin", "targets": targets, "settings": settings}
+        line = _line(_installing(), _argument(order))
+        if len(line) > INLINE_BYTES and settings is not None:
+            return await self._begin(targets, None)
+        return self._accepted(await self._run("set-up", line), {})
+
+    def _lacking(self, blame: PerdureError) -> PerdureError:
+        """`blame`: of the image, for the want of python3 or a shell tool."""
+        if self._is_new:
+            return blame
+        return SandboxLost(f"a command has removed python3 or a shell tool: {blame}")
+
+    async def _bring(self, mount: Mount) -> None:
+        if mount.source.is_dir():
+            await self._unpack(mount.source, mount.target, owned=False)
+        else:
+            mode = mount.source.stat().st_mode & 0o777
+            await self.put(mount.target, mount.source, mode=mode)
+
+    def _sent(self, spec: SandboxSpec) -> Sequence[Mount]:
+        """The mounts that are uploaded: all, unless some are there already."""
+        return spec.mounts
+
+    def _environment(self) -> Mapping[str, str]:
+        """Variables of the image."""
+        return {}
+
+    def _seal(self) -> Mapping[str, str] | None:
+        """Machine -> system-call filter, where the provider itself only makes containers."""
+        return None
+
+    async def _unpack(self, folder: Path, target: str, *, owned: bool) -> None:
+        packed = await asyncio.to_thread(pack, folder, self._packs)
+        order = {"target": target, "sha256": packed.sha256, "owned": owned}
+        await again(lambda: self._deliver("unpack", packed.path, **order))
+
+    async def _deliver(self, op: str, data: bytes | Path, **order: Any) -> None:
+        """Upload it, and have the guest check and use it. What did not arrive whole is sent again."""
+        staged = f"{FOLDER}/staged/{uuid4().hex}"
+        command = _line(self._caller(), _argument({"op": op, "staged": staged, **order}))
+        printing = self._write_and_print(op, staged, data, command)
+        self._accepted(await self._answer(op, printing), order)
+
+    async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
+        """Upload, then run a line that uses it. One call where the provider can do both in one."""
+        await self._write(path, data)
+        return await self._print(what, command, 0.0)
+
+    async def _upload(self, data: bytes | Path) -> str:
+        staged = f"{FOLDER}/staged/{uuid4().hex}"
+        await self._write(staged, data)
+        return staged
+
+    # -- the guest --------------------------------------------------------------------------------
+
+    async def _guest(self, op: str, **order: Any) -> dict[str, Any]:
+        """One operation of the guest, again while its answer does not come."""
+        return await again(lambda: self._guest_once(op, **order))
+
+    async def _guest_once(self, op: str, **order: Any) -> dict[str, Any]:
+        call = {"op": op, **order}
+        argument = _argument(call)
+        if len(argument) > INLINE_BYTES:
+            staged = await self._upload(json.dumps(call).encode())
+            argument = f"order:{base64.b64encode(staged.encode()).decode()}"
+        command = _line(self._caller(), argument)
+        answer = await self._run(op, command, extra_s=order.get("seconds", 0.0))
+        return self._accepted(answer, order)
+
+    def _caller(self) -> str:
+        return _installing() if self._unanswered else CALL
+
+    def _accepted(self, answer: dict[str, Any], order: Mapping[str, Any]) -> dict[str, Any]:
+        message = answer.get("message", "")
+        match answer.get("refused"):
+            case None:
+                return answer
+            case "unknown":
+                raise NotFound(
+                    f"exec_id {order['exec_id']!r} was never started in sandbox {self.identity!r}"
+                )
+            case "argv":
+                raise ConfigurationError(
+                    f"exec_id {order['exec_id']!r} was started with another argv; use a new exec_id"
+                )
+            case "missing":
+                raise NotFound(f"{order.get('path')!r} in sandbox {self.identity!r}: {message}")
+            case "full":
+                raise SandboxLost(f"sandbox {self.identity!r} has no room left: {message}")
+            case "busy":
+                raise ControlPlaneError(f"sandbox {self.identity!r} has no process left: {message}")
+            case "short":
+                raise ControlPlaneError(
+                    f"{self.service}: {message}: {order.get('path', order.get('target'))}"
+                )
+        raise ConfigurationError(f"sandbox {self.identity!r} cannot do it: {message}")
+
+    async def _run(self, what: str, command: str, *, extra_s: float = 0.0) -> dict[str, Any]:
+        return await self._answer(what, self._print(what, command, extra_s))
+
+    async def _answer(self, what: str, printing: Awaitable[str]) -> dict[str, Any]:
+        try:
+            answer = self._answer_in(what, await printing)
+        except ControlPlaneError:
+            self._unanswered = True
+            raise
+        self._unanswered = False
+        return answer
+
+    def _answer_in(self, what: str, said: str) -> dict[str, Any]:
+        """The guest's marked line is the only answer; exit codes and ends of streams are hints."""
+        for line in reversed(said.splitlines()):
+            if line.startswith(MARK):
+                with contextlib.suppress(ValueError):
+                    answer: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                    return answer
+        raise ControlPlaneError(
+            f"{self.service}: {what}: the command's answer was lost: {said[-300:]!r}"
+        )
+
+    async def _range(self, op: str, offset: int, limit: int | None, **order: Any) -> bytes:
+        pieces, left = [], math.inf if limit is None else max(0, limit)
+        while left > 0:
+            size = int(min(PIECE, left))
+            piece = await again(lambda size=size, at=offset: self._piece(op, at, size, order))  # type: ignore[misc]
+            pieces.append(piece)
+            offset, left = offset + len(piece), left - len(piece)
+            if len(piece) < size:
+                break
+        return b"".join(pieces)
+
+    async def _piece(self, op: str, offset: int, size: int, order: Mapping[str, Any]) -> bytes:
+        answer = await self._guest_once(op, offset=offset, limit=size, **order)
+        return _bytes_of(answer)
+
+
+def _installing() -> str:
+    """Calls the guest as CALL does, and installs it first where it is missing or another."""
+    folder = resources.files("perdure.sandboxes.guest.inside")
+    programs = {name: folder.joinpath(name).read_text() for name in PROGRAMS}
+    packed = base64.b64encode(zlib.compress(json.dumps(programs).encode())).decode()
+    return f"{PYTHON} {shlex.quote(INSTALL)} {packed}"
+
+
+def _line(caller: str, argument: str) -> str:
+    """For a shell, whose own `echo` is no process."""
+    return f"echo {argument} | {caller}"
+
+
+def _argument(call: Mapping[str, Any]) -> str:
+    return f"call:{base64.b64encode(json.dumps(call).encode()).decode()}"
+
+
+def _order(
+    exec_id: str,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None,
+    cwd: str | None,
+    user: str | None,
+    stdin: bytes | None,
+    timeout_s: float | None,
+) -> dict[str, Any]:
+    if user not in (None, "agent", "root"):
+        raise ConfigurationError(f"user={user!r}: this sandbox has 'agent' and 'root'")
+    _check_argv(argv)
+    _check_exec_id(exec_id)
+    return {
+        "exec_id": exec_id,
+        "argv": list(argv),
+        "digest": argv_digest(argv),
+        "env": dict(_checked(env or {})),
+        "cwd": cwd,
+        "root": user == "root",
+        "stdin": base64.b64encode(stdin).decode() if stdin is not None else None,
+        "timeout": timeout_s,
+    }
+
+
+def _bytes_of(answer: Mapping[str, Any]) -> bytes:
+    data = base64.b64decode(answer["data"])
+    if hashlib.sha256(data).hexdigest() != answer["sha256"]:
+        raise ControlPlaneError("bytes were damaged on the way")
+    return data
+
+
+def _status(found: Mapping[str, Any]) -> ExecStatus:
+    return ExecStatus(
+        ExecState(found["state"]),
+        code=found.get("code"),
+        cause=found.get("cause"),
+        signal=found.get("signal"),
+        seconds=found.get("seconds"),
+    )
+
+
+def _digest(data: bytes | Path) -> str:
+    if isinstance(data, bytes):
+        return hashlib.sha256(data).hexdigest()
+    with data.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_exec_id(exec_id: str) -> None:
+    if not EXEC_ID.fullmatch(exec_id):
+        raise ConfigurationError(
+            f"exec_id {exec_id!r} must be 1 to 128 letters, digits, '.', '_' or '-'"
+        )

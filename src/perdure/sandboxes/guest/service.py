@@ -1,0 +1,98 @@
+"""What providers elsewhere share: which deployment a sandbox belongs to, and what no spec may ask.
+
+A service makes sandboxes for several deployments of one account; a *scope* says whose one is.
+"""
+
+import asyncio
+import contextlib
+import os
+from abc import abstractmethod
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+from uuid import uuid4
+
+import structlog
+
+from perdure.errors import ConfigurationError, PerdureError
+from perdure.sandboxes import images
+from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
+from perdure.sandboxes.host.box import check_identity
+from perdure.sandboxes.host.interpreters import with_interpreters
+
+CALLED_OFF_S = 5.0
+"""A create that is called off may end by itself for so long; then its outcome is unknown."""
+
+log = structlog.get_logger()
+
+
+class ServiceProvider(SandboxProvider):
+    runs_images = True
+    scope_variable: ClassVar[str]
+    """Names the deployment, where several hosts share one or several share an account."""
+
+    def __init__(self, home: Path) -> None:
+        self.root = home.absolute() / self.name
+
+    @abstractmethod
+    async def _create(self, spec: SandboxSpec, identity: str) -> Sandbox:
+        """As `create`; cancelled only when it has been called off for CALLED_OFF_S."""
+
+    async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
+        check_identity(identity)
+        image, mounts = images.prebuilt(self.name, spec.image), with_interpreters(spec.mounts)
+        spec = replace(spec, image=image, mounts=mounts)
+        self._check_spec(spec)
+        making = asyncio.create_task(self._create(spec, identity))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            ending = asyncio.create_task(self._call_off(making, identity))
+            while not ending.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.shield(ending)
+            raise
+
+    async def _call_off(self, making: asyncio.Task[Sandbox], identity: str) -> None:
+        """What was asked for may exist: end it, soon. What comes to be later has its identity, its
+        labels and its deadline: the next try adopts it, or the reaper finds it."""
+        await asyncio.wait([making], timeout=CALLED_OFF_S)
+        making.cancel()
+        try:
+            async with asyncio.timeout(CALLED_OFF_S):
+                await asyncio.gather(making, return_exceptions=True)
+                await self.kill(identity)
+        except (PerdureError, TimeoutError) as error:
+            log.warning("sandbox left to the reaper", identity=identity, reason=str(error))
+
+    def _check_spec(self, spec: SandboxSpec) -> None:
+        if spec.gateway is not None:
+            raise ConfigurationError(
+                f"gateway: a sandbox of {self.name} cannot see a socket of this host; reach the "
+                "gateway by a relay"
+            )
+        for mount in spec.mounts:
+            if mount.writable:
+                raise ConfigurationError(
+                    f"mounts: {mount.target!r} is writable, and nothing a sandbox of {self.name} "
+                    "writes comes back to this host; use --sandbox bubblewrap for this"
+                )
+            if not mount.source.exists():
+                raise ConfigurationError(f"mount source {str(mount.source)!r} does not exist")
+        if spec.tree is not None and not spec.tree.is_dir():
+            raise ConfigurationError(f"tree {str(spec.tree)!r} is no folder")
+
+    @property
+    def _scope(self) -> str:
+        """Whose sandboxes these are: nobody else's are ever adopted, listed or killed."""
+        if named := os.environ.get(self.scope_variable):
+            return named
+        path = self.root / "scope"
+        if not path.exists():
+            self.root.mkdir(parents=True, exist_ok=True)
+            draft = self.root / f".{uuid4().hex}"
+            draft.write_text(uuid4().hex[:16])
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+            draft.unlink()
+        return path.read_text()

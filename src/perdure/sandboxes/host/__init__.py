@@ -1,0 +1,1 @@
+"""What sandboxes on this host share: their folder, their commands, their limits."""

@@ -1,0 +1,168 @@
+"""The folder of one sandbox on this host: what it is, until when, who keeps it, what ran in it.
+
+Owns names, the lock and the reading of its state. Booting and killing are the provider's.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+from perdure.errors import ConfigurationError
+from perdure.sandboxes.host.execs import EXEC_ID, ExecRecord
+from perdure.sandboxes.host.process import ProcessId, is_alive, read_process_id
+
+DRAFT = ".draft-"
+
+IDENTITY = re.compile(r"[a-z0-9-]{1,63}")
+
+
+@dataclass(frozen=True)
+class BoxMeta:
+    """Written once, before anything is booted, so that whatever exists can be found and killed."""
+
+    provider: str
+    identity: str
+    created: float
+    workdir: str
+    labels: Mapping[str, str]
+    env: Mapping[str, str]
+    output_mb: int
+    disk_mb: int
+    groups: tuple[str, ...] = ()
+    """Cgroups of this sandbox, to be removed with it."""
+    exec_groups: str | None = None
+    """Cgroup under which each command gets its own."""
+    enforced: Mapping[str, str] = field(default_factory=dict)
+    """Limit -> mechanism in force."""
+    farewell: tuple[str, ...] = ()
+    """Command that has others forget it, run once its processes are over."""
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """Path as the spec names it -> host path, where the sandbox has no view of its own."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """One sandbox's folder, `<root>/<identity>`."""
+
+    path: Path
+
+    @property
+    def identity(self) -> str:
+        return self.path.name
+
+    @property
+    def exists(self) -> bool:
+        return self.path.is_dir()
+
+    @property
+    def ready(self) -> bool:
+        """Booted to the end once; a folder without it was never handed out."""
+        return (self.path / "ready").exists()
+
+    @property
+    def keeper(self) -> ProcessId | None:
+        return read_process_id(self.path / "keeper")
+
+    @property
+    def holder(self) -> ProcessId | None:
+        """Pid 1 of its namespaces; None for a sandbox without any, and until it has booted."""
+        process = read_process_id(self.path / "ready")
+        return process if process is not None and process.pid else None
+
+    @property
+    def processes(self) -> tuple[ProcessId | None, ...]:
+        """What it lives by: its keeper and, where namespaces are held, its holder."""
+        holder = self.holder
+        return (self.keeper,) if holder is None else (self.keeper, holder)
+
+    @property
+    def alive(self) -> bool:
+        return self.ready and all(map(is_alive, self.processes))
+
+    @property
+    def gateway_url(self) -> str | None:
+        """Where the forwarder listens, as seen by the sandbox's commands."""
+        port = (self.path / "ready").read_text().split()[2]
+        return None if port == "-" else f"http://127.0.0.1:{port}"
+
+    def lay_out(self, meta: BoxMeta, ttl_s: float) -> None:
+        """Make the folder at once and whole."""
+        draft = self.path.parent / f"{DRAFT}{uuid4().hex}"
+        draft.mkdir(mode=0o700, parents=True)
+        for name in ("disk", "execs"):
+            (draft / name).mkdir()
+        os.mkfifo(draft / "requests", 0o600)
+        (draft / "meta.json").write_text(json.dumps(asdict(meta)))
+        (draft / "deadline").write_text(str(time.time() + ttl_s))
+        draft.rename(self.path)
+
+    def meta(self) -> BoxMeta:
+        fields = json.loads((self.path / "meta.json").read_text())
+        tuples = {name: tuple(fields.get(name, ())) for name in ("groups", "farewell")}
+        return BoxMeta(**{**fields, **tuples})
+
+    def expires(self) -> float:
+        return float((self.path / "deadline").read_text())
+
+    def extend(self, ttl_s: float) -> None:
+        draft = self.path / f"deadline.{uuid4().hex}"
+        draft.write_text(str(time.time() + ttl_s))
+        draft.replace(self.path / "deadline")
+
+    def record(self, exec_id: str) -> ExecRecord:
+        if not EXEC_ID.fullmatch(exec_id):
+            raise ConfigurationError(
+                f"exec_id {exec_id!r} must be 1 to 128 letters, digits, '.', '_' or '-'"
+            )
+        return ExecRecord(self.path / "execs" / exec_id)
+
+    def request(self, exec_id: str, timeout_s: float | None) -> None:
+        """Ask the keeper to run it. Raises OSError when there is no keeper."""
+        line = f"{exec_id} {'-' if timeout_s is None else f'{timeout_s:.3f}'}\n"
+        pipe = os.open(self.path / "requests", os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(pipe, line.encode())  # atomic: far below PIPE_BUF
+        finally:
+            os.close(pipe)
+
+
+def check_identity(identity: str) -> None:
+    if not IDENTITY.fullmatch(identity):
+        raise ConfigurationError(
+            f"identity {identity!r} must be 1 to 63 lower-case letters, digits or '-'"
+        )
+
+
+@asynccontextmanager
+async def locked(path: Path) -> AsyncIterator[None]:
+    """One process at a time boots or kills an identity; the lock dies with its holder."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    while (fd := _try_lock(path)) is None:
+        await asyncio.sleep(0.005)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        os.close(fd)
+
+
+def _try_lock(path: Path) -> int | None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(path).st_ino == os.fstat(fd).st_ino:  # else its last owner removed it
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(fd)
+    return None

@@ -1,0 +1,163 @@
+"""The durable record of one command: one folder on the host, outside the sandbox's reach.
+
+Written by `Sandbox.start` (run, in), the launcher (out, err) and the keeper (pid, cause).
+
+    no folder                   never started
+    pid has a second line       over: exited or killed, as the kernel told the keeper
+    pid names a live process    running
+    neither                     about to start, or about to be over; lost when its keeper is
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+from uuid import uuid4
+
+from perdure.errors import ConfigurationError
+from perdure.sandboxes.base import ExecState, ExecStatus, KillCause
+from perdure.sandboxes.host import procfs
+from perdure.sandboxes.host.process import ProcessId, is_alive, read_process_id
+
+EXEC_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+LAUNCH_GRACE_S = 10.0
+"""A command whose keeper has not picked it up after this long never will."""
+
+_RESULT = re.compile(
+    r"(?P<how>exit|signal) (?P<number>\d+)(?: oom=(?P<ooms>\d+))?(?P<gone> sandbox=gone)? (?P<time>[\d.]+)"
+)
+
+
+@dataclass(frozen=True)
+class ExecRecord:
+    """Reads and writes one exec folder."""
+
+    path: Path
+
+    @property
+    def exists(self) -> bool:
+        return self.path.is_dir()
+
+    def prepare(self, argv: Sequence[str], run: bytes, token: str, stdin: bytes | None) -> None:
+        """Make the folder at once and whole; a known exec id must carry the same argv.
+
+        Raises: ConfigurationError when it does not.
+        """
+        digest = argv_digest(argv)
+        draft = self.path.with_name(f".{uuid4().hex}")
+        draft.mkdir(mode=0o700)
+        (draft / "run").write_bytes(f"# {digest} {token}\n".encode() + run)
+        if stdin is not None:
+            (draft / "in").write_bytes(stdin)
+        try:
+            draft.rename(self.path)
+        except OSError:
+            shutil.rmtree(draft, ignore_errors=True)
+            self.check_same(argv)
+
+    def check_same(self, argv: Sequence[str]) -> None:
+        if self._identified_by()[0] != argv_digest(argv):
+            raise ConfigurationError(
+                f"exec_id {self.path.name!r} was started with another argv; use a new exec_id"
+            )
+
+    @property
+    def process(self) -> ProcessId | None:
+        """The command's first process, on this host; its result follows its end at once."""
+        return read_process_id(self.path / "pid")
+
+    @property
+    def group(self) -> Path | None:
+        """The command's own cgroup, where there is one."""
+        fields = (self.path / "pid").read_text().split()
+        return Path(fields[2]) if fields[2] != "-" else None
+
+    @property
+    def token(self) -> str:
+        return self._identified_by()[1]
+
+    def _identified_by(self) -> list[str]:
+        """Digest of the argv, and the token that marks the command's processes."""
+        with open(self.path / "run", "rb") as file:
+            return file.readline().decode().split()[1:]
+
+    def claim_cause(self, cause: KillCause) -> None:
+        """Say why it will be killed; the first cause stays."""
+        with contextlib.suppress(FileExistsError), open(self.path / "cause", "x") as file:
+            file.write(f"{cause}\n")
+
+    def longest_output(self) -> int:
+        """Bytes."""
+        return max(self._size("out"), self._size("err"))
+
+    def truncate(self, size: int) -> None:
+        for name in ("out", "err"):
+            if self._size(name) > size:
+                os.truncate(self.path / name, size)
+
+    def _size(self, name: str) -> int:
+        try:
+            return os.stat(self.path / name).st_size
+        except FileNotFoundError:
+            return 0  # the command is about to be launched
+
+    def status(self) -> ExecStatus:
+        if (over := self._over()) is not None:
+            return over
+        process = self.process
+        if is_alive(process) or (process is None and not self._abandoned()):
+            return ExecStatus(ExecState.RUNNING)
+        return self._over() or ExecStatus(ExecState.LOST)  # it may have ended in between
+
+    def _abandoned(self) -> bool:
+        """True once it can never run any more: then we hold the guard, or its taker died."""
+        if time.time() - self.path.stat().st_mtime < LAUNCH_GRACE_S:
+            return False
+        with contextlib.suppress(FileExistsError), open(self.path / "pid", "x") as file:
+            file.write(f"0 0 - 0 {time.time()}\n")
+        return True
+
+    def _over(self) -> ExecStatus | None:
+        """Two whole lines: who ran, and how it ended."""
+        lines = procfs.read(f"{self.path}/pid").decode().split("\n")
+        if len(lines) < 3:
+            return None
+        _, _, _, ooms_before, began = lines[0].split()
+        result = _RESULT.fullmatch(lines[1])
+        if result is None:
+            raise ValueError(f"{self.path}/pid holds no result of a command: {lines[1]!r}")
+        seconds = max(0.0, float(result["time"]) - float(began))
+        return self._verdict(result, int(result["ooms"] or 0) > int(ooms_before), seconds)
+
+    def _verdict(self, result: re.Match[str], oom: bool, seconds: float) -> ExecStatus:
+        number, claimed = int(result["number"]), self._claimed_cause()
+        exited = result["how"] == "exit"
+        # a shell reports its child's death by oom as its own exit code; too much output is cut
+        # off, however the command then ended
+        hidden = claimed == "output" or (oom and number == 128 + signal.SIGKILL)
+        if exited and not hidden:
+            return ExecStatus(ExecState.EXITED, code=number, seconds=seconds)
+        signum = signal.SIGKILL.value if exited else number
+        cause = claimed or self._cause(signum, oom, bool(result["gone"]))
+        return ExecStatus(ExecState.KILLED, cause=cause, signal=signum, seconds=seconds)
+
+    def _claimed_cause(self) -> KillCause | None:
+        return cast(KillCause, procfs.read(f"{self.path}/cause").decode().strip()) or None
+
+    def _cause(self, signum: int, oom: bool, sandbox_gone: bool) -> KillCause:
+        if sandbox_gone:
+            return "sandbox"
+        if oom and signum == signal.SIGKILL:
+            return "oom"
+        return "output" if signum == signal.SIGXFSZ else "signal"
+
+
+def argv_digest(argv: Sequence[str]) -> str:
+    return hashlib.sha256(b"\0".join(map(os.fsencode, argv))).hexdigest()

@@ -1,0 +1,546 @@
+"""Keeps one sandbox from the host's side: boots it, starts its commands, enforces their deadlines
+and writes their results, whether or not a worker still watches. Its sandbox cannot see or signal it.
+
+Forked from a worker's zygote. Commands are started by its launcher, but are its own children.
+"""
+
+import contextlib
+import marshal
+import os
+import select
+import signal
+from _socket import AF_UNIX, SOCK_SEQPACKET, socket, socketpair
+from time import monotonic, sleep, time
+
+from perdure.sandboxes.host import procfs
+from perdure.sandboxes.host.keeper import forwarder, linux, seccomp
+from perdure.sandboxes.host.keeper.launcher import CANNOT_EXECUTE, Launcher
+
+DYING_S = 0.05
+"""A dying holder takes its processes along before it is gone itself: who died first is asked later."""
+
+PF_EXITING = 0x4
+"""Of the flags in /proc/PID/stat: it ends, and may wait for long until those it takes along have."""
+
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+"""At `disk/dev` of a sandbox with namespaces: the host's own nodes, usable and unchangeable."""
+
+LOOK_S = 5.0
+"""How often a keeper asks whether its sandbox may live on."""
+
+REMOVING_S = 5.0
+"""What is busy for longer than this after its last process was killed is left to the reaper."""
+
+_SAVE_AGAIN_S = 0.5
+
+
+def keep(line: socket) -> None:
+    """The life of one keeper. Its worker reads `ready`, or the end of the line when it fails."""
+    linux.set_name("perdure-keeper")
+    order = marshal.loads(_read_order(line))
+    os.setsid()
+    linux.name_in_environment(b"PERDURE_BOX=" + os.fsencode(order["box"]))
+    os.chdir(order["box"])
+    _log_to("log")
+    with open("keeper", "x") as file:
+        file.write(f"{os.getpid()} {procfs.started_at(os.getpid())}\n")
+    if order["own_users"]:
+        linux.become_root_of_own_users()
+    keeper = Keeper(order, line)
+    keeper.boot()
+    line.sendall(b"ready\n")
+    line.close()
+    keeper.run()
+
+
+def _read_order(line: socket) -> bytes:
+    """Its length in four bytes, then the order itself."""
+    data = b""
+    while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "big"):
+        piece = line.recv(1 << 16)
+        if not piece:
+            os._exit(0)
+        data += piece
+    return data[4:]
+
+
+def _log_to(path: str) -> None:
+    null = os.open("/dev/null", os.O_RDWR)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for target, fd in enumerate((null, null, log)):
+        os.dup2(fd, target)
+    os.close(null)
+    os.close(log)
+
+
+def _log(error: Exception) -> None:
+    os.write(2, f"{error}\n".encode())
+
+
+class _Command:
+    """A command that runs. `record` is its open `pid` file, to which the result is added."""
+
+    def __init__(self, exec_id: str, record: int, group: str | None, ooms: int) -> None:
+        self.exec_id = exec_id
+        self.record = record
+        self.group = group
+        self.ooms = ooms
+        self.pid = 0
+        self.started = 0
+        self.status = 0
+
+    @property
+    def cause_known(self) -> bool:
+        return os.path.exists(f"execs/{self.exec_id}/cause")
+
+
+class Keeper:
+    """An event loop over requests, ended children, deadlines and the death of the holder."""
+
+    def __init__(self, order: dict[str, object], line: socket) -> None:
+        self._order = order
+        self._line = line
+        self._joins: list[str] = order["joins"]  # type: ignore[assignment]  # see keeping.py
+        self._groups: str | None = order["groups"]  # type: ignore[assignment]
+        self._ooms = os.open(str(order["oom"]), os.O_RDONLY) if order["oom"] else -1
+        self._requests = os.open("requests", os.O_RDWR)
+        self._wakeup, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        signal.set_wakeup_fd(wakeup)
+        self._launcher: socket | None = None
+        self._holder = 0
+        self._holder_fd = -1
+        self._holder_gone = False
+        self._poll = select.poll()
+        self._count = 0
+        self._running: dict[int, _Command] = {}
+        self._deadlines: list[tuple[float, _Command]] = []
+        self._undecided: list[tuple[float, _Command]] = []
+        self._unsaved: list[tuple[int, bytes]] = []
+        self._look_at = 0.0
+
+    # -- boot -----------------------------------------------------------------------------------
+
+    def boot(self) -> None:
+        self._launcher = self._fork_launcher()
+        holder: dict[str, object] | None = self._order["holder"]  # type: ignore[assignment]
+        if holder is not None:
+            self._boot_holder(holder)
+        port = self._fork_forwarder()
+        self._enter_launcher(self._launcher)
+        with open("ready.new", "w") as file:
+            started = procfs.started_at(self._holder) if self._holder else 0
+            file.write(f"{self._holder} {started} {port}\n")
+        os.rename("ready.new", "ready")
+
+    def _boot_holder(self, holder: dict[str, object]) -> None:
+        """It reads from a pipe that we hold, so that it also ends when we do."""
+        told, info = os.pipe()
+        up, say_up = os.pipe()
+        self_end, self._life = os.pipe()
+        keeper = os.getpid()
+        if os.fork() == 0:
+            try:
+                linux.die_with_parent(keeper)
+                _become_holder(holder, self_end, say_up, info)
+            except Exception as error:
+                _log(error)
+            finally:
+                os._exit(1)
+        for fd in (info, say_up, self_end):
+            os.close(fd)
+        if os.read(up, 16) != b"up\n":
+            os._exit(1)  # why is in the log
+        if holder["pid_file"]:
+            with open(str(holder["pid_file"])) as file:
+                self._holder = int(file.read())
+        else:
+            words = os.read(told, 4096).split()
+            self._holder = int(words[words.index(b'"child-pid":') + 1].rstrip(b",}"))
+        self._holder_fd = os.pidfd_open(self._holder)
+        for fd in (told, up):
+            os.close(fd)
+        assert self._launcher is not None
+        self._launcher.recv(64)  # has joined: then joining is quick for the next
+        groups = [f"{self._groups}/holder/cgroup.procs"] if self._groups else []
+        for path in (*self._joins, *groups):
+            with open(path, "w") as file:
+                file.write(str(self._holder))
+
+    def _fork_launcher(self) -> socket:
+        ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
+        keeper = os.getpid()
+        if os.fork() == 0:
+            try:
+                linux.die_with_parent(keeper)
+                linux.set_name("perdure-launch")
+                signal.set_wakeup_fd(-1)
+                ours.close()
+                self._line.close()
+                Launcher(theirs, self._joins, self._groups).serve()
+            except Exception as error:
+                _log(error)
+            finally:
+                os._exit(1)
+        theirs.close()
+        return ours
+
+    def _enter_launcher(self, launcher: socket) -> None:
+        launcher.send(str(self._holder).encode())
+        while (said := launcher.recv(64)) != b"entered":
+            if not said:
+                raise OSError("the launcher ended")
+
+    def _fork_forwarder(self) -> str:
+        """The port it listens on, or - when no gateway was asked for."""
+        gateway: tuple[int, str] | None = self._order["gateway"]  # type: ignore[assignment]
+        if gateway is None:
+            return "-"
+        reader, writer = os.pipe()
+        keeper = os.getpid()
+        if os.fork() == 0:
+            try:
+                linux.die_with_parent(keeper)
+                linux.set_name("perdure-forward")
+                signal.set_wakeup_fd(-1)
+                self._line.close()
+                if self._holder:
+                    users = linux.users_to_enter_first(self._holder)
+                    linux.enter(self._holder_fd, users | linux.NEW_NETWORK)
+                forwarder.serve(*gateway, tell=writer)
+            except Exception as error:
+                _log(error)
+            finally:
+                os._exit(1)
+        os.close(writer)
+        port = os.read(reader, 16).decode().strip()
+        os.close(reader)
+        if not port:
+            os._exit(1)  # why is in the log
+        return port
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        for fd in (self._requests, self._wakeup):
+            self._poll.register(fd, select.POLLIN)
+        if self._holder:
+            self._poll.register(self._holder_fd, select.POLLIN)
+        while True:
+            for fd, _ in self._poll.poll(self._pause_ms()):
+                self._handle(fd)
+            self._reap()
+            self._decide()
+            self._enforce_deadlines()
+            self._save()
+            if self._look_at <= monotonic():
+                self._leave_when_expired()
+
+    def _pause_ms(self) -> int:
+        times = [self._look_at, *(when for when, _ in (*self._deadlines, *self._undecided))]
+        if self._unsaved:
+            times.append(monotonic() + _SAVE_AGAIN_S)
+        return max(0, int((min(times) - monotonic()) * 1000) + 1)
+
+    def _handle(self, fd: int) -> None:
+        if fd == self._requests:
+            for line in os.read(fd, 1 << 16).splitlines():
+                exec_id, timeout = line.decode().split()
+                self._start(exec_id, None if timeout == "-" else float(timeout))
+        elif fd == self._wakeup:
+            os.read(fd, 4096)
+        else:
+            self._holder_gone = True
+            self._poll.unregister(fd)
+
+    # -- starting -------------------------------------------------------------------------------
+
+    def _start(self, exec_id: str, timeout: float | None) -> None:
+        try:  # the guard: whoever creates `pid` runs the command, a second request does nothing
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+            record = os.open(f"execs/{exec_id}/pid", flags, 0o600)
+        except (FileExistsError, FileNotFoundError):
+            return
+        command = _Command(exec_id, record, self._new_group(), self._count_ooms())
+        pid = self._launch(command)
+        if pid > 0:
+            command.pid, command.started = pid, procfs.started_at(pid)
+        who = f"{command.pid} {command.started} {command.group or '-'} {command.ooms}"
+        try:
+            os.write(record, f"{who} {time()}\n".encode())
+        except OSError as error:  # a full disk: what nobody can ever read about does not run
+            _log(error)
+            os.close(record)
+            self._kill_tree(command)
+            return
+        if pid <= 0:
+            self._refuse(command, -pid)
+            return
+        self._running[pid] = command
+        if timeout is not None:
+            self._deadlines.append((monotonic() + timeout, command))
+
+    def _new_group(self) -> str | None:
+        if self._groups is None:
+            return None
+        group = f"{self._groups}/x{self._count}"
+        self._count += 1
+        os.mkdir(group)
+        return group
+
+    def _launch(self, command: _Command) -> int:
+        """A pid; 0 when the launcher was killed meanwhile; -errno when no process could be had.
+
+        Nothing is reaped while it waits, so the pid is still that command's.
+        """
+        try:
+            if self._launcher is None:
+                self._launcher = self._fork_launcher()
+                self._enter_launcher(self._launcher)
+            group = os.path.basename(command.group or "-")
+            self._launcher.send(f"{command.exec_id} {group}".encode())
+            answer = self._launcher.recv(64)
+        except OSError:
+            answer = b""
+        if not answer and self._launcher is not None:
+            self._launcher.close()
+            self._launcher = None
+        return int(answer or 0)
+
+    def _refuse(self, command: _Command, reason: int) -> None:
+        """It never ran, or nobody knows: then what may have begun is ended with its group."""
+        if reason == 0 or self._holder_is_gone():
+            if command.group is not None:
+                _kill_group(command.group)
+            self._report(command, f"signal {int(signal.SIGKILL)} sandbox=gone")
+            return
+        with open(f"execs/{command.exec_id}/err", "ab") as file:
+            file.write(f"sandbox: cannot start: {os.strerror(reason)}\n".encode())
+        self._report(command, f"exit {CANNOT_EXECUTE}")
+
+    # -- ending ---------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if (command := self._running.pop(pid, None)) is not None:
+                command.status = status
+                self._end(command)
+
+    def _end(self, command: _Command) -> None:
+        """A sudden death may be that of the whole sandbox, which is known a little later."""
+        self._deadlines = [entry for entry in self._deadlines if entry[1] is not command]
+        sudden = os.WIFSIGNALED(command.status) and os.WTERMSIG(command.status) == signal.SIGKILL
+        oom = self._count_ooms() > command.ooms
+        if sudden and self._holder and not oom and not command.cause_known:
+            self._undecided.append((monotonic() + DYING_S, command))
+        else:
+            self._report(command, self._how(command))
+
+    def _decide(self) -> None:
+        if self._undecided and (self._holder_gone or self._undecided[0][0] <= monotonic()):
+            gone = self._holder_is_gone()
+            for _, command in self._undecided:
+                self._report(command, self._how(command) + (" sandbox=gone" if gone else ""))
+            self._undecided = []
+
+    def _how(self, command: _Command) -> str:
+        if os.WIFEXITED(command.status):
+            how = f"exit {os.WEXITSTATUS(command.status)}"
+        else:
+            how = f"signal {os.WTERMSIG(command.status)}"
+        return f"{how} oom={self._count_ooms()}"
+
+    def _report(self, command: _Command, how: str) -> None:
+        self._unsaved.append((command.record, f"{how} {time()}\n".encode()))
+        self._save()
+
+    def _save(self) -> None:
+        """A full disk makes results late, not lost."""
+        while self._unsaved:
+            record, result = self._unsaved[0]
+            try:
+                os.write(record, result)
+            except OSError:
+                return
+            os.close(record)
+            del self._unsaved[0]
+
+    def _holder_is_gone(self) -> bool:
+        if self._holder and not self._holder_gone:
+            state = procfs.stat(self._holder)
+            dying = not state or state[0] in b"ZX" or int(state[6]) & PF_EXITING
+            self._holder_gone = bool(dying)
+        return self._holder_gone
+
+    def _count_ooms(self) -> int:
+        if self._ooms < 0:
+            return 0
+        words = os.pread(self._ooms, 4096, 0).split()
+        return int(words[words.index(b"oom_kill") + 1]) if b"oom_kill" in words else 0
+
+    # -- deadlines ------------------------------------------------------------------------------
+
+    def _leave_when_expired(self) -> None:
+        """A sandbox that nobody renewed, or whose folder is gone, ends without anybody's help."""
+        try:
+            with open("deadline") as file:
+                left = float(file.read()) - time()
+        except FileNotFoundError:
+            left = 0.0
+        if left > 0:
+            self._look_at = monotonic() + min(left, LOOK_S)
+            return
+        for command in self._running.values():
+            self._kill_at_once(command)
+        if self._holder:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._holder_fd, signal.SIGKILL)
+        self._fork_remover()
+        os._exit(0)  # the rest dies with its parent; what is left of the folder is the reaper's
+
+    def _fork_remover(self) -> None:
+        """Our launcher is in the groups until we are gone, so somebody else removes them."""
+        left: list[str] = self._order["folders"]  # type: ignore[assignment]
+        if not left or os.fork() != 0:
+            return
+        end = monotonic() + REMOVING_S
+        try:
+            while (left := [group for group in left if not _removed(group)]) and monotonic() < end:
+                sleep(0.02)
+        finally:
+            os._exit(0)
+
+    def _enforce_deadlines(self) -> None:
+        now = monotonic()
+        for when, command in [*self._deadlines]:
+            if when <= now:
+                self._deadlines.remove((when, command))
+                self._claim_timeout(command)
+                self._kill_tree(command)
+
+    def _claim_timeout(self, command: _Command) -> None:
+        try:
+            with open(f"execs/{command.exec_id}/cause", "x") as file:
+                file.write("timeout\n")
+        except FileExistsError:
+            pass
+
+    def _kill_tree(self, command: _Command) -> None:
+        """In a process of its own, because what forks as it dies may keep the killer busy."""
+        if os.fork() == 0:
+            try:
+                self._kill_at_once(command)
+            finally:
+                os._exit(0)
+
+    def _kill_at_once(self, command: _Command) -> None:
+        if command.group is not None:
+            _kill_group(command.group)
+        else:
+            _kill_marked(command)
+
+
+def _become_holder(holder: dict[str, object], life: int, up: int, info: int) -> None:
+    """Mount what `bwrap` binds, in a mount namespace that ends with it, then become `bwrap`."""
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+        signal.signal(signum, signal.SIG_DFL)
+    if holder["disk"]:
+        _mount_disk(holder)
+    # above their final numbers first, so that none overwrites another
+    held = [os.dup(fd) for fd in (life, up, info, _filter_file())]
+    for fd, target in zip(held, (0, 1, 3, 4), strict=True):
+        os.dup2(fd, target)
+        os.set_inheritable(target, True)
+    argv: list[str] = holder["argv"]  # type: ignore[assignment]
+    os.execve(argv[0], argv, {"PERDURE_BOX": os.getcwd()})
+
+
+def _mount_disk(holder: dict[str, object]) -> None:
+    linux.unshare(linux.NEW_MOUNTS)
+    linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE, "")
+    linux.mount("tmpfs", "disk", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, str(holder["disk"]))
+    for name in ("upper", "work", "tree", "home", "shm", "tmp", "dev"):
+        os.mkdir(f"disk/{name}")
+    for name in DEVICES:
+        _bind_device(f"/dev/{name}", f"disk/dev/{name}")
+    if holder["overlay"]:
+        linux.mount("overlay", "disk/tree", "overlay", 0, str(holder["overlay"]))
+    if holder["root"]:
+        for name in ("root", "root.upper", "root.work"):
+            os.mkdir(f"disk/{name}")
+        linux.mount("overlay", "disk/root", "overlay", 0, str(holder["root"]))
+
+
+def _bind_device(source: str, target: str) -> None:
+    """Read-only: who owns a node may else change its mode for the whole host."""
+    os.close(os.open(target, os.O_CREAT, 0o600))
+    linux.mount(source, target, "", linux.MS_BIND, "")
+    linux.remount_read_only(target)
+
+
+def _filter_file() -> int:
+    """Pid 1 is filtered too: whoever could trace it could else do what it may do."""
+    fd = os.memfd_create("filter")
+    os.write(fd, seccomp.program())
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _kill_group(group: str) -> None:
+    try:
+        with open(f"{group}/cgroup.kill", "w") as file:
+            file.write("1")
+        return
+    except (FileNotFoundError, PermissionError):
+        pass  # v1, or a kernel before 5.14: the file cannot be made
+    while True:
+        with open(f"{group}/cgroup.procs") as file:
+            pids = [int(pid) for pid in file]
+        if not _kill([pid for pid in pids if _runs(pid)]):
+            return
+
+
+def _removed(group: str) -> bool:
+    try:
+        for entry in os.scandir(group):
+            if entry.is_dir():
+                with contextlib.suppress(FileNotFoundError):  # whoever kills it removes it, too
+                    os.rmdir(entry.path)
+        os.rmdir(group)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _kill_marked(command: _Command) -> None:
+    with open(f"execs/{command.exec_id}/run", "rb") as file:
+        token = file.readline().split()[2]
+    while command.pid:
+        found = procfs.marked(b"PERDURE_EXEC=" + token)
+        if procfs.started_at(command.pid) == command.started:  # else it may be somebody else's pid
+            found += [command.pid, *procfs.below(command.pid)]
+        if not _kill([pid for pid in found if _runs(pid)]):
+            return
+
+
+def _kill(pids: list[int]) -> bool:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if pids:
+        sleep(0.001)
+    return bool(pids)
+
+
+def _runs(pid: int) -> bool:
+    state = procfs.stat(pid)
+    return bool(state) and state[0] not in b"ZX"

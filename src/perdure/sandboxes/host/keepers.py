@@ -1,0 +1,155 @@
+"""The worker's side of its keepers: the zygote they are forked from, and their orders."""
+
+import asyncio
+import atexit
+import contextlib
+import marshal
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.errors import Boundary, RetryHere
+from perdure.sandboxes.host import cgroups
+from perdure.sandboxes.host.box import Box
+from perdure.sandboxes.host.process import reap
+
+BOOT_TIMEOUT_S = 60.0
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+_SOURCE = str(Path(__file__).parents[3])
+_START = "import sys; sys.path.append(sys.argv[1]); from perdure.sandboxes.host.keeper.zygote import main; main()"
+_ROOM_FOR_A_PATH = 4096 + 64
+_DEFAULT_SIGNALS = [
+    signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGQUIT, signal.SIGTERM, signal.SIGXFSZ
+]  # fmt: skip
+"""What a worker may ignore (Python itself ignores two of them) must not be ignored in commands."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """How the keeper boots pid 1 of a sandbox's namespaces."""
+
+    argv: tuple[str, ...]
+    """Writes its pid to descriptor 3 and `up` to 1; reads a system-call filter from 4; ends when
+    descriptor 0 does."""
+    disk: str
+    """Options of the tmpfs at `disk`; empty: `argv` mounts it, and the overlays."""
+    overlay: str | None
+    """Options of the overlay at `disk/tree`."""
+    root: str | None = None
+    """Options of the overlay at `disk/root`, for what makes its own root folder of it."""
+    pid_file: str | None = None
+    """Where its pid is written instead of to descriptor 3."""
+
+
+async def start_keeper(
+    box: Box,
+    plan: cgroups.Plan,
+    holder: Holder | None = None,
+    gateway: tuple[int, Path] | None = None,
+    *,
+    as_root_of_own: bool = False,
+) -> None:
+    """Have a keeper forked, detached, and wait until it takes commands.
+
+    `as_root_of_own`: in a user namespace of its own, where it may mount. `gateway`: the port to
+    listen on (0: any) and the socket to carry connections to.
+
+    Raises: RetryHere with the last words of the boot, when it does not.
+    """
+    cgroups.make(plan)
+    order = {
+        "box": str(box.path),
+        "own_users": as_root_of_own,
+        "joins": [str(path) for path in plan.joins],
+        "groups": str(plan.exec_groups) if plan.exec_groups else None,
+        "folders": [str(path) for path in plan.folders],
+        "oom": str(plan.oom_file) if plan.oom_file else None,
+        "holder": None if holder is None else {**vars(holder), "argv": list(holder.argv)},
+        "gateway": None if gateway is None else (gateway[0], str(gateway[1])),
+    }
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            _fork_keeper(theirs.fileno())
+        said = await _converse(ours, marshal.dumps(order))
+    if said != b"ready\n":
+        log = box.path / "log"
+        words = log.read_bytes()[-400:].decode("utf-8", "replace").strip() if log.exists() else ""
+        raise RetryHere(
+            f"sandbox {box.identity!r} did not boot: {words or 'no answer'}",
+            boundary=Boundary.SANDBOX,
+        )
+
+
+async def _converse(line: socket.socket, order: bytes) -> bytes:
+    """Give the order; up to the first newline, or what came before the end or the timeout."""
+    loop = asyncio.get_running_loop()
+    line.setblocking(False)
+    said = b""
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        async with asyncio.timeout(BOOT_TIMEOUT_S):
+            await loop.sock_sendall(line, len(order).to_bytes(4, "big") + order)
+            while not said.endswith(b"\n") and (piece := await loop.sock_recv(line, 512)):
+                said += piece
+    return said
+
+
+# -- the zygote -----------------------------------------------------------------------------------
+
+
+class _Zygote:
+    """The warm process. A fork of the worker is another worker, maybe another user: it gets its own."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            python = os.path.realpath(sys.executable)
+            self.pid = os.posix_spawn(
+                python,
+                [python, "-I", "-S", "-c", _START, _SOURCE],
+                {"PERDURE_BOX": "-" * _ROOM_FOR_A_PATH},
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, theirs.fileno(), 0),
+                    (os.POSIX_SPAWN_OPEN, 1, "/dev/null", os.O_WRONLY, 0),
+                ],
+                setsid=True,
+                setsigdef=_DEFAULT_SIGNALS,
+                setsigmask=[],
+            )
+
+    def close(self) -> None:
+        self.channel.close()
+        if self.owner == os.getpid():
+            reap(self.pid)
+
+
+_zygotes: list[_Zygote] = []
+"""None or one."""
+
+
+def _fork_keeper(line: int) -> None:
+    """Started on demand, and once more when it was killed."""
+    try:
+        socket.send_fds(_our_zygote().channel, [b"k"], [line])
+    except ConnectionError:
+        _leave()
+        socket.send_fds(_our_zygote().channel, [b"k"], [line])
+
+
+def _our_zygote() -> _Zygote:
+    if _zygotes and _zygotes[0].owner != os.getpid():
+        _leave()
+    if not _zygotes:
+        _zygotes.append(_Zygote())
+    return _zygotes[0]
+
+
+@atexit.register
+def _leave() -> None:
+    while _zygotes:
+        _zygotes.pop().close()

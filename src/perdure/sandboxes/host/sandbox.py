@@ -1,0 +1,543 @@
+"""What sandboxes on this host share: the keeper, durable commands, adoption, killing.
+
+`local` and `bubblewrap` add how a tree appears, how a command enters, and how files are reached.
+"""
+
+import asyncio
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+from uuid import uuid4
+
+from perdure.errors import (
+    ConfigurationError,
+    MissingDependency,
+    NotFound,
+    SandboxLost,
+)
+from perdure.sandboxes.base import (
+    ExecState,
+    ExecStatus,
+    KillCause,
+    Sandbox,
+    SandboxInfo,
+    SandboxProvider,
+    SandboxSpec,
+)
+from perdure.sandboxes.host import cgroups
+from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta, check_identity, locked
+from perdure.sandboxes.host.execs import ExecRecord
+from perdure.sandboxes.host.keepers import SYSTEM_PATH
+from perdure.sandboxes.host.process import ProcessId, ended, is_alive, kill_process
+from perdure.sandboxes.host.procfs import below, marked
+
+Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
+
+RESULT_S = 1.0
+GRAVE = ".grave-"
+STALE_S = 600.0
+OUTPUT_CHECK_S = 0.5
+OPEN_FILES = 1 << 16
+LARGEST_ARGUMENT = 128 * 1024 - 1
+"""The kernel's MAX_ARG_STRLEN."""
+
+
+@cache
+def program(name: str) -> str:
+    """Absolute path of a system program. Raises: MissingDependency."""
+    found = shutil.which(name, path=SYSTEM_PATH)
+    if found is None:
+        raise MissingDependency(f"{name} is missing; install it (Debian: {_PACKAGES[name]})")
+    return found
+
+
+_PACKAGES = {
+    "apptainer": "see https://apptainer.org, it has no package",
+    "bwrap": "apt-get install bubblewrap",
+    "docker": "apt-get install docker.io",
+    "podman": "apt-get install podman runc",
+    "mount": "apt-get install mount",
+    "unshare": "apt-get install util-linux",
+}
+
+
+def _lost_with_its_folder(method: Method) -> Method:
+    """Another process may kill the sandbox at any moment, and its folder goes away."""
+
+    @wraps(method)
+    async def guarded(self: "HostSandbox", *args: Any, **options: Any) -> Any:
+        try:
+            return await method(self, *args, **options)
+        except FileNotFoundError as error:
+            raise self._lost() from error
+
+    return cast(Method, guarded)
+
+
+class HostSandbox(Sandbox):
+    """A sandbox whose keeper runs on this host."""
+
+    def __init__(self, box: Box, meta: BoxMeta) -> None:
+        self.box = box
+        self.meta = meta
+        self.identity = box.identity
+        self.workdir = meta.workdir
+        self.gateway_url = box.gateway_url
+        self._processes = box.processes  # read once: they never change
+
+    @property
+    def alive(self) -> bool:
+        return all(map(is_alive, self._processes))
+
+    @property
+    def enforced(self) -> Mapping[str, str]:
+        """Limit -> the mechanism that enforces it here, e.g. `memory -> cgroup v1`."""
+        return self.meta.enforced
+
+    @_lost_with_its_folder
+    async def start(
+        self,
+        exec_id: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._check_user(user)
+        record = self.box.record(exec_id)
+        self._check_alive()
+        if record.exists:
+            record.check_same(argv)
+        else:
+            token = uuid4().hex
+            variables = self._environment({**self.meta.env, **(env or {})})
+            order = self._order(
+                self._argv(argv),
+                env=variables,
+                cwd=self._folder(cwd),
+                token=token,
+                has_stdin=bool(stdin),
+            )
+            record.prepare(argv, order, token, stdin or None)
+        if record.process is None:
+            await self._launch(record, timeout_s)
+
+    async def _launch(self, record: ExecRecord, timeout_s: float | None) -> None:
+        """Repeating it is safe: the keeper runs a folder once, however often it is asked."""
+        try:
+            self.box.request(record.path.name, timeout_s)
+        except OSError as error:
+            raise self._lost() from error
+        pause = 0.0005
+        while record.process is None and self.alive and pause < 1:
+            await asyncio.sleep(pause)
+            pause *= 1.3
+        if record.process is None:
+            self._check_alive()
+
+    @_lost_with_its_folder
+    async def poll(self, exec_id: str) -> ExecStatus:
+        record = self._known(exec_id)
+        status = record.status()
+        if record.longest_output() > self._output_cap:
+            self._end(record, "output")
+            await self._reported(record)
+            record.truncate(self._output_cap)
+            status = record.status()
+        if status.state is ExecState.LOST:
+            if self._ends(record):
+                return ExecStatus(ExecState.RUNNING)
+            status = record.status()  # it may have been told in between
+        never_ran = not status.done and record.process is None
+        if (never_ran or status.state is ExecState.LOST) and not self.alive:
+            return ExecStatus(ExecState.KILLED, cause="sandbox")
+        return status
+
+    @_lost_with_its_folder
+    async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
+        """Resumes the moment the command is over: it waits for the process, it does not poll."""
+        loop = asyncio.get_running_loop()
+        end = None if timeout_s is None else loop.time() + timeout_s
+        while True:
+            status = await self.poll(exec_id)
+            left = OUTPUT_CHECK_S if end is None else min(OUTPUT_CHECK_S, end - loop.time())
+            if status.done or left <= 0:
+                return status
+            process = self.box.record(exec_id).process
+            if process is None or not process.pid:  # no process yet, or there was none to be had
+                await asyncio.sleep(min(left, 0.005))
+            else:
+                await ended(process, left)
+                await self._told(self.box.record(exec_id))
+
+    async def output(
+        self,
+        exec_id: str,
+        stream: Literal["stdout", "stderr"] = "stdout",
+        offset: int = 0,
+        limit: int = 1 << 24,
+    ) -> bytes:
+        path = self._known(exec_id).path / ("out" if stream == "stdout" else "err")
+        limit = max(0, min(limit, self._output_cap - offset))
+        try:
+            with open(path, "rb", buffering=0) as file:
+                return os.pread(file.fileno(), limit, offset)
+        except FileNotFoundError:
+            return b""  # not launched yet
+
+    @_lost_with_its_folder
+    async def signal(self, exec_id: str, signum: int) -> None:
+        record = self._known(exec_id)
+        done = record.status().done
+        if signum == signal.SIGKILL and done:
+            self._kill_tree(record)  # what it left running in the background
+            return
+        if done:
+            return
+        if signum == signal.SIGKILL:
+            self._end(record, "signal")
+            await self._reported(record)
+            return
+        for pid in self._tree(record):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    @_lost_with_its_folder
+    async def touch(self, ttl_s: float) -> None:
+        self._check_alive()
+        self.box.extend(ttl_s)
+
+    async def kill(self) -> None:
+        async with locked(lock_of(self.box)):
+            await destroy(self.box)
+
+    # -- what differs by provider ---------------------------------------------------------------
+
+    def _argv(self, argv: Sequence[str]) -> Sequence[str]:
+        return argv
+
+    @abstractmethod
+    def _folder(self, cwd: str | None) -> str | None:
+        """Where a command starts; None for the folder its launcher is in."""
+
+    def _environment(self, env: Mapping[str, str]) -> Mapping[str, str]:
+        return env
+
+    def _check_user(self, user: str | None) -> None:
+        if user not in (None, "agent"):
+            raise ConfigurationError(
+                f"user={user!r}: this sandbox has one user, 'agent'; leave user unset"
+            )
+
+    # -- helpers ----------------------------------------------------------------------------------
+
+    @property
+    def _output_cap(self) -> int:
+        return self.meta.output_mb << 20
+
+    def _order(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str | None,
+        token: str,
+        has_stdin: bool,
+    ) -> bytes:
+        """What the launcher reads to become the command: fields that end in NUL each."""
+        _check_argv(argv)
+        # above the disk's size: a full disk is ENOSPC, not a signal
+        largest_file = (max(self.meta.output_mb, self.meta.disk_mb) + 1) << 20
+        limits = {
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_FSIZE: largest_file,
+            resource.RLIMIT_NOFILE: _open_files(),
+            **_rlimits(self.enforced),
+        }
+        variables = {"PERDURE_EXEC": token, **_checked(env)}
+        fields = [
+            cwd or "",
+            "1" if has_stdin else "",
+            str(len(argv)),
+            " ".join(f"{number}={value}" for number, value in limits.items()),
+            *argv,
+            *(f"{name}={value}" for name, value in variables.items()),
+        ]
+        return os.fsencode("".join(f"{field}\0" for field in fields))
+
+    def _lost(self) -> SandboxLost:
+        return SandboxLost(f"sandbox {self.identity!r} is gone; boot a new generation")
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise self._lost()
+
+    def _known(self, exec_id: str) -> ExecRecord:
+        record = self.box.record(exec_id)
+        if record.exists:
+            return record
+        self._check_alive()
+        raise NotFound(f"exec_id {exec_id!r} was never started in sandbox {self.identity!r}")
+
+    def _tree(self, record: ExecRecord) -> list[int]:
+        process = record.process
+        if process is None:
+            return []
+        if (group := record.group) is not None:
+            pids = cgroups.members(group)
+        else:
+            pids = marked(f"PERDURE_EXEC={record.token}".encode())
+            if is_alive(process):  # else its pid may be somebody else's by now
+                pids += [process.pid, *below(process.pid)]
+        return list(dict.fromkeys(pids))
+
+    def _end(self, record: ExecRecord, cause: KillCause) -> None:
+        record.claim_cause(cause)
+        self._kill_tree(record)
+
+    def _kill_tree(self, record: ExecRecord) -> None:
+        """Kill the whole tree; processes it forks meanwhile are met in the next round."""
+        if record.process is None:
+            return
+        if (group := record.group) is not None:
+            cgroups.kill(group)
+            return
+        while pids := self._tree(record):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    async def _reported(self, record: ExecRecord) -> None:
+        """Wait until the keeper has written the result of a command that was just killed."""
+        if (process := record.process) is not None:
+            await ended(process, 5.0)
+        await self._told(record)
+
+    def _ends(self, record: ExecRecord) -> bool:
+        """Its process is over, and the keeper lives that will say how."""
+        process = record.process
+        ran = process is not None and process.pid > 0
+        return ran and record.status().state is ExecState.LOST and is_alive(self._processes[0])
+
+    async def _told(self, record: ExecRecord) -> None:
+        """The result follows the end of the process at once, unless the keeper died or waits."""
+        pause = 0.0003
+        while self._ends(record) and pause < RESULT_S:
+            await asyncio.sleep(pause)
+            pause *= 1.5
+
+
+class HostProvider(SandboxProvider):
+    """Keeps its sandboxes as folders `<home>/sandboxes/<name>/<identity>`."""
+
+    host_bound = True
+
+    def __init__(self, home: Path) -> None:
+        self.root = home.absolute() / "sandboxes" / self.name
+
+    async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
+        check_identity(identity)
+        box = Box(self.root / identity)
+        async with locked(lock_of(box)):
+            if box.ready:
+                return self._adopt(box)
+            if box.exists:  # its creator died half way; nobody was ever given it
+                await destroy(box)
+            try:
+                return await self._boot(spec, box)
+            except BaseException:
+                await asyncio.shield(destroy(box))
+                raise
+
+    async def attach(self, identity: str) -> Sandbox:
+        check_identity(identity)
+        box = Box(self.root / identity)
+        with contextlib.suppress(FileNotFoundError):  # another process killed it just now
+            if box.ready:
+                return self._adopt(box)
+        raise NotFound(f"no {self.name} sandbox {identity!r} on this host")
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
+        if not self.root.is_dir():
+            return []
+        await asyncio.to_thread(self._clear_leftovers)
+        found = [self._info(Box(path)) for path in sorted(self.root.iterdir())]
+        wanted = (labels or {}).items()
+        return [info for info in found if info is not None and wanted <= info.labels.items()]
+
+    async def kill(self, identity: str) -> None:
+        check_identity(identity)
+        box = Box(self.root / identity)
+        async with locked(lock_of(box)):
+            await destroy(box)
+
+    # -- what differs by provider ---------------------------------------------------------------
+
+    @abstractmethod
+    def _handle(self, box: Box, meta: BoxMeta) -> HostSandbox: ...
+
+    @abstractmethod
+    async def _boot(self, spec: SandboxSpec, box: Box) -> HostSandbox: ...
+
+    # -- helpers ----------------------------------------------------------------------------------
+
+    def _clear_leftovers(self) -> None:
+        """Folders whose maker or remover was killed half way; no process ever ran in them."""
+        for path in (*self.root.glob(f"{DRAFT}*"), *self.root.glob(f"{GRAVE}*")):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > STALE_S:
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _adopt(self, box: Box) -> HostSandbox:
+        if not box.alive:
+            raise SandboxLost(
+                f"{self.name} sandbox {box.identity!r} is dead; boot a new generation"
+            )
+        return self._handle(box, box.meta())
+
+    def _info(self, box: Box) -> SandboxInfo | None:
+        try:
+            meta, expires = box.meta(), box.expires()
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # a draft, the locks, or killed just now
+        return SandboxInfo(
+            box.identity, self.name, box.alive, meta.created, expires, dict(meta.labels)
+        )
+
+    def _meta(
+        self,
+        spec: SandboxSpec,
+        box: Box,
+        plan: cgroups.Plan,
+        *,
+        workdir: str,
+        env: Mapping[str, str],
+        enforced: Mapping[str, str],
+        paths: Mapping[str, str] | None = None,
+        farewell: tuple[str, ...] = (),
+    ) -> BoxMeta:
+        return BoxMeta(
+            provider=self.name,
+            identity=box.identity,
+            created=time.time(),
+            workdir=workdir,
+            labels=dict(spec.labels),
+            env=dict(env),
+            output_mb=spec.limits.output_mb,
+            disk_mb=spec.limits.disk_mb,
+            groups=tuple(map(str, plan.folders)),
+            exec_groups=str(plan.exec_groups) if plan.exec_groups else None,
+            enforced=enforced,
+            paths=paths or {},
+            farewell=farewell,
+        )
+
+
+def lock_of(box: Box) -> Path:
+    return box.path.parent / ".locks" / box.identity
+
+
+async def destroy(box: Box) -> None:
+    """End every process of the sandbox, then remove its cgroups and its folder."""
+    if not box.exists:
+        return
+    booted = box.ready  # before the rest: it may boot on until its keeper is stopped
+    meta, keeper, holder = box.meta(), box.keeper, box.holder
+    # the keeper first: it would tell of commands that somebody has killed them, not of the sandbox
+    session_killed = keeper is not None and _kill_session(keeper)
+    if meta.exec_groups:
+        cgroups.kill(Path(meta.exec_groups))
+    kill_process(holder, signal.SIGKILL)
+    if not session_killed or not booted:  # half booted: a holder that nobody has named yet
+        _kill_marked(f"PERDURE_BOX={box.path}".encode())
+    if meta.exec_groups is None and holder is None:  # else they end with their group or namespace
+        _kill_commands(box)
+    for process in (holder, keeper):
+        if process is not None:
+            await ended(process, 5.0)
+    await _bid_farewell(meta.farewell)
+    await cgroups.remove(map(Path, meta.groups))
+    grave = box.path.with_name(f"{GRAVE}{uuid4().hex}")
+    box.path.rename(grave)  # gone at once for everybody, however long the removal takes
+    await asyncio.to_thread(shutil.rmtree, grave, ignore_errors=True)
+
+
+async def _bid_farewell(command: Sequence[str]) -> None:
+    """Failing is no harm: what it names may never have been."""
+    if command:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        await process.wait()
+
+
+def _kill_session(keeper: ProcessId) -> bool:
+    """Kill the keeper and all it spawned on the host's side; False when it was dead before."""
+    kill_process(keeper, signal.SIGSTOP)  # it forks no more while its session is killed
+    if not is_alive(keeper):
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(keeper.pid, signal.SIGKILL)
+    return True
+
+
+def _kill_commands(box: Box) -> None:
+    for path in (box.path / "execs").iterdir():
+        record = ExecRecord(path)
+        if record.process is not None:
+            _kill_marked(f"PERDURE_EXEC={record.token}".encode())
+
+
+def _kill_marked(marker: bytes) -> None:
+    while pids := marked(marker):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _check_argv(argv: Sequence[str]) -> None:
+    if not argv:
+        raise ConfigurationError("argv is empty; name a program")
+    for argument in argv:
+        if "\0" in argument:
+            raise ConfigurationError("argv holds a NUL byte; put the data into a file")
+        if len(os.fsencode(argument)) > LARGEST_ARGUMENT:
+            raise ConfigurationError(
+                f"argv holds an argument above {LARGEST_ARGUMENT} bytes; put it into a file"
+            )
+
+
+def _checked(env: Mapping[str, str]) -> Mapping[str, str]:
+    for name, value in env.items():
+        if not (name.isascii() and name.isidentifier()) or "\0" in value:
+            raise ConfigurationError(f"env {name!r} is not a variable the shell can set; rename it")
+    return env
+
+
+def _open_files() -> int:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+
+
+def _rlimits(enforced: Mapping[str, str]) -> dict[int, int]:
+    """What is enforced by `prlimit --NAME=VALUE`, as numbers."""
+    found = {}
+    for how in enforced.values():
+        if how.startswith("prlimit --"):
+            name, value = how.removeprefix("prlimit --").split("=")
+            found[getattr(resource, f"RLIMIT_{name.upper()}")] = int(value)
+    return found

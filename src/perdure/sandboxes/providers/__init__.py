@@ -1,0 +1,1 @@
+"""The sandbox providers, one file or folder each."""

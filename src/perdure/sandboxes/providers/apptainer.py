@@ -1,0 +1,252 @@
+"""The `apptainer` provider: one instance for each sandbox, without a daemon, as on clusters.
+
+`apptainer instance start` makes the namespaces over an overlay on our tmpfs; the keeper then treats
+its first process as bubblewrap's holder: same commands, records, limits and filter. Apptainer itself
+has never run under these lines: they are tested on `perdure.testing.apptainer_cli`.
+"""
+
+import asyncio
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from uuid import uuid4
+
+from perdure.errors import Boundary, ConfigurationError, MissingDependency, RetryHere
+from perdure.sandboxes import images
+from perdure.sandboxes.base import Mount, Network, SandboxSpec
+from perdure.sandboxes.host import cgroups
+from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta
+from perdure.sandboxes.host.keepers import SYSTEM_PATH, Holder, start_keeper
+from perdure.sandboxes.host.sandbox import program
+from perdure.sandboxes.providers.bubblewrap import (
+    ENVIRONMENT,
+    GATEWAY_PORT,
+    HOME,
+    BubblewrapProvider,
+    BubblewrapSandbox,
+    _needs_own_users,
+    _resolver,
+    check_spec,
+    disk_of,
+    enforced,
+)
+from perdure.sandboxes.providers.podman import programs, write_skeleton
+
+PROGRAM_VARIABLE = "PERDURE_APPTAINER"
+"""Path of the program where it is no system program, as on clusters with environment modules."""
+LEAST_VERSION = (1, 1)
+"""The first that makes overlays and reads images without setuid."""
+
+HOLD = """\
+mkdir -p disk/session disk/over
+{start} >&2 || exit 1
+exec 5<&0
+(read -r line <&5; {stop}) >/dev/null 2>&1 &
+echo up
+exec >/dev/null
+wait
+"""
+"""The background half outlives this one when it is killed, and then sees the end of its input."""
+
+OWN_VARIABLES = re.compile(
+    r"(APPTAINER|SINGULARITY)_?|^(HOME|PWD|OLDPWD|SHLVL|_|USER|LOGNAME|TERM)$"
+)
+
+
+class ApptainerSandbox(BubblewrapSandbox):
+    """An instance; its first process is Apptainer's own, in a folder of Apptainer's choice."""
+
+    def _folder(self, cwd: str | None) -> str | None:
+        return os.path.join(self.workdir, cwd or "")
+
+
+class ApptainerProvider(BubblewrapProvider):
+    """Images are unpacked once for each home, by `apptainer build --sandbox`."""
+
+    name = "apptainer"
+    runs_images = True
+
+    def check(self) -> Sequence[str]:
+        try:
+            program("mount")
+            version = _version()
+        except (MissingDependency, RetryHere) as error:
+            return [str(error)]
+        if version < LEAST_VERSION:
+            found = ".".join(map(str, version)) or "unknown"
+            return [f"apptainer {found} is too old; install 1.1 or later"]
+        return []
+
+    async def _boot(self, spec: SandboxSpec, box: Box) -> BubblewrapSandbox:
+        check_spec(spec)
+        image = await self._root_of(spec)
+        variables = await self._variables(image) if spec.image else {}
+        plan = cgroups.plan(box.path, spec.limits)
+        meta = self._meta(
+            spec,
+            box,
+            plan,
+            workdir=spec.workdir,
+            env={**ENVIRONMENT, **variables, **spec.env},
+            enforced=enforced(plan, spec),
+            farewell=tuple(stop_command(_name(box))),
+        )
+        box.lay_out(meta, spec.ttl_s)
+        gateway = None if spec.gateway is None else (GATEWAY_PORT, spec.gateway)
+        holder = Holder(
+            tuple(self.command_over(image, spec, box)),
+            *disk_of(spec),
+            pid_file=str(box.path / "pid"),
+        )
+        await start_keeper(box, plan, holder, gateway, as_root_of_own=_needs_own_users())
+        return self._handle(box, meta)
+
+    def command_over(self, image: Path, spec: SandboxSpec, box: Box) -> list[str]:
+        """What the keeper runs in the box's folder, once its disk is mounted there."""
+        start = shlex.join(start_command(image, spec, box))
+        script = HOLD.format(start=start, stop=shlex.join(stop_command(_name(box))))
+        return ["/usr/bin/env", f"PERDURE_BOX={box.path}", *_settings(), "sh", "-c", script]
+
+    def _handle(self, box: Box, meta: BoxMeta) -> ApptainerSandbox:
+        return ApptainerSandbox(box, meta)
+
+    # -- images -----------------------------------------------------------------------------------
+
+    async def _root_of(self, spec: SandboxSpec) -> Path:
+        if spec.image is None:
+            return await asyncio.to_thread(lambda: self._skeleton)
+        if (given := Path(spec.image)).is_absolute():
+            if not given.exists():
+                raise ConfigurationError(f"image {spec.image!r} does not exist on this host")
+            return given
+        folder = self.root / ".images" / images.key_of(spec.image)
+        name = spec.image
+
+        async def find(_: str) -> str | None:
+            return str(folder) if folder.is_dir() else None
+
+        async def pull(mirrored: str) -> str:
+            return await asyncio.to_thread(_build, name, mirrored, folder)
+
+        return Path(await images.present(name, self.root / ".pulls", find, pull))
+
+    async def _variables(self, image: Path) -> Mapping[str, str]:
+        """What the image sets, as a command in it sees it."""
+        said = await asyncio.to_thread(_apptainer, "exec", "--containall", str(image), "env")
+        pairs = (line.split("=", 1) for line in said.splitlines() if "=" in line)
+        return {name: value for name, value in pairs if not OWN_VARIABLES.search(name)}
+
+    @cached_property
+    def _skeleton(self) -> Path:
+        """Empty folders and an /etc of ours, over which the host's programs are bound."""
+        folder = self.root / f".skeleton-{self._etc.name}"
+        if not folder.exists():
+            draft = self.root / f"{DRAFT}{uuid4().hex}"
+            write_skeleton(draft)
+            shutil.copytree(self._etc, draft / "etc", symlinks=True, dirs_exist_ok=True)
+            try:
+                draft.rename(folder)
+            except OSError:  # another process was quicker
+                shutil.rmtree(draft)
+        return folder
+
+
+def start_command(image: Path, spec: SandboxSpec, box: Box) -> list[str]:
+    """`apptainer instance start` of one sandbox, in the box's folder."""
+    disk = box.path / "disk"
+    mounts = [
+        *(() if spec.image else programs()),
+        Mount(disk / "home", HOME, writable=True),
+        Mount(disk / "shm", "/dev/shm", writable=True),
+        *([] if spec.image and not spec.tree else [Mount(disk / "tree", spec.workdir, True)]),
+        *sorted(spec.mounts, key=lambda mount: mount.target.count("/")),
+    ]
+    binds = {mount.target: _bind(mount) for mount in mounts}.values()
+    network = [] if spec.network is Network.HOST else ["--net", "--network", "none"]
+    resolver = _resolver(spec.network)
+    return [
+        *(_binary(), "instance", "start", "--containall", "--cleanenv", "--no-home"),
+        *(["--userns"] if os.geteuid() or _needs_own_users() else ["--no-privs"]),
+        *(*network, "--hostname", "sandbox"),
+        *("--overlay", str(disk / "over"), "--workdir", str(disk / "session")),
+        *(part for bind in binds for part in ("--bind", bind)),
+        *(("--bind", f"{resolver[1]}:{resolver[2]}:ro") if resolver else ()),
+        *("--pid-file", str(box.path / "pid"), str(image), _name(box)),
+    ]
+
+
+def stop_command(name: str) -> list[str]:
+    return [
+        *("/usr/bin/env", *_settings(), _binary()),
+        *("instance", "stop", "--signal", "KILL", "--timeout", "2", name),
+    ]
+
+
+def _build(name: str, mirrored: str, folder: Path) -> str:
+    """Unpacked aside and renamed: a folder of that name is a whole one."""
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = folder.with_name(f"{DRAFT}{uuid4().hex}")
+    try:
+        _apptainer("build", "--sandbox", str(draft), f"docker://{mirrored}", pulls=name)
+        draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return str(folder)
+
+
+def _apptainer(*arguments: str, pulls: str = "") -> str:
+    """What it printed. Raises: RetryHere with its last line, or what `images.refused` makes of it."""
+    try:
+        done = subprocess.run(
+            [_binary(), *arguments],
+            capture_output=True,
+            check=False,
+            timeout=images.PULL_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise RetryHere(
+            f"apptainer {arguments[0]} took more than {images.PULL_TIMEOUT_S:.0f} s",
+            boundary=Boundary.SANDBOX,
+        ) from None
+    if done.returncode:
+        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        words = said[-1] if said else f"exit code {done.returncode}"
+        if pulls:
+            raise images.refused(pulls, words)
+        raise RetryHere(f"apptainer {arguments[0]}: {words}", boundary=Boundary.SANDBOX)
+    return done.stdout.decode("utf-8", "replace")
+
+
+def _binary() -> str:
+    """Raises: MissingDependency."""
+    return os.environ.get(PROGRAM_VARIABLE) or program("apptainer")
+
+
+def _version() -> tuple[int, ...]:
+    """`apptainer version 1.4.1-1.el9` -> (1, 4, 1)."""
+    found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", _apptainer("--version"))
+    return tuple(int(part) for part in found.groups() if part) if found else ()
+
+
+def _settings() -> list[str]:
+    """What it needs to find the instances and the cache of this user."""
+    names = ("HOME", "USER", "APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
+    found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return [f"PATH={SYSTEM_PATH}", *found]
+
+
+def _name(box: Box) -> str:
+    return cgroups.group_name(box.path)
+
+
+def _bind(mount: Mount) -> str:
+    if set(":,") & set(f"{mount.source}{mount.target}"):
+        raise ConfigurationError(
+            f"mount {str(mount.source)!r} holds a colon or a comma; rename the folder"
+        )
+    return f"{mount.source}:{mount.target}:{'rw' if mount.writable else 'ro'}"

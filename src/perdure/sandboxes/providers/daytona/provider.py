@@ -1,0 +1,449 @@
+"""The `daytona` provider: sandboxes of Daytona or a service that speaks its protocol, by its SDK.
+
+An identity is the sandbox's name, so a second create meets the first. Commands run under the guest
+program (`guest`), whose records survive every lost answer; exit codes of the service are hints.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from perdure.errors import (
+    ConfigurationError,
+    ControlPlaneError,
+    NotFound,
+    OutcomeUnknown,
+    PerdureError,
+    RateLimited,
+)
+from perdure.sandboxes.base import Network, PortStream, Sandbox, SandboxInfo, SandboxSpec
+from perdure.sandboxes.guest.calls import (
+    Conflict,
+    Missing,
+    Silences,
+    again,
+    confirmed,
+    lost,
+    passing,
+    was_refused,
+)
+from perdure.sandboxes.guest.sandbox import MARK, GuestSandbox
+from perdure.sandboxes.guest.service import ServiceProvider
+from perdure.sandboxes.host.box import check_identity
+from perdure.sandboxes.providers.daytona.calls import client, typed, unread_file
+from perdure.types import AccountCaps
+
+if TYPE_CHECKING:
+    from daytona import AsyncSandbox
+
+T = TypeVar("T")
+
+REQUEST_S = 60.0
+UPLOAD_BYTES_PER_S = 1_000_000
+"""The slowest link that a large upload is waited for on."""
+QUEUE_MINUTES = 5
+"""How long the service may look for a place to run it."""
+LEAST_DISK_GIB = 3
+"""The service's own default: an image takes room as well."""
+LOOK_S = 0.2
+GONE = frozenset({"destroying", "destroyed"})
+ENDED = frozenset(
+    {
+        "archived", "archiving", "build_failed", "error", "paused", "pausing", "snapshotting",
+        "stopped", "stopping",
+    }
+)  # fmt: skip
+"""No sandbox of ours comes back from these: nobody but the service stops one."""
+PATIENCE_S = {"pulling_snapshot": 300.0, "building_snapshot": 900.0, "pending_build": 900.0}
+"""So long may a boot stand still in one state, its `updatedAt` too."""
+STARTING_S = 60.0
+"""The same in any other state."""
+BOOT_S = 1800.0
+SILENT_S = 180.0
+"""A daemon that answered 502 for so long, in a sandbox said to be started, is dead."""
+OWN = "perdure_"
+IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
+SNAPSHOT = "snapshot:"
+"""Before `environment.image`: the name of a snapshot of the account, not of an image."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How long one call may take. Where to and as whom: the environment, by name."""
+
+    request_s: float = REQUEST_S
+
+
+class DaytonaSandbox(GuestSandbox):
+    service = "Daytona"
+
+    def __init__(self, provider: "DaytonaProvider", sdk: "AsyncSandbox", identity: str) -> None:
+        workdir = sdk.labels.get(f"{OWN}workdir", "/")
+        super().__init__(identity, workdir, packs=provider.root / "packs")
+        self.provider, self.sdk = provider, sdk
+
+    async def touch(self, ttl_s: float) -> None:
+        """The hard end, and the idle timer, which sees our calls but no running process."""
+        minutes = _minutes(ttl_s)
+        await self._call("set_ttl", lambda: self.sdk.set_ttl(minutes, self._request_s))
+        if (self.sdk.auto_stop_interval or 0) < minutes:
+            await self._call(
+                "set_autostop",
+                lambda: self.sdk.set_autostop_interval(minutes, self._request_s),
+            )
+            self.sdk.auto_stop_interval = minutes
+        await self._call("refresh", lambda: self.sdk.refresh_activity(self._request_s))
+
+    async def kill(self) -> None:
+        await self.provider.kill(self.identity)
+
+    async def dial(self, port: int) -> PortStream:
+        """Through the service's proxy, which knows the port by host name and the caller by token."""
+        link = await self._call("preview", lambda: self.sdk.get_preview_link(port, self._request_s))
+        url = urlsplit(link.url)
+        host, secure = url.hostname or "", url.scheme == "https"
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1" if host.endswith(".localhost") else host,
+            url.port or (443 if secure else 80),
+            ssl=secure,
+            server_hostname=host if secure else None,
+            limit=1 << 20,
+        )
+        token = link.token or ""
+        return PortStream(reader, writer, {"Host": url.netloc, "X-Daytona-Preview-Token": token})
+
+    @property
+    def _request_s(self) -> float:
+        return self.provider.connection.request_s
+
+    async def _print(self, what: str, command: str, extra_s: float) -> str:
+        seconds = self._request_s + extra_s
+
+        async def run() -> str:
+            async with asyncio.timeout(seconds):
+                done = await self.sdk.process.exec(command, cwd="/", timeout=math.ceil(seconds))
+            said = str(done.result)
+            if done.exit_code == 127 and MARK not in said:
+                blame = ConfigurationError(
+                    f"the image of sandbox {self.identity!r} lacks python3 or a shell tool: "
+                    f"{said[-300:]}"
+                )
+                raise self._lacking(blame)
+            return said
+
+        return await self._once(what, run)
+
+    async def _write(self, path: str, data: bytes | Path) -> None:
+        size = len(data) if isinstance(data, bytes) else data.stat().st_size
+        seconds = math.ceil(self._request_s + size / UPLOAD_BYTES_PER_S)
+
+        async def write() -> None:
+            async with asyncio.timeout(seconds):
+                if isinstance(data, bytes):
+                    await self.sdk.fs.upload_file(data, path, seconds)
+                else:
+                    await self.sdk.fs.upload_file(str(data), path, seconds)
+
+        await self._once("upload", write)
+
+    async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        return await again(lambda: self._once(what, call))
+
+    async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Raises SandboxLost only where the control plane says so too: proxies err."""
+        try:
+            done = await call()
+        except Exception as error:
+            found = typed(error, what, key_works=True)
+            if was_refused(found):
+                raise found from error
+            if isinstance(found, Missing | Conflict | ControlPlaneError):
+                if not await self.provider.lives(self.sdk.id, silent=_is_silence(error)):
+                    raise lost("daytona", self.identity) from error
+                if not isinstance(found, ControlPlaneError):
+                    raise ControlPlaneError(str(found)) from error
+            raise found from error
+        self.provider.silences.broken(self.sdk.id)
+        return done
+
+
+class DaytonaProvider(ServiceProvider):
+    """`DAYTONA_API_KEY` and the like say which account; `PERDURE_DAYTONA_SCOPE` which deployment,
+    where several hosts share one or several deployments share an account."""
+
+    name = "daytona"
+    scope_variable = "PERDURE_DAYTONA_SCOPE"
+    dials = True
+    limits = frozenset({"output_mb"})  # a snapshot has the others
+    account_caps = AccountCaps(creates_per_s=5, starting=32)
+    """What the smallest account may do; its quota is found out by being refused."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.connection = Connection()
+        self._key_works = False
+        self.silences = Silences()
+
+    @property
+    def account(self) -> str:
+        names = ("DAYTONA_API_URL", "DAYTONA_ORGANIZATION_ID", "DAYTONA_API_KEY")
+        whose = "\n".join(os.environ.get(name, "") for name in names)
+        return f"{self.name}-{hashlib.sha256(whose.encode()).hexdigest()[:8]}"
+
+    def check(self) -> Sequence[str]:
+        missing = []
+        try:
+            metadata.version("daytona")
+        except metadata.PackageNotFoundError:
+            missing.append("the daytona package is missing; pip install 'perdure[daytona]'")
+        token = os.environ.get("DAYTONA_JWT_TOKEN") and os.environ.get("DAYTONA_ORGANIZATION_ID")
+        if not os.environ.get("DAYTONA_API_KEY") and not token:
+            missing.append("DAYTONA_API_KEY is not set; make a key at https://app.daytona.io")
+        elif surprise := unread_file(Path.cwd()):
+            missing.append(surprise)
+        return missing
+
+    async def attach(self, identity: str) -> Sandbox:
+        check_identity(identity)
+        sdk = await self._find(identity, made=True)
+        if sdk is None:
+            raise NotFound(f"no daytona sandbox {identity!r}")
+        return DaytonaSandbox(self, await self._started(sdk, identity), identity)
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
+        if self.check() and not self.root.exists():
+            return []  # not set up, and never used from here: nothing to sweep
+        from daytona import ListSandboxesQuery
+
+        query = ListSandboxesQuery(labels={**(labels or {}), f"{OWN}scope": self._scope})
+
+        async def found() -> Sequence[Any]:
+            service, seconds = await client(), self.connection.request_s
+            return [sdk async for sdk in service.list(query, request_timeout=seconds)]
+
+        return [
+            SandboxInfo(
+                identity=sdk.labels[f"{OWN}identity"],
+                provider=self.name,
+                alive=_state(sdk) not in ENDED,
+                created=_time(sdk.created_at) or 0.0,
+                # the service ends it by its own clock: what it still has has not expired
+                expires=max(_time(sdk.auto_destroy_at) or math.inf, time.time() + 1),
+                labels={
+                    name: value
+                    for name, value in sdk.labels.items()
+                    if not name.startswith(OWN) and name != "code-toolbox-language"
+                },
+            )
+            for sdk in await again(lambda: passing(Missing, lambda: self._once("list", found)))
+            if _state(sdk) not in GONE
+        ]
+
+    async def kill(self, identity: str) -> None:
+        check_identity(identity)
+
+        async def end() -> None:
+            sdk = await self._look(self._name(identity))
+            if _state(sdk) not in GONE:
+                await sdk.delete(timeout=self.connection.request_s)
+
+        with contextlib.suppress(Missing):
+            await again(lambda: passing(Conflict, lambda: self._once("delete", end)))
+
+    # -- making -----------------------------------------------------------------------------------
+
+    async def _create(self, spec: SandboxSpec, identity: str) -> DaytonaSandbox:
+        """Made or adopted. What stands still on its way is deleted, and its identity is lost."""
+        own = self._labels(spec, identity)
+        sdk = await self._find(identity) or await self._make(spec, identity, own)
+        if sdk.labels.get(f"{OWN}spec") != own[f"{OWN}spec"]:
+            raise ConfigurationError(
+                f"daytona sandbox {identity!r} exists with another image, folder, network or "
+                "limits; use a new generation"
+            )
+        box = DaytonaSandbox(self, await self._started(sdk, identity), identity)
+        await box.set_up(spec)
+        return box
+
+    async def _make(
+        self, spec: SandboxSpec, identity: str, own: Mapping[str, str]
+    ) -> "AsyncSandbox":
+        """Whatever the answer was, the name says whether it was made."""
+
+        async def ask() -> "AsyncSandbox":
+            try:
+                return await self._ask(spec, identity, own)
+            except RateLimited:
+                raise  # nothing was made; if it was, its name will be taken
+            except (Conflict, ControlPlaneError) as error:
+                if (found := await self._find(identity)) is not None:
+                    return found
+                if isinstance(error, Conflict):  # one of this name is just going away
+                    raise ControlPlaneError(str(error)) from error
+                raise
+
+        try:
+            return await again(ask, at_caps=self.waits_at_caps)
+        except RateLimited:
+            raise
+        except ControlPlaneError as error:
+            raise OutcomeUnknown(f"{error}; it is looked up by identity {identity!r}") from error
+
+    async def _ask(
+        self, spec: SandboxSpec, identity: str, own: Mapping[str, str]
+    ) -> "AsyncSandbox":
+        params = _params(spec)
+        params.name, params.labels = self._name(identity), dict(own)
+
+        async def create() -> "AsyncSandbox":
+            service = await client()
+            return await service.create(params, timeout=self.connection.request_s)
+
+        try:
+            return await self._once("create", create)
+        except Missing as error:
+            raise ConfigurationError(
+                f"{error}; name an image or snapshot that exists in environment.image or "
+                "PERDURE_DAYTONA_SNAPSHOT"
+            ) from error
+
+    async def _started(self, sdk: "AsyncSandbox", identity: str) -> "AsyncSandbox":
+        """Raises: SandboxLost when it ended, failed or stands still; the stuck one is deleted."""
+        began = moved = time.monotonic()
+        seen = ("", "")
+        while (state := _state(sdk)) != "started":
+            now = time.monotonic()
+            if (state, sdk.updated_at or "") != seen:
+                seen, moved = (state, sdk.updated_at or ""), now
+            stuck = now - moved > PATIENCE_S.get(state, STARTING_S) or now - began > BOOT_S
+            if stuck or state in ENDED:
+                with contextlib.suppress(PerdureError):  # it may refuse; then the reaper comes
+                    await self.kill(identity)
+                why = f"it stood still in {state}" if stuck else f"{state}: {sdk.error_reason}"
+                raise lost(self.name, identity, f"({why})")
+            await asyncio.sleep(LOOK_S)
+            found = await self._find(identity)
+            if found is None:
+                raise lost(self.name, identity)
+            sdk = found
+        return sdk
+
+    def _labels(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
+        fixed = [spec.workdir, spec.image, str(spec.network), spec.limits.model_dump()]
+        return {
+            **spec.labels,
+            f"{OWN}scope": self._scope,
+            f"{OWN}identity": identity,
+            f"{OWN}workdir": spec.workdir,
+            f"{OWN}spec": hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:32],
+        }
+
+    def _name(self, identity: str) -> str:
+        """Names are the account's, identities a deployment's."""
+        return f"{identity}-{hashlib.sha256(self._scope.encode()).hexdigest()[:8]}"
+
+    def _check_spec(self, spec: SandboxSpec) -> None:
+        super()._check_spec(spec)
+        if spec.image and not IMAGE.fullmatch(spec.image.removeprefix(SNAPSHOT)):
+            raise ConfigurationError(
+                f"environment.image: {spec.image!r} is neither an image nor {SNAPSHOT}NAME"
+            )
+
+    # -- finding ----------------------------------------------------------------------------------
+
+    async def _look(self, id_or_name: str) -> "AsyncSandbox":
+        service = await client()
+        return await service.get(id_or_name, request_timeout=self.connection.request_s)
+
+    async def _get(self, id_or_name: str) -> "AsyncSandbox":
+        """Raises: Missing."""
+        return await again(lambda: self._once("get", lambda: self._look(id_or_name)))
+
+    async def _find(self, identity: str, *, made: bool = False) -> "AsyncSandbox | None":
+        """By name, which needs no list. `made`: it should be there.
+
+        Raises: SandboxLost when it ended and its name stays.
+        """
+        name = self._name(identity)
+        try:
+            sdk = await (confirmed(lambda: self._get(name)) if made else self._get(name))
+        except Missing:
+            return None
+        if sdk.queue_timed_out_at or sdk.spot_evicted_at:
+            raise lost(self.name, identity, "(the service found no place for it, or took it back)")
+        return None if _state(sdk) in GONE else sdk
+
+    async def lives(self, sandbox_id: str, *, silent: bool) -> bool:
+        """As the control plane says; but a daemon `silent` for too long is dead whatever it says."""
+        try:
+            sdk = await confirmed(lambda: self._get(sandbox_id))
+        except Missing:
+            return False
+        if _state(sdk) in GONE | ENDED:
+            return False
+        if not silent:
+            return True
+        return self.silences.lasts(sandbox_id) < SILENT_S
+
+    async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        try:
+            done = await call()
+        except Exception as error:
+            raise typed(error, what, key_works=self._key_works) from error
+        self._key_works = True
+        return done
+
+
+def _params(spec: SandboxSpec) -> Any:
+    """A tree comes by upload into a snapshot; without one, the image is what is booted."""
+    from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams, Resources
+
+    minutes = _minutes(spec.ttl_s)
+    common: dict[str, Any] = {
+        "os_user": "root",
+        "auto_stop_interval": minutes,
+        "auto_delete_interval": 0,
+        "ttl_minutes": minutes,
+        "queue_timeout": QUEUE_MINUTES,
+        "network_block_all": spec.network is not Network.HOST,
+    }
+    image = spec.image if spec.tree is None else None
+    if image is None or image.startswith(SNAPSHOT):
+        snapshot = (image or "").removeprefix(SNAPSHOT)
+        snapshot = snapshot or os.environ.get("PERDURE_DAYTONA_SNAPSHOT", "")
+        return CreateSandboxFromSnapshotParams(snapshot=snapshot or None, **common)
+    limits = spec.limits
+    resources = Resources(
+        cpu=math.ceil(limits.cpus),
+        memory=math.ceil(limits.memory_mb / 1024),
+        disk=max(LEAST_DISK_GIB, math.ceil(limits.disk_mb / 1024)),
+    )
+    return CreateSandboxFromImageParams(image=image, resources=resources, **common)
+
+
+def _minutes(seconds: float) -> int:
+    return max(1, math.ceil(seconds / 60))
+
+
+def _state(sdk: "AsyncSandbox") -> str:
+    return sdk.state.value if sdk.state is not None else "unknown"
+
+
+def _time(stamp: str | None) -> float | None:
+    return datetime.fromisoformat(stamp).timestamp() if stamp else None
+
+
+def _is_silence(error: Exception) -> bool:
+    return getattr(error, "status_code", None) == 502

@@ -1,0 +1,144 @@
+"""The `docker` program as the provider calls it: one process a call, every failure typed.
+
+Its exit codes 125, 126 and 127 may be the client's or the command's, so only what it printed counts.
+`DOCKER_HOST`, contexts and TLS are the program's own business.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError
+from perdure.sandboxes.guest.calls import Conflict, Missing
+from perdure.sandboxes.host.sandbox import program
+
+GONE = (
+    "no such container",
+    "is not running",
+    "no such object",
+    "marked for removal",
+    "is restarting",
+)
+TAKEN = ("is already in use by container", "removal of container")
+NOT_HERE = ("cannot connect to the docker daemon", "is the docker daemon running")
+NO_PROGRAM = (
+    "executable file not found",
+    "no such file or directory: unknown",
+    ": not found",
+    ": command not found",
+)
+OUT_OF_PIDS = ("resource temporarily unavailable", "can't start new thread", "cannot fork")
+
+
+class Said(NamedTuple):
+    """What a call printed; its exit code is a hint."""
+
+    code: int
+    out: bytes
+    err: str
+
+
+async def call(
+    *arguments: str, seconds: float, given: bytes | Path | None = None, what: str = ""
+) -> Said:
+    """Raises: MissingDependency; ControlPlaneError when it takes longer than `seconds`."""
+    file = given.open("rb") if isinstance(given, Path) else None
+    stdin = file or (asyncio.subprocess.PIPE if given is not None else asyncio.subprocess.DEVNULL)
+    with file or contextlib.nullcontext():
+        process = await asyncio.create_subprocess_exec(
+            program("docker"),
+            *arguments,
+            stdin=stdin,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(seconds):
+                out, err = await process.communicate(given if isinstance(given, bytes) else None)
+        except TimeoutError:
+            raise ControlPlaneError(
+                f"docker {what or arguments[0]} took more than {seconds:.0f} s"
+            ) from None
+        finally:
+            if process.returncode is None:  # the engine goes on; this client does not
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await asyncio.shield(process.wait())
+    return Said(process.returncode or 0, out, err.decode("utf-8", "replace").strip())
+
+
+async def done(*arguments: str, seconds: float, what: str = "") -> str:
+    """What a call that succeeded printed. Raises: `typed`."""
+    said = await call(*arguments, seconds=seconds, what=what)
+    if said.code:
+        raise typed(what or arguments[0], said.err or f"exit code {said.code}")
+    return said.out.decode("utf-8", "replace").strip()
+
+
+def typed(what: str, said: str) -> PerdureError:
+    """The failure as one of ours, by the engine's words: its client has no other codes."""
+    words = said.lower()
+    line = f"docker {what}: {said[-400:]}"
+    if any(word in words for word in NOT_HERE):
+        return ControlPlaneError(f"{line}; start it, or set DOCKER_HOST")
+    if "permission denied while trying to connect" in words:
+        return ConfigurationError(f"{line}; add this user to the group docker, or set DOCKER_HOST")
+    if any(word in words for word in TAKEN):
+        return Conflict(line)
+    if any(word in words for word in GONE):
+        return Missing(line)
+    if "unknown or invalid runtime" in words or ("network" in words and "not found" in words):
+        return ConfigurationError(
+            f"{line}; correct PERDURE_DOCKER_RUNTIME or PERDURE_DOCKER_NETWORK"
+        )
+    return ControlPlaneError(line)
+
+
+def objects(printed: bytes) -> list[dict[str, Any]]:
+    """What `inspect` printed; what vanished meanwhile is not among it."""
+    found = json.loads(printed or b"[]")
+    return [entry for entry in found if isinstance(entry, dict)]
+
+
+def is_on_this_host() -> bool:
+    """Without a call: the engine's address is a unix socket, of whatever host or machine it is."""
+    if address := os.environ.get("DOCKER_HOST"):
+        return address.startswith("unix:")
+    return _context() in ("", "default") or not _is_remote(_context())
+
+
+def _context() -> str:
+    if named := os.environ.get("DOCKER_CONTEXT"):
+        return named
+    folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+    try:
+        return str(json.loads((folder / "config.json").read_text()).get("currentContext", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
+def _is_remote(context: str) -> bool:
+    """Contexts lie in folders named by digests: each is read."""
+    folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+    for path in folder.glob("contexts/meta/*/meta.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            meta = json.loads(path.read_text())
+            if meta["Name"] == context:
+                return not str(meta["Endpoints"]["docker"]["Host"]).startswith("unix:")
+    return True
+
+
+def names_missing_program(said: str) -> bool:
+    return any(word in said.lower() for word in NO_PROGRAM)
+
+
+def lacks_processes(said: str) -> bool:
+    return any(word in said.lower() for word in OUT_OF_PIDS)
+
+
+def with_label(name: str, value: str) -> Sequence[str]:
+    return ("--label", f"{name}={value}")

@@ -1,0 +1,526 @@
+"""The `docker` provider: containers of a Docker engine, on this host or behind `DOCKER_HOST`.
+
+An identity is the container's name, so an engine makes it once. Commands and their durable records
+are the guest's (`guested`); folders of this host are bound where the engine sees them, else uploaded.
+"""
+
+import asyncio
+import base64
+import io
+import json
+import os
+import subprocess
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from perdure.errors import (
+    ConfigurationError,
+    ControlPlaneError,
+    InstanceError,
+    MissingDependency,
+    NotFound,
+)
+from perdure.sandboxes import images
+from perdure.sandboxes.base import Mount, Network, PortStream, Sandbox, SandboxInfo, SandboxSpec
+from perdure.sandboxes.guest.calls import Conflict, Missing, again, lost
+from perdure.sandboxes.guest.sandbox import FOLDER, GuestSandbox
+from perdure.sandboxes.guest.service import ServiceProvider
+from perdure.sandboxes.host.box import check_identity
+from perdure.sandboxes.host.keeper import seccomp
+from perdure.sandboxes.host.sandbox import program
+from perdure.sandboxes.providers.bubblewrap import HOME, check_spec
+from perdure.sandboxes.providers.docker import cli
+
+IMAGE_VARIABLE = "PERDURE_DOCKER_IMAGE"
+IMAGE = "docker.io/library/python:3.11-bookworm"
+"""For trees that bring no image of their own: Python, git and a compiler."""
+NETWORK_VARIABLE = "PERDURE_DOCKER_NETWORK"
+RUNTIME_VARIABLE = "PERDURE_DOCKER_RUNTIME"
+
+REQUEST_S = 60.0
+BOOT_S = 300.0
+LABEL = "perdure"
+DEADLINE = f"{FOLDER}/deadline"
+ROOT = "0:0"
+SPARE_PIDS = 32
+"""Above the commands' own: the guest answers although they have used up theirs."""
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
+"""The guest's. Commands have none."""
+NO_FILES = 20000
+LISTED_AT_ONCE = 8
+IMAGE_STAYS_S = 60.0
+"""How soon a name that came to mean another image is noticed."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the engine can do, asked once."""
+
+    binds: bool
+    """It sees this host's folders under their names."""
+    limits: Mapping[str, str]
+    """Limit -> mechanism, as far as it has one."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A container of ours as `inspect` shows it."""
+
+    name: str
+    state: str
+    labels: Mapping[str, str]
+    out_of_memory: bool
+
+    @property
+    def own(self) -> dict[str, Any]:
+        return dict(json.loads(self.labels[f"{LABEL}.spec"]))
+
+    @property
+    def identity(self) -> str:
+        return self.labels[f"{LABEL}.identity"]
+
+    @property
+    def is_running(self) -> bool:
+        return self.state in ("running", "created")
+
+
+class DockerSandbox(GuestSandbox):
+    """Commands run as `agent`, or as root of the instance's own image; without capabilities."""
+
+    service = "Docker"
+
+    def __init__(self, provider: "DockerProvider", found: Found) -> None:
+        own = found.own
+        super().__init__(found.identity, own["workdir"], packs=provider.root / "packs")
+        self.provider, self.name = provider, found.name
+        self.enforced: Mapping[str, str] = own["enforced"]
+        self._bound: frozenset[str] = frozenset(own["bound"])
+        self._variables: Mapping[str, str] = own["env"]
+
+    async def touch(self, ttl_s: float) -> None:
+        await self._guest("touch", ttl=ttl_s)
+
+    async def kill(self) -> None:
+        await self.provider.kill(self.identity)
+
+    async def dial(self, port: int) -> PortStream:
+        source = _source("container_pipe.py")
+        process = await asyncio.create_subprocess_exec(
+            *(program("docker"), "exec", "--interactive", "--user", ROOT, self.name),
+            *("python3", "-I", "-c", source, str(port)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=1 << 20,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if await process.stdout.readline() != b"connected\n":
+            process.stdin.close()
+            await process.wait()
+            raise ConnectionRefusedError(f"nobody answers at port {port} of the sandbox")
+        return PortStream(process.stdout, process.stdin)
+
+    # -- how the guest is reached -----------------------------------------------------------------
+
+    async def _print(self, what: str, command: str, extra_s: float) -> str:
+        """A shell reads the line first: everybody on this host can read the arguments of `docker`."""
+        argv, given = ("sh", "-c", 'line=$(cat) && eval "$line"'), command.encode()
+        said = await self._exec(*argv, what=what, seconds=REQUEST_S + extra_s, given=given)
+        return said.out.decode("utf-8", "replace")
+
+    async def _write(self, path: str, data: bytes | Path) -> None:
+        await self._write_and_print("upload", path, data, "true")
+
+    async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
+        line = f'(umask 077; mkdir -p "${{1%/*}}" && cat >"$1") && {command}'
+        argv = ("sh", "-c", line, "sh", path)
+        said = await self._exec(*argv, what=what, seconds=BOOT_S, given=data)
+        return said.out.decode("utf-8", "replace")
+
+    async def _exec(
+        self, *argv: str, what: str, seconds: float, given: bytes | Path | None = None
+    ) -> cli.Said:
+        options = ("--interactive",) if given is not None else ()
+        said = await cli.call(
+            *("exec", *options, "--user", ROOT, "--workdir", "/", self.name, *argv),
+            seconds=seconds,
+            given=given,
+            what=what,
+        )
+        if said.code == 0:
+            return said
+        words = f"{said.err} {said.out[-400:].decode('utf-8', 'replace')}".strip()
+        if isinstance(found := cli.typed(what, words), Missing):
+            raise self.provider.lost(self.identity, words)
+        if said.code in (126, 127) and cli.names_missing_program(words):
+            blame = f"the image of sandbox {self.identity!r} lacks python3 or a shell tool: "
+            raise self._lacking(InstanceError(blame + words[-300:]))
+        if not await self.provider.is_running(self.name):
+            raise self.provider.lost(self.identity, words)
+        if cli.lacks_processes(words):
+            await self.provider.make_room(self.name)
+        raise found
+
+    # -- set-up -----------------------------------------------------------------------------------
+
+    def _sent(self, spec: SandboxSpec) -> Sequence[Mount]:
+        return [mount for mount in spec.mounts if mount.target not in self._bound]
+
+    def _environment(self) -> Mapping[str, str]:
+        return self._variables
+
+    def _seal(self) -> Mapping[str, str]:
+        machines = ("x86_64", "aarch64")
+        return {name: base64.b64encode(seccomp.program(name)).decode() for name in machines}
+
+
+class DockerProvider(ServiceProvider):
+    """`DOCKER_HOST` or Docker's context says which engine. Its sandboxes have no network but by a
+    relay, unless `PERDURE_DOCKER_NETWORK` names one of the engine's."""
+
+    name = "docker"
+    dials = True
+    scope_variable = "PERDURE_DOCKER_SCOPE"
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.host_bound = cli.is_on_this_host()
+        self._asked: Engine | None = None
+        self._ids: dict[str, tuple[float, str]] = {}
+        """Of images by name, and until when to trust it."""
+        self._variables: dict[str, Mapping[str, str]] = {}
+        """Of images, by id."""
+
+    @property
+    def sees_host(self) -> bool:
+        return False
+
+    def check(self) -> Sequence[str]:
+        try:
+            docker = program("docker")
+        except MissingDependency as error:
+            return [str(error)]
+        try:
+            tried = subprocess.run(
+                [docker, "version", "--format", "{{.Server.Version}}"],
+                capture_output=True,
+                check=False,
+                text=True,
+                timeout=15,
+            )
+        except subprocess.TimeoutExpired:
+            return ["the Docker engine does not answer; look at DOCKER_HOST"]
+        if tried.returncode == 0:
+            return []
+        words = tried.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        return [f"no Docker engine answers: {words[0]}; start it, or set DOCKER_HOST"]
+
+    def _check_spec(self, spec: SandboxSpec) -> None:
+        super()._check_spec(spec)
+        check_spec(spec)
+
+    async def attach(self, identity: str) -> Sandbox:
+        check_identity(identity)
+        found = await self._find(self._name(identity))
+        if found is None:
+            raise NotFound(f"no docker sandbox {identity!r}")
+        return await self._adopt(found)
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
+        if not self.root.exists() and self.scope_variable not in os.environ:
+            return []  # never used from here: nothing to sweep
+        few = asyncio.Semaphore(LISTED_AT_ONCE)
+
+        async def info(found: Found) -> SandboxInfo:
+            own = found.own
+            async with few:
+                expires = await self._deadline(found) or own["created"] + own["ttl"]
+            return SandboxInfo(
+                identity=found.identity,
+                provider=self.name,
+                alive=found.is_running,
+                created=own["created"],
+                expires=expires,
+                labels=own["labels"],
+            )
+
+        wanted = (labels or {}).items()
+        found = [one for one in await self._ours() if wanted <= one.own["labels"].items()]
+        return await asyncio.gather(*map(info, found))
+
+    async def kill(self, identity: str) -> None:
+        check_identity(identity)
+        name = self._name(identity)
+
+        async def remove() -> None:
+            said = await cli.call("rm", "--force", "--volumes", name, seconds=REQUEST_S)
+            if said.code and await self._find(name) is not None:
+                raise ControlPlaneError(f"docker rm: {said.err}")
+
+        await again(remove)
+
+    # -- making -----------------------------------------------------------------------------------
+
+    async def _create(self, spec: SandboxSpec, identity: str) -> Sandbox:
+        box = await self._adopt(await self._make(spec, identity))
+        await box.set_up(spec)
+        return box
+
+    async def _make(self, spec: SandboxSpec, identity: str) -> Found:
+        """Made or found: the engine knows whether the name is taken, and is not asked before."""
+        name = self._name(identity)
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        engine = await self._engine()
+        image = await self._present(spec.image or os.environ.get(IMAGE_VARIABLE) or IMAGE)
+        labels = self._labels(identity, self._own(spec, engine, self._variables[image]))
+        try:
+            command = run_command(spec, name, image, labels, engine)
+            await cli.done(*command, seconds=BOOT_S, what="run")
+        except Conflict:  # another creator was quicker: both have the same one
+            return await again(lambda: self._made(name))
+        except Missing as error:  # killed before its start
+            raise self.lost(identity, error) from error
+        except ConfigurationError:
+            await self.kill(identity)
+            raise
+        except ControlPlaneError as error:
+            self._ids.clear()  # one of them may be of an image that is gone
+            raise await self._half_made(identity, error) from error
+        return Found(name, "running", labels, out_of_memory=False)
+
+    async def _made(self, name: str) -> Found:
+        """The name is taken a moment before there is a container of it."""
+        found = await self._find(name)
+        if found is None:
+            raise ControlPlaneError(f"docker container {name} is not there after its create")
+        return found
+
+    async def _half_made(self, identity: str, error: ControlPlaneError) -> Exception:
+        """A container that was made and did not start says why; it is not to be adopted later."""
+        found = await self._find(self._name(identity))
+        if found is not None and found.state == "created":
+            await self.kill(identity)
+            if cli.names_missing_program(str(error)):
+                return InstanceError(f"the image of sandbox {identity!r} lacks python3: {error}")
+        return error
+
+    async def _adopt(self, found: Found) -> DockerSandbox:
+        if found.state == "created":  # its creator died, or is about to start it: harmless twice
+            try:
+                await cli.done("start", found.name, seconds=BOOT_S)
+            except (Conflict, Missing) as error:
+                raise self.lost(found.identity, error) from error
+        elif found.state != "running":
+            why = "it ran out of memory" if found.out_of_memory else f"it is {found.state}"
+            raise self.lost(found.identity, why)
+        return DockerSandbox(self, found)
+
+    def _own(
+        self, spec: SandboxSpec, engine: Engine, variables: Mapping[str, str]
+    ) -> dict[str, Any]:
+        who = {} if spec.image is None else {"USER": "root", "LOGNAME": "root"}
+        return {
+            "created": time.time(),
+            "ttl": spec.ttl_s,
+            "workdir": spec.workdir,
+            "labels": dict(spec.labels),
+            "env": {**who, **variables},
+            "enforced": {"disk": "tmpfs of each folder", "output": "watched", **engine.limits},
+            "bound": [mount.target for mount in spec.mounts] if engine.binds else [],
+        }
+
+    def _labels(self, identity: str, own: Mapping[str, Any]) -> Mapping[str, str]:
+        return {
+            f"{LABEL}.scope": self._scope,
+            f"{LABEL}.identity": identity,
+            f"{LABEL}.spec": json.dumps(own),
+        }
+
+    # -- images -----------------------------------------------------------------------------------
+
+    async def _present(self, name: str) -> str:
+        """The id of the image that the engine has under this name now, or a moment ago."""
+        until, found = self._ids.get(name, (0.0, ""))
+        if time.monotonic() > until:
+            found = await again(
+                lambda: images.present(name, self.root / "pulls", self._image, self._pull)
+            )
+            self._ids[name] = time.monotonic() + IMAGE_STAYS_S, found
+        return found
+
+    async def _image(self, name: str) -> str | None:
+        said = await cli.call(
+            *("image", "inspect", "--format", "{{.Id}} {{json .Config.Env}}", name),
+            seconds=REQUEST_S,
+            what="image inspect",
+        )
+        if said.code == 0:
+            found, variables = said.out.decode().strip().split(" ", 1)
+            lines = json.loads(variables) or []
+            self._variables[found] = dict(line.split("=", 1) for line in lines if "=" in line)
+            return found
+        if "no such image" in said.err.lower():
+            return None
+        raise cli.typed("image inspect", said.err)
+
+    async def _pull(self, name: str) -> str:
+        said = await cli.call("pull", "--quiet", name, seconds=images.PULL_TIMEOUT_S)
+        if said.code:
+            raise images.refused(name, (said.err.splitlines() or ["no reason given"])[-1])
+        found = await self._image(name)
+        if found is None:
+            raise ControlPlaneError(f"image {name!r} vanished after its pull")
+        return found
+
+    # -- finding ----------------------------------------------------------------------------------
+
+    async def _find(self, name: str) -> Found | None:
+        found = await self._inspect([name])
+        return found[0] if found else None
+
+    async def _ours(self) -> Sequence[Found]:
+        scope = f"label={LABEL}.scope={self._scope}"
+        listed = await again(
+            lambda: cli.done("ps", "--all", "--quiet", "--no-trunc", "--filter", scope, seconds=60)
+        )
+        return await self._inspect(listed.split()) if listed else []
+
+    async def _inspect(self, names: Sequence[str]) -> Sequence[Found]:
+        said = await cli.call("container", "inspect", *names, seconds=REQUEST_S, what="inspect")
+        if said.code and not isinstance(error := cli.typed("inspect", said.err), Missing):
+            raise error
+        return [
+            Found(
+                name=entry["Name"].lstrip("/"),
+                state=entry["State"]["Status"],
+                labels=entry["Config"]["Labels"] or {},
+                out_of_memory=entry["State"].get("OOMKilled", False),
+            )
+            for entry in cli.objects(said.out)
+            if (entry["Config"]["Labels"] or {}).get(f"{LABEL}.scope") == self._scope
+            and entry["State"]["Status"] != "removing"
+        ]
+
+    async def is_running(self, name: str) -> bool:
+        found = await self._find(name)
+        return found is not None and found.is_running
+
+    async def make_room(self, name: str) -> None:
+        """Commands that fork without end have left no process for the guest that is to end them."""
+        said = await cli.call(
+            *("container", "inspect", "--format", "{{.HostConfig.PidsLimit}}", name),
+            seconds=REQUEST_S,
+        )
+        if said.out.strip().isdigit():
+            more = str(int(said.out) + SPARE_PIDS)
+            await cli.call("update", "--pids-limit", more, name, seconds=REQUEST_S)
+
+    async def _deadline(self, found: Found) -> float | None:
+        """By the file that the guest writes, fetched without starting anything inside."""
+        if not found.is_running:
+            return None
+        said = await cli.call("cp", f"{found.name}:{DEADLINE}", "-", seconds=REQUEST_S)
+        try:
+            with tarfile.open(fileobj=io.BytesIO(said.out)) as tar:
+                file = tar.extractfile("deadline")
+                return float((file.read() if file else b"").split()[0])
+        except (tarfile.TarError, KeyError, ValueError, IndexError):
+            return None
+
+    def lost(self, identity: str, why: object = "") -> Exception:
+        return lost("docker", identity, why)
+
+    def _name(self, identity: str) -> str:
+        return f"{LABEL}-{self._scope}-{identity}"
+
+    async def _engine(self) -> Engine:
+        if self._asked is None:
+            text = await again(
+                lambda: cli.done("info", "--format", "{{json .}}", seconds=REQUEST_S)
+            )
+            self._asked = engine_of(json.loads(text), here=self.host_bound)
+        return self._asked
+
+
+def engine_of(info: Mapping[str, Any], *, here: bool) -> Engine:
+    """`info`: what `docker info` says. A kernel and a name of this host's: then so are its folders."""
+    own = os.uname()
+    same = (info.get("Name"), info.get("KernelVersion")) == (own.nodename, own.release)
+    version = f"cgroup v{info.get('CgroupVersion') or 1}"
+    limits = {
+        "memory": version if info.get("MemoryLimit") else "none",
+        "pids": version if info.get("PidsLimit") else "none",
+        "cpu": version if info.get("CpuCfsQuota", info.get("CPUCfsQuota")) else "none",
+    }
+    return Engine(binds=here and same, limits=limits)
+
+
+def agent_user() -> str:
+    """The worker's ids, so that what it alone may read can be read where it is bound; never root's."""
+    return f"{os.getuid()}:{os.getgid()}" if os.getuid() else "1000:1000"
+
+
+def run_command(
+    spec: SandboxSpec, name: str, image: str, labels: Mapping[str, str], engine: Engine
+) -> list[str]:
+    """`docker run` of one sandbox. The root folder of an instance's own image is writable."""
+    network = os.environ.get(NETWORK_VARIABLE) or "none"
+    runtime = os.environ.get(RUNTIME_VARIABLE)
+    owner = ROOT if spec.image else agent_user()
+    folders = [HOME, *([] if spec.image else ["/tmp"])]
+    if not spec.image and any(mount.target.startswith("/root/") for mount in spec.mounts):
+        folders.append("/root")  # the image's own is closed to others than root
+    if spec.tree is not None or spec.image is None:
+        folders.append(spec.workdir)
+    limits = spec.limits
+    return [
+        *("run", "--detach", "--name", name, "--hostname", "sandbox", "--user", ROOT),
+        *("--pull", "never"),
+        *("--network", "host" if spec.network is Network.HOST else network, "--log-driver", "none"),
+        *(("--runtime", runtime) if runtime else ()),
+        *(part for key, value in labels.items() for part in cli.with_label(key, value)),
+        *("--security-opt", "no-new-privileges", "--cap-drop", "ALL"),
+        *(part for capability in CAPABILITIES for part in ("--cap-add", capability)),
+        *("--ulimit", f"nofile={NO_FILES}:{NO_FILES}", "--ulimit", "core=0:0"),
+        *_limits(spec, engine),
+        *(("--read-only",) if engine.binds and not spec.image else ()),
+        *("--volume", FOLDER, "--shm-size", f"{limits.disk_mb}m"),
+        *(part for folder in folders for part in ("--tmpfs", _disk(spec, folder, owner))),
+        *(part for mount in spec.mounts if engine.binds for part in ("--volume", _volume(mount))),
+        *("--workdir", "/", "--env", f"PERDURE_OWNER={owner}", "--entrypoint", "python3"),
+        *(image, "-I", "-c", _source("container_init.py"), str(spec.ttl_s), DEADLINE),
+    ]
+
+
+def _limits(spec: SandboxSpec, engine: Engine) -> list[str]:
+    limits, command = spec.limits, list[str]()
+    if engine.limits["memory"] != "none":
+        command += ["--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m"]
+    if engine.limits["pids"] != "none":
+        command += ["--pids-limit", str(limits.pids + SPARE_PIDS)]
+    if engine.limits["cpu"] != "none":
+        command += ["--cpus", f"{limits.cpus:g}"]
+    return command
+
+
+def _disk(spec: SandboxSpec, folder: str, owner: str) -> str:
+    uid, _, gid = owner.partition(":")
+    mode = "1777" if folder == "/tmp" else "0755"
+    size = f"size={spec.limits.disk_mb}m,nr_inodes={max(1 << 15, spec.limits.disk_mb * 256)}"
+    return f"{folder}:{size},mode={mode},uid={uid},gid={gid},exec,nosuid,nodev"
+
+
+def _volume(mount: Mount) -> str:
+    if ":" in f"{mount.source}{mount.target}":
+        raise ConfigurationError(f"mount {str(mount.source)!r} holds a colon; rename the folder")
+    return f"{mount.source}:{mount.target}:ro"
+
+
+def _source(name: str) -> str:
+    return resources.files("perdure.sandboxes.guest.inside").joinpath(name).read_text()

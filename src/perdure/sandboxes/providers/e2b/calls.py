@@ -1,0 +1,54 @@
+"""Failures of the E2B SDK, typed by what to do next. The SDK's own retries are off."""
+
+import re
+
+from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
+from perdure.sandboxes.guest.calls import Conflict, Missing
+
+REFUSAL_PASSES_S = 6.5
+"""E2B's and other proxies cache a refused key for 5 s: asking sooner meets the cached refusal."""
+RELEASE_S = 10.0
+"""Between tries to boot while the account's sandboxes are all in use."""
+
+
+def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
+    """The failure as one of ours. `key_works`: the API key was accepted before."""
+    import httpx
+    from e2b import exceptions as e2b
+
+    if isinstance(error, PerdureError):
+        return error
+    said = f"E2B: {what}: {type(error).__name__}: {error}"[:500]
+    match error:
+        case e2b.AuthenticationException():
+            if key_works:
+                return ControlPlaneError(said, retry_after=REFUSAL_PASSES_S)
+            return ConfigurationError(f"{said}; start the workers with a valid E2B_API_KEY")
+        case e2b.RateLimitException():
+            if "concurrent" in str(error):
+                return RateLimited(said, limit="concurrency", retry_after=RELEASE_S)
+            return RateLimited(said, retry_after=1.0)  # the SDK keeps Retry-After to itself
+        case e2b.SandboxNotRunningException() | e2b.NotFoundException():
+            return Missing(said)
+        case e2b.NotEnoughSpaceException():
+            return ConfigurationError(f"{said}; the template's disk is full, give it a larger one")
+        case e2b.InvalidArgumentException():
+            return ConfigurationError(said)
+        case e2b.ServiceBusyException() | e2b.TimeoutException() | httpx.HTTPError():
+            return ControlPlaneError(said)
+    return _by_status(error, said)
+
+
+def _by_status(error: Exception, said: str) -> PerdureError:
+    """What the SDK has no class for says its status in its text."""
+    found = re.match(r"(\d{3}):", str(error))
+    status = getattr(error, "status_code", None) or (int(found[1]) if found else None)
+    if status == 403 or "permission_denied" in str(error).lower():
+        return ConfigurationError(f"{said}; the account of E2B_API_KEY may not do this")
+    if status == 404:
+        return Missing(said)
+    if status == 409:
+        return Conflict(said)
+    if status == 413:
+        return ConfigurationError(f"{said}; it is larger than the service takes")
+    return ControlPlaneError(said)

@@ -1,0 +1,442 @@
+"""The `e2b` provider: sandboxes of E2B or a service that speaks its protocol, through its SDK.
+
+An identity is the idempotency key of its create and stands in the metadata. Commands run under the
+guest program (`guest`), whose records survive every lost answer. Trees and mounts are uploaded.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import math
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
+
+from perdure.errors import (
+    ConfigurationError,
+    ControlPlaneError,
+    NotFound,
+    OutcomeUnknown,
+    PerdureError,
+    RateLimited,
+    SandboxLost,
+)
+from perdure.sandboxes import images
+from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
+from perdure.sandboxes.guest.calls import (
+    Conflict,
+    Missing,
+    Silences,
+    again,
+    confirmed,
+    lost,
+    passing,
+    was_refused,
+)
+from perdure.sandboxes.guest.sandbox import GuestSandbox
+from perdure.sandboxes.guest.service import ServiceProvider
+from perdure.sandboxes.host.box import check_identity
+from perdure.sandboxes.providers.e2b.calls import typed
+from perdure.types import AccountCaps
+
+if TYPE_CHECKING:
+    from e2b import AsyncSandbox
+
+T = TypeVar("T")
+
+REQUEST_S = 60.0
+MOST_KEYS = 8
+"""Idempotency keys tried for one identity: a killed sandbox's key is spent."""
+LIST_LAG_S = 2.0
+"""A sandbox may be missing from the list for so long after its create."""
+DAEMON_GONE_S = 60.0
+"""A sandbox of which its proxy says for so long that it is not there, or that nothing listens inside,
+is dead, whatever its state."""
+UNREACHABLE_S = 600.0
+"""So is one that does not answer for so long, for reasons that nobody names."""
+SILENT_S = 5.0
+"""What a command's stream may add to its time limit, which the service should have kept."""
+OWN = "perdure_"
+TEMPLATE = re.compile(r"[a-z0-9][a-z0-9_-]*(?:/[a-z0-9][a-z0-9_-]*)?(?::[A-Za-z0-9._-]+)?")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How to call: everything by name from the environment, read by the SDK itself."""
+
+    request_s: float = REQUEST_S
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"retries": 0, "request_timeout": self.request_s}
+
+
+class E2BSandbox(GuestSandbox):
+    service = "E2B"
+
+    def __init__(
+        self, provider: "E2BProvider", sdk: "AsyncSandbox", identity: str, own: Mapping[str, str]
+    ) -> None:
+        super().__init__(identity, own.get(f"{OWN}workdir", "/"), packs=provider.root / "packs")
+        self.provider, self.sdk = provider, sdk
+        self.has_answered = False
+
+    async def touch(self, ttl_s: float) -> None:
+        await self._call(
+            "set_timeout",
+            lambda: self.sdk.set_timeout(math.ceil(ttl_s), **self.provider.connection.options),
+            inside=False,
+        )
+
+    async def kill(self) -> None:
+        await self.provider.kill(self.identity)
+
+    async def _write(self, path: str, data: bytes | Path) -> None:
+        async def write() -> None:
+            options: Any = {"user": "root", "request_timeout": self.provider.connection.request_s}
+            if isinstance(data, bytes):
+                await self.sdk.files.write(path, data, **options)
+            else:
+                with data.open("rb") as file:
+                    await self.sdk.files.write(path, file, **options)
+
+        await self._once("upload", write)
+
+    async def _print(self, what: str, command: str, extra_s: float) -> str:
+        seconds = self.provider.connection.request_s + extra_s
+
+        async def run() -> str:
+            from e2b import CommandExitException
+
+            try:
+                async with asyncio.timeout(seconds + SILENT_S):  # a silent stream never ends
+                    done = await self.sdk.commands.run(
+                        command, user="root", timeout=seconds, request_timeout=seconds, cwd="/"
+                    )
+            except CommandExitException as error:
+                if error.exit_code == 127:
+                    blame = ConfigurationError(
+                        f"the template of sandbox {self.identity!r} lacks python3 or a shell tool: "
+                        f"{error.stderr[-300:]}"
+                    )
+                    raise self._lacking(blame) from error
+                return f"{error.stdout}\n{error.stderr[-300:]}"
+            return done.stdout
+
+        return await self._once(what, run)
+
+    async def _call(self, what: str, call: Callable[[], Awaitable[T]], *, inside: bool = True) -> T:
+        return await again(lambda: self._once(what, call, inside=inside))
+
+    async def _once(self, what: str, call: Callable[[], Awaitable[T]], *, inside: bool = True) -> T:
+        """Raises SandboxLost only where the control plane says so too, or nothing answers for long.
+
+        `inside`: the sandbox itself answers, not its service.
+        """
+        try:
+            done = await call()
+        except Exception as error:
+            found = typed(error, what, key_works=True)
+            if was_refused(found):
+                raise found from error
+            if isinstance(found, Missing | Conflict | ControlPlaneError):
+                if not await self.provider.exists(self.sdk.sandbox_id):
+                    raise lost("e2b", self.identity) from error
+                if inside:
+                    self._condemn_the_silent(found)
+                if not isinstance(found, ControlPlaneError):
+                    raise ControlPlaneError(str(found)) from error
+            raise found from error
+        if inside:
+            self.has_answered = True
+            self.provider.silences.broken(self.sdk.sandbox_id)
+        return done
+
+    def _condemn_the_silent(self, found: PerdureError) -> None:
+        """Its service says that it runs. Raises: SandboxLost."""
+        was_denied = isinstance(found, Missing) or "port is not open" in str(found)
+        limit_s = DAEMON_GONE_S if was_denied else UNREACHABLE_S
+        if self.provider.silences.lasts(self.sdk.sandbox_id) > limit_s:
+            raise lost(
+                "e2b", self.identity, f"(runs, without an answer for {limit_s:g} s: {found})"
+            )
+
+
+class E2BProvider(ServiceProvider):
+    """`E2B_API_KEY` and the SDK's other variables say which account; `PERDURE_E2B_SCOPE` which
+    deployment, where several hosts share one or several deployments share an account."""
+
+    name = "e2b"
+    limits = frozenset({"output_mb"})  # the template has the others
+    account_caps = AccountCaps(creates_per_s=5, starting=16)
+    """What a paying account may do; how many sandboxes at once is found out by being refused."""
+    scope_variable = "PERDURE_E2B_SCOPE"
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.connection = Connection()
+        self.silences = Silences()
+        self._key_works = False
+
+    def _check_spec(self, spec: SandboxSpec) -> None:
+        super()._check_spec(spec)
+        if not TEMPLATE.fullmatch(_template(spec)):
+            raise ConfigurationError(
+                f"environment.image: {spec.image!r} is no E2B template; build one from the image "
+                "(`e2b template build`) and name it there"
+            )
+
+    @property
+    def account(self) -> str:
+        key = os.environ.get("E2B_API_KEY", "")
+        return f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+
+    def check(self) -> Sequence[str]:
+        missing = []
+        try:
+            metadata.version("e2b")
+        except metadata.PackageNotFoundError:
+            missing.append("the e2b package is missing; pip install 'perdure[e2b]'")
+        if not os.environ.get("E2B_API_KEY"):
+            missing.append("E2B_API_KEY is not set; make a key at https://e2b.dev/dashboard")
+        return missing
+
+    async def attach(self, identity: str) -> Sandbox:
+        check_identity(identity)
+        box = await self._known(identity)
+        for pause in (0.0, LIST_LAG_S / 2, LIST_LAG_S / 2):
+            if box is None and (found := await self._find({f"{OWN}identity": identity})):
+                box = await self._connect(found[0].sandbox_id, identity, found[0].metadata)
+            if box is not None or not self._hint(identity).parent.exists():
+                break
+            await asyncio.sleep(pause)
+        if box is None:
+            raise NotFound(f"no e2b sandbox {identity!r}")
+        return box
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
+        if self.check() and not self.root.exists():
+            return []  # not set up, and never used from here: nothing to sweep
+        return [
+            SandboxInfo(
+                identity=info.metadata[f"{OWN}identity"],
+                provider=self.name,
+                alive=info.state.value == "running",
+                created=info.started_at.timestamp(),
+                # the service ends it by its own clock: what it calls running has not expired
+                expires=max(info.end_at.timestamp(), time.time() + 1),
+                labels={k: v for k, v in info.metadata.items() if not k.startswith(OWN)},
+            )
+            for info in await self._find(labels or {})
+        ]
+
+    async def kill(self, identity: str) -> None:
+        check_identity(identity)
+        hint = self._hint(identity)
+        ids = {info.sandbox_id for info in await self._find({f"{OWN}identity": identity})}
+        if (noted := _noted(hint)) is not None:
+            ids.add(noted)
+        for sandbox_id in ids:
+            await self._kill(sandbox_id)
+        hint.unlink(missing_ok=True)
+
+    # -- making -----------------------------------------------------------------------------------
+
+    async def _create(self, spec: SandboxSpec, identity: str) -> E2BSandbox:
+        box = await self._known(identity)
+        if box is None and (found := await self._find({f"{OWN}identity": identity})):
+            box = await self._connect(found[0].sandbox_id, identity, found[0].metadata)
+        if box is None:
+            return await self._make(spec, identity)
+        await box.set_up(spec)
+        return box
+
+    async def _make(self, spec: SandboxSpec, identity: str) -> E2BSandbox:
+        """Under the first key that is not spent; creators that race walk the same keys."""
+        own = self._metadata(spec, identity)
+        for number in range(MOST_KEYS):
+            key = f"{self._scope}-{identity}-{number}"
+            try:
+                sdk = await again(
+                    lambda key=key: self._ask(spec, own, key),  # type: ignore[misc]
+                    at_caps=self.waits_at_caps,
+                )
+            except Conflict:  # made by another request, or its fate is unknown to the service
+                await asyncio.sleep(LIST_LAG_S)
+                if not (found := await self._find({f"{OWN}identity": identity})):
+                    continue
+                box = await self._connect(found[0].sandbox_id, identity, found[0].metadata)
+                await box.set_up(spec)
+                return box
+            except RateLimited:
+                raise
+            except ControlPlaneError as error:
+                raise OutcomeUnknown(
+                    f"{error}; it is looked up by identity {identity!r}"
+                ) from error
+            self._remember(identity, sdk.sandbox_id)
+            box = E2BSandbox(self, sdk, identity, own)
+            try:
+                await box.set_up(spec)
+            except SandboxLost:  # the key of one that is gone, or so early that it looks like it
+                if box.has_answered:
+                    raise
+                await self._kill(sdk.sandbox_id)
+                self._hint(identity).unlink(missing_ok=True)
+                continue
+            return box
+        raise OutcomeUnknown(
+            f"e2b sandbox {identity!r} vanished {MOST_KEYS} times after its create"
+        )
+
+    async def _ask(self, spec: SandboxSpec, own: Mapping[str, str], key: str) -> "AsyncSandbox":
+        from e2b import AsyncSandbox
+
+        template = _template(spec)
+        try:
+            sdk = await self._once(
+                "create",
+                lambda: AsyncSandbox.create(
+                    template,
+                    timeout=math.ceil(spec.ttl_s),
+                    metadata=dict(own),
+                    allow_internet_access=spec.network is Network.HOST,
+                    lifecycle={"on_timeout": "kill"},
+                    idempotency_key=key,
+                    **self.connection.options,
+                ),
+            )
+        except Missing as error:
+            raise ConfigurationError(
+                f"{error}; build the template {template!r}, or name another in environment.image "
+                "or PERDURE_E2B_TEMPLATE"
+            ) from error
+        except Conflict as error:
+            if "in_progress" in str(error) or "in progress" in str(error):
+                raise ControlPlaneError(str(error)) from error
+            raise
+        return sdk
+
+    def _metadata(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
+        return {
+            **images.routing_tags(spec.image),
+            **spec.labels,
+            f"{OWN}scope": self._scope,
+            f"{OWN}identity": identity,
+            f"{OWN}workdir": spec.workdir,
+        }
+
+    # -- finding ----------------------------------------------------------------------------------
+
+    async def _find(self, wanted: Mapping[str, str]) -> "Sequence[Any]":
+        """Ours, the oldest first: of two with one identity all take the same."""
+        from e2b import AsyncSandbox, SandboxQuery
+
+        query = SandboxQuery(metadata={**wanted, f"{OWN}scope": self._scope})
+
+        async def page(token: str | None) -> tuple[Sequence[Any], str | None]:
+            pages = AsyncSandbox.list(query, next_token=token, **self.connection.options)
+            return await pages.next_items(), pages.next_token
+
+        found: list[Any] = []
+        token: str | None = None
+        while True:
+            items, token = await again(
+                lambda token=token: passing(  # type: ignore[misc]
+                    Missing, lambda: self._once("list", lambda: page(token))
+                )
+            )
+            found += items
+            if not token:
+                return sorted(found, key=lambda info: (info.started_at, info.sandbox_id))
+
+    async def exists(self, sandbox_id: str) -> bool:
+        try:
+            await self._info(sandbox_id)
+        except Missing:
+            return False
+        return True
+
+    async def _info(self, sandbox_id: str) -> Any:
+        """Raises: Missing."""
+        from e2b import AsyncSandbox
+
+        async def info() -> Any:
+            return await AsyncSandbox.get_info(sandbox_id, **self.connection.options)
+
+        return await confirmed(lambda: again(lambda: self._once("get_info", info)))
+
+    async def _known(self, identity: str) -> E2BSandbox | None:
+        """The one this host made, though the list may not show it yet. Raises: SandboxLost."""
+        sandbox_id = _noted(self._hint(identity))
+        if sandbox_id is None:
+            return None
+        try:
+            info = await self._info(sandbox_id)
+            return await self._connect(sandbox_id, identity, info.metadata)
+        except Missing:
+            raise lost(self.name, identity) from None
+
+    async def _connect(self, sandbox_id: str, identity: str, own: Mapping[str, str]) -> E2BSandbox:
+        from e2b import AsyncSandbox
+
+        async def connect() -> "AsyncSandbox":
+            return await AsyncSandbox.connect(sandbox_id, timeout=60, **self.connection.options)
+
+        try:
+            sdk = await again(lambda: passing(Conflict, lambda: self._once("connect", connect)))
+        except Missing as error:
+            raise lost(self.name, identity, error) from error
+        self._remember(identity, sandbox_id)
+        return E2BSandbox(self, sdk, identity, own)
+
+    async def _kill(self, sandbox_id: str) -> None:
+        from e2b import AsyncSandbox
+
+        async def kill() -> bool:
+            return await AsyncSandbox.kill(sandbox_id, **self.connection.options)
+
+        with contextlib.suppress(Missing):
+            await again(lambda: passing(Conflict, lambda: self._once("kill", kill)))
+
+    async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        try:
+            done = await call()
+        except Exception as error:
+            raise typed(error, what, key_works=self._key_works) from error
+        self._key_works = True
+        return done
+
+    # -- this host's notes ------------------------------------------------------------------------
+
+    def _hint(self, identity: str) -> Path:
+        return self.root / "boxes" / identity
+
+    def _remember(self, identity: str, sandbox_id: str) -> None:
+        path = self._hint(identity)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{uuid4().hex}")
+        draft.write_text(sandbox_id)
+        draft.replace(path)
+
+
+def _noted(hint: Path) -> str | None:
+    """Another process may kill the sandbox, and forget it, at any moment."""
+    try:
+        return hint.read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _template(spec: SandboxSpec) -> str:
+    """A tree comes by upload into the default template; without one, the image is the template,
+    unless routing tags lead to it."""
+    if spec.tree is None and spec.image is not None and not images.routing_tags(spec.image):
+        return spec.image
+    return os.environ.get("PERDURE_E2B_TEMPLATE") or "base"

@@ -1,0 +1,396 @@
+"""The Kubernetes API as the provider calls it: five calls on pods, and commands in them.
+
+Owns the client (one per event loop, by `KUBECONFIG` or from within the cluster), the WebSocket of a
+command, and what each failure means. Answers are plain JSON: no version of the API is assumed.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import ssl
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
+from perdure.sandboxes.guest.calls import Conflict, Missing
+
+T = TypeVar("T")
+
+CONTEXT_VARIABLE = "PERDURE_KUBERNETES_CONTEXT"
+ROLE = "infra/k8s/sandboxes.yaml"
+CONTAINER = "sandbox"
+PROTOCOL = "v4.channel.k8s.io"
+"""Every cluster in use speaks it. What it lacks, the end of standard input, is never needed here."""
+STDIN, STDOUT, STDERR, STATUS = 0, 1, 2, 3
+PIECE = 32 << 10
+PAGE = 500
+REFUSAL_PASSES_S = 2.0
+"""After a 401 of credentials that worked: they are read anew, and may just be renewed."""
+RELEASE_S = 10.0
+"""Between tries to boot while a quota is used up."""
+
+
+class Said(NamedTuple):
+    """What a command printed. `status`: the API's word on its end; None when the socket was cut."""
+
+    out: bytes
+    err: bytes
+    status: Mapping[str, Any] | None
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, where there is one."""
+        if self.status is None:
+            return None
+        if self.status.get("status") == "Success":
+            return 0
+        causes = self.status.get("details", {}).get("causes") or ()
+        codes = [cause["message"] for cause in causes if cause.get("reason") == "ExitCode"]
+        return int(codes[0]) if codes else None
+
+    @property
+    def words(self) -> str:
+        said = self.out[-300:] + b" " + self.err[-300:]
+        message = "" if self.status is None else str(self.status.get("message", ""))
+        return f"{said.decode('utf-8', 'replace').strip()} {message}".strip()
+
+
+class Refused(Exception):
+    """An answer that is no success."""
+
+    def __init__(self, status: int, reason: str, message: str, retry_after: float | None) -> None:
+        super().__init__(f"{status} {reason}: {message}")
+        self.status, self.reason, self.retry_after = status, reason, retry_after
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Calls on the pods of one namespace. Each may take `request_s`."""
+
+    api: Any
+    sockets: Any
+    namespace: str
+    request_s: float
+
+    async def create(self, pod: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._json(_core(self.api).create_namespaced_pod, self.namespace, pod)
+
+    async def read(self, name: str) -> dict[str, Any]:
+        return await self._json(_core(self.api).read_namespaced_pod, name, self.namespace)
+
+    async def delete(self, name: str, grace_s: int) -> dict[str, Any]:
+        """What runs in it has `grace_s` to end; 0: it is forgotten without asking its node."""
+        call = _core(self.api).delete_namespaced_pod
+        return await self._json(call, name, self.namespace, grace_period_seconds=grace_s)
+
+    async def annotate(self, name: str, annotations: Mapping[str, str]) -> dict[str, Any]:
+        body = {"metadata": {"annotations": dict(annotations)}}
+        call = _core(self.api).patch_namespaced_pod
+        kind = "application/merge-patch+json"
+        return await self._json(call, name, self.namespace, body, _content_type=kind)
+
+    async def listed(self, selector: str) -> list[dict[str, Any]]:
+        """Every pod that the label selector selects, a page at a time."""
+        found: list[dict[str, Any]] = []
+        following = ""
+        while True:
+            options = {"_continue": following} if following else {}
+            page = await self._json(
+                _core(self.api).list_namespaced_pod,
+                self.namespace,
+                label_selector=selector,
+                limit=PAGE,
+                **options,
+            )
+            found += page["items"]
+            following = page.get("metadata", {}).get("continue") or ""
+            if not following:
+                return found
+
+    async def run(
+        self, name: str, argv: Sequence[str], given: Sequence[bytes | Path], seconds: float
+    ) -> Said:
+        """A command in the pod, to its end. It must know how much of `given` is its own: standard
+        input does not end.
+
+        Raises: TimeoutError; aiohttp's and the system's errors.
+        """
+        said = {STDOUT: bytearray(), STDERR: bytearray(), STATUS: bytearray()}
+        async with asyncio.timeout(seconds):
+            connecting = await _core(self.sockets).connect_get_namespaced_pod_exec(
+                *(name, self.namespace),
+                command=list(argv),
+                container=CONTAINER,
+                stdin=True,
+                stdout=True,
+                stderr=True,
+                tty=False,
+                _preload_content=False,
+                _headers={"sec-websocket-protocol": PROTOCOL},
+            )
+            async with connecting as socket:
+                sending = asyncio.create_task(_send(socket, given))
+                try:
+                    async for message in socket:
+                        if isinstance(message.data, bytes) and message.data:
+                            said.setdefault(message.data[0], bytearray()).extend(message.data[1:])
+                        if said[STATUS]:
+                            break
+                finally:
+                    sending.cancel()
+                    await asyncio.gather(sending, return_exceptions=True)
+        status = json.loads(said[STATUS]) if said[STATUS] else None
+        return Said(bytes(said[STDOUT]), bytes(said[STDERR]), status)
+
+    async def _json(self, call: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Raises: Refused; TimeoutError; aiohttp's errors."""
+        async with asyncio.timeout(self.request_s):
+            answer = await call(*arguments, _preload_content=False, **options)
+            async with answer:
+                text = await answer.text()
+        if answer.status >= 300:
+            raise _refused(answer.status, text, answer.headers)
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+
+def _core(client: Any) -> Any:
+    """Its types say the decoded answers, which we do not ask for."""
+    from kubernetes_asyncio.client import CoreV1Api
+
+    return CoreV1Api(client)
+
+
+async def _send(socket: Any, given: Sequence[bytes | Path]) -> None:
+    for part in given:
+        if isinstance(part, bytes):
+            for at in range(0, len(part), PIECE):
+                await socket.send_bytes(bytes([STDIN]) + part[at : at + PIECE])
+            continue
+        with part.open("rb") as file:
+            while piece := await asyncio.to_thread(file.read, PIECE):
+                await socket.send_bytes(bytes([STDIN]) + piece)
+
+
+# -- the client -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Clients:
+    """Of one event loop and one cluster; both read the same credentials at each call."""
+
+    api: Any
+    sockets: Any
+    closing: AsyncIterator[None]
+    reading: asyncio.Lock
+    read_anew_at: float
+
+
+_clients: dict[tuple[Any, ...], _Clients] = {}
+
+
+async def cluster(namespace: str, request_s: float) -> Cluster:
+    """With this loop's clients, made at the first call and closed with the loop.
+
+    Raises: ConfigurationError when nothing says which cluster.
+    """
+    place = _place()
+    if place not in _clients:
+        await asyncio.to_thread(_import)  # takes seconds, in which heartbeats must go on
+        configuration = await _configuration()
+        if place not in _clients:
+            await _make(configuration, place)
+    found = _clients[place]
+    return Cluster(found.api, found.sockets, namespace, request_s)
+
+
+async def renew_credentials() -> None:
+    """Tokens of a kubeconfig's programs last for minutes; calls under way go on.
+
+    Raises: ConfigurationError when they cannot be read.
+    """
+    found = _clients[_place()]
+    async with found.reading:
+        if (
+            time.monotonic() - found.read_anew_at > REFUSAL_PASSES_S / 2
+        ):  # of many that were refused, one
+            await _read_credentials(found.api.configuration)
+            found.read_anew_at = time.monotonic()
+
+
+def configured() -> str:
+    """The files that say which cluster; empty within one. Raises: ConfigurationError."""
+    if named := os.environ.get("KUBECONFIG"):
+        return named
+    own = Path("~/.kube/config").expanduser()
+    if own.exists():
+        return str(own)
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return ""
+    raise ConfigurationError(
+        "nothing says which Kubernetes cluster: set KUBECONFIG, or run the worker within the cluster"
+    )
+
+
+def _place() -> tuple[Any, ...]:
+    names = ("KUBECONFIG", CONTEXT_VARIABLE)
+    return asyncio.get_running_loop(), *(os.environ.get(name, "") for name in names)
+
+
+def _import() -> None:
+    import kubernetes_asyncio.client
+    import kubernetes_asyncio.config
+    import kubernetes_asyncio.stream  # noqa: F401
+
+
+async def _configuration() -> Any:
+    from kubernetes_asyncio.client import Configuration
+
+    made = Configuration()
+    made.connection_pool_maxsize = 0  # a command that is waited for holds one: no limit
+    await _read_credentials(made)
+    return made
+
+
+async def _read_credentials(made: Any) -> None:
+    """Into what the clients look at."""
+    from kubernetes_asyncio import config
+
+    files = configured()
+    try:
+        if files:
+            context = os.environ.get(CONTEXT_VARIABLE) or None
+            await config.load_kube_config(files, context, made, persist_config=False)
+        else:
+            config.load_incluster_config(made)  # type: ignore[no-untyped-call]  # left so
+    except Exception as error:  # a file that is no kubeconfig breaks its reader in any way
+        raise _unreadable(error) from error
+    if made.proxy and not str(made.proxy).startswith(("http://", "https://")):
+        raise ConfigurationError(  # without the URL, which may hold a password
+            "proxy-url of KUBECONFIG must begin with http:// or https://; no other proxy is spoken to"
+        )
+
+
+def _unreadable(error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"the Kubernetes credentials cannot be read: {error}; correct KUBECONFIG or "
+        f"{CONTEXT_VARIABLE}"
+    )
+
+
+async def _make(configuration: Any, place: tuple[Any, ...]) -> None:
+    from kubernetes_asyncio.client import ApiClient
+    from kubernetes_asyncio.stream import WsApiClient
+
+    try:
+        api, sockets = ApiClient(configuration), WsApiClient(configuration)
+    except (OSError, ValueError) as error:  # its certificates are read here
+        raise _unreadable(error) from error
+    client: Any = sockets.rest_client
+    client.pool_manager = _Session(client)
+    closing = _close_with_loop(api, sockets, place)
+    _clients[place] = _Clients(api, sockets, closing, asyncio.Lock(), 0.0)
+    await anext(closing)
+
+
+class _Session:
+    """Opens sockets the way that the client's other calls go, of which it tells the sockets nothing."""
+
+    def __init__(self, client: Any) -> None:
+        self._session = client.pool_manager
+        self._way = {
+            "proxy": client.proxy,
+            "proxy_headers": client.proxy_headers,
+            "server_hostname": client.server_hostname,
+        }
+
+    def ws_connect(self, url: str, **options: Any) -> Any:
+        return self._session.ws_connect(url, **self._way, **options)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+async def _close_with_loop(api: Any, sockets: Any, place: tuple[Any, ...]) -> AsyncIterator[None]:
+    """The loop closes every unfinished generator before it ends."""
+    try:
+        yield
+    finally:
+        _clients.pop(place, None)
+        await api.close()
+        await sockets.close()
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+def _refused(status: int, text: str, headers: Mapping[str, str]) -> Refused:
+    said: Mapping[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        said = json.loads(text)
+    if not isinstance(said, dict):
+        said = {}
+    message = str(said.get("message") or text[:200])
+    return Refused(status, said.get("reason") or "", message, _seconds(headers))
+
+
+def _seconds(headers: Mapping[str, str] | None) -> float | None:
+    after = "" if headers is None else headers.get("Retry-After", "")
+    return float(after) if after.isdigit() else None
+
+
+def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
+    """The failure as one of ours. `key_works`: the credentials were accepted before.
+
+    Raises: `error` itself, when it is none of the API's.
+    """
+    import aiohttp
+
+    if isinstance(error, PerdureError):
+        return error
+    said = f"Kubernetes: {what}: {str(error) or type(error).__name__}"[:600]
+    match error:
+        case Refused():
+            return _by_status(error.status, said, error, key_works=key_works)
+        case aiohttp.WSServerHandshakeError():
+            if error.status == 400:  # of the moment: a pod that has not begun, or is over
+                return ControlPlaneError(said)
+            answer = Refused(error.status, "", error.message, _seconds(error.headers))
+            return _by_status(error.status, said, answer, key_works=key_works)
+        case aiohttp.ClientConnectorCertificateError() | ssl.SSLCertVerificationError():
+            return ConfigurationError(f"{said}; correct the certificate authority of KUBECONFIG")
+        case aiohttp.ClientError() | OSError() | ValueError():  # TimeoutError is an OSError
+            return ControlPlaneError(said)
+    raise error
+
+
+def _by_status(status: int, said: str, answer: Refused, *, key_works: bool) -> PerdureError:
+    match status:
+        case 401:
+            if key_works:
+                return ControlPlaneError(said, retry_after=REFUSAL_PASSES_S)
+            return ConfigurationError(f"{said}; give KUBECONFIG credentials that the cluster takes")
+        case 403:
+            return _forbidden(said)
+        case 404:  # the API's own; else a proxy's, which tells nothing about the pod
+            return Missing(said) if answer.reason == "NotFound" else ControlPlaneError(said)
+        case 409:
+            # the other Conflict is two writers of a quota, which passes
+            return Conflict(said) if answer.reason == "AlreadyExists" else ControlPlaneError(said)
+        case 429:
+            return RateLimited(said, retry_after=answer.retry_after or 1.0)
+        case 400 | 413 | 422:
+            return ConfigurationError(said)
+    return ControlPlaneError(said, retry_after=answer.retry_after)
+
+
+def _forbidden(said: str) -> PerdureError:
+    if "exceeded quota" in said:
+        return RateLimited(said, limit="concurrency", retry_after=RELEASE_S)
+    if "PodSecurity" in said:
+        return ConfigurationError(f"{said}; label the namespace as {ROLE} does")
+    return ConfigurationError(f"{said}; give the workers' account the Role of {ROLE}")

@@ -1,0 +1,523 @@
+"""The `kubernetes` provider: one bare pod a sandbox, in a namespace of any cluster.
+
+An identity is the pod's name, so the API makes it once. Commands and their durable records are the
+guest's (`guested`), which every order reaches by the pod's exec socket, on standard input: nothing
+of it stands in a URL. What a pod is and how it stands is said in `kubernetes_pods`.
+"""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shlex
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from perdure.errors import (
+    ConfigurationError,
+    ControlPlaneError,
+    InstanceError,
+    NotFound,
+    OutcomeUnknown,
+    PerdureError,
+    RateLimited,
+)
+from perdure.sandboxes import images
+from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
+from perdure.sandboxes.guest.calls import Conflict, Missing, Silences, again, lost, was_refused
+from perdure.sandboxes.guest.sandbox import MARK, GuestSandbox
+from perdure.sandboxes.guest.service import ServiceProvider
+from perdure.sandboxes.host.box import check_identity
+from perdure.sandboxes.host.keeper import seccomp
+from perdure.sandboxes.providers.docker.cli import names_missing_program
+from perdure.sandboxes.providers.kubernetes import calls as api
+from perdure.sandboxes.providers.kubernetes import pods
+from perdure.types import AccountCaps
+
+T = TypeVar("T")
+Pod = Mapping[str, Any]
+
+NAMESPACE_VARIABLE = "PERDURE_KUBERNETES_NAMESPACE"
+NAMESPACE = "perdure-sandboxes"
+IMAGE_VARIABLE = "PERDURE_KUBERNETES_IMAGE"
+IMAGE = "docker.io/library/python:3.11-bookworm"
+"""For trees that bring no image of their own: Python, git and a compiler."""
+REQUEST_S = 60.0
+UPLOAD_BYTES_PER_S = 1_000_000
+"""The slowest link that a large upload is waited for on."""
+BOOT_S = 1500.0
+"""Below a boot's own time limit; a large image is pulled for long."""
+ROOM_S = 300.0
+"""So long may a cluster take to find, or add, a node."""
+LARGER_S = 900.0
+"""So long may it take to add one of a kind that it has not, where no node is large enough."""
+PULL_S = 120.0
+"""So long is a pull tried whose failure may pass."""
+STUCK_S = 30.0
+"""So long may a container not be made, for reasons that a node thinks passing."""
+LOOK_S = (0.1, 1.0)
+GONE_S = 30.0
+"""A pod that is still there so long after its delete has a node that does not answer."""
+SILENT_S = 600.0
+"""A pod said to run whose commands cannot be reached for so long is lost."""
+CLOSED_S = 10.0
+"""A network plugin may take so long to close a new pod."""
+LOOK = """
+import json, os, socket, sys
+reached = None
+if sys.argv[1] == "closed" and os.environ.get("KUBERNETES_SERVICE_HOST"):
+    place = os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"])
+    try:
+        socket.create_connection(place, 3).close()
+        reached = True
+    except OSError:
+        reached = False
+print("\\nperdure-answer:" + json.dumps({"env": dict(os.environ), "reached": reached}))
+"""
+"""From inside: the image's variables, and whether the one address that each pod is told answers."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How long one call may take. Where to and as whom: the environment, by name."""
+
+    request_s: float = REQUEST_S
+
+
+class KubernetesSandbox(GuestSandbox):
+    """Commands run as `agent`, or as root of the instance's own image; without capabilities."""
+
+    service = "Kubernetes"
+
+    def __init__(self, provider: "KubernetesProvider", pod: Pod) -> None:
+        own = json.loads(pods.annotation(pod, pods.SPEC))
+        identity = pods.annotation(pod, pods.IDENTITY)
+        super().__init__(identity, own["workdir"], packs=provider.root / "packs")
+        self.provider, self.name = provider, str(pod["metadata"]["name"])
+        self.uid = str(pod["metadata"]["uid"])
+        self._variables: Mapping[str, str] = {}
+
+    async def touch(self, ttl_s: float) -> None:
+        await self._guest("touch", ttl=ttl_s)
+        await self.provider.renew(self.identity, self.name, ttl_s)
+
+    async def kill(self) -> None:
+        await self.provider.kill(self.identity)
+
+    async def set_up(self, spec: SandboxSpec) -> None:
+        self._is_new = True
+        self._variables = await again(lambda: self._look(spec))
+        await super().set_up(spec)
+
+    async def _look(self, spec: SandboxSpec) -> Mapping[str, str]:
+        """The image's variables. Raises: ConfigurationError when its network should be closed and
+        is not."""
+        proven = spec.network is Network.HOST or self.provider.network_is_closed
+        command = f"python3 -I -c {shlex.quote(LOOK)} {'any' if proven else 'closed'}"
+        end = time.monotonic() + CLOSED_S
+        while (found := await self._run("look", command))["reached"]:
+            if time.monotonic() > end:
+                raise self.provider.is_open(self.identity)
+            await asyncio.sleep(LOOK_S[1])
+        if not proven and found["reached"] is None:
+            raise ConfigurationError(
+                f"sandbox {self.identity!r} is told no KUBERNETES_SERVICE_HOST, so nobody knows "
+                "whether its network is closed: run sandboxes on nodes whose kubelet sets it"
+            )
+        if not proven:
+            self.provider.network_is_closed = True
+        who = {} if spec.image is None else {"USER": "root", "LOGNAME": "root"}
+        return {**who, **_of_image(found["env"])}
+
+    def _environment(self) -> Mapping[str, str]:
+        return self._variables
+
+    def _seal(self) -> Mapping[str, str]:
+        machines = ("x86_64", "aarch64")
+        return {name: base64.b64encode(seccomp.program(name)).decode() for name in machines}
+
+    # -- how the guest is reached -----------------------------------------------------------------
+
+    async def _print(self, what: str, command: str, extra_s: float) -> str:
+        """A shell reads the line first: in the URL it would stand in the cluster's audit log."""
+        given = command.encode()
+        argv = ["sh", "-c", 'line=$(head -c "$1") && eval "$line"', "sh", str(len(given))]
+        said = await self._exec(what, argv, [given], self.provider.connection.request_s + extra_s)
+        return said.out.decode("utf-8", "replace")
+
+    async def _write(self, path: str, data: bytes | Path) -> None:
+        await self._write_and_print("upload", path, data, "true")
+
+    async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
+        """The line first, then the data: `dd` takes no byte of what follows."""
+        size = len(data) if isinstance(data, bytes) else data.stat().st_size
+        line = '(umask 077; mkdir -p "${2%/*}" && head -c "$3" >"$2") && ' + command
+        given = line.encode()
+        reading = 'line=$(dd bs=1 count="$1" 2>/dev/null) && eval "$line"'
+        argv = ["sh", "-c", reading, "sh", str(len(given)), path, str(size)]
+        seconds = self.provider.connection.request_s + size / UPLOAD_BYTES_PER_S
+        said = await self._exec(what, argv, [given, data], seconds)
+        return said.out.decode("utf-8", "replace")
+
+    async def _exec(
+        self, what: str, argv: Sequence[str], given: Sequence[bytes | Path], seconds: float
+    ) -> api.Said:
+        """Raises: SandboxLost where the API says so too, or nothing answers for long."""
+        try:
+            said = await self.provider.run(what, self.name, argv, given, seconds)
+        except (Missing, ControlPlaneError) as error:
+            if was_refused(error):
+                raise
+            await self._check_lives(error)
+            raise ControlPlaneError(str(error)) from error
+        self.provider.silences.broken(self.uid)
+        if said.code == 0 or MARK.encode() in said.out:
+            return said
+        if said.status is not None and (said.code == 127 or names_missing_program(said.words)):
+            raise self._lacking(_lacks_programs(self.identity, said.words))
+        await self._check_lives(None)
+        raise ControlPlaneError(
+            f"Kubernetes: {what}: its socket or its command broke: {said.words}"
+        )
+
+    async def _check_lives(self, error: PerdureError | None) -> None:
+        """Raises: SandboxLost."""
+        pod = await again(lambda: self.provider.find(self.identity))
+        if pod is None or pod["metadata"]["uid"] != self.uid:
+            raise lost("kubernetes", self.identity) from error
+        now = pods.standing(pod)
+        if now.state in ("going", "over"):
+            raise lost("kubernetes", self.identity, f"({now.why})") from error
+        if error is not None and self.provider.silences.lasts(self.uid) > SILENT_S:
+            why = f"(runs, without an answer for {SILENT_S:g} s: {error})"
+            raise lost("kubernetes", self.identity, why) from error
+
+
+class KubernetesProvider(ServiceProvider):
+    """`KUBECONFIG`, or the cluster that the worker runs in, says where; `PERDURE_KUBERNETES_SCOPE`
+    which deployment, where several hosts share one or several deployments share a namespace."""
+
+    name = "kubernetes"
+    scope_variable = "PERDURE_KUBERNETES_SCOPE"
+    limits = frozenset({"memory_mb", "cpus", "disk_mb", "output_mb"})  # a node bounds processes
+    account_caps = AccountCaps(starting=32)
+    """What a namespace's quota or the nodes hold is found out by being refused."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.connection = Connection()
+        self.silences = Silences()
+        self.network_is_closed = False
+        """Seen from inside, once."""
+        self._key_works = False
+
+    @property
+    def namespace(self) -> str:
+        return os.environ.get(NAMESPACE_VARIABLE) or NAMESPACE
+
+    @property
+    def account(self) -> str:
+        whose = f"{os.environ.get(api.CONTEXT_VARIABLE, '')}\n{self.namespace}"
+        return f"{self.name}-{hashlib.sha256(whose.encode()).hexdigest()[:8]}"
+
+    @property
+    def _scope(self) -> str:
+        scope = super()._scope
+        if not pods.LABEL_VALUE.fullmatch(scope):
+            raise ConfigurationError(
+                f"{self.scope_variable} {scope!r} must be 1 to 63 letters, digits, '-', '_' or '.'"
+            )
+        return scope
+
+    def check(self) -> Sequence[str]:
+        missing = []
+        try:
+            metadata.version("kubernetes-asyncio")
+        except metadata.PackageNotFoundError:
+            missing.append(
+                "the kubernetes-asyncio package is missing; pip install 'perdure[kubernetes]'"
+            )
+        for look in (api.configured, pods.cluster_fields):
+            try:
+                look()
+            except ConfigurationError as error:
+                missing.append(str(error))
+        return missing
+
+    async def attach(self, identity: str) -> Sandbox:
+        check_identity(identity)
+        pod = await again(lambda: self.find(identity))
+        if pod is None:
+            raise NotFound(f"no kubernetes sandbox {identity!r}")
+        return KubernetesSandbox(self, await self._up(pod, identity))
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
+        if not self.root.exists() and self.scope_variable not in os.environ:
+            return []  # never used from here: nothing to sweep
+        selector = f"{pods.SCOPE}={self._scope}"
+        found = await again(lambda: self._call("list", lambda it: it.listed(selector)))
+        wanted = (labels or {}).items()
+        infos = [self._info(pod) for pod in found if pods.annotation(pod, pods.SPEC)]
+        return [info for info in infos if wanted <= info.labels.items()]
+
+    def _info(self, pod: Pod) -> SandboxInfo:
+        return SandboxInfo(
+            identity=pods.annotation(pod, pods.IDENTITY),
+            provider=self.name,
+            alive=pods.standing(pod).state in ("coming", "up"),
+            created=_time(pod["metadata"]["creationTimestamp"]),
+            expires=float(pods.annotation(pod, pods.EXPIRES) or 0),
+            labels=json.loads(pods.annotation(pod, pods.SPEC))["labels"],
+        )
+
+    async def kill(self, identity: str) -> None:
+        check_identity(identity)
+        name = self._name(identity)
+        with contextlib.suppress(Missing):
+            pod = await again(
+                lambda: self._call("delete", lambda it: it.delete(name, pods.GRACE_S))
+            )
+            await self._gone(name, pod["metadata"]["uid"])
+
+    async def _gone(self, name: str, uid: str) -> None:
+        """Its node has ended it; or the node does not answer, and the API forgets it.
+
+        Raises: Missing when it is gone.
+        """
+        end, pause = time.monotonic() + GONE_S, LOOK_S[0]
+        while time.monotonic() < end:
+            pod = await again(lambda: self._call("get", lambda it: it.read(name)))
+            if pod["metadata"]["uid"] != uid:
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LOOK_S[1])
+        await again(lambda: self._call("delete", lambda it: it.delete(name, 0)))
+
+    # -- making -----------------------------------------------------------------------------------
+
+    async def _create(self, spec: SandboxSpec, identity: str) -> KubernetesSandbox:
+        pod = await again(lambda: self._settled(identity))
+        if pod is None:
+            pod = await self._make(spec, identity)
+        box = KubernetesSandbox(self, await self._up(pod, identity))
+        try:
+            await box.set_up(spec)
+        except (ConfigurationError, InstanceError):
+            await self.kill(identity)
+            raise
+        return box
+
+    async def _settled(self, identity: str) -> Pod | None:
+        """The pod of this name, unless it is just going away: then its name is free in a moment."""
+        pod = await self.find(identity)
+        if pod is not None and pods.standing(pod).state == "going":
+            raise ControlPlaneError(f"pod {self._name(identity)} is still being deleted")
+        return pod
+
+    async def _make(self, spec: SandboxSpec, identity: str) -> Pod:
+        """Whatever the answer was, the name says whether it was made."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        wanted = self._pod(spec, identity)
+
+        async def ask() -> Pod:
+            try:
+                return await self._call("create", lambda it: it.create(wanted))
+            except Missing as error:
+                raise ConfigurationError(
+                    f"{error}; apply {api.ROLE}, or name another namespace in {NAMESPACE_VARIABLE}"
+                ) from error
+            except Conflict as error:
+                if (found := await self._settled(identity)) is not None:
+                    return found
+                raise ControlPlaneError(str(error)) from error
+            except RateLimited as error:
+                if error.limit == "concurrency" and (found := await self._settled(identity)):
+                    return found  # a quota is looked at before the name: this one may fill it
+                raise
+
+        try:
+            return await again(ask, at_caps=self.waits_at_caps)
+        except RateLimited:
+            raise
+        except ControlPlaneError as error:
+            raise OutcomeUnknown(f"{error}; it is looked up by identity {identity!r}") from error
+
+    def _pod(self, spec: SandboxSpec, identity: str) -> Pod:
+        wanted = spec.image or os.environ.get(IMAGE_VARIABLE) or IMAGE
+        shown = {
+            f"perdure.{name}": value
+            for name, value in spec.labels.items()
+            if pods.LABEL_VALUE.fullmatch(value) and re.fullmatch(r"[\w-]{1,50}", name, re.ASCII)
+        }
+        return pods.pod_of(
+            spec,
+            name=self._name(identity),
+            image=images.mirrored(wanted),
+            labels={**shown, pods.SCOPE: self._scope, pods.NETWORK: str(spec.network)},
+            annotations={
+                pods.IDENTITY: identity,
+                pods.SPEC: json.dumps({"workdir": spec.workdir, "labels": dict(spec.labels)}),
+                pods.EXPIRES: str(time.time() + spec.ttl_s),
+            },
+        )
+
+    async def _up(self, pod: Pod, identity: str) -> Pod:
+        """Once it runs. Raises: SandboxLost when it ended; what cannot come up is deleted."""
+        wait = _Wait(identity)
+        pause = LOOK_S[0]
+        while (now := pods.standing(pod)).state == "coming":
+            if (reason := wait.judged(pod)) is not None:
+                with contextlib.suppress(PerdureError):  # the API may refuse; then the reaper comes
+                    await self.kill(identity)
+                raise reason
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LOOK_S[1])
+            found = await again(lambda: self.find(identity))
+            if found is None or found["metadata"]["uid"] != pod["metadata"]["uid"]:
+                raise lost(self.name, identity, "(it was deleted)")
+            pod = found
+        if now.state != "up":
+            if now.why.startswith(pods.NEVER_BEGAN) and names_missing_program(now.why):
+                await self.kill(identity)
+                raise _lacks_programs(identity, now.why)
+            raise lost(self.name, identity, f"({now.why})")
+        return pod
+
+    def _name(self, identity: str) -> str:
+        """Names are the namespace's, identities a deployment's. A name begins with a letter."""
+        return f"perdure-{identity}-{hashlib.sha256(self._scope.encode()).hexdigest()[:8]}"
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    async def find(self, identity: str) -> Pod | None:
+        name = self._name(identity)
+        try:
+            return await self._call("get", lambda it: it.read(name))
+        except Missing:
+            return None
+
+    async def renew(self, identity: str, name: str, ttl_s: float) -> None:
+        """What the first process inside keeps to already is said to whoever lists."""
+        until = {pods.EXPIRES: str(time.time() + ttl_s)}
+        try:
+            await again(lambda: self._call("patch", lambda it: it.annotate(name, until)))
+        except Missing as error:
+            raise lost(self.name, identity, error) from error
+
+    async def run(
+        self,
+        what: str,
+        name: str,
+        argv: Sequence[str],
+        given: Sequence[bytes | Path],
+        seconds: float,
+    ) -> api.Said:
+        return await self._call(what, lambda it: it.run(name, argv, given, seconds))
+
+    async def _call(self, what: str, call: Callable[[api.Cluster], Awaitable[T]]) -> T:
+        try:
+            done = await call(await api.cluster(self.namespace, self.connection.request_s))
+        except Exception as error:
+            found = api.typed(error, what, key_works=self._key_works)
+            if self._key_works and getattr(error, "status", None) == 401:
+                await self._renew_credentials(str(found))
+            raise found from error
+        self._key_works = True
+        return done
+
+    async def _renew_credentials(self, why: str) -> None:
+        """Raises: ControlPlaneError, as the login they come from has worked before."""
+        try:
+            await api.renew_credentials()
+        except ConfigurationError as error:
+            raise ControlPlaneError(f"{why}; {error}", retry_after=api.REFUSAL_PASSES_S) from error
+
+    def is_open(self, identity: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"sandbox {identity!r} reaches the API server, so the network of namespace "
+            f"{self.namespace!r} is open: apply the NetworkPolicy of {api.ROLE}, in a cluster whose "
+            "network plugin enforces it"
+        )
+
+
+class _Wait:
+    """How long a pod may be on its way, by what it waits for."""
+
+    def __init__(self, identity: str) -> None:
+        self.identity = identity
+        self._began = self._since = time.monotonic()
+        self._kind = ""
+        self._cause = ""
+
+    def judged(self, pod: Pod) -> PerdureError | None:
+        """Why to give it up, or None."""
+        found = pods.obstacle(pod)
+        kind = found.kind if found is not None else ""
+        if kind != self._kind:
+            self._kind, self._since = kind, time.monotonic()
+        lasts = time.monotonic() - self._since
+        if found is None:
+            if time.monotonic() - self._began < BOOT_S:
+                return None
+            return lost("kubernetes", self.identity, f"(it did not come up in {BOOT_S:g} s)")
+        said = f"{found.reason}: {found.message}"
+        match found.kind:
+            case "image":
+                return self._judged_image(pod, found, lasts)
+            case "container":
+                if names_missing_program(said):
+                    return _lacks_programs(self.identity, said)
+                return lost("kubernetes", self.identity, f"({said})") if lasts > STUCK_S else None
+        return self._no_node(found, lasts)
+
+    def _judged_image(self, pod: Pod, found: pods.Obstacle, lasts: float) -> PerdureError | None:
+        """The back-off between two pulls hides why the last one failed."""
+        if found.reason != "ImagePullBackOff" or not self._cause:
+            self._cause = f"{found.reason}: {found.message}"
+        image = pod["spec"]["containers"][0]["image"]
+        if found.reason in ("InvalidImageName", "ErrImageNeverPull"):
+            return InstanceError(f"image {image!r} cannot be had: {self._cause}")
+        reason = images.refused(image, self._cause)
+        return reason if isinstance(reason, InstanceError) or lasts > PULL_S else None
+
+    def _no_node(self, found: pods.Obstacle, lasts: float) -> PerdureError | None:
+        if lasts <= (LARGER_S if pods.fits_nowhere(found) else ROOM_S):
+            return None
+        said = f"no node takes sandbox {self.identity!r}: {found.message}"
+        if pods.fits_nowhere(found):
+            return ConfigurationError(
+                f"{said}; it would fit on none of them alone: ask for less (limits: memory_mb, cpus, "
+                "disk_mb), or add larger nodes"
+            )
+        if pods.lacks_room(found):
+            return RateLimited(said, limit="concurrency", retry_after=api.RELEASE_S)
+        return ConfigurationError(f"{said}; correct {pods.POD_VARIABLE}, or the nodes' taints")
+
+
+def _lacks_programs(identity: str, words: str) -> InstanceError:
+    return InstanceError(
+        f"the image of sandbox {identity!r} lacks python3 or a shell tool: {words[-300:]}"
+    )
+
+
+def _of_image(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Without what Kubernetes and we add, and what a user's own is."""
+    ours = ("KUBERNETES_", "PERDURE_")
+    shell = ("HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHLVL", "USER", "_")
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(ours) and name not in shell
+    }
+
+
+def _time(stamp: str) -> float:
+    return datetime.fromisoformat(stamp).timestamp()

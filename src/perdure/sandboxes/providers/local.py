@@ -1,0 +1,134 @@
+"""The `local` provider: no isolation at all, for people who cannot install bubblewrap.
+
+Commands run as you, on your files, with your network. The workdir and the mount targets of the
+spec are replaced by their host paths wherever they stand in argv, env, cwd and file paths.
+"""
+
+import asyncio
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import structlog
+
+from perdure.errors import ConfigurationError
+from perdure.sandboxes.base import Network, SandboxSpec
+from perdure.sandboxes.host import cgroups
+from perdure.sandboxes.host.box import Box, BoxMeta
+from perdure.sandboxes.host.files import read_file, write_file
+from perdure.sandboxes.host.keepers import SYSTEM_PATH, start_keeper
+from perdure.sandboxes.host.sandbox import HostProvider, HostSandbox
+from perdure.types import Limits
+
+log = structlog.get_logger()
+
+
+class LocalSandbox(HostSandbox):
+    """A folder and a keeper. `workdir` is the real folder, not the path that the spec names."""
+
+    @cached_property
+    def _named(self) -> re.Pattern[str]:
+        longest_first = sorted(self.meta.paths, key=len, reverse=True)
+        return re.compile(
+            rf"(?<![\w./~-])({'|'.join(map(re.escape, longest_first))})(?![\w.-])", re.ASCII
+        )
+
+    def _real(self, text: str) -> str:
+        return self._named.sub(lambda match: self.meta.paths[match[1]], text)
+
+    def _argv(self, argv: Sequence[str]) -> Sequence[str]:
+        return [self._real(part) for part in argv]
+
+    def _folder(self, cwd: str | None) -> str | None:
+        return str(self._host_path(cwd or "."))
+
+    def _environment(self, env: Mapping[str, str]) -> Mapping[str, str]:
+        return {name: self._real(value) for name, value in env.items()}
+
+    def _host_path(self, path: str) -> Path:
+        return Path(self.workdir) / self._real(path)
+
+    async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
+        self._check_alive()
+        await write_file(Path("/"), str(self._host_path(path)), data, mode)
+
+    async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
+        self._check_alive()
+        return await read_file(Path("/"), str(self._host_path(path)), offset, limit)
+
+
+class LocalProvider(HostProvider):
+    """Copies the tree into a folder and runs there. For trusted agents on your own machine."""
+
+    name = "local"
+    isolated = False
+    limits = frozenset(Limits.model_fields) - {"disk_mb"}
+    networks = frozenset({Network.HOST})
+
+    def check(self) -> Sequence[str]:
+        return []
+
+    async def _boot(self, spec: SandboxSpec, box: Box) -> LocalSandbox:
+        log.warning(
+            "sandbox without isolation: agent code runs as you, with your files and network",
+            provider=self.name,
+            identity=box.identity,
+        )
+        plan = cgroups.plan(box.path, spec.limits)
+        meta = self._meta(
+            spec,
+            box,
+            plan,
+            workdir=str(box.path / "tree"),
+            env={**_environment(box), **spec.env},
+            enforced=_enforced(plan, spec.limits),
+            paths=_paths(spec, box),
+        )
+        box.lay_out(meta, spec.ttl_s)
+        for name in ("home", "tmp"):
+            (box.path / name).mkdir()
+        await asyncio.to_thread(_copy_tree, spec.tree, box.path / "tree")
+        gateway = None if spec.gateway is None else (0, spec.gateway)
+        await start_keeper(box, plan, gateway=gateway)
+        return self._handle(box, meta)
+
+    def _handle(self, box: Box, meta: BoxMeta) -> LocalSandbox:
+        return LocalSandbox(box, meta)
+
+
+def _environment(box: Box) -> Mapping[str, str]:
+    return {
+        "HOME": str(box.path / "home"),
+        "LANG": "C.UTF-8",
+        "PATH": SYSTEM_PATH,
+        "TMPDIR": str(box.path / "tmp"),
+    }
+
+
+def _paths(spec: SandboxSpec, box: Box) -> dict[str, str]:
+    paths = {spec.workdir: str(box.path / "tree")}
+    for mount in spec.mounts:
+        if not mount.source.exists():
+            raise ConfigurationError(f"mount source {str(mount.source)!r} does not exist")
+        paths[mount.target] = str(mount.source)
+    return paths
+
+
+def _enforced(plan: cgroups.Plan, limits: Limits) -> Mapping[str, str]:
+    fallback = {
+        "memory": f"prlimit --data={limits.memory_mb << 20}",
+        "pids": "none",
+        "cpu": "none",
+        "disk": "none",
+        "output": "watched",
+    }
+    return {**fallback, **plan.enforced}
+
+
+def _copy_tree(tree: Path | None, target: Path) -> None:
+    if tree is None:
+        target.mkdir()
+    else:
+        shutil.copytree(tree, target, symlinks=True)

@@ -1,0 +1,308 @@
+"""The `podman` provider: sandboxes from images, or from the host's own programs without any.
+
+Podman makes the namespaces; the keeper then treats its container as it does bubblewrap's holder:
+same commands, same records, same limits, same filter. Its root folder is an overlay on our tmpfs.
+"""
+
+import asyncio
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from uuid import uuid4
+
+from perdure.errors import Boundary, ConfigurationError, MissingDependency, RetryHere
+from perdure.sandboxes import images
+from perdure.sandboxes.base import Mount, Network, SandboxSpec
+from perdure.sandboxes.host import cgroups
+from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta
+from perdure.sandboxes.host.keepers import SYSTEM_PATH, Holder, start_keeper
+from perdure.sandboxes.host.sandbox import program
+from perdure.sandboxes.providers.bubblewrap import (
+    ENVIRONMENT,
+    GATEWAY_PORT,
+    HOME,
+    INIT,
+    BubblewrapProvider,
+    BubblewrapSandbox,
+    check_spec,
+    disk_of,
+    enforced,
+)
+
+ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=32768:32768")
+"""Of pid 1; podman's own are above what it may set inside most containers."""
+
+FOLDERS = ("dev", "etc", "home", "opt", "proc", "run", "sys", "tmp", "usr", "var")
+
+
+class PodmanSandbox(BubblewrapSandbox):
+    """A container that podman booted. Its one user is root of the container, without capabilities."""
+
+
+class PodmanProvider(BubblewrapProvider):
+    """For roots of this host (also inside containers): podman must share our mount namespaces."""
+
+    name = "podman"
+    runs_images = True
+
+    def check(self) -> Sequence[str]:
+        missing = []
+        for name in ("podman", "mount"):
+            try:
+                program(name)
+            except MissingDependency as error:
+                missing.append(str(error))
+        if not missing and isinstance(found := _runtime(), _Refused):
+            missing.append(f"podman cannot run a container: {found}; install runc or crun")
+        return missing
+
+    async def _boot(self, spec: SandboxSpec, box: Box) -> BubblewrapSandbox:
+        check_spec(spec)
+        image = None if spec.image is None else await self._image(spec.image)
+        plan = cgroups.plan(box.path, spec.limits)
+        variables = {} if image is None else image.env
+        meta = self._meta(
+            spec,
+            box,
+            plan,
+            workdir=spec.workdir,
+            env={**ENVIRONMENT, "USER": "root", "LOGNAME": "root", **variables, **spec.env},
+            enforced=enforced(plan, spec),
+            farewell=(program("podman"), "rm", "--force", "--ignore", "--time", "0", _name(box)),
+        )
+        box.lay_out(meta, spec.ttl_s)
+        gateway = None if spec.gateway is None else (GATEWAY_PORT, spec.gateway)
+        lower = self._skeleton if image is None else image.root
+        disk, overlay = disk_of(spec)
+        root = f"lowerdir={lower},upperdir=disk/root.upper,workdir=disk/root.work"
+        command, pid_file = self.command(spec, box), str(box.path / "pid")
+        if os.geteuid() == 0:
+            holder = Holder(tuple(command), disk, overlay, root, pid_file)
+        else:
+            command = _in_own_users(command, box, disk, overlay, f"{root},userxattr")
+            holder = Holder(tuple(command), "", None, None, pid_file)
+        await start_keeper(box, plan, holder, gateway)
+        return self._handle(box, meta)
+
+    def command(self, spec: SandboxSpec, box: Box) -> list[str]:
+        disk = box.path / "disk"
+        mounts = [
+            *(() if spec.image else self._programs()),
+            Mount(disk / "home", HOME, writable=True),
+            Mount(disk / "shm", "/dev/shm", writable=True),
+            *([] if spec.image else [Mount(disk / "tmp", "/tmp", writable=True)]),
+            *([] if spec.image and not spec.tree else [Mount(disk / "tree", spec.workdir, True)]),
+            *sorted(spec.mounts, key=lambda mount: mount.target.count("/")),
+        ]
+        # podman refuses two at one target; the spec's wins
+        volumes = {mount.target: _volume(mount) for mount in mounts}.values()
+        network = "host" if spec.network is Network.HOST else "none"
+        return [
+            *("/usr/bin/env", f"PERDURE_BOX={box.path}", *_variables(), *_podman()),
+            *("run", "--interactive", "--rm", "--name", _name(box), "--network", network),
+            *("--pidfile", str(box.path / "pid"), "--workdir", spec.workdir, "--user", "0:0"),
+            *("--hostname", "sandbox", "--no-hosts", "--log-driver", "none"),
+            *(["--passwd=false"] if spec.image is None else []),
+            *("--security-opt", "no-new-privileges", "--cap-drop", "all"),
+            *ULIMITS,
+            *([] if spec.image else ["--read-only", "--read-only-tmpfs=false"]),
+            *(part for volume in volumes for part in ("--volume", volume)),
+            *("--rootfs", str(disk / "root"), "/bin/bash", "-c", INIT),
+        ]
+
+    def _handle(self, box: Box, meta: BoxMeta) -> PodmanSandbox:
+        return PodmanSandbox(box, meta)
+
+    # -- a root folder without an image -----------------------------------------------------------
+
+    def _programs(self) -> list[Mount]:
+        return [*programs(), Mount(self._etc, "/etc")]
+
+    @cached_property
+    def _skeleton(self) -> Path:
+        """Empty folders, and the links of a merged /usr: podman mounts the host's on them."""
+        folder = self.root / ".skeleton"
+        if not folder.exists():
+            draft = self.root / f"{DRAFT}{uuid4().hex}"
+            write_skeleton(draft)
+            try:
+                draft.rename(folder)
+            except OSError:  # another process was quicker
+                shutil.rmtree(draft)
+        return folder
+
+    # -- images -----------------------------------------------------------------------------------
+
+    async def _image(self, name: str) -> "_Image":
+        """Pulled once however many ask, and mounted where the overlays of its sandboxes can lie on it."""
+
+        async def find(name: str) -> str | None:
+            return await asyncio.to_thread(_find, name)
+
+        async def pull(name: str) -> str:
+            return await asyncio.to_thread(_pull, name)
+
+        found = await images.present(name, self.root / ".pulls", find, pull)
+        return await asyncio.to_thread(_mounted, found)
+
+
+class _Image:
+    def __init__(self, root: str, env: Mapping[str, str]) -> None:
+        self.root = root
+        self.env = env
+
+
+def _mounted(found: str) -> _Image:
+    root = _run("image", "mount", found, inside=True).strip()
+    (config,) = json.loads(_run("image", "inspect", "--format", "json", found))
+    variables = (config.get("Config") or {}).get("Env") or []
+    return _Image(root, dict(variable.split("=", 1) for variable in variables))
+
+
+def _find(name: str) -> str | None:
+    try:
+        return _run("image", "inspect", "--format", "{{.Id}}", name).strip()
+    except RetryHere:
+        return None
+
+
+def _pull(name: str) -> str:
+    try:
+        return _run("pull", "--quiet", name).strip()
+    except RetryHere as error:
+        raise images.refused(name, str(error)) from None
+
+
+def _run(*arguments: str, inside: bool = False) -> str:
+    """`inside`: where podman's own mounts are. Raises: RetryHere with podman's last line."""
+    where = [program("podman"), "unshare"] if inside and os.geteuid() else []
+    try:
+        done = subprocess.run(
+            [*where, *_podman(), *arguments],
+            capture_output=True,
+            check=False,
+            timeout=images.PULL_TIMEOUT_S,
+            text=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise RetryHere(
+            f"podman {arguments[0]} took more than {images.PULL_TIMEOUT_S:.0f} s",
+            boundary=Boundary.SANDBOX,
+        ) from None
+    if done.returncode:
+        words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise RetryHere(f"podman {arguments[0]}: {words[0]}", boundary=Boundary.SANDBOX)
+    return done.stdout
+
+
+# -- how podman runs here -------------------------------------------------------------------------
+
+
+class _Refused(str):
+    """Why no runtime could run a container."""
+
+
+def _podman() -> list[str]:
+    """With the settings that containers and systems without systemd need; harmless elsewhere."""
+    runtime = _runtime()
+    chosen = [] if isinstance(runtime, _Refused) or not runtime else ["--runtime", runtime]
+    return [*_plain_podman(), *chosen]
+
+
+def _plain_podman() -> list[str]:
+    return [program("podman"), "--cgroup-manager=cgroupfs", "--events-backend=file"]
+
+
+@cache
+def _runtime() -> str:
+    """The first runtime that runs a container on this kernel; empty: podman's own choice."""
+    reasons = []
+    with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
+        write_skeleton(Path(folder) / "root")
+        for name in ("", "runc", "crun"):
+            if name and shutil.which(name, path=SYSTEM_PATH) is None:
+                continue
+            refusal = _try_runtime(name, f"{folder}/root")
+            if refusal is None:
+                return name
+            reasons.append(refusal)
+    return _Refused("; ".join(dict.fromkeys(reasons)))
+
+
+def _try_runtime(name: str, root: str) -> str | None:
+    tried = subprocess.run(
+        [
+            *_plain_podman(),
+            *(["--runtime", name] if name else []),
+            *("run", "--rm", "--network=none", "--read-only", "--read-only-tmpfs=false"),
+            *(*ULIMITS, "--volume", "/usr:/usr:ro", "--rootfs", root, "/bin/true"),
+        ],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    if tried.returncode == 0:
+        return None
+    return (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1]
+
+
+def _variables() -> list[str]:
+    """What podman needs to find the storage of this user."""
+    names = ("HOME", "XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF")
+    found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return [f"PATH={SYSTEM_PATH}", *found]
+
+
+def _in_own_users(
+    command: Sequence[str], box: Box, disk: str, overlay: str | None, root: str
+) -> list[str]:
+    """As an ordinary user, only podman's user namespace has the right to mount what a box needs."""
+    folders = ("upper", "work", "tree", "home", "shm", "tmp", "root", "root.upper", "root.work")
+    script = [
+        "set -e",
+        f"cd {shlex.quote(str(box.path))}",
+        f"mount -t tmpfs -o {shlex.quote(disk)},nosuid,nodev tmpfs disk",
+        f"cd disk && mkdir {' '.join(folders)} && cd ..",
+        f"mount -t overlay -o {shlex.quote(root)} overlay disk/root",
+    ]
+    if overlay:
+        script.append(f"mount -t overlay -o {shlex.quote(overlay)} overlay disk/tree")
+    return [
+        *("/usr/bin/env", *_variables(), program("podman"), "unshare"),
+        *(program("unshare"), "--mount", "sh", "-c", "; ".join([*script, 'exec "$@"']), "sh"),
+        *command,
+    ]
+
+
+def _name(box: Box) -> str:
+    return cgroups.group_name(box.path)
+
+
+def programs() -> list[Mount]:
+    """The host's own, and this Python where it lives outside /usr."""
+    prefixes = dict.fromkeys((sys.base_prefix, os.path.realpath(sys.base_prefix)))
+    outside = [Mount(Path(p), p) for p in prefixes if not f"{p}/".startswith("/usr/")]
+    return [Mount(Path("/usr"), "/usr"), *outside]
+
+
+def _volume(mount: Mount) -> str:
+    if ":" in f"{mount.source}{mount.target}":
+        raise ConfigurationError(f"mount {str(mount.source)!r} holds a colon; rename the folder")
+    return f"{mount.source}:{mount.target}:{'rw' if mount.writable else 'ro'}"
+
+
+def write_skeleton(folder: Path) -> None:
+    for name in FOLDERS:
+        (folder / name).mkdir(mode=0o755, parents=True)
+    (folder / "var/tmp").symlink_to("/tmp")
+    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        path = Path("/", name)
+        if path.is_symlink():
+            (folder / name).symlink_to(os.readlink(path))

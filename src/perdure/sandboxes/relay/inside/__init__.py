@@ -1,0 +1,1 @@
+"""The relay's program inside the sandbox: standard library only."""

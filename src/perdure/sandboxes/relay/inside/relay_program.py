@@ -1,0 +1,437 @@
+"""Runs inside a sandbox that cannot reach the gateway: an HTTP server on its loopback for the agent.
+
+Says each request as one line of an append-only log (its standard output or a file), and takes the
+answer's pieces as files or from a host that dialled in. One file, standard library, Python 3.8+,
+because it runs in other people's images. Started by `perdure.sandboxes.relay.relay`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import hmac
+import http.client
+import json
+import os
+import queue
+import select
+import shutil
+import socket
+import sys
+import threading
+import time
+import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+LARGEST_BODY = 32 << 20
+INLINE = 48 << 10
+"""Bytes of a request that travel in its line; larger ones lie in a file beside the log."""
+MOST_CALLS = 64
+"""Calls under way at once; one more is told to come back."""
+BEAT_S = 15.0
+"""A dialled connection that has nothing to say says so this often."""
+TOO_LARGE = f"a request may have at most {LARGEST_BODY} bytes"
+DIAL_PATH = "/.perdure-relay"
+HOP = {
+    "connection", "content-length", "expect", "host", "keep-alive", "proxy-authenticate",
+    "proxy-authorization", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade",
+}  # fmt: skip
+
+if TYPE_CHECKING:
+    Piece = tuple[dict[str, Any], bytes]
+
+
+class Log:
+    """Append-only lines. A byte offset into it is all that a reader needs to resume."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        self.path = path
+        self.grown = threading.Condition()
+        self._descriptor = descriptor
+
+    @property
+    def size(self) -> int:
+        """Bytes, also of what others wrote into it."""
+        return os.fstat(self._descriptor).st_size
+
+    def say(self, **fields: Any) -> None:
+        line = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+        with self.grown:
+            left = memoryview(line)
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+            self.grown.notify_all()
+
+
+class Call:
+    """One request of the agent and the pieces of its answer, each delivered once and in order."""
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4().hex
+        self.pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._try = ""
+        self._next = 0
+        self._held: dict[int, Piece] = {}
+        self._complete = False
+
+    def take(self, head: dict[str, Any], body: bytes) -> None:
+        """Duplicates are dropped. A second host that answers what the first began breaks it off:
+        the agent asks again, and the gateway knows the request."""
+        if self._complete:
+            return
+        if head["try"] != self._try:
+            if self._next:
+                self._complete = True
+                self.pieces.put(None)
+                return
+            self._try, self._held = head["try"], {}
+        if head["seq"] < self._next or len(self._held) > 1024:
+            return
+        self._held[head["seq"]] = (head, body)
+        while self._next in self._held:
+            piece = self._held.pop(self._next)
+            self._next += 1
+            self._complete = bool(piece[0].get("end"))
+            self.pieces.put(piece)
+
+
+class Relay:
+    """What the agent's connections, the inbox and a dialled host share."""
+
+    def __init__(self, spool: str, log: Log, inline_budget: int, again_s: float) -> None:
+        self.spool = spool
+        self.log = log
+        self.again_s = again_s
+        self.token = os.environ.get("PERDURE_RELAY_TOKEN", "")
+        self.calls: dict[str, Call] = {}
+        self.dialled: object | None = None
+        self._tickets = 0
+        self._budget = inline_budget
+        self._lock = threading.Lock()
+        self._waiting = threading.Event()
+
+    def open(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> Call:
+        """Raises: BlockingIOError when too many calls are under way."""
+        call = Call()
+        with self._lock:
+            if len(self.calls) >= MOST_CALLS:
+                raise BlockingIOError
+            self.calls[call.id] = call
+            inline = len(body) <= min(INLINE, self._budget)
+            self._budget -= len(body) if inline else 0
+        fields: dict[str, Any] = {"id": call.id, "method": method, "path": path, "headers": headers}
+        if inline:
+            fields["body"] = base64.b64encode(body).decode()
+        else:
+            with open(self.body_file(call.id), "wb") as file:
+                file.write(body)
+            fields["size"] = len(body)
+        self.log.say(**fields)
+        self._waiting.set()
+        return call
+
+    def close(self, call: Call) -> None:
+        with self._lock:
+            self.calls.pop(call.id, None)
+            if not self.calls:
+                self._waiting.clear()
+        self.log.say(done=call.id)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.body_file(call.id))
+
+    def body_file(self, call_id: str) -> str:
+        return os.path.join(self.spool, "body", call_id)
+
+    def take(self, head: dict[str, Any], body: bytes) -> None:
+        with self._lock:
+            call = self.calls.get(head["id"])
+            if call is not None:
+                call.take(head, body)
+
+    def watch_inbox(self) -> None:
+        """Costs nothing while no call is under way."""
+        inbox = os.path.join(self.spool, "in")
+        while True:
+            self._waiting.wait()
+            began = time.monotonic()
+            while self._waiting.is_set():
+                if self._empty(inbox):
+                    began = time.monotonic()
+                time.sleep(0.004 if time.monotonic() - began < 2 else 0.02)
+
+    def _empty(self, inbox: str) -> bool:
+        names = sorted(name for name in os.listdir(inbox) if name.endswith(".piece"))
+        for name in names:
+            path = os.path.join(inbox, name)
+            try:
+                with open(path, "rb") as file:
+                    self.take(json.loads(file.readline()), file.read())
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                print(f"relay: dropped {name}: {error}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        return bool(names)
+
+    def admit(self, host: object, ticket: int) -> int:
+        """The ticket of a host that dials in, 0 at its first time; the one before is cut off.
+
+        Of two that watch at once the later keeps the connection, else they would cut each other
+        off for ever. Raises: BlockingIOError while a later one is connected.
+        """
+        with self.log.grown:
+            if ticket and ticket < self._tickets and self.dialled is not None:
+                raise BlockingIOError
+            self._tickets = max(self._tickets, ticket or self._tickets + 1)
+            self.dialled = host
+            self.log.grown.notify_all()
+            return ticket or self._tickets
+
+    def check(self, port: int) -> None:
+        """The whole way once: through our own listener, the host and the gateway, and back."""
+        while True:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            try:
+                connection.request("GET", "/healthz")
+                status = connection.getresponse().status
+                if status == 200:
+                    return self.log.say(healthy=status)
+            except (OSError, http.client.HTTPException):
+                pass
+            finally:
+                connection.close()
+            time.sleep(0.5)
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    relay: Relay
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # the agent hung up
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: Server
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def forward(self) -> None:
+        if self.path == DIAL_PATH:
+            return self._take_dial()
+        try:
+            body = self._body()
+        except ValueError as error:
+            return self._refuse(413, str(error))
+        headers = [(k, v) for k, v in self.headers.items() if k.lower() not in HOP]
+        relay = self.server.relay
+        try:
+            call = relay.open(self.command, self.path, headers, body)
+        except BlockingIOError:
+            return self._refuse(503, f"more than {MOST_CALLS} calls under way")
+        try:
+            self._answer(relay, call)
+        finally:
+            relay.close(call)
+
+    do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = do_OPTIONS = do_PATCH = forward
+
+    def _body(self) -> bytes:
+        if self.headers.get("transfer-encoding", "").lower() == "chunked":
+            return self._chunked()
+        announced = self.headers.get("content-length", "0")
+        if not announced.isdigit() or int(announced) > LARGEST_BODY:
+            raise ValueError(TOO_LARGE)
+        return self.rfile.read(int(announced))
+
+    def _chunked(self) -> bytes:
+        body = b""
+        while True:
+            size = int(self.rfile.readline(64).split(b";")[0], 16)
+            if len(body) + size > LARGEST_BODY:
+                raise ValueError(TOO_LARGE)
+            body += self.rfile.read(size)
+            self.rfile.readline(64)
+            if not size:
+                return body
+
+    def _answer(self, relay: Relay, call: Call) -> None:
+        """The first piece decides the form: whole with a length, or in chunks as they come."""
+        piece = self._next(relay, call)
+        if piece is None:
+            return
+        head, body = piece
+        bare = self.command == "HEAD" or head["status"] in (204, 304)
+        if bare or head.get("end"):
+            length = [] if bare else [("Content-Length", str(len(body)))]
+            self.wfile.write(_head(head, length) + (b"" if bare else body))
+            return
+        self.wfile.write(_head(head, [("Transfer-Encoding", "chunked")]) + _chunk(body))
+        while not head.get("end"):
+            piece = self._next(relay, call)
+            if piece is None:
+                return
+            head, body = piece
+            self.wfile.write(_chunk(body) + (b"0\r\n\r\n" if head.get("end") else b""))
+
+    def _next(self, relay: Relay, call: Call) -> Piece | None:
+        """None when the answer is broken off or the agent has gone: then the connection is cut."""
+        while True:
+            try:
+                piece = call.pieces.get(timeout=relay.again_s)
+            except queue.Empty:
+                if self._hung_up():
+                    piece = None
+                else:
+                    relay.log.say(again=call.id)
+                    continue
+            if piece is None or piece[0].get("broken"):
+                self.close_connection = True
+                return None
+            return piece
+
+    def _hung_up(self) -> bool:
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+
+    def _refuse(self, status: int, message: str) -> None:
+        data = json.dumps({"error": {"type": "relay", "message": "relay: " + message}}).encode()
+        self.close_connection = True
+        self.send_response_only(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Connection", "close")
+        if status == 503:
+            self.send_header("Retry-After", "1")
+        self.end_headers()
+        self.wfile.write(data)
+
+    # -- the host, dialling in ------------------------------------------------------------------
+
+    def _take_dial(self) -> None:
+        relay, self.close_connection = self.server.relay, True
+        given = self.headers.get("x-perdure-token", "")
+        if not relay.token or not hmac.compare_digest(given.encode(), relay.token.encode()):
+            return self._refuse(404, "no such path")
+        offset = int(self.headers.get("x-perdure-offset", "0"))
+        me = object()
+        try:
+            ticket = relay.admit(me, int(self.headers.get("x-perdure-ticket", "0")))
+        except BlockingIOError:
+            return self._refuse(409, "a later host is connected")
+        self.send_response_only(101)
+        self.send_header("Connection", "Upgrade")
+        self.send_header("Upgrade", "perdure-relay")
+        self.send_header("X-Perdure-Size", str(relay.log.size))
+        self.send_header("X-Perdure-Ticket", str(ticket))
+        self.end_headers()
+        threading.Thread(target=self._tell, args=(relay, offset, me), daemon=True).start()
+        try:
+            while relay.dialled is me:
+                line = self.rfile.readline(1 << 16)
+                if not line:
+                    return
+                head = json.loads(line)
+                relay.take(head, self.rfile.read(head["size"]))
+        finally:
+            if relay.dialled is me:
+                relay.dialled = None
+
+    def _tell(self, relay: Relay, offset: int, me: object) -> None:
+        """Frames: `OFFSET-AFTER LENGTH BODY-LENGTH`, the log's line, the body that lay in a file."""
+        try:
+            with open(relay.log.path, "rb") as log:
+                log.seek(offset)
+                while relay.dialled is me:
+                    with relay.log.grown:
+                        if relay.log.size <= offset and relay.dialled is me:
+                            relay.log.grown.wait(BEAT_S)
+                        idle = relay.log.size <= offset
+                    if idle:
+                        self.wfile.write(b"0 0 0\n")
+                        continue
+                    line = log.readline()
+                    offset += len(line)
+                    self.wfile.write(_frame(relay, offset, line))
+        except OSError:
+            pass
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+def _head(head: dict[str, Any], more: list[tuple[str, str]]) -> bytes:
+    fields = "".join(f"{name}: {value}\r\n" for name, value in [*head["headers"], *more])
+    reason = http.client.responses.get(head["status"], "")
+    return f"HTTP/1.1 {head['status']} {reason}\r\n{fields}\r\n".encode("latin-1")
+
+
+def _chunk(body: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(body), body) if body else b""
+
+
+def _frame(relay: Relay, offset: int, line: bytes) -> bytes:
+    """Without a line for what others wrote into our log."""
+    try:
+        fields, body = json.loads(line), b""
+        if "size" in fields:
+            with (
+                contextlib.suppress(FileNotFoundError),
+                open(relay.body_file(str(fields["id"])), "rb") as file,
+            ):
+                body = file.read()  # else answered long ago
+    except (ValueError, TypeError, KeyError, RecursionError, OSError):
+        return b"%d 0 0\n" % offset
+    return b"%d %d %d\n%s%s" % (offset, len(line), len(body), line, body)
+
+
+def listen(port: int, remembered: str) -> Server:
+    """At the port we had before, else the wanted one, else any."""
+    try:
+        with open(remembered) as file:
+            wanted = [int(file.read())]
+    except (OSError, ValueError):
+        wanted = [port, 0]
+    for number in wanted:
+        try:
+            return Server(("127.0.0.1", number), Handler)
+        except OSError as error:
+            print(f"relay: port {number}: {error}", file=sys.stderr, flush=True)
+    sys.exit(98)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spool", required=True)
+    parser.add_argument("--log", default="-")
+    parser.add_argument("--port", type=int, default=18001)
+    parser.add_argument("--inline-budget", type=int, default=8 << 20)
+    parser.add_argument("--again-s", type=float, default=30.0)
+    options = parser.parse_args()
+    for name in ("body", "in"):  # what an earlier relay held: its agent's connections died with it
+        shutil.rmtree(os.path.join(options.spool, name), ignore_errors=True)
+        os.makedirs(os.path.join(options.spool, name))
+    descriptor = 1
+    if options.log != "-":
+        descriptor = os.open(options.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    remembered = os.path.join(options.spool, "port")
+    server = listen(options.port, remembered)
+    port = server.server_address[1]
+    server.relay = Relay(
+        options.spool, Log(descriptor, options.log), options.inline_budget, options.again_s
+    )
+    server.relay.log.say(hello=os.getpid(), port=port)
+    with open(remembered + ".new", "w") as file:
+        file.write(str(port))
+    os.rename(remembered + ".new", remembered)
+    for work, arguments in ((server.relay.watch_inbox, ()), (server.relay.check, (port,))):
+        threading.Thread(target=work, args=arguments, daemon=True).start()
+    server.serve_forever(poll_interval=3600)
+
+
+if __name__ == "__main__":
+    main()

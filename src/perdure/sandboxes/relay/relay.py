@@ -1,0 +1,423 @@
+"""The host's side of a relay: model calls of a sandbox that cannot reach the gateway, carried to it.
+
+Starts the relay inside (`relay_program`), hears its calls through a carrier, asks the gateway and
+hands the answers back. All that must survive this process lies in the sandbox and in the gateway's
+journal: another worker makes the same `Relay` and goes on.
+"""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable
+from importlib import resources
+from types import TracebackType
+from typing import Any, Literal, Self
+from uuid import uuid4
+
+import httpx
+import structlog
+
+from perdure.errors import (
+    AgentError,
+    Boundary,
+    ConfigurationError,
+    GatewayUnavailable,
+    NotFound,
+    PerdureError,
+)
+from perdure.sandboxes.base import Sandbox
+from perdure.sandboxes.relay.carriers import (
+    LARGEST_BODY,
+    Carrier,
+    DialCarrier,
+    FileCarrier,
+    Heard,
+    JsonObject,
+    StdioCarrier,
+)
+
+CarrierName = Literal["dial", "stdio", "file"]
+CARRIERS: tuple[CarrierName, ...] = ("dial", "stdio", "file")
+
+PORT = 18001
+AT_ONCE = 32
+"""Calls of one sandbox that are at the gateway at a time."""
+MOST_CALLS = 128
+"""Calls of one sandbox that are remembered; an honest relay has half as many."""
+MOST_STARTS = 20
+READY_S = 60.0
+FLUSH_S = 0.25
+"""A part of an answer waits this long for more, because each piece costs a call to the provider."""
+LARGEST_ANSWER = 64 << 20
+GATEWAY_RETURNS_S = 30.0
+"""A gateway that restarts keeps its callers waiting this long, then they are told 503."""
+
+_CALL_ID = re.compile(r"[0-9a-f]{32}")
+_METHOD = re.compile(r"[A-Z]{1,10}")
+_PATH = re.compile(r"/(v1/[!-~]{0,4000}|api/hello|healthz)?")
+_HOP = {
+    "connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding",
+    "upgrade",
+}  # fmt: skip
+_KEYS = {"authorization", "x-api-key"}
+
+_FIND_PYTHON = (
+    "for p in python3 python /usr/libexec/platform-python; do "
+    'command -v "$p" >/dev/null 2>&1 && exec "$p" "$0" "$@"; done; '
+    "echo 'no python3 in this image' >&2; exit 127"
+)
+
+log = structlog.get_logger()
+
+
+class _Call:
+    """One request of the agent: its answer is asked for once, and kept until it has arrived."""
+
+    def __init__(self, heard: Heard) -> None:
+        self.heard = heard
+        self.pieces: list[tuple[JsonObject, bytes]] = []
+        self.size = 0
+        self.task: asyncio.Task[None]
+
+
+class Relay:
+    """Serves one sandbox from entering to leaving; leaving stops serving, not the relay inside.
+
+    Example:
+        async with Relay(sandbox, "stdio", gateway_url=url, session_key=key) as relay:
+            ...  # relay.url is the gateway, as the sandbox's commands see it
+            relay.check()
+
+    Raises on entering: ConfigurationError when the image has no Python 3.8 or later, AgentError,
+    GatewayUnavailable when no round trip succeeds, SandboxLost.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        carrier: CarrierName,
+        *,
+        gateway_url: str,
+        session_key: str,
+        output_mb: int = 64,
+        near: bool = False,
+        again_s: float = 30.0,
+    ) -> None:
+        """`near`: looking into the sandbox costs a system call, not a request. `output_mb`: the
+        sandbox's own limit, of which the relay uses a part. `again_s`: how soon the relay asks
+        again for an answer that does not come."""
+        self.url = ""
+        self._sandbox = sandbox
+        self._name = carrier
+        self._key = session_key
+        self._token = hashlib.sha256(f"relay:{session_key}".encode()).hexdigest()
+        self._near = near
+        self._inline = min(8 << 20, output_mb << 18)
+        self._again_s = again_s
+        self._spool = f"/tmp/.perdure-{sandbox.identity}"
+        self._gateway = httpx.AsyncClient(
+            base_url=gateway_url,
+            timeout=httpx.Timeout(None, connect=10),
+            limits=httpx.Limits(max_connections=AT_ONCE),
+            trust_env=False,
+        )
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._calls: dict[str, _Call] = {}
+        self._carrier: Carrier
+        self._port = 0
+        self._ready = asyncio.Event()
+        self._serving: asyncio.Task[None]
+
+    async def __aenter__(self) -> Self:
+        self._serving = asyncio.create_task(self._serve())
+        ready = asyncio.create_task(self._ready.wait())
+        try:
+            await asyncio.wait(
+                [ready, self._serving], timeout=READY_S, return_when="FIRST_COMPLETED"
+            )
+            self.check()
+            if not self._ready.is_set():
+                raise GatewayUnavailable(
+                    f"gateway_reach = {self._name}: no answer from the gateway came into sandbox "
+                    f"{self._sandbox.identity} within {READY_S:.0f} s"
+                )
+        except BaseException:
+            await self.aclose()
+            raise
+        finally:
+            ready.cancel()
+        self.url = f"http://127.0.0.1:{self._port}"
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        self._serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError, PerdureError):
+            await self._serving
+        self._forget()
+        await self._gateway.aclose()
+
+    def check(self) -> None:
+        """Raises what ended the serving, if anything did."""
+        if self._serving.done():
+            self._serving.result()
+
+    # -- the relay inside -----------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        number = await self._newest()
+        while number <= MOST_STARTS:
+            await self._start(number)
+            async for batch in self._carrier.batches():
+                self._hear(batch)
+            await self._explain_early_end(number)
+            self._forget()
+            number += 1
+        raise AgentError(
+            f"the relay to the gateway was ended {MOST_STARTS} times in sandbox "
+            f"{self._sandbox.identity}",
+            boundary=Boundary.SANDBOX,
+        )
+
+    async def _newest(self) -> int:
+        """The relay that an earlier watcher left running, or the first."""
+        for number in range(1, MOST_STARTS + 1):
+            try:
+                await self._sandbox.poll(exec_id_of(self._name, number + 1))
+            except NotFound:
+                return number
+        return MOST_STARTS
+
+    async def _start(self, number: int) -> None:
+        exec_id = exec_id_of(self._name, number)
+        program, sandbox = f"{self._spool}/relay.py", self._sandbox
+        await sandbox.put(program, _program())
+        argv = ["sh", "-c", _FIND_PYTHON, program, "--spool", self._spool, "--port", str(PORT)]
+        argv += ["--inline-budget", str(self._inline), "--again-s", str(self._again_s)]
+        if self._name != "stdio":
+            argv += ["--log", f"{self._spool}/log-{exec_id}"]
+        await sandbox.start(exec_id, argv, env={"PERDURE_RELAY_TOKEN": self._token}, cwd="/")
+        match self._name:
+            case "stdio":
+                self._carrier = StdioCarrier(sandbox, exec_id, self._spool, near=self._near)
+            case "file":
+                self._carrier = FileCarrier(sandbox, exec_id, self._spool, near=self._near)
+            case "dial":
+                self._carrier = DialCarrier(sandbox, exec_id, self._spool, token=self._token)
+
+    async def _explain_early_end(self, number: int) -> None:
+        """One that never spoke will not speak next time either."""
+        if self._port:
+            log.warning("relay ended, started again", sandbox=self._sandbox.identity, number=number)
+            return
+        exec_id = exec_id_of(self._name, number)
+        status = await self._sandbox.poll(exec_id)
+        said = (await self._sandbox.output(exec_id, "stderr"))[-300:].decode("utf-8", "replace")
+        last = said.strip().splitlines()[-1:] or ["nothing"]
+        raise ConfigurationError(
+            f"gateway_reach = {self._name}: the relay needs python3 (3.8 or later) in the sandbox, "
+            f"and ended with {status.code if status.code is not None else status.cause} "
+            f"({last[0]}); add python3 to the image, or set PERDURE_GATEWAY_REACH=url with an "
+            "address that the sandbox can open"
+        )
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    def _hear(self, batch: Iterable[Heard]) -> None:
+        batch = list(batch)
+        done = {
+            heard.line.get("done") for heard in batch if isinstance(heard.line.get("done"), str)
+        }
+        for call_id in done:
+            if (call := self._calls.pop(str(call_id), None)) is not None:
+                call.task.cancel()
+        for heard in batch:
+            line = heard.line
+            if isinstance(line.get("port"), int) and 0 < line["port"] < 65536:
+                self._port = line["port"]
+            elif "healthy" in line and self._port:
+                self._ready.set()
+            elif "dialled" in line:
+                self._send_again(list(self._calls))
+            elif isinstance(line.get("again"), str):
+                self._send_again([line["again"]])
+            elif is_call(line) and line["id"] not in done:
+                self._take(heard)
+
+    def _take(self, heard: Heard) -> None:
+        call_id = heard.line["id"]
+        if call_id in self._calls or len(self._calls) >= MOST_CALLS:
+            return
+        call = self._calls[call_id] = _Call(heard)
+        call.task = asyncio.create_task(self._answer(call))
+
+    def _send_again(self, call_ids: list[str]) -> None:
+        """What was recorded, not what a second generation would give."""
+        for call_id in call_ids:
+            call = self._calls.get(call_id)
+            if call is not None and call.task.done():
+                call.task = asyncio.create_task(self._resend(call))
+            elif call is not None and call.pieces:
+                call.task = asyncio.create_task(self._resend(call, call.task))
+
+    async def _resend(self, call: _Call, first: "asyncio.Task[None] | None" = None) -> None:
+        try:
+            if first is not None:
+                await first
+            for head, body in [*call.pieces]:
+                await self._carrier.answer(head, body)
+        except asyncio.CancelledError:
+            if first is not None:
+                first.cancel()
+            raise
+
+    def _forget(self) -> None:
+        for call in self._calls.values():
+            call.task.cancel()
+        self._calls.clear()
+
+    async def _answer(self, call: _Call) -> None:
+        try:
+            async with self._slots:
+                body = await self._body(call.heard)
+                if body is not None:
+                    await self._ask(call, body)
+        except PerdureError as error:  # the serving meets it too, and says so
+            log.warning("an answer could not be handed over", error=str(error))
+
+    async def _body(self, heard: Heard) -> bytes | None:
+        if "size" not in heard.line:
+            try:
+                return base64.b64decode(heard.line.get("body", ""), validate=True)
+            except (ValueError, TypeError):
+                return None
+        body = heard.body or await self._carrier.fetch(heard.line["id"])
+        return None if body is None or len(body) > LARGEST_BODY else body
+
+    async def _ask(self, call: _Call, body: bytes) -> None:
+        """Ask until the gateway has begun to answer: it knows a request that it was asked before."""
+        line, attempt = call.heard.line, uuid4().hex[:8]
+        if not _PATH.fullmatch(line["path"]) or ".." in line["path"]:
+            return await self._tell(call, attempt, 404, f"no route {line['path'][:100]}")
+        until = asyncio.get_running_loop().time() + GATEWAY_RETURNS_S
+        while True:
+            try:
+                request = self._gateway.build_request(
+                    line["method"], line["path"], headers=self._headers(line), content=body
+                )
+                return await self._pass_on(call, attempt, request)
+            except httpx.TransportError as error:
+                if call.pieces:
+                    return await self._send(call, attempt, {"broken": True, "end": True}, b"")
+                if asyncio.get_running_loop().time() > until:
+                    return await self._tell(call, attempt, 503, f"no gateway: {error!r}")
+                await asyncio.sleep(0.1)
+
+    def _headers(self, line: JsonObject) -> list[tuple[str, str]]:
+        """The agent's own, without any key but this session's."""
+        return [
+            (name, value)
+            for name, value in line["headers"]
+            if name.lower() not in _HOP and (name.lower() not in _KEYS or self._is_key(value))
+        ]
+
+    def _is_key(self, value: str) -> bool:
+        given = value.removeprefix("Bearer ").removeprefix("bearer ").strip()
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self._key.encode())
+
+    async def _pass_on(self, call: _Call, attempt: str, request: httpx.Request) -> None:
+        response = await self._gateway.send(request, stream=True)
+        try:
+            head: JsonObject = {
+                "status": response.status_code,
+                "headers": [
+                    [name.decode("latin-1"), value.decode("latin-1")]
+                    for name, value in response.headers.raw
+                    if name.decode("latin-1").lower() not in _HOP
+                ],
+            }
+            parts = response.aiter_raw()
+            waiting: asyncio.Future[bytes] | None = None
+            held = b""
+            while True:
+                waiting = waiting or asyncio.ensure_future(anext(parts, b""))
+                late = FLUSH_S if held or head else None
+                try:
+                    await asyncio.wait([waiting], timeout=late)
+                    if waiting.done():
+                        part, waiting = waiting.result(), None
+                        held += part
+                        if not part:
+                            return await self._send(call, attempt, {**head, "end": True}, held)
+                        if len(held) < 1 << 20:
+                            continue
+                except asyncio.CancelledError:
+                    if waiting is not None:
+                        waiting.cancel()
+                    raise
+                await self._send(call, attempt, head, held)
+                head, held = {}, b""
+        finally:
+            await response.aclose()
+
+    async def _tell(self, call: _Call, attempt: str, status: int, message: str) -> None:
+        body = httpx.Response(status, json={"error": {"type": "relay", "message": message}})
+        headers = [["content-type", "application/json"]]
+        if status == 503:
+            headers.append(["retry-after", "5"])
+        head = {"status": status, "headers": headers, "end": True}
+        await self._send(call, attempt, head, body.content)
+
+    async def _send(self, call: _Call, attempt: str, head: JsonObject, body: bytes) -> None:
+        call.size += len(body)
+        if call.size > LARGEST_ANSWER:
+            head, body = {"broken": True, "end": True}, b""
+        whole = {"id": call.heard.line["id"], "try": attempt, "seq": len(call.pieces), **head}
+        call.pieces.append((whole, body))
+        await self._carrier.answer(whole, body)
+
+
+def exec_id_of(carrier: str, number: int) -> str:
+    """Under which a sandbox's n-th relay runs."""
+    return f"relay-{carrier}-{number}"
+
+
+def is_call(line: JsonObject) -> bool:
+    """A request as the relay words it; whatever else a hostile sandbox says is no call."""
+    headers = line.get("headers")
+    return (
+        _matches(_CALL_ID, line.get("id"))
+        and _matches(_METHOD, line.get("method"))
+        and isinstance(line.get("path"), str)
+        and isinstance(line.get("size", 0), int)
+        and isinstance(headers, list)
+        and len(headers) <= 100
+        and all(map(_is_header, headers))
+    )
+
+
+def _matches(pattern: re.Pattern[str], value: Any) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _is_header(pair: Any) -> bool:
+    return (
+        isinstance(pair, list)
+        and len(pair) == 2
+        and all(isinstance(text, str) and text.isascii() and text.isprintable() for text in pair)
+        and bool(re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}", pair[0]))
+    )
+
+
+def _program() -> bytes:
+    return (resources.files("perdure.sandboxes.relay.inside") / "relay_program.py").read_bytes()

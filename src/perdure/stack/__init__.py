@@ -1,0 +1,1 @@
+"""The local stack: the processes that `perdure up` starts, supervises and stops."""

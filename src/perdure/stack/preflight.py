@@ -1,0 +1,72 @@
+"""What would stop a stack, looked at before any part of it starts.
+
+Each look is cheap and raises what the part itself would say, minutes earlier.
+"""
+
+import asyncio
+import uuid
+
+from perdure.errors import ConfigurationError, StoreUnavailable
+from perdure.settings import Settings
+from perdure.stack import ports
+from perdure.stack.temporal_target import given_address
+from perdure.storage.base import open_store
+
+TEMPORAL_S = 10.0
+"""A server of the user's own that was started a moment ago answers by then."""
+PAUSE_S = 0.2
+
+
+def check(settings: Settings, engine: str) -> None:
+    """`engine`: what `--engine` gave. Raises: ConfigurationError, MissingDependency, StoreUnavailable."""
+    from perdure.engines.configured import check_engine_settings
+    from perdure.gateway.rendering.tokenizer_folder import folder_of
+
+    asked = {} if engine.startswith("scripted:") or not engine else {"engine_url": engine}
+    check_engine_settings(settings.model_copy(update=asked))
+    if folder_of(settings.tokenizer) is not None:
+        from perdure.gateway.rendering.tokenizers import load_format
+
+        load_format(settings.tokenizer)
+    ports.check_host(settings.gateway_host)
+    asyncio.run(_store_takes_writes(settings))
+    if given_address() is not None:
+        asyncio.run(_temporal_answers(settings))
+
+
+async def write_and_remove(settings: Settings) -> None:
+    """A conditional write, read back and removed: what every step of a rollout does.
+
+    Raises: ConfigurationError, MissingDependency, StoreUnavailable.
+    """
+    store = open_store(settings)
+    key = f"doctor/{uuid.uuid4().hex}"  # pids of containers are alike
+    await store.put_if_absent(key, b"doctor")
+    await store.get(key)
+    await store.delete(key)
+
+
+async def _store_takes_writes(settings: Settings) -> None:
+    try:
+        await write_and_remove(settings)
+    except StoreUnavailable as error:
+        named = "PERDURE_STORE and PERDURE_S3_ENDPOINT_URL name it"
+        raise StoreUnavailable(f"{error}; {named}") from error
+
+
+async def _temporal_answers(settings: Settings) -> None:
+    """Raises: ConfigurationError."""
+    from perdure.client.connection import connect
+    from perdure.telemetry import temporal_runtime
+
+    # Not the process's own, which whoever connects to stay is to choose.
+    runtime = temporal_runtime(settings.model_copy(update={"metrics_port": 0}))
+    end = asyncio.get_running_loop().time() + TEMPORAL_S
+    while True:
+        try:
+            await connect(runtime=runtime)
+            return
+        except ConfigurationError:
+            if asyncio.get_running_loop().time() > end:
+                raise
+        await asyncio.sleep(PAUSE_S)

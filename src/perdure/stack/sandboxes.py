@@ -1,0 +1,61 @@
+"""The sandbox providers of this home, as its workers make them."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from perdure import home, registry
+from perdure.errors import ConfigurationError, MissingDependency, PerdureError
+from perdure.sandboxes.base import SandboxProvider
+from perdure.settings import Settings
+
+LOOK_S = 5.0
+"""An engine that does not say by then what it has is left alone: somebody waits for the end."""
+KILL_S = 20.0
+"""For each sandbox."""
+
+
+def provider(settings: Settings, name: str) -> SandboxProvider:
+    """Raises: ConfigurationError for an unknown name."""
+    make: Callable[[Path], SandboxProvider] = registry.load("sandbox", registry.SANDBOXES, name)
+    return make(settings.home.absolute())
+
+
+def ready_provider(settings: Settings, name: str) -> SandboxProvider:
+    """One that can make sandboxes here. Raises: MissingDependency with the first fix."""
+    found = provider(settings, name)
+    if problems := found.check():
+        raise MissingDependency(problems[0])
+    return found
+
+
+async def kill_all(settings: Settings, tell: Callable[[str], None]) -> int:
+    """End every sandbox that is bound to this host; return how many were alive.
+
+    `tell` hears which providers could not be asked.
+    """
+    killed = 0
+    for name in home.sandboxes_of(settings.home.absolute()):
+        try:
+            found = provider(settings, name)
+        except ConfigurationError as error:  # a dotted path that has moved since
+            tell(f"warning: sandboxes left to their time limit: {error}")
+            continue
+        try:
+            killed += await _kill(found) if found.host_bound else 0
+        except PerdureError as error:  # an engine that does not answer keeps them, not the stack
+            tell(f"warning: sandboxes of {name} left to their time limit: {error}")
+        except TimeoutError:
+            tell(f"warning: sandboxes of {name} left to their time limit: it does not answer")
+    return killed
+
+
+async def _kill(found: SandboxProvider) -> int:
+    killed = 0
+    async with asyncio.timeout(LOOK_S):
+        boxes = await found.list()
+    for box in boxes:
+        async with asyncio.timeout(KILL_S):
+            await found.kill(box.identity)
+        killed += box.alive
+    return killed

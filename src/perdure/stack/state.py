@@ -1,0 +1,84 @@
+"""`<home>/run/state.json`: what `perdure up` started, and where everything answers.
+
+Written by the supervisor alone; every command reads it to find the ports that were chosen.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perdure.sandboxes.host.process import ProcessId
+from perdure.settings import Settings
+
+
+@dataclass(frozen=True)
+class ChildState:
+    """One supervised process. `last_exit`: how the one before it ended, for people."""
+
+    pid: int
+    started: int
+    log: str
+    restarts: int = 0
+    last_exit: str = ""
+
+    @property
+    def process(self) -> ProcessId:
+        return ProcessId(self.pid, self.started)
+
+
+@dataclass(frozen=True)
+class StackState:
+    """`phase`: starting, ready, stopping, failed."""
+
+    phase: str
+    pid: int
+    started: int
+    temporal_address: str
+    namespace: str
+    ui_url: str
+    gateway_url: str
+    engine: str
+    """What samples behind the gateway, for people."""
+    children: Mapping[str, ChildState] = field(default_factory=dict)
+
+    @property
+    def supervisor(self) -> ProcessId:
+        return ProcessId(self.pid, self.started)
+
+    @property
+    def alive(self) -> bool:
+        return self.supervisor.alive
+
+    def survivors(self) -> dict[str, ProcessId]:
+        """Supervised processes that still live, by name."""
+        return {name: c.process for name, c in self.children.items() if c.process.alive}
+
+
+def run_folder(settings: Settings) -> Path:
+    return settings.home.absolute() / "run"
+
+
+def read(settings: Settings) -> StackState | None:
+    """What was written last, whether it still runs or not."""
+    try:
+        raw: dict[str, Any] = json.loads((run_folder(settings) / "state.json").read_bytes())
+        children = {name: ChildState(**child) for name, child in raw.pop("children").items()}
+        return StackState(**raw, children=children)
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write(settings: Settings, state: StackState) -> None:
+    """Atomically: a reader sees the old one or the new one."""
+    folder = run_folder(settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f"state.json.{os.getpid()}"
+    temporary.write_text(json.dumps(asdict(state), indent=1))
+    temporary.replace(folder / "state.json")
+
+
+def forget(settings: Settings) -> None:
+    (run_folder(settings) / "state.json").unlink(missing_ok=True)

@@ -1,0 +1,329 @@
+"""The process behind `perdure up`: starts the parts of a stack, keeps them running, stops them.
+
+`python -m perdure.stack.supervisor [--engine E] [--report-fd N]`. One per home: the first holds a
+lock for as long as it lives. Reports each step as a JSON line on the given descriptor.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import structlog
+from temporalio.client import Client
+from temporalio.runtime import Runtime
+from temporalio.service import RPCError
+
+from perdure.errors import ConfigurationError, PerdureError
+from perdure.gateway.http import listeners
+from perdure.settings import Settings
+from perdure.stack import config, gateway_pool, readiness
+from perdure.stack import state as stack_state
+from perdure.stack.checkout import find_root
+from perdure.stack.children import Child, ChildSpec
+from perdure.stack.failures import explain
+from perdure.stack.plan import Addresses, Plan, gateway_names
+from perdure.stack.processes import identify, stop
+from perdure.stack.state import StackState
+from perdure.stack.temporal_target import given_address
+from perdure.telemetry import configure_logging, temporal_runtime
+
+START_LIMIT_S = 120.0
+"""All parts answer within this, or the start has failed."""
+LOOK_EVERY_S = 10.0
+HANGS_AFTER = 6
+"""A part that fails this many looks in a row is killed and started again."""
+EARLY_EXITS = 3
+"""A part that ends this often before it was ever ready will not become ready."""
+PORT_TRIES = 3
+LAST_WORDS = ("ready", "failed")
+"""Events after which the start is over and the report ends."""
+
+Report = Callable[[dict[str, Any]], None]
+Answer = TypeVar("Answer")
+
+log = structlog.get_logger("perdure.supervisor")
+
+
+class StartFailed(PerdureError):
+    """A part did not come up; the message holds its last words."""
+
+
+class Supervisor:
+    """One stack, from the first process to the last."""
+
+    def __init__(self, plan: Plan, report: Report, listeners: Sequence[int]) -> None:
+        """`listeners`: descriptors of the gateway's sockets; they outlive its processes."""
+        self.plan = plan
+        self.listeners = listeners
+        self.report = report
+        self.phase = "starting"
+        self.children: dict[str, Child] = {}
+        self.client: Client | None = None
+        self.namespace = "default"
+        self._me = identify(os.getpid())
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Start everything, keep it until `stopping`, stop everything.
+
+        Raises: StartFailed, ConfigurationError.
+        """
+        try:
+            start = asyncio.create_task(asyncio.wait_for(self._start(), START_LIMIT_S))
+            stopped = asyncio.create_task(stopping.wait())
+            await asyncio.wait({start, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                start.result()
+                await self._keep(stopped)
+            else:
+                start.cancel()
+                await asyncio.gather(start, return_exceptions=True)
+        except TimeoutError:
+            raise StartFailed(self._what_is_late()) from None
+        finally:
+            await self._stop()
+
+    async def _start(self) -> None:
+        engine = self.plan.scripted_engine()
+        await self._start_temporal()
+        if engine is not None:
+            await self._launch(engine)
+        gateways = self.plan.gateways(self.listeners)
+        for spec in gateways:
+            await self._launch(spec)
+        await self._launch(self.plan.worker())
+        for spec in gateways:
+            health = self.plan.health_socket(spec.name)
+            await self._answered(spec.name, gateway_pool.wait_for(health))
+        if engine is not None:
+            url = f"{self.plan.engine_url}/health"
+            await self._answered("engine", readiness.wait_for_http(url))
+        await self._answered("worker", self._wait_for_worker())
+        self._move("ready")
+        self.report({"event": "ready"})
+        log.info("ready", children=list(self.children))
+
+    async def _start_temporal(self) -> None:
+        if self.plan.addresses.temporal_address is not None:
+            self.client = await self._start_own_temporal()
+        else:
+            self.client = await self._answered("temporal", readiness.wait_for_temporal(None))
+        address = self.plan.addresses.temporal_address
+        self.namespace = self.client.namespace
+        try:
+            await readiness.register_search_attributes(self.client)
+            if address is not None:
+                await readiness.keep_closed_workflows(self.client)
+        except RPCError as error:
+            if address is not None:
+                raise
+            # Somebody else's server: an operator may have to do it (infra/temporal).
+            self.report({"event": "warning", "text": f"search attributes: {error}"})
+
+    async def _start_own_temporal(self) -> Client:
+        """A port may be taken between the look and the start: then others are chosen."""
+        for _ in range(PORT_TRIES - 1):
+            try:
+                return await self._launch_temporal()
+            except StartFailed:
+                await self.children.pop("temporal").stop()
+                chosen = self.plan.addresses.elsewhere(self.plan.settings)
+                self.plan = replace(self.plan, addresses=chosen)
+        return await self._launch_temporal()
+
+    async def _launch_temporal(self) -> Client:
+        await self._launch(self.plan.temporal())
+        wait = readiness.wait_for_temporal(self.plan.addresses.temporal_address)
+        return await self._answered("temporal", wait, tries=1)
+
+    async def _wait_for_worker(self) -> None:
+        assert self.client is not None
+        child = self.children["worker"]
+        while True:
+            # A restarted worker has another pid: ask for the one that lives now.
+            pid = child.state.pid if child.state else 0
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(readiness.wait_for_pollers(self.client, pid), 1.0)
+                return
+
+    async def _launch(self, spec: ChildSpec) -> None:
+        child = Child(spec, self.plan.home / "logs", self._write)
+        self.children[spec.name] = child
+        await child.start()
+        log.info("started", name=spec.name, pid=child.state.pid if child.state else None)
+
+    async def _answered(
+        self, name: str, wait: Coroutine[Any, Any, Answer], tries: int = EARLY_EXITS
+    ) -> Answer:
+        """What `wait` returns.
+
+        Raises: StartFailed when the child ends again and again instead; ConfigurationError when it
+        refused what it was given.
+        """
+        waiting = asyncio.create_task(wait)
+        try:
+            while not waiting.done():
+                await asyncio.wait({waiting}, timeout=readiness.PAUSE_S)
+                child = self.children.get(name)
+                if child is None or waiting.done():
+                    continue
+                if child.refused and name != "temporal":  # Go crashes with that code, too
+                    raise ConfigurationError(child.last_words(1))
+                if child.exits >= tries:
+                    raise StartFailed(f"{name} does not start: {child.last_words(1)}")
+        finally:
+            waiting.cancel()
+        self.report({"event": "up", "name": name})
+        return waiting.result()
+
+    async def _keep(self, stopped: "asyncio.Task[Any]") -> None:
+        """Look at every part now and then; one that hangs is started again."""
+        looks: dict[str, Callable[[], Awaitable[bool]]] = {"temporal": self._temporal_answers}
+        for name in self._gateways():
+            look = functools.partial(gateway_pool.answers, self.plan.health_socket(name))
+            looks[name] = look
+        failed = dict.fromkeys(looks, 0)
+        while not stopped.done():
+            await asyncio.wait({stopped}, timeout=LOOK_EVERY_S)
+            for name, child in self.children.items():
+                child.rotate()
+                if name in looks and not stopped.done():
+                    failed[name] = 0 if await looks[name]() else failed[name] + 1
+                    if failed[name] >= HANGS_AFTER:
+                        log.warning("does not answer; starting it again", name=name)
+                        failed[name] = 0
+                        child.kill()
+
+    async def _temporal_answers(self) -> bool:
+        assert self.client is not None
+        try:
+            return await self.client.service_client.check_health()
+        except RPCError:
+            return False
+
+    async def _stop(self) -> None:
+        """In the reverse order of their needs: workers hand over while Temporal still answers."""
+        with contextlib.suppress(OSError):  # a full disk leaves nothing running
+            self._move("stopping")
+        for names in (("worker",), (*self._gateways(), "engine"), ("temporal",)):
+            found = [self.children[name] for name in names if name in self.children]
+            await asyncio.gather(*(child.stop() for child in found))
+
+    def _gateways(self) -> list[str]:
+        return gateway_names(self.plan.settings.gateway_processes)
+
+    def _what_is_late(self) -> str:
+        words = {name: child.last_words() for name, child in self.children.items()}
+        told = "\n".join(f"{name}: {text}" for name, text in words.items() if text)
+        return f"not everything answered within {START_LIMIT_S:g} s\n{told}"
+
+    def _move(self, phase: str) -> None:
+        self.phase = phase
+        self._write()
+
+    def _write(self) -> None:
+        plan = self.plan
+        state = StackState(
+            phase=self.phase,
+            pid=os.getpid(),
+            started=self._me.started if self._me else 0,
+            temporal_address=plan.addresses.temporal_address or given_address() or "",
+            namespace=self.namespace,
+            ui_url=plan.addresses.ui_url,
+            gateway_url=plan.gateway_url,
+            engine=plan.engine_name,
+            children={n: c.state for n, c in self.children.items() if c.state is not None},
+        )
+        stack_state.write(plan.settings, state)
+
+
+def stop_survivors(settings: Settings) -> list[str]:
+    """Stop what a killed supervisor left behind; return the names."""
+    state = stack_state.read(settings)
+    survivors = state.survivors() if state is not None else {}
+    for process in survivors.values():
+        stop(process, grace_s=10.0)
+    return list(survivors)
+
+
+@contextlib.contextmanager
+def only_one(settings: Settings) -> Iterator[None]:
+    """Hold the home's lock. Raises: ConfigurationError when another supervisor has it."""
+    folder = stack_state.run_folder(settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "supervisor.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(f"a stack is running in {settings.home} already") from None
+        yield
+
+
+async def supervise(settings: Settings, engine: str, report: Report) -> None:
+    """Run one stack until SIGTERM or SIGINT. Raises: ConfigurationError, StartFailed, ..."""
+    stopping = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
+    with only_one(settings):
+        left = await asyncio.to_thread(stop_survivors, settings)
+        if left:
+            report({"event": "warning", "text": f"stopped what was left behind: {', '.join(left)}"})
+        own = given_address() is None
+        plan = Plan(
+            settings, find_root(), Addresses.choose(settings, own_temporal=own), engine=engine
+        )
+        address = {"gateway_port": plan.addresses.gateway_port}
+        with listeners.bound(settings.model_copy(update=address)) as sockets:
+            try:
+                descriptors = [listener.fileno() for listener in sockets]
+                await Supervisor(plan, report, descriptors).run(stopping)
+            finally:
+                stack_state.forget(settings)
+
+
+def run(engine: str, report: Report) -> int:
+    """Exit code of a whole life; a failed start is reported, then logged."""
+    settings = config.load_settings()
+    configure_logging(settings, "supervisor")
+    Runtime.set_default(temporal_runtime(settings.model_copy(update={"metrics_port": 0})))
+    try:
+        asyncio.run(supervise(settings, engine, report))
+    except Exception as error:
+        code, line = explain(error)
+        log.error("stopped", reason=line, exc_info=not isinstance(error, PerdureError))
+        report({"event": "failed", "reason": line, "code": code})
+        return code
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m perdure.stack.supervisor", description=__doc__)
+    parser.add_argument("--engine", default="", help="scripted:FILE, or an inference server's URL")
+    parser.add_argument("--report-fd", type=int, help="write a JSON line for each step here")
+    options = parser.parse_args()
+    if options.report_fd is None:
+        return run(options.engine, lambda event: print(json.dumps(event), file=sys.stderr))
+    return run(options.engine, functools.partial(_tell, options.report_fd))
+
+
+def _tell(descriptor: int, event: dict[str, Any]) -> None:
+    # Whoever started us may have gone: that does not stop a stack.
+    with contextlib.suppress(OSError):
+        os.write(descriptor, json.dumps(event).encode() + b"\n")
+        if event["event"] in LAST_WORDS:
+            os.close(descriptor)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
