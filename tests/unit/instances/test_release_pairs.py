@@ -9,8 +9,9 @@ import pytest
 from perdure.errors import ConfigurationError, InstanceError
 from perdure.instances import changelog, release_pairs, sources
 from perdure.instances.release_pairs import Pair
+from tests.paths import ROOT
 
-RECIPE = Path(__file__).parents[2] / "datasets" / "first-steps"
+RECIPE = ROOT / "datasets" / "first-steps"
 PAIR = Pair.model_validate(
     {
         "package": "thing",

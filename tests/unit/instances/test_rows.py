@@ -12,8 +12,9 @@ from perdure.instances import catalog
 from perdure.instances.rows import dataset_name, import_rows, to_instance
 from perdure.storage.local import LocalStore
 from perdure.types import Instance, SourceKind
+from tests.paths import ROOT
 
-TASKS = Path(__file__).parents[2].parent / "shared" / "data" / "tasks"
+TASKS = ROOT.parent / "shared" / "data" / "tasks"
 PATCH = "diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-a\r\n+b\r\n"
 ROW: dict[str, Any] = {
     "instance_id": "psf__requests-1",

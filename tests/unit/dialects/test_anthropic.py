@@ -14,6 +14,7 @@ from perdure.dialects.base import MAIN, Answer, ContextExhausted, ModelRequest, 
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 from perdure.types import Purpose, Sampling
+from tests.paths import ROOT
 
 TOOL = {"name": "Bash", "description": "Run.", "input_schema": {"type": "object"}}
 SCRIPTS = {
@@ -33,7 +34,7 @@ SCRIPTS = {
     ],
     "default": {"turns": [{"content": "Hello."}]},
 }
-RECORDINGS = Path(__file__).parents[3] / "shared/data/trajectories/claude_code"
+RECORDINGS = ROOT.parent / "shared/data/trajectories/claude_code"
 
 
 def _parse(body: dict[str, Any], headers: dict[str, str] | None = None) -> ModelRequest:

@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+from tests.paths import ROOT
+
 
 def test_import_name_is_the_librarys() -> None:
     """`import datasets` reaches the installed library, never the folder of recipes."""
@@ -15,6 +17,6 @@ def test_import_name_is_the_librarys() -> None:
 
 def test_folder_holds_no_python() -> None:
     """A .py file in `datasets/` would make the folder look like the library's package."""
-    folder = Path(__file__).parents[2] / "datasets"
+    folder = ROOT / "datasets"
 
     assert list(folder.rglob("*.py")) == []

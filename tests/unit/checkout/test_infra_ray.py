@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
+
 FOLDER = ROOT / "infra/ray"
 CLUSTER: dict[str, Any] = yaml.safe_load((FOLDER / "cluster.yaml").read_text())
 MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((FOLDER / "kuberay.yaml").read_text()))

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,9 @@ import pytest
 from perdure.episodes.merging import Merged, merge_turns
 from perdure.episodes.segments import Untrained, cut, token_versions, untrained
 from perdure.types import SegmentKind, Turn
+from tests.paths import ROOT
 
-PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "trajectories" / "merge_turns.json"
+PUBLISHED = ROOT.parent / "shared" / "data" / "trajectories" / "merge_turns.json"
 
 
 def turns_of(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Turn]:

@@ -28,8 +28,9 @@ from perdure.gateway.sessions import Sessions
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import logprob
 from perdure.types import EngineSpan, FinishReason, Sampling, Turn
+from tests.paths import ROOT
 
-RECORDINGS = Path(__file__).parents[3] / "shared" / "data" / "trajectories" / "claude_code"
+RECORDINGS = ROOT.parent / "shared" / "data" / "trajectories" / "claude_code"
 FORMAT = load_format("qwen3")
 
 

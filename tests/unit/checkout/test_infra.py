@@ -19,8 +19,8 @@ from perdure.engines.roster import LoneRoster
 from perdure.gateway.metrics import Metrics as GatewayMetrics
 from perdure.settings import Settings
 from perdure.telemetry import METRICS
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 OURS = {name: s for name, s in COMPOSE["services"].items() if s["image"] == "perdure"}
 

@@ -1,6 +1,5 @@
 """The cluster's side of the kubernetes provider agrees with what the provider asks for."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.providers.kubernetes import calls as kubernetes_calls
 from perdure.sandboxes.providers.kubernetes import pods as kubernetes_pods
 from perdure.sandboxes.providers.kubernetes import provider as kubernetes
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 FILE = ROOT / kubernetes_calls.ROLE
 ALL: list[dict[str, Any]] = list(yaml.safe_load_all(FILE.read_text()))
 OBJECTS: dict[str, dict[str, Any]] = {one["kind"]: one for one in reversed(ALL)}

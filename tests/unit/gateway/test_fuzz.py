@@ -19,10 +19,11 @@ from perdure.dialects import anthropic, openai_chat, openai_responses
 from perdure.dialects.base import Dialect, Refused
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
+from tests.paths import ROOT
 
 REQUESTS = int(os.environ.get("PERDURE_FUZZ_REQUESTS", "2000"))
 THROUGH_THE_APP = max(REQUESTS // 20, 1)
-RECORDINGS = Path(__file__).parents[3] / "shared/data/trajectories/claude_code"
+RECORDINGS = ROOT.parent / "shared/data/trajectories/claude_code"
 DIALECTS: dict[str, Dialect] = {
     "/v1/messages": anthropic,
     "/v1/chat/completions": openai_chat,

@@ -22,6 +22,7 @@ from perdure.errors import ConfigurationError
 from perdure.storage.local import LocalStore
 from perdure.types import RolloutRequest, RolloutStatus
 from tests import held_ports
+from tests.paths import ROOT
 
 HEAVY = ("pydantic", "temporalio", "structlog", "rich", "pyarrow", "asyncio", "perdure.settings")
 
@@ -581,6 +582,6 @@ def test_settings_page_is_the_one_in_the_docs() -> None:
     """docs/settings.md is what `perdure settings --markdown` prints."""
     from perdure.cli.commands.settings import page
 
-    written = Path(__file__).parents[2] / "docs" / "settings.md"
+    written = ROOT / "docs" / "settings.md"
 
     assert page() + "\n" == written.read_text()

@@ -8,8 +8,9 @@ from benchmarks.capture.ours import captured
 from perdure.episodes.accounting import count_trajectory
 from perdure.episodes.segments import cut
 from perdure.types import Turn
+from tests.paths import ROOT
 
-RECORDINGS = Path(__file__).parents[3] / "shared" / "data" / "trajectories" / "claude_code"
+RECORDINGS = ROOT.parent / "shared" / "data" / "trajectories" / "claude_code"
 
 
 async def played(name: str, home: Path) -> list[Turn]:

@@ -13,8 +13,8 @@ import pytest
 
 from perdure.cli.main import cli
 from perdure.types import GroupRequest, Request, RolloutRequest, RunRequest
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = sorted(
     page

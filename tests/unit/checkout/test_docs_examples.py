@@ -14,8 +14,8 @@ from perdure.errors import ConfigurationError
 from perdure.instances.rows import to_instance
 from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "extend.md"
 INSTANCE = Instance(
     instance_id="click-1",

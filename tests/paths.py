@@ -1,0 +1,5 @@
+"""Where this checkout is."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
