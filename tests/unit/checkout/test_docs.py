@@ -129,6 +129,43 @@ def test_every_relative_link_leads_somewhere() -> None:
     assert len(links) > 15
 
 
+def test_every_link_to_a_heading_finds_it() -> None:
+    """No page links to a heading that its target does not have."""
+    wrong = []
+    for page in (*PAGES, *ROOMS):
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+            if "://" not in target and anchor not in _anchors(page.parent / (target or page.name)):
+                wrong.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+
+    assert wrong == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_named_file_exists() -> None:
+    """A file that a page names from the root, or from `src/perdure`, is there."""
+    root = r"`((?:tests|src|workflows|activities|workers|infra|benchmarks|docs)/[\w./-]+)`"
+    wrong = [
+        str(Named(page, path))
+        for page in PAGES
+        for path in re.findall(root, page.read_text())
+        if not (ROOT / path).exists()
+    ]
+    room = r"`((?:agents|gateway|engines|episodes|graders|instances|sandboxes|storage)/[\w./]+)`"
+    wrong += [
+        str(Named(page, path))
+        for page in PAGES
+        for path in re.findall(room, page.read_text())
+        if not (ROOT / "src" / "perdure" / path).exists()
+    ]
+
+    assert wrong == []
+
+
 def test_every_request_in_json_is_accepted() -> None:
     """Each hand-written `--input` of the pages is a valid request of its workflow type."""
     shell = r"--type (\w+)(?:[^\n]|\n +)*?--input '(\{.*?\})'"
