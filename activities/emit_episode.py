@@ -9,7 +9,7 @@ from activities.messages import AgentRun, Attempt, Ending
 from activities.services import Services
 from activities.shell import shell
 from perdure.episodes import assemble, segments, turns
-from perdure.episodes.assemble import AttemptSummary, EpisodeParts
+from perdure.episodes.episode import AttemptSummary, EpisodeParts, build_episode
 from perdure.errors import NotFound
 from perdure.storage import keys
 from perdure.telemetry import metrics
@@ -28,7 +28,7 @@ class EmitEpisode:
             return earlier.ref(store.url)
         parts = await self._gather(ending)
         cut = segments.cut(list(parts.turns))
-        episode = await assemble.write(store, assemble.build(parts, cut), cut)
+        episode = await assemble.write(store, build_episode(parts, cut), cut)
         outcome = episode.outcome.value if episode.outcome else ""
         metrics.rollout(episode.agent, episode.status.value, outcome, episode.sampled_tokens)
         return episode.ref(store.url)

@@ -8,6 +8,7 @@ from activities.services import Services
 from activities.shell import shell
 from perdure.agents.check import check_options
 from perdure.episodes import assemble
+from perdure.episodes.episode import count
 from perdure.errors import ConfigurationError, NotFound
 from perdure.instances import catalog
 from perdure.sandboxes import phases
@@ -85,8 +86,8 @@ class Runs:
             mean_reward=(
                 round(sum(e.reward or 0.0 for e in graded) / len(graded), 4) if graded else None
             ),
-            by_status=assemble.count(e.status.value for e in episodes),
-            by_outcome=assemble.count(e.outcome.value for e in graded if e.outcome is not None),
+            by_status=count(e.status.value for e in episodes),
+            by_outcome=count(e.outcome.value for e in graded if e.outcome is not None),
         )
 
 

@@ -40,7 +40,7 @@ from activities.messages import SweepRequest, Swept
 from perdure.client import names
 from perdure.client.api import Perdure
 from perdure.episodes import assemble
-from perdure.episodes.assemble import Episode
+from perdure.episodes.episode import Episode
 from perdure.gateway.rendering.tokenizers import ASSISTANT_HEADER, load_tokenizer
 from perdure.instances import catalog
 from perdure.sandboxes.base import identity_of

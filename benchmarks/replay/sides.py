@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.endpoint import Endpoint
 from benchmarks.perdure_stack import Home, Stack, right_answers
 from perdure.episodes import assemble, turns
-from perdure.episodes.assemble import Episode
+from perdure.episodes.episode import Episode
 from perdure.gateway.canonical import VOLATILE
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.sandboxes.base import identity_of

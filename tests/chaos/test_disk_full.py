@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from perdure.episodes.assemble import Episode
+from perdure.episodes.episode import Episode
 from perdure.storage import keys
 from tests import stack as stacks
 from tests.stack import Stack, until

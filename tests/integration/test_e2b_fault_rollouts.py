@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from perdure.episodes.assemble import Episode
+from perdure.episodes.episode import Episode
 from perdure.types import Outcome, RolloutRequest, RolloutStatus
 from tests import counting_agent, services
 from tests import stack as stacks

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from perdure.episodes import assemble
-from perdure.episodes.assemble import Episode
+from perdure.episodes.episode import Episode
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.storage.local import LocalStore
 from perdure.types import Outcome, RolloutStatus, TestStatus

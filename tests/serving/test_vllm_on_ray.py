@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from perdure.episodes import assemble, turns
-from perdure.episodes.assemble import Episode
+from perdure.episodes.episode import Episode
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.storage.local import LocalStore
 from perdure.types import Turn

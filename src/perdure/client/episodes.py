@@ -6,7 +6,7 @@ Owns finding the episode in the store; what its arrays mean is `perdure.episodes
 import asyncio
 from collections.abc import Iterable
 
-from perdure.episodes import assemble
+from perdure.episodes.episode import parse_episode
 from perdure.episodes.reading import EpisodeSegments, read_segments
 from perdure.episodes.segments import RewardShare, SegmentMode
 from perdure.errors import ConfigurationError
@@ -32,7 +32,7 @@ async def read_episodes(
 
     async def one(ref: EpisodeRef) -> EpisodeSegments:
         key = _key(ref, source)
-        episode = assemble.parse(key, (await source.get(key)).data)
+        episode = parse_episode(key, (await source.get(key)).data)
         return await read_segments(source, episode, mode=mode, reward_share=reward_share)
 
     return list(await asyncio.gather(*(one(ref) for ref in refs if ref.uri)))

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO, Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from perdure.episodes.assemble import TOKENS_SCHEMA, Episode, scan_run
+from perdure.episodes.assemble import TOKENS_SCHEMA, scan_run
+from perdure.episodes.episode import Episode
 from perdure.episodes.reading import EpisodeSegments, read_segments
 from perdure.episodes.segments import RewardShare, SegmentMode
 from perdure.episodes.trainer_files import TrainerFile, TrainerFormat

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from perdure.episodes import turns
-from perdure.episodes.assemble import Episode
+from perdure.episodes.episode import Episode
 from perdure.episodes.segments import RewardShare, SegmentMode, cut, share
 from perdure.storage.base import Store
 from perdure.types import FinishReason, Segment, SegmentKind

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from perdure.episodes.assemble import Episode
+from perdure.episodes.episode import Episode
 from perdure.episodes.reading import EpisodeSegments, graded
 from perdure.types import FinishReason, Segment
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from perdure.episodes import assemble
-from perdure.episodes.assemble import AttemptSummary, Episode, EpisodeParts
+from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, build_episode
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary
 from perdure.storage import keys
@@ -66,12 +66,12 @@ def parts(grade: Grade | None = RESOLVED, sample_index: int = 0, **fields: Any) 
 
 def episode(grade: Grade | None = RESOLVED, sample_index: int = 0, **fields: Any) -> Episode:
     made = parts(grade, sample_index, **fields)
-    return assemble.build(made, cut(made.turns))
+    return build_episode(made, cut(made.turns))
 
 
 def rows(made: EpisodeParts) -> list[dict[str, Any]]:
     segments = cut(made.turns)
-    data = assemble.tokens_parquet(assemble.build(made, segments), segments)
+    data = assemble.tokens_parquet(build_episode(made, segments), segments)
     found: list[dict[str, Any]] = pq.read_table(io.BytesIO(data)).to_pylist()
     return found
 
@@ -148,7 +148,7 @@ def test_reference_is_small() -> None:
 
 async def write(store: LocalStore, made: EpisodeParts) -> Episode:
     segments = cut(made.turns)
-    return await assemble.write(store, assemble.build(made, segments), segments)
+    return await assemble.write(store, build_episode(made, segments), segments)
 
 
 async def test_written_episode_is_read_back(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from perdure.episodes import assemble
-from perdure.episodes.assemble import AttemptSummary, EpisodeParts
+from perdure.episodes.episode import AttemptSummary, EpisodeParts, build_episode
 from perdure.episodes.export import Format, export_run
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError, NotFound, StoreUnavailable
@@ -71,7 +71,7 @@ class Run:
         if "trajectory" in fields:
             await self.store.put(f"{folder}/agent/trajectory.json", fields["trajectory"])
         segments = cut(parts.turns)
-        await assemble.write(self.store, assemble.build(parts, segments), segments)
+        await assemble.write(self.store, build_episode(parts, segments), segments)
 
 
 @pytest.fixture

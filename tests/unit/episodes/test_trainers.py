@@ -11,7 +11,7 @@ import pytest
 from perdure.cli.main import invoke
 from perdure.client.episodes import read_episodes
 from perdure.episodes import assemble, trainers, turns
-from perdure.episodes.assemble import EpisodeParts
+from perdure.episodes.episode import EpisodeParts, build_episode
 from perdure.episodes.export import ExportReport, Format, Rules, export_run
 from perdure.episodes.reading import EpisodeSegments, read_segments
 from perdure.episodes.segments import cut
@@ -84,7 +84,7 @@ class Run:
             turns_key=key,
         )
         segments = cut(taken)
-        episode = await assemble.write(self.store, assemble.build(parts, segments), segments)
+        episode = await assemble.write(self.store, build_episode(parts, segments), segments)
         return await read_segments(self.store, episode)
 
     async def export(

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from perdure.episodes import assemble
-from perdure.episodes.assemble import EpisodeParts
+from perdure.episodes.episode import EpisodeParts, build_episode
 from perdure.episodes.reading import EpisodeSegments
 from perdure.episodes.segments import cut
 from perdure.integrations import installed, skyrl, slime, torchtitan, verl
@@ -130,7 +129,7 @@ def found() -> EpisodeSegments:
         turns=turns,
     )
     segments = cut(turns)
-    return EpisodeSegments(assemble.build(parts, segments), tuple(segments))
+    return EpisodeSegments(build_episode(parts, segments), tuple(segments))
 
 
 @pytest.mark.usefixtures("trainers")

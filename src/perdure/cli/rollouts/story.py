@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from perdure.episodes import assemble
+from perdure.episodes.episode import parse_episode
 from perdure.errors import NotFound
 from perdure.storage import keys
 from perdure.storage.base import Store
@@ -146,7 +146,7 @@ class _Reader:
         )
 
     async def episode(self, key: str) -> dict[str, Any] | None:
-        episode = await self._read(key, lambda data: assemble.parse(key, data))
+        episode = await self._read(key, lambda data: parse_episode(key, data))
         return episode.model_dump(mode="json") if episode else None
 
     async def _newest_grade(self, keys: Sequence[str]) -> Grade | None:

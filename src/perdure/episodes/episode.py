@@ -1,0 +1,300 @@
+"""One episode as JSON: what a rollout leaves for people, and how it is made from its parts.
+
+Nothing is judged here: a rollout without a verdict has reward null, never 0. Imports no pyarrow, so
+that `perdure show` starts fast; the token arrays are in `perdure.episodes.assemble`.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import Field, JsonValue, ValidationError
+
+from perdure.episodes.accounting import TrajectoryCounts, count_trajectory
+from perdure.storage import keys
+from perdure.types import (
+    AgentEnd,
+    EpisodeRef,
+    Failure,
+    Frozen,
+    Grade,
+    Instance,
+    Outcome,
+    PatchRef,
+    Purpose,
+    Rewards,
+    RolloutRequest,
+    RolloutStatus,
+    Sampling,
+    Segment,
+    SegmentKind,
+    Turn,
+)
+
+
+class AttemptSummary(Frozen):
+    """One sandbox in which the rollout was tried, and where its evidence lies."""
+
+    attempt: int
+    provider: str = ""
+    host: str = ""
+    agent_end: AgentEnd | None = None
+    agent_detail: str = ""
+    turns: int = 0
+    tokens: int = 0
+    """Sampled tokens."""
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """By stage: boot, agent, ..."""
+    evidence: tuple[str, ...] = ()
+    """Store keys: sandbox.json, agent/..., patch.diff, turns.parquet, grade-*.json, tests-*.log."""
+
+
+class SegmentSummary(Frozen):
+    """The size of one row of `episode.parquet`."""
+
+    kind: SegmentKind
+    prompt_tokens: int
+    response_tokens: int
+    trained_tokens: int
+    turns: tuple[int, ...]
+    policy_version_min: int | None = None
+    """Of the trained tokens; -1 where nobody knows that of some."""
+    policy_version_max: int | None = None
+
+
+class Provenance(Frozen):
+    """What would have to be repeated to get this episode again."""
+
+    perdure_version: str
+    agent: str
+    agent_options: dict[str, JsonValue] = Field(default_factory=dict)
+    sandbox: str
+    model: str
+    sampling: Sampling
+    engines: tuple[str, ...] = ()
+    instance_sha256: str = ""
+    base_commit: str | None = None
+    data_source: str = ""
+    workflow_run_id: str = ""
+    request: dict[str, JsonValue] = Field(default_factory=dict)
+    """As it was given, without the defaults."""
+
+
+class Episode(Frozen):
+    """One finished rollout, readable: `episode.json`. Its token arrays are in `episode.parquet`.
+
+    Example:
+        Episode(run_id="try-1", instance="first-steps/click-8.1.3", sample_index=0,
+                status="graded", outcome="resolved", reward=1.0, turns=12, sampled_tokens=2311, ...)
+    """
+
+    schema_version: Literal[1] = 1
+    run_id: str
+    group_id: str
+    instance: str
+    """Its reference, `<dataset>/<instance_id>`."""
+    sample_index: int
+    rollout_id: str
+    """The workflow id; shared by all segments, so that a trainer counts the rollout once."""
+    status: RolloutStatus
+    outcome: Outcome | None = None
+    reward: float | None = None
+    rewards: Rewards | None = None
+    agent_end: AgentEnd | None = None
+    failure: Failure | None = None
+    trainable: bool = False
+    """Graded, and every turn has its exact token ids."""
+    turns: int = 0
+    segments: tuple[SegmentSummary, ...] = ()
+    prompt_tokens: int = 0
+    """Tokens the engines read, summed over turns."""
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    """Tokens with mask 1; `trajectory` says what became of the rest."""
+    policy_version_min: int | None = None
+    policy_version_max: int | None = None
+    bridge_misses: dict[str, int] = Field(default_factory=dict)
+    """Turns after the first that do not extend the one before, by reason."""
+    trajectory: TrajectoryCounts = TrajectoryCounts()
+    """What became of every sampled token, and what the segments cost to train."""
+    started_at: float
+    finished_at: float
+    seconds: float
+    """Wall clock from start to end, waiting included."""
+    stage_seconds: dict[str, float] = Field(default_factory=dict)
+    engine_seconds: float = 0.0
+    evictions: int = 0
+    attempts: tuple[AttemptSummary, ...] = ()
+    grade: Grade | None = None
+    patch: PatchRef | None = None
+    turns_key: str | None = None
+    tokens_key: str
+    provenance: Provenance
+
+    @property
+    def instance_id(self) -> str:
+        return self.instance.split("/", 1)[1]
+
+    @property
+    def agent(self) -> str:
+        return self.provenance.agent
+
+    @property
+    def key(self) -> str:
+        """Where it lies in the store."""
+        return f"{keys.rollout(self.run_id, self.instance_id, self.sample_index)}/episode.json"
+
+    def ref(self, store_url: str) -> EpisodeRef:
+        """The few facts that travel through workflows."""
+        return EpisodeRef(
+            uri=f"{store_url}/{self.key}",
+            instance_id=self.instance_id,
+            sample_index=self.sample_index,
+            agent=self.agent,
+            status=self.status,
+            outcome=self.outcome,
+            reward=self.reward,
+            attempts=len(self.attempts),
+            seconds=round(self.seconds, 3),
+            agent_end=self.agent_end,
+            turns=self.turns,
+            tokens=self.sampled_tokens,
+            trainable=self.trainable,
+            failure=self.failure,
+            policy_version_min=self.policy_version_min,
+            policy_version_max=self.policy_version_max,
+        )
+
+
+@dataclass(frozen=True)
+class EpisodeParts:
+    """Everything an episode is made of.
+
+    `turns` and `patch` are those of the attempt that counts (the last); `grade` goes with
+    status GRADED and with no other.
+    """
+
+    request: RolloutRequest
+    status: RolloutStatus
+    started_at: float
+    finished_at: float
+    attempts: Sequence[AttemptSummary] = ()
+    instance: Instance | None = None
+    """None when it could not be read."""
+    turns: Sequence[Turn] = ()
+    turns_key: str | None = None
+    agent_end: AgentEnd | None = None
+    patch: PatchRef | None = None
+    grade: Grade | None = None
+    failure: Failure | None = None
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    evictions: int = 0
+    workflow_run_id: str = ""
+
+
+def build_episode(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
+    """The readable episode. `segments` as cut from `parts.turns`.
+
+    Raises: ValueError when grade and status contradict each other.
+    """
+    request, grade = parts.request, parts.grade
+    if (grade is not None) != (parts.status is RolloutStatus.GRADED):
+        raise ValueError(f"status {parts.status} does not go with grade {grade and grade.outcome}")
+    versions = [span.version for turn in parts.turns for span in turn.versions]
+    steps = [turn for turn in parts.turns if turn.purpose is not Purpose.SIDE]
+    exact = bool(segments) and all(turn.trainable for turn in steps)
+    return Episode(
+        run_id=request.run_id,
+        group_id=request.group_id or f"{request.run_id}/{request.instance_id}",
+        instance=request.instance,
+        sample_index=request.sample_index,
+        rollout_id=request.workflow_id,
+        status=parts.status,
+        outcome=grade.outcome if grade else None,
+        reward=grade.reward if grade else None,
+        rewards=grade.rewards if grade else None,
+        agent_end=parts.agent_end,
+        failure=parts.failure,
+        trainable=exact and grade is not None,
+        turns=len(parts.turns),
+        segments=tuple(_summary(segment) for segment in segments),
+        prompt_tokens=sum(len(turn.prompt_ids) for turn in parts.turns),
+        sampled_tokens=sum(len(turn.completion_ids) for turn in parts.turns),
+        trained_tokens=sum(sum(segment.loss_mask) for segment in segments),
+        policy_version_min=min(versions, default=None),
+        policy_version_max=max(versions, default=None),
+        bridge_misses=count(t.bridge_miss for t in parts.turns[1:] if t.bridge_miss),
+        trajectory=count_trajectory(parts.turns, segments),
+        started_at=parts.started_at,
+        finished_at=parts.finished_at,
+        seconds=round(parts.finished_at - parts.started_at, 3),
+        stage_seconds=parts.stage_seconds,
+        engine_seconds=round(math.fsum(turn.engine_seconds for turn in parts.turns), 3),
+        evictions=parts.evictions,
+        attempts=tuple(parts.attempts),
+        grade=grade,
+        patch=parts.patch,
+        turns_key=parts.turns_key,
+        tokens_key=keys.episode_tokens(request),
+        provenance=_provenance(parts),
+    )
+
+
+def _provenance(parts: EpisodeParts) -> Provenance:
+    request, instance = parts.request, parts.instance
+    digest = hashlib.sha256(instance.model_dump_json().encode()).hexdigest() if instance else ""
+    return Provenance(
+        perdure_version=_version(),
+        agent=request.agent,
+        agent_options=request.agent_options,
+        sandbox=request.sandbox,
+        model=request.model,
+        sampling=request.sampling,
+        engines=tuple(sorted({turn.engine for turn in parts.turns if turn.engine})),
+        instance_sha256=digest,
+        base_commit=instance.base_commit if instance else None,
+        data_source=instance.data_source if instance else "",
+        workflow_run_id=parts.workflow_run_id,
+        request=request.model_dump(mode="json", exclude_unset=True),
+    )
+
+
+def _summary(segment: Segment) -> SegmentSummary:
+    return SegmentSummary(
+        kind=segment.kind,
+        prompt_tokens=len(segment.prompt_ids),
+        response_tokens=len(segment.response_ids),
+        trained_tokens=sum(segment.loss_mask),
+        turns=segment.turns,
+        policy_version_min=segment.policy_version_min,
+        policy_version_max=segment.policy_version_max,
+    )
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("perdure")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def parse_episode(key: str, data: bytes) -> Episode:
+    """Raises: ValueError, one line, when `data` is no episode of this version."""
+    try:
+        return Episode.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        problem = f"`{where}`: {first['msg']}" if where else first["msg"]
+        raise ValueError(f"{key} is unreadable: {problem}") from error
+
+
+def count(values: Iterable[str]) -> dict[str, int]:
+    """How often each value occurs, in order of the values."""
+    return dict(sorted(Counter(values).items()))
