@@ -166,6 +166,18 @@ def test_every_named_file_exists() -> None:
     assert wrong == []
 
 
+def test_every_file_that_a_room_lists_is_in_it() -> None:
+    """The README of a room names modules that are there, below it or in the library."""
+    wrong = []
+    for page in (room for room in ROOMS if room.is_relative_to(ROOT / "src")):
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
+            others = (ROOT / name, ROOT / "src" / "perdure" / name)
+            if not any(page.parent.rglob(name)) and not any(path.exists() for path in others):
+                wrong.append(str(Named(page, name)))
+
+    assert wrong == []
+
+
 def test_every_request_in_json_is_accepted() -> None:
     """Each hand-written `--input` of the pages is a valid request of its workflow type."""
     shell = r"--type (\w+)(?:[^\n]|\n +)*?--input '(\{.*?\})'"
