@@ -14,7 +14,7 @@ from activities.ready import taken_by
 from activities.services import Services
 from activities.shell import shell
 from perdure.agents.base import AgentTask
-from perdure.episodes import assemble
+from perdure.episodes.files import read_episode
 from perdure.errors import InstanceError, NotFound, RateLimited, SandboxLost
 from perdure.graders import patch
 from perdure.graders.patch import BASE_GIT
@@ -158,7 +158,7 @@ class BootSandbox:
 
     async def _finished(self, request: RolloutRequest) -> EpisodeRef | None:
         """The episode of a graded rollout; one that failed or was cancelled is worth another try."""
-        episode = await assemble.read(self.services.store, request)
+        episode = await read_episode(self.services.store, request)
         if episode is None or episode.status is not RolloutStatus.GRADED:
             return None
         return episode.ref(self.services.store.url)

@@ -8,8 +8,9 @@ from activities.grade import grade_key
 from activities.messages import AgentRun, Attempt, Ending
 from activities.services import Services
 from activities.shell import shell
-from perdure.episodes import assemble, segments, turns
+from perdure.episodes import segments, turns
 from perdure.episodes.episode import AttemptSummary, EpisodeParts, build_episode
+from perdure.episodes.files import read_episode, write_episode
 from perdure.errors import NotFound
 from perdure.storage import keys
 from perdure.telemetry import metrics
@@ -23,12 +24,12 @@ class EmitEpisode:
     @shell("emit_episode")
     async def emit(self, ending: Ending) -> EpisodeRef:
         store = self.services.store
-        earlier = await assemble.read(store, ending.request)
+        earlier = await read_episode(store, ending.request)
         if earlier and earlier.provenance.workflow_run_id == ending.workflow_run_id:
             return earlier.ref(store.url)
         parts = await self._gather(ending)
         cut = segments.cut(list(parts.turns))
-        episode = await assemble.write(store, build_episode(parts, cut), cut)
+        episode = await write_episode(store, build_episode(parts, cut), cut)
         outcome = episode.outcome.value if episode.outcome else ""
         metrics.rollout(episode.agent, episode.status.value, outcome, episode.sampled_tokens)
         return episode.ref(store.url)

@@ -7,8 +7,9 @@ from activities.messages import Page, PageRequest, PreparedRun, RunSummary
 from activities.services import Services
 from activities.shell import shell
 from perdure.agents.check import check_options
-from perdure.episodes import assemble
-from perdure.episodes.episode import count
+from perdure.episodes.accounting import count
+from perdure.episodes.files import scan_run
+from perdure.episodes.manifest import build_manifest
 from perdure.errors import ConfigurationError, NotFound
 from perdure.instances import catalog
 from perdure.sandboxes import phases
@@ -67,8 +68,8 @@ class Runs:
     @shell("finish_run")
     async def finish(self, run: RunRequest) -> RunSummary:
         store = self.services.store
-        episodes, unreadable = await assemble.scan_run(store, run.run_id)
-        manifest = assemble.manifest(run.run_id, episodes)
+        episodes, unreadable = await scan_run(store, run.run_id)
+        manifest = build_manifest(run.run_id, episodes)
         manifest["unreadable"] = [one.key for one in unreadable]
         data = json.dumps(manifest, indent=1).encode()
         key = keys.manifest(run.run_id)

@@ -39,8 +39,8 @@ from activities.hosts import host_of
 from activities.messages import SweepRequest, Swept
 from perdure.client import names
 from perdure.client.api import Perdure
-from perdure.episodes import assemble
 from perdure.episodes.episode import Episode
+from perdure.episodes.files import read_episode
 from perdure.gateway.rendering.tokenizers import ASSISTANT_HEADER, load_tokenizer
 from perdure.instances import catalog
 from perdure.sandboxes.base import identity_of
@@ -351,7 +351,7 @@ class Stack:
     async def episode(self, request: RolloutRequest) -> Episode:
         """The rollout's episode, when its workflow is over, however it ended."""
         await until(lambda: self.is_over(request), f"{request.workflow_id} is over")
-        episode = await assemble.read(self.store, request)
+        episode = await read_episode(self.store, request)
         assert episode is not None, f"{request.workflow_id} has no episode{self.last_words()}"
         return episode
 

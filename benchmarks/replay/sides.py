@@ -17,8 +17,9 @@ from typing import Any
 
 from benchmarks.endpoint import Endpoint
 from benchmarks.perdure_stack import Home, Stack, right_answers
-from perdure.episodes import assemble, turns
+from perdure.episodes import turns
 from perdure.episodes.episode import Episode
+from perdure.episodes.files import read_run
 from perdure.gateway.canonical import VOLATILE
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.sandboxes.base import identity_of
@@ -86,7 +87,7 @@ def measure(home: Home, stack: Stack, endpoint: Endpoint, job: Job) -> Result:
         lost = _kill_each(home, endpoint, job, running)
         document = running.result()
     wall = time.monotonic() - began
-    episodes = asyncio.run(assemble.read_run(open_store(home.settings), job.run_id))
+    episodes = asyncio.run(read_run(open_store(home.settings), job.run_id))
     bought = _bought(endpoint)
     first = sum(bought[_session(e, 1)] for e in episodes if len(e.attempts) > 1)
     ends = [asyncio.run(_end(home, episode)) for episode in episodes if len(episode.attempts) > 1]

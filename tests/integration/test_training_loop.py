@@ -24,7 +24,7 @@ from perdure.engines.state import name_of
 from perdure.engines.weights.publishing import Weights
 from perdure.engines.weights.update import Canary, Policy, UpdateRefused
 from perdure.episodes import turns
-from perdure.episodes.reading import EpisodeSegments
+from perdure.episodes.episode import EpisodeSegments
 from perdure.errors import Boundary
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.home import load_secret

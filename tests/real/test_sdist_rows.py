@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from perdure.episodes import assemble
 from perdure.episodes.episode import Episode
+from perdure.episodes.files import read_run
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.storage.local import LocalStore
 from perdure.types import Outcome, RolloutStatus, TestStatus
@@ -74,7 +74,7 @@ def per_test(episode: Episode) -> dict[str, TestStatus]:
 async def test_verdicts_are_the_same_every_time(agent: str, outcome: Outcome) -> None:
     """Gold resolves each row, nothing resolves none, neither breaks a test, each run test by test."""
     document = run(agent)
-    episodes = await assemble.read_run(LocalStore(HOME / "store"), document["run_id"])
+    episodes = await read_run(LocalStore(HOME / "store"), document["run_id"])
     by_instance: dict[str, list[Episode]] = {}
     for episode in episodes:
         by_instance.setdefault(episode.instance_id, []).append(episode)

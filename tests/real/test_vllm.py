@@ -35,7 +35,8 @@ from perdure.engines.clients.wire import new_client
 from perdure.engines.configured import Engines
 from perdure.engines.pool.pool import EnginePool, EngineSpec
 from perdure.engines.roster import LoneRoster
-from perdure.episodes import assemble, turns
+from perdure.episodes import turns
+from perdure.episodes.files import read_run
 from perdure.gateway.http.server import NO_GRACE, make_server
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.instances import catalog
@@ -319,7 +320,7 @@ async def test_a_rollout_records_exactly_what_vllm_sampled(
             await perdure(home, "down")
 
     store = LocalStore(home / "store")
-    (episode,) = await assemble.read_run(store, "noise")
+    (episode,) = await read_run(store, "noise")
     assert episode.turns_key is not None
     recorded = turns.decode((await store.get(episode.turns_key)).data)
     assert len(recorded) == len(between.seen) == 3

@@ -12,7 +12,8 @@ import pytest
 
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.registration import ReplicaStatus
-from perdure.episodes import assemble, turns
+from perdure.episodes import turns
+from perdure.episodes.files import read_run
 from perdure.instances import catalog
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.serving.cluster import process_tree
@@ -142,7 +143,7 @@ async def test_rollouts_outlive_a_killed_node(home: Home) -> None:
     finally:
         await home.perdure("down")
 
-    episodes = await assemble.read_run(store, "spot")
+    episodes = await read_run(store, "spot")
     assert [one.grade.outcome for one in episodes if one.grade] == [Outcome.RESOLVED] * ROLLOUTS
     recorded = [turns.decode((await store.get(one.turns_key or "")).data) for one in episodes]
     said = {tuple(tuple(each.completion_ids) for each in one) for one in recorded}

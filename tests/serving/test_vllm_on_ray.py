@@ -15,8 +15,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from perdure.episodes import assemble, turns
+from perdure.episodes import turns
 from perdure.episodes.episode import Episode
+from perdure.episodes.files import read_run
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.storage.local import LocalStore
 from perdure.types import Turn
@@ -55,7 +56,7 @@ class Live:
         words = ("toys/add", "--agent", agent, "--run-id", agent, *chosen, "--wait")
         await perdure(self.home, "run", *words, PERDURE_ENGINE_KIND="vllm")
         store = LocalStore(self.home / "store")
-        (episode,) = await assemble.read_run(store, agent)
+        (episode,) = await read_run(store, agent)
         assert episode.turns_key is not None
         return episode, list(turns.decode((await store.get(episode.turns_key)).data))
 

@@ -6,8 +6,8 @@ Owns finding the episode in the store; what its arrays mean is `perdure.episodes
 import asyncio
 from collections.abc import Iterable
 
-from perdure.episodes.episode import parse_episode
-from perdure.episodes.reading import EpisodeSegments, read_segments
+from perdure.episodes.episode import EpisodeSegments, parse_episode
+from perdure.episodes.files import read_segments
 from perdure.episodes.segments import RewardShare, SegmentMode
 from perdure.errors import ConfigurationError
 from perdure.settings import Settings

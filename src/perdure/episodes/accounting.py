@@ -53,9 +53,9 @@ def count_trajectory(turns: Sequence[Turn], segments: Sequence[Segment]) -> Traj
     return TrajectoryCounts(
         sampled_tokens=sum(len(turn.completion_ids) for turn in turns),
         trained_tokens=sum(sum(segment.loss_mask) for segment in segments),
-        untrained_tokens=_sorted(tokens),
-        untrained_turns=_sorted(Counter(one.reason for one in left)),
-        segments=_sorted(Counter(segment.kind.value for segment in segments)),
+        untrained_tokens=dict(sorted(tokens.items())),
+        untrained_turns=count(one.reason for one in left),
+        segments=count(segment.kind.value for segment in segments),
         chains=len({turn.chain for turn in turns}),
         compactions=sum(turn.purpose is Purpose.COMPACTION for turn in turns),
         training_tokens=training,
@@ -85,5 +85,6 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _sorted(counts: Counter[str]) -> dict[str, int]:
-    return dict(sorted(counts.items()))
+def count(values: Iterable[str]) -> dict[str, int]:
+    """How often each value occurs, in order of the values."""
+    return dict(sorted(Counter(values).items()))

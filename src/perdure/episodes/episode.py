@@ -1,21 +1,21 @@
-"""One episode as JSON: what a rollout leaves for people, and how it is made from its parts.
+"""An episode: the facts of one finished rollout, and how they are put together.
 
-Nothing is judged here: a rollout without a verdict has reward null, never 0. Imports no pyarrow, so
-that `perdure show` starts fast; the token arrays are in `perdure.episodes.assemble`.
+`build_episode` copies and sums; it judges nothing. A rollout without a grade has reward null, never 0.
+Imports no pyarrow, so that `perdure show` starts fast; `files` writes episodes and reads them back.
 """
 
 import functools
 import hashlib
 import importlib.metadata
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from pydantic import Field, JsonValue, ValidationError
 
-from perdure.episodes.accounting import TrajectoryCounts, count_trajectory
+from perdure.episodes.accounting import TrajectoryCounts, count, count_trajectory
+from perdure.episodes.segments import RewardShare, share
 from perdure.storage import keys
 from perdure.types import (
     AgentEnd,
@@ -38,7 +38,7 @@ from perdure.types import (
 
 
 class AttemptSummary(Frozen):
-    """One sandbox in which the rollout was tried, and where its evidence lies."""
+    """One sandbox in which the rollout was tried, and the keys of its evidence."""
 
     attempt: int
     provider: str = ""
@@ -63,12 +63,12 @@ class SegmentSummary(Frozen):
     trained_tokens: int
     turns: tuple[int, ...]
     policy_version_min: int | None = None
-    """Of the trained tokens; -1 where nobody knows that of some."""
+    """Oldest version of the trained tokens; -1 if it is unknown for some of them."""
     policy_version_max: int | None = None
 
 
 class Provenance(Frozen):
-    """What would have to be repeated to get this episode again."""
+    """The inputs that would reproduce this episode."""
 
     perdure_version: str
     agent: str
@@ -82,11 +82,11 @@ class Provenance(Frozen):
     data_source: str = ""
     workflow_run_id: str = ""
     request: dict[str, JsonValue] = Field(default_factory=dict)
-    """As it was given, without the defaults."""
+    """As the user wrote it, without the defaults."""
 
 
 class Episode(Frozen):
-    """One finished rollout, readable: `episode.json`. Its token arrays are in `episode.parquet`.
+    """One finished rollout in readable form: `episode.json`. Its token arrays are in `episode.parquet`.
 
     Example:
         Episode(run_id="try-1", instance="first-steps/click-8.1.3", sample_index=0,
@@ -108,7 +108,7 @@ class Episode(Frozen):
     agent_end: AgentEnd | None = None
     failure: Failure | None = None
     trainable: bool = False
-    """Graded, and every turn has its exact token ids."""
+    """The rollout is graded, and every turn except side requests has its exact token ids."""
     turns: int = 0
     segments: tuple[SegmentSummary, ...] = ()
     prompt_tokens: int = 0
@@ -119,7 +119,7 @@ class Episode(Frozen):
     policy_version_min: int | None = None
     policy_version_max: int | None = None
     bridge_misses: dict[str, int] = Field(default_factory=dict)
-    """Turns after the first that do not extend the one before, by reason."""
+    """Turns after the first whose prompt does not extend an earlier turn, by reason."""
     trajectory: TrajectoryCounts = TrajectoryCounts()
     """What became of every sampled token, and what the segments cost to train."""
     started_at: float
@@ -145,8 +145,14 @@ class Episode(Frozen):
         return self.provenance.agent
 
     @property
+    def environment_seconds(self) -> float:
+        """Seconds of the agent stage in which no engine worked for it. Beside `engine_seconds` they
+        tell how many agents keep an engine busy."""
+        return max(0.0, self.stage_seconds.get("agent", 0.0) - self.engine_seconds)
+
+    @property
     def key(self) -> str:
-        """Where it lies in the store."""
+        """Its key in the store."""
         return f"{keys.rollout(self.run_id, self.instance_id, self.sample_index)}/episode.json"
 
     def ref(self, store_url: str) -> EpisodeRef:
@@ -175,8 +181,8 @@ class Episode(Frozen):
 class EpisodeParts:
     """Everything an episode is made of.
 
-    `turns` and `patch` are those of the attempt that counts (the last); `grade` goes with
-    status GRADED and with no other.
+    `turns` and `patch` are those of the last attempt, the one that counts. `grade` is given exactly
+    when the status is GRADED.
     """
 
     request: RolloutRequest
@@ -198,51 +204,71 @@ class EpisodeParts:
 
 
 def build_episode(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
-    """The readable episode. `segments` as cut from `parts.turns`.
+    """The readable episode. `segments` must be cut from `parts.turns`.
 
     Raises: ValueError when grade and status contradict each other.
     """
-    request, grade = parts.request, parts.grade
-    if (grade is not None) != (parts.status is RolloutStatus.GRADED):
-        raise ValueError(f"status {parts.status} does not go with grade {grade and grade.outcome}")
-    versions = [span.version for turn in parts.turns for span in turn.versions]
-    steps = [turn for turn in parts.turns if turn.purpose is not Purpose.SIDE]
-    exact = bool(segments) and all(turn.trainable for turn in steps)
+    request = parts.request
     return Episode(
         run_id=request.run_id,
         group_id=request.group_id or f"{request.run_id}/{request.instance_id}",
         instance=request.instance,
         sample_index=request.sample_index,
         rollout_id=request.workflow_id,
-        status=parts.status,
-        outcome=grade.outcome if grade else None,
-        reward=grade.reward if grade else None,
-        rewards=grade.rewards if grade else None,
-        agent_end=parts.agent_end,
-        failure=parts.failure,
-        trainable=exact and grade is not None,
-        turns=len(parts.turns),
-        segments=tuple(_summary(segment) for segment in segments),
-        prompt_tokens=sum(len(turn.prompt_ids) for turn in parts.turns),
-        sampled_tokens=sum(len(turn.completion_ids) for turn in parts.turns),
-        trained_tokens=sum(sum(segment.loss_mask) for segment in segments),
-        policy_version_min=min(versions, default=None),
-        policy_version_max=max(versions, default=None),
-        bridge_misses=count(t.bridge_miss for t in parts.turns[1:] if t.bridge_miss),
-        trajectory=count_trajectory(parts.turns, segments),
-        started_at=parts.started_at,
-        finished_at=parts.finished_at,
+        **{name: getattr(parts, name) for name in COPIED},
+        **_verdict(parts, segments),
+        **_counts(parts.turns, segments),
         seconds=round(parts.finished_at - parts.started_at, 3),
-        stage_seconds=parts.stage_seconds,
-        engine_seconds=round(math.fsum(turn.engine_seconds for turn in parts.turns), 3),
-        evictions=parts.evictions,
         attempts=tuple(parts.attempts),
-        grade=grade,
-        patch=parts.patch,
-        turns_key=parts.turns_key,
         tokens_key=keys.episode_tokens(request),
         provenance=_provenance(parts),
     )
+
+
+COPIED = (
+    "status",
+    "agent_end",
+    "failure",
+    "started_at",
+    "finished_at",
+    "stage_seconds",
+    "evictions",
+    "grade",
+    "patch",
+    "turns_key",
+)
+"""Fields that `EpisodeParts` and `Episode` share."""
+
+
+def _verdict(parts: EpisodeParts, segments: Sequence[Segment]) -> dict[str, Any]:
+    grade = parts.grade
+    if (grade is not None) != (parts.status is RolloutStatus.GRADED):
+        raise ValueError(f"status {parts.status} does not go with grade {grade and grade.outcome}")
+    if grade is None:
+        return {}
+    steps = [turn for turn in parts.turns if turn.purpose is not Purpose.SIDE]
+    return {
+        "outcome": grade.outcome,
+        "reward": grade.reward,
+        "rewards": grade.rewards,
+        "trainable": bool(segments) and all(turn.trainable for turn in steps),
+    }
+
+
+def _counts(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[str, Any]:
+    versions = [span.version for turn in turns for span in turn.versions]
+    return {
+        "turns": len(turns),
+        "segments": tuple(_summary(segment) for segment in segments),
+        "prompt_tokens": sum(len(turn.prompt_ids) for turn in turns),
+        "sampled_tokens": sum(len(turn.completion_ids) for turn in turns),
+        "trained_tokens": sum(sum(segment.loss_mask) for segment in segments),
+        "policy_version_min": min(versions, default=None),
+        "policy_version_max": max(versions, default=None),
+        "bridge_misses": count(turn.bridge_miss for turn in turns[1:] if turn.bridge_miss),
+        "trajectory": count_trajectory(turns, segments),
+        "engine_seconds": round(math.fsum(turn.engine_seconds for turn in turns), 3),
+    }
 
 
 def _provenance(parts: EpisodeParts) -> Provenance:
@@ -285,7 +311,7 @@ def _version() -> str:
 
 
 def parse_episode(key: str, data: bytes) -> Episode:
-    """Raises: ValueError, one line, when `data` is no episode of this version."""
+    """Raises: ValueError, one line, when `data` is not an episode of this version."""
     try:
         return Episode.model_validate_json(data)
     except ValidationError as error:
@@ -295,6 +321,23 @@ def parse_episode(key: str, data: bytes) -> Episode:
         raise ValueError(f"{key} is unreadable: {problem}") from error
 
 
-def count(values: Iterable[str]) -> dict[str, int]:
-    """How often each value occurs, in order of the values."""
-    return dict(sorted(Counter(values).items()))
+@dataclass(frozen=True)
+class EpisodeSegments:
+    """One rollout as trainers read it: its episode and its segments, in order."""
+
+    episode: Episode
+    segments: tuple[Segment, ...]
+
+    def reward_of(self, segment: Segment) -> float | None:
+        """The segment's share of the reward; None, never 0, when the rollout was not graded."""
+        reward = self.episode.reward
+        return None if reward is None else reward * segment.reward_share
+
+    def shared(self, reward_share: RewardShare) -> "EpisodeSegments":
+        """A copy whose reward is divided among the segments by `reward_share`."""
+        count = len(self.segments)
+        segments = tuple(
+            segment.model_copy(update={"reward_share": share(reward_share, segment.index, count)})
+            for segment in self.segments
+        )
+        return replace(self, segments=segments)

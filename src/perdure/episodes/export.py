@@ -16,10 +16,10 @@ from typing import Any, BinaryIO, Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from perdure.episodes.assemble import TOKENS_SCHEMA, scan_run
-from perdure.episodes.episode import Episode
-from perdure.episodes.reading import EpisodeSegments, read_segments
+from perdure.episodes.episode import Episode, EpisodeSegments
+from perdure.episodes.files import read_segments, scan_run
 from perdure.episodes.segments import RewardShare, SegmentMode
+from perdure.episodes.tokens import TOKENS_SCHEMA
 from perdure.episodes.trainer_files import TrainerFile, TrainerFormat
 from perdure.errors import ConfigurationError, NotFound
 from perdure.storage.base import Store

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from perdure.episodes import trainers
-from perdure.episodes.episode import Episode
-from perdure.episodes.reading import EpisodeSegments
+from perdure.episodes.episode import Episode, EpisodeSegments
 from perdure.episodes.trainers import Row
 
 TrainerFormat = Literal["slime", "skyrl", "torchtitan", "verl"]

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from perdure.episodes.episode import Episode
-from perdure.episodes.reading import EpisodeSegments, graded
+from perdure.episodes.episode import Episode, EpisodeSegments
 from perdure.types import FinishReason, Segment
 
 Row = dict[str, Any]
@@ -97,7 +96,7 @@ def skyrl_output(found: Sequence[EpisodeSegments]) -> Row:
         "trajectory_generation_times": [one.episode.seconds for one, _ in rows],
         "trajectory_time_splits": {
             "llm": [one.episode.engine_seconds for one, _ in rows],
-            "env": [_environment_seconds(one.episode) for one, _ in rows],
+            "env": [one.episode.environment_seconds for one, _ in rows],
         },
         "rollout_expert_indices": None,
         "is_last_step": [segment is one.segments[-1] for one, segment in rows],
@@ -201,13 +200,18 @@ def _agent_loop_output(found: EpisodeSegments, segment: Segment) -> Row:
         "num_turns": 2 * len(segment.turns),
         "metrics": {
             "generate_sequences": episode.engine_seconds,
-            "tool_calls": _environment_seconds(episode),
+            "tool_calls": episode.environment_seconds,
             "compute_score": episode.stage_seconds.get("grade", 0.0),
             "num_preempted": -1,
         },
         "extra_fields": _facts(found, segment),
         "mm_processor_kwargs": None,
     }
+
+
+def graded(found: Sequence[EpisodeSegments]) -> list[EpisodeSegments]:
+    """Those with a verdict and something to train on."""
+    return [one for one in found if one.episode.reward is not None and one.segments]
 
 
 # --- common ----------------------------------------------------------------------------------
@@ -245,7 +249,3 @@ def _episode_facts(episode: Episode) -> Row:
 def _versions(segment: Segment) -> list[int]:
     """The policy versions of the trained tokens, in order of appearance, each once."""
     return list(dict.fromkeys(version for version in segment.versions if version != NO_VERSION))
-
-
-def _environment_seconds(episode: Episode) -> float:
-    return max(0.0, episode.stage_seconds.get("agent", 0.0) - episode.engine_seconds)

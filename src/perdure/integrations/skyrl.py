@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from perdure.episodes.reading import EpisodeSegments
+from perdure.episodes.episode import EpisodeSegments
 from perdure.episodes.trainers import skyrl_output
 from perdure.integrations import installed
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from perdure.episodes.reading import EpisodeSegments
+from perdure.episodes.episode import EpisodeSegments
 from perdure.episodes.trainers import verl_outputs
 from perdure.integrations import installed
 

@@ -16,8 +16,8 @@ import pytest
 from click.shell_completion import BashComplete
 
 from perdure.cli.main import COMMANDS, cli, invoke
-from perdure.episodes import assemble
 from perdure.episodes.episode import EpisodeParts, build_episode
+from perdure.episodes.files import write_episode
 from perdure.errors import ConfigurationError
 from perdure.storage.local import LocalStore
 from perdure.types import RolloutRequest, RolloutStatus
@@ -492,7 +492,7 @@ def rollouts(folder: Path, **left: str) -> None:
     """Rollouts a-1 and b-1 of run r in the store: a-1 left just these pieces, b-1 its episode."""
     request = RolloutRequest(run_id="r", instance="d/b-1", agent="oracle")
     parts = EpisodeParts(request, RolloutStatus.CANCELLED, started_at=0.0, finished_at=1.0)
-    asyncio.run(assemble.write(LocalStore(folder / "home/store"), build_episode(parts, ()), ()))
+    asyncio.run(write_episode(LocalStore(folder / "home/store"), build_episode(parts, ()), ()))
     for name, text in left.items():
         file = folder / "home/store" / PIECE / f"{name.replace('__', '/')}.json"
         file.parent.mkdir(parents=True, exist_ok=True)

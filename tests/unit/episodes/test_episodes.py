@@ -10,9 +10,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from perdure.episodes import assemble
 from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, build_episode
+from perdure.episodes.files import read_episode, read_run, write_episode
+from perdure.episodes.manifest import build_manifest, pass_at
 from perdure.episodes.segments import cut
+from perdure.episodes.tokens import encode_segments
 from perdure.errors import Boundary
 from perdure.storage import keys
 from perdure.storage.local import LocalStore
@@ -71,7 +73,7 @@ def episode(grade: Grade | None = RESOLVED, sample_index: int = 0, **fields: Any
 
 def rows(made: EpisodeParts) -> list[dict[str, Any]]:
     segments = cut(made.turns)
-    data = assemble.tokens_parquet(build_episode(made, segments), segments)
+    data = encode_segments(build_episode(made, segments), segments)
     found: list[dict[str, Any]] = pq.read_table(io.BytesIO(data)).to_pylist()
     return found
 
@@ -148,7 +150,7 @@ def test_reference_is_small() -> None:
 
 async def write(store: LocalStore, made: EpisodeParts) -> Episode:
     segments = cut(made.turns)
-    return await assemble.write(store, build_episode(made, segments), segments)
+    return await write_episode(store, build_episode(made, segments), segments)
 
 
 async def test_written_episode_is_read_back(tmp_path: Path) -> None:
@@ -156,13 +158,13 @@ async def test_written_episode_is_read_back(tmp_path: Path) -> None:
     store, made = LocalStore(tmp_path), parts(turns=TURNS)
     written = await write(store, made)
 
-    assert await assemble.read(store, made.request) == written
+    assert await read_episode(store, made.request) == written
     assert await store.exists(keys.episode_tokens(made.request))
 
 
 async def test_unfinished_rollout_has_no_episode(tmp_path: Path) -> None:
     """Before it is written, reading gives None."""
-    assert await assemble.read(LocalStore(tmp_path), parts().request) is None
+    assert await read_episode(LocalStore(tmp_path), parts().request) is None
 
 
 async def test_repeating_the_write_changes_nothing(tmp_path: Path) -> None:
@@ -179,7 +181,7 @@ async def test_reset_workflow_replaces_the_episode(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     await write(store, parts(UNRESOLVED, workflow_run_id="w1"))
     await write(store, parts(RESOLVED, workflow_run_id="w2"))
-    found = await assemble.read(store, parts().request)
+    found = await read_episode(store, parts().request)
 
     assert found is not None
     assert found.reward == 1.0
@@ -194,7 +196,7 @@ async def test_run_is_read_in_order(tmp_path: Path) -> None:
     trap = "runs/r/rollouts/click-1/2/attempts/1/agent/episode.json"
     await store.put(trap, b"what an agent called so")
 
-    found = [(e.instance_id, e.sample_index) for e in await assemble.read_run(store, "r")]
+    found = [(e.instance_id, e.sample_index) for e in await read_run(store, "r")]
     assert found == [("attrs-1", 0), ("click-1", 2), ("click-1", 10)]
 
 
@@ -222,12 +224,12 @@ def samples(*grades: Grade | None, instance_ref: str = "tests/click-1") -> list[
 )
 def test_pass_at_k_is_unbiased(episodes: Sequence[Episode], passed: dict[str, float]) -> None:
     """pass@k is 1 - C(n-c, k) / C(n, k), averaged over the instances with k samples."""
-    assert assemble.pass_at(episodes) == passed
+    assert pass_at(episodes) == passed
 
 
 def test_manifest_counts_failures_apart() -> None:
     """Failed rollouts are counted by boundary and do not lower the mean reward."""
-    totals = assemble.manifest("r", samples(RESOLVED, None, UNRESOLVED))
+    totals = build_manifest("r", samples(RESOLVED, None, UNRESOLVED))
 
     assert (totals["rollouts"], totals["graded"], totals["resolved"]) == (3, 2, 1)
     assert (totals["mean_reward"], totals["pass_at_1"]) == (0.5, 0.5)
@@ -238,13 +240,13 @@ def test_manifest_counts_failures_apart() -> None:
 def test_manifest_tells_environment_from_engine_time() -> None:
     """The sandbox's seconds are the agent's without those in which the engine was sampling."""
     slow = TURNS[0].model_copy(update={"engine_seconds": 4.0})
-    totals = assemble.manifest("r", [episode(turns=(slow,), stage_seconds={"agent": 10.0})])
+    totals = build_manifest("r", [episode(turns=(slow,), stage_seconds={"agent": 10.0})])
 
     assert (totals["environment_seconds"], totals["engine_seconds"]) == (6.0, 4.0)
 
 
 def test_manifest_of_nothing_graded_has_no_mean() -> None:
     """Where no rollout has a verdict the means are null, not 0."""
-    totals = assemble.manifest("r", samples(None))
+    totals = build_manifest("r", samples(None))
 
     assert (totals["mean_reward"], totals["pass_at_1"]) == (None, None)

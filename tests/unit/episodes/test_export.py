@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from perdure.episodes import assemble
 from perdure.episodes.episode import AttemptSummary, EpisodeParts, build_episode
 from perdure.episodes.export import Format, export_run
+from perdure.episodes.files import write_episode
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError, NotFound, StoreUnavailable
 from perdure.storage.local import LocalStore
@@ -71,7 +71,7 @@ class Run:
         if "trajectory" in fields:
             await self.store.put(f"{folder}/agent/trajectory.json", fields["trajectory"])
         segments = cut(parts.turns)
-        await assemble.write(self.store, build_episode(parts, segments), segments)
+        await write_episode(self.store, build_episode(parts, segments), segments)
 
 
 @pytest.fixture

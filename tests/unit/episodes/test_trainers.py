@@ -10,10 +10,10 @@ import pytest
 
 from perdure.cli.main import invoke
 from perdure.client.episodes import read_episodes
-from perdure.episodes import assemble, trainers, turns
-from perdure.episodes.episode import EpisodeParts, build_episode
+from perdure.episodes import trainers, turns
+from perdure.episodes.episode import EpisodeParts, EpisodeSegments, build_episode
 from perdure.episodes.export import ExportReport, Format, Rules, export_run
-from perdure.episodes.reading import EpisodeSegments, read_segments
+from perdure.episodes.files import read_segments, write_episode
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError
 from perdure.storage.local import LocalStore
@@ -84,7 +84,7 @@ class Run:
             turns_key=key,
         )
         segments = cut(taken)
-        episode = await assemble.write(self.store, build_episode(parts, segments), segments)
+        episode = await write_episode(self.store, build_episode(parts, segments), segments)
         return await read_segments(self.store, episode)
 
     async def export(

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from perdure.episodes.episode import EpisodeParts, build_episode
-from perdure.episodes.reading import EpisodeSegments
+from perdure.episodes.episode import EpisodeParts, EpisodeSegments, build_episode
 from perdure.episodes.segments import cut
 from perdure.integrations import installed, skyrl, slime, torchtitan, verl
 from perdure.types import Grade, Outcome, Rewards, RolloutRequest, RolloutStatus, Turn

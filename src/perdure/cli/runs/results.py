@@ -5,14 +5,14 @@ from typing import Any
 
 import click
 
-from perdure.episodes import assemble
+from perdure.episodes.files import scan_run
 from perdure.storage.base import Store
 from perdure.types import EpisodeRef
 
 
 async def episodes(store: Store, run_id: str) -> list[EpisodeRef]:
     """One reference for each finished rollout, by instance and sample; unreadable ones are named."""
-    found, unreadable = await assemble.scan_run(store, run_id)
+    found, unreadable = await scan_run(store, run_id)
     for one in unreadable:
         click.echo(f"error: {one}", err=True)
     return [episode.ref(store.url) for episode in found]

@@ -1,0 +1,135 @@
+"""An episode in the store: `episode.json` for people, `episode.parquet` for trainers.
+
+Owns writing, finding and reading them back. Nothing is tokenised here: segments come from
+`episode.parquet` or, when they are cut by other rules, from the recorded turns.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perdure.episodes import turns
+from perdure.episodes.episode import Episode, EpisodeSegments, parse_episode
+from perdure.episodes.segments import RewardShare, SegmentMode, cut
+from perdure.episodes.tokens import decode_segments, encode_segments
+from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
+from perdure.storage import keys
+from perdure.storage.base import Store
+from perdure.types import RolloutRequest, Segment
+
+READS_AT_ONCE = 32
+
+
+async def write_episode(store: Store, episode: Episode, segments: Sequence[Segment]) -> Episode:
+    """Store both forms, the JSON last; returns the episode that is in the store afterwards.
+
+    If the same workflow run writes again, its first episode stays. If another workflow run of the
+    same rollout writes (after a reset), its episode replaces the earlier one.
+    """
+    found = await _find(store, episode.key)
+    if found is not None and _same_workflow_run(found[0], episode):
+        return found[0]
+    await store.put(episode.tokens_key, encode_segments(episode, segments))
+    data = episode.model_dump_json(indent=1).encode()
+    try:
+        if found is not None:
+            await store.put(episode.key, data, if_match=found[1])
+            return episode
+        if await store.put_if_absent(episode.key, data):
+            return episode
+    except PreconditionFailed:
+        pass
+    # The caller repeats the call: it then finds its own episode, or replaces the other one.
+    raise StoreUnavailable(f"{episode.key} was written by another worker at the same time")
+
+
+def _same_workflow_run(one: Episode, other: Episode) -> bool:
+    return one.provenance.workflow_run_id == other.provenance.workflow_run_id
+
+
+async def read_episode(store: Store, request: RolloutRequest) -> Episode | None:
+    """The rollout's episode, or None when it has not finished."""
+    found = await _find(store, keys.episode(request))
+    return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """An `episode.json` that cannot be parsed: its store key, and what is wrong with it."""
+
+    instance_id: str
+    sample_index: int
+    key: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.key} is unreadable: {self.problem}"
+
+
+async def read_run(store: Store, run_id: str) -> list[Episode]:
+    """All episodes of a run, by instance and sample. Raises: ValueError naming an unreadable one."""
+    episodes, unreadable = await scan_run(store, run_id)
+    if unreadable:
+        raise ValueError(str(unreadable[0]))
+    return episodes
+
+
+async def scan_run(store: Store, run_id: str) -> tuple[list[Episode], list[Unreadable]]:
+    """The episodes of a run, by instance and sample, and those that cannot be read."""
+    found = [key async for key in store.list(keys.rollouts(run_id)) if _is_episode(key)]
+    slots = asyncio.Semaphore(READS_AT_ONCE)
+
+    async def one(key: str) -> Episode | Unreadable:
+        async with slots:
+            data = (await store.get(key)).data
+        try:
+            return parse_episode(key, data)
+        except ValueError as error:
+            return _unreadable(key, str(error))
+
+    read = await asyncio.gather(*(one(key) for key in found))
+    episodes = [one for one in read if isinstance(one, Episode)]
+    unreadable = [one for one in read if isinstance(one, Unreadable)]
+    return (
+        sorted(episodes, key=lambda e: (e.instance_id, e.sample_index)),
+        sorted(unreadable, key=lambda u: u.key),
+    )
+
+
+def _unreadable(key: str, problem: str) -> Unreadable:
+    _, _, _, instance_id, sample_index, _ = key.split("/")
+    return Unreadable(
+        instance_id, int(sample_index), key, problem.removeprefix(f"{key} is unreadable: ")
+    )
+
+
+def _is_episode(key: str) -> bool:
+    """`runs/<run>/rollouts/<instance>/<sample>/episode.json`, and no file of an agent with that name."""
+    parts = key.split("/")
+    return len(parts) == 6 and parts[4].isdigit() and parts[5] == "episode.json"
+
+
+async def _find(store: Store, key: str) -> tuple[Episode, str] | None:
+    try:
+        stored = await store.get(key)
+    except NotFound:
+        return None
+    return parse_episode(key, stored.data), stored.etag
+
+
+async def read_segments(
+    store: Store,
+    episode: Episode,
+    *,
+    mode: SegmentMode = "tree",
+    reward_share: RewardShare = "split",
+) -> EpisodeSegments:
+    """Raises: NotFound when its arrays are not in the store; ValueError when they are unreadable."""
+    if mode == "tree":
+        found = decode_segments((await store.get(episode.tokens_key)).data, episode.tokens_key)
+    elif episode.turns_key is None:
+        found = []
+    else:
+        recorded = turns.decode((await store.get(episode.turns_key)).data)
+        found = cut(recorded, mode=mode)
+    return EpisodeSegments(episode, tuple(found)).shared(reward_share)

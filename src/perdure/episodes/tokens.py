@@ -1,0 +1,102 @@
+"""Segments as parquet, `episode.parquet`: token ids, masks, logprobs and versions as arrays.
+
+Owns the form of that file; where it is stored is in `files`.
+"""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from perdure.episodes.episode import Episode
+from perdure.types import FinishReason, Segment, SegmentKind
+
+TOKENS_SCHEMA = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("group_id", pa.string()),
+        ("instance_id", pa.string()),
+        ("sample_index", pa.int32()),
+        ("rollout_id", pa.string()),
+        ("segment_kind", pa.string()),
+        ("segment_index", pa.int32()),
+        ("num_segments", pa.int32()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("response_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.int8())),
+        ("logprobs", pa.list_(pa.float64())),
+        ("versions", pa.list_(pa.int64())),
+        ("reward", pa.float64()),
+        ("rollout_reward", pa.float64()),
+        ("status", pa.string()),
+        ("outcome", pa.string()),
+        ("finish_reason", pa.string()),
+        ("trainable", pa.bool_()),
+        ("chain", pa.string()),
+        ("turns", pa.list_(pa.int32())),
+    ],
+    metadata={b"perdure.episode": b"1"},
+)
+"""One row a segment; a rollout without segments has one row with empty arrays and no kind.
+`reward` is the segment's share of `rollout_reward`; both are null unless the rollout was graded."""
+ARRAYS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "turns")
+"""The columns that `Segment` has under the same name."""
+
+
+def encode_segments(episode: Episode, segments: Sequence[Segment]) -> bytes:
+    """The segments as parquet; at least one row."""
+    rows = [_row(episode, segment) for segment in segments] or [_row(episode, None)]
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, TOKENS_SCHEMA), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def _row(episode: Episode, segment: Segment | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "run_id": episode.run_id,
+        "group_id": episode.group_id,
+        "instance_id": episode.instance_id,
+        "sample_index": episode.sample_index,
+        "rollout_id": episode.rollout_id,
+        "num_segments": len(episode.segments),
+        "rollout_reward": episode.reward,
+        "reward": episode.reward,
+        "status": episode.status.value,
+        "outcome": episode.outcome and episode.outcome.value,
+        "trainable": episode.trainable,
+    }
+    if segment is None:
+        return row | {"segment_index": 0} | dict.fromkeys(ARRAYS, ())
+    share = None if episode.reward is None else episode.reward * segment.reward_share
+    return row | {
+        "segment_kind": segment.kind.value,
+        "segment_index": segment.index,
+        "chain": segment.chain,
+        "reward": share,
+        "finish_reason": segment.finish_reason.value,
+        **{name: getattr(segment, name) for name in ARRAYS},
+    }
+
+
+def decode_segments(data: bytes, key: str) -> list[Segment]:
+    """The segments that `encode_segments` was given; reward shares are not stored.
+
+    Raises: ValueError, naming `key`, when `data` cannot be read.
+    """
+    try:
+        rows = pq.read_table(pa.BufferReader(data)).to_pylist()
+        return [_segment(row) for row in rows if row["segment_kind"] is not None]
+    except (pa.ArrowException, KeyError) as error:
+        raise ValueError(f"{key} is unreadable: {error}") from error
+
+
+def _segment(row: dict[str, Any]) -> Segment:
+    return Segment(
+        kind=SegmentKind(row["segment_kind"]),
+        index=row["segment_index"],
+        chain=row["chain"],
+        finish_reason=FinishReason(row["finish_reason"]),
+        **{name: tuple(row[name]) for name in ARRAYS},
+    )
