@@ -21,8 +21,9 @@ from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.keeper.keeper import DEVICES
 from perdure.sandboxes.host.process import ProcessId, ended
 from perdure.sandboxes.host.procfs import started_at
+from perdure.sandboxes.host.root_folder import write_skeleton
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.providers.podman import PodmanProvider, write_skeleton
+from perdure.sandboxes.providers.podman import PodmanProvider
 
 BOOT, EXEC, FILE, KILL = STEPS = ("boot to first exec", "exec", "16 MB file", "kill")
 TARGET = "/tmp/file"

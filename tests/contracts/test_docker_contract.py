@@ -10,7 +10,7 @@ import pytest
 
 from perdure.errors import SandboxLost
 from perdure.sandboxes.base import Sandbox
-from perdure.sandboxes.host.sandbox import program
+from perdure.sandboxes.host.programs import program
 from perdure.sandboxes.providers.docker import cli as docker_cli
 from perdure.sandboxes.providers.docker.provider import DockerProvider
 from perdure.testing.sandbox_contract import SandboxContract

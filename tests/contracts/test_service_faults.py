@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 
 from perdure.errors import ConfigurationError, ControlPlaneError, OutcomeUnknown, SandboxLost
+from perdure.sandboxes.agent_user import HOME
 from perdure.sandboxes.base import ExecState
 from perdure.sandboxes.guest import service as service_module
 from perdure.sandboxes.guest.sandbox import FOLDER
-from perdure.sandboxes.providers.bubblewrap import HOME, BubblewrapProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.testing.double import LIMITS
 from tests import held_ports
 from tests.services import ID, SERVICES, SPEC, Bench, Service, benched, impatient

@@ -15,8 +15,8 @@ from perdure import home
 from perdure.graders.base import Graded
 from perdure.instances import catalog
 from perdure.instances.release_pairs import archive
+from perdure.sandboxes.agent_user import SYSTEM_PATH
 from perdure.sandboxes.base import Sandbox, SandboxSpec
-from perdure.sandboxes.host.keepers import SYSTEM_PATH
 from perdure.sandboxes.providers.local import LocalProvider
 from perdure.settings import Settings
 from perdure.stack import sandboxes
@@ -114,7 +114,7 @@ async def test_an_engine_that_is_dead_does_not_hold_up_the_end(
     docker.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
     docker.chmod(0o755)
     path = f"{docker.parent}:{SYSTEM_PATH}"
-    monkeypatch.setattr("perdure.sandboxes.host.sandbox.SYSTEM_PATH", path)
+    monkeypatch.setattr("perdure.sandboxes.host.programs.SYSTEM_PATH", path)
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
     monkeypatch.setattr(sandboxes, "LOOK_S", 2.0)
     (services.home / "docker").mkdir(parents=True)

@@ -18,7 +18,7 @@ from perdure.errors import (
     InstanceError,
     PerdureError,
 )
-from perdure.sandboxes.host.box import locked
+from perdure.sandboxes.locks import locked
 
 MIRROR_VARIABLE = "PERDURE_IMAGE_MIRROR"
 """`mirror.example/hub/` is put before every name that is pulled; `docker.io=mirror.example/hub,...`

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import ExecState, ExecStatus, SandboxSpec
-from perdure.sandboxes.providers.bubblewrap import BubblewrapSandbox
+from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.testing import double
 from perdure.testing.double import LIMITS, Double, Refusal, entries, iso, listed
 from perdure.testing.faults import Faults, Rule, met_rule
@@ -303,7 +303,7 @@ class DaytonaServer(Double):
 
     # -- data plane: commands ---------------------------------------------------------------------
 
-    async def _guest(self, request: web.Request) -> tuple[dict[str, Any], BubblewrapSandbox]:
+    async def _guest(self, request: web.Request) -> tuple[dict[str, Any], NamespaceSandbox]:
         record = self._known(request)
         rule = met_rule.get()
         if rule is not None and rule.kill and rule.when == "before":
@@ -352,7 +352,7 @@ class DaytonaServer(Double):
         return web.json_response(answer)
 
     async def _ended(
-        self, box: BubblewrapSandbox, exec_id: str, seconds: float | None
+        self, box: NamespaceSandbox, exec_id: str, seconds: float | None
     ) -> ExecStatus:
         try:
             return await box.wait(exec_id, seconds)
@@ -380,7 +380,7 @@ class DaytonaServer(Double):
         return web.json_response(await self._told(box, record, _session_of(record, request)))
 
     async def _told(
-        self, box: BubblewrapSandbox, record: Mapping[str, Any], session: str
+        self, box: NamespaceSandbox, record: Mapping[str, Any], session: str
     ) -> dict[str, Any]:
         commands = []
         for entry in record["sessions"][session]:
@@ -426,7 +426,7 @@ class DaytonaServer(Double):
             }
         )
 
-    async def _code(self, box: BubblewrapSandbox, session: str, command: str) -> int | None:
+    async def _code(self, box: NamespaceSandbox, session: str, command: str) -> int | None:
         """Read as the daemon does: a file made and not yet written is an error."""
         try:
             said = await box.get(f"{_folder(session, command)}/code")
@@ -436,7 +436,7 @@ class DaytonaServer(Double):
             raise _refusal(400, GARBLED, source="DAYTONA_DAEMON")
         return int(said)
 
-    async def _is_over(self, box: BubblewrapSandbox, session: str, command: str) -> bool:
+    async def _is_over(self, box: NamespaceSandbox, session: str, command: str) -> bool:
         try:
             return await self._code(box, session, command) is not None
         except Refusal:  # it is just being written
@@ -465,7 +465,7 @@ class DaytonaServer(Double):
         return web.json_response({"output": out + err, "stdout": out, "stderr": err})
 
     async def _follow(
-        self, request: web.Request, box: BubblewrapSandbox, session: str, command: str
+        self, request: web.Request, box: NamespaceSandbox, session: str, command: str
     ) -> web.StreamResponse:
         rule = met_rule.get()
         socket = web.WebSocketResponse()
@@ -707,14 +707,14 @@ def _command_of(record: Mapping[str, Any], session: str, request: web.Request) -
     raise _refusal(404, "command not found", source="DAYTONA_DAEMON")
 
 
-async def _bytes(box: BubblewrapSandbox, folder: str, name: str, at: int = 0) -> bytes:
+async def _bytes(box: NamespaceSandbox, folder: str, name: str, at: int = 0) -> bytes:
     try:
         return await box.get(f"{folder}/{name}", at)
     except NotFound:
         return b""
 
 
-async def _text(box: BubblewrapSandbox, folder: str, name: str) -> str:
+async def _text(box: NamespaceSandbox, folder: str, name: str) -> str:
     """Sessions lose NUL bytes."""
     return (await _bytes(box, folder, name)).replace(b"\0", b"").decode("utf-8", "replace")
 

@@ -26,7 +26,8 @@ from aiohttp import web
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.host.box import Box
-from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider, BubblewrapSandbox
+from perdure.sandboxes.host.namespaces import NamespaceSandbox
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.testing.faults import CONTROL, Faults, Handler, met_rule
 from perdure.types import Limits
 
@@ -51,13 +52,13 @@ class Guests(BubblewrapProvider):
         at = next(n for n in range(len(argv)) if argv[n : n + 2] == ["--remount-ro", "/"])
         return argv[:at] + argv[at + 2 :]
 
-    async def found(self, identity: str) -> BubblewrapSandbox | None:
+    async def found(self, identity: str) -> NamespaceSandbox | None:
         """The box of this name, while it lives."""
         try:
             box = await self.attach(identity)
         except (NotFound, SandboxLost):
             return None
-        assert isinstance(box, BubblewrapSandbox)
+        assert isinstance(box, NamespaceSandbox)
         return box
 
 
@@ -267,19 +268,19 @@ async def listed(box: Sandbox, path: str, depth: int = 1) -> list[Entry]:
     return await entries(box, found.stdout.decode().splitlines())
 
 
-def pid_of(box: BubblewrapSandbox, exec_id: str) -> int:
+def pid_of(box: NamespaceSandbox, exec_id: str) -> int:
     process = box.box.record(exec_id).process
     return process.pid if process is not None else 0
 
 
-def signal_one(box: BubblewrapSandbox, exec_id: str, signum: int) -> None:
+def signal_one(box: NamespaceSandbox, exec_id: str, signum: int) -> None:
     """Only the started process; its children live on."""
     if number := pid_of(box, exec_id):
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signum)
 
 
-def signal_group(box: BubblewrapSandbox, exec_id: str) -> None:
+def signal_group(box: NamespaceSandbox, exec_id: str) -> None:
     """The started process and its group; what left the group lives on."""
     if number := pid_of(box, exec_id):
         with contextlib.suppress(ProcessLookupError):

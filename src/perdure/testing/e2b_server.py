@@ -27,7 +27,7 @@ from aiohttp import web
 
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, SandboxSpec
-from perdure.sandboxes.providers.bubblewrap import BubblewrapSandbox
+from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.testing.double import (
     LIMITS,
     Double,
@@ -261,7 +261,7 @@ class E2BServer(Double):
 
     # -- data plane: files ------------------------------------------------------------------------
 
-    async def _guest(self, request: web.Request) -> tuple[dict[str, Any], BubblewrapSandbox]:
+    async def _guest(self, request: web.Request) -> tuple[dict[str, Any], NamespaceSandbox]:
         identity = request.headers.get("E2b-Sandbox-Id", "")
         rule = met_rule.get()
         if rule is not None and rule.kill and rule.when == "before":
@@ -340,7 +340,7 @@ class E2BServer(Double):
     async def _stream(
         self,
         request: web.Request,
-        box: BubblewrapSandbox,
+        box: NamespaceSandbox,
         identity: str,
         pid: int,
         offsets: tuple[int, int],
@@ -382,7 +382,7 @@ class E2BServer(Double):
     async def _copy(
         self,
         response: web.StreamResponse,
-        box: BubblewrapSandbox,
+        box: NamespaceSandbox,
         pid: int,
         offsets: tuple[int, int],
         deadline: float | None,
@@ -445,13 +445,13 @@ class E2BServer(Double):
         return web.json_response({})
 
     async def _with_input(
-        self, box: BubblewrapSandbox, identity: str, pid: int, argv: list[str]
+        self, box: NamespaceSandbox, identity: str, pid: int, argv: list[str]
     ) -> list[str]:
         fifo = f"/tmp/.envd-{pid}"
         await box.exec(["mkfifo", fifo], check=True)
         return ["bash", "-c", f'exec "$@" <{fifo}', "envd", *argv]
 
-    def _open_input(self, box: BubblewrapSandbox, identity: str, pid: int) -> int:
+    def _open_input(self, box: NamespaceSandbox, identity: str, pid: int) -> int:
         """Opened for both directions: it never waits for the reader to come."""
         path = f"/proc/{pid_of(box, f'p{pid}')}/root/tmp/.envd-{pid}"
         fd = os.open(path, os.O_RDWR)
@@ -548,7 +548,7 @@ def _selected(record: Mapping[str, Any], order: Mapping[str, Any]) -> int:
     raise _rpc("not_found", f"process {selector} not found")
 
 
-async def _sizes(box: BubblewrapSandbox, pid: int) -> tuple[int, int]:
+async def _sizes(box: NamespaceSandbox, pid: int) -> tuple[int, int]:
     folder = box.box.record(f"p{pid}").path
     out, err = (
         path.stat().st_size if (path := folder / name).exists() else 0 for name in ("out", "err")

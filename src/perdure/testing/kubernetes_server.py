@@ -25,7 +25,7 @@ from aiohttp import WSMsgType, web
 from perdure.errors import NotFound, SandboxLost
 from perdure.sandboxes.base import ExecState, ExecStatus, Network, SandboxSpec
 from perdure.sandboxes.host.box import Box
-from perdure.sandboxes.providers.bubblewrap import BubblewrapSandbox
+from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.testing.double import LIMITS, Double, Guests, Refusal, abort, iso, pid_of, run
 from perdure.testing.faults import Faults, Rule, met_rule
 from perdure.types import Limits
@@ -435,7 +435,7 @@ class KubernetesServer(Double):
             return abort(request)
         return socket
 
-    async def _box_of(self, record: Mapping[str, Any]) -> BubblewrapSandbox:
+    async def _box_of(self, record: Mapping[str, Any]) -> NamespaceSandbox:
         phase = record["pod"]["status"]["phase"]
         if phase in ("Succeeded", "Failed"):
             message = f"cannot exec into a container in a completed pod; current phase is {phase}"
@@ -454,7 +454,7 @@ class KubernetesServer(Double):
         request: web.Request,
         socket: web.WebSocketResponse,
         record: dict[str, Any],
-        box: BubblewrapSandbox,
+        box: NamespaceSandbox,
     ) -> None:
         rule = met_rule.get()
         exec_id = f"e{uuid4().hex}"
@@ -486,7 +486,7 @@ class KubernetesServer(Double):
     async def _copy(
         self,
         socket: web.WebSocketResponse,
-        box: BubblewrapSandbox,
+        box: NamespaceSandbox,
         exec_id: str,
         rule: Rule | None,
     ) -> ExecStatus:
@@ -510,7 +510,7 @@ class KubernetesServer(Double):
         return ExecStatus(ExecState.KILLED, cause="sandbox")
 
     async def _with_input(
-        self, box: BubblewrapSandbox, exec_id: str, argv: Sequence[str]
+        self, box: NamespaceSandbox, exec_id: str, argv: Sequence[str]
     ) -> list[str]:
         fifo = f"/tmp/.{exec_id}"
         os.mkfifo(f"/proc/{pid_of(box, MAIN)}/root{fifo}")
@@ -518,7 +518,7 @@ class KubernetesServer(Double):
 
 
 async def _hear(
-    socket: web.WebSocketResponse, box: BubblewrapSandbox, exec_id: str, wants_input: bool
+    socket: web.WebSocketResponse, box: NamespaceSandbox, exec_id: str, wants_input: bool
 ) -> None:
     """What the client sends is the command's standard input, until one of them ends."""
     if not wants_input:
@@ -544,7 +544,7 @@ async def _hear(
         os.close(fd)
 
 
-async def _input_of(box: BubblewrapSandbox, exec_id: str) -> int | None:
+async def _input_of(box: NamespaceSandbox, exec_id: str) -> int | None:
     """Once the command has opened its end: what is written and closed before is lost."""
     path = f"/proc/{pid_of(box, MAIN)}/root/tmp/.{exec_id}"
     while True:

@@ -21,9 +21,10 @@ from perdure.sandboxes.base import ExecState, Mount, Network, SandboxSpec
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host import keepers as keeping
 from perdure.sandboxes.host.keeper import linux
+from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.sandboxes.host.process import ProcessId, ended, is_alive
 from perdure.sandboxes.host.procfs import marked, started_at
-from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider, BubblewrapSandbox
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.types import Limits
 
 LIMITS = Limits(memory_mb=256, cpus=2, pids=64, disk_mb=16, output_mb=1)
@@ -42,14 +43,14 @@ def provider(tmp_path: Path) -> BubblewrapProvider:
 
 
 @pytest.fixture
-async def box(provider: BubblewrapProvider) -> AsyncIterator[BubblewrapSandbox]:
+async def box(provider: BubblewrapProvider) -> AsyncIterator[NamespaceSandbox]:
     sandbox = await provider.create(SPEC, "one")
-    assert isinstance(sandbox, BubblewrapSandbox)
+    assert isinstance(sandbox, NamespaceSandbox)
     yield sandbox
     await provider.kill("one")
 
 
-async def out(box: BubblewrapSandbox, script: str) -> str:
+async def out(box: NamespaceSandbox, script: str) -> str:
     result = await box.exec(script)
     return (result.stdout + result.stderr).decode()
 
@@ -57,7 +58,7 @@ async def out(box: BubblewrapSandbox, script: str) -> str:
 # -- isolation ------------------------------------------------------------------------------------
 
 
-async def test_host_files_are_invisible(box: BubblewrapSandbox, tmp_path: Path) -> None:
+async def test_host_files_are_invisible(box: NamespaceSandbox, tmp_path: Path) -> None:
     """Neither the worker's folders nor other homes nor shadow passwords exist inside."""
     (tmp_path / "secret").write_text("secret")
     seen = await out(box, f"ls -A /home; for f in {tmp_path}/secret /etc/shadow; do ls $f; done")
@@ -66,7 +67,7 @@ async def test_host_files_are_invisible(box: BubblewrapSandbox, tmp_path: Path) 
     assert seen.count("No such file") == 2
 
 
-async def test_base_is_read_only(box: BubblewrapSandbox) -> None:
+async def test_base_is_read_only(box: NamespaceSandbox) -> None:
     """Only the workdir, the home, /tmp and /dev/shm can be written."""
     places = "/ /usr /etc /dev /run /var /testbed /home/agent /tmp /dev/shm"
     seen = await out(box, f"for d in {places}; do touch $d/new 2>/dev/null && echo $d; done")
@@ -74,14 +75,14 @@ async def test_base_is_read_only(box: BubblewrapSandbox) -> None:
     assert seen.split() == ["/testbed", "/home/agent", "/tmp", "/dev/shm"]
 
 
-async def test_runs_as_agent_who_owns_the_workdir(box: BubblewrapSandbox) -> None:
+async def test_runs_as_agent_who_owns_the_workdir(box: NamespaceSandbox) -> None:
     """Commands run as an ordinary user without capabilities, who owns its folders."""
     seen = await out(box, "id -un; id -u; stat -c %U . ~; grep CapEff /proc/self/status")
 
     assert seen.split() == ["agent", "1000", "agent", "agent", "CapEff:", "0" * 16]
 
 
-async def test_no_network_but_loopback(box: BubblewrapSandbox) -> None:
+async def test_no_network_but_loopback(box: NamespaceSandbox) -> None:
     """A server on the host's own loopback cannot be reached, and no other interface exists."""
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     async with server:
@@ -106,7 +107,7 @@ async def test_network_host_reaches_the_host(provider: BubblewrapProvider) -> No
     assert reached.status.ok
 
 
-async def test_host_processes_are_invisible(box: BubblewrapSandbox) -> None:
+async def test_host_processes_are_invisible(box: NamespaceSandbox) -> None:
     """A command sees its own sandbox's processes and cannot signal the worker."""
     seen = await out(
         box, f"cat /proc/[0-9]*/comm | sort -u; kill -0 {os.getpid()} 2>/dev/null && echo x"
@@ -115,7 +116,7 @@ async def test_host_processes_are_invisible(box: BubblewrapSandbox) -> None:
     assert set(seen.split()) <= {"bash", "cat", "sort"}
 
 
-async def test_symlinks_do_not_lead_out(box: BubblewrapSandbox, tmp_path: Path) -> None:
+async def test_symlinks_do_not_lead_out(box: NamespaceSandbox, tmp_path: Path) -> None:
     """get follows a link as the sandbox sees it: to a host path that is not there."""
     (tmp_path / "secret").write_text("secret")
     await box.exec(f"ln -s {tmp_path}/secret leak; ln -s /proc/1/root/etc/passwd magic")
@@ -125,7 +126,7 @@ async def test_symlinks_do_not_lead_out(box: BubblewrapSandbox, tmp_path: Path) 
             await box.get(path)
 
 
-async def test_put_does_not_follow_links_out(box: BubblewrapSandbox, tmp_path: Path) -> None:
+async def test_put_does_not_follow_links_out(box: NamespaceSandbox, tmp_path: Path) -> None:
     """put through a link to a host folder writes nothing on the host."""
     await box.exec(f"mkdir -p $PWD{tmp_path}; ln -s {tmp_path} out")
 
@@ -134,7 +135,7 @@ async def test_put_does_not_follow_links_out(box: BubblewrapSandbox, tmp_path: P
     assert not (tmp_path / "file").exists()
 
 
-async def test_fifo_does_not_block_a_reader(box: BubblewrapSandbox) -> None:
+async def test_fifo_does_not_block_a_reader(box: NamespaceSandbox) -> None:
     """A FIFO that the agent left where a result is expected is refused at once."""
     await box.exec("mkfifo result")
 
@@ -167,7 +168,7 @@ async def test_missing_mount_is_named(provider: BubblewrapProvider, tmp_path: Pa
 
 
 async def test_environment_does_not_reach_host_programs(
-    box: BubblewrapSandbox, tmp_path: Path
+    box: NamespaceSandbox, tmp_path: Path
 ) -> None:
     """LD_PRELOAD for the command is not obeyed by the host's programs that lead into the sandbox."""
     result = await box.exec(["true"], env={"LD_PRELOAD": str(tmp_path / "none.so")})
@@ -175,7 +176,7 @@ async def test_environment_does_not_reach_host_programs(
     assert result.stderr.count(b"cannot be preloaded") == 1
 
 
-async def test_this_python_runs_inside(box: BubblewrapSandbox) -> None:
+async def test_this_python_runs_inside(box: NamespaceSandbox) -> None:
     """The Python that environments are built with is there, at the same path."""
     python = os.path.realpath(sys.executable)
 
@@ -186,7 +187,7 @@ async def test_this_python_runs_inside(box: BubblewrapSandbox) -> None:
 
 
 @pytest.mark.parametrize("target", ["0", "-1"])
-async def test_agent_may_kill_all_it_sees(box: BubblewrapSandbox, target: str) -> None:
+async def test_agent_may_kill_all_it_sees(box: NamespaceSandbox, target: str) -> None:
     """`kill -9` of its group or of everybody ends the command, not the sandbox or its keeper."""
     first = await box.exec(f"kill -9 {target}; exit 3")
     second = await box.exec(["true"])
@@ -194,7 +195,7 @@ async def test_agent_may_kill_all_it_sees(box: BubblewrapSandbox, target: str) -
     assert (first.status.done, second.status.ok) == (True, True)
 
 
-async def test_orphans_are_reaped(box: BubblewrapSandbox) -> None:
+async def test_orphans_are_reaped(box: NamespaceSandbox) -> None:
     """Processes whose parents are gone leave no zombies that would use up the pid limit."""
     await box.exec("for i in $(seq 20); do setsid -f true; done")
     seen = await out(box, "while grep -slq '^State:.Z' /proc/[0-9]*/status; do :; done; echo none")
@@ -206,7 +207,7 @@ async def test_orphans_are_reaped(box: BubblewrapSandbox) -> None:
 
 
 async def test_killed_zygote_is_started_again(
-    provider: BubblewrapProvider, box: BubblewrapSandbox
+    provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
     """kill -9 of what keepers are forked from: old sandboxes work on, and new ones boot."""
     (zygote,) = keeping._zygotes
@@ -219,7 +220,7 @@ async def test_killed_zygote_is_started_again(
     assert (old.status.ok, new.status.ok) == (True, True)
 
 
-async def test_killed_launcher_is_replaced(box: BubblewrapSandbox) -> None:
+async def test_killed_launcher_is_replaced(box: NamespaceSandbox) -> None:
     """kill -9 of the launcher: running commands still report, and the next one starts."""
     await box.start("long", ["bash", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"])
     keeper = box.box.keeper
@@ -238,14 +239,14 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def test_commands_inherit_three_descriptors(box: BubblewrapSandbox) -> None:
+async def test_commands_inherit_three_descriptors(box: NamespaceSandbox) -> None:
     """A command has its three streams and nothing else of the keeper's or the launcher's."""
     seen = await out(box, "exec ls /proc/self/fd")
 
     assert seen.split() == ["0", "1", "2", "3"]  # the last is the folder that ls reads
 
 
-async def test_commands_start_with_default_signals(box: BubblewrapSandbox) -> None:
+async def test_commands_start_with_default_signals(box: NamespaceSandbox) -> None:
     """No signal with a name is ignored or blocked, whatever the worker and the keeper do."""
     seen = await out(box, "exec grep -E '^Sig(Blk|Ign):' /proc/self/status")
     named = [int(mask, 16) & 0x7FFFFFFF for mask in seen.split()[1::2]]
@@ -253,7 +254,7 @@ async def test_commands_start_with_default_signals(box: BubblewrapSandbox) -> No
     assert named == [0, 0]
 
 
-async def test_script_without_interpreter_runs(box: BubblewrapSandbox) -> None:
+async def test_script_without_interpreter_runs(box: NamespaceSandbox) -> None:
     """An executable text without a `#!` line runs in sh, as a shell would run it."""
     await box.put("plain", b"echo ran $1", mode=0o755)
     result = await box.exec(["./plain", "here"])
@@ -261,7 +262,7 @@ async def test_script_without_interpreter_runs(box: BubblewrapSandbox) -> None:
     assert result.stdout == b"ran here\n"
 
 
-async def test_agent_cannot_flood_the_keepers_pipe(box: BubblewrapSandbox) -> None:
+async def test_agent_cannot_flood_the_keepers_pipe(box: NamespaceSandbox) -> None:
     """What pid 1 reads from is the agent's to write; the sandbox stays, and stays reaped."""
     await box.exec("echo x >/proc/1/fd/0; exec 3>/proc/1/fd/0; echo y >&3")
     result = await box.exec(["true"])
@@ -270,7 +271,7 @@ async def test_agent_cannot_flood_the_keepers_pipe(box: BubblewrapSandbox) -> No
 
 
 async def test_killed_keeper_takes_its_helpers_along(
-    provider: BubblewrapProvider, box: BubblewrapSandbox
+    provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
     """kill -9 of the keeper ends launcher, forwarder and holder at once, without anybody's help."""
     keeper = box.box.keeper
@@ -321,7 +322,7 @@ async def test_a_kernel_without_cgroup_kill_ends_commands_and_sandboxes(
 
 
 async def test_sandbox_without_its_folder_ends_by_itself(
-    provider: BubblewrapProvider, box: BubblewrapSandbox
+    provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
     """Whoever removes a home by hand leaves no sandbox running in it."""
     keeper = box.box.keeper
@@ -347,14 +348,14 @@ async def test_a_sandbox_that_ends_by_itself_leaves_its_folder_alone(
 
 
 @pytest.mark.parametrize("place", ["/testbed", "/tmp", "/home/agent", "/dev/shm"])
-async def test_full_disk_is_enospc(box: BubblewrapSandbox, place: str) -> None:
+async def test_full_disk_is_enospc(box: NamespaceSandbox, place: str) -> None:
     """Writing more than the disk limit fails inside with ENOSPC, wherever it is written."""
     seen = await out(box, f"head -c 20M /dev/zero >{place}/big")
 
     assert "No space left on device" in seen
 
 
-async def test_memory_limit_is_oom(box: BubblewrapSandbox) -> None:
+async def test_memory_limit_is_oom(box: NamespaceSandbox) -> None:
     """A command above the memory limit is reported as killed by it, even below a shell."""
     if not box.enforced["memory"].startswith("cgroup"):
         pytest.skip("no writable memory cgroup here")
@@ -365,7 +366,7 @@ async def test_memory_limit_is_oom(box: BubblewrapSandbox) -> None:
     assert [result.status.cause for result in (direct, below)] == ["oom", "oom"]
 
 
-async def test_fork_bomb_is_bounded(box: BubblewrapSandbox) -> None:
+async def test_fork_bomb_is_bounded(box: NamespaceSandbox) -> None:
     """A fork bomb meets the pid limit, dies at its deadline, and the sandbox works on."""
     if box.enforced["pids"] == "none":
         pytest.skip("no pid limit can be enforced here")
@@ -379,7 +380,7 @@ async def test_fork_bomb_is_bounded(box: BubblewrapSandbox) -> None:
 
 
 async def test_dead_holder_ends_every_command(
-    provider: BubblewrapProvider, box: BubblewrapSandbox
+    provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
     """kill -9 of the holder: running commands are killed(sandbox) at once, new ones are lost."""
     await box.start("long", ["bash", "-c", "echo inside; exec sleep 600"])
@@ -396,7 +397,7 @@ async def test_dead_holder_ends_every_command(
         await box.start("new", ["true"])
 
 
-async def test_holder_that_dies_slowly_is_known_as_the_cause(box: BubblewrapSandbox) -> None:
+async def test_holder_that_dies_slowly_is_known_as_the_cause(box: NamespaceSandbox) -> None:
     """What it takes along ends before it does itself: those commands were not killed one by one."""
     await box.start("long", ["bash", "-c", "echo inside; exec sleep 600"])
     while await box.output("long") != b"inside\n":
@@ -438,7 +439,7 @@ def visited(holder: int) -> Iterator[None]:
 
 
 async def test_dead_identity_is_not_revived(
-    provider: BubblewrapProvider, box: BubblewrapSandbox
+    provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
     """create and attach of a dead identity raise SandboxLost until it is killed."""
     holder = box.box.holder
@@ -452,7 +453,7 @@ async def test_dead_identity_is_not_revived(
 
 
 async def test_dead_keeper_is_lost_and_cleaned(
-    provider: BubblewrapProvider, box: BubblewrapSandbox
+    provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
     """Without its keeper a sandbox is lost; kill still finds all its processes."""
     keeper, holder = box.box.keeper, box.box.holder
@@ -467,7 +468,7 @@ async def test_dead_keeper_is_lost_and_cleaned(
     assert leftovers(provider, "one") == []
 
 
-async def test_kill_leaves_nothing(provider: BubblewrapProvider, box: BubblewrapSandbox) -> None:
+async def test_kill_leaves_nothing(provider: BubblewrapProvider, box: NamespaceSandbox) -> None:
     """After kill no process, folder, cgroup or mount of the sandbox remains."""
     await box.start("long", ["bash", "-c", "setsid -f sleep 600; sleep 600"])
     await provider.kill("one")
@@ -601,7 +602,8 @@ def _run_as_nobody(run: Callable[[Path], Awaitable[bytes]], home: Path) -> bytes
 
 
 def _forget_root() -> None:
+    from perdure.sandboxes.host import namespaces
     from perdure.sandboxes.providers import bubblewrap
 
-    for cached in (bubblewrap._own_status, bubblewrap._needs_own_users, bubblewrap._base):
+    for cached in (namespaces.needs_own_users, bubblewrap._base):
         cached.cache_clear()

@@ -26,12 +26,12 @@ from perdure.errors import (
     PerdureError,
     SandboxLost,
 )
+from perdure.sandboxes.agent_user import ENVIRONMENT, HOME
 from perdure.sandboxes.base import ExecResult, ExecState, ExecStatus, Mount, Sandbox, SandboxSpec
+from perdure.sandboxes.checks import check_argv, check_exec_id, check_variables
 from perdure.sandboxes.guest.calls import again
 from perdure.sandboxes.guest.packs import pack
-from perdure.sandboxes.host.execs import EXEC_ID, argv_digest
-from perdure.sandboxes.host.sandbox import _check_argv, _checked
-from perdure.sandboxes.providers.bubblewrap import ENVIRONMENT, HOME
+from perdure.sandboxes.host.execs import argv_digest
 
 FOLDER = "/var/lib/perdure"
 PROGRAMS = ("guest.py", "guest_door.py", "guest_files.py", "guest_processes.py")
@@ -144,11 +144,11 @@ class GuestSandbox(Sandbox):
         return data + await self.output(exec_id, stream, len(data))
 
     async def poll(self, exec_id: str) -> ExecStatus:
-        _check_exec_id(exec_id)
+        check_exec_id(exec_id)
         return _status(await self._guest("poll", exec_id=exec_id))
 
     async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
-        _check_exec_id(exec_id)
+        check_exec_id(exec_id)
         loop = asyncio.get_running_loop()
         end = math.inf if timeout_s is None else loop.time() + timeout_s
         while True:
@@ -164,20 +164,20 @@ class GuestSandbox(Sandbox):
         offset: int = 0,
         limit: int = 1 << 24,
     ) -> bytes:
-        _check_exec_id(exec_id)
+        check_exec_id(exec_id)
         name = "out" if stream == "stdout" else "err"
         return await self._range("output", offset, limit, exec_id=exec_id, stream=name)
 
     async def next_output(
         self, exec_id: str, offset: int, limit: int = 1 << 24, *, wait_s: float
     ) -> bytes:
-        _check_exec_id(exec_id)
+        check_exec_id(exec_id)
         order = {"exec_id": exec_id, "stream": "out", "seconds": wait_s}
         size = min(PIECE, limit)
         return await again(lambda: self._piece("output", offset, size, order))
 
     async def signal(self, exec_id: str, signum: int) -> None:
-        _check_exec_id(exec_id)
+        check_exec_id(exec_id)
         await self._guest("signal", exec_id=exec_id, signum=int(signum))
 
     async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
@@ -387,13 +387,14 @@ def _order(
 ) -> dict[str, Any]:
     if user not in (None, "agent", "root"):
         raise ConfigurationError(f"user={user!r}: this sandbox has 'agent' and 'root'")
-    _check_argv(argv)
-    _check_exec_id(exec_id)
+    check_argv(argv)
+    check_exec_id(exec_id)
+    check_variables(env or {})
     return {
         "exec_id": exec_id,
         "argv": list(argv),
         "digest": argv_digest(argv),
-        "env": dict(_checked(env or {})),
+        "env": dict(env or {}),
         "cwd": cwd,
         "root": user == "root",
         "stdin": base64.b64encode(stdin).decode() if stdin is not None else None,
@@ -423,10 +424,3 @@ def _digest(data: bytes | Path) -> str:
         return hashlib.sha256(data).hexdigest()
     with data.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check_exec_id(exec_id: str) -> None:
-    if not EXEC_ID.fullmatch(exec_id):
-        raise ConfigurationError(
-            f"exec_id {exec_id!r} must be 1 to 128 letters, digits, '.', '_' or '-'"
-        )

@@ -17,7 +17,7 @@ import structlog
 from perdure.errors import ConfigurationError, PerdureError
 from perdure.sandboxes import images
 from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
-from perdure.sandboxes.host.box import check_identity
+from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.host.interpreters import with_interpreters
 
 CALLED_OFF_S = 5.0

@@ -3,26 +3,20 @@
 Owns names, the lock and the reading of its state. Booting and killing are the provider's.
 """
 
-import asyncio
-import contextlib
-import fcntl
 import json
 import os
-import re
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-from perdure.errors import ConfigurationError
-from perdure.sandboxes.host.execs import EXEC_ID, ExecRecord
+from perdure.sandboxes.checks import check_exec_id
+from perdure.sandboxes.host.execs import ExecRecord
 from perdure.sandboxes.host.process import ProcessId, is_alive, read_process_id
 
 DRAFT = ".draft-"
-
-IDENTITY = re.compile(r"[a-z0-9-]{1,63}")
+"""Prefix of a folder that is not complete yet."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +113,7 @@ class Box:
         draft.replace(self.path / "deadline")
 
     def record(self, exec_id: str) -> ExecRecord:
-        if not EXEC_ID.fullmatch(exec_id):
-            raise ConfigurationError(
-                f"exec_id {exec_id!r} must be 1 to 128 letters, digits, '.', '_' or '-'"
-            )
+        check_exec_id(exec_id)
         return ExecRecord(self.path / "execs" / exec_id)
 
     def request(self, exec_id: str, timeout_s: float | None) -> None:
@@ -133,36 +124,3 @@ class Box:
             os.write(pipe, line.encode())  # atomic: far below PIPE_BUF
         finally:
             os.close(pipe)
-
-
-def check_identity(identity: str) -> None:
-    if not IDENTITY.fullmatch(identity):
-        raise ConfigurationError(
-            f"identity {identity!r} must be 1 to 63 lower-case letters, digits or '-'"
-        )
-
-
-@asynccontextmanager
-async def locked(path: Path) -> AsyncIterator[None]:
-    """One process at a time boots or kills an identity; the lock dies with its holder."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    while (fd := _try_lock(path)) is None:
-        await asyncio.sleep(0.005)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        os.close(fd)
-
-
-def _try_lock(path: Path) -> int | None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.stat(path).st_ino == os.fstat(fd).st_ino:  # else its last owner removed it
-            return fd
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    os.close(fd)
-    return None

@@ -26,7 +26,6 @@ from perdure.sandboxes.base import ExecState, ExecStatus, KillCause
 from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.process import ProcessId, is_alive, read_process_id
 
-EXEC_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 LAUNCH_GRACE_S = 10.0
 """A command whose keeper has not picked it up after this long never will."""
 

@@ -17,7 +17,6 @@ from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.process import reap
 
 BOOT_TIMEOUT_S = 60.0
-SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 _SOURCE = str(Path(__file__).parents[3])
 _START = "import sys; sys.path.append(sys.argv[1]); from perdure.sandboxes.host.keeper.zygote import main; main()"

@@ -7,19 +7,15 @@ import asyncio
 import contextlib
 import os
 import resource
-import shutil
 import signal
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import cache, wraps
-from pathlib import Path
+from functools import wraps
 from typing import Any, Literal, TypeVar, cast
 from uuid import uuid4
 
 from perdure.errors import (
     ConfigurationError,
-    MissingDependency,
     NotFound,
     SandboxLost,
 )
@@ -28,45 +24,21 @@ from perdure.sandboxes.base import (
     ExecStatus,
     KillCause,
     Sandbox,
-    SandboxInfo,
-    SandboxProvider,
-    SandboxSpec,
 )
+from perdure.sandboxes.checks import check_argv, check_variables
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta, check_identity, locked
+from perdure.sandboxes.host.box import Box, BoxMeta
 from perdure.sandboxes.host.execs import ExecRecord
-from perdure.sandboxes.host.keepers import SYSTEM_PATH
-from perdure.sandboxes.host.process import ProcessId, ended, is_alive, kill_process
+from perdure.sandboxes.host.process import ended, is_alive
 from perdure.sandboxes.host.procfs import below, marked
+from perdure.sandboxes.host.teardown import destroy, lock_of
+from perdure.sandboxes.locks import locked
 
 Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 RESULT_S = 1.0
-GRAVE = ".grave-"
-STALE_S = 600.0
 OUTPUT_CHECK_S = 0.5
 OPEN_FILES = 1 << 16
-LARGEST_ARGUMENT = 128 * 1024 - 1
-"""The kernel's MAX_ARG_STRLEN."""
-
-
-@cache
-def program(name: str) -> str:
-    """Absolute path of a system program. Raises: MissingDependency."""
-    found = shutil.which(name, path=SYSTEM_PATH)
-    if found is None:
-        raise MissingDependency(f"{name} is missing; install it (Debian: {_PACKAGES[name]})")
-    return found
-
-
-_PACKAGES = {
-    "apptainer": "see https://apptainer.org, it has no package",
-    "bwrap": "apt-get install bubblewrap",
-    "docker": "apt-get install docker.io",
-    "podman": "apt-get install podman runc",
-    "mount": "apt-get install mount",
-    "unshare": "apt-get install util-linux",
-}
 
 
 def _lost_with_its_folder(method: Method) -> Method:
@@ -256,7 +228,8 @@ class HostSandbox(Sandbox):
         has_stdin: bool,
     ) -> bytes:
         """What the launcher reads to become the command: fields that end in NUL each."""
-        _check_argv(argv)
+        check_argv(argv)
+        check_variables(env)
         # above the disk's size: a full disk is ENOSPC, not a signal
         largest_file = (max(self.meta.output_mb, self.meta.disk_mb) + 1) << 20
         limits = {
@@ -265,7 +238,7 @@ class HostSandbox(Sandbox):
             resource.RLIMIT_NOFILE: _open_files(),
             **_rlimits(self.enforced),
         }
-        variables = {"PERDURE_EXEC": token, **_checked(env)}
+        variables = {"PERDURE_EXEC": token, **env}
         fields = [
             cwd or "",
             "1" if has_stdin else "",
@@ -336,196 +309,6 @@ class HostSandbox(Sandbox):
         while self._ends(record) and pause < RESULT_S:
             await asyncio.sleep(pause)
             pause *= 1.5
-
-
-class HostProvider(SandboxProvider):
-    """Keeps its sandboxes as folders `<home>/sandboxes/<name>/<identity>`."""
-
-    host_bound = True
-
-    def __init__(self, home: Path) -> None:
-        self.root = home.absolute() / "sandboxes" / self.name
-
-    async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
-        check_identity(identity)
-        box = Box(self.root / identity)
-        async with locked(lock_of(box)):
-            if box.ready:
-                return self._adopt(box)
-            if box.exists:  # its creator died half way; nobody was ever given it
-                await destroy(box)
-            try:
-                return await self._boot(spec, box)
-            except BaseException:
-                await asyncio.shield(destroy(box))
-                raise
-
-    async def attach(self, identity: str) -> Sandbox:
-        check_identity(identity)
-        box = Box(self.root / identity)
-        with contextlib.suppress(FileNotFoundError):  # another process killed it just now
-            if box.ready:
-                return self._adopt(box)
-        raise NotFound(f"no {self.name} sandbox {identity!r} on this host")
-
-    async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
-        if not self.root.is_dir():
-            return []
-        await asyncio.to_thread(self._clear_leftovers)
-        found = [self._info(Box(path)) for path in sorted(self.root.iterdir())]
-        wanted = (labels or {}).items()
-        return [info for info in found if info is not None and wanted <= info.labels.items()]
-
-    async def kill(self, identity: str) -> None:
-        check_identity(identity)
-        box = Box(self.root / identity)
-        async with locked(lock_of(box)):
-            await destroy(box)
-
-    # -- what differs by provider ---------------------------------------------------------------
-
-    @abstractmethod
-    def _handle(self, box: Box, meta: BoxMeta) -> HostSandbox: ...
-
-    @abstractmethod
-    async def _boot(self, spec: SandboxSpec, box: Box) -> HostSandbox: ...
-
-    # -- helpers ----------------------------------------------------------------------------------
-
-    def _clear_leftovers(self) -> None:
-        """Folders whose maker or remover was killed half way; no process ever ran in them."""
-        for path in (*self.root.glob(f"{DRAFT}*"), *self.root.glob(f"{GRAVE}*")):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > STALE_S:
-                    shutil.rmtree(path, ignore_errors=True)
-
-    def _adopt(self, box: Box) -> HostSandbox:
-        if not box.alive:
-            raise SandboxLost(
-                f"{self.name} sandbox {box.identity!r} is dead; boot a new generation"
-            )
-        return self._handle(box, box.meta())
-
-    def _info(self, box: Box) -> SandboxInfo | None:
-        try:
-            meta, expires = box.meta(), box.expires()
-        except (FileNotFoundError, NotADirectoryError):
-            return None  # a draft, the locks, or killed just now
-        return SandboxInfo(
-            box.identity, self.name, box.alive, meta.created, expires, dict(meta.labels)
-        )
-
-    def _meta(
-        self,
-        spec: SandboxSpec,
-        box: Box,
-        plan: cgroups.Plan,
-        *,
-        workdir: str,
-        env: Mapping[str, str],
-        enforced: Mapping[str, str],
-        paths: Mapping[str, str] | None = None,
-        farewell: tuple[str, ...] = (),
-    ) -> BoxMeta:
-        return BoxMeta(
-            provider=self.name,
-            identity=box.identity,
-            created=time.time(),
-            workdir=workdir,
-            labels=dict(spec.labels),
-            env=dict(env),
-            output_mb=spec.limits.output_mb,
-            disk_mb=spec.limits.disk_mb,
-            groups=tuple(map(str, plan.folders)),
-            exec_groups=str(plan.exec_groups) if plan.exec_groups else None,
-            enforced=enforced,
-            paths=paths or {},
-            farewell=farewell,
-        )
-
-
-def lock_of(box: Box) -> Path:
-    return box.path.parent / ".locks" / box.identity
-
-
-async def destroy(box: Box) -> None:
-    """End every process of the sandbox, then remove its cgroups and its folder."""
-    if not box.exists:
-        return
-    booted = box.ready  # before the rest: it may boot on until its keeper is stopped
-    meta, keeper, holder = box.meta(), box.keeper, box.holder
-    # the keeper first: it would tell of commands that somebody has killed them, not of the sandbox
-    session_killed = keeper is not None and _kill_session(keeper)
-    if meta.exec_groups:
-        cgroups.kill(Path(meta.exec_groups))
-    kill_process(holder, signal.SIGKILL)
-    if not session_killed or not booted:  # half booted: a holder that nobody has named yet
-        _kill_marked(f"PERDURE_BOX={box.path}".encode())
-    if meta.exec_groups is None and holder is None:  # else they end with their group or namespace
-        _kill_commands(box)
-    for process in (holder, keeper):
-        if process is not None:
-            await ended(process, 5.0)
-    await _bid_farewell(meta.farewell)
-    await cgroups.remove(map(Path, meta.groups))
-    grave = box.path.with_name(f"{GRAVE}{uuid4().hex}")
-    box.path.rename(grave)  # gone at once for everybody, however long the removal takes
-    await asyncio.to_thread(shutil.rmtree, grave, ignore_errors=True)
-
-
-async def _bid_farewell(command: Sequence[str]) -> None:
-    """Failing is no harm: what it names may never have been."""
-    if command:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        await process.wait()
-
-
-def _kill_session(keeper: ProcessId) -> bool:
-    """Kill the keeper and all it spawned on the host's side; False when it was dead before."""
-    kill_process(keeper, signal.SIGSTOP)  # it forks no more while its session is killed
-    if not is_alive(keeper):
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(keeper.pid, signal.SIGKILL)
-    return True
-
-
-def _kill_commands(box: Box) -> None:
-    for path in (box.path / "execs").iterdir():
-        record = ExecRecord(path)
-        if record.process is not None:
-            _kill_marked(f"PERDURE_EXEC={record.token}".encode())
-
-
-def _kill_marked(marker: bytes) -> None:
-    while pids := marked(marker):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _check_argv(argv: Sequence[str]) -> None:
-    if not argv:
-        raise ConfigurationError("argv is empty; name a program")
-    for argument in argv:
-        if "\0" in argument:
-            raise ConfigurationError("argv holds a NUL byte; put the data into a file")
-        if len(os.fsencode(argument)) > LARGEST_ARGUMENT:
-            raise ConfigurationError(
-                f"argv holds an argument above {LARGEST_ARGUMENT} bytes; put it into a file"
-            )
-
-
-def _checked(env: Mapping[str, str]) -> Mapping[str, str]:
-    for name, value in env.items():
-        if not (name.isascii() and name.isidentifier()) or "\0" in value:
-            raise ConfigurationError(f"env {name!r} is not a variable the shell can set; rename it")
-    return env
 
 
 def _open_files() -> int:

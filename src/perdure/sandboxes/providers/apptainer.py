@@ -18,24 +18,23 @@ from uuid import uuid4
 
 from perdure.errors import Boundary, ConfigurationError, MissingDependency, RetryHere
 from perdure.sandboxes import images
+from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, SYSTEM_PATH
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
+from perdure.sandboxes.checks import check_folders
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta
-from perdure.sandboxes.host.keepers import SYSTEM_PATH, Holder, start_keeper
-from perdure.sandboxes.host.sandbox import program
-from perdure.sandboxes.providers.bubblewrap import (
-    ENVIRONMENT,
-    GATEWAY_PORT,
-    HOME,
-    BubblewrapProvider,
-    BubblewrapSandbox,
-    _needs_own_users,
-    _resolver,
-    check_spec,
+from perdure.sandboxes.host.keepers import Holder, start_keeper
+from perdure.sandboxes.host.namespaces import (
+    NamespaceProvider,
+    NamespaceSandbox,
     disk_of,
     enforced,
+    gateway_of,
+    needs_own_users,
+    resolver_of,
 )
-from perdure.sandboxes.providers.podman import programs, write_skeleton
+from perdure.sandboxes.host.programs import program
+from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
 
 PROGRAM_VARIABLE = "PERDURE_APPTAINER"
 """Path of the program where it is no system program, as on clusters with environment modules."""
@@ -58,14 +57,14 @@ OWN_VARIABLES = re.compile(
 )
 
 
-class ApptainerSandbox(BubblewrapSandbox):
+class ApptainerSandbox(NamespaceSandbox):
     """An instance; its first process is Apptainer's own, in a folder of Apptainer's choice."""
 
     def _folder(self, cwd: str | None) -> str | None:
         return os.path.join(self.workdir, cwd or "")
 
 
-class ApptainerProvider(BubblewrapProvider):
+class ApptainerProvider(NamespaceProvider):
     """Images are unpacked once for each home, by `apptainer build --sandbox`."""
 
     name = "apptainer"
@@ -82,8 +81,8 @@ class ApptainerProvider(BubblewrapProvider):
             return [f"apptainer {found} is too old; install 1.1 or later"]
         return []
 
-    async def _boot(self, spec: SandboxSpec, box: Box) -> BubblewrapSandbox:
-        check_spec(spec)
+    async def _boot(self, spec: SandboxSpec, box: Box) -> NamespaceSandbox:
+        check_folders(spec)
         image = await self._root_of(spec)
         variables = await self._variables(image) if spec.image else {}
         plan = cgroups.plan(box.path, spec.limits)
@@ -97,13 +96,12 @@ class ApptainerProvider(BubblewrapProvider):
             farewell=tuple(stop_command(_name(box))),
         )
         box.lay_out(meta, spec.ttl_s)
-        gateway = None if spec.gateway is None else (GATEWAY_PORT, spec.gateway)
         holder = Holder(
             tuple(self.command_over(image, spec, box)),
             *disk_of(spec),
             pid_file=str(box.path / "pid"),
         )
-        await start_keeper(box, plan, holder, gateway, as_root_of_own=_needs_own_users())
+        await start_keeper(box, plan, holder, gateway_of(spec), as_root_of_own=needs_own_users())
         return self._handle(box, meta)
 
     def command_over(self, image: Path, spec: SandboxSpec, box: Box) -> list[str]:
@@ -144,23 +142,18 @@ class ApptainerProvider(BubblewrapProvider):
     @cached_property
     def _skeleton(self) -> Path:
         """Empty folders and an /etc of ours, over which the host's programs are bound."""
-        folder = self.root / f".skeleton-{self._etc.name}"
-        if not folder.exists():
-            draft = self.root / f"{DRAFT}{uuid4().hex}"
-            write_skeleton(draft)
-            shutil.copytree(self._etc, draft / "etc", symlinks=True, dirs_exist_ok=True)
-            try:
-                draft.rename(folder)
-            except OSError:  # another process was quicker
-                shutil.rmtree(draft)
-        return folder
+        return self._made_once(f".skeleton-{self._etc.name}", self._write_root)
+
+    def _write_root(self, folder: Path) -> None:
+        write_skeleton(folder)
+        shutil.copytree(self._etc, folder / "etc", symlinks=True, dirs_exist_ok=True)
 
 
 def start_command(image: Path, spec: SandboxSpec, box: Box) -> list[str]:
     """`apptainer instance start` of one sandbox, in the box's folder."""
     disk = box.path / "disk"
     mounts = [
-        *(() if spec.image else programs()),
+        *(() if spec.image else host_programs()),
         Mount(disk / "home", HOME, writable=True),
         Mount(disk / "shm", "/dev/shm", writable=True),
         *([] if spec.image and not spec.tree else [Mount(disk / "tree", spec.workdir, True)]),
@@ -168,14 +161,14 @@ def start_command(image: Path, spec: SandboxSpec, box: Box) -> list[str]:
     ]
     binds = {mount.target: _bind(mount) for mount in mounts}.values()
     network = [] if spec.network is Network.HOST else ["--net", "--network", "none"]
-    resolver = _resolver(spec.network)
+    resolver = resolver_of(spec.network)
     return [
         *(_binary(), "instance", "start", "--containall", "--cleanenv", "--no-home"),
-        *(["--userns"] if os.geteuid() or _needs_own_users() else ["--no-privs"]),
+        *(["--userns"] if os.geteuid() or needs_own_users() else ["--no-privs"]),
         *(*network, "--hostname", "sandbox"),
         *("--overlay", str(disk / "over"), "--workdir", str(disk / "session")),
         *(part for bind in binds for part in ("--bind", bind)),
-        *(("--bind", f"{resolver[1]}:{resolver[2]}:ro") if resolver else ()),
+        *(("--bind", f"{resolver}:/etc/resolv.conf:ro") if resolver else ()),
         *("--pid-file", str(box.path / "pid"), str(image), _name(box)),
     ]
 

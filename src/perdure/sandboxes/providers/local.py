@@ -14,12 +14,14 @@ from pathlib import Path
 import structlog
 
 from perdure.errors import ConfigurationError
+from perdure.sandboxes.agent_user import SYSTEM_PATH
 from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.box import Box, BoxMeta
 from perdure.sandboxes.host.files import read_file, write_file
-from perdure.sandboxes.host.keepers import SYSTEM_PATH, start_keeper
-from perdure.sandboxes.host.sandbox import HostProvider, HostSandbox
+from perdure.sandboxes.host.keepers import start_keeper
+from perdure.sandboxes.host.provider import HostProvider
+from perdure.sandboxes.host.sandbox import HostSandbox
 from perdure.types import Limits
 
 log = structlog.get_logger()

@@ -10,61 +10,48 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from uuid import uuid4
 
-from perdure.errors import Boundary, ConfigurationError, MissingDependency, RetryHere
+from perdure.errors import Boundary, ConfigurationError, RetryHere
 from perdure.sandboxes import images
+from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, ROOT_VARIABLES, SYSTEM_PATH
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
+from perdure.sandboxes.checks import check_folders
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta
-from perdure.sandboxes.host.keepers import SYSTEM_PATH, Holder, start_keeper
-from perdure.sandboxes.host.sandbox import program
-from perdure.sandboxes.providers.bubblewrap import (
-    ENVIRONMENT,
-    GATEWAY_PORT,
-    HOME,
+from perdure.sandboxes.host.box import Box
+from perdure.sandboxes.host.keepers import Holder, start_keeper
+from perdure.sandboxes.host.namespaces import (
     INIT,
-    BubblewrapProvider,
-    BubblewrapSandbox,
-    check_spec,
+    NamespaceProvider,
+    NamespaceSandbox,
     disk_of,
     enforced,
+    gateway_of,
 )
+from perdure.sandboxes.host.programs import missing_programs, program
+from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
 
 ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=32768:32768")
 """Of pid 1; podman's own are above what it may set inside most containers."""
 
-FOLDERS = ("dev", "etc", "home", "opt", "proc", "run", "sys", "tmp", "usr", "var")
 
-
-class PodmanSandbox(BubblewrapSandbox):
-    """A container that podman booted. Its one user is root of the container, without capabilities."""
-
-
-class PodmanProvider(BubblewrapProvider):
+class PodmanProvider(NamespaceProvider):
     """For roots of this host (also inside containers): podman must share our mount namespaces."""
 
     name = "podman"
     runs_images = True
 
     def check(self) -> Sequence[str]:
-        missing = []
-        for name in ("podman", "mount"):
-            try:
-                program(name)
-            except MissingDependency as error:
-                missing.append(str(error))
+        missing = missing_programs(("podman", "mount"))
         if not missing and isinstance(found := _runtime(), _Refused):
             missing.append(f"podman cannot run a container: {found}; install runc or crun")
         return missing
 
-    async def _boot(self, spec: SandboxSpec, box: Box) -> BubblewrapSandbox:
-        check_spec(spec)
+    async def _boot(self, spec: SandboxSpec, box: Box) -> NamespaceSandbox:
+        check_folders(spec)
         image = None if spec.image is None else await self._image(spec.image)
         plan = cgroups.plan(box.path, spec.limits)
         variables = {} if image is None else image.env
@@ -73,12 +60,11 @@ class PodmanProvider(BubblewrapProvider):
             box,
             plan,
             workdir=spec.workdir,
-            env={**ENVIRONMENT, "USER": "root", "LOGNAME": "root", **variables, **spec.env},
+            env={**ENVIRONMENT, **ROOT_VARIABLES, **variables, **spec.env},
             enforced=enforced(plan, spec),
             farewell=(program("podman"), "rm", "--force", "--ignore", "--time", "0", _name(box)),
         )
         box.lay_out(meta, spec.ttl_s)
-        gateway = None if spec.gateway is None else (GATEWAY_PORT, spec.gateway)
         lower = self._skeleton if image is None else image.root
         disk, overlay = disk_of(spec)
         root = f"lowerdir={lower},upperdir=disk/root.upper,workdir=disk/root.work"
@@ -88,7 +74,7 @@ class PodmanProvider(BubblewrapProvider):
         else:
             command = _in_own_users(command, box, disk, overlay, f"{root},userxattr")
             holder = Holder(tuple(command), "", None, None, pid_file)
-        await start_keeper(box, plan, holder, gateway)
+        await start_keeper(box, plan, holder, gateway_of(spec))
         return self._handle(box, meta)
 
     def command(self, spec: SandboxSpec, box: Box) -> list[str]:
@@ -117,26 +103,15 @@ class PodmanProvider(BubblewrapProvider):
             *("--rootfs", str(disk / "root"), "/bin/bash", "-c", INIT),
         ]
 
-    def _handle(self, box: Box, meta: BoxMeta) -> PodmanSandbox:
-        return PodmanSandbox(box, meta)
-
     # -- a root folder without an image -----------------------------------------------------------
 
     def _programs(self) -> list[Mount]:
-        return [*programs(), Mount(self._etc, "/etc")]
+        return [*host_programs(), Mount(self._etc, "/etc")]
 
     @cached_property
     def _skeleton(self) -> Path:
         """Empty folders, and the links of a merged /usr: podman mounts the host's on them."""
-        folder = self.root / ".skeleton"
-        if not folder.exists():
-            draft = self.root / f"{DRAFT}{uuid4().hex}"
-            write_skeleton(draft)
-            try:
-                draft.rename(folder)
-            except OSError:  # another process was quicker
-                shutil.rmtree(draft)
-        return folder
+        return self._made_once(".skeleton", write_skeleton)
 
     # -- images -----------------------------------------------------------------------------------
 
@@ -285,24 +260,7 @@ def _name(box: Box) -> str:
     return cgroups.group_name(box.path)
 
 
-def programs() -> list[Mount]:
-    """The host's own, and this Python where it lives outside /usr."""
-    prefixes = dict.fromkeys((sys.base_prefix, os.path.realpath(sys.base_prefix)))
-    outside = [Mount(Path(p), p) for p in prefixes if not f"{p}/".startswith("/usr/")]
-    return [Mount(Path("/usr"), "/usr"), *outside]
-
-
 def _volume(mount: Mount) -> str:
     if ":" in f"{mount.source}{mount.target}":
         raise ConfigurationError(f"mount {str(mount.source)!r} holds a colon; rename the folder")
     return f"{mount.source}:{mount.target}:{'rw' if mount.writable else 'ro'}"
-
-
-def write_skeleton(folder: Path) -> None:
-    for name in FOLDERS:
-        (folder / name).mkdir(mode=0o755, parents=True)
-    (folder / "var/tmp").symlink_to("/tmp")
-    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
-        path = Path("/", name)
-        if path.is_symlink():
-            (folder / name).symlink_to(os.readlink(path))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError
 from perdure.sandboxes.guest.calls import Conflict, Missing
-from perdure.sandboxes.host.sandbox import program
+from perdure.sandboxes.host.programs import program
 
 GONE = (
     "no such container",
@@ -25,12 +25,6 @@ GONE = (
 )
 TAKEN = ("is already in use by container", "removal of container")
 NOT_HERE = ("cannot connect to the docker daemon", "is the docker daemon running")
-NO_PROGRAM = (
-    "executable file not found",
-    "no such file or directory: unknown",
-    ": not found",
-    ": command not found",
-)
 OUT_OF_PIDS = ("resource temporarily unavailable", "can't start new thread", "cannot fork")
 
 
@@ -130,10 +124,6 @@ def _is_remote(context: str) -> bool:
             if meta["Name"] == context:
                 return not str(meta["Endpoints"]["docker"]["Host"]).startswith("unix:")
     return True
-
-
-def names_missing_program(said: str) -> bool:
-    return any(word in said.lower() for word in NO_PROGRAM)
 
 
 def lacks_processes(said: str) -> bool:

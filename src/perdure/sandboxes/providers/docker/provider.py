@@ -5,7 +5,6 @@ are the guest's (`guested`); folders of this host are bound where the engine see
 """
 
 import asyncio
-import base64
 import io
 import json
 import os
@@ -14,7 +13,6 @@ import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +24,35 @@ from perdure.errors import (
     NotFound,
 )
 from perdure.sandboxes import images
+from perdure.sandboxes.agent_user import HOME, ROOT_VARIABLES
 from perdure.sandboxes.base import Mount, Network, PortStream, Sandbox, SandboxInfo, SandboxSpec
+from perdure.sandboxes.checks import check_folders, check_identity
 from perdure.sandboxes.guest.calls import Conflict, Missing, again, lost
-from perdure.sandboxes.guest.sandbox import FOLDER, GuestSandbox
+from perdure.sandboxes.guest.containers import (
+    CAPABILITIES,
+    DEADLINE,
+    IMAGE,
+    ROOT,
+    ContainerSandbox,
+    init_command,
+    lacks_programs,
+    names_missing_program,
+    source_of,
+)
+from perdure.sandboxes.guest.sandbox import FOLDER
 from perdure.sandboxes.guest.service import ServiceProvider
-from perdure.sandboxes.host.box import check_identity
-from perdure.sandboxes.host.keeper import seccomp
-from perdure.sandboxes.host.sandbox import program
-from perdure.sandboxes.providers.bubblewrap import HOME, check_spec
+from perdure.sandboxes.host.programs import program
 from perdure.sandboxes.providers.docker import cli
 
 IMAGE_VARIABLE = "PERDURE_DOCKER_IMAGE"
-IMAGE = "docker.io/library/python:3.11-bookworm"
-"""For trees that bring no image of their own: Python, git and a compiler."""
 NETWORK_VARIABLE = "PERDURE_DOCKER_NETWORK"
 RUNTIME_VARIABLE = "PERDURE_DOCKER_RUNTIME"
 
 REQUEST_S = 60.0
 BOOT_S = 300.0
 LABEL = "perdure"
-DEADLINE = f"{FOLDER}/deadline"
-ROOT = "0:0"
 SPARE_PIDS = 32
 """Above the commands' own: the guest answers although they have used up theirs."""
-CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
-"""The guest's. Commands have none."""
 NO_FILES = 20000
 LISTED_AT_ONCE = 8
 IMAGE_STAYS_S = 60.0
@@ -89,9 +91,7 @@ class Found:
         return self.state in ("running", "created")
 
 
-class DockerSandbox(GuestSandbox):
-    """Commands run as `agent`, or as root of the instance's own image; without capabilities."""
-
+class DockerSandbox(ContainerSandbox):
     service = "Docker"
 
     def __init__(self, provider: "DockerProvider", found: Found) -> None:
@@ -109,7 +109,7 @@ class DockerSandbox(GuestSandbox):
         await self.provider.kill(self.identity)
 
     async def dial(self, port: int) -> PortStream:
-        source = _source("container_pipe.py")
+        source = source_of("container_pipe.py")
         process = await asyncio.create_subprocess_exec(
             *(program("docker"), "exec", "--interactive", "--user", ROOT, self.name),
             *("python3", "-I", "-c", source, str(port)),
@@ -134,9 +134,6 @@ class DockerSandbox(GuestSandbox):
         said = await self._exec(*argv, what=what, seconds=REQUEST_S + extra_s, given=given)
         return said.out.decode("utf-8", "replace")
 
-    async def _write(self, path: str, data: bytes | Path) -> None:
-        await self._write_and_print("upload", path, data, "true")
-
     async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
         line = f'(umask 077; mkdir -p "${{1%/*}}" && cat >"$1") && {command}'
         argv = ("sh", "-c", line, "sh", path)
@@ -158,9 +155,8 @@ class DockerSandbox(GuestSandbox):
         words = f"{said.err} {said.out[-400:].decode('utf-8', 'replace')}".strip()
         if isinstance(found := cli.typed(what, words), Missing):
             raise self.provider.lost(self.identity, words)
-        if said.code in (126, 127) and cli.names_missing_program(words):
-            blame = f"the image of sandbox {self.identity!r} lacks python3 or a shell tool: "
-            raise self._lacking(InstanceError(blame + words[-300:]))
+        if said.code in (126, 127) and names_missing_program(words):
+            raise self._lacking(lacks_programs(self.identity, words))
         if not await self.provider.is_running(self.name):
             raise self.provider.lost(self.identity, words)
         if cli.lacks_processes(words):
@@ -171,13 +167,6 @@ class DockerSandbox(GuestSandbox):
 
     def _sent(self, spec: SandboxSpec) -> Sequence[Mount]:
         return [mount for mount in spec.mounts if mount.target not in self._bound]
-
-    def _environment(self) -> Mapping[str, str]:
-        return self._variables
-
-    def _seal(self) -> Mapping[str, str]:
-        machines = ("x86_64", "aarch64")
-        return {name: base64.b64encode(seccomp.program(name)).decode() for name in machines}
 
 
 class DockerProvider(ServiceProvider):
@@ -223,7 +212,7 @@ class DockerProvider(ServiceProvider):
 
     def _check_spec(self, spec: SandboxSpec) -> None:
         super()._check_spec(spec)
-        check_spec(spec)
+        check_folders(spec)
 
     async def attach(self, identity: str) -> Sandbox:
         check_identity(identity)
@@ -306,7 +295,7 @@ class DockerProvider(ServiceProvider):
         found = await self._find(self._name(identity))
         if found is not None and found.state == "created":
             await self.kill(identity)
-            if cli.names_missing_program(str(error)):
+            if names_missing_program(str(error)):
                 return InstanceError(f"the image of sandbox {identity!r} lacks python3: {error}")
         return error
 
@@ -324,7 +313,7 @@ class DockerProvider(ServiceProvider):
     def _own(
         self, spec: SandboxSpec, engine: Engine, variables: Mapping[str, str]
     ) -> dict[str, Any]:
-        who = {} if spec.image is None else {"USER": "root", "LOGNAME": "root"}
+        who = {} if spec.image is None else ROOT_VARIABLES
         return {
             "created": time.time(),
             "ttl": spec.ttl_s,
@@ -494,7 +483,7 @@ def run_command(
         *(part for folder in folders for part in ("--tmpfs", _disk(spec, folder, owner))),
         *(part for mount in spec.mounts if engine.binds for part in ("--volume", _volume(mount))),
         *("--workdir", "/", "--env", f"PERDURE_OWNER={owner}", "--entrypoint", "python3"),
-        *(image, "-I", "-c", _source("container_init.py"), str(spec.ttl_s), DEADLINE),
+        *(image, *init_command(spec.ttl_s)),
     ]
 
 
@@ -520,7 +509,3 @@ def _volume(mount: Mount) -> str:
     if ":" in f"{mount.source}{mount.target}":
         raise ConfigurationError(f"mount {str(mount.source)!r} holds a colon; rename the folder")
     return f"{mount.source}:{mount.target}:ro"
-
-
-def _source(name: str) -> str:
-    return resources.files("perdure.sandboxes.guest.inside").joinpath(name).read_text()

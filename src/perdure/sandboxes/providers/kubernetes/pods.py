@@ -7,12 +7,12 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.guest.containers import CAPABILITIES, ROOT, init_command
 from perdure.sandboxes.guest.sandbox import FOLDER
 from perdure.sandboxes.providers.kubernetes.calls import CONTAINER
 
@@ -27,16 +27,13 @@ POD_FIELDS = frozenset(
 SCOPE, IDENTITY, NETWORK = "perdure.scope", "perdure.identity", "perdure.network"
 SPEC, EXPIRES = "perdure.spec", "perdure.expires"
 LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-DEADLINE = f"{FOLDER}/deadline"
 OUTER_S = 7 * 86400
 """No pod runs longer. Kubernetes lets `activeDeadlineSeconds` only be lowered, so the deadline that
 `touch` moves is kept by the first process inside; this one ends what has lost even that."""
 GRACE_S = 1
 STAYS = {"karpenter.sh/do-not-disrupt": "true"}
 """Other autoscalers leave a pod without a controller where it is anyway."""
-CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
-"""The guest's. Commands have none."""
-ROOT, AGENT = "0:0", "1000:1000"
+AGENT = "1000:1000"
 
 
 def pod_of(
@@ -75,11 +72,8 @@ def pod_of(
 
 
 def _container(spec: SandboxSpec, image: str) -> dict[str, Any]:
-    init = (
-        resources.files("perdure.sandboxes.guest.inside").joinpath("container_init.py").read_text()
-    )
     limits = spec.limits
-    resources_ = {
+    resources = {
         "cpu": f"{limits.cpus:g}",
         "memory": f"{limits.memory_mb}Mi",
         "ephemeral-storage": f"{limits.disk_mb}Mi",
@@ -87,10 +81,10 @@ def _container(spec: SandboxSpec, image: str) -> dict[str, Any]:
     return {
         "name": CONTAINER,
         "image": image,
-        "command": ["python3", "-I", "-c", init, str(spec.ttl_s), DEADLINE],
+        "command": ["python3", *init_command(spec.ttl_s)],
         "workingDir": "/",
         "env": [{"name": "PERDURE_OWNER", "value": ROOT if spec.image else AGENT}],
-        "resources": {"requests": resources_, "limits": resources_},
+        "resources": {"requests": resources, "limits": resources},
         "securityContext": {
             "runAsUser": 0,
             "allowPrivilegeEscalation": False,

@@ -6,7 +6,6 @@ of it stands in a URL. What a pod is and how it stands is said in `kubernetes_po
 """
 
 import asyncio
-import base64
 import contextlib
 import hashlib
 import json
@@ -31,13 +30,18 @@ from perdure.errors import (
     RateLimited,
 )
 from perdure.sandboxes import images
+from perdure.sandboxes.agent_user import ROOT_VARIABLES
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
+from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.guest.calls import Conflict, Missing, Silences, again, lost, was_refused
-from perdure.sandboxes.guest.sandbox import MARK, GuestSandbox
+from perdure.sandboxes.guest.containers import (
+    IMAGE,
+    ContainerSandbox,
+    lacks_programs,
+    names_missing_program,
+)
+from perdure.sandboxes.guest.sandbox import MARK
 from perdure.sandboxes.guest.service import ServiceProvider
-from perdure.sandboxes.host.box import check_identity
-from perdure.sandboxes.host.keeper import seccomp
-from perdure.sandboxes.providers.docker.cli import names_missing_program
 from perdure.sandboxes.providers.kubernetes import calls as api
 from perdure.sandboxes.providers.kubernetes import pods
 from perdure.types import AccountCaps
@@ -48,8 +52,6 @@ Pod = Mapping[str, Any]
 NAMESPACE_VARIABLE = "PERDURE_KUBERNETES_NAMESPACE"
 NAMESPACE = "perdure-sandboxes"
 IMAGE_VARIABLE = "PERDURE_KUBERNETES_IMAGE"
-IMAGE = "docker.io/library/python:3.11-bookworm"
-"""For trees that bring no image of their own: Python, git and a compiler."""
 REQUEST_S = 60.0
 UPLOAD_BYTES_PER_S = 1_000_000
 """The slowest link that a large upload is waited for on."""
@@ -92,9 +94,7 @@ class Connection:
     request_s: float = REQUEST_S
 
 
-class KubernetesSandbox(GuestSandbox):
-    """Commands run as `agent`, or as root of the instance's own image; without capabilities."""
-
+class KubernetesSandbox(ContainerSandbox):
     service = "Kubernetes"
 
     def __init__(self, provider: "KubernetesProvider", pod: Pod) -> None:
@@ -134,15 +134,8 @@ class KubernetesSandbox(GuestSandbox):
             )
         if not proven:
             self.provider.network_is_closed = True
-        who = {} if spec.image is None else {"USER": "root", "LOGNAME": "root"}
+        who = {} if spec.image is None else ROOT_VARIABLES
         return {**who, **_of_image(found["env"])}
-
-    def _environment(self) -> Mapping[str, str]:
-        return self._variables
-
-    def _seal(self) -> Mapping[str, str]:
-        machines = ("x86_64", "aarch64")
-        return {name: base64.b64encode(seccomp.program(name)).decode() for name in machines}
 
     # -- how the guest is reached -----------------------------------------------------------------
 
@@ -152,9 +145,6 @@ class KubernetesSandbox(GuestSandbox):
         argv = ["sh", "-c", 'line=$(head -c "$1") && eval "$line"', "sh", str(len(given))]
         said = await self._exec(what, argv, [given], self.provider.connection.request_s + extra_s)
         return said.out.decode("utf-8", "replace")
-
-    async def _write(self, path: str, data: bytes | Path) -> None:
-        await self._write_and_print("upload", path, data, "true")
 
     async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
         """The line first, then the data: `dd` takes no byte of what follows."""
@@ -182,7 +172,7 @@ class KubernetesSandbox(GuestSandbox):
         if said.code == 0 or MARK.encode() in said.out:
             return said
         if said.status is not None and (said.code == 127 or names_missing_program(said.words)):
-            raise self._lacking(_lacks_programs(self.identity, said.words))
+            raise self._lacking(lacks_programs(self.identity, said.words))
         await self._check_lives(None)
         raise ControlPlaneError(
             f"Kubernetes: {what}: its socket or its command broke: {said.words}"
@@ -387,7 +377,7 @@ class KubernetesProvider(ServiceProvider):
         if now.state != "up":
             if now.why.startswith(pods.NEVER_BEGAN) and names_missing_program(now.why):
                 await self.kill(identity)
-                raise _lacks_programs(identity, now.why)
+                raise lacks_programs(identity, now.why)
             raise lost(self.name, identity, f"({now.why})")
         return pod
 
@@ -474,7 +464,7 @@ class _Wait:
                 return self._judged_image(pod, found, lasts)
             case "container":
                 if names_missing_program(said):
-                    return _lacks_programs(self.identity, said)
+                    return lacks_programs(self.identity, said)
                 return lost("kubernetes", self.identity, f"({said})") if lasts > STUCK_S else None
         return self._no_node(found, lasts)
 
@@ -500,12 +490,6 @@ class _Wait:
         if pods.lacks_room(found):
             return RateLimited(said, limit="concurrency", retry_after=api.RELEASE_S)
         return ConfigurationError(f"{said}; correct {pods.POD_VARIABLE}, or the nodes' taints")
-
-
-def _lacks_programs(identity: str, words: str) -> InstanceError:
-    return InstanceError(
-        f"the image of sandbox {identity!r} lacks python3 or a shell tool: {words[-300:]}"
-    )
 
 
 def _of_image(environment: Mapping[str, str]) -> Mapping[str, str]:

@@ -1,0 +1,117 @@
+"""What `bubblewrap`, `podman` and `apptainer` share: sandboxes whose pid 1 holds namespaces.
+
+The holder is pid 1 of the namespaces. Its disk is a tmpfs; the tree is the lower layer of an overlay
+on it. All mounts are in the holder's mount namespace and end with it.
+"""
+
+import os
+from collections.abc import Mapping
+from functools import cache, cached_property
+from pathlib import Path
+
+from perdure.sandboxes.base import Network, PortStream, SandboxSpec
+from perdure.sandboxes.host import cgroups
+from perdure.sandboxes.host.box import Box, BoxMeta
+from perdure.sandboxes.host.dialling import dial_into
+from perdure.sandboxes.host.files import read_file, write_file
+from perdure.sandboxes.host.provider import HostProvider
+from perdure.sandboxes.host.root_folder import etc_digest, write_etc
+from perdure.sandboxes.host.sandbox import HostSandbox
+
+GATEWAY_PORT = 18001
+"""Where commands reach the gateway, on the sandbox's own loopback."""
+CAP_SYS_ADMIN = 21
+LEAST_INODES, INODES_PER_MB = 1 << 15, 256
+
+INIT = "echo up; exec >/dev/null; while read -r line; do :; done"
+"""Pid 1, a bash: it reaps orphans while it waits for input, without a process to wait for (dash does
+not). No line ever arrives; its input ends when the keeper does, and then it exits."""
+
+
+class NamespaceSandbox(HostSandbox):
+    """Namespaces held by pid 1, into which its launcher forks the commands."""
+
+    def _folder(self, cwd: str | None) -> str | None:
+        return None if cwd == self.workdir else cwd
+
+    async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
+        await write_file(self._root(), self._absolute(path), data, mode)
+
+    async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
+        return await read_file(self._root(), self._absolute(path), offset, limit)
+
+    async def dial(self, port: int) -> PortStream:
+        self._check_alive()
+        _, holder = self._processes
+        if holder is None:
+            raise self._lost()
+        return await dial_into(holder, port)
+
+    def _absolute(self, path: str) -> str:
+        return path if path.startswith("/") else f"{self.workdir}/{path}"
+
+    def _root(self) -> Path:
+        self._check_alive()
+        _, holder = self._processes
+        if holder is None:
+            raise self._lost()
+        return Path(f"/proc/{holder.pid}/root")
+
+
+class NamespaceProvider(HostProvider):
+    """Its sandboxes can be dialled, and reach the gateway through a forwarder of their keeper."""
+
+    dials = True
+
+    def _handle(self, box: Box, meta: BoxMeta) -> NamespaceSandbox:
+        return NamespaceSandbox(box, meta)
+
+    @cached_property
+    def _etc(self) -> Path:
+        """The sandbox's /etc, copied once per state of the host's: one bind instead of thirty."""
+        return self._made_once(f".etc-{etc_digest()}", write_etc)
+
+
+def gateway_of(spec: SandboxSpec) -> tuple[int, Path] | None:
+    """The port that the keeper's forwarder listens on, and the socket it connects to."""
+    return None if spec.gateway is None else (GATEWAY_PORT, spec.gateway)
+
+
+def disk_of(spec: SandboxSpec) -> tuple[str, str | None]:
+    """Mount options of the tmpfs, and of the overlay on it where there is a tree."""
+    inodes = max(LEAST_INODES, spec.limits.disk_mb * INODES_PER_MB)  # each costs kernel memory
+    disk = f"size={spec.limits.disk_mb}m,nr_inodes={inodes},mode=0755"
+    if spec.tree is None:
+        return disk, None
+    overlay = f"lowerdir={spec.tree},upperdir=disk/upper,workdir=disk/work"
+    return disk, f"{overlay},{overlay_option()}"
+
+
+def overlay_option() -> str:
+    """`redirect_dir`: without it a folder of the tree can be copied, but not renamed."""
+    return "userxattr" if needs_own_users() else "redirect_dir=on"
+
+
+def resolver_of(network: Network) -> Path | None:
+    """The host's resolv.conf, for sandboxes that share its network."""
+    return None if network is Network.NONE else Path(os.path.realpath("/etc/resolv.conf"))
+
+
+def enforced(plan: cgroups.Plan, spec: SandboxSpec) -> Mapping[str, str]:
+    """Limit -> mechanism. The kernel exempts root's processes from the pids rlimit."""
+    fallback = {
+        "memory": f"prlimit --data={spec.limits.memory_mb << 20}",
+        "pids": f"prlimit --nproc={spec.limits.pids}" if os.geteuid() else "none",
+        "cpu": "none",
+        "disk": "tmpfs",
+        "output": "watched",
+    }
+    return {**fallback, **plan.enforced}
+
+
+@cache
+def needs_own_users() -> bool:
+    """True when this process may not mount: then the keeper becomes root of a user namespace."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("CapEff:"))
+    return not int(line.split()[1], 16) >> CAP_SYS_ADMIN & 1

@@ -1,0 +1,140 @@
+"""What the providers on this host share: folders of boxes, adoption, the sweep of leftovers."""
+
+import asyncio
+import contextlib
+import shutil
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+from perdure.errors import NotFound, SandboxLost
+from perdure.sandboxes.base import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
+from perdure.sandboxes.checks import check_identity
+from perdure.sandboxes.host import cgroups
+from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta
+from perdure.sandboxes.host.sandbox import HostSandbox
+from perdure.sandboxes.host.teardown import GRAVE, destroy, lock_of
+from perdure.sandboxes.locks import locked
+
+STALE_S = 600.0
+"""Seconds after which an unfinished or half-removed folder counts as abandoned."""
+
+
+class HostProvider(SandboxProvider):
+    """Keeps its sandboxes as folders `<home>/sandboxes/<name>/<identity>`."""
+
+    host_bound = True
+
+    def __init__(self, home: Path) -> None:
+        self.root = home.absolute() / "sandboxes" / self.name
+
+    async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
+        check_identity(identity)
+        box = Box(self.root / identity)
+        async with locked(lock_of(box)):
+            if box.ready:
+                return self._adopt(box)
+            if box.exists:  # its creator died during the boot and handed it to no caller
+                await destroy(box)
+            try:
+                return await self._boot(spec, box)
+            except BaseException:
+                await asyncio.shield(destroy(box))
+                raise
+
+    async def attach(self, identity: str) -> Sandbox:
+        check_identity(identity)
+        box = Box(self.root / identity)
+        with contextlib.suppress(FileNotFoundError):  # another process killed it just now
+            if box.ready:
+                return self._adopt(box)
+        raise NotFound(f"no {self.name} sandbox {identity!r} on this host")
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
+        if not self.root.is_dir():
+            return []
+        await asyncio.to_thread(self._clear_leftovers)
+        found = [self._info(Box(path)) for path in sorted(self.root.iterdir())]
+        wanted = (labels or {}).items()
+        return [info for info in found if info is not None and wanted <= info.labels.items()]
+
+    async def kill(self, identity: str) -> None:
+        check_identity(identity)
+        box = Box(self.root / identity)
+        async with locked(lock_of(box)):
+            await destroy(box)
+
+    # -- what differs by provider ---------------------------------------------------------------
+
+    @abstractmethod
+    def _handle(self, box: Box, meta: BoxMeta) -> HostSandbox: ...
+
+    @abstractmethod
+    async def _boot(self, spec: SandboxSpec, box: Box) -> HostSandbox: ...
+
+    # -- helpers ----------------------------------------------------------------------------------
+
+    def _made_once(self, name: str, write: Callable[[Path], None]) -> Path:
+        """The folder `name` that all sandboxes of this provider share, written on first use."""
+        folder = self.root / name
+        if not folder.exists():
+            draft = self.root / f"{DRAFT}{uuid4().hex}"
+            write(draft)
+            try:
+                draft.rename(folder)
+            except OSError:  # another process was quicker
+                shutil.rmtree(draft)
+        return folder
+
+    def _clear_leftovers(self) -> None:
+        """Remove folders whose creator or remover was killed. No process ever ran in them."""
+        for path in (*self.root.glob(f"{DRAFT}*"), *self.root.glob(f"{GRAVE}*")):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > STALE_S:
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _adopt(self, box: Box) -> HostSandbox:
+        if not box.alive:
+            raise SandboxLost(
+                f"{self.name} sandbox {box.identity!r} is dead; boot a new generation"
+            )
+        return self._handle(box, box.meta())
+
+    def _info(self, box: Box) -> SandboxInfo | None:
+        try:
+            meta, expires = box.meta(), box.expires()
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # a draft, the folder of locks, or a sandbox killed just now
+        return SandboxInfo(
+            box.identity, self.name, box.alive, meta.created, expires, dict(meta.labels)
+        )
+
+    def _meta(
+        self,
+        spec: SandboxSpec,
+        box: Box,
+        plan: cgroups.Plan,
+        *,
+        workdir: str,
+        env: Mapping[str, str],
+        enforced: Mapping[str, str],
+        paths: Mapping[str, str] | None = None,
+        farewell: tuple[str, ...] = (),
+    ) -> BoxMeta:
+        return BoxMeta(
+            provider=self.name,
+            identity=box.identity,
+            created=time.time(),
+            workdir=workdir,
+            labels=dict(spec.labels),
+            env=dict(env),
+            output_mb=spec.limits.output_mb,
+            disk_mb=spec.limits.disk_mb,
+            groups=tuple(map(str, plan.folders)),
+            exec_groups=str(plan.exec_groups) if plan.exec_groups else None,
+            enforced=enforced,
+            paths=paths or {},
+            farewell=farewell,
+        )
