@@ -1,7 +1,8 @@
-"""Proves an instance before a GPU is spent on it: gold resolves it, nothing does not, every time.
+"""Proves an instance before it costs GPU time: the gold patch resolves it, the unpatched base does
+not.
 
-Lists that a row lacks are computed here from the difference between both. Making sandboxes is the
-caller's, so that calibration runs in the same kind that will grade.
+If a row lacks test lists, they are computed from the difference between both. The caller makes the
+sandboxes, so that calibration runs in the same kind of sandbox as grading.
 """
 
 import asyncio
@@ -25,16 +26,16 @@ MakeSandbox = Callable[[str], Awaitable[Sandbox]]
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What was run, and what it showed."""
+    """What calibration ran, and its results."""
 
     runs: int
-    """Of gold, and as many of the base as it is."""
+    """Runs with the gold patch; the unpatched base is run as often."""
     fail_to_pass: int
     pass_to_pass: int
     unstable: tuple[str, ...] = ()
-    """Tests left out because not every run of one kind agreed on them."""
+    """Tests left out because runs of the same tree disagreed."""
     dropped_paths: tuple[str, ...] = ()
-    """Parts of gold that grading leaves out."""
+    """Files of the gold patch that the filter drops before grading."""
     longest_run_s: float = 0.0
 
 
@@ -52,7 +53,7 @@ async def calibrate(
     """Compute FAIL_TO_PASS and PASS_TO_PASS by running, then prove them with the grader.
 
     F2P: failed or missing in every run of the base, passed in every run of gold.
-    P2P: passed in every run of both. A test that does neither reliably is in no list.
+    P2P: passed in every run of both. Every other test is in no list.
     Raises: InstanceError saying why the instance is unfit; what the sandboxes raise.
     """
     validate_suite(instance)
@@ -85,7 +86,7 @@ async def calibrate(
 async def verify(
     instance: Instance, make_sandbox: MakeSandbox, *, runs: int = 3, timeout_s: float | None = None
 ) -> Calibrated:
-    """Prove the lists (or the `eval_cmd`) that a row brings: they are kept as they are.
+    """Prove the lists (or the `eval_cmd`) of a row; they stay unchanged.
 
     Raises: InstanceError saying why the instance is unfit; what the sandboxes raise.
     """
@@ -127,7 +128,7 @@ async def _suite(
 
 
 def _passed_in(suite: SuiteRun, instance: Instance) -> set[str]:
-    """Ids that passed in a run. Only the base may break off, and then nothing passed.
+    """Ids that passed in a run. Only the unpatched base may end early; then no test has passed.
 
     Raises: InstanceError when the run cannot be believed.
     """
@@ -143,7 +144,7 @@ def _passed_in(suite: SuiteRun, instance: Instance) -> set[str]:
             f"{instance.ref}: the tests cannot be guarded: {forged}; {last_line(suite.run)}"
         )
     passed = {test for test, status in reading.statuses.items() if status in F2P_PASSES}
-    # What junit does not confirm (output that only looks like a result) is no test to rely on.
+    # A test counts only if junit confirms it: printed text can look like a result.
     return {test for test in passed if not tampering.distrust(reading, code, (test,))}
 
 
@@ -162,7 +163,8 @@ def _nothing_fixed(instance: Instance, gold: Sequence[set[str]]) -> str:
 async def _prove(
     grader: Grader, instance: Instance, make_sandbox: MakeSandbox, limit_s: float, run: str
 ) -> float:
-    """Gold must be resolved and nothing must not; return the longer run's seconds."""
+    """Require that gold resolves and the unpatched base does not; return the seconds of the longer
+    run."""
 
     async def grade(patch: bytes, purpose: str) -> tuple[Outcome, str, float]:
         async with await make_sandbox(f"{purpose}-{run}") as sandbox:

@@ -1,7 +1,7 @@
 """Grades by one command: exit code 0 in the workdir means resolved.
 
-The weakest protocol: there is no canary, so code under test that exits 0 early wins, and nothing
-checks what used to pass. Prefer lists (`swebench`) wherever a row has them.
+This is the weakest protocol: without a canary, code under test that exits 0 early wins, and no
+check covers tests that passed before. If a row has test lists, use `swebench`.
 """
 
 from typing import ClassVar

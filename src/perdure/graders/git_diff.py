@@ -1,7 +1,7 @@
 """A strict, byte-level reader of git diffs: one part per file, no byte lost, nothing guessed.
 
-Strict on purpose: what this reader does not understand, `git apply` must never see, or the two
-could disagree about which files a patch touches. Leaves every judgement to `patch.py`.
+It is strict because this reader and `git apply` must agree on which files a patch touches: a diff
+that it cannot read never reaches `git apply`. `patch.py` judges the result.
 """
 
 import re
@@ -35,7 +35,8 @@ class FileDiff:
     moved: bool = False
     """A rename or a copy."""
     link_target: bytes | None = None
-    """What a symlink will point to. None when it is none, is removed, or the diff does not say."""
+    """The target of a symlink; None if the file is no symlink, is removed, or the diff omits the
+    target."""
     makes_link: bool = False
     """The file is a symlink afterwards."""
     binary: bool = False
@@ -65,7 +66,7 @@ def paths_of(diff: bytes) -> frozenset[bytes]:
 
 
 class _Reader:
-    """Lines with their newlines, and where we are."""
+    """The lines with their newlines, and the current position."""
 
     def __init__(self, data: bytes) -> None:
         self.lines = data.split(b"\n")
@@ -162,7 +163,7 @@ def _extended_headers(reader: _Reader) -> _Header:
 
 
 def _name_paths(reader: _Reader, header: _Header, title: bytes) -> None:
-    """Fill in both paths from the title; a rename's own lines must agree with it."""
+    """Read both paths from the title; the lines of a rename must name the same paths."""
     moved = (header.old_path, header.new_path) if header.old_path or header.new_path else None
     for old, new in _title_splits(reader, title):
         if (old, new) == moved or (moved is None and old == new):
@@ -191,16 +192,16 @@ def _title_splits(reader: _Reader, title: bytes) -> Iterator[tuple[bytes, bytes]
 
 @dataclass
 class _Body:
-    """What a part changes, as far as anyone asks."""
+    """The facts about one part that the filter needs."""
 
     added: list[bytes] = field(default_factory=list)
     partial: bool = False
-    """There are lines that the diff keeps."""
+    """The diff has context lines."""
     binary: bool = False
     lacks_content: bool = False
 
     def whole(self) -> bytes | None:
-        """The new content, when the diff shows all of it."""
+        """The new content, if the diff contains all of it."""
         return b"".join(self.added) if self.added and not self.partial else None
 
     def drop_newline(self) -> None:

@@ -1,4 +1,4 @@
-"""Verdicts that do not depend on the protocol: what the filter, git and the provider decide."""
+"""Verdicts that every protocol shares: those of the filter, of git, and of the provider."""
 
 import hashlib
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Judgement:
 
 
 def judge_filtered(filtered: FilteredPatch) -> Judgement | None:
-    """The verdict, when the filter already decided. A patch that was empty is run on the base."""
+    """The verdict if the filter has already decided. An empty patch is run on the base."""
     if filtered.tampered:
         return Judgement(Outcome.TAMPERED, filtered.tampered)
     if filtered.refused:
@@ -39,10 +39,9 @@ def judge_refusal(run: TestRun) -> Judgement:
 
 
 def judge_killed(run: TestRun) -> Judgement | None:
-    """The verdict on tests that did not end by themselves; None when they did.
-
-    All of these are verdicts: a sandbox is sized for the tests, so what exhausts it, or kills its
-    own runner, is the code under test. Trying again would only let it farm a lucky run.
+    """The verdict on tests that were ended from outside; None if they ended by themselves. These
+    are verdicts, not infrastructure failures: the sandbox is sized for the tests, so the code under
+    test exhausted it or killed its runner. A retry would let hostile code wait for a lucky run.
     """
     if run.status.state is not ExecState.KILLED:
         return None

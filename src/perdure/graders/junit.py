@@ -1,7 +1,7 @@
 """From pytest's junit file to one status per test, under the keys that pytest derives from ids.
 
-The file was written next to hostile code: it is bounded, DTDs are refused, and what it says only
-ever counts together with the log.
+Hostile code can write this file, so its size is bounded, DTDs are refused, and a result counts only
+if the log agrees.
 """
 
 import re
@@ -23,7 +23,7 @@ class UnusableJunit(ValueError):
 
 
 class JunitReport:
-    """Statuses by test id, looked up the way pytest names tests in junit."""
+    """Statuses by test id, under the names that pytest gives tests in junit."""
 
     def __init__(self, statuses: dict[Key, TestStatus], rename: Callable[[str], str]) -> None:
         self._statuses = statuses
@@ -33,7 +33,7 @@ class JunitReport:
             self._by_name[name].append(place)
 
     def get(self, test: str) -> TestStatus | None:
-        """The status of a test id of the log; None when the file does not hold it."""
+        """The status of a test id from the log; None if the file lacks it."""
         place, name = _key(test)
         name = self._rename(name)
         if (place, name) in self._statuses:

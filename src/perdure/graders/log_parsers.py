@@ -1,7 +1,5 @@
-"""From a test run's log to one status per test id; named as SWE-bench rows name them.
-
-The ids are SWE-bench's, so that published lists match. Where a log names a test twice the worse
-status counts. What a status is worth is decided in `verdict.py`.
+"""From a test run's log to one status per test id, under SWE-bench's names for parsers and ids. If
+a log names a test twice, the worse status counts. `verdict.py` decides what a status is worth.
 """
 
 import re
@@ -34,7 +32,7 @@ class LogParser:
 
     parse: Callable[[str], Iterator[tuple[str, TestStatus]]]
     rename: Callable[[str], str] = str
-    """Makes an id the same on every machine; applied to junit's names too."""
+    """Removes what differs between machines from an id; junit's names pass through it too."""
 
     def statuses(self, log: bytes) -> Statuses:
         """Every test the log names. Undecodable bytes become U+FFFD, never an error."""
@@ -118,7 +116,8 @@ _UNITTEST_ENDINGS = {"ok": TestStatus.PASSED, "OK": TestStatus.PASSED, "FAIL": T
 
 
 def _django(log: str) -> Iterator[tuple[str, TestStatus]]:
-    """unittest's verbose lines: `test_x (app.tests.Case) ... ok`, however output interrupts them."""
+    """unittest's verbose lines: `test_x (app.tests.Case) ... ok`, also when other output interrupts
+    them."""
     previous = ""
     for line in map(str.strip, log.split("\n")):
         if line.startswith(("FAIL: ", "ERROR: ")):

@@ -1,8 +1,8 @@
-"""The way of a change out of the agent's sandbox: captured as bytes, then judged on the host.
+"""Takes the agent's change out of its sandbox as bytes, and decides on the host what may be graded.
 
 `capture` trusts nothing that the agent could write: not its `.git`, its configuration, its index.
-`filter_patch` decides what of the diff may enter grading. Killing the agent comes before, and is
-the caller's; storing the bytes comes after, and is the caller's too.
+`filter_patch` decides which files of the diff enter grading. The caller kills the agent first, and
+stores the bytes afterwards.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ class CapturedPatch:
 async def prepare_capture(sandbox: Sandbox) -> str:
     """Copy `.git` aside before the agent starts, and return where: the `base_git` of `capture`.
 
-    Only for sandboxes whose repository is not known on the host (it came with an image). The
-    agent could still destroy the copy, but only on purpose, and only to its own loss.
+    Only for sandboxes whose repository is not known on the host (it came with an image). The agent
+    could still destroy the copy on purpose, but it would only lose its own change.
     Raises: InstanceError when the image has no repository at the workdir.
     """
     argv = ["bash", "-c", _PREPARE_SCRIPT, "prepare", f".perdure-base-{uuid4().hex}"]
@@ -72,8 +72,8 @@ async def prepare_capture(sandbox: Sandbox) -> str:
     return os.fsdecode(result.stdout)
 
 
-# What lies where a sandbox wants temporary files ends with it, also where its /tmp is the host's.
-# The variable is the spec's or the image's, never the agent's; within the tree it would be captured.
+# Files in the sandbox's TMPDIR disappear with it, even if /tmp is the host's. The variable comes
+# from the spec or the image, never from the agent. A folder inside the tree would be captured.
 _TEMPORARY = """
 temporary=${TMPDIR:-/tmp}
 [[ $temporary = /* && $temporary/ != "$PWD"/* && -w $temporary ]] || temporary=/tmp
@@ -219,11 +219,12 @@ class FilteredPatch:
     dropped_paths: tuple[str, ...] = ()
     flagged_paths: tuple[str, ...] = ()
     refused: str | None = None
-    """Why `git apply` must not even see it: an `apply_failed`."""
+    """Why `git apply` must not get it: an `apply_failed`."""
     tampered: str | None = None
-    """Something that no capture produces, so somebody built it: a `tampered`."""
+    """Something that no capture produces, so the agent forged it: a `tampered`."""
     was_empty: bool = False
-    """Nothing had been changed; otherwise an empty `data` means that all of it was dropped."""
+    """The agent changed nothing. If this is False and `data` is empty, the filter dropped every
+    file."""
 
 
 def filter_patch(patch: bytes, instance: Instance) -> FilteredPatch:
@@ -272,7 +273,7 @@ def _shown(paths: Iterable[bytes]) -> tuple[str, ...]:
 
 
 def _forged(file: FileDiff) -> str | None:
-    """git never writes such a path into a diff of its own tree."""
+    """The path is one that git never writes into a diff of its own tree."""
     for path in file.paths:
         shown = path.decode("utf-8", "backslashreplace")
         parts = path.lower().split(b"/")
@@ -326,7 +327,7 @@ def _is_dropped(file: FileDiff, tests: frozenset[bytes], gold: frozenset[bytes])
 
 
 def _collides(path: bytes, tests: frozenset[bytes]) -> bool:
-    """The path is a hidden test, or stands where one needs a directory (or the other way round)."""
+    """The path is a hidden test, a parent folder of one, or below one."""
     return any(
         path == test or test.startswith(path + b"/") or path.startswith(test + b"/")
         for test in tests

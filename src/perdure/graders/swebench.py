@@ -26,7 +26,7 @@ from perdure.types import Instance, Outcome, TestStatus
 
 @dataclass(frozen=True)
 class SuiteRun:
-    """A run of the row's test command, and what its output says; no reading when nothing ran."""
+    """A run of the row's test command and its parsed output; `reading` is None if no test ran."""
 
     run: TestRun
     reading: Reading | None = None
@@ -95,7 +95,7 @@ async def run_suite(
 
 
 def _junit(run: TestRun, parser: LogParser) -> JunitReport:
-    """A file that is absent or unusable vouches for no test at all."""
+    """If the junit file is absent or unusable, it confirms no test."""
     try:
         return parse_junit(run.junit or b"", parser.rename)
     except UnusableJunit:
@@ -103,7 +103,7 @@ def _junit(run: TestRun, parser: LogParser) -> JunitReport:
 
 
 def judge(suite: SuiteRun, instance: Instance) -> Judgement:
-    """From how the run went to the verdict."""
+    """The verdict on a finished run."""
     if suite.reading is None:
         return judge_refusal(suite.run)
     if (ended := judge_killed(suite.run)) is not None:
@@ -120,7 +120,8 @@ def judge(suite: SuiteRun, instance: Instance) -> Judgement:
     passed = any(status in verdict.F2P_PASSES for status in reading.statuses.values())
     claims = code == 0 or (passed and score.outcome is Outcome.RESOLVED)
     if reading.canary_status is TestStatus.MISSING and not claims:
-        # An honest end before the last test: the diff broke collection, or crashed the runner.
+        # The run ended before the last test without forgery: the diff broke collection or crashed
+        # the runner.
         reason = f"the test run broke off (exit code {code}): {last_line(suite.run)}"
         return Judgement(Outcome.UNRESOLVED, reason, score=score)
     tests = (*grading.fail_to_pass, *grading.pass_to_pass)

@@ -33,7 +33,7 @@ class Canary:
     content: bytes
 
     def take(self, statuses: Statuses) -> tuple[TestStatus, Statuses]:
-        """Its own status (MISSING when the run has none), and the statuses of the others."""
+        """The canary's status (MISSING if the run lacks it), and the statuses of all other tests."""
         mine = {test: status for test, status in statuses.items() if self.name in test}
         others = {test: status for test, status in statuses.items() if test not in mine}
         return worst(mine.values()) if mine else TestStatus.MISSING, others
@@ -64,9 +64,8 @@ def guarded_command(grading: Grading, scratch: str) -> tuple[Command, Canary]:
 
 
 def distrust(reading: "Reading", exit_code: int | None, tests: Iterable[str]) -> str | None:
-    """Why a run that reached its end is `tampered`; None when it is believed.
-
-    Only a log that says *better* than junit counts: the other direction cannot raise a score.
+    """Why a finished run is `tampered`; None if it is believed. A difference counts only if the log
+    is *better* than junit: the other direction cannot raise a score.
     """
     canary, junit = reading.canary, reading.junit
     if reading.canary_status not in _FAILING:
@@ -123,7 +122,8 @@ def _pytest(line: str, grading: Grading, junit: str) -> _Added:
     named = [_file_of(word) for word in _arguments(words) if "/" in word or ".py" in word]
     folder = _folder(named, grading)
     canary = _canary(folder, _keywords(words), "def {name}():\n    assert {check}\n")
-    # Without paths, pytest chooses by its configuration; one path more would become the only one.
+    # Without paths, pytest collects by its configuration; adding one path would make it the only
+    # one.
     path = shlex.quote(canary.path) if named else ""
     return f"-rA -o junit_family=xunit1 --junitxml={junit} {path}".rstrip(), canary, junit
 
@@ -146,7 +146,7 @@ def _django(line: str, grading: Grading, junit: str) -> _Added:
 
 
 def _canary(folder: str, keywords: str, template: str) -> Canary:
-    """Fails by a digest that does not match: nothing in its text gives it away as meant to fail."""
+    """It fails because a digest differs, so its text does not reveal that it must fail."""
     seed, name = token_hex(8), f"test_{keywords}{token_hex(5)}"
     wrong = hashlib.sha256(f"not {seed}".encode()).hexdigest()[:16]
     check = f'__import__("hashlib").sha256(b"{seed}").hexdigest()[:16] == "{wrong}"'
@@ -155,7 +155,8 @@ def _canary(folder: str, keywords: str, template: str) -> Canary:
 
 
 def _folder(named: list[str], grading: Grading) -> str:
-    """Beside the first test the command names, so that the same configuration applies to it."""
+    """In the folder of the first test that the command names, so that the same configuration
+    applies."""
     if named:
         return posixpath.dirname(named[0]) if named[0].endswith(".py") else named[0]
     paths = [path.decode("utf-8", "replace") for path in sorted(paths_of(grading.test_patch))]

@@ -1,7 +1,7 @@
 """In a fresh sandbox: apply the diff, put the hidden tests in place, run a command.
 
-The host learns what happened from exit codes as the provider reports them, and from output, which
-`tampering.py` weighs. Verdicts are left to the protocols.
+The host reads exit codes, which the provider reports, and output, which `tampering.py` judges. The
+protocols give the verdict.
 """
 
 import io
@@ -20,7 +20,7 @@ from perdure.types import Instance
 
 
 class Refusal(IntEnum):
-    """Why the tests never started: the exit code of the setup, in which nothing hostile runs."""
+    """Why the tests never started: the exit code of the setup, which runs no hostile code."""
 
     UPLOAD = 91
     NO_REPOSITORY = 92
@@ -54,13 +54,13 @@ class Command:
 
     shell: str
     extra_files: Mapping[str, bytes]
-    """Path below the workdir -> content; written last, over whatever the diff put there."""
+    """Path below the workdir -> content; written last, so that it replaces files of the diff."""
     junit_path: str = ""
     """Where the runner writes its junit file; empty when it writes none."""
 
 
 def scratch_folder() -> str:
-    """A name for the grader's own folder in the sandbox, outside the repository, not guessable."""
+    """A random name for the grader's own folder in the sandbox, outside the repository."""
     return f"/tmp/.perdure-{token_hex(12)}"
 
 
@@ -87,7 +87,7 @@ async def run_tests(
 
 
 def _after_mark(stderr: bytes | None, scratch: str) -> bytes | None:
-    """Without what bash itself said as it started, such as a warning of a locale that is not there."""
+    """Removes what bash printed while it started, such as a warning about a missing locale."""
     return (stderr or b"").partition(f"{scratch}\n".encode())[2] or None
 
 
@@ -106,11 +106,11 @@ async def _run(sandbox: Sandbox, script: list[str], stdin: bytes, timeout_s: flo
 
 _SETUP_LIMIT_S = 300.0
 _GRACE_S = 60.0
-"""A provider that has not ended a command this long after its limit has lost it."""
+"""If a provider has not ended a command this long after its limit, the command counts as lost."""
 
-# Two execs, because what the tests write they can also truncate: only the exit code of an exec
-# in which nothing of theirs has run yet tells a defective row from a hostile diff.
-# The row's tests are tried on the pristine tree first: when they fail later, the diff is to blame.
+# Two execs, because tests can truncate whatever they write. Only the exit code of an exec that has
+# run none of their code can tell a defective row from a hostile diff. The row's test patch is first
+# applied to the pristine tree: if it fails later, the diff is the cause.
 _SETUP = r"""
 dir=$1
 exec 2>&1
@@ -158,7 +158,7 @@ exit $code
 
 
 def _upload(instance: Instance, patch: bytes, command: Command, folder: str) -> bytes:
-    """A tar of one folder, which is not there before."""
+    """A tar with one folder that does not exist yet."""
     grading = instance.grading
     tests = parse(grading.test_patch)
     known = {file.old_path for file in tests if not file.added}

@@ -1,4 +1,4 @@
-"""What statuses are worth: lookups by published id, the pass rules of each list, the rewards."""
+"""From statuses to a verdict: lookups by published id, the pass rules of each list, the rewards."""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ EvalType = Literal["pass_and_fail", "fail_only"]
 
 
 class Score(NamedTuple):
-    """The two lists, looked up, and what they come to."""
+    """The statuses of both lists, and the verdict that follows."""
 
     fail_to_pass: dict[str, TestStatus]
     pass_to_pass: dict[str, TestStatus]
@@ -40,10 +40,9 @@ def score(
     eval_type: EvalType = "pass_and_fail",
     may_xfail: bool = True,
 ) -> Score:
-    """RESOLVED or UNRESOLVED from the statuses of a run that is believed.
-
-    `may_xfail`: the hidden tests speak of xfail. Otherwise one that ends so was made to by the
-    code under test, which can call `pytest.xfail()` too: as good as skipped.
+    """RESOLVED or UNRESOLVED from the statuses of a run that is believed. `may_xfail`: the hidden
+    tests use xfail. Otherwise an xfail came from the code under test, which can call
+    `pytest.xfail()`, and counts as skipped.
     """
     f2p = {test: status_of(test, statuses) for test in fail_to_pass}
     p2p = {test: status_of(test, statuses) for test in pass_to_pass}
@@ -62,7 +61,7 @@ def score(
 
 
 def status_of(test: str, statuses: Mapping[str, TestStatus]) -> TestStatus:
-    """The status under a published id. MISSING when the run has none, or several that disagree."""
+    """The status of a published id; MISSING if the run has none, or several that disagree."""
     found = {statuses[name] for name in names_of(test, statuses)}
     if not found or (found & F2P_PASSES and found - F2P_PASSES):
         return TestStatus.MISSING
@@ -70,9 +69,8 @@ def status_of(test: str, statuses: Mapping[str, TestStatus]) -> TestStatus:
 
 
 def names_of(test: str, statuses: Mapping[str, TestStatus]) -> list[str]:
-    """The tests of a run that a published id stands for.
-
-    One with more `[` than `]` was cut at a space: it stands for every test that starts so.
+    """The tests of a run that a published id names. An id with more `[` than `]` was cut at a
+    space: it names every test that begins with it.
     """
     if test in statuses or test.count("[") <= test.count("]"):
         return [test] if test in statuses else []
