@@ -48,7 +48,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What remains when the process is over: never trusted, only classified and kept."""
+    """What a finished process left: it is classified and stored, never trusted."""
 
     status: ExecStatus
     stdout_tail: bytes
@@ -81,5 +81,5 @@ class Agent(Protocol):
         ...
 
     def classify(self, evidence: Evidence) -> AgentEnd:
-        """How it ended, by this agent's own rules."""
+        """How the agent ended, by its own rules."""
         ...

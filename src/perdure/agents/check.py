@@ -1,6 +1,5 @@
-"""Checks an agent's name and options long before a sandbox boots: the same words everywhere.
-
-Asks the agent itself, by letting it plan a launch for an instance that does not exist.
+"""Checks an agent's name and options before a sandbox boots, with the same messages everywhere. The
+agent itself plans a launch for an instance that does not exist.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Claude Code 2.1.329, the native package from npm, unmodified, run headless in the sandbox.
 
-One JSON object a line on its standard output is its log; the last `result` in it says how it ended.
+Its standard output is its log, one JSON object a line; the last `result` says how it ended.
 """
 
 import json
@@ -23,9 +23,10 @@ TOOLS = ("Bash", "Read", "Edit", "Write", "Grep", "Glob", "Agent")
 """WebFetch and WebSearch ask hosts that no sandbox reaches."""
 
 LIMITS = {"max_turns", "budget_exhausted", "prompt_too_long", "blocking_limit"}
-"""Its own words (`terminal_reason`) for an end that is neither an answer nor a fault."""
+"""Values of `terminal_reason` for an end that is neither an answer nor an error."""
 CUT_OFF = re.compile(r"exceeded the \d+ output token maximum")
-"""Its words after four answers in a row that the cap cut off; `terminal_reason` says `api_error`."""
+"""Its message after four answers in a row that the token cap cut off; `terminal_reason` is
+`api_error`."""
 
 
 class ClaudeCodeOptions(headless.HeadlessOptions):
@@ -34,7 +35,7 @@ class ClaudeCodeOptions(headless.HeadlessOptions):
     tools: tuple[str, ...] = Field(TOOLS, min_length=1)
     """Tools it may use; a shorter list is a shorter prompt."""
     agents: dict[str, JsonValue] = Field(default_factory=dict)
-    """Sub-agents to register, as its own `--agents` takes them: name -> description, prompt, tools."""
+    """Sub-agents to register, as `--agents` takes them: name -> description, prompt, tools."""
 
 
 class ClaudeCode:
@@ -86,12 +87,13 @@ def _flags(task: AgentTask, chosen: ClaudeCodeOptions) -> tuple[str, ...]:
 
 
 def _session_id(task: AgentTask) -> str:
-    """The same for every sample of an instance: it may stand in prompts, and those should agree."""
+    """The same for every sample of an instance, because it may appear in prompts, which should
+    agree."""
     return str(uuid.uuid5(uuid.NAMESPACE_URL, f"perdure:{task.instance.ref}"))
 
 
 def _connection(gateway_url: str, task: AgentTask) -> dict[str, str]:
-    """Every model name it knows is ours: the name decides the shape of its requests."""
+    """Every model name that it uses is set, because the name decides the form of its requests."""
     models = (
         "ANTHROPIC_MODEL",
         "ANTHROPIC_SMALL_FAST_MODEL",
@@ -110,17 +112,17 @@ def _connection(gateway_url: str, task: AgentTask) -> dict[str, str]:
 def _behaviour(task: AgentTask, chosen: ClaudeCodeOptions) -> Mapping[str, str]:
     switched_on = (
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC",
-        "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS",  # else a refusal is tried again in other shapes
-        "CLAUDE_CODE_DISABLE_BACKGROUND_TASKS",  # sub-agents answer before the turn after them
+        "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS",  # else it repeats a refused request in other forms
+        "CLAUDE_CODE_DISABLE_BACKGROUND_TASKS",  # sub-agents answer before the next turn starts
         "CLAUDE_CODE_DISABLE_AUTO_MEMORY",
         "CLAUDE_CODE_DISABLE_GIT_INSTRUCTIONS",
         "DISABLE_AUTOUPDATER",
-        "DISABLE_PROMPT_CACHING",  # its marks move through the history with each turn
-        "IS_SANDBOX",  # it refuses to run as root otherwise, and images have only root
+        "DISABLE_PROMPT_CACHING",  # its cache marks move through the history with each turn
+        "IS_SANDBOX",  # otherwise it refuses to run as root, and images have only root
     )
     return {
         **dict.fromkeys(switched_on, "1"),
-        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # a system text that differs in every chain
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it adds a system text that differs in every chain
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(chosen.answer(task)),
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(chosen.window(task)),
         "API_TIMEOUT_MS": str(int(task.budget_s * 1000) + 1000),  # the budget ends a slow turn
@@ -129,6 +131,6 @@ def _behaviour(task: AgentTask, chosen: ClaudeCodeOptions) -> Mapping[str, str]:
 
 
 def _last_result(stdout: bytes) -> dict[str, Any]:
-    """A background task makes it end twice; the last one counts."""
+    """With a background task it prints two results; the last one counts."""
     found = (event for event in headless.events(stdout) if event.get("type") == "result")
     return next(found, {})

@@ -19,10 +19,10 @@ CONFIG = f"{HOME}/.codex/config.toml"
 LAST_MESSAGE = f"{EVIDENCE}/last-message.txt"
 KEY = "PERDURE_SESSION_KEY"
 COMPACT_AT = 0.8
-"""Share of the context window at which it summarises its history."""
+"""Share of the context window that makes it summarise its history."""
 
 CONTEXT_WORDS = ("context_length_exceeded", "context window")
-"""In the error that it ends with when neither the task nor a summary fits any more."""
+"""Part of its last error, if neither the task nor a summary fits the context any more."""
 
 
 class CodexOptions(headless.HeadlessOptions):
@@ -78,7 +78,7 @@ def _configuration(gateway_url: str, task: AgentTask, chosen: CodexOptions) -> d
         "model_auto_compact_token_limit": int(window * COMPACT_AT),
         "check_for_update_on_startup": False,
         "web_search": "disabled",
-        "allow_login_shell": False,  # /etc/profile of an image would take the instance's PATH away
+        "allow_login_shell": False,  # /etc/profile of an image would replace the instance's PATH
         "analytics": {"enabled": False},
         "shell_environment_policy": {"exclude": [KEY]},
         "model_providers.perdure": {
@@ -92,7 +92,8 @@ def _configuration(gateway_url: str, task: AgentTask, chosen: CodexOptions) -> d
 
 
 def _toml(settings: dict[str, Any]) -> bytes:
-    """Plain values first, then one table for each nested dict; JSON's strings are TOML's."""
+    """Plain values first, then one table for each nested dict; a JSON string is a valid TOML
+    string."""
     plain = [_line(name, value) for name, value in settings.items() if not isinstance(value, dict)]
     tables = [
         f"[{name}]\n" + "".join(_line(*item) for item in table.items())

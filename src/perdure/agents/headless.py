@@ -1,6 +1,5 @@
-"""What every headless command-line agent takes and needs: shared options, the prompt, its log.
-
-The prompt enters by standard input from a file: an argument ends at 128 KiB, an issue may not.
+"""What headless command-line agents share: options, the prompt, the log. The prompt comes by
+standard input from a file, because an argument may hold only 128 KiB.
 """
 
 import json
@@ -30,7 +29,7 @@ Arguments = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
 class HeadlessOptions(Request):
-    """Options that mean the same for every such agent."""
+    """Options with the same meaning for every such agent."""
 
     prompt_template: str = Field(
         prompts.DEFAULT_TEMPLATE, validation_alias=AliasChoices("prompt_template", "SWE_CC_PROMPT")
@@ -41,8 +40,7 @@ class HeadlessOptions(Request):
     )
     """More of its own flags: a list, or one string that is split as a shell would."""
     extra_env: dict[str, str] = Field(default_factory=dict)
-    """More variables for it; no secrets, and not those that carry the gateway's address
-    and key."""
+    """Further variables for it; no secrets, and none that carry the gateway's address or key."""
     context_window: int | None = Field(None, ge=1024)
     """Tokens at which it compacts or stops; the request's `sampling.max_context_tokens` if absent."""
     max_output_tokens: int | None = Field(None, ge=1)
@@ -63,21 +61,21 @@ def gateway_of(agent: str, task: AgentTask) -> str:
 
 
 def with_prompt(argv: tuple[str, ...]) -> tuple[str, ...]:
-    """The same command, reading the prompt from `PROMPT`; the process stays one."""
+    """The same command with the prompt file `PROMPT` as its input, without a further process."""
     return ("/bin/sh", "-c", f'exec "$@" <{PROMPT}', "sh", *argv)
 
 
 def environment(
     task_env: Mapping[str, str], fixed: Mapping[str, str], extra: Mapping[str, str]
 ) -> dict[str, str]:
-    """`extra` may change `task_env`, never `fixed`, and brings no secrets.
+    """`extra` may override `task_env` but not `fixed`, and must not hold secrets.
 
     Raises: ConfigurationError naming the variable.
     """
     for name in extra:
         if name in fixed:
             raise ConfigurationError(f"agent_options.extra_env.{name}: set by Perdure; remove it")
-        if SECRET.search(name):  # the value stays out of the message
+        if SECRET.search(name):  # the message must not show the value
             raise ConfigurationError(
                 f"agent_options.extra_env.{name}: a request is kept for good, so a secret has no "
                 "place in it; remove it"
@@ -86,7 +84,7 @@ def environment(
 
 
 def early_end(evidence: Evidence) -> AgentEnd | None:
-    """What needs no agent's own rules: it never asked the model, or something killed it."""
+    """Ends that are the same for every agent: it never called the model, or it was killed."""
     if evidence.turns == 0:
         return AgentEnd.NEVER_CALLED_MODEL
     if evidence.status.state is ExecState.KILLED:
@@ -95,7 +93,7 @@ def early_end(evidence: Evidence) -> AgentEnd | None:
 
 
 def events(stdout: bytes) -> Iterator[dict[str, Any]]:
-    """The JSON objects of its log, newest first; all else that it printed is passed over."""
+    """The JSON objects of its log, newest first; other lines are skipped."""
     for line in reversed(stdout.splitlines()):
         try:
             event = json.loads(line)

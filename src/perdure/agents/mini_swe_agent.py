@@ -1,7 +1,7 @@
 """mini-swe-agent 2.4.6 from PyPI, unmodified, run inside the sandbox from a read-only mount.
 
 Its own command line, headless, with its `LocalEnvironment` in the workdir and tool calls to the
-gateway. What it submits is not believed: Perdure captures the diff itself.
+gateway. Perdure captures the diff itself and does not use the agent's submission.
 """
 
 import json
@@ -24,14 +24,14 @@ CONFIG = f"{HOME}/mini-swe-agent.yaml"
 TRAJECTORY = f"{EVIDENCE}/trajectory.json"
 LOCK = Path(__file__).parent / "locks" / "mini_swe_agent.txt"
 DIRECT = Path(__file__).parent / "inside" / "mini_swe_agent_direct.py"
-"""Our model class for `client: direct`; lies beside mini-swe-agent in its site-packages."""
+"""Perdure's model class for `client: direct`; it is copied into mini-swe-agent's site-packages."""
 PACKAGES = f"lib/python3.{sys.version_info.minor}/site-packages"
 COMMAND_TIMEOUT_S = 60
-"""Of each shell command the model runs; as in the agent's own SWE-bench configuration."""
+"""Time limit of each shell command; the value of the agent's own SWE-bench configuration."""
 
 LIMITS = {"LimitsExceeded", "TimeExceeded", "ContextWindowExceededError"}
 GAVE_UP = {"RepeatedFormatError"}
-"""The model never answered in the agent's format: its own failure, so it is graded."""
+"""The model never answered in the agent's format: the policy's failure, so the rollout is graded."""
 
 
 class MiniSweAgentOptions(Request):
@@ -91,7 +91,8 @@ def _build(folder: Path) -> None:
 
 
 def _configuration(task: AgentTask, chosen: MiniSweAgentOptions) -> dict[str, Any]:
-    """Laid over the agent's own mini.yaml. No key in here: its trajectory repeats all of it."""
+    """Merged over the agent's own mini.yaml. It holds no key, because the trajectory repeats all of
+    it."""
     model: dict[str, Any] = {
         "model_name": f"openai/{task.model}",
         "model_kwargs": {
@@ -120,13 +121,13 @@ def _environment(task: AgentTask) -> dict[str, str]:
 
 
 def _yaml(value: dict[str, Any]) -> bytes:
-    """JSON whose every unusual character is escaped YAML's way, so that YAML reads it back exactly."""
+    """JSON with special characters escaped as YAML does, so that YAML reads it back exactly."""
     text = json.dumps(value, ensure_ascii=False)
     return re.sub(r"[^\x00-\x7e]", lambda found: f"\\U{ord(found[0]):08x}", text).encode()
 
 
 def _exit_status(trajectory: bytes) -> str:
-    """What the agent wrote about its own end; hostile bytes give "", never an exception."""
+    """The agent's own exit status; hostile bytes give "", never an exception."""
     try:
         status = json.loads(trajectory)["info"]["exit_status"]
     except (ValueError, LookupError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""The agent that does nothing: no sound instance may come out resolved."""
+"""The agent that does nothing: every sound instance must stay unresolved."""
 
 from pathlib import Path
 from typing import ClassVar

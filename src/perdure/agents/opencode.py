@@ -20,15 +20,17 @@ CONFIG = f"{HOME}/opencode.json"
 KEY = "PERDURE_SESSION_KEY"
 PROVIDER = "perdure"
 TITLE = "rollout"
-"""Given, since it asks the model for one otherwise."""
+"""A fixed title, because it otherwise asks the model for one."""
 CONTEXT = "ContextOverflowError"
 NO_SUMMARY = "Tool call not allowed while generating summary"
-"""The model called a tool where it was to summarise its history: its own failure, so it is graded."""
+"""The model called a tool instead of summarising its history: the policy's failure, so it is
+graded."""
 
 
 class OpencodeOptions(headless.HeadlessOptions):
     max_steps: int = Field(250, ge=0)
-    """Model calls of the main agent, the last of which is told to close without tools; 0 = none."""
+    """Limit of the main agent's model calls; opencode asks the last one to finish without tools. 0
+    = none."""
 
 
 class Opencode:
@@ -83,7 +85,8 @@ def _finish_reason(log: list[dict[str, Any]]) -> str:
 
 
 def _steps_allowed(config: bytes) -> int:
-    """As its own settings file says, which is kept; 0 when none is set or it was spoilt."""
+    """The limit in its settings file, which is kept as evidence; 0 if none is set or the file is
+    damaged."""
     try:
         steps = json.loads(config)["agent"]["build"]["steps"]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -92,7 +95,7 @@ def _steps_allowed(config: bytes) -> int:
 
 
 def _configuration(gateway_url: str, task: AgentTask, chosen: OpencodeOptions) -> dict[str, Any]:
-    """Its own settings file. No key in here: files are kept as evidence."""
+    """Its own settings file. It holds no key, because files are kept as evidence."""
     name = f"{PROVIDER}/{task.model}"
     limits = {"context": chosen.window(task), "output": chosen.answer(task)}
     steps = {"steps": chosen.max_steps} if chosen.max_steps else {}

@@ -1,7 +1,7 @@
 """OpenHands' software-agent SDK 1.58.0 from PyPI, unmodified, run headless in the sandbox.
 
-Its default agent with its own tools and prompts; `openhands_run.py` only starts it. It needs a
-Python 3.12, which is taken from the host and mounted beside it.
+It runs its default agent with its own tools and prompts; `openhands_run.py` only starts it. It
+needs a Python 3.12 of the host, which is mounted beside it.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ KEY = "PERDURE_SESSION_KEY"
 LOCK = Path(__file__).parent / "locks" / "openhands.txt"
 RUNNER = Path(__file__).parent / "inside" / "openhands_run.py"
 PYTHON = "PERDURE_OPENHANDS_PYTHON"
-"""Names the Python to use where uv does not find one of at least 3.12."""
+"""Names the Python to use, if uv finds none of at least 3.12."""
 
 LIMITS = {"MaxIterationsReached", "LLMContextWindowExceedError"}
 
@@ -82,8 +82,8 @@ class Openhands:
 
 
 BEHAVIOUR: Mapping[str, str] = {
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it asks the internet for prices
-    "ALLOW_SHORT_CONTEXT_WINDOWS": "true",  # else it refuses those below 16,384 tokens
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it asks the internet for prices
+    "ALLOW_SHORT_CONTEXT_WINDOWS": "true",  # otherwise it refuses windows below 16,384 tokens
     "LOG_LEVEL": "WARNING",
     "OPENHANDS_SUPPRESS_BANNER": "1",
     "DO_NOT_TRACK": "1",
@@ -96,7 +96,7 @@ def _build(folder: Path, python: toolcache.Python) -> None:
 
 
 def _settings(gateway_url: str, task: AgentTask, chosen: OpenhandsOptions) -> dict[str, Any]:
-    """For `openhands_run.py`. No key in here: files are kept as evidence."""
+    """Input of `openhands_run.py`. It holds no key, because files are kept as evidence."""
     return {
         "llm": {
             "model": f"openai/{task.model}",
@@ -107,7 +107,7 @@ def _settings(gateway_url: str, task: AgentTask, chosen: OpenhandsOptions) -> di
             "max_output_tokens": chosen.answer(task),
             "caching_prompt": False,
             "reasoning_effort": None,
-            "input_cost_per_token": 0.0,  # else it looks the price up and warns
+            "input_cost_per_token": 0.0,  # otherwise it looks up the price and warns
             "output_cost_per_token": 0.0,
         },
         "persistence_dir": f"{HOME}/conversations",

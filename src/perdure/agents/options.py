@@ -1,4 +1,4 @@
-"""`agent_options` of a request, checked: a wrong or unknown one is refused by its name."""
+"""Checks the `agent_options` of a request, and refuses a wrong or unknown one by name."""
 
 import difflib
 from collections.abc import Mapping

@@ -13,9 +13,8 @@ resolved. Tests that you cannot see decide; do not change existing tests or thei
 
 
 def render(template: str, task: AgentTask) -> str:
-    """Fill `{problem_statement}`, `{workdir}`, `{repo}` and `{instance_id}`; all else stays as it is.
-
-    Braces in the issue text or in the rest of the template are nothing special.
+    """Fill `{problem_statement}`, `{workdir}`, `{repo}` and `{instance_id}`. Other braces, in the
+    issue text or the template, stay as they are.
     """
     values = {
         "{workdir}": task.workdir,

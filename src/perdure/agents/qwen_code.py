@@ -1,6 +1,7 @@
 """Qwen Code 0.15.10 from npm on a Node of its own, unmodified, run headless in the sandbox.
 
-It speaks Chat Completions. It leaves with 0 after an API error, which stands in its result's text.
+It speaks Chat Completions. After an API error it exits with 0; only its result's text names the
+error.
 """
 
 import json
@@ -21,7 +22,7 @@ SETTINGS = f"{HOME}/.qwen/settings.json"
 TOO_MANY_TURNS = 53
 """Its exit code at `--max-session-turns`."""
 API_ERROR, CONTEXT = "[API Error:", "maximum context length"
-_BEHAVIOUR = {"QWEN_CODE_NO_RELAUNCH": "true"}  # else it starts itself again, for more memory
+_BEHAVIOUR = {"QWEN_CODE_NO_RELAUNCH": "true"}  # otherwise it restarts itself with more memory
 
 
 class QwenCodeOptions(headless.HeadlessOptions):
@@ -78,14 +79,14 @@ class QwenCode:
 
 
 def _was_sampled(log: list[dict[str, Any]]) -> bool:
-    """Whether its last words are the model's own, which may read as an error of its endpoint."""
+    """Whether its last text comes from the model, which may itself look like an endpoint's error."""
     said = next((event.get("message") for event in log if event.get("type") == "assistant"), None)
     usage = said.get("usage") if isinstance(said, dict) else None
     return isinstance(usage, dict) and bool(usage.get("output_tokens"))
 
 
 def _settings(task: AgentTask, chosen: QwenCodeOptions) -> dict[str, Any]:
-    """Its own settings file. No key in here: files are kept as evidence."""
+    """Its own settings file. It holds no key, because files are kept as evidence."""
     generation = {
         "timeout": int(task.budget_s * 1000) + 1000,  # the budget ends a slow turn
         "contextWindowSize": chosen.window(task),

@@ -1,6 +1,5 @@
-"""The host's tool cache: each agent's program built once, whoever asks first, and never changed.
-
-A tool is a folder named by the digest of its recipe; it appears by rename, complete or not at all.
+"""The host's tool cache: each agent's program is built once and never changed. A tool is a folder
+named by the digest of its recipe; a rename makes it appear complete.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ INSTALL_TIMEOUT_S = 900
 async def built(tools: Path, name: str, recipe: str, build: Callable[[Path], None]) -> Path:
     """The finished folder `<tools>/<name>-<digest of recipe>`, built now if it is not there.
 
-    Safe from many processes at once: one builds, the others wait off the event loop.
+    Many processes may call it at once: one builds, the others wait outside the event loop.
     """
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:16]
     folder = tools / f"{name}-{digest}"
@@ -44,17 +43,17 @@ def _build_once(folder: Path, build: Callable[[Path], None]) -> None:
 
 
 def python_identity() -> str:
-    """What a virtual environment depends on besides its requirements."""
+    """The interpreter that a virtual environment depends on."""
     return f"{sys.base_prefix} {sys.version} {platform.machine()}"
 
 
 @dataclass(frozen=True)
 class Python:
-    """An interpreter of this host that is not the one we run on."""
+    """An interpreter of this host other than Perdure's own."""
 
     executable: Path
     prefix: Path
-    """What must be visible where it runs."""
+    """Folders that a sandbox needs to run it."""
     identity: str
 
 
@@ -85,8 +84,8 @@ def _output(argv: list[str]) -> str:
 
 
 def make_virtual_environment(folder: Path, lock: Path, interpreter: str = "") -> None:
-    """A relocatable virtual environment on this interpreter, or the one named, exactly as locked,
-    hashes checked.
+    """A relocatable virtual environment on this interpreter, or the named one, exactly as locked,
+    with hashes checked.
 
     Raises: MissingDependency without uv; AgentError when the registry does not deliver.
     """

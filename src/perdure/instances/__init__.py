@@ -1,1 +1,1 @@
-"""Rows of each dataset become an Instance; builders and environments live here too."""
+"""Turns the rows of each dataset into instances; also builders and environments."""

@@ -1,6 +1,5 @@
-"""The catalog: instances in the store, by reference.
-
-Owns how an instance is kept and found again. Making instances is left to `rows` and `release_pairs`.
+"""The catalog: stores instances by reference and finds them again. `rows` and `release_pairs` make
+them.
 """
 
 import difflib

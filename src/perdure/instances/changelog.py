@@ -1,6 +1,5 @@
-"""Changelogs of released packages: which files they are, and the entry of one version.
-
-Reads reStructuredText and Markdown by their headings alone.
+"""Finds the changelogs of a released package, and the entry of one version. It reads
+reStructuredText and Markdown by their headings only.
 """
 
 import re
@@ -19,7 +18,7 @@ def is_changelog(path: str) -> bool:
 
 
 def entry(tree: Path, version: str) -> str:
-    """What the tree's changelogs say about a version; empty when none says anything."""
+    """The entry of a version in the tree's changelogs; empty if none has one."""
     for file in _files(tree):
         found = section(file.read_text("utf-8", "replace"), version)
         if found:
@@ -39,7 +38,8 @@ def section(text: str, version: str) -> str:
 
 
 def _files(tree: Path) -> list[Path]:
-    """Changelogs, nearest first; last the package's description, which some end with theirs."""
+    """Changelogs, nearest first; the package's description comes last, because some end with a
+    changelog."""
     folders = [tree / place for place in PLACES]
     found = [
         file

@@ -1,7 +1,7 @@
 """Environments: an instance's base repository and what it needs to run, built once per worker.
 
-Built in a sandbox with network, then shared read-only by every sandbox of every rollout. Owns the
-cache and its locking; making the sandboxes that use it is left to the activities.
+Each is built in a sandbox with network, then shared read-only by the sandboxes of all rollouts.
+This module owns the cache and its locks; the rollout stages make the sandboxes that use it.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from perdure.storage.base import Store
 from perdure.types import Instance, Limits, SourceKind
 
 FORMAT = 1
-"""Part of every key: raise it when what is built changes."""
+"""Part of every key: increase it when the content of an environment changes."""
 
 VENV = "/opt/perdure/venv"
 WORK = "/opt/perdure/work"
@@ -67,7 +67,8 @@ class Environments:
         *,
         runs_on: SandboxProvider | None = None,
     ) -> None:
-        """`runs_on`: whose sandboxes they are for, where `provider` only builds."""
+        """`runs_on`: the provider whose sandboxes use the environments, if `provider` only builds
+        them."""
         self.root = root.absolute()
         self._store = store
         self._provider = provider
@@ -82,9 +83,8 @@ class Environments:
         limits: Limits = INSTALL_LIMITS,
         network: Network = Network.HOST,
     ) -> Prepared:
-        """The instance's environment, built now unless it already was.
-
-        `limits`, `network`: of the sandbox in which its install lines run.
+        """The instance's environment; builds it if it does not exist yet. `limits` and `network`
+        apply to the sandbox in which its install lines run.
 
         Raises: InstanceError (no such release, or an install line fails: the message holds its last
         lines and the log's path), RetryHere (registry unreachable), ConfigurationError (this
@@ -124,7 +124,8 @@ class Environments:
     async def _build(
         self, instance: Instance, key: str, ready: Path, limits: Limits, network: Network
     ) -> None:
-        """Build aside and rename: a ready folder is a whole one, whoever is killed when."""
+        """Build in another folder and rename: a folder under `ready/` is complete, even if a
+        builder is killed."""
         await self._sweep(key)
         folder = self.root / "building" / f"{key}-{uuid4().hex[:8]}"
         for part in ("tree", "venv", "work"):
@@ -142,14 +143,15 @@ class Environments:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _sweep(self, key: str) -> None:
-        """What a killed builder of this environment left: its sandbox first, then its folder."""
+        """Remove what a killed builder of this environment left: its sandbox first, then its
+        folder."""
         for left in await self._provider.list({"environment": key}):
             await self._provider.kill(left.identity)
         for folder in (self.root / "building").glob(f"{key}-*"):
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _install(self, instance: Instance, key: str, spec: SandboxSpec) -> None:
-        """Run the install lines where paths are the ones that every later sandbox sees."""
+        """Run the install lines under the paths that every later sandbox has."""
         identity = f"p-{key[:24]}-build-{uuid4().hex[:8]}"
         try:
             async with await self._provider.create(spec, identity) as sandbox:
@@ -197,7 +199,8 @@ class Environments:
 
 
 def environment_key(instance: Instance) -> str:
-    """Digest of all that decides what is built: instances that agree in it share one build."""
+    """Digest of everything that decides the content: instances with the same digest share one
+    build."""
     source = instance.source
     parts = [
         FORMAT,
@@ -211,7 +214,8 @@ def environment_key(instance: Instance) -> str:
 
 
 def install_script(lines: tuple[str, ...]) -> str:
-    """One shell for all lines, so that what one exports the next one sees; the first failure ends it."""
+    """One shell for all lines, so that exported variables reach the next line; the first failure
+    ends it."""
     echoed = [f"printf '%s\\n' {shlex.quote('+ ' + line)}\n{line}" for line in lines]
     return "exec 2>&1\nset -e\n" + "\n".join(echoed) + "\n"
 
@@ -232,12 +236,12 @@ def _commit(tree: Path) -> str:
 
 
 def _prepared(instance: Instance, ready: Path, elsewhere: bool) -> Prepared:
-    os.utime(ready)  # used now: what an age-based clean-up of the cache goes by
+    os.utime(ready)  # an age-based clean-up of the cache reads this time
     environment = instance.environment
     prefix = uv.find_python(environment.python)
     mounts = _python_mounts(prefix)
     if elsewhere and environment.install and prefix != Path("/usr"):
-        mounts = (Mount(prefix, str(prefix)),)  # there is nothing of this host's
+        mounts = (Mount(prefix, str(prefix)),)  # an image holds nothing of this host
     path = f"{prefix}/bin:{SYSTEM_PATH}"
     variables = _environment_variables(instance)
     if environment.install:
@@ -275,7 +279,7 @@ def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:
 
 
 def _check_portable(instance: Instance, runs_on: SandboxProvider) -> None:
-    """What was installed here runs elsewhere only with the interpreter it was installed for."""
+    """What this host installed runs elsewhere only with the same interpreter."""
     prefix = uv.find_python(instance.environment.python)
     if instance.environment.install and prefix == Path("/usr"):
         raise ConfigurationError(
@@ -294,7 +298,8 @@ def _environment_variables(instance: Instance) -> dict[str, str]:
 
 
 def _python_mounts(prefix: Path) -> tuple[Mount, ...]:
-    """The interpreter's own folder; every sandbox already has /usr, and ours Perdure's Python."""
+    """The interpreter's own folder. Every sandbox has /usr, and local ones have Perdure's Python
+    too."""
     return () if prefix in (Path("/usr"), Path(sys.base_prefix)) else (Mount(prefix, str(prefix)),)
 
 

@@ -1,6 +1,5 @@
-"""One row's fields, read in every form the public datasets use.
-
-Every complaint names the row, the field and the fix; what the fields mean is left to the formats.
+"""Reads one row's fields in every form that the public datasets use. Every error names the row, the
+field and the fix. The formats decide what a field means.
 """
 
 import ast
@@ -19,7 +18,7 @@ STRINGS_FIX = "give a list of strings, or a JSON or Python literal of one"
 
 @dataclass(frozen=True)
 class Row:
-    """A row's fields, with the number that complaints name. All readers raise InstanceError."""
+    """A row's fields, with the row number for error messages. All readers raise InstanceError."""
 
     number: int
     fields: Mapping[str, Any]
@@ -37,7 +36,7 @@ class Row:
         return self.fields.get(name) not in (None, "", [], {}, ())
 
     def text(self, name: str, fix: str) -> str:
-        """A string that must be there and say something."""
+        """A required string that is not blank."""
         value = self.optional_text(name)
         if not value.strip():
             raise self.lacks(name, fix)
@@ -52,7 +51,8 @@ class Row:
         return value or default
 
     def patch(self, name: str, fix: str | None = None) -> bytes:
-        """A diff, its line ends untouched; required when `fix` says what to do about it."""
+        """A diff with its line ends unchanged; required if `fix` is given, which the error then
+        quotes."""
         text = self.text(name, fix) if fix else self.optional_text(name)
         return text.encode("utf-8", "surrogateescape")
 
@@ -93,7 +93,7 @@ class Row:
         return {k: v for k, v in values.items() if isinstance(v, (str, int, float)) and v != ""}
 
     def invalid(self, error: ValidationError, prefix: str = "") -> InstanceError:
-        """The first complaint of a model, in this row's words."""
+        """The first validation error of a model, with this row's number and field."""
         first = error.errors(include_url=False)[0]
         name = ".".join([*([prefix] if prefix else []), *(str(part) for part in first["loc"])])
         if first["type"] == "string_pattern_mismatch" and name == "instance_id":
@@ -104,7 +104,7 @@ class Row:
 
 
 def _kind(value: Any) -> str:
-    """In JSON's words."""
+    """The JSON name of a value's type."""
     kinds = {bool: "true or false", list: "a list", dict: "an object"}
     return kinds.get(type(value), f"the number {value}")
 

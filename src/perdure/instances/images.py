@@ -1,7 +1,5 @@
 """Image names of the public datasets: the row's own, else by the rule of its publisher.
-
-Owns the names alone. Where an image is pulled from, and under what name a provider has it, is
-`perdure.sandboxes.images`'.
+`perdure.sandboxes.images` decides where an image is pulled from, and its name at a provider.
 """
 
 from collections.abc import Callable
@@ -9,13 +7,14 @@ from collections.abc import Callable
 from perdure.instances.fields import Row
 
 GIVEN = ("image", "image_name", "docker_image", "image_url")
-"""Fields in which datasets name the image themselves: Scale-SWE, SWE-smith, R2E-Gym always do."""
+"""Fields in which a dataset may name the image; Scale-SWE, SWE-smith and R2E-Gym always do."""
 
 Rule = Callable[[Row], str | None]
 
 
 def image_of(row: Row) -> str | None:
-    """The row's image: given, by its data source's rule, or by SWE-bench's where it looks like one."""
+    """The row's image: as given, by its data source's rule, or by SWE-bench's rule if the row has
+    its fields."""
     for field in GIVEN:
         if given := row.optional_text(field):
             return given
@@ -43,7 +42,7 @@ def swe_rebench(row: Row) -> str | None:
 
 
 def _by_id(row: Row, owner: str, instead: str) -> str | None:
-    """Docker forbids two underscores in a row: each publisher writes something else for them."""
+    """Docker forbids two underscores in a row, and each publisher replaces them differently."""
     instance_id = row.optional_text("instance_id").lower()
     if "__" not in instance_id:
         return None
@@ -90,4 +89,4 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("r2e", r2e_gym),
     ("multi-swe", multi_swe),
 )
-"""By the beginning of `data_source`; the longer one first."""
+"""By prefix of `data_source`; longer prefixes come first."""

@@ -1,6 +1,5 @@
-"""Rows out of files and the Hugging Face hub, exactly as they are stored.
-
-Owns the containers (JSONL, JSON, parquet, hub); what the fields mean is left to `rows`.
+"""Reads rows from files and the Hugging Face hub, exactly as they are stored. It knows the
+containers (JSONL, JSON, parquet, hub); `rows` knows what the fields mean.
 """
 
 import importlib.metadata
@@ -19,7 +18,7 @@ DEFAULT_SPLIT = "test"
 class NumberedRow(NamedTuple):
     """A row as read. `number` counts from 1; in JSONL it is the line, so that an editor finds it.
 
-    `problem` says why there are no fields: one bad line must not hide the next one.
+    If the row cannot be read, `problem` says why, so that one bad line does not hide the next one.
     """
 
     number: int
@@ -98,7 +97,7 @@ def _read_parquet(path: Path) -> Iterator[NumberedRow]:
 def _read_hub(name: str) -> Iterator[NumberedRow]:
     repository, _, split = name.partition(":")
     try:
-        importlib.metadata.version("datasets")  # the folder datasets/ must not pass for it
+        importlib.metadata.version("datasets")  # a folder datasets/ imports too
     except importlib.metadata.PackageNotFoundError:
         raise MissingDependency(
             "reading from the Hugging Face hub needs the package `datasets`: "
@@ -108,7 +107,7 @@ def _read_hub(name: str) -> Iterator[NumberedRow]:
 
     try:
         rows = datasets.load_dataset(repository, split=split or DEFAULT_SPLIT)
-    except Exception as error:  # the library raises anything from ValueError to its own HTTP errors
+    except Exception as error:  # the library raises many types
         raise ConfigurationError(
             f"cannot load {repository!r} (split {split or DEFAULT_SPLIT!r}) "
             f"from the Hugging Face hub: {error}"

@@ -1,7 +1,7 @@
 """Instances from consecutive releases: the base is release N, the gold patch and tests are N+1's.
 
-Owns the recipe (facts only) and everything up to the FAIL_TO_PASS / PASS_TO_PASS lists; those come
-from running the tests, which is the graders' calibration.
+This module reads the recipe (facts only) and makes everything except the FAIL_TO_PASS and
+PASS_TO_PASS lists; calibration in `graders` computes those by running the tests.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ PACKAGING = {
     "setup.py",
     "tox.ini",
 }
-"""Of a release, not of a fix: the environment is built from the base's own."""
+"""These files belong to a release, not to a fix: the environment is built from the base's own."""
 PROSE_FOLDERS = {"doc", "docs", "requirements", "examples"}
 MAX_GOLD_LINES = 2000
 
@@ -51,12 +51,12 @@ class Pair(Request):
     after: Name = Field(alias="to")
     test_cmd: Annotated[str, StringConstraints(min_length=1)]
     exclude_newer: datetime.date
-    """The environment holds nothing that was published after this day."""
+    """The environment holds no package that was published after this day."""
     requires: tuple[str, ...] = ("pytest",)
     """What the tests need besides the package itself."""
     python: str = "3.11"
     demo: bool = False
-    """One of the quick ones that the demo runs."""
+    """The demo runs it, because it is quick."""
 
     @property
     def instance_id(self) -> str:
@@ -170,7 +170,7 @@ def environment_of(pair: Pair) -> Environment:
 
 
 def split_paths(changed: list[str], before: Path, after: Path, pair: Pair) -> Split:
-    """Sort changed paths into gold, tests, and what a release changes without fixing anything."""
+    """Sort changed paths into gold, tests, and files that a release changes without a fix."""
     split = Split([], [], [])
     for path in changed:
         if is_test(path):
@@ -207,7 +207,7 @@ def is_metadata(path: str) -> bool:
 
 
 class Difference(NamedTuple):
-    """What two releases come down to."""
+    """The comparison of two releases."""
 
     base: bytes
     """tar.gz of the earlier release's tree."""
@@ -245,7 +245,7 @@ def _check(pair: Pair, gold: bytes, tests: bytes) -> None:
 
 
 def statement(pair: Pair, after: Path, gold: list[str]) -> str:
-    """The changelog entry of the later release; without one, what there is to go by."""
+    """The changelog entry of the later release; without one, the names of the changed files."""
     entry = changelog.entry(after, pair.after)
     head = f"This repository is {pair.package} {pair.before}."
     if entry:
@@ -281,7 +281,7 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def _only_version(before: Path, after: Path, pair: Pair) -> bool:
-    """The file changed in nothing but its version number."""
+    """The file changed only in its version number."""
     if not (before.is_file() and after.is_file()):
         return False
     renamed = before.read_bytes().replace(pair.before.encode(), pair.after.encode())

@@ -1,6 +1,5 @@
-"""Git on the host, without anybody's configuration: one-commit repositories and diffs of trees.
-
-Bytes in, bytes out. Capturing and applying an agent's diff is left to `graders`.
+"""Git on the host, without any user's configuration: one-commit repositories and diffs of trees.
+Paths and diffs are bytes. `graders` captures and applies an agent's diff.
 """
 
 import os
@@ -28,19 +27,20 @@ IDENTITY = {
         ("DATE", "2000-01-01T00:00:00Z"),
     )
 }
-"""Always the same, so that the same tree has the same commit on every worker."""
+"""Fixed author and time, so that the same tree has the same commit on every worker."""
 
 ATTRIBUTES = "* -text -ident -filter !eol !working-tree-encoding\n"
-"""Beats the tree's own .gitattributes: what is committed is what lies on disk, CRLF included."""
+"""Overrides the tree's own .gitattributes: the commit holds exactly the bytes on disk, CRLF
+included."""
 
 EXCLUDE = "__pycache__/\n*.py[co]\n.pytest_cache/\n.hypothesis/\n.mypy_cache/\n.ruff_cache/\n"
-"""Running tests must not look like an edit; released trees often come without a .gitignore."""
+"""Files that tests create must not look like an edit; released trees often lack a .gitignore."""
 
 
 def commit_all(tree: Path) -> str:
     """Make `tree` a repository of exactly one commit that holds every file; return its id.
 
-    Git's own folders that were in the tree are removed first.
+    Removes git folders that are in the tree first.
     """
     for folder in sorted(tree.rglob(".git")):
         shutil.rmtree(folder) if folder.is_dir() and not folder.is_symlink() else folder.unlink()

@@ -1,4 +1,4 @@
-"""Rows to instances: which format a row has, and importing a whole source into the catalog.
+"""Decides which format a row has, and imports a whole source into the catalog.
 
 A new row format is one file with `to_instance(row, dataset)` and one line in `FORMATS`.
 """
@@ -24,7 +24,7 @@ FORMATS: dict[str, Callable[[Row, str], Instance]] = {
     "swegym": swe_gym_rows.to_instance,
     "slime": slime_rows.to_instance,
 }
-"""By `data_source`. A row with another one, or none, is told by its fields."""
+"""By `data_source`. A row with an unknown one, or none, is recognised by its fields."""
 
 NOT_BUILT = {
     "before_repo_set_cmd": "SWE-bench Pro",
@@ -32,11 +32,11 @@ NOT_BUILT = {
     "install_config": "SWE-rebench",
     "fix_patch": "Multi-SWE-bench",
 }
-"""Fields that give away a format which cannot be graded yet: better refused than graded wrongly."""
+"""Fields of formats that cannot be graded yet: such rows are refused rather than graded wrongly."""
 
 
 class ImportReport(NamedTuple):
-    """What an import did: references in row order, and one line for each row left out."""
+    """The result of an import: references in row order, and one line for each row left out."""
 
     dataset: str
     refs: list[str]

@@ -47,7 +47,7 @@ def _instance_id(row: Row, flat: Row) -> str:
 
 
 def _prompt(row: Row) -> str:
-    """The prompt as text; of a chat, what the user said last."""
+    """The prompt as text; for a chat, the last user message."""
     prompt = row.fields.get("prompt")
     if isinstance(prompt, list):
         said = [turn.get("content") for turn in prompt if _is_user_turn(turn)]
@@ -74,7 +74,8 @@ def _grading(row: Row) -> Grading:
 def _script_grading(row: Row) -> Grading:
     """The script as a hidden file and the command that runs it.
 
-    Not inlined in the command as old slime does: an argument ends at 128 KiB.
+    It is not inlined in the command, as older slime does, because an argument may hold only 128
+    KiB.
     """
     script = row.text("f2p_script", "")
     return Grading(

@@ -1,6 +1,5 @@
-"""Base trees: fetch what a Source names and lay it out as plain files.
-
-Owns bytes to tree. The repository made of it is `repository`'s, what is installed `environments`'.
+"""Base trees: fetch what a Source names and unpack it as plain files. `repository` makes the git
+repository of it; `environments` installs its dependencies.
 """
 
 import asyncio
@@ -22,12 +21,13 @@ from perdure.types import Source, SourceKind
 DOWNLOAD_TIMEOUT_S = 60.0
 DAMAGED = (
     *(tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile),
-    *(FileExistsError, IsADirectoryError, NotADirectoryError),  # one name, a file and a folder
+    *(FileExistsError, IsADirectoryError, NotADirectoryError),  # one name for a file and a folder
 )
 
 
 async def fetch(source: Source, tree: Path, store: Store) -> None:
-    """Make the folder `tree` and fill it. A blob holds the tree itself, an sdist one folder of it.
+    """Make the folder `tree` and fill it. A blob holds the tree itself; an sdist holds it in one
+    folder.
 
     Raises: InstanceError (no such release, unsafe archive), NotFound (no such blob), RetryHere.
     """
@@ -57,10 +57,10 @@ def download_sdist(requirement: str) -> bytes:
 
 
 def unpack(archive: bytes, tree: Path, strip: int = 0) -> None:
-    """Write the archive's files, folders and symlinks below `tree`, and nothing anywhere else.
+    """Write the archive's files, folders and symlinks below `tree`, and nowhere else.
 
-    `strip`: leading path parts to drop. Owners and times are dropped, of modes only the executable
-    bit is kept. (Not tarfile's own data filter: Debian 12's Python 3.11.2 lacks it.)
+    `strip`: leading path parts to drop. Owners and times are dropped; of the mode, only the
+    executable bit is kept. (Not tarfile's own data filter: Debian 12's Python 3.11.2 lacks it.)
     Raises: InstanceError when the archive is damaged or reaches outside.
     """
     tree.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
 
 
 def _command(row: Row) -> str:
-    """What `test_script` runs once it is in the repository and its environment."""
+    """The command that `test_script` runs after it has entered the repository and its environment."""
     script = row.text("test_script", "add it, or the command that runs the tests as `test_cmd`")
     lines = [line for line in script.splitlines() if not PREAMBLE.match(line)]
     if not lines:

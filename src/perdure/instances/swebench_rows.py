@@ -1,6 +1,6 @@
 """SWE-bench rows, schemas 4.x and 5.x, and rows whose base tree is a released sdist.
 
-Also the home of what other formats share: where the tree comes from, what it needs to run.
+Other formats use its functions for the origin of the tree and for what the tree needs to run.
 """
 
 import re
@@ -63,7 +63,7 @@ def source_of(row: Row, image_of: Rule) -> Source:
 
 
 def environment_of(row: Row, image_of: Rule) -> Environment:
-    """What the tree needs to run; an image only when the tree does not come from elsewhere."""
+    """What the tree needs to run; names an image only if the tree comes from it."""
     python, workdir = row.optional_text("python", "3.11"), row.optional_text("workdir", "/testbed")
     if not re.fullmatch(r"\d+\.\d+(\.\d+)?", python):
         raise row.wrong("python", f"write a version such as 3.11, not {python!r}")
@@ -101,7 +101,7 @@ def lists_grading(row: Row) -> Grading:
 
 
 def eval_cmd_grading(row: Row) -> Grading:
-    """One command whose exit code decides."""
+    """One command whose exit code is the verdict."""
     return Grading(
         protocol="eval_cmd",
         eval_cmd=row.text("eval_cmd", "add the command whose exit code 0 means solved"),
@@ -128,5 +128,5 @@ def test_command(row: Row) -> str:
 
 
 def in_conda(command: str, script: str) -> str:
-    """The command in the environment that the script activates for it, if it does."""
+    """The command, inside the environment that the script activates, if it activates one."""
     return f"{CONDA} && {command}" if "conda activate testbed" in script else command

@@ -1,4 +1,4 @@
-"""The host's uv: where its binary is, which interpreter a version means, where an sdist lies.
+"""The host's uv: finds its binary, the interpreter for a version, and the URL of an sdist.
 
 Index, mirror and certificate settings are uv's own (files and variables); nothing here names a host.
 """
@@ -20,7 +20,7 @@ UNREACHABLE = re.compile(
     rb"Failed to fetch|Request failed|error sending request|tcp connect error|dns error"
     rb"|Temporary failure in name resolution|Connection refused|timed out|operation timed out"
 )
-"""What uv and pip say when the registry, not the request, is at fault."""
+"""Messages of uv and pip that mean a fault of the registry, not of the request."""
 
 REGISTRY_VARIABLES = re.compile(
     r"^(UV_(DEFAULT_INDEX|INDEX.*|EXTRA_INDEX_URL|FIND_LINKS|INSECURE_HOST|NATIVE_TLS|SYSTEM_CERTS"
@@ -36,7 +36,7 @@ CONFIG_FILES = {
     "UV_CONFIG_FILE": ("~/.config/uv/uv.toml", "/etc/uv/uv.toml"),
     "PIP_CONFIG_FILE": ("~/.config/pip/pip.conf", "~/.pip/pip.conf", "/etc/pip.conf"),
 }
-"""Where uv and pip look, nearest first."""
+"""Configuration files of uv and pip, nearest first."""
 
 
 class Sdist(NamedTuple):
@@ -60,7 +60,7 @@ def find_binary() -> Path:
 
 
 def locate_sdist(requirement: str) -> Sdist:
-    """Ask the configured index where the sdist of a pinned requirement lies.
+    """Ask the configured index for the sdist of a pinned requirement.
 
     Raises: InstanceError when there is none; RetryHere when the index cannot be reached.
     """
@@ -124,7 +124,7 @@ def _compile(requirement: str, *options: str) -> bytes:
 
 
 def _run(arguments: Sequence[str], stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    # From the root folder: the project or workspace that Perdure runs in must not have a say.
+    # Runs in the root folder, so that the project or workspace around Perdure has no effect.
     return subprocess.run(
         [find_binary(), *arguments], input=stdin, capture_output=True, cwd="/", check=False
     )

@@ -19,7 +19,7 @@ class ContextWindowExceededError(Exception):
 
 
 class RequestRefused(Exception):
-    """Asking again would be refused again."""
+    """A repetition would be refused too."""
 
 
 class DirectModel(OpenRouterModel):

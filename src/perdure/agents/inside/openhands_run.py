@@ -30,7 +30,7 @@ def main(settings: dict[str, Any], prompt: str) -> None:
     error = ""
     try:
         conversation.run()
-    except Exception as raised:  # told below, whatever it is: the process has no other reader
+    except Exception as raised:  # the report below names it
         error = f"{type(raised).__name__}: {raised}"
     tell({"kind": "perdure_end", "status": conversation.state.execution_status, "error": error})
     conversation.close()
