@@ -1,12 +1,12 @@
 # Every command sets itself up: Python 3.11, make and git are enough.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-agents test-redteam test-leaks test-real test-vllm test-serving fmt build chaos bench clean
+.PHONY: help setup demo check compiled test test-all test-agents test-redteam test-leaks test-real test-vllm test-serving fmt build chaos bench clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
 EXTRAS := --extra laptop --extra e2b --extra daytona --extra kubernetes --extra doubles
 RUN := $(UV) run --frozen $(EXTRAS)
-SUITES := tests/unit tests/contracts tests/workflows tests/integration
+SUITES := tests/integration tests/contracts tests/unit tests/workflows
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,8 +25,15 @@ check: setup ## ruff, format, mypy --strict, import contracts
 	@$(RUN) mypy
 	@$(RUN) lint-imports
 
-test: check ## check, then unit, contracts, workflows and integration tests, in minutes
-	@$(RUN) pytest $(SUITES)
+compiled: setup # in one process: else each process of `test` compiles all that it imports
+	@$(RUN) pytest -qq -n 0 --collect-only $(SUITES) >/dev/null
+
+test: setup ## check, then unit, contract, workflow and integration tests, in minutes
+	@$(MAKE) --no-print-directory -j2 check compiled
+	@$(RUN) pytest -m "not longer" $(SUITES)
+
+test-all: test ## test, then the longer tests of the same suites: what CI runs
+	@$(RUN) pytest -m longer $(SUITES)
 
 test-real: setup ## seven real SWE-bench rows, three times each, through the command line
 	@$(RUN) pytest -rs tests/real/test_sdist_rows.py

@@ -14,6 +14,7 @@ pytest.importorskip("aiohttp")
 
 
 class TestDaytona(SandboxContract):
+    runs_commands_as = "TestE2B"
     reaches_gateway = False  # by a relay, not by a socket of this host
     bounds_memory = False  # it is the snapshot's
     shortest_life_s = None  # the service counts in minutes

@@ -14,6 +14,7 @@ pytest.importorskip("aiohttp")
 
 
 class TestKubernetes(SandboxContract):
+    runs_commands_as = "TestE2B"
     reaches_gateway = False  # by a relay, not by a socket of this host
     large_file_mb = 64  # client and server of the socket share this process
     at_once = 16

@@ -66,6 +66,8 @@ class TestPodman(SandboxContract):
 class TestApptainerOverItsDouble(SandboxContract):
     """The command lines and what follows them; Apptainer itself is not here."""
 
+    runs_commands_as = "TestBubblewrap"
+
     @pytest.fixture
     def provider(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ApptainerProvider:
         if missing := BubblewrapProvider(tmp_path / "home").check():
