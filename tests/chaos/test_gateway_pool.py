@@ -9,8 +9,8 @@ import pytest
 
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests import gateway_pool
-from tests.contracts.test_store_contract import S3Server
 from tests.gateway_pool import Crowd, Pool, Stream, differences, play, scripts
+from tests.s3_server import S3Server
 
 SESSIONS, TURNS = 32, 4
 FEW = 8

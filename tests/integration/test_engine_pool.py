@@ -6,36 +6,32 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from perdure.engines.base import Completion
 from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.leases import Capacity
-from perdure.engines.pool.pool import EnginePool, EngineSpec, Seat
-from perdure.engines.roster import LoneRoster, SharedRoster
+from perdure.engines.pool.pool import EngineSpec
+from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineState, name_of
 from perdure.episodes.turns import decode
 from perdure.errors import GatewayUnavailable
 from perdure.gateway.base import control_token
-from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine, logprob
-
-LONG = {"default": {"turns": [{"content": " ".join(f"word{n}" for n in range(120))}]}}
-TOKENIZER = load_tokenizer("qwen3")
-PROMPT = [
-    *TOKENIZER.encode_plain("The task."),
-    TOKENIZER.convert_tokens_to_ids("<|im_start|>"),
-    *TOKENIZER.encode_plain("assistant\n"),
-]
-STOP = 151_645
-SAMPLING: dict[str, Any] = {"max_tokens": 4000, "temperature": 0.0, "stop_token_ids": [STOP]}
-
+from tests.integration.engine_calls import (
+    LONG,
+    PROMPT,
+    SAMPLING,
+    Fixed,
+    ask,
+    opened,
+    ready,
+    sampling,
+    undisturbed,
+    until,
+)
 
 HANG_S = 2.0
 """Where a test waits until a stopped engine is noticed; else none that lives is taken for hung."""
@@ -92,58 +88,6 @@ def processes(tmp_path: Path) -> Iterator[Callable[..., EngineProcess]]:
 async def client() -> AsyncIterator[httpx.AsyncClient]:
     async with new_client() as client:
         yield client
-
-
-@asynccontextmanager
-async def opened(
-    client: httpx.AsyncClient, *urls: str, roster: SharedRoster | None = None, **options: Any
-) -> AsyncIterator[EnginePool]:
-    pool = EnginePool(
-        roster or LoneRoster(),
-        client,
-        [EngineSpec(url) for url in urls],
-        **{"poll_s": 0.05, "hang_s": 60.0, **options},
-    )
-    await pool.start()
-    try:
-        yield pool
-    finally:
-        await pool.aclose()
-
-
-def ask(pool: EnginePool, session: str = "s", **labels: str) -> "asyncio.Task[Completion]":
-    call = pool.generate(
-        PROMPT, SAMPLING, session_id=session, request_id=f"{session}-0", labels=labels
-    )
-    return asyncio.ensure_future(call)
-
-
-async def until(condition: Callable[[], Any]) -> Any:
-    while not (found := condition()):
-        await asyncio.sleep(0.01)
-    return found
-
-
-async def ready(pool: EnginePool, count: int) -> None:
-    await until(lambda: sum(seat.record.serves for seat in pool.seats.values()) == count)
-
-
-async def sampling(pool: EnginePool, tokens: int = 40) -> Seat:
-    """The engine that has given so many tokens of a call that goes on."""
-
-    def busy() -> Seat | None:
-        for seat in pool.seats.values():
-            if any(len(call.salvage.ids) >= tokens for call in seat.running):
-                return seat
-        return None
-
-    seat: Seat = await until(busy)
-    return seat
-
-
-async def undisturbed() -> list[int]:
-    async with ScriptedEngine(LONG) as engine:
-        return engine.policy.complete(PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -301,13 +245,6 @@ async def test_a_drain_moves_what_is_left_at_its_deadline(client: httpx.AsyncCli
 
     assert list(completion.token_ids) == await undisturbed()
     assert len(completion.engines) == 2
-
-
-class Fixed(Capacity):
-    """A number of agents that stays."""
-
-    def observe(self, *_: object, **__: object) -> None:
-        """Whatever the engine says."""
 
 
 async def test_a_call_waits_for_room_and_is_never_refused(client: httpx.AsyncClient) -> None:

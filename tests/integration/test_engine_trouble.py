@@ -20,7 +20,7 @@ from perdure.engines.state import EngineRecord, EngineState, name_of
 from perdure.engines.weights.update import Policy, UpdateRefused, WeightUpdates
 from perdure.errors import StoreUnavailable
 from perdure.testing.scripted_engine import ScriptedEngine
-from tests.integration.test_engine_pool import (
+from tests.integration.engine_calls import (
     LONG,
     PROMPT,
     SAMPLING,
@@ -32,7 +32,7 @@ from tests.integration.test_engine_pool import (
     undisturbed,
     until,
 )
-from tests.integration.test_engine_weights import canary, checkpoint, recorded_versions, stand
+from tests.integration.weights_stand import canary, checkpoint, recorded_versions, stand
 
 STUCK_S = 50.0
 """A guard, shorter than the minute after which idle seats are reclaimed."""

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +10,9 @@ import httpx
 import pytest
 
 from perdure.dialects.base import Refused
-from perdure.engines.base import Completion
 from perdure.engines.clients.vllm_control import EngineControl
-from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.pool import EnginePool, EngineSpec
-from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineState, name_of
 from perdure.engines.weights.update import (
-    Canary,
     Checkpoint,
     FromDisk,
     Policy,
@@ -28,79 +21,9 @@ from perdure.engines.weights.update import (
     downloaded,
 )
 from perdure.errors import ControlPlaneError
-from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.storage.local import LocalStore
-from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logprob
-
-LONG = {"default": {"turns": [{"content": " ".join(f"word{n}" for n in range(120))}]}}
-TOKENIZER = load_tokenizer("qwen3")
-PROMPT = [
-    *TOKENIZER.encode_plain("The task."),
-    TOKENIZER.convert_tokens_to_ids("<|im_start|>"),
-    *TOKENIZER.encode_plain("assistant\n"),
-]
-FIRST = TOKENIZER.encode_plain("word0")[0]
-NOTICE_S = 0.15
-
-
-def checkpoint(folder: Path, weights: int, **more: Any) -> FromDisk:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / WEIGHTS_FILE).write_text(json.dumps({"weights": weights, **more}))
-    return FromDisk(folder)
-
-
-def canary(weights: int) -> Canary:
-    """What a trainer's forward pass with these weights says."""
-    return Canary(
-        prompt_ids=tuple(PROMPT),
-        token_id=FIRST,
-        logprob=logprob(FIRST, 0, weights),
-        tolerance=0.01,
-    )
-
-
-@dataclass
-class Stand:
-    roster: LoneRoster
-    pool: EnginePool
-    updates: WeightUpdates
-    engines: list[ScriptedEngine]
-
-    def ask(self, **labels: str) -> "asyncio.Task[Completion]":
-        sampling = {"max_tokens": 4000, "temperature": 0.0, "stop_token_ids": [151_645]}
-        call = self.pool.generate(PROMPT, sampling, session_id="s", request_id="s-0", labels=labels)
-        return asyncio.ensure_future(call)
-
-    async def sampling(self, call: "asyncio.Task[Completion]") -> None:
-        """Until a completion is well under way."""
-        while not any(
-            len(running.salvage.ids) >= 40
-            for seat in self.pool.seats.values()
-            for running in seat.running
-        ):
-            assert not call.done(), "it ended before it was well under way"
-            await asyncio.sleep(0.005)
-
-    async def seen(self, engine: ScriptedEngine, state: EngineState) -> None:
-        """Until the pool knows what the update left behind."""
-        while self.pool.seats[name_of(engine.url)].record.state is not state:
-            await asyncio.sleep(0.005)
-
-    def true_versions(self, completion: Completion) -> list[int]:
-        """Which weights made each token, read off its logprob. Version and weights agree here."""
-        return [
-            next(w for w in (1, 2, 3) if logprob(token, i, w) == value)
-            for i, (token, value) in enumerate(
-                zip(completion.token_ids, completion.logprobs, strict=True)
-            )
-        ]
-
-
-def recorded_versions(completion: Completion) -> list[int]:
-    versions = [-1] * len(completion.token_ids)
-    for span in completion.versions:
-        versions[span.start : span.end] = [span.version] * (span.end - span.start)
-    return versions
+from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine
+from tests.integration.weights_stand import NOTICE_S, canary, checkpoint, recorded_versions, stand
 
 
 @dataclass
@@ -114,28 +37,6 @@ class OnlyOn:
         if control.url != self.engine.url:
             raise ControlPlaneError("the trainer cannot reach it")
         await self.source.load(control, version)
-
-
-@asynccontextmanager
-async def stand(count: int, delay_s: float = 0.0) -> AsyncIterator[Stand]:
-    roster = LoneRoster()
-    engines = [ScriptedEngine(LONG, chunk_delay_s=delay_s, policy_version=1) for _ in range(count)]
-    async with new_client() as client:
-        for engine in engines:
-            engine.weights = 1
-            await engine.__aenter__()
-        pool = EnginePool(
-            roster, client, [EngineSpec(e.url) for e in engines], poll_s=0.03, hang_s=60
-        )
-        await pool.start()
-        try:
-            while not all(seat.record.serves for seat in pool.seats.values()):
-                await asyncio.sleep(0.005)
-            yield Stand(roster, pool, WeightUpdates(roster, client, notice_s=NOTICE_S), engines)
-        finally:
-            await pool.aclose()
-            for engine in engines:
-                await engine.__aexit__()
 
 
 @pytest.mark.parametrize("in_flight", ["resubmit", "keep"])

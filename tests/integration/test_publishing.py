@@ -24,7 +24,8 @@ from perdure.home import load_secret
 from perdure.settings import Settings
 from perdure.storage.base import Store, open_store
 from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logprob
-from tests.integration.test_engine_weights import FIRST, LONG, PROMPT, recorded_versions
+from tests.integration.engine_calls import LONG, PROMPT
+from tests.integration.weights_stand import FIRST, recorded_versions
 
 SAMPLING = {"max_tokens": 4000, "temperature": 0.0, "stop_token_ids": [151_645]}
 

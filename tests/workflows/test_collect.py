@@ -10,8 +10,8 @@ from activities.messages import Ending
 from perdure.client.api import GroupHandle, Perdure
 from perdure.client.collect import FinishedGroup, collect, tokens_with_signal
 from perdure.types import EpisodeRef, GroupRequest, Outcome, RolloutRequest, RolloutStatus
+from tests.workflows.gate import Gate
 from tests.workflows.stages import Stages
-from tests.workflows.test_group_and_run import Gate
 
 TOKENS = 100
 

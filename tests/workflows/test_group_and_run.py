@@ -13,37 +13,10 @@ from perdure.client.api import Perdure
 from perdure.errors import Cancelled, NoResult, NotFound
 from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RolloutStatus, RunRequest
 from tests.stack import PATIENCE_S, until
+from tests.workflows.gate import Gate
 from tests.workflows.stages import Stages
 
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
-
-
-class Gate:
-    """Agents that finish only when told to, and say when they have started."""
-
-    def __init__(self) -> None:
-        self.running: set[str] = set()
-        self.most = 0
-        self.open = asyncio.Event()
-        self.changed = asyncio.Condition()
-
-    async def agent(self, attempt: Any) -> AgentRun:
-        name = f"{attempt.request.instance_id}#{attempt.request.sample_index}"
-        self.running.add(name)
-        self.most = max(self.most, len(self.running))
-        async with self.changed:
-            self.changed.notify_all()
-        try:
-            while not self.open.is_set():
-                activity.heartbeat()
-                await asyncio.wait([asyncio.ensure_future(self.open.wait())], timeout=0.2)
-        finally:
-            self.running.discard(name)
-        return AgentRun(end=AgentEnd.FINISHED)
-
-    async def until_running(self, n: int) -> None:
-        async with asyncio.timeout(PATIENCE_S), self.changed:
-            await self.changed.wait_for(lambda: len(self.running) >= n)
 
 
 async def test_a_group_yields_every_episode_once(client: Client, stages: Stages) -> None:

@@ -9,8 +9,8 @@ from perdure.client.api import Perdure
 from perdure.client.sync import Perdure as SyncPerdure
 from perdure.errors import Cancelled, NoResult, NotFound
 from perdure.types import GroupRequest, RolloutRequest
+from tests.workflows.gate import Gate
 from tests.workflows.stages import Stages
-from tests.workflows.test_group_and_run import Gate
 
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", heartbeat_timeout_s=30.0)
 

@@ -11,8 +11,8 @@ from perdure.client import names
 from perdure.client.api import Perdure
 from perdure.types import RunRequest
 from tests.stack import PATIENCE_S, until
+from tests.workflows.gate import Gate
 from tests.workflows.stages import Stages
-from tests.workflows.test_group_and_run import Gate
 
 RUN = RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
 FIRST = f"{RUN.workflow_id}/shard/0"

@@ -9,7 +9,7 @@ import pytest
 from perdure.agents.claude_code import ClaudeCode
 from perdure.errors import ConfigurationError
 from perdure.types import AgentEnd
-from tests.unit.agents.test_headless import TASK, ended, said, with_options
+from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
 COMPLETED = said(type="result", is_error=False, terminal_reason="completed", result="Done.")
 

@@ -10,7 +10,7 @@ from perdure.agents import npm
 from perdure.agents.codex import CONFIG, KEY, MOUNT, Codex
 from perdure.errors import AgentError
 from perdure.types import AgentEnd
-from tests.unit.agents.test_headless import TASK, ended, said, with_options
+from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
 
 def test_its_settings_name_the_gateway_and_the_window() -> None:

@@ -1,7 +1,6 @@
 """What headless agents share: options under two names, the prompt's way in, refused variables."""
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from perdure.agents import headless
-from perdure.agents.base import Agent, AgentTask, Evidence
+from perdure.agents.base import Agent, Evidence
 from perdure.agents.claude_code import ClaudeCode
 from perdure.agents.codex import Codex
 from perdure.agents.opencode import Opencode
@@ -17,37 +16,11 @@ from perdure.agents.openhands import Openhands
 from perdure.agents.qwen_code import QwenCode
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import ExecState, ExecStatus
-from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind
+from perdure.types import AgentEnd
+from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
-TASK = AgentTask(
-    instance=Instance(
-        instance_id="calc-1",
-        dataset="tests",
-        problem_statement="add() subtracts",
-        source=Source(kind=SourceKind.DIRECTORY),
-        gold_patch=b"diff --git a/x b/x\n",
-    ),
-    workdir="/testbed",
-    gateway_url="http://127.0.0.1:18001",
-    session_key="session.secret",
-    model="policy",
-    sampling=Sampling(max_context_tokens=50_000, max_tokens_per_turn=2000),
-    budget_s=60.0,
-)
 AGENTS = [ClaudeCode(), Codex(), Opencode(), Openhands(), QwenCode()]
 every_agent = pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
-
-
-def ended(stdout: bytes, code: int = 0, turns: int = 3) -> Evidence:
-    return Evidence(ExecStatus(ExecState.EXITED, code=code), stdout, b"", {}, turns)
-
-
-def said(**event: Any) -> bytes:
-    return json.dumps(event).encode() + b"\n"
-
-
-def with_options(**options: Any) -> AgentTask:
-    return replace(TASK, options=options)
 
 
 @every_agent

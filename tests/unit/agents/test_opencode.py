@@ -8,7 +8,7 @@ import pytest
 
 from perdure.agents.opencode import CONFIG, KEY, MOUNT, Opencode
 from perdure.types import AgentEnd
-from tests.unit.agents.test_headless import TASK, ended, said, with_options
+from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
 
 def step(reason: str) -> bytes:

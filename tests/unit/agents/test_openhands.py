@@ -10,7 +10,7 @@ from perdure.agents import toolcache
 from perdure.agents.openhands import MOUNT, SETTINGS, Openhands
 from perdure.errors import MissingDependency
 from perdure.types import AgentEnd
-from tests.unit.agents.test_headless import TASK, ended, said, with_options
+from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
 
 def end(status: str) -> bytes:

@@ -6,7 +6,7 @@ import pytest
 
 from perdure.agents.qwen_code import MOUNT, NODE, SETTINGS, QwenCode
 from perdure.types import AgentEnd
-from tests.unit.agents.test_headless import TASK, ended, said, with_options
+from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
 CONTEXT = "[API Error: 400 This model's maximum context length is 30000 tokens. However, ...]"
 

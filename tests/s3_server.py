@@ -1,0 +1,42 @@
+"""An S3 server in the process of the test."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class S3Server:
+    """moto's S3 behind one lock (its own conditional writes race), with faults on request."""
+
+    def __init__(self) -> None:
+        self.fault: str | None = None
+        self.requests = 0
+        self._lock = threading.Lock()
+        self._s3: Wsgi = DomainDispatcherApplication(create_backend_app)
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        with self._lock:
+            self.requests += 1
+            fault = self.fault if environ["REQUEST_METHOD"] == "PUT" else None
+            if fault and fault.isdigit():
+                start(f"{fault} Fault", [("Content-Type", "application/xml")])
+                return [b"<Error><Code>Fault</Code><Message>injected</Message></Error>"]
+            answer = self._s3(environ, start) if fault != "unsent" else [b""]
+            if fault:
+                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            return answer
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
