@@ -1,15 +1,13 @@
 """What a process says about itself: structured log lines, metrics, Temporal's own runtime.
 
-Owns names and set-up. Everything logs to stderr, so that stdout stays a command's answer; the SDK
-is imported only where a runtime is asked for.
+Owns names and set-up. Everything logs to stderr, so that stdout stays a command's answer. Temporal's
+SDK and structlog are imported where they are used, so that commands start fast.
 """
 
 import logging
 import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-import structlog
 
 from perdure.settings import Settings
 
@@ -130,6 +128,8 @@ def temporal_runtime(settings: Settings) -> "Runtime":
 
 def configure_logging(settings: Settings, process: str) -> None:
     """Send structlog's and the standard library's records to stderr, one line each."""
+    import structlog
+
     renderer: Any = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     if settings.log_json:
         renderer = structlog.processors.JSONRenderer()
@@ -164,4 +164,6 @@ def configure_logging(settings: Settings, process: str) -> None:
 
 def bind(run: str, rollout: str, attempt: int) -> AbstractContextManager[None]:
     """Every line logged inside the block says which rollout it is about."""
+    import structlog
+
     return structlog.contextvars.bound_contextvars(run=run, rollout=rollout, attempt=attempt)

@@ -8,8 +8,8 @@ from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 
 from activities.messages import Booted
-from perdure.cli.render import View
 from perdure.cli.runs import follow
+from perdure.cli.runs.tables import View
 from perdure.client.api import Perdure
 from perdure.types import RunRequest
 from tests.workflows.stages import Stages

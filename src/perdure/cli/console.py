@@ -1,26 +1,28 @@
-"""The two streams of a command: its answer on stdout, everything else on stderr."""
+"""The two streams of a command: its answer on stdout, everything else on stderr.
+
+Rich is imported only where a table is printed: it costs a tenth of a second.
+"""
 
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console, RenderableType
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PIPED_COLUMNS = 160
+"""Width of a table in a file or a pipe, which do not scroll."""
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print exactly one JSON document on stdout."
 )
 
-progress = Console(stderr=True, highlight=False, soft_wrap=True)
-"""Progress, hints and warnings. Never part of the answer."""
-
-
-PIPED_COLUMNS = 160
-
 
 def only_one_of(**given: bool) -> None:
-    """Refuse flags that each want stdout for themselves. Raises: click.UsageError naming them."""
+    """Refuse two flags that both fill stdout. Raises: click.UsageError naming them."""
     flags = [f"--{name}" for name, asked in given.items() if asked]
     if len(flags) > 1:
         raise click.UsageError(f"{' and '.join(flags)} exclude each other: give one of them")
@@ -32,12 +34,14 @@ def answer(document: Any) -> None:
 
 
 def say(text: str) -> None:
-    """A line for people, on stderr. Rich markup is read."""
-    progress.print(text)
+    """A line of progress, a hint or a warning, on stderr: never part of the answer."""
+    click.echo(text, err=True)
 
 
-def print_table(table: RenderableType) -> None:
-    """A table as the answer, on stdout; as wide as it needs where nobody sees it scroll."""
+def print_table(table: "RenderableType") -> None:
+    """A table as the answer, on stdout: as wide as the terminal, or `PIPED_COLUMNS`."""
+    from rich.console import Console
+
     wide = None if Console().is_terminal else PIPED_COLUMNS
     Console(highlight=False, width=wide).print(table)
 
@@ -48,7 +52,8 @@ def many(count: int, noun: str) -> str:
 
 
 def me() -> str:
-    """How to call this command again: `uv run` puts it on PATH for its own child only."""
+    """How to call this command again. `uv run` puts `perdure` on PATH for its own child only, so
+    there it is the path of the script."""
     if "UV_RUN_RECURSION_DEPTH" not in os.environ:
         return "perdure"
     return os.path.relpath(sys.argv[0]) if sys.argv[0].endswith("perdure") else "perdure"

@@ -84,6 +84,6 @@ def _ask(
     if as_json:
         answer(progress.model_dump(mode="json"))
         return
-    from perdure.cli.render import line
+    from perdure.cli.runs.text import progress_line
 
-    click.echo(line(progress))
+    click.echo(progress_line(progress))

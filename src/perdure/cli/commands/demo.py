@@ -97,14 +97,14 @@ async def _run_all(settings: Settings, instances: Sequence[Instance]) -> list[Ep
 
 
 def _show(settings: Settings, episodes: Sequence[EpisodeRef], ui_url: str, seconds: float) -> None:
-    from perdure.cli import render
+    from perdure.cli.runs import tables, text
 
-    print_table(render.results(episodes))
-    for line in render.failures(episodes):
+    print_table(tables.results(episodes))
+    for line in text.failures(episodes):
         say(f"no reward  {line}")
     last = episodes[-1]
     run_id = re.sub(r"^.*/runs/([^/]+)/.*$", r"\1", last.uri)
-    click.echo(f"{many(len(episodes), 'graded rollout')} in {render.clock(seconds)}")
+    click.echo(f"{many(len(episodes), 'graded rollout')} in {text.clock(seconds)}")
     click.echo(f"Episodes  {settings.store_url}/runs")
     click.echo(f"Web UI    {ui_url} (while `{me()} up` runs)")
     click.echo(f"Next      {me()} show {run_id}/{last.instance_id}")

@@ -35,7 +35,7 @@ def up(foreground: bool, engine: str, as_json: bool) -> None:
         return
     if not started:
         say(f"Already running (pid {state.pid}).")
-    for line in _summary(settings, state):
+    for line in _summary(settings, state, _roster_line(settings)):
         click.echo(line)
 
 
@@ -60,12 +60,15 @@ def _run_here(settings: Settings, engine: str) -> None:
     from perdure.stack import supervisor
 
     beforehand.check(settings, engine)
+    roster = _roster_line(
+        settings
+    )  # reads the store, which `report` cannot do inside a running loop
 
     def report(event: dict[str, Any]) -> None:
         relay(event, say)
         state = stack_state.read(settings)
         if event["event"] == "ready" and state is not None:
-            for line in _summary(settings, state):
+            for line in _summary(settings, state, roster):
                 say(line)
 
     code = supervisor.run(engine, report)
@@ -73,7 +76,8 @@ def _run_here(settings: Settings, engine: str) -> None:
         raise click.exceptions.Exit(code)
 
 
-def _engines(settings: Settings) -> str:
+def _roster_line(settings: Settings) -> str:
+    """Which engines serve when the settings name none."""
     from perdure.cli.commands.engines import any_known
 
     if any_known(settings):
@@ -81,12 +85,12 @@ def _engines(settings: Settings) -> str:
     return "none: set OPENAI_BASE_URL, or `perdure up --engine URL`"
 
 
-def _summary(settings: Settings, state: StackState) -> list[str]:
+def _summary(settings: Settings, state: StackState, roster: str) -> list[str]:
     facts = {
         "Web UI": state.ui_url,
         "Temporal": state.temporal_address,
         "Gateway": state.gateway_url,
-        "Engine": state.engine or _engines(settings),
+        "Engine": state.engine or roster,
         "Results": settings.store_url,
         "Logs": str(Path(settings.home).absolute() / "logs"),
     }

@@ -37,7 +37,7 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
             }
         )
         return
-    from perdure.cli.render import line
+    from perdure.cli.runs.text import progress_line
 
     if state is not None:
         parts = ", ".join(
@@ -48,7 +48,7 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
         if state.ui_url:
             click.echo(f"Web UI    {state.ui_url}")
     for run in runs:
-        click.echo(line(run))
+        click.echo(progress_line(run))
     if not runs:
         click.echo("No runs yet: perdure run first-steps --agent oracle")
 
@@ -74,12 +74,12 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
         document = progress.model_dump(mode="json")
         answer({**document, "rollouts": [_rollout_document(r) for r in rollouts]})
         return
-    from perdure.cli import render
     from perdure.cli.console import print_table
+    from perdure.cli.runs import tables, text
     from perdure.cli.runs.standing import standings
 
-    click.echo(render.line(progress))
-    print_table(render.running(rollouts, rows=len(rollouts)))
+    click.echo(text.progress_line(progress))
+    print_table(tables.running(rollouts, rows=len(rollouts)))
     for line in await standings(session.perdure.client, rollouts):
         click.echo(line)
     if session.ui_url:

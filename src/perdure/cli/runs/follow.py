@@ -7,15 +7,15 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.live import Live
 from temporalio.service import RPCError
 
-from perdure.cli import render
-from perdure.cli.console import progress as console
 from perdure.cli.console import say
-from perdure.cli.render import View
+from perdure.cli.runs import tables
 from perdure.cli.runs.standing import FAILED, WAITS, standings
+from perdure.cli.runs.tables import View
+from perdure.cli.runs.text import progress_line
 from perdure.client.api import CODE_FAILS, NO_WORKER, RolloutInfo, RunHandle, RunProgress
 from perdure.errors import ActionNeeded
 
@@ -23,6 +23,7 @@ LOOK_EVERY_S = 1.0
 ASK_EVERY_S = 15.0
 """While nothing finishes, rollouts are asked so often what holds them up."""
 
+console = Console(stderr=True, highlight=False, soft_wrap=True)
 Show = Callable[[View], None]
 
 
@@ -95,16 +96,16 @@ def shown() -> Iterator[Show]:
 
             def update(look: View) -> None:
                 views[look.progress.run_id] = look
-                screen.update(Group(*map(render.live, views.values())), refresh=True)
+                screen.update(Group(*map(tables.live, views.values())), refresh=True)
 
             yield update
         return
     told: dict[str, str] = {}
 
     def tell(look: View) -> None:
-        text = look.trouble or render.line(look.progress)
-        if told.get(look.progress.run_id) != text:
-            told[look.progress.run_id] = text
-            say(text)
+        line = look.trouble or progress_line(look.progress)
+        if told.get(look.progress.run_id) != line:
+            told[look.progress.run_id] = line
+            say(line)
 
     yield tell

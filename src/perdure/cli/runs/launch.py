@@ -9,11 +9,10 @@ from urllib.parse import urlsplit
 
 import click
 
-from perdure.cli import render
 from perdure.cli.commands.engines import any_known, none_ready
 from perdure.cli.connection import Session, connect
 from perdure.cli.console import answer, many, me, print_table, say
-from perdure.cli.runs import follow, results, source
+from perdure.cli.runs import follow, results, source, tables, text
 from perdure.cli.runs.request import (
     Options,
     build,
@@ -145,7 +144,7 @@ async def _drive(settings: Settings, planned: Planned, *, wait: bool, as_json: b
     session = await connect(settings)
     handle = await session.perdure.start_run(planned.request)
     if planned.joins:
-        say(f"Joined: {render.line(await handle.progress())}")
+        say(f"Joined: {text.progress_line(await handle.progress())}")
     else:
         say(f"Started run {handle.run_id}: {many(len(planned.refs), 'instance')}")
     say(f"Web UI: {session.link(f'run/{handle.run_id}')}" if session.ui_url else "")
@@ -176,8 +175,8 @@ def show_results(
     settings: Settings, session: Session, run_id: str, episodes: Sequence[EpisodeRef]
 ) -> None:
     """The table, why some failed, where everything lies, and what to do next."""
-    print_table(render.results(episodes))
-    for line in render.failures(episodes):
+    print_table(tables.results(episodes))
+    for line in text.failures(episodes):
         say(f"no reward  {line}")
     facts = {
         "Web UI": session.link(f"run/{run_id}"),

@@ -15,7 +15,7 @@ from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFail
 from temporalio.service import RPCError
 
 from perdure.cli.console import many
-from perdure.cli.render import clock
+from perdure.cli.runs.text import clock
 from perdure.client.api import RolloutInfo
 
 QUIET = timedelta(seconds=5)

@@ -1,6 +1,6 @@
-"""How runs and rollouts look: one-liners, tables, the live view. Owns no data and no connection."""
+"""Runs as rich tables: the live view, the rollouts of a run, the results."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from perdure.cli.console import many
+from perdure.cli.runs.text import clock, mean_reward, progress_line
 from perdure.client.api import RolloutInfo, RunProgress
-from perdure.types import EpisodeRef, RolloutStatus
+from perdure.types import EpisodeRef
 
 OUTCOME_STYLES = {
     "resolved": "green",
@@ -29,7 +30,7 @@ LIVE_ROWS = 12
 
 @dataclass(frozen=True)
 class View:
-    """One look at a run. `rate`: rollouts finished a second since we look; 0 = none yet."""
+    """One look at a run. `rate`: rollouts finished per second since the first look; 0 = none yet."""
 
     progress: RunProgress
     rollouts: Sequence[RolloutInfo]
@@ -47,36 +48,12 @@ class View:
         return left / self.rate if self.rate and left else None
 
 
-def mean_reward(episodes: Iterable[EpisodeRef]) -> float | None:
-    """Over those that have a reward: a failed rollout never counts as 0."""
-    rewards = [episode.reward for episode in episodes if episode.reward is not None]
-    return sum(rewards) / len(rewards) if rewards else None
-
-
-def line(progress: RunProgress) -> str:
-    """`try-1: 12 done, 4 running, 8 waiting of 24 · resolved 7, unresolved 5 (running)`."""
-    waiting = max(progress.total - progress.done - progress.running, 0)
-    counts = f"{progress.done} done, {progress.running} running"
-    counts += f", {waiting} waiting" if waiting else ""
-    counts += f" of {progress.total}" if progress.total else ""
-    found = _counts(progress)
-    attention = f": {progress.attention}" if progress.attention else ""
-    return (
-        f"{progress.run_id}: {counts}{f' · {found}' if found else ''} ({progress.state}{attention})"
-    )
-
-
-def _counts(progress: RunProgress) -> str:
-    other = {k: n for k, n in progress.by_status.items() if k != RolloutStatus.GRADED}
-    return ", ".join(f"{name} {n}" for name, n in {**progress.by_outcome, **other}.items())
-
-
 def live(view: View) -> RenderableType:
-    """The live view: a bar, the counts, what runs now and what just finished."""
+    """A bar, the counts, what runs now and what just finished."""
     progress = view.progress
     head = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=max(progress.total, 1), completed=progress.done, width=30)
-    head.add_row(bar, Text(line(progress)))
+    head.add_row(bar, Text(progress_line(progress)))
     facts = [f"{clock(view.seconds)} elapsed"]
     if view.mean_reward is not None:
         facts.append(f"mean reward {view.mean_reward:.3f}")
@@ -131,19 +108,3 @@ def results(episodes: Sequence[EpisodeRef]) -> Table:
             str(one.attempts),
         )
     return table
-
-
-def failures(episodes: Sequence[EpisodeRef]) -> list[str]:
-    """One line for each rollout without a reward, saying why."""
-    return [
-        f"{e.instance_id} #{e.sample_index}: {e.failure.boundary.value}: {e.failure.message}"
-        for e in episodes
-        if e.failure is not None
-    ]
-
-
-def clock(seconds: float) -> str:
-    """`75.3` -> `1:15`; `4000` -> `1:06:40`."""
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

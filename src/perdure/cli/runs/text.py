@@ -1,0 +1,46 @@
+"""Runs as text: progress on one line, why rollouts failed, times. Imports no rich."""
+
+from collections.abc import Iterable, Sequence
+
+from perdure.client.api import RunProgress
+from perdure.types import EpisodeRef, RolloutStatus
+
+
+def progress_line(progress: RunProgress) -> str:
+    """`try-1: 12 done, 4 running, 8 waiting of 24 · resolved 7, unresolved 5 (running)`."""
+    waiting = max(progress.total - progress.done - progress.running, 0)
+    counts = f"{progress.done} done, {progress.running} running"
+    counts += f", {waiting} waiting" if waiting else ""
+    counts += f" of {progress.total}" if progress.total else ""
+    found = _counts(progress)
+    attention = f": {progress.attention}" if progress.attention else ""
+    return (
+        f"{progress.run_id}: {counts}{f' · {found}' if found else ''} ({progress.state}{attention})"
+    )
+
+
+def _counts(progress: RunProgress) -> str:
+    other = {k: n for k, n in progress.by_status.items() if k != RolloutStatus.GRADED}
+    return ", ".join(f"{name} {n}" for name, n in {**progress.by_outcome, **other}.items())
+
+
+def failures(episodes: Sequence[EpisodeRef]) -> list[str]:
+    """One line for each rollout without a reward, saying why."""
+    return [
+        f"{e.instance_id} #{e.sample_index}: {e.failure.boundary.value}: {e.failure.message}"
+        for e in episodes
+        if e.failure is not None
+    ]
+
+
+def clock(seconds: float) -> str:
+    """`75.3` -> `1:15`; `4000` -> `1:06:40`."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def mean_reward(episodes: Iterable[EpisodeRef]) -> float | None:
+    """The mean of all rewards there are; a failed rollout has none and does not count as 0."""
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None
