@@ -15,7 +15,8 @@ from perdure.client import names
 from perdure.sandboxes.permits import AccountState
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.types import RolloutRequest
-from tests.stack import Stack, running, until
+from tests.stack.stack import Stack, running
+from tests.stack.waiting import until
 
 ERRORS = {
     EventType.EVENT_TYPE_ACTIVITY_TASK_FAILED,

@@ -6,7 +6,7 @@ import pytest
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from tests.agents.stand import Stand
-from tests.stack import TOOLS
+from tests.stack.stack import TOOLS
 
 
 @pytest.fixture

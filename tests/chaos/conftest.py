@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests import stack as stacks
-from tests.stack import Stack
+from tests.stack.host import why_not_here
+from tests.stack.stack import DEATH_S, Stack, running
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,9 +18,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
-    async with stacks.running(tmp_path_factory.mktemp("stack"), beat_s=stacks.DEATH_S) as stack:
+    async with running(tmp_path_factory.mktemp("stack"), beat_s=DEATH_S) as stack:
         yield stack
 
 

@@ -8,8 +8,8 @@ from perdure.errors import Cancelled
 from perdure.storage import keys
 from perdure.types import RunRequest
 from tests import loop_agent
-from tests import stack as stacks
-from tests.stack import Stack
+from tests.stack.instances import INSTANCE, SLOW_INSTANCE
+from tests.stack.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -20,7 +20,7 @@ async def test_a_cancelled_run_takes_groups_rollouts_and_agents_along(stack: Sta
     """`temporal workflow cancel` of the run: every rollout has its cancelled episode."""
     run = RunRequest(
         run_id="cancel-run",
-        instances=(stacks.INSTANCE,),
+        instances=(INSTANCE,),
         n_samples=SAMPLES,
         rollout={
             "agent": loop_agent.NAME,
@@ -28,7 +28,7 @@ async def test_a_cancelled_run_takes_groups_rollouts_and_agents_along(stack: Sta
             "heartbeat_timeout_s": 3,
         },
     )
-    stack.requests += [run.rollout_request(stacks.INSTANCE, k) for k in range(SAMPLES)]
+    stack.requests += [run.rollout_request(INSTANCE, k) for k in range(SAMPLES)]
     stack.engine.hold(3)
     handle = await stack.perdure.start_run(run)
     await stack.held(*stack.requests)
@@ -46,7 +46,7 @@ async def test_a_cancelled_run_started_again_finishes(stack: Stack) -> None:
     """What was graded stays, what was cancelled is tried again: one more attempt each."""
     run = RunRequest(
         run_id="cancel-resume",
-        instances=(stacks.INSTANCE, stacks.SLOW_INSTANCE),
+        instances=(INSTANCE, SLOW_INSTANCE),
         concurrency=1,
         rollout={
             "agent": loop_agent.NAME,

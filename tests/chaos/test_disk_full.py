@@ -10,8 +10,10 @@ import pytest_asyncio
 
 from perdure.episodes.episode import Episode
 from perdure.storage import keys
-from tests import stack as stacks
-from tests.stack import Stack, until
+from tests.stack.engine import TURNS
+from tests.stack.host import why_not_here
+from tests.stack.stack import Stack, running
+from tests.stack.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -33,9 +35,9 @@ async def small_disk(tmp_path: Path) -> AsyncIterator[Path]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def cramped(tmp_path: Path, small_disk: Path) -> AsyncIterator[Stack]:
     """A stack whose store lies on that disk."""
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
-    async with stacks.running(tmp_path / "home", store=small_disk / "store") as stack:
+    async with running(tmp_path / "home", store=small_disk / "store") as stack:
         yield stack
 
 
@@ -49,7 +51,7 @@ def fill(disk: Path) -> None:
                 return
 
 
-@pytest.mark.parametrize("turn", [0, stacks.TURNS - 1], ids=["agent", "end-of-agent"])
+@pytest.mark.parametrize("turn", [0, TURNS - 1], ids=["agent", "end-of-agent"])
 async def test_a_full_store_keeps_the_rollout_waiting(
     cramped: Stack, small_disk: Path, turn: int
 ) -> None:

@@ -5,7 +5,8 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from perdure.stack import readiness
 from perdure.types import RolloutRequest
-from tests.stack import Stack, until
+from tests.stack.stack import Stack
+from tests.stack.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

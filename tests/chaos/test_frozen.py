@@ -8,8 +8,10 @@ import signal
 
 import pytest
 
-from tests import stack as stacks
-from tests.stack import Process, Stack, until
+from tests.stack.instances import SLOW_INSTANCE
+from tests.stack.process import Process
+from tests.stack.stack import Stack
+from tests.stack.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,7 +44,7 @@ async def test_a_frozen_watcher_comes_back_too_late(stack: Stack) -> None:
 
 async def test_a_frozen_grader_comes_back_in_the_middle(stack: Stack) -> None:
     """Both may meet in one sandbox; in the end there is one verdict, the right one."""
-    request = await stack.start("frozen-grader", instance=stacks.SLOW_INSTANCE)
+    request = await stack.start("frozen-grader", instance=SLOW_INSTANCE)
     await until(lambda: stack.box(request, "grade").alive, "the grading sandbox is up")
     (frozen,) = stack.workers
     os.kill(frozen.pid, signal.SIGSTOP)

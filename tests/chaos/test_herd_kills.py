@@ -9,7 +9,8 @@ import pytest
 from perdure.client import names
 from perdure.sandboxes.permits import AccountState
 from tests import herd, hollow
-from tests.stack import DEATH_S, Stack, until
+from tests.stack.stack import DEATH_S, Stack
+from tests.stack.waiting import until
 
 pytest.importorskip("e2b")
 pytest.importorskip("aiohttp")

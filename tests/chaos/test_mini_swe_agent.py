@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from perdure.types import AgentEnd, Outcome
-from tests import stack as stacks
-from tests.stack import Stack, until
+from tests.stack.engine import TURNS, commands
+from tests.stack.stack import Stack
+from tests.stack.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.registry]
 
@@ -15,10 +16,10 @@ INSTALL_LIMIT_S = 300.0
 
 
 def _script() -> dict[str, object]:
-    commands = [*stacks.commands(), "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    played = [*commands(), "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
     calls = [
         {"content": "", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}
-        for command in commands
+        for command in played
     ]
     return {"default": {"turns": calls}}
 
@@ -38,8 +39,8 @@ async def test_it_outlives_worker_gateway_and_server(stack: Stack) -> None:
     episode = await asyncio.wait_for(stack.episode(request), 120)
 
     assert (episode.agent_end, episode.outcome) == (AgentEnd.FINISHED, Outcome.RESOLVED), episode
-    assert (len(episode.attempts), episode.turns) == (1, stacks.TURNS)
+    assert (len(episode.attempts), episode.turns) == (1, TURNS)
     assert stack.engine.times_sampled() == {
-        f"{session}-{turn}": 2 if turn == HELD else 1 for turn in range(stacks.TURNS)
+        f"{session}-{turn}": 2 if turn == HELD else 1 for turn in range(TURNS)
     }
     await stack.nothing_left()

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from perdure.types import RolloutRequest
-from tests.stack import Stack, until
+from tests.stack.stack import Stack
+from tests.stack.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

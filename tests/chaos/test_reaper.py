@@ -19,7 +19,7 @@ from activities.messages import SweepRequest, Swept
 from activities.services import Services
 from activities.sweep_sandboxes import SweepSandboxes
 from perdure.client import names
-from tests.stack import Stack
+from tests.stack.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

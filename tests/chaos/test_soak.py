@@ -12,8 +12,10 @@ import pytest_asyncio
 from perdure.storage import keys
 from perdure.types import RunRequest
 from tests import loop_agent
-from tests import stack as stacks
-from tests.stack import Stack, until
+from tests.stack.host import why_not_here
+from tests.stack.instances import INSTANCE
+from tests.stack.stack import Stack, running
+from tests.stack.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -25,9 +27,9 @@ KILL_AT = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def long_stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
-    async with stacks.running(tmp_path / "home", turns=TURNS) as stack:
+    async with running(tmp_path / "home", turns=TURNS) as stack:
         yield stack
 
 
@@ -45,7 +47,7 @@ async def test_random_deaths(long_stack: Stack, seed: int) -> None:
     stack.engine.latency_s = LATENCY_S
     run = RunRequest(
         run_id=f"soak-{seed}",
-        instances=(stacks.INSTANCE,),
+        instances=(INSTANCE,),
         n_samples=SAMPLES,
         concurrency=SAMPLES,
         rollout={
@@ -54,7 +56,7 @@ async def test_random_deaths(long_stack: Stack, seed: int) -> None:
             "heartbeat_timeout_s": 3,
         },
     )
-    stack.requests += [run.rollout_request(stacks.INSTANCE, k) for k in range(SAMPLES)]
+    stack.requests += [run.rollout_request(INSTANCE, k) for k in range(SAMPLES)]
     handle = await stack.perdure.start_run(run)
     gateways = 0
     for share in KILL_AT:

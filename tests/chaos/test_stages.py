@@ -9,8 +9,9 @@ import pytest
 from temporalio.client import WorkflowFailureError
 
 from perdure.types import RolloutStatus
-from tests import stack as stacks
-from tests.stack import Stack, until
+from tests.stack.instances import SLOW_INSTANCE
+from tests.stack.stack import Stack
+from tests.stack.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -46,7 +47,7 @@ async def test_the_worker_dies_at_a_write(stack: Stack, when: str, key: str) -> 
 
 async def test_the_worker_dies_in_the_middle_of_grading(stack: Stack) -> None:
     """The half-used sandbox is replaced by a fresh one, and both are gone in the end."""
-    request = await stack.start("mid-grade", instance=stacks.SLOW_INSTANCE)
+    request = await stack.start("mid-grade", instance=SLOW_INSTANCE)
     await until(lambda: stack.box(request, "grade").alive, "the grading sandbox is up")
     await stack.workers[0].kill()
     await stack.start_worker()
@@ -56,7 +57,7 @@ async def test_the_worker_dies_in_the_middle_of_grading(stack: Stack) -> None:
 
 async def test_grading_may_finish_within_the_grace_of_its_worker(stack: Stack) -> None:
     """SIGTERM in the middle of a short grading: it is finished, not begun again elsewhere."""
-    request = await stack.start("grade-in-grace", instance=stacks.SLOW_INSTANCE)
+    request = await stack.start("grade-in-grace", instance=SLOW_INSTANCE)
     await until(lambda: stack.box(request, "grade").alive, "the grading sandbox is up")
     (first,) = stack.workers
     await stack.start_worker()

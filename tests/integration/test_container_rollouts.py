@@ -8,9 +8,11 @@ import pytest
 from perdure import registry
 from perdure.sandboxes.base import SandboxProvider
 from perdure.types import Outcome, RolloutStatus
-from tests import stack as stacks
 from tests.docker_engine import docker_address, docker_engine
-from tests.stack import Stack
+from tests.stack.engine import TURNS, commands
+from tests.stack.host import why_not_here
+from tests.stack.stack import Stack, running
+from tests.stack.waiting import until
 
 __all__ = ["docker_address", "docker_engine"]
 
@@ -24,7 +26,7 @@ ROLLOUT_S = 400.0
 def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A provider that works here; the stack's processes inherit where its engine is."""
     name = str(request.param)
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
     if name == "docker":
         request.getfixturevalue("docker_engine")
@@ -36,23 +38,23 @@ def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 async def stack(tmp_path: Path, sandbox: str) -> AsyncIterator[Stack]:
-    async with stacks.running(tmp_path / "stack") as stack:
+    async with running(tmp_path / "stack") as stack:
         yield stack
 
 
 async def test_mini_swe_agent_solves_in_a_container(stack: Stack, sandbox: str) -> None:
     """mini-swe-agent from PyPI solves the instance: resolved, every turn told, no box left."""
-    commands = [*stacks.commands(), "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    played = [*commands(), "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
     calls = [
         {"content": "", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}
-        for command in commands
+        for command in played
     ]
     stack.engine.control(scripts={"default": {"turns": calls}})
     request = await stack.start(f"mini-{sandbox}", sandbox=sandbox, agent="mini_swe_agent")
-    await stacks.until(lambda: stack.is_over(request), "the rollout is over", ROLLOUT_S)
+    await until(lambda: stack.is_over(request), "the rollout is over", ROLLOUT_S)
     episode = await stack.episode(request)
     assert episode.status is RolloutStatus.GRADED, (episode, stack.last_words())
     provider = registry.load("sandbox", registry.SANDBOXES, sandbox)(stack.home)
 
-    assert (episode.outcome, episode.turns) == (Outcome.RESOLVED, stacks.TURNS)
+    assert (episode.outcome, episode.turns) == (Outcome.RESOLVED, TURNS)
     assert list(await provider.list()) == []

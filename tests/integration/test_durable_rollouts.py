@@ -23,8 +23,11 @@ from perdure.engines.state import name_of
 from perdure.episodes import turns
 from perdure.home import load_secret
 from perdure.types import EpisodeRef, Outcome, RolloutRequest, RolloutStatus, Turn
-from tests import stack as stacks
-from tests.stack import TURNS, Stack, until
+from tests.stack.engine import TURNS, commands
+from tests.stack.host import why_not_here
+from tests.stack.instances import INSTANCE, SLOW_INSTANCE
+from tests.stack.stack import DEATH_S, Stack, running
+from tests.stack.waiting import until
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
@@ -34,9 +37,9 @@ HELD = 3
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
-    async with stacks.running(tmp_path_factory.mktemp("stack")) as stack:
+    async with running(tmp_path_factory.mktemp("stack")) as stack:
         yield stack
 
 
@@ -51,7 +54,7 @@ async def stack(shared: Stack) -> AsyncIterator[Stack]:
 async def test_a_killed_worker_is_replaced_and_the_agent_notices_nothing(stack: Stack) -> None:
     """kill -9 mid-turn: another worker re-attaches to the same process; no call is repeated."""
     stack.engine.hold(HELD)
-    request = await stack.start("worker-killed", heartbeat_timeout_s=stacks.DEATH_S)
+    request = await stack.start("worker-killed", heartbeat_timeout_s=DEATH_S)
     await stack.held(request)
     agents = stack.agents()
     await stack.workers[0].kill()
@@ -99,7 +102,7 @@ async def test_a_lost_sandbox_means_a_new_attempt_and_keeps_the_old_evidence(sta
     kept = turns.decode(await stack.read(request, "turns.parquet", attempt=1))
     assert len(kept) == HELD
     assert await stack.lines(request, "stdout.log", attempt=1) == [
-        f"{command} 0" for command in stacks.commands()[:HELD]
+        f"{command} 0" for command in commands()[:HELD]
     ]
 
 
@@ -125,7 +128,7 @@ def _sampled(turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float,
 
 async def test_a_sandbox_lost_while_grading_is_graded_again(stack: Stack) -> None:
     """The verdict comes from another fresh sandbox; the agent is not asked again."""
-    request = await stack.start("grading-lost", instance=stacks.SLOW_INSTANCE)
+    request = await stack.start("grading-lost", instance=SLOW_INSTANCE)
     await stack.at(request, "grade_in_fresh_sandbox")
     await until(lambda: stack.box(request, "grade").alive, "the grading sandbox is up")
     await stack.lose(request, "grade")
@@ -168,7 +171,7 @@ async def _cancelled(stack: Stack, request: RolloutRequest) -> None:
         None,
     )
     assert (len(kept), episode.turns) == (HELD, HELD)
-    assert await stack.lines(request, "commands.log") == stacks.commands()[:HELD]
+    assert await stack.lines(request, "commands.log") == commands()[:HELD]
 
 
 async def test_a_cancelled_rollout_can_be_started_again(stack: Stack) -> None:
@@ -240,9 +243,9 @@ async def _task_before(stack: Stack, request: RolloutRequest, activity: str) -> 
 async def test_requests_written_by_hand(stack: Stack) -> None:
     """`temporal workflow start --input` runs a rollout, a group and a run from plain JSON."""
     agent = {"agent": "nop", "grade_empty_patch": True}
-    rollout = {"run_id": "hand-1", "instance": stacks.INSTANCE, **agent}
+    rollout = {"run_id": "hand-1", "instance": INSTANCE, **agent}
     group = {"rollout": {**rollout, "run_id": "hand-2"}, "n_samples": 2}
-    run = {"run_id": "hand-3", "instances": [stacks.INSTANCE], "rollout": agent}
+    run = {"run_id": "hand-3", "instances": [INSTANCE], "rollout": agent}
     await stack.start_by_hand(names.ROLLOUT, "by-hand-1", rollout)
     await stack.start_by_hand(names.GROUP, "by-hand-2", group)
     await stack.start_by_hand(names.RUN, "by-hand-3", run)

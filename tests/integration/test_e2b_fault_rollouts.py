@@ -16,10 +16,11 @@ import pytest_asyncio
 from perdure.episodes.episode import Episode
 from perdure.types import Outcome, RolloutRequest, RolloutStatus
 from tests import counting_agent, services
-from tests import stack as stacks
 from tests.certificates import Authority
 from tests.services import E2B
-from tests.stack import Stack, until
+from tests.stack.host import why_not_here
+from tests.stack.stack import Stack, running
+from tests.stack.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
@@ -29,7 +30,7 @@ DATE = {"Retry-After": "Wed, 01 Jan 2020 00:00:00 GMT"}
 NOT_OPEN = {"message": "The sandbox is running but port is not open", "code": 502}
 NOT_FOUND = {"message": "The sandbox was not found", "code": 502}
 
-ALL_S = 5 * stacks.PATIENCE_S
+ALL_S = 5 * PATIENCE_S
 """The cases run at the same time: the first that is looked at may be the last that is over."""
 
 Rules = Sequence[Mapping[str, Any]]
@@ -183,13 +184,13 @@ class Field:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def field_(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Field]:
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
     folder: Path = tmp_path_factory.mktemp("faults")
     with pytest.MonkeyPatch.context() as patch:
         async with (
             services.serving(E2B, folder / "server", patch) as (server, url),
-            stacks.running(folder / "stack", workers=0) as stack,
+            running(folder / "stack", workers=0) as stack,
         ):
             await stack.start_worker("tests.impatient_worker")
             yield Field(stack, server, url, {})

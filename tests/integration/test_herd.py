@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests import herd
-from tests import stack as stacks
+from tests.stack.host import why_not_here
+from tests.stack.waiting import PATIENCE_S
 
 pytest.importorskip("e2b")
 pytest.importorskip("aiohttp")
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.temporal
 
 @pytest.fixture(autouse=True)
 def _here() -> None:
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
 
 
@@ -24,6 +25,6 @@ async def test_a_herd_queues_for_an_account_that_is_known(
     """16 rollouts at once, workers of two processes, 4 sandboxes allowed: all graded, no 429."""
     said = '{"e2b": {"live": 4, "creates_per_s": 10}}'
     async with herd.capped(tmp_path, monkeypatch, live=4, rate=10, said=said) as (stack, server):
-        seen = await herd.stampede(stack, server, 16, limit_s=stacks.PATIENCE_S * 4)
+        seen = await herd.stampede(stack, server, 16, limit_s=PATIENCE_S * 4)
 
     assert seen == herd.Herd(graded=16, errors=0, creates=32, refused=0, left=0, held=0)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from perdure.types import Outcome
-from tests import stack as stacks
-from tests.stack import Stack
+from tests.stack.host import why_not_here
+from tests.stack.stack import Stack, running
 
 pytest.importorskip("kubernetes_asyncio")
 pytest.importorskip("aiohttp")
@@ -19,7 +19,7 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     """The double; the stack's processes inherit how to reach it."""
     from perdure.testing.kubernetes_server import serving
 
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
     async with serving(tmp_path / "server") as (server, _):
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
@@ -30,7 +30,7 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 @pytest.fixture
 async def stack(tmp_path: Path, cluster: object) -> AsyncIterator[Stack]:
-    async with stacks.running(tmp_path / "stack") as stack:
+    async with running(tmp_path / "stack") as stack:
         yield stack
 
 

@@ -19,7 +19,7 @@ from perdure.sandboxes.guest import service
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.types import Limits
-from tests.stack import until
+from tests.stack.waiting import until
 
 pytest.importorskip("e2b")
 pytest.importorskip("aiohttp")

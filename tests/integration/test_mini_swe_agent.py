@@ -20,7 +20,7 @@ from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind, Turn
 from tests.agents.stand import unix_socket
-from tests.stack import TOOLS
+from tests.stack.stack import TOOLS
 
 ISSUE = "Say \N{BUG}\u2028 hello, {workdir}: 'politely'"
 WORKDIR = "/testbed"

@@ -8,17 +8,17 @@ import pytest_asyncio
 
 from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.types import Outcome, RolloutStatus
-from tests import stack as stacks
-from tests.stack import Stack
+from tests.stack.host import why_not_here
+from tests.stack.stack import Stack, running
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
-    async with stacks.running(tmp_path_factory.mktemp("phases") / "stack") as stack:
+    async with running(tmp_path_factory.mktemp("phases") / "stack") as stack:
         yield stack
 
 

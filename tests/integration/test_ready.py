@@ -24,8 +24,9 @@ from perdure.storage import keys
 from perdure.storage.local import LocalStore
 from perdure.types import Outcome, RolloutRequest
 from tests import herd
-from tests import stack as stacks
-from tests.stack import Stack, until
+from tests.stack.host import why_not_here
+from tests.stack.stack import Stack, running
+from tests.stack.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.temporal
 
@@ -34,10 +35,10 @@ READY = 2
 
 @pytest.fixture
 async def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
     monkeypatch.setenv("PERDURE_READY_SANDBOXES", str(READY))
-    async with stacks.running(tmp_path / "stack") as stack:
+    async with running(tmp_path / "stack") as stack:
         yield stack
 
 
@@ -108,7 +109,7 @@ async def crowd(
     """An account of four sandboxes, two of which may stand ready."""
     pytest.importorskip("e2b")
     pytest.importorskip("aiohttp")
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
     monkeypatch.setenv("PERDURE_READY_SANDBOXES", str(READY))
     said = '{"e2b": {"live": 4}}'
@@ -131,7 +132,7 @@ async def test_ready_ones_and_rollouts_share_an_account(crowd: tuple[Stack, Any]
         await stack.start("other", sandbox="e2b", agent="nop", sample_index=n, limits=limits)
         for n in range(6)
     ]
-    seen = await herd.stampede(stack, server, 6, limit_s=stacks.PATIENCE_S)
+    seen = await herd.stampede(stack, server, 6, limit_s=PATIENCE_S)
     graded = [(await stack.episode(request)).reward is not None for request in others]
 
     async def all_known() -> bool:

@@ -13,8 +13,10 @@ from perdure.sandboxes.relay.relay import CARRIERS, exec_id_of
 from perdure.stack import readiness
 from perdure.types import Outcome
 from tests import remote_box
-from tests import stack as stacks
-from tests.stack import Process, Stack
+from tests.stack.engine import commands, script
+from tests.stack.host import why_not_here
+from tests.stack.process import Process
+from tests.stack.stack import DEATH_S, Stack, running
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
@@ -25,16 +27,16 @@ HELD = 3
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """Without workers: each test starts its own, with its own way to the gateway."""
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
-    async with stacks.running(tmp_path_factory.mktemp("relayed") / "stack", workers=0) as stack:
+    async with running(tmp_path_factory.mktemp("relayed") / "stack", workers=0) as stack:
         yield stack
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def stack(shared: Stack) -> AsyncIterator[Stack]:
     yield shared
-    shared.engine.control(scripts=stacks.script())
+    shared.engine.control(scripts=script())
     await shared.kill_all(*shared.workers)
 
 
@@ -51,7 +53,7 @@ async def test_a_killed_worker_loses_no_relayed_call(stack: Stack, carrier: str)
     """kill -9 mid-call: another worker serves the same relay; solved, no turn sampled twice."""
     first = await start_worker(stack, carrier)
     stack.engine.hold(HELD)
-    request = await stack.start(f"relayed-{carrier}", heartbeat_timeout_s=stacks.DEATH_S)
+    request = await stack.start(f"relayed-{carrier}", heartbeat_timeout_s=DEATH_S)
     await stack.held(request)
     await first.kill()
     await start_worker(stack, carrier)
@@ -68,7 +70,7 @@ async def test_mini_swe_agent_solves_through_a_relay(stack: Stack, carrier: str)
     await start_worker(stack, carrier)
     calls = [
         {"content": "", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}
-        for command in [*stacks.commands(), "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+        for command in [*commands(), "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
     ]
     stack.engine.control(scripts={"default": {"turns": calls}})
     request = await stack.start(

@@ -12,9 +12,11 @@ import pytest_asyncio
 
 from perdure.types import Outcome, RolloutStatus
 from tests import services
-from tests import stack as stacks
 from tests.services import DAYTONA, E2B, SERVICES, Service
-from tests.stack import DEATH_S, Stack, until
+from tests.stack.engine import TURNS, commands, script
+from tests.stack.host import why_not_here
+from tests.stack.stack import DEATH_S, Stack, running
+from tests.stack.waiting import until
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
@@ -50,13 +52,13 @@ class Hosted:
 async def hosted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Hosted]:
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
     folder: Path = tmp_path_factory.mktemp("hosted")
     with pytest.MonkeyPatch.context() as patch:  # the stack's processes inherit it
         async with (
             services.serving(request.param, folder / "server", patch) as (server, _),
-            stacks.running(folder / "stack") as stack,
+            running(folder / "stack") as stack,
         ):
             yield Hosted(stack, request.param, server)
 
@@ -74,17 +76,17 @@ async def test_agent_reaches_the_gateway_by_a_relay(hosted: Hosted) -> None:
 @pytest.mark.registry
 async def test_mini_swe_agent_solves(hosted: Hosted) -> None:
     """The unmodified mini-swe-agent from PyPI, uploaded, finishes through the relay: resolved."""
-    commands = [*stacks.commands(), "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    played = [*commands(), "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
     calls = [
         {"content": "", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}
-        for command in commands
+        for command in played
     ]
     hosted.stack.engine.control(scripts={"default": {"turns": calls}})
     direct = {"client": "direct"}  # as in a container it calls by litellm: test_container_rollouts
     seen = await hosted.solved("mini", agent="mini_swe_agent", agent_options=direct)
-    hosted.stack.engine.control(scripts=stacks.script())
+    hosted.stack.engine.control(scripts=script())
 
-    assert seen == (Outcome.RESOLVED, stacks.TURNS, [])
+    assert seen == (Outcome.RESOLVED, TURNS, [])
 
 
 @pytest.mark.parametrize("hosted", [E2B], indirect=True, ids=["e2b"])

@@ -34,7 +34,7 @@ from perdure.stack.state import StackState
 from perdure.storage.base import open_store
 from perdure.types import Grading, Instance, Source, SourceKind
 from tests import held_ports
-from tests.stack import GOLD
+from tests.stack.instances import GOLD
 
 pytestmark = pytest.mark.temporal
 

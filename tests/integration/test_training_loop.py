@@ -31,8 +31,10 @@ from perdure.home import load_secret
 from perdure.testing.scripted_engine import WEIGHTS_FILE, Call, logprob
 from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RolloutStatus, Turn
 from tests import loop_agent
-from tests import stack as stacks
-from tests.stack import HeldEngine, Stack, commands, until
+from tests.stack.engine import HeldEngine, commands
+from tests.stack.host import why_not_here
+from tests.stack.stack import Stack, running
+from tests.stack.waiting import until
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
@@ -205,7 +207,7 @@ def _recorded(turn: Turn) -> list[int]:
 
 @asynccontextmanager
 async def looping(home: Path) -> AsyncIterator[Loop]:
-    async with stacks.running(home) as stack:
+    async with running(home) as stack:
         other = HeldEngine()
         for engine in (stack.engine, other):
             engine.control(scripts=SCRIPT)
@@ -227,7 +229,7 @@ async def looping(home: Path) -> AsyncIterator[Loop]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def loop(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loop]:
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
     async with looping(tmp_path_factory.mktemp("loop")) as loop:
         yield loop

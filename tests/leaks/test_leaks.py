@@ -27,9 +27,10 @@ from perdure.sandboxes.host.procfs import below
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.stack import readiness
 from tests import counting_agent, held_ports
-from tests import stack as stacks
 from tests.leaks.traces import Traces
-from tests.stack import Stack, until
+from tests.stack.host import why_not_here
+from tests.stack.stack import Stack, running
+from tests.stack.waiting import until
 
 KILLS = 25
 MOST_OPEN = 6
@@ -172,9 +173,9 @@ class Life:
 
 @asynccontextmanager
 async def life(home: Path, seed: int, service: Service | None = None) -> AsyncIterator[Life]:
-    if missing := stacks.why_not_here():
+    if missing := why_not_here():
         pytest.skip(missing)
-    async with stacks.running(home / "stack") as stack:
+    async with running(home / "stack") as stack:
         found = Life(stack, random.Random(seed), Traces(home), service)
         yield found
         print(f"seed {seed}: {found.started} rollouts, killed {dict(found.killed)}")

@@ -24,7 +24,7 @@ from perdure.stack import readiness
 from perdure.stack.plan import temporal_binary
 from perdure.stack.ports import LOOPBACK
 from tests import held_ports
-from tests.stack import until
+from tests.stack.waiting import until
 
 DAY = Duration(seconds=86400)
 

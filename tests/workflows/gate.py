@@ -7,7 +7,7 @@ from temporalio import activity
 
 from activities.messages import AgentRun
 from perdure.types import AgentEnd
-from tests.stack import PATIENCE_S
+from tests.stack.waiting import PATIENCE_S
 
 
 class Gate:

@@ -17,7 +17,7 @@ from activities.messages import Asked, ReadyPermit, Taken
 from perdure.client import names
 from perdure.sandboxes.permits import AccountState, Permit, Wish
 from perdure.types import AccountCaps
-from tests.stack import until
+from tests.stack.waiting import until
 from workers.orchestration import checking_runner, workflow_worker
 
 ACCOUNT_ID = names.account_id("service-1")

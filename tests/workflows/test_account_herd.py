@@ -8,7 +8,7 @@ from temporalio.client import Client
 from activities.messages import Asked
 from perdure.client import names
 from perdure.types import AccountCaps
-from tests.stack import until
+from tests.stack.waiting import until
 from tests.workflows import dev_server
 from workers.orchestration import workflow_worker
 

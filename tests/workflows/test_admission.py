@@ -10,7 +10,7 @@ import workflows.rollout
 from activities.messages import Attempt, Booted, Captured
 from perdure.client import names
 from perdure.types import EpisodeRef, RolloutStatus
-from tests.stack import until
+from tests.stack.waiting import until
 from tests.workflows.stages import Stages
 
 REQUEST = {"run_id": "r1", "instance": "toy/add-1", "agent": "nop"}

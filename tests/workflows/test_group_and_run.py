@@ -12,7 +12,7 @@ from activities.messages import AgentRun, PreparedRun
 from perdure.client.api import Perdure
 from perdure.errors import Cancelled, NoResult, NotFound
 from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RolloutStatus, RunRequest
-from tests.stack import PATIENCE_S, until
+from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.gate import Gate
 from tests.workflows.stages import Stages
 

@@ -20,7 +20,7 @@ from activities.messages import AgentRun
 from perdure.client.api import GroupHandle, Perdure
 from perdure.client.connection import DATA_CONVERTER
 from perdure.types import GroupRequest, RolloutRequest, RunRequest
-from tests.stack import PATIENCE_S, until
+from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows import dev_server
 from tests.workflows.stages import Stages
 

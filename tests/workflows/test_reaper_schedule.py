@@ -8,7 +8,7 @@ from temporalio.client import Client, CreateScheduleInput, Interceptor, Outbound
 from temporalio.service import RPCError, RPCStatusCode
 
 from perdure.client.connection import DATA_CONVERTER
-from tests.stack import until
+from tests.stack.waiting import until
 from workers import process
 
 HOST = "host-1"

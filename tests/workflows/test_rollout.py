@@ -15,7 +15,7 @@ from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure
 from perdure.errors import NotFound
 from perdure.types import AgentEnd, EpisodeRef, RolloutRequest, RolloutStatus
-from tests.stack import PATIENCE_S, until
+from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.stages import Stages
 
 REQUEST = {"run_id": "r1", "instance": "toy/add-1", "agent": "nop"}

@@ -10,7 +10,7 @@ from temporalio.client import Client, WorkflowFailureError
 from perdure.client import names
 from perdure.client.api import Perdure
 from perdure.types import RunRequest
-from tests.stack import PATIENCE_S, until
+from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.gate import Gate
 from tests.workflows.stages import Stages
 

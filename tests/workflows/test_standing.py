@@ -13,7 +13,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from perdure.cli.runs.standing import standing
-from tests.stack import until
+from tests.stack.waiting import until
 
 QUEUE = "standing"
 WHY = "image 'python:3.11': no such host"

@@ -5,18 +5,12 @@ decides who dies and who comes back. Only the scripted engine lives in the test'
 """
 
 import asyncio
-import contextlib
-import inspect
-import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,8 +18,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from starlette.requests import Request
-from starlette.responses import Response
 from temporalio.api.workflow.v1 import PendingActivityInfo
 from temporalio.client import (
     Client,
@@ -41,8 +33,6 @@ from perdure.client import names
 from perdure.client.api import Perdure
 from perdure.episodes.episode import Episode
 from perdure.episodes.files import read_episode
-from perdure.gateway.rendering.tokenizers import ASSISTANT_HEADER, load_tokenizer
-from perdure.instances import catalog
 from perdure.sandboxes.base import identity_of
 from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
@@ -52,155 +42,25 @@ from perdure.stack.children import ChildSpec
 from perdure.stack.plan import Addresses, Plan, temporal_binary
 from perdure.storage import keys
 from perdure.storage.base import Store, open_store
-from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import (
-    Grading,
-    Instance,
     Outcome,
     RolloutRequest,
     RolloutStatus,
-    Source,
-    SourceKind,
 )
 from tests import held_ports, loop_agent
+from tests.paths import ROOT
+from tests.stack.engine import TURNS, HeldEngine, commands
+from tests.stack.host import cmdline, folders, pids, started_at
+from tests.stack.instances import INSTANCE, add_instances
+from tests.stack.process import Process, answering
+from tests.stack.waiting import nothing, until
 
-ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / ".perdure" / "tools"
 """Agents of all stacks of this checkout: each is fetched once, by the first test that runs it."""
-PAUSE_S = 0.02
-PATIENCE_S = 300.0
-"""Only what is broken takes this long; nothing waits for the clock."""
-LINGERS_S = 60.0
-"""What has ended may be there for so long, on a busy host."""
 BEAT_S = 30.0
 """Heartbeat time-out of rollouts: a worker that lives is never taken for dead, however busy it is."""
 DEATH_S = 3.0
 """The same, where a test waits until a dead worker is noticed."""
-
-TURNS = 6
-ASSISTANT = tuple(load_tokenizer("qwen3").encode(ASSISTANT_HEADER)[:2])
-"""Begins each turn of the policy in a prompt."""
-FIX = "sed -i 's/return a - b/return a + b/' calc.py"
-GOLD = b"""\
-diff --git a/calc.py b/calc.py
---- a/calc.py
-+++ b/calc.py
-@@ -1,2 +1,2 @@
- def add(a, b):
--    return a - b
-+    return a + b
-"""
-INSTANCE = "tests/add"
-SLOW_INSTANCE = "tests/add-slowly"
-"""Its hidden test takes a few seconds: long enough to be met at work."""
-
-
-def commands(turns: int = TURNS) -> list[str]:
-    """What an agent does in that many turns: idle commands, then the fix; the last turn is the end."""
-    return [*(f"echo {n}" for n in range(turns - 2)), FIX]
-
-
-def script(turns: int = TURNS) -> dict[str, Any]:
-    calls = [
-        {"content": "", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}
-        for command in commands(turns)
-    ]
-    return {"default": {"turns": [*calls, {"content": loop_agent.DONE}]}}
-
-
-class HeldEngine(ScriptedEngine):
-    """Holds the calls of one turn until they are let go: a rollout stands still where a test wants.
-
-    Held calls are sampled when they are let go, whether or not somebody still waits for them: as
-    expensive as an engine can be.
-    """
-
-    def __init__(self, turns: int = TURNS, **options: Any) -> None:
-        super().__init__(script(turns), **options)
-        self.turns = turns
-        self.waiting: list[str] = []
-        """`<session>-<turn>` of the calls that arrived while their turn was held."""
-        self._gates: dict[int, asyncio.Event] = {}
-
-    def hold(self, turn: int) -> None:
-        self._gates[turn] = asyncio.Event()
-
-    def let_go(self) -> None:
-        for gate in self._gates.values():
-            gate.set()
-        self._gates.clear()
-
-    def times_sampled(self) -> Counter[str]:
-        """How often each `<session>-<turn>` was sampled: what the GPU was asked to do."""
-        return Counter(f"{call.session_id}-{_turn(call.prompt_ids)}" for call in self.calls)
-
-    def forget(self) -> None:
-        self.let_go()
-        self.reset()
-        self.waiting.clear()
-
-    async def _generate(self, request: Request) -> Response:
-        body = await request.json()  # taken in, so it is sampled even if its caller dies meanwhile
-        turn = _turn(body["token_ids"])
-        gate = self._gates.get(turn)
-        if gate is not None:
-            self.waiting.append(f"{request.headers['x-session-id']}-{turn}")
-            await gate.wait()
-        return await super()._generate(request)
-
-
-def _turn(prompt_ids: Sequence[int]) -> int:
-    """How many answers of the policy stand in the prompt: the number of the turn that follows."""
-    return sum(pair == ASSISTANT for pair in itertools.pairwise(prompt_ids)) - 1
-
-
-async def until(condition: Callable[[], Any], what: str, limit_s: float = PATIENCE_S) -> Any:
-    """Ask again until the answer, awaited where it must be, is truthy; then return it."""
-    end = time.monotonic() + limit_s
-    while True:
-        answer = condition()
-        if inspect.isawaitable(answer):
-            answer = await answer
-        if answer:
-            return answer
-        assert time.monotonic() < end, f"still not so after {limit_s:g} s: {what}"
-        await asyncio.sleep(PAUSE_S)
-
-
-async def nothing(look: Callable[[], Sequence[Any]]) -> None:
-    """Look again until nothing is found. Raises AssertionError with what is there at last."""
-    end = time.monotonic() + LINGERS_S
-    while found := look():
-        assert time.monotonic() < end, f"still there after {LINGERS_S:g} s: {found}"
-        await asyncio.sleep(PAUSE_S)
-
-
-@dataclass(frozen=True)
-class Process:
-    """One process of the stack."""
-
-    name: str
-    popen: "subprocess.Popen[bytes]"
-    log: Path
-
-    @property
-    def pid(self) -> int:
-        return self.popen.pid
-
-    @property
-    def alive(self) -> bool:
-        return self.popen.poll() is None
-
-    async def ended(self) -> int:
-        """Its exit code, once it has one."""
-        await until(lambda: self.popen.poll() is not None, f"{self.name} ends")
-        code: int = self.popen.returncode
-        return code
-
-    async def kill(self, signum: int = signal.SIGKILL) -> int:
-        if self.alive:
-            os.kill(self.pid, signum)
-        return await self.ended()
 
 
 @dataclass
@@ -276,12 +136,12 @@ class Stack:
     async def start_temporal(self) -> Process:
         process = self.spawn(self.plan.temporal())
         address = f"{ports.LOOPBACK}:{self.plan.addresses.temporal_port}"
-        await _answering(process, readiness.wait_for_temporal(address))
+        await answering(process, readiness.wait_for_temporal(address))
         return process
 
     async def start_gateway(self) -> Process:
         process = self.spawn(self.plan.gateway())
-        await _answering(process, readiness.wait_for_http(f"{self.plan.gateway_url}/healthz"))
+        await answering(process, readiness.wait_for_http(f"{self.plan.gateway_url}/healthz"))
         return process
 
     async def start_worker(self, *argv: str) -> Process:
@@ -290,7 +150,7 @@ class Stack:
         if argv:
             spec = ChildSpec("worker", (sys.executable, "-m", *argv), spec.env)
         process = self.spawn(spec)
-        await _answering(process, readiness.wait_for_pollers(self.client, process.pid))
+        await answering(process, readiness.wait_for_pollers(self.client, process.pid))
         return process
 
     async def recover(self) -> None:
@@ -457,14 +317,14 @@ class Stack:
     def agents(self) -> frozenset[tuple[int, int]]:
         """Pid and start time of every process that runs one of our agents."""
         return frozenset(
-            (pid, _started(pid)) for pid in _pids() if self.mark.encode() in _cmdline(pid)
+            (pid, started_at(pid)) for pid in pids() if self.mark.encode() in cmdline(pid)
         )
 
     def left_behind(self) -> list[str]:
         """What our rollouts have on this host: sandbox folders, cgroups, mounts, agents."""
         digests = {self.identity(r, "agent").rpartition("-agent-")[0] for r in self.requests}
         found = [f"process {pid}" for pid, _ in self.agents()]
-        places = [*_folders(self.provider.root), *_folders(Path("/sys/fs/cgroup"), depth=3)]
+        places = [*folders(self.provider.root), *folders(Path("/sys/fs/cgroup"), depth=3)]
         found += [str(path) for path in places if any(d in path.name for d in digests)]
         mounts = Path("/proc/mounts").read_text().splitlines()
         found += [line for line in mounts if any(d in line for d in digests)]
@@ -553,7 +413,7 @@ class Stack:
     def _strangers(self) -> list[bytes]:
         """Command lines that name our folder; helpers of a killed worker take a moment to notice."""
         home = str(self.home).encode()
-        lines = [_cmdline(pid) for pid in _pids() if pid != os.getpid()]
+        lines = [cmdline(pid) for pid in pids() if pid != os.getpid()]
         return [line for line in lines if home in line]
 
 
@@ -600,7 +460,7 @@ async def running(
                 await stack.start_temporal()
                 stack.client = await readiness.wait_for_temporal(address)
                 await readiness.register_search_attributes(stack.client)
-                await add_instances(stack)
+                await add_instances(home, stack.store)
                 await stack.start_gateway()
                 for _ in range(workers):
                     await stack.start_worker()
@@ -610,70 +470,4 @@ async def running(
                 await stack.stop()
 
 
-async def add_instances(stack: Stack) -> None:
-    tree = stack.home / "trees" / "calc"
-    tree.mkdir(parents=True, exist_ok=True)
-    (tree / "calc.py").write_text("def add(a, b):\n    return a - b\n")
-    check = "python3 -c 'from calc import add; assert add(2, 3) == 5'"
-    for ref, command in ((INSTANCE, check), (SLOW_INSTANCE, f"sleep 4; {check}")):
-        dataset, _, name = ref.partition("/")
-        instance = Instance(
-            instance_id=name,
-            dataset=dataset,
-            problem_statement="add(2, 3) returns -1.",
-            source=Source(kind=SourceKind.DIRECTORY, path=str(tree)),
-            grading=Grading(protocol="eval_cmd", eval_cmd=command, timeout_s=60),
-            gold_patch=GOLD,
-        )
-        await catalog.save(stack.store, instance)
-
-
-async def _answering(process: Process, wait: Awaitable[Any]) -> None:
-    """Until it answers; fails at once, with its log, when it ends instead."""
-    waiting = asyncio.ensure_future(wait)
-    try:
-        await until(lambda: waiting.done() or not process.alive, f"{process.name} answers")
-        words = process.log.read_text("utf-8", "replace")[-3000:]
-        assert waiting.done(), f"{process.name} ended with {process.popen.returncode}:\n{words}"
-        waiting.result()
-    finally:
-        waiting.cancel()
-
-
 # --- this host -----------------------------------------------------------------------------------
-
-
-def why_not_here() -> str:
-    """What this machine lacks for a stack, for a skip; empty = nothing."""
-    missing = [] if shutil.which("setpriv") else ["setpriv (util-linux) is missing"]
-    return "; ".join([*missing, *BubblewrapProvider(Path("/nonexistent")).check()])
-
-
-def _pids() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-
-
-def _cmdline(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def _started(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
-    except OSError:
-        return 0
-
-
-def _folders(root: Path, depth: int = 1) -> list[Path]:
-    """Folders below `root`, down to `depth` levels; what vanishes meanwhile is left out."""
-    found: list[Path] = []
-    with contextlib.suppress(OSError), os.scandir(root) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                found.append(Path(entry.path))
-                if depth > 1:
-                    found += _folders(Path(entry.path), depth - 1)
-    return found

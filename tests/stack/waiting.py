@@ -1,0 +1,34 @@
+"""Waiting for what a test expects, with bounds that only something broken reaches."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+PAUSE_S = 0.02
+PATIENCE_S = 300.0
+"""Only what is broken takes this long; nothing waits for the clock."""
+LINGERS_S = 60.0
+"""What has ended may be there for so long, on a busy host."""
+
+
+async def until(condition: Callable[[], Any], what: str, limit_s: float = PATIENCE_S) -> Any:
+    """Ask again until the answer, awaited where it must be, is truthy; then return it."""
+    end = time.monotonic() + limit_s
+    while True:
+        answer = condition()
+        if inspect.isawaitable(answer):
+            answer = await answer
+        if answer:
+            return answer
+        assert time.monotonic() < end, f"still not so after {limit_s:g} s: {what}"
+        await asyncio.sleep(PAUSE_S)
+
+
+async def nothing(look: Callable[[], Sequence[Any]]) -> None:
+    """Look again until nothing is found. Raises AssertionError with what is there at last."""
+    end = time.monotonic() + LINGERS_S
+    while found := look():
+        assert time.monotonic() < end, f"still there after {LINGERS_S:g} s: {found}"
+        await asyncio.sleep(PAUSE_S)
