@@ -26,7 +26,7 @@ PREPARE = """
 import asyncio, sys
 from pathlib import Path
 from perdure.instances.environments import Environments
-from perdure.sandboxes.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.storage.local import LocalStore
 from perdure.types import Instance
 
