@@ -25,7 +25,7 @@ WORK = {
 class CountingOptions(Request):
     does: Literal["right", "wrong", "fails"] = "right"
     after_s: float = Field(0.0, ge=0, description="Seconds that it works.")
-    mark: str = Field("", description="Stands in its command line, so that the host can find it.")
+    mark: str = Field("", description="A mark in its command line, by which the host can find it.")
 
 
 class CountingAgent:

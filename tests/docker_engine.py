@@ -34,7 +34,8 @@ def why_not() -> str:
 
 @contextmanager
 def running(storage_driver: str = "vfs") -> Iterator[str]:
-    """Its address. A short folder, because a unix socket lies below it. `vfs` runs on any disk."""
+    """Its address. The folder's path is short, because it holds a unix socket. `vfs` runs on any
+    disk."""
     folder = Path(tempfile.mkdtemp(prefix="dk-"))
     address = f"unix://{folder}/docker.sock"
     command = [

@@ -60,7 +60,7 @@ while True:
 
 
 class LoopAgentOptions(Request):
-    mark: str = Field("", description="Stands in its command line, so that the host can find it.")
+    mark: str = Field("", description="A mark in its command line, by which the host can find it.")
 
 
 class LoopAgent:

@@ -1,6 +1,6 @@
 """Services that make sandboxes, played in the test's own process, and a bench to break them on.
 
-What each double plays is `perdure.testing`'s; what a test promises stands in the test.
+`perdure.testing` defines what each double plays; each test states its own promise.
 """
 
 import importlib
@@ -168,6 +168,6 @@ async def benched(
 
 
 def impatient(patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Calls are given up after so long."""
+    """Seconds after which a call is given up."""
     defaults = calls.again.__kwdefaults__ or {}
     patch.setattr(calls.again, "__kwdefaults__", {**defaults, "patience_s": seconds})

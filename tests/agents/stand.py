@@ -61,7 +61,8 @@ def call(tool: str, /, say: str = "", **arguments: Any) -> dict[str, Any]:
 
 
 def script(*scripted: dict[str, Any], match: str = "surprising") -> dict[str, Any]:
-    """What the model answers, turn by turn, where `match` stands before its first answer."""
+    """The model's answers, turn by turn, for a conversation that contains `match` before the first
+    one."""
     return {"match": match, "turns": list(scripted)}
 
 

@@ -27,7 +27,7 @@ def noise(size: int) -> dict[str, Any]:
 
 
 def trouble(run: Run) -> list[str]:
-    """What it said of retries, fallbacks and warnings, on either output."""
+    """Its messages about retries, fallbacks and warnings, on either output."""
     words = ("api_retry", "fallback", "warn", "deprecat", "error")
     log = [json.loads(line) for line in run.evidence.stdout_tail.splitlines()]
     told = [event["subtype"] for event in log if event.get("type") == "system"]
@@ -56,7 +56,8 @@ async def test_its_turns_are_one_growing_sequence(stand: Stand) -> None:
 
 
 async def test_samples_of_an_instance_have_the_same_prompts(stand: Stand) -> None:
-    """Nothing of a run stands in its prompts: siblings share a cache, a lost run can be replayed."""
+    """Its prompts hold nothing of one run, so siblings share a cache and a lost run can be
+    replayed."""
     one = await stand.run(ClaudeCode(), script(READ, EDIT, CHECK, DONE))
     other = await stand.run(ClaudeCode(), script(READ, EDIT, CHECK, DONE))
 
@@ -140,7 +141,7 @@ async def test_a_full_context_is_compacted_and_not_fatal(stand: Stand) -> None:
 
 
 async def test_a_context_that_no_compaction_saves_is_a_limit(stand: Stand) -> None:
-    """Where even the summary does not fit, it ends at once, and what it did by then is graded."""
+    """If even the summary does not fit, it ends at once, and its work up to then is graded."""
     run = await stand.run(
         ClaudeCode(),
         script(EDIT, noise(6000), DONE),
@@ -153,7 +154,7 @@ async def test_a_context_that_no_compaction_saves_is_a_limit(stand: Stand) -> No
 
 
 async def test_max_turns_is_a_limit(stand: Stand) -> None:
-    """It stops after the allowed number of model calls; what it did by then is graded."""
+    """It stops after the allowed number of model calls; its work up to then is graded."""
     run = await stand.run(ClaudeCode(), script(READ, EDIT, CHECK, DONE), options={"max_turns": 2})
 
     assert (run.end, len(run.turns)) == (AgentEnd.LIMIT, 2), run.said
@@ -161,7 +162,7 @@ async def test_max_turns_is_a_limit(stand: Stand) -> None:
 
 
 async def test_the_time_budget_is_a_limit(stand: Stand) -> None:
-    """Killed by the clock, with what it had changed by then kept."""
+    """The time budget kills it, and its changes up to then are kept."""
     run = await stand.run(
         ClaudeCode(), script(EDIT, call("Bash", command="sleep 600"), DONE), budget_s=6.0
     )

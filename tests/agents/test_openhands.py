@@ -70,7 +70,7 @@ async def test_its_step_limit_is_a_limit(stand: Stand) -> None:
 
 
 async def test_the_time_budget_is_a_limit(stand: Stand) -> None:
-    """Killed by the clock, with what it had changed by then kept."""
+    """The time budget kills it, and its changes up to then are kept."""
     run = await stand.run(
         Openhands(), script(EDIT, bash("sleep 600"), bash("sleep 600")), budget_s=25.0
     )

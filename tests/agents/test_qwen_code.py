@@ -104,7 +104,7 @@ async def test_its_turn_limit_is_a_limit(stand: Stand) -> None:
 
 
 async def test_the_time_budget_is_a_limit(stand: Stand) -> None:
-    """Killed by the clock, with what it had changed by then kept."""
+    """The time budget kills it, and its changes up to then are kept."""
     run = await stand.run(
         QwenCode(), of(READ, EDIT, bash("sleep 600"), bash("sleep 600")), budget_s=12.0
     )

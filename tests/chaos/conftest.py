@@ -1,4 +1,4 @@
-"""One private stack per module; whatever a test killed is up again for the next one."""
+"""One private stack per module; processes that a test killed are restarted for the next one."""
 
 from collections.abc import AsyncIterator
 

@@ -34,7 +34,7 @@ async def small_disk(tmp_path: Path) -> AsyncIterator[Path]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def cramped(tmp_path: Path, small_disk: Path) -> AsyncIterator[Stack]:
-    """A stack whose store lies on that disk."""
+    """A stack whose store is on that disk."""
     if missing := why_not_here():
         pytest.skip(missing)
     async with running(tmp_path / "home", store=small_disk / "store") as stack:
@@ -55,7 +55,8 @@ def fill(disk: Path) -> None:
 async def test_a_full_store_keeps_the_rollout_waiting(
     cramped: Stack, small_disk: Path, turn: int
 ) -> None:
-    """The reason stands in Temporal's pending activity; nothing torn is left; it ends solved."""
+    """Temporal's pending activity shows the reason, no torn file is left, and the rollout ends
+    resolved."""
     cramped.engine.hold(turn)
     request = await cramped.start("full")
     await cramped.held(request)

@@ -1,6 +1,6 @@
-"""A worker that stands still for longer than its heartbeats, and comes back: a zombie.
+"""A worker that is frozen for longer than its heartbeat time-out and then wakes up: a zombie.
 
-Its work was given to another one meanwhile. What it still writes must change nothing.
+Meanwhile another worker has its work. What the zombie still writes must change nothing.
 """
 
 import os

@@ -28,7 +28,7 @@ async def test_500_at_once_queue_for_20_sandboxes_and_5_creates_a_second(
 async def test_500_at_once_find_out_what_the_account_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody named the caps: some creates are refused, and still no workflow hears of one."""
+    """Without configured caps the service refuses some creates, and no workflow sees a refusal."""
     async with herd.capped(tmp_path, monkeypatch, live=LIVE, rate=RATE, said="{}") as pair:
         seen = await herd.stampede(*pair, HERD, limit_s=3600, sandbox=hollow.NAME)
 

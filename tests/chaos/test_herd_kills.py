@@ -51,7 +51,7 @@ async def kills(stack: Stack, server: Any) -> None:
 
 
 async def balanced(stack: Stack, server: Any) -> bool:
-    """Nothing is left but what stands ready, and all of it holds a permit."""
+    """Only ready sandboxes are left, and each holds a permit."""
     keeper = names.account_id(hollow.HollowE2B(stack.home).account)
     state = await stack.client.get_workflow_handle(keeper).query("state", result_type=AccountState)
     boxes = {record["metadata"]["rollout"] for record in server.sandboxes.all()}

@@ -38,9 +38,10 @@ async def test_the_server_is_killed_and_comes_back(stack: Stack) -> None:
 
 
 async def test_the_server_is_away_for_longer_than_a_heartbeat(stack: Stack) -> None:
-    """The agent finishes while nobody listens; the server comes back and takes its work as it is.
+    """The agent finishes while Temporal is down; the server comes back and accepts the finished
+    work.
 
-    Whoever waits through the SDK is not told: the wait goes on.
+    A caller that waits through the SDK sees no error: the wait goes on.
     """
     (request,) = await met(stack, "server-away")
     waiting = asyncio.create_task(stack.perdure.rollout(request.workflow_id).result())

@@ -1,4 +1,4 @@
-"""Terminated workflows run no clean-up: what they leave is swept, and nobody else's sandbox is."""
+"""Terminated workflows run no clean-up: the reaper ends their sandboxes, and no others."""
 
 from dataclasses import replace
 
@@ -40,7 +40,8 @@ class _NothingListed(OutboundInterceptor):
 
 
 async def test_a_live_rollout_that_visibility_does_not_show_is_left_alone(stack: Stack) -> None:
-    """Who owns a sandbox is asked from the workflow itself: a lagging list ends no live sandbox."""
+    """The reaper asks the workflow itself who owns a sandbox, so a lagging list ends no live
+    sandbox."""
     stack.engine.hold(3)
     request = await stack.start("unlisted")
     await stack.held(request)

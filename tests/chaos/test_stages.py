@@ -68,7 +68,8 @@ async def test_grading_may_finish_within_the_grace_of_its_worker(stack: Stack) -
 
 
 async def test_cancelled_while_the_worker_is_dead(stack: Stack) -> None:
-    """Nobody could be told: the next worker still cleans up, and the turns are kept."""
+    """The killed worker could not hear of the cancellation: the next one cleans up and keeps the
+    turns."""
     stack.engine.hold(3)
     request = await stack.start("cancel-dead")
     await stack.held(request)

@@ -81,4 +81,4 @@ class Fixed(Capacity):
     """A number of agents that stays."""
 
     def observe(self, *_: object, **__: object) -> None:
-        """Whatever the engine says."""
+        """The engine's answer, of any status."""

@@ -108,7 +108,7 @@ async def test_an_engine_that_is_dead_does_not_hold_up_the_end(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`perdure down` says what it could not look at, and ends the sandboxes of the others."""
+    """`perdure down` names providers that it could not ask, and ends the sandboxes of the others."""
     docker = tmp_path / "bin" / "docker"
     docker.parent.mkdir()
     docker.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")

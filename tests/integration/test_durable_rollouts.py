@@ -293,7 +293,7 @@ async def _activities(stack: Stack, request: RolloutRequest) -> list[str]:
 
 
 async def test_a_rollout_that_waits_for_an_engine_says_so(stack: Stack) -> None:
-    """Its engine is taken out: whoever asks is told of the wait, until the engine is back."""
+    """Its engine is removed: `status` shows the wait, until the engine is back."""
     roster = StoredRoster(stack.store, roster_key(load_secret(stack.settings)))
     engine = name_of(stack.engine.url)
 

@@ -231,7 +231,8 @@ async def test_a_drained_engine_finishes_what_it_has(client: httpx.AsyncClient) 
 
 
 async def test_a_drain_moves_what_is_left_at_its_deadline(client: httpx.AsyncClient) -> None:
-    """A spot notice's deadline: the completion goes on elsewhere with what it had."""
+    """At a spot notice's deadline the completion continues at another engine with its sampled
+    tokens."""
     async with (
         ScriptedEngine(LONG, chunk_delay_s=0.05) as one,
         ScriptedEngine(LONG, chunk_delay_s=0.05) as two,
@@ -328,7 +329,7 @@ async def test_a_resumed_turn_is_recorded_with_its_engines(tmp_path: Path) -> No
 
 
 async def test_engines_are_added_and_removed_with_the_control_token(tmp_path: Path) -> None:
-    """A session key is not enough; a name nobody knows is 404; a wrong weight is named."""
+    """A session key is not enough; an unknown name gives 404; a wrong weight is named."""
     async with ScriptedEngine(LONG) as engine, LocalGateway(tmp_path) as gateway:
         control = {"authorization": f"Bearer {control_token(gateway.secret)}"}
         session = {"authorization": f"Bearer {await gateway.open('s')}"}

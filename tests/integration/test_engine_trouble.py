@@ -1,4 +1,4 @@
-"""What goes wrong around engines at the worst moment: nobody is stranded, nothing is taken for granted."""
+"""Faults of engines at the worst moment: no call hangs, and no answer is trusted without proof."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -229,7 +229,7 @@ async def test_a_broken_stream_goes_on_while_the_store_is_away(client: httpx.Asy
 async def test_a_store_that_does_not_answer_holds_up_no_broken_stream(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it took what the call saw, somebody will know later; the turn goes on."""
+    """It is not known yet whether the engine loaded the weights; the turn goes on meanwhile."""
     monkeypatch.setattr(fleet, "LONGEST_NOTE_S", 0.05)
     roster = Stuck()
     async with (
@@ -274,7 +274,7 @@ async def test_streams_that_one_death_broke_ask_the_store_once(client: httpx.Asy
 
 
 async def test_an_engine_that_talked_nonsense_is_asked_again(client: httpx.AsyncClient) -> None:
-    """Whatever its routes answer, the watch of it goes on."""
+    """The watch of an engine continues for any answer of its routes."""
 
     class Confused(ScriptedEngine):
         confused = True
@@ -335,7 +335,7 @@ async def test_a_slow_look_at_the_roster_brings_back_nothing(client: httpx.Async
 
 
 async def test_no_version_is_stamped_while_the_roster_cannot_be_read(tmp_path: Path) -> None:
-    """An update that this gateway cannot hear of: its tokens are nobody's, never the old version's."""
+    """An update that this gateway cannot see: its tokens get no version, never the old one."""
     roster = Away()
     async with (
         new_client() as client,
@@ -507,7 +507,7 @@ async def test_weights_that_somebody_else_changed_are_known_from_the_next_turn(
 
 
 async def test_a_held_group_keeps_nothing_of_weights_that_nobody_announced(tmp_path: Path) -> None:
-    """Somebody changed them past the roster: the group is told, whatever was known when it began."""
+    """Weights were changed without the roster: the group hears of it, even if it began before."""
     async with stand(1, delay_s=0.02) as it:
         call = it.ask(policy_version="1", max_staleness="0")
         await it.sampling(call)
@@ -537,7 +537,7 @@ async def test_a_held_group_takes_over_nothing_of_other_weights() -> None:
 
 
 async def test_a_drain_in_the_middle_of_an_update_strands_no_call(tmp_path: Path) -> None:
-    """Nobody will say any more whether its new weights are right: its calls go on elsewhere at once."""
+    """The engine's new weights can no longer be proven: its calls move to another engine at once."""
     async with stand(2, delay_s=0.02) as it:
         call = it.ask()
         await it.sampling(call)
@@ -556,7 +556,7 @@ async def test_a_drain_in_the_middle_of_an_update_strands_no_call(tmp_path: Path
 
 
 async def test_draining_a_dead_engine_takes_it_out(client: httpx.AsyncClient) -> None:
-    """It has nothing to finish, and whoever asked is told so."""
+    """It has no call to finish, and the caller is told so."""
     roster = LoneRoster()
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url, roster=roster) as pool:
         await ready(pool, 1)

@@ -56,7 +56,8 @@ async def test_every_token_is_recorded_with_the_version_that_sampled_it(
 
 
 async def test_a_rolling_update_leaves_an_engine_to_talk_to(tmp_path: Path) -> None:
-    """While one engine loads, the completion goes on at another; the record says who knew what."""
+    """While one engine loads, the completion goes on at another; the record names each token's
+    version."""
     async with stand(2, delay_s=0.03) as it:
         call = it.ask()
         await it.sampling(call)
@@ -152,7 +153,7 @@ async def test_no_turn_ends_on_weights_without_proof(tmp_path: Path) -> None:
 
 
 async def test_a_checkpoint_comes_out_of_the_store(tmp_path: Path) -> None:
-    """S3 or folder: the prefix lies on disk while it is needed."""
+    """S3 or folder: the prefix is on disk for as long as it is needed."""
     store = LocalStore(tmp_path / "store")
     data = json.dumps({"weights": 2}).encode()
     await store.put(f"checkpoints/2/{WEIGHTS_FILE}", data)
@@ -201,7 +202,8 @@ async def test_a_group_is_not_sampled_by_too_new_a_policy(tmp_path: Path) -> Non
 
 
 async def test_tokens_of_a_version_nobody_knows_are_sampled_again(tmp_path: Path) -> None:
-    """Sampled after somebody announced a change, and lost before the engine could say: not guessed."""
+    """A token was sampled after an update was announced, and the engine was lost before it told its
+    version: the version is not guessed."""
     async with stand(2, delay_s=0.03) as it:
         call = it.ask()
         await it.sampling(call)

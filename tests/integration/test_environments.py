@@ -192,7 +192,7 @@ async def test_install_lines_share_one_shell(home: Home) -> None:
 
 
 async def test_failing_install_shows_its_end(home: Home) -> None:
-    """A failed install is the row's error: its last lines and where the whole log lies."""
+    """A failed install is the row's error: its last lines and the path of the whole log."""
     instance = await home.instance("echo fine", "echo the reason >&2; exit 3", "echo never")
     with pytest.raises(InstanceError) as caught:
         await home.environments.prepare(instance)
@@ -226,7 +226,7 @@ async def test_local_sandbox_refuses_install_lines(home: Home) -> None:
 
 
 async def test_tree_in_an_image_is_refused_without_images(home: Home) -> None:
-    """A row whose tree lies in an image is refused by name where no image can be run."""
+    """If the provider cannot run images, a row whose tree is in an image is refused by name."""
     instance = (await home.instance()).model_copy(
         update={
             "source": Source(kind=SourceKind.IMAGE),

@@ -49,7 +49,7 @@ async def _until(condition: Callable[[], Any]) -> Any:
 
 
 async def _turn(pool: Pool, home: Path, disturb: Callable[[], Any]) -> Turn:
-    """The only turn of a session that something happens to; nothing lies beside it once it is final."""
+    """The only turn of a session that is disturbed; once it is final, no partial is left beside it."""
     async with pool.control() as control:
         await control.open(SPEC)
         call = asyncio.create_task(_ask(pool.url, control.key("s")))

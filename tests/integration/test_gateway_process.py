@@ -127,7 +127,7 @@ async def test_a_killed_gateway_repeats_what_it_journaled(
         lost = asyncio.create_task(_turn(agent, messages))
         while not engine.stats().in_flight:
             await asyncio.sleep(0)
-        lost.cancel()  # whatever is answered now, nobody reads it
+        lost.cancel()  # no client reads this answer any more
         while journal.stat().st_size == size or journal.read_bytes()[-1:] != b"\n":
             await asyncio.sleep(0)
         process.kill()

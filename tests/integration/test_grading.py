@@ -166,7 +166,7 @@ ACTIONS = {
 async def test_capture_round_trips(
     agent: Sandbox, repository: Path, tmp_path: Path, action: str
 ) -> None:
-    """Whatever the agent did to its tree, the captured diff makes the same of a fresh one."""
+    """For any change of the agent, the captured diff turns a fresh tree into the same tree."""
     await _act(agent, action)
 
     captured = await capture(agent, repository / ".git")
@@ -197,7 +197,7 @@ async def test_capture_repeats(agent: Sandbox, repository: Path) -> None:
 
 
 async def test_capture_counts_ignored_files(agent: Sandbox, repository: Path) -> None:
-    """What .gitignore keeps out is counted, so that nobody wonders where it went."""
+    """Files that .gitignore excludes are counted, so that a user can see them missing."""
     await _act(agent, "mkdir build && touch build/a build/b note.log && echo x > kept.txt")
 
     captured = await capture(agent, repository / ".git")

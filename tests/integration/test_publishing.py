@@ -1,4 +1,4 @@
-"""Publishing weights as a training loop does it: what a home remembers, and what it is told."""
+"""Publishing weights as a training loop does: what the home stores, and what the trainer hears."""
 
 import asyncio
 import json
@@ -185,7 +185,7 @@ async def test_who_was_overtaken_changes_nothing_more(tmp_path: Path) -> None:
 
 
 async def test_two_calls_at_once_publish_one_after_the_other(tmp_path: Path) -> None:
-    """A trainer that asks again before it was answered: nobody takes the engines from anybody."""
+    """A trainer repeats an unanswered call: the two calls do not take engines from each other."""
     async with home(tmp_path) as it:
         await asyncio.gather(it.publish(2), it.publish(2))
         (record,) = (await it.roster.read()).engines

@@ -93,7 +93,7 @@ async def test_mini_swe_agent_solves(hosted: Hosted) -> None:
 async def test_a_worker_frozen_while_it_boots_kills_nothing_when_it_comes_back(
     hosted: Hosted,
 ) -> None:
-    """Another try adopts what it was making; the late one leaves that alone: one attempt, solved."""
+    """Another try adopts the sandbox; the late try leaves it alone: one attempt, resolved."""
     stack, server = hosted.stack, hosted.server
     stack.engine.hold(1)
     server.settings["boot_s"] = 3 * DEATH_S

@@ -134,7 +134,7 @@ def second(home: Home, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hom
 
 @pytest.fixture
 def other(second: Home) -> Home:
-    """The same, whose stack is up, whatever a test before this one did to it."""
+    """The same, with its stack up, even if an earlier test stopped it."""
     started = second.perdure("up")
     assert started.returncode == 0, started.stderr
     return second

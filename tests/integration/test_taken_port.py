@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 async def test_temporal_moves_and_the_gateway_stays(tmp_path: Path) -> None:
-    """Whoever was told where the gateway is finds it there, though its port was set by hand."""
+    """A client finds the gateway at the address it was given, even if the port was set by hand."""
     told: list[dict[str, Any]] = []
     with socket.create_server((ports.LOOPBACK, 0)) as quicker:
         taken = quicker.getsockname()[1]

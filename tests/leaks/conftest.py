@@ -1,4 +1,4 @@
-"""`make test-leaks`: whatever is killed, and whenever, nothing stays."""
+"""`make test-leaks`: any process is killed at any time, and nothing is left behind."""
 
 import pytest
 

@@ -146,7 +146,7 @@ class Life:
         await self.stack.recover()
 
     async def end(self) -> None:
-        """Some are terminated, as nobody would do with all; the others come to their end."""
+        """Terminates some of them; the others run to their end."""
         open_ones = [r for r in self.stack.requests if not await self.stack.is_over(r)]
         for request in self.dice.sample(open_ones, len(open_ones) // 2):
             await self.stack.handle(request).terminate()

@@ -13,7 +13,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Traces:
-    """Of every sandbox whose folder lies below `home`. `see` remembers the ones that live now."""
+    """Traces of every sandbox whose folder is below `home`. `see` remembers the live ones."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -66,7 +66,7 @@ class Traces:
         return [line for line in lines if str(self.home) in line or "/perdure-" in line]
 
     def held_networks(self) -> list[int]:
-        """Those of ours in which a process of ours still is, or that somebody has bound to a file."""
+        """Our namespaces that still hold one of our processes, or that are bound to a file."""
         bound = {
             int(line.split("net:[")[1].split("]")[0])
             for line in Path("/proc/self/mountinfo").read_text().splitlines()

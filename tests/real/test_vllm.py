@@ -150,7 +150,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def engine(url: str, client: httpx.AsyncClient) -> AsyncIterator[TokenEngine]:
-    """Found as a gateway finds it, by asking the server what it is."""
+    """The gateway finds out the kind of server by asking it."""
     engines = Engines(Settings(engine_url=url, engine_model="policy"), client)
     found = await engines.current()
     assert found.tokens is not None
@@ -188,7 +188,7 @@ async def test_a_stopped_turn_ends_with_its_stop_token(engine: TokenEngine) -> N
 
 
 async def test_every_wish_of_an_agent_is_understood(engine: TokenEngine) -> None:
-    """Whatever a request may ask of the sampler, vLLM takes and the answer is whole."""
+    """vLLM accepts every sampling parameter that a request may set, and the answer is complete."""
     made = await engine.generate(
         PROMPT, {**SAMPLING, **EVERY_WISH}, session_id="s", request_id="wishes"
     )
@@ -215,7 +215,7 @@ async def test_a_wrong_model_name_is_told_with_the_fix(url: str, client: httpx.A
 
 @dataclass
 class Recorder:
-    """Stands between gateway and vLLM and keeps what passed, by request id."""
+    """A proxy between gateway and vLLM that records requests and answers by request id."""
 
     upstream: str
     client: httpx.AsyncClient

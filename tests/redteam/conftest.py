@@ -64,7 +64,7 @@ async def boot(provider: SandboxProvider) -> AsyncIterator[Boot]:
 
 
 async def attack(box: Sandbox, code: str, *arguments: str) -> ExecResult:
-    """Run Python inside; what it prints is the loot."""
+    """Run Python inside; its output is what the attack obtained."""
     return await box.exec(["python3", "-c", code, *arguments], timeout=120)
 
 

@@ -126,7 +126,7 @@ async def test_daemons_die_with_their_box(boot: Boot) -> None:
 
 
 async def test_daemons_die_when_the_agent_is_stopped(boot: Boot) -> None:
-    """SIGKILL of the finished command ends what it hid, before a diff is captured."""
+    """SIGKILL of the finished command also ends its hidden processes, before a diff is captured."""
     mark = uuid4().hex
     box = await boot()
     await box.start("agent", ["python3", "-c", DAEMONS], env={"REDTEAM": mark})

@@ -170,7 +170,7 @@ async def test_only_plain_socket_families_open(boot: Boot) -> None:
 
 @pytest.mark.parametrize("name", ["systemd-run", "busctl", "dbus-send", "at", "crontab"])
 async def test_host_services_start_nothing(boot: Boot, name: str) -> None:
-    """Whoever starts programs for others on the host cannot be asked from inside."""
+    """Services that start programs on the host cannot be reached from inside."""
     arguments = {"crontab": "-l", "at": "now"}.get(name, "--user true")
     result = await (await boot()).exec(f"{name} {arguments} </dev/null; {name} true </dev/null")
 

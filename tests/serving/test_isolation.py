@@ -27,7 +27,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 async def test_an_engine_of_a_given_cluster_asks_for_keys(home: Home) -> None:
     """On the node's address a front answers strangers with 401 and a gateway's control call with
-    403; the server itself listens on loopback; no key lies in the store."""
+    403; the server itself listens on loopback; the store holds no key."""
     home.nodes.add()
     await home.up_scripted(1)
     (replica,) = (await home.status()).replicas

@@ -246,7 +246,8 @@ async def publish(pool: Pool, version: int) -> None:
 
 
 async def test_another_model_is_not_given_the_weights_of_the_first(pool: Pool) -> None:
-    """Who asks for another model gets its own checkpoint, until a trainer publishes for it."""
+    """A plan for another model loads that model's checkpoint, until a trainer publishes weights for
+    it."""
     pool.add_node()
     await pool.apply(replicas=0)
     await publish(pool, 2)

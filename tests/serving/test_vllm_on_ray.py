@@ -200,7 +200,7 @@ def _without(ids: Sequence[int], sampled: Sequence[tuple[int, ...]]) -> list[int
 
 
 def _plain_runs(ids: Sequence[int]) -> list[list[int]]:
-    """What stands between added tokens."""
+    """The text between added tokens."""
     runs: list[list[int]] = [[]]
     for token in ids:
         if token >= FIRST_ADDED:

@@ -33,7 +33,8 @@ def script(turns: int = TURNS) -> dict[str, Any]:
 
 
 class HeldEngine(ScriptedEngine):
-    """Holds the calls of one turn until they are let go: a rollout stands still where a test wants.
+    """Holds the calls of one turn until a test releases them, so that a rollout stops at a known
+    point.
 
     Held calls are sampled when they are let go, whether or not somebody still waits for them: as
     expensive as an engine can be.

@@ -65,7 +65,7 @@ DEATH_S = 3.0
 
 @dataclass
 class Stack:
-    """Start it with `running`. Everything lies under `home`; results in `settings.store_url`."""
+    """Start it with `running`. All files are under `home`; results are in `settings.store_url`."""
 
     home: Path
     plan: Plan
@@ -154,7 +154,7 @@ class Stack:
         return process
 
     async def recover(self) -> None:
-        """Start again whatever was killed, and let surplus workers go: one of each is up."""
+        """Restart what was killed and stop surplus workers: one process of each kind is up."""
         if not self.temporal.alive:
             await self.start_temporal()
         if not self.gateway.alive:
@@ -197,7 +197,7 @@ class Stack:
 
     @property
     def mark(self) -> str:
-        """Stands in the command line of this stack's agents, and of nobody else's."""
+        """A mark in the command line of this stack's agents, and of no other process."""
         return f"mark-of-{self.home}"
 
     async def start(self, run_id: str, **fields: Any) -> RolloutRequest:

@@ -10,7 +10,7 @@ PAUSE_S = 0.02
 PATIENCE_S = 300.0
 """Only what is broken takes this long; nothing waits for the clock."""
 LINGERS_S = 60.0
-"""What has ended may be there for so long, on a busy host."""
+"""Seconds that an ended process may stay visible on a busy host."""
 
 
 async def until(condition: Callable[[], Any], what: str, limit_s: float = PATIENCE_S) -> Any:

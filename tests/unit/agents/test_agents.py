@@ -90,7 +90,7 @@ def test_agents_without_a_model_are_judged_by_their_exit(agent: Agent) -> None:
 
 
 def test_only_mini_swe_agent_sees_the_session_key_in_its_environment() -> None:
-    """The key stands in the environment only: files and argv end up as evidence in the store."""
+    """The key is in the environment only, because files and argv are stored as evidence."""
     launch = MiniSweAgent().launch(TASK)
 
     assert launch.env["OPENAI_API_KEY"] == TASK.session_key
@@ -99,7 +99,7 @@ def test_only_mini_swe_agent_sees_the_session_key_in_its_environment() -> None:
 
 
 def test_mini_swe_agent_never_learns_the_solution() -> None:
-    """Neither the gold patch nor anything of the grading is in what it is started with."""
+    """Its launch contains neither the gold patch nor anything of the grading."""
     launch = MiniSweAgent().launch(TASK)
 
     assert not any(b"diff --git" in content for content in launch.files.values())
@@ -153,7 +153,7 @@ def test_mini_swe_agent_hostile_trajectory_is_a_crash(trajectory: bytes) -> None
 
 
 def test_mini_swe_agent_without_a_model_call_never_ran() -> None:
-    """No call at the gateway outweighs whatever its trajectory claims."""
+    """If the gateway saw no call, the claims of its trajectory do not count."""
     assert MiniSweAgent().classify(evidence(turns=0)) is AgentEnd.NEVER_CALLED_MODEL
 
 

@@ -28,7 +28,7 @@ def test_it_runs_headless_and_reads_no_settings_of_the_repository() -> None:
 
 
 def test_every_model_name_is_ours() -> None:
-    """Sub-agents and small tasks ask for the policy too, whatever model they are made for."""
+    """Sub-agents and small tasks call the policy too, although they name other models by default."""
     env = ClaudeCode().launch(replace(TASK, model="actor")).env
     models = {value for name, value in env.items() if name.endswith("_MODEL")}
 

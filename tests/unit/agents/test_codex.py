@@ -27,7 +27,7 @@ def test_its_settings_name_the_gateway_and_the_window() -> None:
 
 
 def test_it_runs_headless() -> None:
-    """It asks nobody, prints events, and reads the prompt from standard input."""
+    """It asks no question, prints events, and reads the prompt from standard input."""
     argv = Codex().launch(with_options(extra_args=["-c", "x=1"])).argv
 
     assert argv[4:6] == (f"{MOUNT}/bin/codex", "exec")

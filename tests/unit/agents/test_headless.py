@@ -109,7 +109,7 @@ def test_an_unknown_option_is_refused_by_name(agent: Agent) -> None:
 
 @every_agent
 def test_no_call_outweighs_its_own_word(agent: Agent) -> None:
-    """An agent that never asked the model did not run, whatever it printed."""
+    """An agent that never called the model did not run, even if it printed something else."""
     stdout = said(type="result", is_error=False, terminal_reason="completed")
 
     assert agent.classify(ended(stdout, turns=0)) is AgentEnd.NEVER_CALLED_MODEL

@@ -185,7 +185,7 @@ def test_links_are_left_out(tmp_path: Path) -> None:
     ids=["nothing", "text", "half", "torn", "empty"],
 )
 def test_a_torn_tarball_is_an_error_of_ours(tmp_path: Path, content: bytes) -> None:
-    """Whatever is wrong with its bytes, the tarball is named."""
+    """The error names the tarball, for any damage of its bytes."""
     (tmp_path / "torn.tgz").write_bytes(content)
 
     with pytest.raises(AgentError, match=r"torn\.tgz"):

@@ -79,7 +79,7 @@ def test_its_last_step_is_a_limit(steps: int, end: AgentEnd) -> None:
 
 
 def test_a_spoilt_settings_file_is_no_limit() -> None:
-    """The policy can write to it: whatever it holds, the end is read without an error."""
+    """The policy can write to the file, so any content is read without an error."""
     for spoilt in (b"", b"\xff", b"[]", b'{"agent": {"build": {"steps": "many"}}}'):
         evidence = replace(ended(step("stop")), files={CONFIG: spoilt})
 

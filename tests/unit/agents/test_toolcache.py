@@ -1,4 +1,4 @@
-"""The tool cache: built once, whole, however many ask and whatever dies."""
+"""The tool cache: a tool is built once and complete, for many callers and after kills."""
 
 import asyncio
 import subprocess

@@ -192,7 +192,7 @@ def test_rewards_are_fractions() -> None:
 def test_truncated_ids_need_agreement(
     statuses: dict[str, TestStatus], expected: TestStatus
 ) -> None:
-    """A published id that was cut at a space stands for all that start so, if they agree."""
+    """A published id that was cut at a space names all tests that begin with it, if they agree."""
     assert status_of("t[a", statuses) is expected
 
 
@@ -207,7 +207,8 @@ def test_truncated_ids_need_agreement(
     ],
 )
 def test_canary_joins_the_hidden_tests(command: str, folder: str, named: bool) -> None:
-    """The canary lies beside the first test of the command, and is named only if others are."""
+    """The canary is in the folder of the command's first test, and is named only if other tests
+    are."""
     guarded, canary = guarded_command(tiny_instance(test_cmd=command).grading, "/tmp/x")
 
     assert canary.path.rpartition("/")[0] == folder.removeprefix(".")

@@ -113,7 +113,7 @@ def test_slime_row() -> None:
 
 
 def test_slime_flat_fields_win() -> None:
-    """What stands in metadata itself beats remote_env_info; commands cut at literal line ends."""
+    """A field of metadata overrides remote_env_info; commands are cut at literal line ends."""
     remote = {"image_url": "other:2", "image": "other:1", "pre_commands": "git a\\ngit b"}
     instance = read(SLIME, metadata={**SLIME["metadata"], "remote_env_info": remote})
 
@@ -163,7 +163,7 @@ def test_slime_script_becomes_a_hidden_file(tmp_path: Path, script: str) -> None
 def test_error_names_row_field_and_fix(
     row: dict[str, Any], changes: dict[str, Any], field: str, fix: str
 ) -> None:
-    """Whatever is wrong with a row is one line with its number, the field and what to do."""
+    """Every error in a row is one line with its number, the field and the fix."""
     with pytest.raises(InstanceError) as caught:
         read(row, **changes)
     message = str(caught.value)
