@@ -1,8 +1,9 @@
 """How the quick suites run side by side, and the Temporal server that the tests of a process share.
 
 Most tests wait for another process. So several pytest processes share few cores, and each takes a
-whole file at a time: what the tests of a file share, such as a stack, starts once. `-n 0` runs all
-tests one after the other, in one process.
+whole file at a time: what the tests of a file share, such as a stack, starts once. The tests of the
+files in `SPREAD` share nothing, so any process takes any of them. `-n 0` runs all tests one after
+the other, in one process.
 """
 
 import os
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
     from temporalio.client import Client
@@ -26,6 +29,30 @@ sys.dont_write_bytecode = False
 SIDE_BY_SIDE = ("unit", "contracts", "workflows", "integration")
 """Suites whose files do not disturb each other. The other suites measure, or kill what they find."""
 PER_CORE = 3
+SPREAD = (
+    "tests/contracts/test_daytona_contract.py",
+    "tests/contracts/test_e2b_contract.py",
+    "tests/contracts/test_kubernetes_contract.py",
+    "tests/contracts/test_kubernetes_faults.py",
+    "tests/contracts/test_relays.py",
+    "tests/contracts/test_sandbox_contract.py",
+    "tests/contracts/test_service_faults.py",
+    "tests/unit/gateway/test_fuzz.py",
+    "tests/unit/gateway/test_gateway.py",
+    "tests/unit/sandboxes/test_bubblewrap.py",
+)
+"""Files that last long and whose tests share nothing."""
+
+
+class Spreading(LoadFileScheduling):  # type: ignore[misc]  # xdist ships no types
+    """Gives each process a file at a time, and single tests of the files in `SPREAD`."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if nodeid.startswith(SPREAD) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    return Spreading(config, log)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
