@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from perdure.sandboxes.base import Sandbox, SandboxSpec
-from perdure.sandboxes.guest import calls
+from perdure.sandboxes.guest import retries
 from perdure.sandboxes.guest.service import ServiceProvider
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.providers.daytona import calls as daytona_calls
+from perdure.sandboxes.providers.daytona import failures as daytona_failures
 from perdure.sandboxes.providers.daytona import provider as daytona
-from perdure.sandboxes.providers.e2b import calls as e2b_calls
+from perdure.sandboxes.providers.e2b import failures as e2b_failures
 from perdure.sandboxes.providers.e2b import provider as e2b
 from perdure.types import Limits
 
@@ -37,7 +37,7 @@ class Service:
     provider: Callable[[Path], ServiceProvider]
     variables: Callable[[str], Mapping[str, str]]
     """By which its SDK finds the double at a URL."""
-    calls: ModuleType
+    failures: ModuleType
     create: str
     execute: str
     upload: str
@@ -65,7 +65,7 @@ E2B = Service(
     "e2b",
     e2b.E2BProvider,
     lambda url: {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": "e2b_" + "0" * 40},
-    e2b_calls,
+    e2b_failures,
     create="POST /v2/sandboxes$",
     execute="POST /process.Process/Start",
     upload="POST /files",
@@ -78,7 +78,7 @@ DAYTONA = Service(
     "daytona",
     daytona.DaytonaProvider,
     lambda url: {"DAYTONA_API_URL": f"{url}/api", "DAYTONA_API_KEY": "dtn_0"},
-    daytona_calls,
+    daytona_failures,
     create="POST /api/sandbox$",
     execute="POST /toolbox/.*/process/execute",
     upload="POST /toolbox/.*/files/bulk-upload",
@@ -158,8 +158,8 @@ async def benched(
     service: Service, folder: Path, patch: pytest.MonkeyPatch
 ) -> AsyncIterator[Bench]:
     """Each fault that is injected must have been met."""
-    patch.setattr(service.calls, "REFUSAL_PASSES_S", 0.7)  # the double caches refusals 0.5 s
-    patch.setattr(service.calls, "RELEASE_S", 0.2)
+    patch.setattr(service.failures, "REFUSAL_PASSES_S", 0.7)  # the double caches refusals 0.5 s
+    patch.setattr(service.failures, "RELEASE_S", 0.2)
     async with serving(service, folder / "server", patch) as (server, _):
         provider = service.made(folder / "home")
         await provider.list()  # the key has worked once
@@ -169,5 +169,5 @@ async def benched(
 
 def impatient(patch: pytest.MonkeyPatch, seconds: float) -> None:
     """Seconds after which a call is given up."""
-    defaults = calls.again.__kwdefaults__ or {}
-    patch.setattr(calls.again, "__kwdefaults__", {**defaults, "patience_s": seconds})
+    defaults = retries.again.__kwdefaults__ or {}
+    patch.setattr(retries.again, "__kwdefaults__", {**defaults, "patience_s": seconds})

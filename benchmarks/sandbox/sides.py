@@ -18,7 +18,7 @@ from benchmarks import doubles
 from perdure import registry
 from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.host.box import Box
-from perdure.sandboxes.host.keeper.keeper import DEVICES
+from perdure.sandboxes.host.keeper.holder import DEVICES
 from perdure.sandboxes.host.process import ProcessId, ended
 from perdure.sandboxes.host.procfs import started_at
 from perdure.sandboxes.host.root_folder import write_skeleton
@@ -270,7 +270,7 @@ class PlainDaytona(Side):
     name = "plain daytona SDK"
 
     async def boot(self) -> Any:
-        from perdure.sandboxes.providers.daytona.calls import client
+        from perdure.sandboxes.providers.daytona.client import client
 
         box = await (await client()).create()
         await self.exec(box)

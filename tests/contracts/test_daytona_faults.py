@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from perdure.errors import ConfigurationError, RateLimited, SandboxLost
-from perdure.sandboxes.providers.daytona import calls as daytona_calls
 from perdure.sandboxes.providers.daytona import provider as daytona
+from perdure.sandboxes.providers.daytona.failures import retry_after
 from tests.services import DAYTONA, HURRY_S, ID, SPEC, Bench, benched, impatient
 
 CREATE, LOOK, EXEC = DAYTONA.create, DAYTONA.look_up, DAYTONA.execute
@@ -239,11 +239,11 @@ def test_retry_after_is_read_in_all_its_forms(
     headers: dict[str, str], seconds: float | None
 ) -> None:
     """Seconds, dates and throttlers' own headers are waits; anything else is none."""
-    assert daytona_calls.retry_after(headers) == seconds
+    assert retry_after(headers) == seconds
 
 
 def test_time_of_a_date_is_from_now() -> None:
     """A date in the future is a wait until then."""
     stamp = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 100))
 
-    assert 90 < (daytona_calls.retry_after({"Retry-After": stamp}) or 0) < 101
+    assert 90 < (retry_after({"Retry-After": stamp}) or 0) < 101

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.providers.daytona.calls import client
+from perdure.sandboxes.providers.daytona.client import client
 
 pytest.importorskip("daytona")
 pytest.importorskip("aiohttp")

@@ -24,7 +24,8 @@ from perdure.errors import (
 )
 from perdure.sandboxes.base import ExecState, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.providers.kubernetes import calls as kubernetes_calls
+from perdure.sandboxes.providers.kubernetes import boot_wait
+from perdure.sandboxes.providers.kubernetes import failures as kubernetes_failures
 from perdure.sandboxes.providers.kubernetes import provider as kubernetes
 from perdure.sandboxes.providers.kubernetes.provider import Connection, KubernetesProvider
 from tests.services import ID, SPEC, Bench, Service, impatient
@@ -53,7 +54,7 @@ KUBERNETES = Service(
     "kubernetes",
     KubernetesProvider,
     lambda url: {},
-    kubernetes_calls,
+    kubernetes_failures,
     create=CREATE,
     execute=EXEC,
     upload=EXEC,
@@ -70,8 +71,8 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
     if missing := BubblewrapProvider(tmp_path).check():
         pytest.skip(missing[0])
-    monkeypatch.setattr(kubernetes_calls, "REFUSAL_PASSES_S", 0.1)
-    monkeypatch.setattr(kubernetes_calls, "RELEASE_S", 0.1)
+    monkeypatch.setattr(kubernetes_failures, "REFUSAL_PASSES_S", 0.1)
+    monkeypatch.setattr(kubernetes_failures, "RELEASE_S", 0.1)
     async with serving(tmp_path / "server") as (server, _):
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
         monkeypatch.setenv("PERDURE_KUBERNETES_SCOPE", "tests")
@@ -119,7 +120,7 @@ async def test_rights_that_are_missing_are_named(bench: Bench) -> None:
 
     assert isinstance(error, ConfigurationError)
     assert said in str(error)
-    assert kubernetes_calls.ROLE in str(error)
+    assert kubernetes_failures.ROLE in str(error)
 
 
 async def test_credentials_that_never_worked_are_refused(bench: Bench, tmp_path: Path) -> None:
@@ -268,7 +269,7 @@ async def test_a_pod_that_no_node_takes_is_deleted(
     bench: Bench, said: str, kind: type[PerdureError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Want of room is waited for by whoever queues; a taint is a person's to see."""
-    monkeypatch.setattr(kubernetes, "ROOM_S", 0.3)
+    monkeypatch.setattr(boot_wait, "ROOM_S", 0.3)
     bench.inject(CREATE, state="Unschedulable", body=said)
     error = await refused(bench)
 
@@ -279,8 +280,8 @@ async def test_a_pod_that_is_larger_than_every_node_is_a_persons_to_see(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No sandbox that ends makes room for it: once no larger node has come, waiting is over."""
-    monkeypatch.setattr(kubernetes, "ROOM_S", 0.0)
-    monkeypatch.setattr(kubernetes, "LARGER_S", 0.3)
+    monkeypatch.setattr(boot_wait, "ROOM_S", 0.0)
+    monkeypatch.setattr(boot_wait, "LARGER_S", 0.3)
     bench.inject(CREATE, state="Unschedulable", body=FITS_NOWHERE)
     error = await refused(bench)
 
@@ -290,7 +291,7 @@ async def test_a_pod_that_is_larger_than_every_node_is_a_persons_to_see(
 
 async def test_a_larger_node_may_come_late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """An autoscaler that adds one is given longer than those who wait for room."""
-    monkeypatch.setattr(kubernetes, "ROOM_S", 0.0)
+    monkeypatch.setattr(boot_wait, "ROOM_S", 0.0)
     bench.inject(CREATE, state="Unschedulable", state_s=0.5, body=FITS_NOWHERE)
     async with bench.box() as box:
         assert (await box.exec("echo up")).stdout == b"up\n"
@@ -370,7 +371,7 @@ async def test_a_registry_that_is_down_is_another_matter(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node tries again for a while; then so does whoever asked."""
-    monkeypatch.setattr(kubernetes, "PULL_S", 0.3)
+    monkeypatch.setattr(boot_wait, "PULL_S", 0.3)
     bench.inject(CREATE, state="ErrImagePull", body="dial tcp: i/o timeout")
     error = await refused(bench)
 

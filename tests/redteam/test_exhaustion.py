@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from perdure.sandboxes.base import Sandbox
-from perdure.sandboxes.providers.docker.provider import SPARE_PIDS, DockerSandbox
+from perdure.sandboxes.providers.docker.provider import DockerSandbox
+from perdure.sandboxes.providers.docker.run import SPARE_PIDS
 from tests.redteam.conftest import LIMITS, Boot, attack, require
 
 FORK_BOMB = """

@@ -6,12 +6,13 @@ import pytest
 import yaml
 
 from perdure.sandboxes.base import Network, SandboxSpec
-from perdure.sandboxes.providers.kubernetes import calls as kubernetes_calls
+from perdure.sandboxes.providers.kubernetes import client as kubernetes_client
+from perdure.sandboxes.providers.kubernetes import failures as kubernetes_failures
 from perdure.sandboxes.providers.kubernetes import pods as kubernetes_pods
 from perdure.sandboxes.providers.kubernetes import provider as kubernetes
 from tests.paths import ROOT
 
-FILE = ROOT / kubernetes_calls.ROLE
+FILE = ROOT / kubernetes_failures.ROLE
 ALL: list[dict[str, Any]] = list(yaml.safe_load_all(FILE.read_text()))
 OBJECTS: dict[str, dict[str, Any]] = {one["kind"]: one for one in reversed(ALL)}
 """The first of each kind: of the namespaces, the sandboxes'."""
@@ -24,7 +25,7 @@ VERBS = {"read": {"get"}, "annotate": {"patch"}, "listed": {"list"}, "run": {"ge
 
 def test_every_call_of_the_provider_is_known_here() -> None:
     """A new call cannot go without its verb."""
-    calls = {name for name in vars(kubernetes_calls.Cluster) if name[0] != "_"}
+    calls = {name for name in vars(kubernetes_client.PodApi) if name[0] != "_"}
 
     assert calls - {"api", "sockets", "namespace", "request_s"} == set().union(*CALLS.values())
 

@@ -18,8 +18,7 @@ import pytest
 
 from perdure.errors import ConfigurationError, NotFound, SandboxLost
 from perdure.sandboxes.base import ExecState, Mount, Network, SandboxSpec
-from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host import keepers as keeping
+from perdure.sandboxes.host import cgroups, keeper_client
 from perdure.sandboxes.host.keeper import linux
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.sandboxes.host.process import ProcessId, ended, is_alive
@@ -210,7 +209,7 @@ async def test_killed_zygote_is_started_again(
     provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
     """kill -9 of what keepers are forked from: old sandboxes work on, and new ones boot."""
-    (zygote,) = keeping._zygotes
+    (zygote,) = keeper_client._zygotes
     os.kill(zygote.pid, signal.SIGKILL)
     assert await ended(ProcessId(zygote.pid, started_at(zygote.pid)), 60)
     old = await box.exec(["true"])

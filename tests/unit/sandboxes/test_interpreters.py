@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from perdure.sandboxes.base import Mount
+from perdure.sandboxes.guest.interpreters import with_interpreters
 from perdure.sandboxes.guest.packs import pack
-from perdure.sandboxes.host.interpreters import with_interpreters
 
 
 @pytest.fixture

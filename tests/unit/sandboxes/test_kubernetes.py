@@ -8,9 +8,10 @@ import pytest
 
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
 from perdure.sandboxes.base import SandboxSpec
-from perdure.sandboxes.guest.calls import Conflict, Missing
+from perdure.sandboxes.guest.retries import Conflict, Missing
 from perdure.sandboxes.providers.kubernetes import pods
-from perdure.sandboxes.providers.kubernetes.calls import Refused, Said, typed
+from perdure.sandboxes.providers.kubernetes.client import CommandOutput
+from perdure.sandboxes.providers.kubernetes.failures import Refused, typed
 from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
 
 pytest.importorskip("aiohttp")
@@ -134,4 +135,4 @@ def test_what_each_refusal_means(
 )
 def test_a_commands_end_is_read_as_the_api_says_it(status: Any, code: int | None) -> None:
     """A cut socket and an API that failed are no exit codes."""
-    assert Said(b"", b"", status).code == code
+    assert CommandOutput(b"", b"", status).code == code

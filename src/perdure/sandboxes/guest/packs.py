@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from perdure.sandboxes.host.interpreters import is_interpreter
+from perdure.sandboxes.guest.interpreters import is_interpreter
 
 NOT_OF_AN_INTERPRETER = ("site-packages", "test", "__pycache__", "idlelib", "config-3")
 """What was installed beside it, its own tests, and what only its makers need."""

@@ -29,12 +29,16 @@ from perdure.errors import (
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME
 from perdure.sandboxes.base import ExecResult, ExecState, ExecStatus, Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.checks import check_argv, check_exec_id, check_variables
-from perdure.sandboxes.guest.calls import again
 from perdure.sandboxes.guest.packs import pack
+from perdure.sandboxes.guest.retries import again
 from perdure.sandboxes.host.execs import argv_digest
 
 FOLDER = "/var/lib/perdure"
-PROGRAMS = ("guest.py", "guest_door.py", "guest_files.py", "guest_processes.py")
+PROGRAMS = (
+    "guest.py", "guest_commands.py", "guest_door.py", "guest_files.py", "guest_processes.py",
+    "guest_records.py", "guest_supervisor.py",
+)  # fmt: skip
+"""Files of `guest/inside` that are installed together."""
 PYTHON = "exec python3 -I -S -c"
 """Without the image's own packages."""
 CALL = (

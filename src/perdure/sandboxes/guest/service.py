@@ -18,7 +18,7 @@ from perdure.errors import ConfigurationError, PerdureError
 from perdure.sandboxes import images
 from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.checks import check_identity
-from perdure.sandboxes.host.interpreters import with_interpreters
+from perdure.sandboxes.guest.interpreters import with_interpreters
 
 CALLED_OFF_S = 5.0
 """A create that is called off may end by itself for so long; then its outcome is unknown."""

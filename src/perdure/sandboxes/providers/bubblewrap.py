@@ -15,9 +15,9 @@ from perdure.sandboxes.base import Mount, SandboxSpec
 from perdure.sandboxes.checks import check_folders
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.box import Box
-from perdure.sandboxes.host.keeper.keeper import DEVICES
+from perdure.sandboxes.host.keeper.holder import DEVICES
 from perdure.sandboxes.host.keeper.launcher import TOLD_TO_ROOT
-from perdure.sandboxes.host.keepers import Holder, start_keeper
+from perdure.sandboxes.host.keeper_client import Holder, start_keeper
 from perdure.sandboxes.host.namespaces import (
     INIT,
     NamespaceProvider,

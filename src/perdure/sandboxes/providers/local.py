@@ -19,7 +19,7 @@ from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.box import Box, BoxMeta
 from perdure.sandboxes.host.files import read_file, write_file
-from perdure.sandboxes.host.keepers import start_keeper
+from perdure.sandboxes.host.keeper_client import start_keeper
 from perdure.sandboxes.host.provider import HostProvider
 from perdure.sandboxes.host.sandbox import HostSandbox
 from perdure.types import Limits

@@ -22,7 +22,7 @@ from perdure.sandboxes.base import Mount, Network, SandboxSpec
 from perdure.sandboxes.checks import check_folders
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.box import Box
-from perdure.sandboxes.host.keepers import Holder, start_keeper
+from perdure.sandboxes.host.keeper_client import Holder, start_keeper
 from perdure.sandboxes.host.namespaces import (
     INIT,
     NamespaceProvider,

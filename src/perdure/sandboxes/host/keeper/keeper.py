@@ -13,7 +13,9 @@ from _socket import AF_UNIX, SOCK_SEQPACKET, socket, socketpair
 from time import monotonic, sleep, time
 
 from perdure.sandboxes.host import procfs
-from perdure.sandboxes.host.keeper import forwarder, linux, seccomp
+from perdure.sandboxes.host.keeper import forwarder, linux
+from perdure.sandboxes.host.keeper.holder import become_holder
+from perdure.sandboxes.host.keeper.killing import kill_group, kill_marked, removed
 from perdure.sandboxes.host.keeper.launcher import CANNOT_EXECUTE, Launcher
 
 DYING_S = 0.05
@@ -21,9 +23,6 @@ DYING_S = 0.05
 
 PF_EXITING = 0x4
 """Of the flags in /proc/PID/stat: it ends, and may wait for long until those it takes along have."""
-
-DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-"""At `disk/dev` of a sandbox with namespaces: the host's own nodes, usable and unchangeable."""
 
 LOOK_S = 5.0
 """How often a keeper asks whether its sandbox may live on."""
@@ -100,7 +99,7 @@ class Keeper:
     def __init__(self, order: dict[str, object], line: socket) -> None:
         self._order = order
         self._line = line
-        self._joins: list[str] = order["joins"]  # type: ignore[assignment]  # see keeping.py
+        self._joins: list[str] = order["joins"]  # type: ignore[assignment]  # by keeper_client
         self._groups: str | None = order["groups"]  # type: ignore[assignment]
         self._ooms = os.open(str(order["oom"]), os.O_RDONLY) if order["oom"] else -1
         self._requests = os.open("requests", os.O_RDWR)
@@ -142,7 +141,7 @@ class Keeper:
         if os.fork() == 0:
             try:
                 linux.die_with_parent(keeper)
-                _become_holder(holder, self_end, say_up, info)
+                become_holder(holder, self_end, say_up, info)
             except Exception as error:
                 _log(error)
             finally:
@@ -311,7 +310,7 @@ class Keeper:
         """It never ran, or nobody knows: then what may have begun is ended with its group."""
         if reason == 0 or self._holder_is_gone():
             if command.group is not None:
-                _kill_group(command.group)
+                kill_group(command.group)
             self._report(command, f"signal {int(signal.SIGKILL)} sandbox=gone")
             return
         with open(f"execs/{command.exec_id}/err", "ab") as file:
@@ -411,7 +410,7 @@ class Keeper:
             return
         end = monotonic() + REMOVING_S
         try:
-            while (left := [group for group in left if not _removed(group)]) and monotonic() < end:
+            while (left := [group for group in left if not removed(group)]) and monotonic() < end:
                 sleep(0.02)
         finally:
             os._exit(0)
@@ -441,106 +440,6 @@ class Keeper:
 
     def _kill_at_once(self, command: _Command) -> None:
         if command.group is not None:
-            _kill_group(command.group)
+            kill_group(command.group)
         else:
-            _kill_marked(command)
-
-
-def _become_holder(holder: dict[str, object], life: int, up: int, info: int) -> None:
-    """Mount what `bwrap` binds, in a mount namespace that ends with it, then become `bwrap`."""
-    signal.set_wakeup_fd(-1)
-    for signum in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
-        signal.signal(signum, signal.SIG_DFL)
-    if holder["disk"]:
-        _mount_disk(holder)
-    # above their final numbers first, so that none overwrites another
-    held = [os.dup(fd) for fd in (life, up, info, _filter_file())]
-    for fd, target in zip(held, (0, 1, 3, 4), strict=True):
-        os.dup2(fd, target)
-        os.set_inheritable(target, True)
-    argv: list[str] = holder["argv"]  # type: ignore[assignment]
-    os.execve(argv[0], argv, {"PERDURE_BOX": os.getcwd()})
-
-
-def _mount_disk(holder: dict[str, object]) -> None:
-    linux.unshare(linux.NEW_MOUNTS)
-    linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE, "")
-    linux.mount("tmpfs", "disk", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, str(holder["disk"]))
-    for name in ("upper", "work", "tree", "home", "shm", "tmp", "dev"):
-        os.mkdir(f"disk/{name}")
-    for name in DEVICES:
-        _bind_device(f"/dev/{name}", f"disk/dev/{name}")
-    if holder["overlay"]:
-        linux.mount("overlay", "disk/tree", "overlay", 0, str(holder["overlay"]))
-    if holder["root"]:
-        for name in ("root", "root.upper", "root.work"):
-            os.mkdir(f"disk/{name}")
-        linux.mount("overlay", "disk/root", "overlay", 0, str(holder["root"]))
-
-
-def _bind_device(source: str, target: str) -> None:
-    """Read-only: who owns a node may else change its mode for the whole host."""
-    os.close(os.open(target, os.O_CREAT, 0o600))
-    linux.mount(source, target, "", linux.MS_BIND, "")
-    linux.remount_read_only(target)
-
-
-def _filter_file() -> int:
-    """Pid 1 is filtered too: whoever could trace it could else do what it may do."""
-    fd = os.memfd_create("filter")
-    os.write(fd, seccomp.program())
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
-
-
-def _kill_group(group: str) -> None:
-    try:
-        with open(f"{group}/cgroup.kill", "w") as file:
-            file.write("1")
-        return
-    except (FileNotFoundError, PermissionError):
-        pass  # v1, or a kernel before 5.14: the file cannot be made
-    while True:
-        with open(f"{group}/cgroup.procs") as file:
-            pids = [int(pid) for pid in file]
-        if not _kill([pid for pid in pids if _runs(pid)]):
-            return
-
-
-def _removed(group: str) -> bool:
-    try:
-        for entry in os.scandir(group):
-            if entry.is_dir():
-                with contextlib.suppress(FileNotFoundError):  # whoever kills it removes it, too
-                    os.rmdir(entry.path)
-        os.rmdir(group)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
-def _kill_marked(command: _Command) -> None:
-    with open(f"execs/{command.exec_id}/run", "rb") as file:
-        token = file.readline().split()[2]
-    while command.pid:
-        found = procfs.marked(b"PERDURE_EXEC=" + token)
-        if procfs.started_at(command.pid) == command.started:  # else it may be somebody else's pid
-            found += [command.pid, *procfs.below(command.pid)]
-        if not _kill([pid for pid in found if _runs(pid)]):
-            return
-
-
-def _kill(pids: list[int]) -> bool:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    if pids:
-        sleep(0.001)
-    return bool(pids)
-
-
-def _runs(pid: int) -> bool:
-    state = procfs.stat(pid)
-    return bool(state) and state[0] not in b"ZX"
+            kill_marked(command.exec_id, command.pid, command.started)

@@ -30,7 +30,7 @@ from perdure.errors import (
 )
 from perdure.sandboxes.base import Network, PortStream, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.checks import check_identity
-from perdure.sandboxes.guest.calls import (
+from perdure.sandboxes.guest.retries import (
     Conflict,
     Missing,
     Silences,
@@ -42,7 +42,8 @@ from perdure.sandboxes.guest.calls import (
 )
 from perdure.sandboxes.guest.sandbox import MARK, GuestSandbox
 from perdure.sandboxes.guest.service import ServiceProvider
-from perdure.sandboxes.providers.daytona.calls import client, typed, unread_file
+from perdure.sandboxes.providers.daytona.client import client, unread_file
+from perdure.sandboxes.providers.daytona.failures import typed
 from perdure.types import AccountCaps
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError
-from perdure.sandboxes.guest.calls import Conflict, Missing
+from perdure.sandboxes.guest.retries import Conflict, Missing
 from perdure.sandboxes.host.programs import program
 
 GONE = (
@@ -28,7 +28,7 @@ NOT_HERE = ("cannot connect to the docker daemon", "is the docker daemon running
 OUT_OF_PIDS = ("resource temporarily unavailable", "can't start new thread", "cannot fork")
 
 
-class Said(NamedTuple):
+class CliOutput(NamedTuple):
     """What a call printed; its exit code is a hint."""
 
     code: int
@@ -38,7 +38,7 @@ class Said(NamedTuple):
 
 async def call(
     *arguments: str, seconds: float, given: bytes | Path | None = None, what: str = ""
-) -> Said:
+) -> CliOutput:
     """Raises: MissingDependency; ControlPlaneError when it takes longer than `seconds`."""
     file = given.open("rb") if isinstance(given, Path) else None
     stdin = file or (asyncio.subprocess.PIPE if given is not None else asyncio.subprocess.DEVNULL)
@@ -62,7 +62,7 @@ async def call(
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await asyncio.shield(process.wait())
-    return Said(process.returncode or 0, out, err.decode("utf-8", "replace").strip())
+    return CliOutput(process.returncode or 0, out, err.decode("utf-8", "replace").strip())
 
 
 async def done(*arguments: str, seconds: float, what: str = "") -> str:

@@ -24,49 +24,32 @@ from perdure.errors import (
     NotFound,
 )
 from perdure.sandboxes import images
-from perdure.sandboxes.agent_user import HOME, ROOT_VARIABLES
-from perdure.sandboxes.base import Mount, Network, PortStream, Sandbox, SandboxInfo, SandboxSpec
+from perdure.sandboxes.agent_user import ROOT_VARIABLES
+from perdure.sandboxes.base import Mount, PortStream, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.checks import check_folders, check_identity
-from perdure.sandboxes.guest.calls import Conflict, Missing, again, lost
 from perdure.sandboxes.guest.containers import (
-    CAPABILITIES,
     DEADLINE,
     IMAGE,
     ROOT,
     ContainerSandbox,
-    init_command,
     lacks_programs,
     names_missing_program,
     source_of,
 )
-from perdure.sandboxes.guest.sandbox import FOLDER
+from perdure.sandboxes.guest.retries import Conflict, Missing, again, lost
 from perdure.sandboxes.guest.service import ServiceProvider
 from perdure.sandboxes.host.programs import program
 from perdure.sandboxes.providers.docker import cli
+from perdure.sandboxes.providers.docker.run import SPARE_PIDS, DockerEngine, engine_of, run_command
 
 IMAGE_VARIABLE = "PERDURE_DOCKER_IMAGE"
-NETWORK_VARIABLE = "PERDURE_DOCKER_NETWORK"
-RUNTIME_VARIABLE = "PERDURE_DOCKER_RUNTIME"
 
 REQUEST_S = 60.0
 BOOT_S = 300.0
 LABEL = "perdure"
-SPARE_PIDS = 32
-"""Above the commands' own: the guest answers although they have used up theirs."""
-NO_FILES = 20000
 LISTED_AT_ONCE = 8
 IMAGE_STAYS_S = 60.0
 """How soon a name that came to mean another image is noticed."""
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What the engine can do, asked once."""
-
-    binds: bool
-    """It sees this host's folders under their names."""
-    limits: Mapping[str, str]
-    """Limit -> mechanism, as far as it has one."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +125,7 @@ class DockerSandbox(ContainerSandbox):
 
     async def _exec(
         self, *argv: str, what: str, seconds: float, given: bytes | Path | None = None
-    ) -> cli.Said:
+    ) -> cli.CliOutput:
         options = ("--interactive",) if given is not None else ()
         said = await cli.call(
             *("exec", *options, "--user", ROOT, "--workdir", "/", self.name, *argv),
@@ -180,7 +163,7 @@ class DockerProvider(ServiceProvider):
     def __init__(self, home: Path) -> None:
         super().__init__(home)
         self.host_bound = cli.is_on_this_host()
-        self._asked: Engine | None = None
+        self._asked: DockerEngine | None = None
         self._ids: dict[str, tuple[float, str]] = {}
         """Of images by name, and until when to trust it."""
         self._variables: dict[str, Mapping[str, str]] = {}
@@ -311,7 +294,7 @@ class DockerProvider(ServiceProvider):
         return DockerSandbox(self, found)
 
     def _own(
-        self, spec: SandboxSpec, engine: Engine, variables: Mapping[str, str]
+        self, spec: SandboxSpec, engine: DockerEngine, variables: Mapping[str, str]
     ) -> dict[str, Any]:
         who = {} if spec.image is None else ROOT_VARIABLES
         return {
@@ -428,84 +411,10 @@ class DockerProvider(ServiceProvider):
     def _name(self, identity: str) -> str:
         return f"{LABEL}-{self._scope}-{identity}"
 
-    async def _engine(self) -> Engine:
+    async def _engine(self) -> DockerEngine:
         if self._asked is None:
             text = await again(
                 lambda: cli.done("info", "--format", "{{json .}}", seconds=REQUEST_S)
             )
             self._asked = engine_of(json.loads(text), here=self.host_bound)
         return self._asked
-
-
-def engine_of(info: Mapping[str, Any], *, here: bool) -> Engine:
-    """`info`: what `docker info` says. A kernel and a name of this host's: then so are its folders."""
-    own = os.uname()
-    same = (info.get("Name"), info.get("KernelVersion")) == (own.nodename, own.release)
-    version = f"cgroup v{info.get('CgroupVersion') or 1}"
-    limits = {
-        "memory": version if info.get("MemoryLimit") else "none",
-        "pids": version if info.get("PidsLimit") else "none",
-        "cpu": version if info.get("CpuCfsQuota", info.get("CPUCfsQuota")) else "none",
-    }
-    return Engine(binds=here and same, limits=limits)
-
-
-def agent_user() -> str:
-    """The worker's ids, so that what it alone may read can be read where it is bound; never root's."""
-    return f"{os.getuid()}:{os.getgid()}" if os.getuid() else "1000:1000"
-
-
-def run_command(
-    spec: SandboxSpec, name: str, image: str, labels: Mapping[str, str], engine: Engine
-) -> list[str]:
-    """`docker run` of one sandbox. The root folder of an instance's own image is writable."""
-    network = os.environ.get(NETWORK_VARIABLE) or "none"
-    runtime = os.environ.get(RUNTIME_VARIABLE)
-    owner = ROOT if spec.image else agent_user()
-    folders = [HOME, *([] if spec.image else ["/tmp"])]
-    if not spec.image and any(mount.target.startswith("/root/") for mount in spec.mounts):
-        folders.append("/root")  # the image's own is closed to others than root
-    if spec.tree is not None or spec.image is None:
-        folders.append(spec.workdir)
-    limits = spec.limits
-    return [
-        *("run", "--detach", "--name", name, "--hostname", "sandbox", "--user", ROOT),
-        *("--pull", "never"),
-        *("--network", "host" if spec.network is Network.HOST else network, "--log-driver", "none"),
-        *(("--runtime", runtime) if runtime else ()),
-        *(part for key, value in labels.items() for part in cli.with_label(key, value)),
-        *("--security-opt", "no-new-privileges", "--cap-drop", "ALL"),
-        *(part for capability in CAPABILITIES for part in ("--cap-add", capability)),
-        *("--ulimit", f"nofile={NO_FILES}:{NO_FILES}", "--ulimit", "core=0:0"),
-        *_limits(spec, engine),
-        *(("--read-only",) if engine.binds and not spec.image else ()),
-        *("--volume", FOLDER, "--shm-size", f"{limits.disk_mb}m"),
-        *(part for folder in folders for part in ("--tmpfs", _disk(spec, folder, owner))),
-        *(part for mount in spec.mounts if engine.binds for part in ("--volume", _volume(mount))),
-        *("--workdir", "/", "--env", f"PERDURE_OWNER={owner}", "--entrypoint", "python3"),
-        *(image, *init_command(spec.ttl_s)),
-    ]
-
-
-def _limits(spec: SandboxSpec, engine: Engine) -> list[str]:
-    limits, command = spec.limits, list[str]()
-    if engine.limits["memory"] != "none":
-        command += ["--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m"]
-    if engine.limits["pids"] != "none":
-        command += ["--pids-limit", str(limits.pids + SPARE_PIDS)]
-    if engine.limits["cpu"] != "none":
-        command += ["--cpus", f"{limits.cpus:g}"]
-    return command
-
-
-def _disk(spec: SandboxSpec, folder: str, owner: str) -> str:
-    uid, _, gid = owner.partition(":")
-    mode = "1777" if folder == "/tmp" else "0755"
-    size = f"size={spec.limits.disk_mb}m,nr_inodes={max(1 << 15, spec.limits.disk_mb * 256)}"
-    return f"{folder}:{size},mode={mode},uid={uid},gid={gid},exec,nosuid,nodev"
-
-
-def _volume(mount: Mount) -> str:
-    if ":" in f"{mount.source}{mount.target}":
-        raise ConfigurationError(f"mount {str(mount.source)!r} holds a colon; rename the folder")
-    return f"{mount.source}:{mount.target}:ro"

@@ -30,7 +30,7 @@ from perdure.errors import (
 from perdure.sandboxes import images
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.checks import check_identity
-from perdure.sandboxes.guest.calls import (
+from perdure.sandboxes.guest.retries import (
     Conflict,
     Missing,
     Silences,
@@ -42,7 +42,7 @@ from perdure.sandboxes.guest.calls import (
 )
 from perdure.sandboxes.guest.sandbox import GuestSandbox
 from perdure.sandboxes.guest.service import ServiceProvider
-from perdure.sandboxes.providers.e2b.calls import typed
+from perdure.sandboxes.providers.e2b.failures import typed
 from perdure.types import AccountCaps
 
 if TYPE_CHECKING:

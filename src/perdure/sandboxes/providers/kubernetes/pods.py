@@ -14,7 +14,10 @@ from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.guest.containers import CAPABILITIES, ROOT, init_command
 from perdure.sandboxes.guest.sandbox import FOLDER
-from perdure.sandboxes.providers.kubernetes.calls import CONTAINER
+from perdure.sandboxes.providers.kubernetes.client import CONTAINER
+
+Pod = Mapping[str, Any]
+"""The JSON object of a pod."""
 
 POD_VARIABLE = "PERDURE_KUBERNETES_POD"
 POD_FIELDS = frozenset(

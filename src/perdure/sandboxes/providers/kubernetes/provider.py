@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from perdure.errors import (
     ConfigurationError,
@@ -33,21 +33,21 @@ from perdure.sandboxes import images
 from perdure.sandboxes.agent_user import ROOT_VARIABLES
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.checks import check_identity
-from perdure.sandboxes.guest.calls import Conflict, Missing, Silences, again, lost, was_refused
 from perdure.sandboxes.guest.containers import (
     IMAGE,
     ContainerSandbox,
     lacks_programs,
     names_missing_program,
 )
+from perdure.sandboxes.guest.retries import Conflict, Missing, Silences, again, lost, was_refused
 from perdure.sandboxes.guest.sandbox import MARK
 from perdure.sandboxes.guest.service import ServiceProvider
-from perdure.sandboxes.providers.kubernetes import calls as api
-from perdure.sandboxes.providers.kubernetes import pods
+from perdure.sandboxes.providers.kubernetes import client, failures, pods
+from perdure.sandboxes.providers.kubernetes.boot_wait import BootWait
+from perdure.sandboxes.providers.kubernetes.pods import Pod
 from perdure.types import AccountCaps
 
 T = TypeVar("T")
-Pod = Mapping[str, Any]
 
 NAMESPACE_VARIABLE = "PERDURE_KUBERNETES_NAMESPACE"
 NAMESPACE = "perdure-sandboxes"
@@ -55,16 +55,6 @@ IMAGE_VARIABLE = "PERDURE_KUBERNETES_IMAGE"
 REQUEST_S = 60.0
 UPLOAD_BYTES_PER_S = 1_000_000
 """The slowest link that a large upload is waited for on."""
-BOOT_S = 1500.0
-"""Below a boot's own time limit; a large image is pulled for long."""
-ROOM_S = 300.0
-"""So long may a cluster take to find, or add, a node."""
-LARGER_S = 900.0
-"""So long may it take to add one of a kind that it has not, where no node is large enough."""
-PULL_S = 120.0
-"""So long is a pull tried whose failure may pass."""
-STUCK_S = 30.0
-"""So long may a container not be made, for reasons that a node thinks passing."""
 LOOK_S = (0.1, 1.0)
 GONE_S = 30.0
 """A pod that is still there so long after its delete has a node that does not answer."""
@@ -159,7 +149,7 @@ class KubernetesSandbox(ContainerSandbox):
 
     async def _exec(
         self, what: str, argv: Sequence[str], given: Sequence[bytes | Path], seconds: float
-    ) -> api.Said:
+    ) -> client.CommandOutput:
         """Raises: SandboxLost where the API says so too, or nothing answers for long."""
         try:
             said = await self.provider.run(what, self.name, argv, given, seconds)
@@ -215,7 +205,7 @@ class KubernetesProvider(ServiceProvider):
 
     @property
     def account(self) -> str:
-        whose = f"{os.environ.get(api.CONTEXT_VARIABLE, '')}\n{self.namespace}"
+        whose = f"{os.environ.get(client.CONTEXT_VARIABLE, '')}\n{self.namespace}"
         return f"{self.name}-{hashlib.sha256(whose.encode()).hexdigest()[:8]}"
 
     @property
@@ -235,7 +225,7 @@ class KubernetesProvider(ServiceProvider):
             missing.append(
                 "the kubernetes-asyncio package is missing; pip install 'perdure[kubernetes]'"
             )
-        for look in (api.configured, pods.cluster_fields):
+        for look in (client.configured, pods.cluster_fields):
             try:
                 look()
             except ConfigurationError as error:
@@ -322,7 +312,7 @@ class KubernetesProvider(ServiceProvider):
                 return await self._call("create", lambda it: it.create(wanted))
             except Missing as error:
                 raise ConfigurationError(
-                    f"{error}; apply {api.ROLE}, or name another namespace in {NAMESPACE_VARIABLE}"
+                    f"{error}; apply {failures.ROLE}, or name another namespace in {NAMESPACE_VARIABLE}"
                 ) from error
             except Conflict as error:
                 if (found := await self._settled(identity)) is not None:
@@ -361,7 +351,7 @@ class KubernetesProvider(ServiceProvider):
 
     async def _up(self, pod: Pod, identity: str) -> Pod:
         """Once it runs. Raises: SandboxLost when it ended; what cannot come up is deleted."""
-        wait = _Wait(identity)
+        wait = BootWait(identity)
         pause = LOOK_S[0]
         while (now := pods.standing(pod)).state == "coming":
             if (reason := wait.judged(pod)) is not None:
@@ -409,14 +399,14 @@ class KubernetesProvider(ServiceProvider):
         argv: Sequence[str],
         given: Sequence[bytes | Path],
         seconds: float,
-    ) -> api.Said:
+    ) -> client.CommandOutput:
         return await self._call(what, lambda it: it.run(name, argv, given, seconds))
 
-    async def _call(self, what: str, call: Callable[[api.Cluster], Awaitable[T]]) -> T:
+    async def _call(self, what: str, call: Callable[[client.PodApi], Awaitable[T]]) -> T:
         try:
-            done = await call(await api.cluster(self.namespace, self.connection.request_s))
+            done = await call(await client.pod_api(self.namespace, self.connection.request_s))
         except Exception as error:
-            found = api.typed(error, what, key_works=self._key_works)
+            found = failures.typed(error, what, key_works=self._key_works)
             if self._key_works and getattr(error, "status", None) == 401:
                 await self._renew_credentials(str(found))
             raise found from error
@@ -426,70 +416,18 @@ class KubernetesProvider(ServiceProvider):
     async def _renew_credentials(self, why: str) -> None:
         """Raises: ControlPlaneError, as the login they come from has worked before."""
         try:
-            await api.renew_credentials()
+            await client.renew_credentials()
         except ConfigurationError as error:
-            raise ControlPlaneError(f"{why}; {error}", retry_after=api.REFUSAL_PASSES_S) from error
+            raise ControlPlaneError(
+                f"{why}; {error}", retry_after=failures.REFUSAL_PASSES_S
+            ) from error
 
     def is_open(self, identity: str) -> ConfigurationError:
         return ConfigurationError(
             f"sandbox {identity!r} reaches the API server, so the network of namespace "
-            f"{self.namespace!r} is open: apply the NetworkPolicy of {api.ROLE}, in a cluster whose "
+            f"{self.namespace!r} is open: apply the NetworkPolicy of {failures.ROLE}, in a cluster whose "
             "network plugin enforces it"
         )
-
-
-class _Wait:
-    """How long a pod may be on its way, by what it waits for."""
-
-    def __init__(self, identity: str) -> None:
-        self.identity = identity
-        self._began = self._since = time.monotonic()
-        self._kind = ""
-        self._cause = ""
-
-    def judged(self, pod: Pod) -> PerdureError | None:
-        """Why to give it up, or None."""
-        found = pods.obstacle(pod)
-        kind = found.kind if found is not None else ""
-        if kind != self._kind:
-            self._kind, self._since = kind, time.monotonic()
-        lasts = time.monotonic() - self._since
-        if found is None:
-            if time.monotonic() - self._began < BOOT_S:
-                return None
-            return lost("kubernetes", self.identity, f"(it did not come up in {BOOT_S:g} s)")
-        said = f"{found.reason}: {found.message}"
-        match found.kind:
-            case "image":
-                return self._judged_image(pod, found, lasts)
-            case "container":
-                if names_missing_program(said):
-                    return lacks_programs(self.identity, said)
-                return lost("kubernetes", self.identity, f"({said})") if lasts > STUCK_S else None
-        return self._no_node(found, lasts)
-
-    def _judged_image(self, pod: Pod, found: pods.Obstacle, lasts: float) -> PerdureError | None:
-        """The back-off between two pulls hides why the last one failed."""
-        if found.reason != "ImagePullBackOff" or not self._cause:
-            self._cause = f"{found.reason}: {found.message}"
-        image = pod["spec"]["containers"][0]["image"]
-        if found.reason in ("InvalidImageName", "ErrImageNeverPull"):
-            return InstanceError(f"image {image!r} cannot be had: {self._cause}")
-        reason = images.refused(image, self._cause)
-        return reason if isinstance(reason, InstanceError) or lasts > PULL_S else None
-
-    def _no_node(self, found: pods.Obstacle, lasts: float) -> PerdureError | None:
-        if lasts <= (LARGER_S if pods.fits_nowhere(found) else ROOM_S):
-            return None
-        said = f"no node takes sandbox {self.identity!r}: {found.message}"
-        if pods.fits_nowhere(found):
-            return ConfigurationError(
-                f"{said}; it would fit on none of them alone: ask for less (limits: memory_mb, cpus, "
-                "disk_mb), or add larger nodes"
-            )
-        if pods.lacks_room(found):
-            return RateLimited(said, limit="concurrency", retry_after=api.RELEASE_S)
-        return ConfigurationError(f"{said}; correct {pods.POD_VARIABLE}, or the nodes' taints")
 
 
 def _of_image(environment: Mapping[str, str]) -> Mapping[str, str]:

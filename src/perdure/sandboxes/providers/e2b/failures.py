@@ -3,7 +3,7 @@
 import re
 
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
-from perdure.sandboxes.guest.calls import Conflict, Missing
+from perdure.sandboxes.guest.retries import Conflict, Missing
 
 REFUSAL_PASSES_S = 6.5
 """E2B's and other proxies cache a refused key for 5 s: asking sooner meets the cached refusal."""

@@ -5,36 +5,29 @@ command, and what each failure means. Answers are plain JSON: no version of the 
 """
 
 import asyncio
-import contextlib
 import json
 import os
-import ssl
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
-from perdure.sandboxes.guest.calls import Conflict, Missing
+from perdure.errors import ConfigurationError
+from perdure.sandboxes.providers.kubernetes import failures
 
 T = TypeVar("T")
 
 CONTEXT_VARIABLE = "PERDURE_KUBERNETES_CONTEXT"
-ROLE = "infra/k8s/sandboxes.yaml"
 CONTAINER = "sandbox"
 PROTOCOL = "v4.channel.k8s.io"
 """Every cluster in use speaks it. What it lacks, the end of standard input, is never needed here."""
 STDIN, STDOUT, STDERR, STATUS = 0, 1, 2, 3
 PIECE = 32 << 10
 PAGE = 500
-REFUSAL_PASSES_S = 2.0
-"""After a 401 of credentials that worked: they are read anew, and may just be renewed."""
-RELEASE_S = 10.0
-"""Between tries to boot while a quota is used up."""
 
 
-class Said(NamedTuple):
+class CommandOutput(NamedTuple):
     """What a command printed. `status`: the API's word on its end; None when the socket was cut."""
 
     out: bytes
@@ -59,16 +52,8 @@ class Said(NamedTuple):
         return f"{said.decode('utf-8', 'replace').strip()} {message}".strip()
 
 
-class Refused(Exception):
-    """An answer that is no success."""
-
-    def __init__(self, status: int, reason: str, message: str, retry_after: float | None) -> None:
-        super().__init__(f"{status} {reason}: {message}")
-        self.status, self.reason, self.retry_after = status, reason, retry_after
-
-
 @dataclass(frozen=True)
-class Cluster:
+class PodApi:
     """Calls on the pods of one namespace. Each may take `request_s`."""
 
     api: Any
@@ -113,7 +98,7 @@ class Cluster:
 
     async def run(
         self, name: str, argv: Sequence[str], given: Sequence[bytes | Path], seconds: float
-    ) -> Said:
+    ) -> CommandOutput:
         """A command in the pod, to its end. It must know how much of `given` is its own: standard
         input does not end.
 
@@ -144,7 +129,7 @@ class Cluster:
                     sending.cancel()
                     await asyncio.gather(sending, return_exceptions=True)
         status = json.loads(said[STATUS]) if said[STATUS] else None
-        return Said(bytes(said[STDOUT]), bytes(said[STDERR]), status)
+        return CommandOutput(bytes(said[STDOUT]), bytes(said[STDERR]), status)
 
     async def _json(self, call: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
         """Raises: Refused; TimeoutError; aiohttp's errors."""
@@ -153,7 +138,7 @@ class Cluster:
             async with answer:
                 text = await answer.text()
         if answer.status >= 300:
-            raise _refused(answer.status, text, answer.headers)
+            raise failures.refused_of(answer.status, text, answer.headers)
         found: dict[str, Any] = json.loads(text)
         return found
 
@@ -193,7 +178,7 @@ class _Clients:
 _clients: dict[tuple[Any, ...], _Clients] = {}
 
 
-async def cluster(namespace: str, request_s: float) -> Cluster:
+async def pod_api(namespace: str, request_s: float) -> PodApi:
     """With this loop's clients, made at the first call and closed with the loop.
 
     Raises: ConfigurationError when nothing says which cluster.
@@ -205,7 +190,7 @@ async def cluster(namespace: str, request_s: float) -> Cluster:
         if place not in _clients:
             await _make(configuration, place)
     found = _clients[place]
-    return Cluster(found.api, found.sockets, namespace, request_s)
+    return PodApi(found.api, found.sockets, namespace, request_s)
 
 
 async def renew_credentials() -> None:
@@ -216,7 +201,7 @@ async def renew_credentials() -> None:
     found = _clients[_place()]
     async with found.reading:
         if (
-            time.monotonic() - found.read_anew_at > REFUSAL_PASSES_S / 2
+            time.monotonic() - found.read_anew_at > failures.REFUSAL_PASSES_S / 2
         ):  # of many that were refused, one
             await _read_credentials(found.api.configuration)
             found.read_anew_at = time.monotonic()
@@ -323,74 +308,3 @@ async def _close_with_loop(api: Any, sockets: Any, place: tuple[Any, ...]) -> As
         _clients.pop(place, None)
         await api.close()
         await sockets.close()
-
-
-# -- failures -------------------------------------------------------------------------------------
-
-
-def _refused(status: int, text: str, headers: Mapping[str, str]) -> Refused:
-    said: Mapping[str, Any] = {}
-    with contextlib.suppress(ValueError):
-        said = json.loads(text)
-    if not isinstance(said, dict):
-        said = {}
-    message = str(said.get("message") or text[:200])
-    return Refused(status, said.get("reason") or "", message, _seconds(headers))
-
-
-def _seconds(headers: Mapping[str, str] | None) -> float | None:
-    after = "" if headers is None else headers.get("Retry-After", "")
-    return float(after) if after.isdigit() else None
-
-
-def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
-    """The failure as one of ours. `key_works`: the credentials were accepted before.
-
-    Raises: `error` itself, when it is none of the API's.
-    """
-    import aiohttp
-
-    if isinstance(error, PerdureError):
-        return error
-    said = f"Kubernetes: {what}: {str(error) or type(error).__name__}"[:600]
-    match error:
-        case Refused():
-            return _by_status(error.status, said, error, key_works=key_works)
-        case aiohttp.WSServerHandshakeError():
-            if error.status == 400:  # of the moment: a pod that has not begun, or is over
-                return ControlPlaneError(said)
-            answer = Refused(error.status, "", error.message, _seconds(error.headers))
-            return _by_status(error.status, said, answer, key_works=key_works)
-        case aiohttp.ClientConnectorCertificateError() | ssl.SSLCertVerificationError():
-            return ConfigurationError(f"{said}; correct the certificate authority of KUBECONFIG")
-        case aiohttp.ClientError() | OSError() | ValueError():  # TimeoutError is an OSError
-            return ControlPlaneError(said)
-    raise error
-
-
-def _by_status(status: int, said: str, answer: Refused, *, key_works: bool) -> PerdureError:
-    match status:
-        case 401:
-            if key_works:
-                return ControlPlaneError(said, retry_after=REFUSAL_PASSES_S)
-            return ConfigurationError(f"{said}; give KUBECONFIG credentials that the cluster takes")
-        case 403:
-            return _forbidden(said)
-        case 404:  # the API's own; else a proxy's, which tells nothing about the pod
-            return Missing(said) if answer.reason == "NotFound" else ControlPlaneError(said)
-        case 409:
-            # the other Conflict is two writers of a quota, which passes
-            return Conflict(said) if answer.reason == "AlreadyExists" else ControlPlaneError(said)
-        case 429:
-            return RateLimited(said, retry_after=answer.retry_after or 1.0)
-        case 400 | 413 | 422:
-            return ConfigurationError(said)
-    return ControlPlaneError(said, retry_after=answer.retry_after)
-
-
-def _forbidden(said: str) -> PerdureError:
-    if "exceeded quota" in said:
-        return RateLimited(said, limit="concurrency", retry_after=RELEASE_S)
-    if "PodSecurity" in said:
-        return ConfigurationError(f"{said}; label the namespace as {ROLE} does")
-    return ConfigurationError(f"{said}; give the workers' account the Role of {ROLE}")

@@ -1,0 +1,158 @@
+"""The guest's operations on commands: start, wait, read their output, signal them.
+
+Runs inside a remote sandbox beside `guest`. Standard library only, Python 3.7 or later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from perdure.sandboxes.guest.inside import guest_files as files
+    from perdure.sandboxes.guest.inside import guest_processes as processes
+    from perdure.sandboxes.guest.inside import guest_records as records
+    from perdure.sandboxes.guest.inside import guest_supervisor as supervisor
+
+    Answer = dict[str, Any]
+else:  # in the sandbox they are in the folder of this file
+    import guest_files as files
+    import guest_processes as processes
+    import guest_records as records
+    import guest_supervisor as supervisor
+
+
+INLINE = 1 << 18
+"""Bytes of each output that `run` returns with the result."""
+
+
+def start(  # noqa: PLR0917
+    exec_id: str,
+    argv: list[str],
+    digest: str,
+    env: dict[str, str],
+    cwd: str | None,
+    root: bool,
+    stdin: str | None,
+    timeout: float | None,
+) -> Answer:
+    """Start once; a known id is left alone, a known id with other argv refused."""
+    folder = files.state("execs", exec_id)
+    if not os.path.isdir(folder):
+        draft = files.state("execs", "." + str(os.getpid()) + os.urandom(4).hex())
+        os.makedirs(draft)
+        order: Answer = {"argv": argv, "digest": digest, "env": env, "cwd": cwd, "root": root}
+        order.update(timeout=timeout, token=os.urandom(16).hex(), stdin=stdin)
+        files.replace(os.path.join(draft, "order"), json.dumps(order).encode())
+        try:
+            os.rename(draft, folder)
+        except OSError:
+            import shutil
+
+            shutil.rmtree(draft)
+    if records.order_of(folder)["digest"] != digest:
+        raise files.Refused("argv", "it was started with another argv")
+    if records.process_of(folder) is None:
+        supervisor.launch(folder)
+    return {}
+
+
+def run(seconds: float, **order: Any) -> Answer:
+    """Start, wait a while, and bring the beginning of its output: one call for a short command."""
+    start(**order)
+    found = dict(wait(order["exec_id"], seconds))
+    if found["state"] != "running":
+        for stream in ("out", "err"):
+            found[stream] = output(order["exec_id"], stream, 0, INLINE)
+    return found
+
+
+def poll(exec_id: str) -> Answer:
+    folder = records.known(exec_id)
+    found = records.result_of(folder)
+    if found is None:
+        process = records.process_of(folder)
+        if process is not None and processes.alive(process):
+            return {"state": "running"}
+        if process is None and not abandoned(folder):
+            return {"state": "running"}
+        found = records.result_of(folder)  # it may have been told in between
+    return found or {"state": "lost"}
+
+
+def wait(exec_id: str, seconds: float) -> Answer:
+    """Poll in here, where it costs nothing, until it is over or `seconds` have passed."""
+    finish, pause = time.monotonic() + seconds, 0.001
+    while True:
+        found = poll(exec_id)
+        left = finish - time.monotonic()
+        if found["state"] != "running" or left <= 0:
+            return found
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.3, 0.1)
+
+
+def abandoned(folder: str) -> bool:
+    """Never launched, and never will be from now on: the guard is ours."""
+    if time.time() - os.stat(folder).st_mtime < supervisor.LAUNCH_GRACE_S:
+        return False
+    try:
+        with open(os.path.join(folder, "pid"), "x") as file:
+            file.write("0 0\n")
+    except FileExistsError:
+        pass
+    return True
+
+
+def send_signal(exec_id: str, signum: int) -> Answer:
+    """To the whole tree. SIGKILL also ends what a finished command left running."""
+    folder = records.known(exec_id)
+    process = records.process_of(folder)
+    over = records.result_of(folder) is not None
+    if process is None or (over and signum != signal.SIGKILL):
+        return {}
+    if signum != signal.SIGKILL:
+        for pid in tree(folder, process):
+            processes.kill(pid, signum)
+        return {}
+    if not over:
+        records.claim(folder, "signal")
+    while True:
+        pids = tree(folder, process)
+        if not pids:
+            break
+        for pid in pids:
+            processes.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    finish = time.monotonic() + 5
+    while (
+        records.result_of(folder) is None and processes.alive(process) and time.monotonic() < finish
+    ):
+        time.sleep(0.005)
+    return {}
+
+
+def tree(folder: str, process: tuple[int, str]) -> list[int]:
+    if processes.alive(process):
+        return processes.below(process[0])
+    return processes.marked("PERDURE_EXEC=" + records.order_of(folder)["token"])
+
+
+def output(exec_id: str, stream: str, offset: int, limit: int, seconds: float = 0.0) -> Answer:
+    """Stands for up to so many seconds while nothing is there yet, and something may come."""
+    finish, pause = time.monotonic() + seconds, 0.004
+    while time.monotonic() < finish and records.size(records.known(exec_id), stream) <= offset:
+        if poll(exec_id)["state"] != "running":
+            break
+        time.sleep(pause)
+        pause = min(pause * 1.3, supervisor.TICK_S)
+    try:
+        return files.read(os.path.join(records.known(exec_id), stream), offset, limit)
+    except FileNotFoundError:  # not launched yet
+        return {"data": "", "sha256": hashlib.sha256(b"").hexdigest(), "size": 0}

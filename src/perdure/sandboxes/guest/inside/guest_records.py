@@ -1,0 +1,79 @@
+"""The guest's records of commands: one folder each.
+
+    execs/<id>/order     the command; the folder appears whole, by rename
+    execs/<id>/pid       pid and start time of the supervisor; made once, so the command runs once
+    execs/<id>/cause     why it was killed, written by the process that killed it
+    execs/<id>/rc        the result, by rename; without it and without the supervisor: lost
+
+Runs inside a remote sandbox beside `guest`. Standard library only, Python 3.7 or later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from perdure.sandboxes.guest.inside import guest_files as files
+
+    Answer = dict[str, Any]
+else:  # in the sandbox it is in the folder of this file
+    import guest_files as files
+
+
+def known(exec_id: str) -> str:
+    folder = files.state("execs", exec_id)
+    if not os.path.isdir(folder):
+        raise files.Refused("unknown", "never started")
+    return folder
+
+
+def order_of(folder: str) -> Answer:
+    with open(os.path.join(folder, "order")) as file:
+        found: Answer = json.load(file)
+    return found
+
+
+def process_of(folder: str) -> tuple[int, str] | None:
+    try:
+        with open(os.path.join(folder, "pid")) as file:
+            fields = file.read().split()
+    except FileNotFoundError:
+        return None
+    return (int(fields[0]), fields[1]) if len(fields) == 2 else None
+
+
+def result_of(folder: str) -> Answer | None:
+    try:
+        with open(os.path.join(folder, "rc")) as file:
+            found: Answer = json.load(file)
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def claim(folder: str, cause: str) -> None:
+    """The first cause stays."""
+    try:
+        with open(os.path.join(folder, "cause"), "x") as file:
+            file.write(cause)
+    except FileExistsError:
+        pass
+
+
+def cause_of(folder: str) -> str | None:
+    try:
+        with open(os.path.join(folder, "cause")) as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def size(folder: str, name: str) -> int:
+    try:
+        return os.stat(os.path.join(folder, name)).st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,59 @@
+"""Becomes the holder, pid 1 of a sandbox's namespaces: mounts its disk, then runs `bwrap` or another.
+
+Runs in a fork of the keeper.
+"""
+
+import os
+import signal
+
+from perdure.sandboxes.host.keeper import linux, seccomp
+
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+"""At `disk/dev` of a sandbox with namespaces: the host's own nodes, usable and unchangeable."""
+
+
+def become_holder(holder: dict[str, object], life: int, up: int, info: int) -> None:
+    """Mount what `bwrap` binds, in a mount namespace that ends with it, then become `bwrap`."""
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+        signal.signal(signum, signal.SIG_DFL)
+    if holder["disk"]:
+        _mount_disk(holder)
+    # above their final numbers first, so that none overwrites another
+    held = [os.dup(fd) for fd in (life, up, info, _filter_file())]
+    for fd, target in zip(held, (0, 1, 3, 4), strict=True):
+        os.dup2(fd, target)
+        os.set_inheritable(target, True)
+    argv: list[str] = holder["argv"]  # type: ignore[assignment]
+    os.execve(argv[0], argv, {"PERDURE_BOX": os.getcwd()})
+
+
+def _mount_disk(holder: dict[str, object]) -> None:
+    linux.unshare(linux.NEW_MOUNTS)
+    linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE, "")
+    linux.mount("tmpfs", "disk", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, str(holder["disk"]))
+    for name in ("upper", "work", "tree", "home", "shm", "tmp", "dev"):
+        os.mkdir(f"disk/{name}")
+    for name in DEVICES:
+        _bind_device(f"/dev/{name}", f"disk/dev/{name}")
+    if holder["overlay"]:
+        linux.mount("overlay", "disk/tree", "overlay", 0, str(holder["overlay"]))
+    if holder["root"]:
+        for name in ("root", "root.upper", "root.work"):
+            os.mkdir(f"disk/{name}")
+        linux.mount("overlay", "disk/root", "overlay", 0, str(holder["root"]))
+
+
+def _bind_device(source: str, target: str) -> None:
+    """Read-only: who owns a node may else change its mode for the whole host."""
+    os.close(os.open(target, os.O_CREAT, 0o600))
+    linux.mount(source, target, "", linux.MS_BIND, "")
+    linux.remount_read_only(target)
+
+
+def _filter_file() -> int:
+    """Pid 1 is filtered too: whoever could trace it could else do what it may do."""
+    fd = os.memfd_create("filter")
+    os.write(fd, seccomp.program())
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd

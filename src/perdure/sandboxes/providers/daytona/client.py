@@ -1,0 +1,106 @@
+"""The Daytona SDK's client, one per event loop.
+
+Only the asynchronous client is used: the synchronous one sends a command again after a drop.
+"""
+
+import asyncio
+import os
+import re
+import warnings
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perdure.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from daytona import AsyncDaytona
+
+NAMES = (
+    "DAYTONA_API_KEY", "DAYTONA_API_URL", "DAYTONA_JWT_TOKEN", "DAYTONA_ORGANIZATION_ID",
+    "DAYTONA_TARGET",
+)  # fmt: skip
+
+_clients: (
+    "dict[tuple[asyncio.AbstractEventLoop, str, str], tuple[AsyncDaytona, AsyncIterator[None]]]"
+)
+_clients = {}
+
+
+async def client() -> "AsyncDaytona":
+    """This loop's client, made at the first call and closed with the loop.
+
+    Raises: ConfigurationError when a `.env` file here would say what the environment does not.
+    """
+    environment = {name: os.environ.get(name, "") for name in NAMES}
+    loop = asyncio.get_running_loop()
+    place = (loop, environment["DAYTONA_API_URL"], environment["DAYTONA_API_KEY"])
+    if place not in _clients:
+        await asyncio.to_thread(_import)  # takes seconds, in which heartbeats must go on
+    if place not in _clients:
+        made = _make(environment)
+        closing = _close_with_loop(made, place)
+        _clients[place] = made, closing
+        await anext(closing)
+    return _clients[place][0]
+
+
+def _import() -> None:
+    """Models are built here, once: two first uses at a time see them half built."""
+    import daytona
+    import daytona_api_client_async as api
+    import daytona_toolbox_api_client_async as toolbox
+
+    for model in (
+        daytona.CreateSandboxFromImageParams, daytona.CreateSandboxFromSnapshotParams,
+        api.CreateBuildInfo, api.CreateSandbox,
+        api.ListSandboxesResponse, api.PortPreviewUrl, api.Sandbox, api.SandboxListItem,
+        toolbox.ExecuteRequest, toolbox.ExecuteResponse,
+    ):  # fmt: skip
+        model.model_rebuild()
+
+
+def _make(environment: Mapping[str, str]) -> "AsyncDaytona":
+    from daytona import AsyncDaytona, DaytonaConfig
+
+    if surprise := unread_file(Path.cwd()):
+        raise ConfigurationError(surprise)
+    config = DaytonaConfig(
+        api_key=environment["DAYTONA_API_KEY"] or None,
+        api_url=environment["DAYTONA_API_URL"] or None,
+        jwt_token=environment["DAYTONA_JWT_TOKEN"] or None,
+        organization_id=environment["DAYTONA_ORGANIZATION_ID"] or None,
+        target=environment["DAYTONA_TARGET"] or None,
+        use_deprecated_polling=True,  # no event socket: what it tells is asked for by us anyway
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return AsyncDaytona(config)
+
+
+async def _close_with_loop(
+    made: "AsyncDaytona", place: tuple[asyncio.AbstractEventLoop, str, str]
+) -> AsyncIterator[None]:
+    """The loop closes every unfinished generator before it ends."""
+    try:
+        yield
+    finally:
+        _clients.pop(place, None)
+        await made.close()  # type: ignore[no-untyped-call]  # the SDK left it so
+
+
+def unread_file(folder: Path) -> str:
+    """The SDK reads `.env` of the working folder, which anybody's checkout may have: why not here."""
+    for name in (".env", ".env.local"):
+        try:
+            lines = (folder / name).read_text().splitlines()
+        except (OSError, UnicodeDecodeError):
+            continue
+        for line in lines:
+            found = re.match(r"\s*(?:export\s+)?(DAYTONA_[A-Z_]+)\s*=", line)
+            if found and found[1] not in os.environ:
+                return (
+                    f"{found[1]} stands in {folder / name}, which the Daytona SDK would read: "
+                    "export it in the worker's environment, or remove it there"
+                )
+    return ""

@@ -1,0 +1,94 @@
+"""Failures of the Daytona SDK, typed by what to do next."""
+
+import re
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
+from perdure.sandboxes.guest.retries import Conflict, Missing
+
+REFUSAL_PASSES_S = 6.5
+"""The proxy caches a refused key for 5 s: asking sooner meets the cached refusal."""
+RELEASE_S = 10.0
+"""Between tries to boot while the account's quota is in use."""
+QUOTA = re.compile(r"Total \w+ limit exceeded|quota", re.IGNORECASE)
+NOT_NOW = re.compile(r"valid state|is not running|in progress|failed to convert exit code")
+
+
+def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
+    """The failure as one of ours. `key_works`: the API key was accepted before.
+
+    Raises: `error` itself, when it is none of the service's."""
+    import daytona
+
+    if isinstance(error, PerdureError):
+        return error
+    if not isinstance(error, daytona.DaytonaError | OSError):  # TimeoutError is an OSError
+        raise error  # ours
+    said = f"Daytona: {what}: {type(error).__name__}: {error}"[:500]
+    status = getattr(error, "status_code", None)
+    match error:
+        case daytona.DaytonaAuthenticationError():
+            if key_works:
+                return ControlPlaneError(said, retry_after=REFUSAL_PASSES_S)
+            return ConfigurationError(f"{said}; start the workers with a valid DAYTONA_API_KEY")
+        case daytona.DaytonaForbiddenError():
+            return ConfigurationError(f"{said}; the account of DAYTONA_API_KEY may not do this")
+        case daytona.DaytonaRateLimitError():
+            if QUOTA.search(str(error)):
+                return RateLimited(said, limit="concurrency", retry_after=RELEASE_S)
+            return RateLimited(said, retry_after=retry_after(error.headers) or 1.0)
+        case daytona.DaytonaNotFoundError():
+            return Missing(said)
+        case daytona.DaytonaConflictError():
+            return Conflict(said)
+        case daytona.DaytonaTimeoutError() | daytona.DaytonaConnectionError():
+            return ControlPlaneError(said)
+        case daytona.DaytonaBadRequestError() | daytona.DaytonaUnprocessableEntityError():
+            return _refused(said)
+    if status == 413:
+        return ConfigurationError(f"{said}; it is larger than the service takes")
+    if status == 507:
+        return ConfigurationError(f"{said}; the sandbox's disk is full, give it a larger one")
+    if status is not None and (other := _by_status(status)):
+        return typed(other(str(error), status), what, key_works=key_works)
+    return ControlPlaneError(said)
+
+
+def _refused(said: str) -> PerdureError:
+    """400 and 422 say in words whether they are about the request or about the moment."""
+    if QUOTA.search(said):
+        return RateLimited(said, limit="concurrency", retry_after=RELEASE_S)
+    if NOT_NOW.search(said):
+        return ControlPlaneError(said)
+    return ConfigurationError(said)
+
+
+def _by_status(status: int) -> Any:
+    """Uploads fail by the base class, whatever their status."""
+    import daytona
+
+    return {
+        400: daytona.DaytonaBadRequestError,
+        401: daytona.DaytonaAuthenticationError,
+        403: daytona.DaytonaForbiddenError,
+        404: daytona.DaytonaNotFoundError,
+        409: daytona.DaytonaConflictError,
+        429: daytona.DaytonaRateLimitError,
+    }.get(status)
+
+
+def retry_after(headers: Mapping[str, Any]) -> float | None:
+    """Seconds, from `Retry-After` or one with the name of a throttler behind it; a date as well."""
+    for name, value in headers.items():
+        if name.lower().startswith("retry-after"):
+            text = str(value).strip()
+            if re.fullmatch(r"\d+(\.\d+)?", text):
+                return float(text)
+            try:
+                return max(1.0, parsedate_to_datetime(text).timestamp() - time.time())
+            except ValueError:
+                return None
+    return None

@@ -1,0 +1,103 @@
+"""The `docker run` command of one sandbox, by what the engine can do."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from perdure.errors import ConfigurationError
+from perdure.sandboxes.agent_user import HOME
+from perdure.sandboxes.base import Mount, Network, SandboxSpec
+from perdure.sandboxes.guest.containers import CAPABILITIES, ROOT, init_command
+from perdure.sandboxes.guest.sandbox import FOLDER
+from perdure.sandboxes.providers.docker import cli
+
+NETWORK_VARIABLE = "PERDURE_DOCKER_NETWORK"
+RUNTIME_VARIABLE = "PERDURE_DOCKER_RUNTIME"
+SPARE_PIDS = 32
+"""Above the commands' own: the guest answers although they have used up theirs."""
+NO_FILES = 20000
+
+
+@dataclass(frozen=True)
+class DockerEngine:
+    """What the engine can do, asked once."""
+
+    binds: bool
+    """It sees this host's folders under their names."""
+    limits: Mapping[str, str]
+    """Limit -> mechanism, as far as it has one."""
+
+
+def engine_of(info: Mapping[str, Any], *, here: bool) -> DockerEngine:
+    """`info`: what `docker info` says. A kernel and a name of this host's: then so are its folders."""
+    own = os.uname()
+    same = (info.get("Name"), info.get("KernelVersion")) == (own.nodename, own.release)
+    version = f"cgroup v{info.get('CgroupVersion') or 1}"
+    limits = {
+        "memory": version if info.get("MemoryLimit") else "none",
+        "pids": version if info.get("PidsLimit") else "none",
+        "cpu": version if info.get("CpuCfsQuota", info.get("CPUCfsQuota")) else "none",
+    }
+    return DockerEngine(binds=here and same, limits=limits)
+
+
+def agent_user() -> str:
+    """The worker's ids, so that what it alone may read can be read where it is bound; never root's."""
+    return f"{os.getuid()}:{os.getgid()}" if os.getuid() else "1000:1000"
+
+
+def run_command(
+    spec: SandboxSpec, name: str, image: str, labels: Mapping[str, str], engine: DockerEngine
+) -> list[str]:
+    """`docker run` of one sandbox. The root folder of an instance's own image is writable."""
+    network = os.environ.get(NETWORK_VARIABLE) or "none"
+    runtime = os.environ.get(RUNTIME_VARIABLE)
+    owner = ROOT if spec.image else agent_user()
+    folders = [HOME, *([] if spec.image else ["/tmp"])]
+    if not spec.image and any(mount.target.startswith("/root/") for mount in spec.mounts):
+        folders.append("/root")  # the image's own is closed to others than root
+    if spec.tree is not None or spec.image is None:
+        folders.append(spec.workdir)
+    limits = spec.limits
+    return [
+        *("run", "--detach", "--name", name, "--hostname", "sandbox", "--user", ROOT),
+        *("--pull", "never"),
+        *("--network", "host" if spec.network is Network.HOST else network, "--log-driver", "none"),
+        *(("--runtime", runtime) if runtime else ()),
+        *(part for key, value in labels.items() for part in cli.with_label(key, value)),
+        *("--security-opt", "no-new-privileges", "--cap-drop", "ALL"),
+        *(part for capability in CAPABILITIES for part in ("--cap-add", capability)),
+        *("--ulimit", f"nofile={NO_FILES}:{NO_FILES}", "--ulimit", "core=0:0"),
+        *_limits(spec, engine),
+        *(("--read-only",) if engine.binds and not spec.image else ()),
+        *("--volume", FOLDER, "--shm-size", f"{limits.disk_mb}m"),
+        *(part for folder in folders for part in ("--tmpfs", _disk(spec, folder, owner))),
+        *(part for mount in spec.mounts if engine.binds for part in ("--volume", _volume(mount))),
+        *("--workdir", "/", "--env", f"PERDURE_OWNER={owner}", "--entrypoint", "python3"),
+        *(image, *init_command(spec.ttl_s)),
+    ]
+
+
+def _limits(spec: SandboxSpec, engine: DockerEngine) -> list[str]:
+    limits, command = spec.limits, list[str]()
+    if engine.limits["memory"] != "none":
+        command += ["--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m"]
+    if engine.limits["pids"] != "none":
+        command += ["--pids-limit", str(limits.pids + SPARE_PIDS)]
+    if engine.limits["cpu"] != "none":
+        command += ["--cpus", f"{limits.cpus:g}"]
+    return command
+
+
+def _disk(spec: SandboxSpec, folder: str, owner: str) -> str:
+    uid, _, gid = owner.partition(":")
+    mode = "1777" if folder == "/tmp" else "0755"
+    size = f"size={spec.limits.disk_mb}m,nr_inodes={max(1 << 15, spec.limits.disk_mb * 256)}"
+    return f"{folder}:{size},mode={mode},uid={uid},gid={gid},exec,nosuid,nodev"
+
+
+def _volume(mount: Mount) -> str:
+    if ":" in f"{mount.source}{mount.target}":
+        raise ConfigurationError(f"mount {str(mount.source)!r} holds a colon; rename the folder")
+    return f"{mount.source}:{mount.target}:ro"

@@ -1,0 +1,75 @@
+"""How long a pod may take to come up, by what it waits for."""
+
+import time
+
+from perdure.errors import ConfigurationError, InstanceError, PerdureError, RateLimited
+from perdure.sandboxes import images
+from perdure.sandboxes.guest.containers import lacks_programs, names_missing_program
+from perdure.sandboxes.guest.retries import lost
+from perdure.sandboxes.providers.kubernetes import failures, pods
+from perdure.sandboxes.providers.kubernetes.pods import Pod
+
+BOOT_S = 1500.0
+"""Below a boot's own time limit; a large image is pulled for long."""
+ROOM_S = 300.0
+"""So long may a cluster take to find, or add, a node."""
+LARGER_S = 900.0
+"""So long may it take to add one of a kind that it has not, where no node is large enough."""
+PULL_S = 120.0
+"""So long is a pull tried whose failure may pass."""
+STUCK_S = 30.0
+"""So long may a container not be made, for reasons that a node thinks passing."""
+
+
+class BootWait:
+    """How long a pod may be on its way, by what it waits for."""
+
+    def __init__(self, identity: str) -> None:
+        self.identity = identity
+        self._began = self._since = time.monotonic()
+        self._kind = ""
+        self._cause = ""
+
+    def judged(self, pod: Pod) -> PerdureError | None:
+        """Why to give it up, or None."""
+        found = pods.obstacle(pod)
+        kind = found.kind if found is not None else ""
+        if kind != self._kind:
+            self._kind, self._since = kind, time.monotonic()
+        lasts = time.monotonic() - self._since
+        if found is None:
+            if time.monotonic() - self._began < BOOT_S:
+                return None
+            return lost("kubernetes", self.identity, f"(it did not come up in {BOOT_S:g} s)")
+        said = f"{found.reason}: {found.message}"
+        match found.kind:
+            case "image":
+                return self._judged_image(pod, found, lasts)
+            case "container":
+                if names_missing_program(said):
+                    return lacks_programs(self.identity, said)
+                return lost("kubernetes", self.identity, f"({said})") if lasts > STUCK_S else None
+        return self._no_node(found, lasts)
+
+    def _judged_image(self, pod: Pod, found: pods.Obstacle, lasts: float) -> PerdureError | None:
+        """The back-off between two pulls hides why the last one failed."""
+        if found.reason != "ImagePullBackOff" or not self._cause:
+            self._cause = f"{found.reason}: {found.message}"
+        image = pod["spec"]["containers"][0]["image"]
+        if found.reason in ("InvalidImageName", "ErrImageNeverPull"):
+            return InstanceError(f"image {image!r} cannot be had: {self._cause}")
+        reason = images.refused(image, self._cause)
+        return reason if isinstance(reason, InstanceError) or lasts > PULL_S else None
+
+    def _no_node(self, found: pods.Obstacle, lasts: float) -> PerdureError | None:
+        if lasts <= (LARGER_S if pods.fits_nowhere(found) else ROOM_S):
+            return None
+        said = f"no node takes sandbox {self.identity!r}: {found.message}"
+        if pods.fits_nowhere(found):
+            return ConfigurationError(
+                f"{said}; it would fit on none of them alone: ask for less (limits: memory_mb, cpus, "
+                "disk_mb), or add larger nodes"
+            )
+        if pods.lacks_room(found):
+            return RateLimited(said, limit="concurrency", retry_after=failures.RELEASE_S)
+        return ConfigurationError(f"{said}; correct {pods.POD_VARIABLE}, or the nodes' taints")
