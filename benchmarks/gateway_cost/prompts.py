@@ -25,7 +25,7 @@ from perdure.gateway.journal.partials import Partials
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering.tokenizers import load_format
 from perdure.gateway.sessions import Sessions
-from perdure.gateway.turns import Asked
+from perdure.gateway.turn_maker import PendingTurn
 from perdure.storage.local import LocalStore
 from perdure.types import EngineSpan, FinishReason, Sampling
 
@@ -92,12 +92,10 @@ def _timed_prompts(sessions: Sessions) -> list[float]:
     maker = sessions._maker
     build = maker._prompt
 
-    async def timed(asked: Asked) -> Any:
-        tree = asked.session.tree
-        assert tree is not None
+    async def timed(pending: PendingTurn) -> Any:
         started = time.process_time()
-        tree.place(asked.request)
-        found = await build(asked)
+        pending.awake.tree.locate(pending.request)
+        found = await build(pending)
         spent.append((time.process_time() - started) * 1e3)
         return found
 

@@ -522,15 +522,15 @@ class Purpose(StrEnum):
     """A title, a topic, a probe: nothing the task's outcome hangs on. Recorded, never trained."""
 
 
-class Turn(Frozen):
-    """One model call, exactly as the engine consumed and produced it.
+class TurnFacts(Frozen):
+    """What is known about one model call besides its tokens and texts.
 
-    Shapes: prompt_ids [P], completion_ids [C], logprobs [C]. A hosted API gives no ids: then all
-    three are empty and `trainable` is False.
+    The one definition of these fields: `Turn` and the gateway's `TurnRecord` inherit them, and the
+    columns of `turns.parquet` are derived from them.
     """
 
     index: int
-    """Position in the session's journal: turns are numbered as they were committed."""
+    """Position in the session's journal: turns are numbered in the order of their commits."""
     chain: str = "main"
     """`main`, or the agent id of a sub-agent, as its harness names it."""
     parent_chain: str = ""
@@ -542,23 +542,15 @@ class Turn(Frozen):
     replayed_from: str = ""
     """`<session id>/<turn index>` of an earlier attempt whose completion answered this request
     without the engine; empty when it was sampled here."""
-    new_messages: str = ""
-    """The request's messages after those of its parent turn and its answer, as a JSON list in the
-    gateway's own form (`perdure.gateway.base.ModelRequest`): for reading, never for training."""
-    answer: str = ""
-    """The assistant message that the agent was given, as JSON in the same form."""
-    prompt_ids: tuple[int, ...] = ()
-    completion_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
     versions: tuple[VersionSpan, ...] = ()
     finish_reason: FinishReason = FinishReason.STOP
     engine: str = ""
     """The engine that finished it."""
     engines: tuple[EngineSpan, ...] = ()
-    """Which engine sampled which tokens: several where one was lost within the turn. Empty: not
+    """Which engine sampled which tokens: several if an engine was lost within the turn. Empty: not
     known, or a hosted API."""
     bridged: bool = False
-    """The prompt extends the previous turn's prompt + completion, built from recorded ids."""
+    """The prompt extends the parent's prompt + completion, built from recorded ids."""
     bridge_miss: str | None = None
     """Why a bridge was impossible (`first`, `prefix_changed`, `echo_edited`, ...)."""
     trainable: bool = True
@@ -566,6 +558,23 @@ class Turn(Frozen):
     engine_seconds: float = 0.0
     seconds: float = 0.0
     request_sha256: str = ""
+
+
+class Turn(TurnFacts):
+    """One model call, exactly as the engine consumed and produced it.
+
+    Shapes: prompt_ids [P], completion_ids [C], logprobs [C]. A hosted API gives no ids: then all
+    three are empty and `trainable` is False.
+    """
+
+    new_messages: str = ""
+    """The request's messages after those of its parent turn and its answer, as a JSON list in the
+    gateway's own form (`perdure.dialects.base.ModelRequest`): for reading, never for training."""
+    answer: str = ""
+    """The assistant message that the agent was given, as JSON in the same form."""
+    prompt_ids: tuple[int, ...] = ()
+    completion_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
 
     @model_validator(mode="after")
     def _one_logprob_per_token(self) -> "Turn":

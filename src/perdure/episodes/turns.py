@@ -5,63 +5,63 @@ Owns the file format that the gateway writes when a session closes and episodes 
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, get_args, get_origin
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel
 
-from perdure.types import EngineSpan, FinishReason, Purpose, Turn, VersionSpan
+from perdure.types import Turn
 
 FORMAT = b"perdure.turns"
 VERSION = b"2"
 GROUP_IDS = 1 << 18
 """Ids written at once: a row group."""
-SCHEMA = pa.schema(
-    [
-        ("index", pa.int32()),
-        ("chain", pa.string()),
-        ("parent_chain", pa.string()),
-        ("parent", pa.int32()),
-        ("purpose", pa.string()),
-        ("replayed_from", pa.string()),
-        ("new_messages", pa.string()),
-        ("answer", pa.string()),
-        # A prompt starts with this many ids of its parent turn (its prompt, then its completion).
-        ("prompt_kept", pa.int32()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("completion_ids", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float64())),
-        (
-            "versions",
-            pa.list_(
-                pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
-            ),
-        ),
-        ("finish_reason", pa.string()),
-        ("engine", pa.string()),
-        (
-            "engines",
-            pa.list_(
-                pa.struct(
-                    [
-                        ("engine", pa.string()),
-                        ("generation", pa.int64()),
-                        ("start", pa.int32()),
-                        ("end", pa.int32()),
-                    ]
-                )
-            ),
-        ),
-        ("bridged", pa.bool_()),
-        ("bridge_miss", pa.string()),
-        ("trainable", pa.bool_()),
-        ("started_at", pa.float64()),
-        ("engine_seconds", pa.float64()),
-        ("seconds", pa.float64()),
-        ("request_sha256", pa.string()),
-    ],
-    metadata={FORMAT: VERSION},
+LEADING = (
+    *("index", "chain", "parent_chain", "parent", "purpose", "replayed_from"),
+    *("new_messages", "answer", "prompt_kept", "prompt_ids", "completion_ids", "logprobs"),
 )
+"""The first columns of the file. The others follow in the order of their definition in `TurnFacts`,
+so that a new field becomes the last column."""
+WIDE = ("version", "generation")
+"""Integers of 64 bits; all others take 32."""
+SCALARS: dict[type, pa.DataType] = {
+    str: pa.string(),
+    bool: pa.bool_(),
+    int: pa.int32(),
+    float: pa.float64(),
+}
+
+
+def _arrow_type(name: str, annotation: Any) -> pa.DataType:
+    """The column type of a field. Raises: TypeError for a field that has none."""
+    if get_origin(annotation) is UnionType:
+        (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
+    if get_origin(annotation) is tuple:
+        return pa.list_(_arrow_type(name, get_args(annotation)[0]))
+    if issubclass(annotation, BaseModel):
+        return pa.struct(_columns(annotation).items())
+    if issubclass(annotation, StrEnum):
+        return pa.string()
+    return pa.int64() if name in WIDE else SCALARS[annotation]
+
+
+def _columns(model: type[BaseModel]) -> dict[str, pa.DataType]:
+    fields = model.model_fields.items()
+    return {name: _arrow_type(name, field.annotation) for name, field in fields}
+
+
+def schema_of(model: type[Turn]) -> pa.Schema:
+    """The columns of a turn, derived from its fields."""
+    # A prompt starts with `prompt_kept` ids of its parent turn (its prompt, then its completion).
+    columns = {"prompt_kept": pa.int32()} | _columns(model)
+    names = [*LEADING, *(name for name in columns if name not in LEADING)]
+    return pa.schema([(name, columns[name]) for name in names], metadata={FORMAT: VERSION})
+
+
+SCHEMA = schema_of(Turn)
 
 
 class Delta(NamedTuple):
@@ -124,26 +124,16 @@ def decode(data: bytes) -> list[Turn]:
 
 
 def _row(turn: Turn, kept: int) -> dict[str, Any]:
-    row = {name: getattr(turn, name) for name in SCHEMA.names if name != "prompt_kept"}
-    row.update(
-        prompt_kept=kept,
-        versions=[vars(span) for span in turn.versions],
-        engines=[vars(span) for span in turn.engines],
-        finish_reason=turn.finish_reason.value,
-        purpose=turn.purpose.value,
-    )
-    return row
+    return {name: _plain(value) for name, value in turn} | {"prompt_kept": kept}
+
+
+def _plain(value: Any) -> Any:
+    """Spans as dicts; token ids and logprobs as they are."""
+    if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+        return [vars(one) for one in value]
+    return value
 
 
 def _turn(row: dict[str, Any], held: tuple[int, ...]) -> Turn:
     kept = row.pop("prompt_kept")
-    row.update(
-        prompt_ids=held[:kept] + tuple(row["prompt_ids"]),
-        completion_ids=tuple(row["completion_ids"]),
-        logprobs=tuple(row["logprobs"]),
-        versions=tuple(VersionSpan(**span) for span in row["versions"]),
-        engines=tuple(EngineSpan(**span) for span in row.get("engines") or ()),
-        finish_reason=FinishReason(row["finish_reason"]),
-        purpose=Purpose(row["purpose"]),
-    )
-    return Turn(**row)
+    return Turn.model_validate(row | {"prompt_ids": (*held[:kept], *row["prompt_ids"])})

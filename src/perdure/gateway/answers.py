@@ -15,9 +15,11 @@ from renderers.base import ParsedToolCall, ToolCallParseStatus
 from perdure.dialects.base import Answer, ModelRequest
 from perdure.engines.base import Completion
 from perdure.gateway.chains import end_of
-from perdure.gateway.journal.turn_record import PLACEHOLDER
 from perdure.gateway.rendering.tokenizers import Format
 from perdure.types import FinishReason
+
+PLACEHOLDER = "(no visible output)"
+"""What an agent reads of a turn that sampled neither text nor a tool call."""
 
 
 class Read(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from renderers.base import Renderer
 
-from perdure.dialects.base import Answer, ModelRequest
+from perdure.dialects.base import ModelRequest
 from perdure.engines.prompt_ids import PromptIds, ids_text
 from perdure.gateway.canonical import (
     Digests,
@@ -31,7 +31,7 @@ MOST_REPEATS = 12
 """How often a recorded answer is repeated: clients retry ten times; a loop goes on for ever."""
 ID_BYTES = 12
 """What an id weighs as a number and as text."""
-NODE_BYTES = 4096
+NODE_BYTES = 6144
 """What a turn weighs in memory besides its ids and its text, roughly."""
 
 
@@ -43,26 +43,13 @@ class Miss(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One committed turn in memory: what it adds to its `base`."""
+    """One committed turn in memory, with links to the turns that its record names."""
 
-    index: int
-    chain: str
+    record: TurnRecord
     parent: "Node | None"
     base: "Node | None"
-    kept_messages: int
-    messages: list[Message]
-    kept_ids: int
-    prompt: "array[int]"
-    completion: "array[int]"
     rolled: Rolled
-    tools_sha256: str
-    request_sha256: str
-    reasoning_open: bool
-    answer: Answer
-    length: int
-    """Messages of its request."""
-    prompt_length: int
-    """Ids of its whole prompt."""
+    """The digests of its whole request, to be continued by the requests that follow."""
     text: bytes = b""
     """JSON of the ids it adds to its base, or of all its ids where it shares only some of those;
     written when first needed."""
@@ -74,19 +61,27 @@ class Node:
         """The request as it was sent, put together along the tree."""
         parts: list[list[Message]] = []
         node: Node | None = self
-        need = self.length
+        need = self.record.length
         while node is not None and need > 0:
-            own = node.messages[: max(0, need - node.kept_messages)]
-            parts.append(own)
-            need = min(need, node.kept_messages)
-            node = node.base
+            kept = node.record.kept_messages
+            parts.append(node.record.messages[: max(0, need - kept)])
+            need, node = min(need, kept), node.base
         return [message for part in reversed(parts) for message in part]
 
     @property
     def extends_base(self) -> bool:
         """Its prompt starts with everything the base recorded."""
-        base = self.base
-        return base is not None and self.kept_ids == base.prompt_length + len(base.completion)
+        return self.base is not None and self.record.kept_ids == self.base.total_length
+
+    @property
+    def total_length(self) -> int:
+        """Ids of its whole prompt and its completion."""
+        return self.record.prompt_length + len(self.record.completion)
+
+    @property
+    def own_ids(self) -> "array[int]":
+        """The ids it does not share with its base."""
+        return self.record.prompt + self.record.completion
 
     def ids_text(self) -> list[bytes]:
         """JSON of `ids`, as parts to be joined with commas."""
@@ -94,21 +89,19 @@ class Node:
         node: Node | None = self
         while node is not None:
             if not node.text:
-                own = node.prompt + node.completion
-                node.text = ids_text(own if node.extends_base else node.ids())
+                node.text = ids_text(node.own_ids if node.extends_base else node.ids())
             parts.append(node.text)
             node = node.base if node.extends_base else None
         return parts[::-1]
 
     def ids(self) -> "array[int]":
         """Prompt + completion. Shape [P + C]."""
-        parts: list[array[int]] = [self.completion, self.prompt]
-        node, need = self.base, self.kept_ids
+        parts = [self.own_ids]
+        node, need = self.base, self.record.kept_ids
         while node is not None and need > 0:
-            own = node.prompt + node.completion
-            parts.append(own[: max(0, need - node.kept_ids)])
-            need = min(need, node.kept_ids)
-            node = node.base
+            kept = node.record.kept_ids
+            parts.append(node.own_ids[: max(0, need - kept)])
+            need, node = min(need, kept), node.base
         whole = array("i")
         for part in reversed(parts):
             whole.extend(part)
@@ -116,7 +109,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a request stands in the tree, and what decides whether it is a retry."""
 
     digests: Digests
@@ -153,7 +146,7 @@ class Tree:
 
     # --- finding -------------------------------------------------------------------------------
 
-    def place(self, request: ModelRequest) -> Place:
+    def locate(self, request: ModelRequest) -> Location:
         """Where a request belongs. Costs follow its new messages, not its history."""
         messages = request.messages
         at = _newest_assistant(messages)
@@ -162,15 +155,15 @@ class Tree:
         echo_of = match or echo_of
         base: Node | None
         if match is not None:
-            base, rolled, kept = match, match.rolled, match.length
+            base, rolled, kept = match, match.rolled, match.record.length
         else:
             newest = self.nodes[-1] if self.nodes else None
             base = self._newest.get(request.chain, newest)
             rolled, kept = Rolled(), _common(base, messages)
-        rolled = roll(rolled, messages[match.length if match else 0 :], self._calls)
+        rolled = roll(rolled, messages[match.record.length if match else 0 :], self._calls)
         tools = self.tool_digests.of(request.tools)
         reason, changes = self._judge(request, at, echo_of, match, tools)
-        return Place(
+        return Location(
             digests=digests_of(request, rolled, tools),
             rolled=rolled,
             tools_sha256=tools,
@@ -187,9 +180,9 @@ class Tree:
         """The turn of this chain that gave this answer, whatever its request was."""
         calls = message.get("tool_calls") or ()
         found = [self._calls[call["id"]] for call in calls if call["id"] in self._calls]
-        found = [node for node in found if node.chain == chain]
+        found = [node for node in found if node.record.chain == chain]
         if calls:
-            return max(found, key=lambda node: node.index) if found else None
+            return max(found, key=lambda node: node.record.index) if found else None
         texts = self._texts.get((chain, _text_key(message["content"])))
         return texts[-1] if texts else None
 
@@ -206,7 +199,7 @@ class Tree:
         return next((node for node in candidates if self._same(node, before)), None)
 
     def _same(self, node: Node, before: list[Message]) -> bool:
-        return node.length == len(before) and same_messages(
+        return node.record.length == len(before) and same_messages(
             node.request_messages(), before, self._calls
         )
 
@@ -225,12 +218,12 @@ class Tree:
             return self._without_answer(request), ()
         if echo_of is None:
             return self._stranger(request, at), ()
-        echo = compare_echo((match or echo_of).answer.message, request.messages[at])
+        echo = compare_echo((match or echo_of).record.answer.message, request.messages[at])
         if match is None:
             return "prefix_changed", echo.changes
         if echo.edited:
             return "echo_edited", echo.changes
-        if tools != match.tools_sha256:
+        if tools != match.record.tools_sha256:
             return "tools_changed", echo.changes
         if at + 1 == len(request.messages):
             return "no_new_messages", echo.changes
@@ -238,14 +231,14 @@ class Tree:
 
     def _without_answer(self, request: ModelRequest) -> str:
         newest = self._newest[request.chain]
-        again = _common(newest, request.messages) == newest.length
+        again = _common(newest, request.messages) == newest.record.length
         return "answer_dropped" if again else "restart"
 
     def _stranger(self, request: ModelRequest, at: int) -> str:
         """An answer that was never given: an edit of one that was, or somebody else's."""
         before = request.messages[:at]
         for node in reversed(self.nodes):
-            if node.chain == request.chain and node.length == at and self._same(node, before):
+            if node.record.chain == request.chain and self._same(node, before):
                 return "echo_edited"
         return "foreign_assistant"
 
@@ -256,14 +249,14 @@ class Tree:
         took the same call meanwhile, and the agent went on.
         """
         node = self._requests.get((chain, digest))
-        if node is None or (since is not None and node.index >= since):
+        if node is None or (since is not None and node.record.index >= since):
             return node
         return None if node.acknowledged or node.repeats >= MOST_REPEATS else node
 
     def newest(self, chain: str, digest: str) -> int:
         """Index of the newest turn that answered this very request; -1 when none did."""
         node = self._requests.get((chain, digest))
-        return -1 if node is None else node.index
+        return -1 if node is None else node.record.index
 
     @property
     def chains(self) -> int:
@@ -275,54 +268,41 @@ class Tree:
         """Take in a committed turn; the same for a live one, whose digest is known, and for one
         read back."""
         base = self._node(record.base)
-        node = Node(
-            index=record.index,
-            chain=record.chain,
-            parent=self._node(record.parent),
-            base=base,
-            kept_messages=record.kept_messages,
-            messages=record.messages,
-            kept_ids=record.kept_ids,
-            prompt=record.prompt,
-            completion=record.completion,
-            rolled=rolled or Rolled(),
-            tools_sha256=record.tools_sha256,
-            request_sha256=record.request_sha256,
-            reasoning_open=record.reasoning_open,
-            answer=record.answer,
-            length=record.kept_messages + len(record.messages),
-            prompt_length=record.kept_ids + len(record.prompt),
-        )
+        continued = rolled or self._rolled(base, record)
+        node = Node(record, self._node(record.parent), base, continued)
         self.nodes.append(node)
-        if rolled is None:
-            node.rolled = self._rolled(node, record)
         self._index(node)
         if (echoed := self._node(record.echo_of)) is not None:
             echoed.acknowledged = True
         if node.parent is not None:
             node.parent.children += 1
-        self.weight += _weight(node)
+        self.weight += _weight(record)
         return node
 
-    def _rolled(self, node: Node, record: TurnRecord) -> Rolled:
-        base = node.base
-        if base is not None and node.kept_messages == base.length and record.base == record.echo_of:
+    def _rolled(self, base: Node | None, record: TurnRecord) -> Rolled:
+        if (
+            base is not None
+            and record.kept_messages == base.record.length
+            and record.base == record.echo_of
+        ):
             return roll(base.rolled, record.messages, self._calls)
-        return roll(Rolled(), node.request_messages(), self._calls)
+        kept = base.request_messages()[: record.kept_messages] if base is not None else []
+        return roll(Rolled(), [*kept, *record.messages], self._calls)
 
     def _node(self, index: int | None) -> Node | None:
         return None if index is None else self.nodes[index]
 
     def _index(self, node: Node) -> None:
-        message = node.answer.message
+        record = node.record
+        message = record.answer.message
         calls = message.get("tool_calls") or ()
         for call in calls:
             self._calls[call["id"]] = node
         if not calls:
-            key = (node.chain, _text_key(message.get("content") or ""))
+            key = (record.chain, _text_key(message.get("content") or ""))
             self._texts.setdefault(key, []).append(node)
-        self._requests[node.chain, node.request_sha256] = node
-        self._newest[node.chain] = node
+        self._requests[record.chain, record.request_sha256] = node
+        self._newest[record.chain] = node
 
 
 def bridge(
@@ -335,13 +315,13 @@ def bridge(
     held = node.ids()
     if not held:
         return Miss("no_recorded_ids")
-    sampled = len(node.completion)
+    completion = node.record.completion.tolist()
+    sampled = len(completion)
     whole = len(held) - sampled
     tail = list(end_of(held[:whole], renderer))
-    completion = node.completion.tolist()
     bridged = renderer.bridge_to_next_turn(tail, completion, new, tools=tools)
     if bridged is None:
-        return Miss("open_reasoning" if node.reasoning_open else "renderer_unsupported")
+        return Miss("open_reasoning" if node.record.reasoning_open else "renderer_unsupported")
     ids = list(bridged.token_ids)
     seen = len(tail) + sampled
     if ids[:seen] != tail + completion:
@@ -391,7 +371,8 @@ def _text_key(text: str) -> bytes:
     return hashlib.sha256(visible(text).encode("utf-8", "surrogatepass")).digest()
 
 
-def _weight(node: Node) -> int:
-    ids = ID_BYTES * (len(node.prompt) + len(node.completion))
-    text = sum(len(message["content"]) for message in node.messages)
-    return NODE_BYTES + ids + text + 512 * len(node.messages)
+def _weight(record: TurnRecord) -> int:
+    ids = ID_BYTES * (len(record.prompt) + len(record.completion))
+    logprobs = 8 * len(record.logprobs)
+    text = sum(len(message["content"]) for message in record.messages)
+    return NODE_BYTES + ids + logprobs + text + 512 * len(record.messages)

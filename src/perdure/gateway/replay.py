@@ -12,7 +12,7 @@ from perdure.gateway.journal.turn_record import TurnRecord, prompt_of
 from perdure.types import Purpose
 
 
-class Recorded(NamedTuple):
+class RecordedTurn(NamedTuple):
     """A turn of the earlier attempt. Shape of `prompt`: [P]; `parent`: its turn in this session."""
 
     record: TurnRecord
@@ -37,7 +37,7 @@ class Recording:
         for record in records:
             self._waiting.setdefault(record.chain, []).append(record)
 
-    def take(self, chain: str, across_sha256: str) -> Recorded | None:
+    def take(self, chain: str, across_sha256: str) -> RecordedTurn | None:
         """The recorded turn that answers a request, while the chain's replay lasts."""
         if chain in self._over:
             return None
@@ -48,11 +48,11 @@ class Recording:
             return None
         waiting.remove(found)  # at once: another call of the session must not take it too
         self._theirs[chain] = theirs
-        return Recorded(
+        return RecordedTurn(
             found, prompt_of(self._records, found), self._parent(found), self._origin(found)
         )
 
-    def give_back(self, recorded: Recorded) -> None:
+    def give_back(self, recorded: RecordedTurn) -> None:
         """It could not be committed: the request will be repeated."""
         self._waiting[recorded.record.chain].insert(0, recorded.record)
 

@@ -11,7 +11,6 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -22,7 +21,7 @@ from perdure.engines.configured import Engines
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
 from perdure.gateway.base import SESSION_ID, SessionSpec, SessionSummary
 from perdure.gateway.canonical import ToolDigests
-from perdure.gateway.chains import Node, Place, Tree
+from perdure.gateway.chains import Location, Node
 from perdure.gateway.journal.base import Journal, Overtaken
 from perdure.gateway.journal.partials import Partials
 from perdure.gateway.journal.turn_record import (
@@ -37,9 +36,9 @@ from perdure.gateway.journal.turn_record import (
 )
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering.tokenizers import Format
-from perdure.gateway.replay import Recorded, Recording
-from perdure.gateway.session import CallKey, Session
-from perdure.gateway.turns import Asked, TurnMaker, replayed
+from perdure.gateway.replay import Recording
+from perdure.gateway.session_state import Awake, CallKey, Session
+from perdure.gateway.turn_maker import PendingTurn, TurnMaker, replayed
 from perdure.storage.base import Store
 
 MAX_WAITING = 64
@@ -104,9 +103,13 @@ class Sessions:
             await self._append(spec.session_id, record, 0)
         except Overtaken:  # another process opened it this moment
             found = await self._find(spec.session_id)
-            assert found is not None
+            if found is None:
+                problem = f"session {spec.session_id!r} was opened elsewhere and cannot be read"
+                raise GatewayUnavailable(problem) from None
             return found
-        return self._keep(Session(spec, position=1, tree=Tree(self._tool_digests)))
+        session = Session(spec)
+        session.wake(self._tool_digests, [record])
+        return self._keep(session)
 
     async def get(self, session_id: str) -> SessionSummary:
         """Raises: NotFound."""
@@ -125,7 +128,7 @@ class Sessions:
                 await self._store.put(session.spec.turns_key, await self._turns(session_id))
                 await self._mark(session, CLOSED)
                 self._partials.left(session_id)
-                session.forget()
+                session.sleep()
             return session.summary()
 
     async def _seal(self, session: Session) -> None:
@@ -145,7 +148,7 @@ class Sessions:
                 except Overtaken:
                     await self._read_on(session)
                 else:
-                    session.replay({"kind": kind})
+                    session.note({"kind": kind})
 
     async def _note_stale(self, session: Session, message: str) -> None:
         record = {"kind": STALE, "message": message}
@@ -156,7 +159,7 @@ class Sessions:
                 except Overtaken:
                     await self._read_on(session)
                 else:
-                    session.replay(record)
+                    session.note(record)
 
     async def _turns(self, session_id: str) -> bytes:
         records = await self._journal.read(session_id)
@@ -193,9 +196,9 @@ class Sessions:
         if not records:  # killed while opening: nobody was told that it is open
             return None
         session = Session(SessionSpec.model_validate(records[0]["spec"]))
-        session.awaken(self._tool_digests, records)
+        session.wake(self._tool_digests, records)
         if session.closed:
-            session.forget()
+            session.sleep()
         log.info("session read back", session_id=session_id, turns=session.totals.turns)
         return self._keep(session)
 
@@ -204,24 +207,20 @@ class Sessions:
         self._metrics.sessions.set(len(self._sessions))
         return session
 
-    async def _awake(self, session: Session) -> Tree:
-        """The session's tree, read back when it was let go; and what it may replay."""
-        if session.tree is None or self._lacks_recording(session):
-            async with session.commit_lock:
-                if session.tree is None:
-                    records = await self._journal.read(session.spec.session_id)
-                    session.awaken(self._tool_digests, records)
-                if self._lacks_recording(session):
-                    session.recording = await self._recording(session)
-        assert session.tree is not None
-        return session.tree
+    async def _awake(self, session: Session) -> Awake:
+        """The session with its tree, read back if it slept, and with what it may replay."""
+        awake, earlier = session.awake, session.spec.replay_of
+        if awake is not None and (earlier is None or awake.recording is not None):
+            return awake
+        async with session.commit_lock:
+            awake = session.awake or session.wake(
+                self._tool_digests, await self._journal.read(session.spec.session_id)
+            )
+            if earlier is not None and awake.recording is None:
+                awake.recording = await self._recording(session, earlier)
+        return awake
 
-    def _lacks_recording(self, session: Session) -> bool:
-        return session.spec.replay_of is not None and session.recording is None
-
-    async def _recording(self, session: Session) -> Recording:
-        earlier = session.spec.replay_of
-        assert earlier is not None
+    async def _recording(self, session: Session, earlier: str) -> Recording:
         recording = Recording(earlier, turn_records(await self._journal.read(earlier)))
         own = await self._journal.read(session.spec.session_id)
         for record in turn_records(own[: session.position]):
@@ -229,18 +228,19 @@ class Sessions:
         return recording
 
     def _trim(self) -> None:
-        """Let go of the trees of idle sessions, and of sessions nobody asked for in long."""
+        """Put idle sessions to sleep, and drop those that were not asked for in a long time."""
         now = time.monotonic()
         if now - self._trimmed < TRIM_EVERY_S:
             return
         self._trimmed = now
-        idle = [s for s in self._sessions.values() if s.tree is not None and not s.busy]
-        weight = sum(s.tree.weight for s in self._sessions.values() if s.tree is not None)
-        for session in idle:  # the one not called for longest comes first
-            if weight <= TREE_BYTES and now - session.touched < IDLE_S:
+        awake = [s.awake for s in self._sessions.values() if s.awake is not None]
+        weight = sum(one.tree.weight for one in awake)
+        idle = [one for one in awake if not one.session.busy]
+        for one in idle:  # the one not called for longest comes first
+            if weight <= TREE_BYTES and now - one.session.touched < IDLE_S:
                 break
-            weight -= session.tree.weight if session.tree is not None else 0
-            session.forget()
+            weight -= one.tree.weight
+            one.session.sleep()
         surplus = len(self._sessions) - KEPT_SESSIONS
         for session in [s for s in self._sessions.values() if not s.busy][: max(0, surplus)]:
             del self._sessions[session.spec.session_id]
@@ -256,17 +256,17 @@ class Sessions:
         """
         async with self._using(session_id) as session:
             session.check_open()
-            tree = await self._awake(session)
+            awake = await self._awake(session)
             session.check_open()  # it may have been closed meanwhile
-            place = tree.place(request)
-            key = (request.chain, place.digests.exact)
+            location = awake.tree.locate(request)
+            key = (request.chain, location.digests.exact)
             call = session.calls.get(key)
             if call is not None:
                 self._metrics.retries.labels("joined").inc()
-            elif (node := self._recorded(session, key)) is not None:
-                return node.answer
+            elif (node := self._recorded(awake, key)) is not None:
+                return node.record.answer
             else:
-                call = self._start(session, request, place, key)
+                call = self._start(awake, request, location, key)
             return await asyncio.shield(call)
 
     async def count_tokens(self, session_id: str, request: ModelRequest) -> int:
@@ -279,95 +279,88 @@ class Sessions:
             return await self._maker.count(request)
 
     def _start(
-        self, session: Session, request: ModelRequest, place: Place, key: CallKey
+        self, awake: Awake, request: ModelRequest, location: Location, key: CallKey
     ) -> "asyncio.Task[Answer]":
+        session = awake.session
         if len(session.calls) >= MAX_WAITING:
             raise Refused(
                 429, "too_many_calls", f"this session has {MAX_WAITING} calls in flight already"
             )
-        call = asyncio.create_task(self._turn(session, request, place))
+        call = asyncio.create_task(self._turn(awake, request, location))
         session.calls[key] = call
         call.add_done_callback(lambda task: _forget(session, key, task))
         return call
 
-    def _recorded(self, session: Session, key: CallKey, since: int | None = None) -> Node | None:
+    def _recorded(self, awake: Awake, key: CallKey, since: int | None = None) -> Node | None:
         """The turn that answered the same request already, if its answer may be repeated."""
-        assert session.tree is not None
-        node = session.tree.recorded(*key, since)
+        node = awake.tree.recorded(*key, since)
         if node is not None:
             node.repeats += 1
             self._metrics.replays.inc()
             self._metrics.retries.labels("repeated").inc()
         return node
 
-    async def _turn(self, session: Session, request: ModelRequest, place: Place) -> Answer:
+    async def _turn(self, awake: Awake, request: ModelRequest, location: Location) -> Answer:
         arrived = time.time()
-        assert session.tree is not None
-        known = len(session.tree.nodes)
-        if await self._refresh(session):
-            place = session.tree.place(request)
-            key = (request.chain, place.digests.exact)
-            if (node := self._recorded(session, key, known)) is not None:
-                return node.answer
-        asked = Asked(session, request, place, arrived)
-        recorded = self._replayable(asked)
-        if recorded is None:
-            answer = await self._commit(asked, known, await self._sampled(asked))
-            self._partials.done(session.spec.session_id, asked.call)
+        known = len(awake.tree.nodes)
+        if await self._refresh(awake.session):
+            location = awake.tree.locate(request)
+            key = (request.chain, location.digests.exact)
+            if (node := self._recorded(awake, key, known)) is not None:
+                return node.record.answer
+        pending = PendingTurn(awake, request, location, arrived)
+        recording = awake.recording
+        across = location.digests.across
+        recorded = recording.take(request.chain, across) if recording is not None else None
+        if recording is None or recorded is None:
+            answer = await self._commit(pending, known, await self._sampled(pending))
+            self._partials.done(awake.session.spec.session_id, pending.call_id)
             return answer
         try:
-            return await self._commit(asked, known, replayed(asked, recorded))
+            return await self._commit(pending, known, replayed(pending, recorded))
         except BaseException:
-            assert session.recording is not None
-            session.recording.give_back(recorded)
+            recording.give_back(recorded)
             raise
 
-    async def _sampled(self, asked: Asked) -> TurnRecord:
-        """A refusal that ends the rollout is journaled: whoever watches it may ask elsewhere."""
-        session = asked.session
+    async def _sampled(self, pending: PendingTurn) -> TurnRecord:
+        """Sample a turn. A refusal that ends the rollout is journaled, so that every process of the
+        pool can report it."""
+        session = pending.session
         try:
-            return await self._maker.sampled(asked)
+            return await self._maker.sampled(pending)
         except Refused as refused:
             if refused.code == TOO_STALE:
                 await self._note_stale(session, str(refused))
             raise
         except GatewayUnavailable as error:
-            since = session.unanswered.since if session.unanswered else asked.arrived
+            since = session.unanswered.since if session.unanswered else pending.arrived
             session.unanswered = Wait(since=since, reason=str(error))
             raise
 
-    def _replayable(self, asked: Asked) -> Recorded | None:
-        recording = asked.session.recording
-        if recording is None:
-            return None
-        return recording.take(asked.request.chain, asked.place.digests.across)
-
-    async def _commit(self, asked: Asked, known: int, draft: TurnRecord) -> Answer:
+    async def _commit(self, pending: PendingTurn, known: int, draft: TurnRecord) -> Answer:
         """Journal a turn, unless another process answered the same request meanwhile.
 
-        `known`: how many turns the session had, for us, when the call came.
+        `known`: how many turns of the session this process knew when the call came.
         """
-        session, request = asked.session, asked.request
+        awake, session = pending.awake, pending.session
         async with session.commit_lock:
             while True:
                 if session.sealed:
                     session.check_open()
-                assert session.tree is not None
-                record = replace(draft, index=len(session.tree.nodes))
+                record = draft.model_copy(update={"index": len(awake.tree.nodes)})
                 try:
                     fields = to_journal(record)
                     await self._append(session.spec.session_id, fields, session.position)
                     break
                 except Overtaken:
                     await self._read_on(session)
-                    node = session.tree.recorded(request.chain, record.request_sha256, known)
+                    node = awake.tree.recorded(record.chain, record.request_sha256, known)
                     if node is not None:
                         self._metrics.retries.labels("overtaken").inc()
-                        return node.answer
-            session.position += 1
-            node = session.apply(record, asked.place.rolled)
+                        return node.record.answer
+            node = awake.apply(record, pending.location.rolled)
             session.elsewhere = None
-        self._count(node, record)
+        self._count(node)
         return record.answer
 
     # --- journal -------------------------------------------------------------------------------
@@ -382,26 +375,28 @@ class Sessions:
     async def _read_on(self, session: Session) -> bool:
         session_id = session.spec.session_id
         records = await self._journal.read(session_id, session.position)
-        if records and session.tree is None:  # let go while it was idle
-            session.awaken(self._tool_digests, await self._journal.read(session_id))
+        if not records:
+            return False
+        if (awake := session.awake) is None:  # it slept: its tree is rebuilt from the beginning
+            session.wake(self._tool_digests, await self._journal.read(session_id))
             return True
         for record in records:
-            session.replay(record)
-        return bool(records)
+            awake.replay(record)
+        return True
 
     async def _append(self, session_id: str, record: dict[str, Any], position: int) -> None:
         started = time.monotonic()
         await self._journal.append(session_id, record, position=position)
         self._metrics.journal_seconds.observe(time.monotonic() - started)
 
-    def _count(self, node: Node, record: TurnRecord) -> None:
-        metrics = self._metrics
+    def _count(self, node: Node) -> None:
+        metrics, record = self._metrics, node.record
         metrics.turns.labels(record.finish_reason.value).inc()
-        metrics.tokens.labels("sampled").inc(0 if record.replayed_from else len(node.completion))
-        metrics.tokens.labels("prompt").inc(node.prompt_length)
+        metrics.tokens.labels("sampled").inc(0 if record.replayed_from else len(record.completion))
+        metrics.tokens.labels("prompt").inc(record.prompt_length)
         metrics.engine_seconds.observe(record.engine_seconds)
-        if record.miss is not None:
-            metrics.bridge_misses.labels(record.miss).inc()
+        if record.bridge_miss is not None:
+            metrics.bridge_misses.labels(record.bridge_miss).inc()
         for change in record.echo_changes:
             metrics.echo_changes.labels(change).inc()
         if record.replayed_from:

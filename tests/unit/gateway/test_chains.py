@@ -20,16 +20,17 @@ from perdure.episodes.segments import cut
 from perdure.episodes.turns import decode
 from perdure.errors import GatewayUnavailable
 from perdure.gateway import sessions as sessions_module
+from perdure.gateway.answers import PLACEHOLDER
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.chains import bridge
 from perdure.gateway.journal.local import LocalJournal
 from perdure.gateway.journal.partial_stores import LocalShelf
 from perdure.gateway.journal.partials import Partials
-from perdure.gateway.journal.turn_record import PLACEHOLDER, turn_records, turns_of
+from perdure.gateway.journal.turn_record import turn_records, turns_of
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering.tokenizers import Format, load_format
 from perdure.gateway.sessions import Sessions
-from perdure.gateway.turns import abandonable
+from perdure.gateway.turn_maker import abandonable
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import logprob
 from perdure.testing.scripted_policy import Policy
@@ -316,11 +317,11 @@ async def test_the_end_of_a_prompt_bridges_like_the_whole(start: Start) -> None:
     messages = [*HELLO[:1], _user("word " * 500)]
     for _ in range(4):
         messages = _next(messages, await process.ask(messages))
-    tree = process.sessions._sessions["s"].tree
-    assert tree is not None
+    awake = process.sessions._sessions["s"].awake
+    assert awake is not None
     new = [_user("Go on.")]
-    for node in tree.nodes:
-        prompt, completion = speaker.seen[node.index]
+    for node in awake.tree.nodes:
+        prompt, completion = speaker.seen[node.record.index]
         whole = FORMAT.renderer.bridge_to_next_turn(list(prompt), list(completion), new)
         assert whole is not None
 
@@ -479,7 +480,7 @@ async def test_an_idle_session_is_let_go_and_read_back(
     process = start(Speaker())
     await process.sessions.open(_spec())
     messages = _next(HELLO, await process.ask(HELLO))
-    kept = process.sessions._sessions["s"].tree
+    kept = process.sessions._sessions["s"].awake
     await process.ask(messages)
 
     assert kept is None
@@ -495,11 +496,11 @@ async def test_an_idle_session_learns_what_another_process_did(start: Start) -> 
     one, two = start(Speaker()), start(Speaker())
     await one.sessions.open(_spec())
     messages = _next(HELLO, await one.ask(HELLO))
-    one.sessions._sessions["s"].forget()
+    one.sessions._sessions["s"].sleep()
     await two.ask(messages)
 
     assert (await one.sessions.get("s")).turns == 2
-    one.sessions._sessions["s"].forget()
+    one.sessions._sessions["s"].sleep()
     await two.ask([*messages, _user("More.")])
     assert (await one.sessions.close("s")).turns == 3
     assert len(decode((await one.store.get("s.parquet")).data)) == 3
@@ -512,7 +513,7 @@ async def test_a_call_that_meets_a_close_is_not_sampled(start: Start) -> None:
     await process.sessions.open(_spec())
     messages = _next(HELLO, await process.ask(HELLO))
     session = process.sessions._sessions["s"]
-    session.forget()
+    session.sleep()
     async with session.commit_lock:
         call = asyncio.create_task(process.ask(messages))
         close = asyncio.create_task(process.sessions.close("s"))

@@ -1,15 +1,28 @@
 """A session's turns are written from what each adds, and read back whole."""
 
+import hashlib
 import random
 import tracemalloc
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from enum import StrEnum
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
 
 from perdure.dialects.base import Answer
-from perdure.episodes.turns import Delta, decode, encode, encode_deltas
-from perdure.gateway.journal.turn_record import TurnRecord, prompt_of, turn_deltas, turns_of
-from perdure.types import FinishReason, Purpose
+from perdure.episodes.turns import SCHEMA, VERSION, Delta, decode, encode, encode_deltas, schema_of
+from perdure.gateway.journal.encoding import frame, split
+from perdure.gateway.journal.turn_record import (
+    TurnRecord,
+    prompt_of,
+    to_journal,
+    turn_deltas,
+    turn_records,
+    turns_of,
+)
+from perdure.types import Turn, TurnFacts
 
 ANSWER = Answer("a", 0, "m", {"role": "assistant", "content": "yo"}, "stop", {})
 
@@ -20,27 +33,13 @@ def _record(index: int, prompt: Sequence[int], completion: Sequence[int], **at: 
     return TurnRecord(
         index=index,
         turn_id=f"s-{index}",
-        chain="main",
-        parent_chain="",
-        purpose=Purpose.STEP,
         echo_of=None,
         echo_changes=(),
-        replayed_from="",
-        started_at=0.0,
-        request_sha256="",
         across_sha256="",
         tools_sha256="",
         prompt=array("i", prompt),
         completion=array("i", completion),
         logprobs=array("d", [-0.5] * len(completion)),
-        versions=(),
-        engines=(),
-        finish_reason=FinishReason.STOP,
-        engine="e",
-        miss=None,
-        trainable=True,
-        engine_seconds=0.0,
-        seconds=0.0,
         reasoning_open=False,
         placeholder=False,
         answer=ANSWER,
@@ -101,3 +100,46 @@ def test_closing_a_long_session_holds_no_whole_prompts() -> None:
     tracemalloc.stop()
 
     assert peak < 16 << 20
+
+
+def _other_than_default(annotation: Any) -> Any:
+    """A value that no field of this type has by default."""
+    if get_origin(annotation) is UnionType:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is tuple:
+        return (_other_than_default(get_args(annotation)[0]),)
+    if issubclass(annotation, BaseModel):
+        fields = annotation.model_fields.items()
+        return annotation(**{name: _other_than_default(field.annotation) for name, field in fields})
+    if issubclass(annotation, StrEnum):
+        return list(annotation)[-1]
+    return {int: 3, float: 0.25, str: "said", bool: True}[annotation]
+
+
+class _Wider(Turn):
+    """A turn with two more fields."""
+
+    cached_tokens: int = 0
+    route: str = ""
+
+
+def test_a_field_of_a_turn_is_defined_once_and_arrives_everywhere() -> None:
+    """Every field of `TurnFacts` goes through the journal and the parquet file, and a new one gets
+    the last column."""
+    facts = {name: _other_than_default(f.annotation) for name, f in TurnFacts.model_fields.items()}
+    facts |= {"index": 0, "parent": None, "trainable": False}
+    whole = _record(0, [1, 2], [3]).model_copy(update=facts)
+    (line,) = split(frame(to_journal(whole)), "the test").records
+    (read_back,) = turn_records([line])
+    (turn,) = decode(encode(turns_of([read_back])))
+
+    assert read_back == whole
+    assert {name: getattr(turn, name) for name in facts} == facts
+    assert schema_of(_Wider).names[-2:] == ["cached_tokens", "route"]
+
+
+def test_the_columns_of_the_turns_file_are_those_of_its_format_version() -> None:
+    """Other programs read these columns: a change of the definition must not move or retype them."""
+    digest = hashlib.sha256(SCHEMA.serialize().to_pybytes()).hexdigest()
+
+    assert (VERSION, digest[:16]) == (b"2", "8838460042cc826e")

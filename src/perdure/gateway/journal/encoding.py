@@ -4,8 +4,11 @@ A torn last line (its writer was killed, so nobody was answered) is no record; d
 is an error, never a guess.
 """
 
+import base64
 import json
+import sys
 import zlib
+from array import array
 from typing import Any, NamedTuple
 
 from perdure.errors import Boundary, PerdureError
@@ -60,3 +63,21 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     record: dict[str, Any] = json.loads(payload)
     return record
+
+
+def pack(values: "array[Any]") -> str:
+    """Little-endian int32 or float64, as base64."""
+    return base64.b64encode(_little_endian(values)).decode("ascii")
+
+
+def unpack(code: str, text: str) -> "array[Any]":
+    values = array(code)
+    values.frombytes(base64.b64decode(text))
+    return _little_endian(values)
+
+
+def _little_endian(values: "array[Any]") -> "array[Any]":
+    if sys.byteorder == "big":
+        values = array(values.typecode, values)
+        values.byteswap()
+    return values

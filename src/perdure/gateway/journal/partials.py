@@ -20,8 +20,7 @@ import structlog
 
 from perdure.engines.pool.salvage import Salvage, resumable
 from perdure.errors import PerdureError
-from perdure.gateway.journal.encoding import JournalDamaged, split
-from perdure.gateway.journal.turn_record import pack, unpack
+from perdure.gateway.journal.encoding import JournalDamaged, pack, split, unpack
 from perdure.types import EngineSpan, VersionSpan
 
 BEGUN, PART = "begun", "part"

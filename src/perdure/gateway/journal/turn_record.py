@@ -1,26 +1,47 @@
 """A turn as the journal keeps it: what it adds to an earlier turn, so that a journal grows with
-the text and not with its square. Owns the record's form and the turns read out of a journal.
+the text and not with its square. Owns the record's form, and rebuilding whole turns from records.
 """
 
-import base64
 import json
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, ConfigDict, PlainSerializer, SkipValidation
 
 from perdure.dialects.base import Answer
 from perdure.gateway.canonical import Message
-from perdure.types import EngineSpan, FinishReason, Purpose, Turn, VersionSpan
+from perdure.gateway.journal.encoding import pack, unpack
+from perdure.types import Turn, TurnFacts
 
-TURN, OPEN, SEALED, CLOSED, STALE = "turn", "open", "sealed", "closed", "stale"
-PLACEHOLDER = "(no visible output)"
-"""What an agent reads of a turn that sampled neither text nor a tool call."""
+OPEN, SEALED, CLOSED, STALE = "open", "sealed", "closed", "stale"
+TURN: Literal["turn"] = "turn"
+AS_THEY_ARE = {"messages", "answer"}
+"""Fields that clients and models wrote: they may hold lone surrogates, which pydantic refuses."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurnRecord:
+def _ids(value: Any) -> Any:
+    return unpack("i", value) if isinstance(value, str) else value
+
+
+def _floats(value: Any) -> Any:
+    return unpack("d", value) if isinstance(value, str) else value
+
+
+def _answer(value: Any) -> Any:
+    return Answer(**value) if isinstance(value, dict) else value
+
+
+if TYPE_CHECKING:
+    Ids: TypeAlias = array[int]
+    Floats: TypeAlias = array[float]
+else:  # Python 3.11 does not accept `array[int]` at run time
+    Ids = Annotated[array, BeforeValidator(_ids), PlainSerializer(pack, when_used="json")]
+    Floats = Annotated[array, BeforeValidator(_floats), PlainSerializer(pack, when_used="json")]
+
+
+class TurnRecord(TurnFacts):
     """One committed turn.
 
     `base` is the turn this one is stored against: `kept_messages` leading messages of its request
@@ -29,92 +50,46 @@ class TurnRecord:
     `echo_of` the one whose answer the request's newest assistant message sends back.
     """
 
-    index: int
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    kind: Literal["turn"] = TURN
     turn_id: str
-    chain: str
-    parent_chain: str
-    purpose: Purpose
-    parent: int | None
     base: int | None
     echo_of: int | None
     echo_changes: tuple[str, ...]
-    replayed_from: str
-    started_at: float
-    request_sha256: str
     across_sha256: str
     tools_sha256: str
     kept_messages: int
-    messages: list[Message]
+    messages: SkipValidation[list[Message]]
     kept_ids: int
-    prompt: "array[int]"
-    completion: "array[int]"
-    logprobs: "array[float]"
-    versions: tuple[VersionSpan, ...]
-    engines: tuple[EngineSpan, ...]
-    finish_reason: FinishReason
-    engine: str
-    miss: str | None
-    trainable: bool
-    engine_seconds: float
-    seconds: float
+    prompt: Ids
+    completion: Ids
+    logprobs: Floats
+    answer: Annotated[SkipValidation[Answer], BeforeValidator(_answer)]
     reasoning_open: bool
+    """The completion ended inside its reasoning."""
     placeholder: bool
-    """The answer's text stands in for an empty one; the recorded ids are as sampled."""
-    answer: Answer
+    """The answer's text replaces an empty one; the recorded ids are as sampled."""
+
+    @property
+    def length(self) -> int:
+        """Messages of its whole request."""
+        return self.kept_messages + len(self.messages)
+
+    @property
+    def prompt_length(self) -> int:
+        """Ids of its whole prompt."""
+        return self.kept_ids + len(self.prompt)
 
 
 def to_journal(record: TurnRecord) -> dict[str, Any]:
-    fields = dict(vars(record))
-    fields.update(
-        kind=TURN,
-        prompt=pack(record.prompt),
-        completion=pack(record.completion),
-        logprobs=pack(record.logprobs),
-        versions=[[span.version, span.start, span.end] for span in record.versions],
-        engines=[span.model_dump() for span in record.engines],
-        answer=asdict(record.answer),
-    )
-    return fields
-
-
-def from_journal(fields: dict[str, Any]) -> TurnRecord:
-    fields = {"engines": (), **fields}  # journals of before engines were pooled
-    known = {name: fields[name] for name in TurnRecord.__dataclass_fields__}
-    known.update(
-        purpose=Purpose(fields["purpose"]),
-        echo_changes=tuple(fields["echo_changes"]),
-        prompt=unpack("i", fields["prompt"]),
-        completion=unpack("i", fields["completion"]),
-        logprobs=unpack("d", fields["logprobs"]),
-        versions=tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in fields["versions"]),
-        engines=tuple(EngineSpan(**span) for span in fields["engines"]),
-        finish_reason=FinishReason(fields["finish_reason"]),
-        answer=Answer(**fields["answer"]),
-    )
-    return TurnRecord(**known)
-
-
-def pack(values: "array[Any]") -> str:
-    """Little-endian int32 or float64, as base64."""
-    return base64.b64encode(_little_endian(values)).decode("ascii")
-
-
-def unpack(code: str, text: str) -> "array[Any]":
-    values = array(code)
-    values.frombytes(base64.b64decode(text))
-    return _little_endian(values)
-
-
-def _little_endian(values: "array[Any]") -> "array[Any]":
-    if sys.byteorder == "big":
-        values = array(values.typecode, values)
-        values.byteswap()
-    return values
+    fields = record.model_dump(mode="json", exclude=AS_THEY_ARE)
+    return fields | {"messages": record.messages, "answer": asdict(record.answer)}
 
 
 def turn_records(records: Sequence[dict[str, Any]]) -> list[TurnRecord]:
     """The turns of a journal, as they were committed."""
-    return [from_journal(record) for record in records if record["kind"] == TURN]
+    return [TurnRecord.model_validate(record) for record in records if record["kind"] == TURN]
 
 
 def turns_of(records: Sequence[TurnRecord]) -> list[Turn]:
@@ -158,7 +133,7 @@ def prompt_of(records: Sequence[TurnRecord], record: TurnRecord) -> "array[int]"
 def _messages_from(records: Sequence[TurnRecord], record: TurnRecord, start: int) -> list[Message]:
     """A record's request messages from number `start` on."""
     parts: list[list[Message]] = []
-    need, at = _length(record), record
+    need, at = record.length, record
     while need > start:
         first = at.kept_messages
         parts.append(at.messages[max(0, start - first) : max(0, need - first)])
@@ -169,37 +144,16 @@ def _messages_from(records: Sequence[TurnRecord], record: TurnRecord, start: int
     return [message for part in reversed(parts) for message in part]
 
 
-def _length(record: TurnRecord) -> int:
-    return record.kept_messages + len(record.messages)
-
-
 def _turn(records: Sequence[TurnRecord], record: TurnRecord, prompt: "array[int]") -> Turn:
-    # The parent's request and its answer were seen already.
-    seen = 0 if record.parent is None else _length(records[record.parent]) + 1
-    new_messages = _messages_from(records, record, seen)
+    # The parent's request and its answer are shown with the parent.
+    seen = 0 if record.parent is None else records[record.parent].length + 1
     return Turn(
-        index=record.index,
-        chain=record.chain,
-        parent_chain=record.parent_chain,
-        parent=record.parent,
-        purpose=record.purpose,
-        replayed_from=record.replayed_from,
-        new_messages=json.dumps(new_messages),
+        **{name: getattr(record, name) for name in TurnFacts.model_fields},
+        new_messages=json.dumps(_messages_from(records, record, seen)),
         answer=json.dumps(_given(record)),
         prompt_ids=tuple(prompt),
         completion_ids=tuple(record.completion),
         logprobs=tuple(record.logprobs),
-        versions=record.versions,
-        engines=record.engines,
-        finish_reason=record.finish_reason,
-        engine=record.engine,
-        bridged=record.parent is not None and bool(record.completion),
-        bridge_miss=record.miss,
-        trainable=record.trainable,
-        started_at=record.started_at,
-        engine_seconds=record.engine_seconds,
-        seconds=record.seconds,
-        request_sha256=record.request_sha256,
     )
 
 

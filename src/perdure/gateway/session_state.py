@@ -1,4 +1,4 @@
-"""One session in a gateway's memory: its rules, its tree of turns, its sums.
+"""One session in a gateway's memory, in its two states: asleep (`Session` alone) and awake (`Awake`).
 
 Owns what a journal record does to a session. Calls and the journal itself are in `sessions`.
 """
@@ -6,6 +6,7 @@ Owns what a journal record does to a session. Calls and the journal itself are i
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,6 @@ from perdure.gateway.journal.turn_record import (
     STALE,
     TURN,
     TurnRecord,
-    from_journal,
 )
 from perdure.gateway.replay import Recording
 from perdure.types import EngineSpan
@@ -55,19 +55,18 @@ class Totals:
         if record.replayed_from:
             self.replayed_turns += 1
             self.replayed_tokens += tokens
-        if record.miss is not None:
-            self.misses[record.miss] += 1
+        if record.bridge_miss is not None:
+            self.misses[record.bridge_miss] += 1
 
 
 @dataclass(eq=False)
 class Session:
-    """One attempt of one rollout. Its tree is in memory only while it is called."""
+    """One attempt of one rollout: what is known of it also while it sleeps."""
 
     spec: SessionSpec
     totals: Totals = field(default_factory=Totals)
-    tree: Tree | None = None
-    recording: Recording | None = None
-    """What an earlier attempt recorded, while the tree is in memory."""
+    awake: "Awake | None" = None
+    """Its tree, while it is called; None while it sleeps: then only the journal holds its turns."""
     position: int = 0
     """Journal records this process knows of: the number that the next one gets."""
     sealing: bool = False
@@ -76,7 +75,7 @@ class Session:
     elsewhere: EngineSpan | None = None
     """Where another process sampled its newest turn: its KV cache is there."""
     too_stale: str = ""
-    """Why its calls are refused, in every gateway process, once one was."""
+    """Why every gateway process refuses its calls; empty until one call was refused."""
     unanswered: Wait | None = None
     """The engines gave up on its last call; the agent may try again."""
     commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -97,38 +96,28 @@ class Session:
         if self.sealing or self.sealed:
             raise Refused(403, "session_closed", "this session is closed: its attempt has ended")
 
-    def replay(self, record: dict[str, Any]) -> None:
-        """Take over one journal record that this process did not just write."""
+    def wake(self, tool_digests: ToolDigests, records: Sequence[dict[str, Any]]) -> "Awake":
+        """Rebuild its tree from all of its journal records."""
+        self.totals, self.position = Totals(), 0
+        awake = Awake(self, Tree(tool_digests))
+        for record in records:
+            awake.replay(record)
+        self.awake = awake
+        return awake
+
+    def sleep(self) -> None:
+        """Free the memory of its tree: the journal has all of it."""
+        self.awake = None
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Apply one journal record that is not a turn."""
         self.position += 1
-        if record["kind"] == TURN:
-            turn = from_journal(record)
-            self.apply(turn)
-            self.elsewhere = turn.engines[-1] if turn.engines else None
-        elif record["kind"] == SEALED:
+        if record["kind"] == SEALED:
             self.sealed = True
         elif record["kind"] == CLOSED:
             self.sealed = self.closed = True
         elif record["kind"] == STALE:
             self.too_stale = record["message"]
-
-    def apply(self, record: TurnRecord, rolled: Rolled | None = None) -> Node:
-        assert self.tree is not None
-        node = self.tree.apply(record, rolled)
-        self.unanswered = None  # whichever process has got this answer
-        self.totals.add(record)
-        if self.recording is not None:
-            self.recording.committed(record)
-        return node
-
-    def forget(self) -> None:
-        """Let go of what the journal holds anyway."""
-        self.tree = self.recording = None
-
-    def awaken(self, tool_digests: ToolDigests, records: list[dict[str, Any]]) -> None:
-        """Rebuild everything from the journal's records."""
-        self.tree, self.totals, self.position = Tree(tool_digests), Totals(), 0
-        for record in records:
-            self.replay(record)
 
     def summary(self) -> SessionSummary:
         totals = self.totals
@@ -148,3 +137,31 @@ class Session:
             replayed_tokens=totals.replayed_tokens,
             waits=None if self.sealed else self.unanswered,
         )
+
+
+@dataclass(eq=False)
+class Awake:
+    """A session with its turns in memory: it can take calls."""
+
+    session: Session
+    tree: Tree
+    recording: Recording | None = None
+    """What an earlier attempt recorded; None until it is read, or if the session replays none."""
+
+    def replay(self, record: dict[str, Any]) -> None:
+        """Apply one journal record that this process did not just write itself."""
+        if record["kind"] != TURN:
+            return self.session.note(record)
+        turn = TurnRecord.model_validate(record)
+        self.apply(turn)
+        self.session.elsewhere = turn.engines[-1] if turn.engines else None
+
+    def apply(self, record: TurnRecord, rolled: Rolled | None = None) -> Node:
+        """Add a committed turn. `rolled`: the digests of its request, when they are known."""
+        node = self.tree.apply(record, rolled)
+        self.session.position += 1
+        self.session.totals.add(record)
+        self.session.unanswered = None  # answered now, by this process or another
+        if self.recording is not None:
+            self.recording.committed(record)
+        return node
