@@ -193,7 +193,7 @@ class BootSandbox:
             network=place.network,
             gateway=self.services.settings.gateway_socket if by_socket else None,
             labels=self.services.labels(request, attempt.attempt, "agent"),
-            ttl_s=self.services.settings.sandbox_ttl_s,
+            ttl_s=self.services.settings.sandbox.ttl_s,
         )
 
 

@@ -113,7 +113,7 @@ class GradeInFreshSandbox:
             limits=place.limits,
             network=place.network,
             labels=self.services.labels(attempt.request, attempt.attempt, "grade"),
-            ttl_s=max(self.services.settings.sandbox_ttl_s, timeout_s + 600),
+            ttl_s=max(self.services.settings.sandbox.ttl_s, timeout_s + 600),
         )
 
 

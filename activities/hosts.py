@@ -3,7 +3,7 @@
 import hashlib
 import socket
 
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 
 
 def host_of(settings: Settings) -> str:

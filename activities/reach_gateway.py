@@ -61,7 +61,7 @@ async def _reach(services: Services, provider: str, sandbox: Sandbox) -> Reach:
     reason = await open_from_inside(sandbox, url)
     if not reason:
         return reach
-    if services.settings.gateway_reach != "auto":
+    if services.settings.gateway.reach != "auto":
         raise unreachable(sandbox, url, reason)
     return "dial" if services.provider(provider).dials else "stdio"
 

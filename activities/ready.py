@@ -19,7 +19,7 @@ import structlog
 
 from perdure.errors import NotFound, PerdureError, RateLimited, SandboxLost
 from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage import keys
 from perdure.storage.base import Store
 
@@ -59,11 +59,11 @@ class _Ready:
 
 
 class ReadySandboxes:
-    """The ready sandboxes of one worker process: up to `ready_sandboxes` a spec, and in all."""
+    """The ready sandboxes of one worker process: up to `sandbox.ready` a spec, and in all."""
 
     def __init__(self, settings: Settings, store: Store, labels: Mapping[str, str]) -> None:
-        self._most = settings.ready_sandboxes_total
-        self._each = min(settings.ready_sandboxes, self._most)
+        self._most = settings.sandbox.ready_total
+        self._each = min(settings.sandbox.ready, self._most)
         self._store = store
         self._labels = labels
         self._shelves: dict[str, deque[_Ready]] = {}

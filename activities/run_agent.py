@@ -135,9 +135,9 @@ class RunAgent:
             if status.done:
                 break
             way.check()
-            if time.monotonic() - renewed > self.services.settings.sandbox_ttl_s / 4:
+            if time.monotonic() - renewed > self.services.settings.sandbox.ttl_s / 4:
                 renewed = time.monotonic()
-                await sandbox.touch(self.services.settings.sandbox_ttl_s)
+                await sandbox.touch(self.services.settings.sandbox.ttl_s)
             if needs_model:
                 session = await self.services.gateway.get(self._session_id(attempt))
                 _report(session)

@@ -18,7 +18,7 @@ from perdure.sandboxes import phases
 from perdure.sandboxes.base import SandboxProvider, identity_of
 from perdure.sandboxes.phases import Place
 from perdure.sandboxes.relay.choice import Reach, choose_reach
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.types import AccountCaps, Instance, PhaseName, RolloutRequest
 
@@ -55,7 +55,7 @@ class Services:
         """Raises: ConfigurationError for an unknown name."""
         make = registry.load("sandbox", registry.SANDBOXES, name)
         provider: SandboxProvider = make(self.home)
-        named = self.settings.sandbox_caps.get(name)
+        named = self.settings.sandbox.caps.get(name)
         provider.waits_at_caps = named is None and provider.account_caps is None
         home.remember_sandboxes(self.home, name)
         return provider
@@ -65,11 +65,11 @@ class Services:
 
         Raises: ConfigurationError for caps of a provider that has no account.
         """
-        provider, named = self.provider(name), self.settings.sandbox_caps.get(name)
+        provider, named = self.provider(name), self.settings.sandbox.caps.get(name)
         if named is not None and provider.host_bound:
             raise ConfigurationError(
-                f"sandbox_caps names {name!r}, whose sandboxes are bound to a host and not to an "
-                "account: set boot_slots and grade_slots of its workers instead"
+                f"sandbox.caps names {name!r}, whose sandboxes are bound to a host and not to an "
+                "account: set slots.boot and slots.grade of its workers instead"
             )
         return named or provider.account_caps
 
@@ -77,7 +77,7 @@ class Services:
         """How sandboxes of this provider reach the gateway. Raises: ConfigurationError."""
         settings = self.settings
         return choose_reach(
-            settings.gateway_reach, self.provider(sandbox), settings.gateway_base_url
+            settings.gateway.reach, self.provider(sandbox), settings.gateway_base_url
         )
 
     @functools.cache  # noqa: B019

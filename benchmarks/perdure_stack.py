@@ -19,7 +19,7 @@ from benchmarks import toy
 from benchmarks.measuring import Meter, kill_all, own_seconds
 from perdure.instances import catalog
 from perdure.instances.slime_rows import added_file
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.stack import state as stack_state
 from perdure.stack.ports import free_port
 from perdure.stack.state import StackState
@@ -36,7 +36,7 @@ EMPTY = "perdure.toml"
 
 def _free_ports() -> dict[str, str]:
     """Away from the default ones: another stack may be running on this machine."""
-    names = ("PERDURE_TEMPORAL_PORT", "PERDURE_UI_PORT", "PERDURE_GATEWAY_PORT")
+    names = ("PERDURE_TEMPORAL__PORT", "PERDURE_TEMPORAL__UI_PORT", "PERDURE_GATEWAY__PORT")
     return {name: str(free_port()) for name in names}
 
 
@@ -57,8 +57,8 @@ class Home:
         return env | {
             "PERDURE_HOME": str(self.folder),
             "PERDURE_CONFIG": str(self.folder / EMPTY),
-            "PERDURE_ENGINE_URL": self.engine_url,
-            "PERDURE_ENGINE_KIND": "vllm",
+            "PERDURE_ENGINE__URL": self.engine_url,
+            "PERDURE_ENGINE__KIND": "vllm",
             "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))),
             **self.ports,
         }

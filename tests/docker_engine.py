@@ -88,6 +88,6 @@ def docker_address() -> Iterator[str]:
 def docker_engine(docker_address: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The engine's address, which the provider finds in the environment, and its image."""
     monkeypatch.setenv("DOCKER_HOST", docker_address)
-    monkeypatch.setenv("PERDURE_DOCKER_IMAGE", IMAGE)
-    monkeypatch.delenv("PERDURE_DOCKER_SCOPE", raising=False)
+    monkeypatch.setenv("PERDURE_DOCKER__IMAGE", IMAGE)
+    monkeypatch.delenv("PERDURE_DOCKER__SCOPE", raising=False)
     return docker_address

@@ -21,7 +21,7 @@ import httpx
 from perdure.episodes.turns import decode
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.testing.scripted_engine import ScriptedEngine
 
@@ -45,8 +45,8 @@ class Pool:
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("PERDURE_")},
             "PERDURE_SECRET": SECRET.decode(),
-            "PERDURE_ENGINE_URL": engine_url,
-            "PERDURE_ENGINE_KIND": "vllm",
+            "PERDURE_ENGINE__URL": engine_url,
+            "PERDURE_ENGINE__KIND": "vllm",
             **{f"PERDURE_{name.upper()}": value for name, value in settings.items()},
         }
 

@@ -53,7 +53,7 @@ async def capped(
         for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
             patch.setenv(name, url)
         patch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
-        patch.setenv("PERDURE_SANDBOX_CAPS", said)
+        patch.setenv("PERDURE_SANDBOX__CAPS", said)
         try:
             async with running(folder / "stack", workers=workers) as stack:
                 yield stack, server

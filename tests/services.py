@@ -71,7 +71,7 @@ E2B = Service(
     upload="POST /files",
     list="GET /v2/sandboxes",
     key="E2B_API_KEY",
-    image="PERDURE_E2B_TEMPLATE",
+    image="PERDURE_E2B__TEMPLATE",
     connection=e2b.Connection,
 )
 DAYTONA = Service(
@@ -84,7 +84,7 @@ DAYTONA = Service(
     upload="POST /toolbox/.*/files/bulk-upload",
     list=r"GET /api/sandbox($|\?)",
     key="DAYTONA_API_KEY",
-    image="PERDURE_DAYTONA_SNAPSHOT",
+    image="PERDURE_DAYTONA__SNAPSHOT",
     look_up="GET /api/sandbox/",
     connection=daytona.Connection,
 )

@@ -27,7 +27,8 @@ from perdure import home
 from perdure.client import names
 from perdure.client.connection import connect
 from perdure.errors import PerdureError
-from perdure.settings import Settings, load_settings
+from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
 from perdure.telemetry import configure_logging, metrics, temporal_runtime
 
 STAGES = ("workflows", "boot", "agent", "grade", "io")
@@ -83,7 +84,7 @@ def _workers(
 
 async def _count_sandboxes(settings: Settings, stages: Sequence[str]) -> None:
     """Keep the gauge of live sandboxes of this host up to date, where somebody scrapes it."""
-    if "agent" not in stages or not settings.metrics_port:
+    if "agent" not in stages or not settings.metrics.port:
         return
     from activities.services import Services
 
@@ -133,7 +134,7 @@ def main(*stages: str) -> None:
     code = 0
     try:
         settings = load_settings()
-        configure_logging(settings, f"worker-{chosen[0] if len(chosen) == 1 else 'all'}")
+        configure_logging(f"worker-{chosen[0] if len(chosen) == 1 else 'all'}")
         asyncio.run(serve(settings, chosen))
     except PerdureError as error:
         log.error("cannot start", reason=str(error))

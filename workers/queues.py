@@ -37,10 +37,10 @@ def queues(stage: str, services: Services) -> list[Queue]:
     """The queues that a worker of `stage` polls; an agent worker also polls its own host's."""
     settings = services.settings
     if stage == "boot":
-        return [Queue(names.BOOT_QUEUE, [BootSandbox(services).boot], settings.boot_slots)]
+        return [Queue(names.BOOT_QUEUE, [BootSandbox(services).boot], settings.slots.boot)]
     if stage == "grade":
         return [
-            Queue(names.GRADE_QUEUE, [GradeInFreshSandbox(services).grade], settings.grade_slots)
+            Queue(names.GRADE_QUEUE, [GradeInFreshSandbox(services).grade], settings.slots.grade)
         ]
     if stage == "agent":
         here: list[Callable[..., Any]] = [
@@ -50,8 +50,8 @@ def queues(stage: str, services: Services) -> list[Queue]:
             SweepSandboxes(services).sweep,
         ]
         return [
-            Queue(names.AGENT_QUEUE, here, settings.agent_slots),
-            Queue(names.host_queue(services.host), here, settings.agent_slots),
+            Queue(names.AGENT_QUEUE, here, settings.slots.agent),
+            Queue(names.host_queue(services.host), here, settings.slots.agent),
         ]
     runs = Runs(services)
     io: list[Callable[..., Any]] = [
@@ -64,7 +64,7 @@ def queues(stage: str, services: Services) -> list[Queue]:
         runs.page,
         runs.finish,
     ]
-    return [Queue(names.IO_QUEUE, io, settings.io_slots)]
+    return [Queue(names.IO_QUEUE, io, settings.slots.io)]
 
 
 def activity_worker(client: Client, queue: Queue) -> Worker:

@@ -21,7 +21,7 @@ from benchmarks.peers.environments import Unavailable
 from perdure.episodes.accounting import TrajectoryCounts, count_trajectory
 from perdure.episodes.files import read_run
 from perdure.episodes.segments import cut
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import open_store
 from perdure.types import Turn
 

@@ -29,7 +29,7 @@ async def captured(recording: Path, home: Path) -> list[Turn]:
     session, speaker, name = Session(read(recording)), Speaker(), recording.stem
     async with ScriptedEngine() as engine:
         engine.policy = speaker
-        async with LocalGateway(home, engine_url=engine.url, engine_kind="vllm") as gateway:
+        async with LocalGateway(home, engine={"url": engine.url, "kind": "vllm"}) as gateway:
             key = await gateway.open(name)
             async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
                 for exchange, body in session.bodies():

@@ -15,7 +15,7 @@ from benchmarks.capture.slime import Slime
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.home import load_secret
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.types import Sampling
 
 CONTEXT = 1 << 20
@@ -33,9 +33,9 @@ async def perdure(home: Path, engine_url: str) -> AsyncIterator[Serving]:
     """The gateway as it ships, journal and fsync included."""
     ours = {
         "PERDURE_HOME": str(home),
-        "PERDURE_GATEWAY_PORT": "0",
-        "PERDURE_ENGINE_URL": engine_url,
-        "PERDURE_ENGINE_KIND": "vllm",
+        "PERDURE_GATEWAY__PORT": "0",
+        "PERDURE_ENGINE__URL": engine_url,
+        "PERDURE_ENGINE__KIND": "vllm",
     }
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PERDURE_")}
     with _process([sys.executable, "-m", "perdure.gateway"], inherited | ours) as child:

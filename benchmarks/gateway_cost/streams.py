@@ -21,7 +21,7 @@ from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.home import load_secret
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.testing.scripted_policy import Policy
 
 TOKENS, STREAMS, TOKENS_PER_S = 300, 32, 50.0

@@ -216,10 +216,10 @@ async def _started(folder: Path, history: str, sessions: int) -> AsyncIterator[L
         engine_urls = first.stdout.readline().decode().strip()
         environment = {
             "PERDURE_HOME": str(folder / "home"),
-            "PERDURE_GATEWAY_PORT": "0",
+            "PERDURE_GATEWAY__PORT": "0",
             "PERDURE_SECRET": SECRET.decode(),
-            "PERDURE_ENGINE_URL": engine_urls,
-            "PERDURE_ENGINE_KIND": "vllm",
+            "PERDURE_ENGINE__URL": engine_urls,
+            "PERDURE_ENGINE__KIND": "vllm",
         }
         log = folder / "gateway.log"
         with _process(["perdure.gateway"], environment, log) as second:

@@ -82,7 +82,7 @@ def main() -> None:
         "--model", type=Path, default=vllm_server.MODEL, help="a folder with weights and tokenizer"
     )
     parser.add_argument(
-        "--tokenizer", help="as PERDURE_TOKENIZER; the model's folder when left out"
+        "--tokenizer", help="as PERDURE_ENGINE__TOKENIZER; the model's folder when left out"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", EXACT), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -22,7 +22,7 @@ from perdure.episodes import turns
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.home import load_secret
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import Sampling, Turn
 
@@ -127,10 +127,10 @@ async def gateway(home: Path, engine_url: str, tokenizer: str) -> AsyncIterator[
     """The gateway as it ships, journal and fsync included; ended with its context."""
     own = {
         "PERDURE_HOME": str(home),
-        "PERDURE_GATEWAY_PORT": "0",
-        "PERDURE_ENGINE_URL": engine_url,
-        "PERDURE_ENGINE_KIND": "vllm",
-        "PERDURE_TOKENIZER": tokenizer,
+        "PERDURE_GATEWAY__PORT": "0",
+        "PERDURE_ENGINE__URL": engine_url,
+        "PERDURE_ENGINE__KIND": "vllm",
+        "PERDURE_ENGINE__TOKENIZER": tokenizer,
     }
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PERDURE_")}
     home.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ class Stand:
 
     model: Path
     tokenizer: str
-    """As in PERDURE_TOKENIZER."""
+    """As in PERDURE_ENGINE__TOKENIZER."""
     dtype: str
     device: Device
     vllm: Path

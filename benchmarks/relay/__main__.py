@@ -159,7 +159,7 @@ async def _measure(home: Path, options: argparse.Namespace) -> list[dict[str, An
     socket = home / "gw.sock"
     async with (
         ScriptedEngine(scripts) as engine,
-        LocalGateway(home / "home", engine_url=engine.url, engine_kind="vllm") as gateway,
+        LocalGateway(home / "home", engine={"url": engine.url, "kind": "vllm"}) as gateway,
         await asyncio.start_unix_server(_to(gateway.url), socket),
         contextlib.AsyncExitStack() as stack,
     ):

@@ -20,7 +20,7 @@ from activities.admission import ReadyPermits
 from activities.ready import ReadySandboxes
 from perdure import registry
 from perdure.sandboxes.base import SandboxProvider, SandboxSpec
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 
 READY = 2
@@ -49,7 +49,7 @@ async def _measure(name: str, folder: Path, rounds: int) -> dict[str, list[float
     provider: SandboxProvider = registry.load("sandbox", registry.SANDBOXES, name)(home)
     spec = SandboxSpec("/testbed", tree=tree, labels={"run": "bench", "rollout": "bench"})
     ready = ReadySandboxes(
-        Settings(home=home, ready_sandboxes=READY), LocalStore(str(home / "store")), {}
+        Settings(home=home, sandbox={"ready": READY}), LocalStore(str(home / "store")), {}
     )
     times: dict[str, list[float]] = {"booted": [], "ready": []}
     free = ReadyPermits(name, "", None)

@@ -96,7 +96,7 @@ def _plain(name: str, ours: "Ours", box: Any, folder: Path) -> Side:
         case "podman":
             return _plain_podman(ours.provider, ours.spec, box.box, folder)
         case "docker":
-            image = os.environ["PERDURE_DOCKER_IMAGE"]
+            image = os.environ["PERDURE_DOCKER__IMAGE"]
             stays = ["--network", "none", "--tmpfs", "/tmp", image, "sleep", "infinity"]
             return PlainEngine(name, ["docker"], stays)
         case "e2b":
@@ -225,7 +225,7 @@ def _plain_podman(provider: Any, spec: SandboxSpec, box: Box, folder: Path) -> P
 @contextlib.contextmanager
 def _docker_engine() -> Iterator[None]:
     """That of the environment where it is named with its image, else one of our own."""
-    if "DOCKER_HOST" in os.environ and "PERDURE_DOCKER_IMAGE" in os.environ:
+    if "DOCKER_HOST" in os.environ and "PERDURE_DOCKER__IMAGE" in os.environ:
         yield
         return
     from tests import docker_engine
@@ -233,11 +233,11 @@ def _docker_engine() -> Iterator[None]:
     if reason := docker_engine.why_not():
         raise Unavailable(reason)
     with docker_engine.running("overlay2") as address:
-        os.environ |= {"DOCKER_HOST": address, "PERDURE_DOCKER_IMAGE": docker_engine.IMAGE}
+        os.environ |= {"DOCKER_HOST": address, "PERDURE_DOCKER__IMAGE": docker_engine.IMAGE}
         try:
             yield
         finally:
-            del os.environ["DOCKER_HOST"], os.environ["PERDURE_DOCKER_IMAGE"]
+            del os.environ["DOCKER_HOST"], os.environ["PERDURE_DOCKER__IMAGE"]
 
 
 # -- plain SDKs -----------------------------------------------------------------------------------

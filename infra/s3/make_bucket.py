@@ -4,7 +4,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 
 EXISTS = {"BucketAlreadyOwnedByYou", "BucketAlreadyExists"}
 

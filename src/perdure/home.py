@@ -11,7 +11,7 @@ from urllib.parse import quote, unquote
 
 from perdure.errors import ConfigurationError
 from perdure.registry import SANDBOXES
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 
 SECRET_VARIABLE = "PERDURE_SECRET"
 SHORTEST_SECRET = 16
@@ -23,7 +23,7 @@ def load_secret(settings: Settings) -> bytes:
 
     Raises: ConfigurationError when it is too short or cannot be read.
     """
-    given = os.environ.get(SECRET_VARIABLE, "").strip()
+    given = settings.secret.get_secret_value().strip()
     source = SECRET_VARIABLE
     if not given:
         path = settings.home.absolute() / "run" / "secret"

@@ -9,7 +9,7 @@ import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 
 if TYPE_CHECKING:
     from temporalio.common import MetricMeter
@@ -89,7 +89,7 @@ metrics = Metrics()
 
 
 def temporal_runtime(settings: Settings) -> "Runtime":
-    """The SDK's runtime: its logs join ours, its metrics share `metrics_port` with ours.
+    """The SDK's runtime: its logs join ours, its metrics share the port of `metrics.port` with ours.
 
     One per process, made before the first client; otherwise the SDK logs to stdout.
     """
@@ -111,9 +111,9 @@ def temporal_runtime(settings: Settings) -> "Runtime":
         forwarding=LogForwardingConfig(logger=logging.getLogger("temporal.core")),
     )
     prometheus = None
-    if settings.metrics_port:
+    if settings.metrics.port:
         prometheus = PrometheusConfig(
-            bind_address=f"{settings.metrics_host}:{settings.metrics_port}",
+            bind_address=f"{settings.metrics.host}:{settings.metrics.port}",
             counters_total_suffix=True,
             durations_as_seconds=True,
             histogram_bucket_overrides={
@@ -126,13 +126,13 @@ def temporal_runtime(settings: Settings) -> "Runtime":
     return runtime
 
 
-def configure_logging(settings: Settings, process: str) -> None:
-    """Send structlog's and the standard library's records to stderr, one line each."""
+def configure_logging(process: str) -> None:
+    """Send structlog's and the standard library's records to stderr: JSON lines, or text on a terminal."""
     import structlog
 
-    renderer: Any = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    if settings.log_json:
-        renderer = structlog.processors.JSONRenderer()
+    renderer: Any = structlog.processors.JSONRenderer()
+    if sys.stderr.isatty():
+        renderer = structlog.dev.ConsoleRenderer()
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,

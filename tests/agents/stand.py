@@ -151,7 +151,7 @@ class Stand:
         home = self.folder / f"home-{self._runs}"
         async with (
             ScriptedEngine() as scripted,
-            LocalGateway(home, engine_url=scripted.url, engine_kind="vllm") as gateway,
+            LocalGateway(home, engine={"url": scripted.url, "kind": "vllm"}) as gateway,
             unix_socket(self.folder / f"gw-{self._runs}.sock", gateway.url) as link,
         ):
             scripted.policy = Asked({"scripts": list(scripts)}, asked or {})

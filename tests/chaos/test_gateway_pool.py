@@ -90,7 +90,7 @@ async def test_hosts_that_share_only_the_store(
     if where == "s3":
         store = {"store": "s3://results/pool", "s3_endpoint_url": s3.url}
     homes = [tmp_path / f"host-{number}" for number in range(3)]
-    async with Pool(homes, engine.url, gateway_durability="store", **store) as pool:
+    async with Pool(homes, engine.url, gateway__durability="store", **store) as pool:
 
         async def disturb(crowd: Crowd) -> None:
             await crowd.until(sessions)

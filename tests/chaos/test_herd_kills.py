@@ -24,7 +24,7 @@ async def test_workers_killed_in_a_herd_leave_no_slot_behind(
 ) -> None:
     """kill -9 of a worker five times while it boots, takes, grades and boots ahead: all are graded,
     the account never holds more than it may, and in the end each sandbox has its permit."""
-    monkeypatch.setenv("PERDURE_READY_SANDBOXES", "2")
+    monkeypatch.setenv("PERDURE_SANDBOX__READY", "2")
     said = f'{{"{hollow.NAME}": {{"live": {LIVE}}}}}'
     async with herd.capped(tmp_path, monkeypatch, live=LIVE, rate=100, said=said) as pair:
         stack, server = pair

@@ -60,7 +60,7 @@ KUBERNETES = Service(
     upload=EXEC,
     list="GET .*/pods$",
     key="KUBECONFIG",
-    image="PERDURE_KUBERNETES_IMAGE",
+    image="PERDURE_KUBERNETES__IMAGE",
     connection=Connection,
 )
 
@@ -75,7 +75,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr(kubernetes_failures, "RELEASE_S", 0.1)
     async with serving(tmp_path / "server") as (server, _):
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
-        monkeypatch.setenv("PERDURE_KUBERNETES_SCOPE", "tests")
+        monkeypatch.setenv("PERDURE_KUBERNETES__SCOPE", "tests")
         provider = KUBERNETES.made(tmp_path / "home")
         await provider.list()  # the credentials have worked once
         yield Bench(KUBERNETES, provider, server)
@@ -549,10 +549,10 @@ async def test_other_deployments_are_left_alone(
 ) -> None:
     """The same identity of another scope is another sandbox, unseen and unkilled."""
     async with bench.box() as box:
-        monkeypatch.setenv("PERDURE_KUBERNETES_SCOPE", "others")
+        monkeypatch.setenv("PERDURE_KUBERNETES__SCOPE", "others")
         await bench.provider.kill(ID)
         seen = await bench.provider.list()
-        monkeypatch.setenv("PERDURE_KUBERNETES_SCOPE", "tests")
+        monkeypatch.setenv("PERDURE_KUBERNETES__SCOPE", "tests")
 
         assert (seen, (await box.exec("echo on")).stdout) == ([], b"on\n")
 

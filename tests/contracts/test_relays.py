@@ -177,7 +177,7 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
     scripts = {"default": {"turns": [{"content": "Hello."}]}}
     async with (
         ScriptedEngine(scripts) as engine,
-        LocalGateway(tmp_path / "home", engine_url=engine.url, engine_kind="vllm") as gateway,
+        LocalGateway(tmp_path / "home", engine={"url": engine.url, "kind": "vllm"}) as gateway,
     ):
         stand = Stand(tmp_path / "boxes", gateway, engine)
         stand.key = await gateway.open(SESSION)
@@ -423,6 +423,6 @@ async def test_image_without_python_says_so(
     monkeypatch.setattr(
         relay_module, "_FIND_PYTHON", "echo 'no python3 in this image' >&2; exit 127"
     )
-    with pytest.raises(ConfigurationError, match=r"gateway_reach = .*python3 .*image"):
+    with pytest.raises(ConfigurationError, match=r"gateway\.reach = .*python3 .*image"):
         async with stand.relay(carrier):
             pass

@@ -18,7 +18,7 @@ from perdure.instances.release_pairs import archive
 from perdure.sandboxes.agent_user import SYSTEM_PATH
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.local import LocalProvider
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.stack import sandboxes
 from perdure.stack.sandboxes import kill_all
 from perdure.storage import keys

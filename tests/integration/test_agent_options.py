@@ -13,7 +13,7 @@ from activities.services import Services
 from perdure.client.api import Perdure
 from perdure.errors import ConfigurationError
 from perdure.instances import catalog
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.types import (
     GroupRequest,
     Instance,

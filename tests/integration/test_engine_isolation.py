@@ -16,7 +16,7 @@ from perdure.gateway.http.server import NO_GRACE, make_server
 from perdure.gateway.journal.local import LocalJournal
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Limits
@@ -51,7 +51,7 @@ def socket() -> Iterator[Path]:
 
 @asynccontextmanager
 async def gateway(home: Path, socket: Path, engine_url: str) -> AsyncIterator[None]:
-    settings = Settings(home=home, engine_url=engine_url, engine_kind="vllm")
+    settings = Settings(home=home, engine={"url": engine_url, "kind": "vllm"})
     journal = LocalJournal(home / "journal")
     app = create_app(settings, SECRET, LocalStore(home / "store"), journal)
     server = make_server(app, timeout_graceful_shutdown=NO_GRACE)

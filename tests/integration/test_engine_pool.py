@@ -308,7 +308,7 @@ async def test_a_resumed_turn_is_recorded_with_its_engines(tmp_path: Path) -> No
     """What a trainer reads says which engine sampled which tokens."""
     async with (
         ScriptedEngine(LONG) as engine,
-        LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway,
+        LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway,
     ):
         key = await gateway.open("s")
         engine.control(kind="eof_mid_stream", times=1)
@@ -393,7 +393,7 @@ async def test_an_engines_own_routes_are_not_proxied(
     """Neither a session key nor the control token reaches an engine's control through us."""
     async with (
         ScriptedEngine(LONG) as engine,
-        LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway,
+        LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway,
     ):
         keys = (await gateway.open("s"), control_token(gateway.secret))
         async with httpx.AsyncClient(base_url=gateway.url) as http:

@@ -48,7 +48,7 @@ async def test_the_supervisor_keeps_the_address(tmp_path: Path) -> None:
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("PERDURE_", "TEMPORAL_"))
     }
-    environment |= {"PERDURE_HOME": str(tmp_path / "h"), "PERDURE_GATEWAY_PROCESSES": "2"}
+    environment |= {"PERDURE_HOME": str(tmp_path / "h"), "PERDURE_GATEWAY__PROCESSES": "2"}
 
     def perdure(*arguments: str) -> bytes:
         command = [sys.executable, "-m", "perdure.cli.main", *arguments]

@@ -20,7 +20,7 @@ from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.gateway.journal.local import FILE_NAME
 from perdure.home import load_secret
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import open_store
 from perdure.testing.scripted_engine import ScriptedEngine
 
@@ -55,8 +55,8 @@ class Process:
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("PERDURE_")},
             "PERDURE_HOME": str(home),
-            "PERDURE_GATEWAY_PORT": "0",
-            "PERDURE_ENGINE_URL": engine_url,
+            "PERDURE_GATEWAY__PORT": "0",
+            "PERDURE_ENGINE__URL": engine_url,
             **dict(option.split("=", 1) for option in options),
         }
         self.child: subprocess.Popen[bytes]

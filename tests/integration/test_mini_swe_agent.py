@@ -128,7 +128,7 @@ async def stand(tmp_path: Path, tree: Path) -> AsyncIterator[Stand]:
         pytest.skip("; ".join(missing))
     async with (
         ScriptedEngine(SCRIPTS) as engine,
-        LocalGateway(tmp_path / "home", engine_url=engine.url, engine_kind="vllm") as gateway,
+        LocalGateway(tmp_path / "home", engine={"url": engine.url, "kind": "vllm"}) as gateway,
         unix_socket(tmp_path / "gw.sock", gateway.url),
     ):
         yield Stand(tmp_path, tree, gateway)

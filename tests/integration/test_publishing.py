@@ -21,7 +21,7 @@ from perdure.engines.weights.publishing import Weights
 from perdure.engines.weights.update import Canary, InFlight, Policy, UpdateRefused, WeightUpdates
 from perdure.errors import ConfigurationError
 from perdure.home import load_secret
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logprob
 from tests.integration.engine_calls import LONG, PROMPT

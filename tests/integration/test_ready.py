@@ -19,7 +19,7 @@ from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.permits import AccountState
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.sandboxes.providers.local import LocalProvider
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage import keys
 from perdure.storage.local import LocalStore
 from perdure.types import Outcome, RolloutRequest
@@ -37,7 +37,7 @@ READY = 2
 async def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
     if missing := why_not_here():
         pytest.skip(missing)
-    monkeypatch.setenv("PERDURE_READY_SANDBOXES", str(READY))
+    monkeypatch.setenv("PERDURE_SANDBOX__READY", str(READY))
     async with running(tmp_path / "stack") as stack:
         yield stack
 
@@ -111,7 +111,7 @@ async def crowd(
     pytest.importorskip("aiohttp")
     if missing := why_not_here():
         pytest.skip(missing)
-    monkeypatch.setenv("PERDURE_READY_SANDBOXES", str(READY))
+    monkeypatch.setenv("PERDURE_SANDBOX__READY", str(READY))
     said = '{"e2b": {"live": 4}}'
     async with herd.capped(tmp_path, monkeypatch, live=4, rate=100, said=said) as pair:
         yield pair
@@ -151,7 +151,7 @@ async def permits(stack: Stack) -> int:
 
 async def test_a_try_that_died_after_it_took_one_leaves_it_to_the_next(tmp_path: Path) -> None:
     """The next try of the attempt, in another worker, has the same sandbox; another attempt has not."""
-    settings = Settings(home=tmp_path / "home", ready_sandboxes=1)
+    settings = Settings(home=tmp_path / "home", sandbox={"ready": 1})
     store, free = LocalStore(str(tmp_path / "store")), ReadyPermits("local", "", None)
     provider = LocalProvider(settings.home.absolute())
     spec = SandboxSpec("/testbed", labels={"run": "r1"})
@@ -171,7 +171,7 @@ async def test_a_try_that_died_after_it_took_one_leaves_it_to_the_next(tmp_path:
 
 async def test_one_gives_way_or_is_taken_never_both(tmp_path: Path) -> None:
     """A claim in the store decides: what a rollout has taken is not ended, what is ended not taken."""
-    settings = Settings(home=tmp_path / "home", ready_sandboxes=2)
+    settings = Settings(home=tmp_path / "home", sandbox={"ready": 2})
     store, free = LocalStore(str(tmp_path / "store")), ReadyPermits("local", "", None)
     provider = LocalProvider(settings.home.absolute())
     spec = SandboxSpec("/testbed", labels={"run": "r1"})
@@ -191,7 +191,7 @@ async def test_one_gives_way_or_is_taken_never_both(tmp_path: Path) -> None:
 
 async def test_a_later_try_takes_none_that_it_had_not_taken_before(tmp_path: Path) -> None:
     """The try before it may have begun to make the attempt's own sandbox, which it would forget."""
-    settings = Settings(home=tmp_path / "home", store=str(tmp_path / "s"), ready_sandboxes=1)
+    settings = Settings(home=tmp_path / "home", store=str(tmp_path / "s"), sandbox={"ready": 1})
     services, environment = Services(settings), ActivityEnvironment()
     provider = services.provider("local")
     spec = SandboxSpec("/testbed", labels={"run": "r1"})

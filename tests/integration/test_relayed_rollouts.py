@@ -42,7 +42,7 @@ async def stack(shared: Stack) -> AsyncIterator[Stack]:
 
 async def start_worker(stack: Stack, carrier: str, **env: str) -> Process:
     spec = stack.plan.worker()
-    spec = replace(spec, env={**spec.env, "PERDURE_GATEWAY_REACH": carrier, **env})
+    spec = replace(spec, env={**spec.env, "PERDURE_GATEWAY__REACH": carrier, **env})
     process = stack.spawn(spec)
     await readiness.wait_for_pollers(stack.client, process.pid)
     return process
@@ -88,7 +88,7 @@ async def test_auto_takes_a_relay_where_the_url_does_not_open(stack: Stack) -> N
     await stack.kill_all(stack.gateway)  # for good: this test comes last
     url = await start_gateway_at(stack, address)
     assert choose_reach("auto", remote_box.RemoteBox(stack.home), url) == "url"
-    await start_worker(stack, "auto", PERDURE_GATEWAY_URL=url)
+    await start_worker(stack, "auto", PERDURE_GATEWAY__URL=url)
     stack.engine.hold(HELD)
     request = await stack.start("auto", sandbox=remote_box.NAME)
     await stack.held(request)
@@ -112,7 +112,7 @@ def address_of_this_host() -> str:
 async def start_gateway_at(stack: Stack, address: str) -> str:
     """The gateway's URL there."""
     spec = stack.plan.gateway()
-    stack.spawn(replace(spec, env={**spec.env, "PERDURE_GATEWAY_HOST": address}))
+    stack.spawn(replace(spec, env={**spec.env, "PERDURE_GATEWAY__HOST": address}))
     url = f"http://{address}:{stack.plan.addresses.gateway_port}"
     await readiness.wait_for_http(f"{url}/healthz")
     return url

@@ -27,7 +27,7 @@ from perdure.instances import catalog
 from perdure.sandboxes.base import SandboxInfo
 from perdure.sandboxes.host.process import ProcessId
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.stack import readiness
 from perdure.stack import state as stack_state
 from perdure.stack.state import StackState
@@ -55,7 +55,7 @@ class Home:
 
     @property
     def settings(self) -> Settings:
-        return Settings(home=self.path, metrics_port=self.metrics_port)
+        return Settings(home=self.path, metrics={"port": self.metrics_port})
 
     @property
     def env(self) -> dict[str, str]:
@@ -64,7 +64,7 @@ class Home:
         return {
             **clean,
             "PERDURE_HOME": str(self.path),
-            "PERDURE_METRICS_PORT": str(self.metrics_port),
+            "PERDURE_METRICS__PORT": str(self.metrics_port),
         }
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
@@ -315,7 +315,7 @@ async def test_compose_worker_polls_its_stage(service: str, home: Home, client: 
     env = {
         **home.env,
         "TEMPORAL_ADDRESS": home.state.temporal_address,
-        "PERDURE_METRICS_PORT": "0",
+        "PERDURE_METRICS__PORT": "0",
         "PYTHONPATH": str(ROOT),
     }
     queue, kind = STAGE_QUEUES[service]

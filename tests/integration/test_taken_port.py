@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from perdure.gateway.http import listeners
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.stack import ports
 from perdure.stack.plan import Addresses, Plan
 from perdure.stack.supervisor import Supervisor
@@ -22,7 +22,7 @@ async def test_temporal_moves_and_the_gateway_stays(tmp_path: Path) -> None:
     told: list[dict[str, Any]] = []
     with socket.create_server((ports.LOOPBACK, 0)) as quicker:
         taken = quicker.getsockname()[1]
-        settings = Settings(home=tmp_path, gateway_port=ports.free_port())
+        settings = Settings(home=tmp_path, gateway={"port": ports.free_port()})
         chosen = Addresses.choose(settings, own_temporal=True)
         raced = Addresses(
             **{**vars(chosen), "temporal_address": f"127.0.0.1:{taken}", "temporal_port": taken}
@@ -37,4 +37,4 @@ async def test_temporal_moves_and_the_gateway_stays(tmp_path: Path) -> None:
 
     moved = supervisor.plan.addresses
     assert (answers, moved.temporal_port != taken) == (True, True)
-    assert moved.gateway_port == settings.gateway_port
+    assert moved.gateway_port == settings.gateway.port

@@ -41,7 +41,7 @@ from perdure.gateway.http.server import NO_GRACE, make_server
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.instances import catalog
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import FinishReason, Grading, Instance, Source, SourceKind, Turn
 
@@ -151,7 +151,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 async def engine(url: str, client: httpx.AsyncClient) -> AsyncIterator[TokenEngine]:
     """The gateway finds out the kind of server by asking it."""
-    engines = Engines(Settings(engine_url=url, engine_model="policy"), client)
+    engines = Engines(Settings(engine={"url": url, "model": "policy"}), client)
     found = await engines.current()
     assert found.tokens is not None
     yield found.tokens
@@ -208,7 +208,7 @@ async def test_a_wrong_model_name_is_told_with_the_fix(url: str, client: httpx.A
     """vLLM's 404 names the settings that must agree with it."""
     pool = EnginePool(LoneRoster(), client, [EngineSpec(url)], model="another")
 
-    with pytest.raises(Refused, match="PERDURE_ENGINE_MODEL"):
+    with pytest.raises(Refused, match="PERDURE_ENGINE__MODEL"):
         await pool.generate(PROMPT, SAMPLING, session_id="s", request_id="name")
     await pool.aclose()
 
@@ -313,7 +313,7 @@ async def test_a_rollout_records_exactly_what_vllm_sampled(
     chosen = [word for setting in settings for word in ("--set", setting)]
 
     async with recorder(url, client) as between:
-        env = {"PERDURE_ENGINE_URL": between.url, "PERDURE_ENGINE_KIND": "vllm"}
+        env = {"PERDURE_ENGINE__URL": between.url, "PERDURE_ENGINE__KIND": "vllm"}
         try:
             await perdure(home, "run", "toys/add", "--run-id", "noise", *chosen, "--wait", **env)
         finally:

@@ -23,7 +23,7 @@ from perdure.engines.roster import StoredRoster, roster_key
 from perdure.engines.weights.publishing import Weights
 from perdure.engines.weights.update import Canary, InFlight, Policy, UpdateRefused
 from perdure.home import load_secret
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import open_store
 from tests.real.test_vllm import PREFILL_TOLERANCE, PROMPT, ROOT, _serving, installed
 

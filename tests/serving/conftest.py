@@ -26,7 +26,7 @@ from perdure.engines.registration import PoolStatus, ReplicaStatus  # noqa: E402
 from perdure.engines.roster import Roster, StoredRoster  # noqa: E402
 from perdure.serving import manager  # noqa: E402
 from perdure.serving.commands import NAMESPACE  # noqa: E402
-from perdure.settings import Settings  # noqa: E402
+from perdure.settings.tree import Settings  # noqa: E402
 from perdure.storage.local import LocalStore  # noqa: E402
 
 KEY = "engines/0123456789abcdef.json"

@@ -18,7 +18,7 @@ from perdure.engines.proxy import engine_keys
 from perdure.engines.registration import PoolStatus, read_status
 from perdure.engines.roster import StoredRoster, roster_key
 from perdure.home import load_secret
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from tests.serving.ray_nodes import RayNodes
 

@@ -128,7 +128,7 @@ async def test_rollouts_outlive_a_killed_node(home: Home) -> None:
     words = ("run", "toys/add", "--run-id", "spot", "--samples", str(ROLLOUTS), "--wait")
     try:
         run = asyncio.create_task(
-            home.perdure(*words, "--agent", loop_agent.NAME, PERDURE_ENGINE_KIND="vllm")
+            home.perdure(*words, "--agent", loop_agent.NAME, PERDURE_ENGINE__KIND="vllm")
         )
         async with gateway(home) as watching:
             await serving(watching, 2)

@@ -54,7 +54,7 @@ class Live:
         wishes = {"sampling.max_tokens_per_turn": str(ANSWER), **options}
         chosen = [word for name, value in wishes.items() for word in ("--set", f"{name}={value}")]
         words = ("toys/add", "--agent", agent, "--run-id", agent, *chosen, "--wait")
-        await perdure(self.home, "run", *words, PERDURE_ENGINE_KIND="vllm")
+        await perdure(self.home, "run", *words, PERDURE_ENGINE__KIND="vllm")
         store = LocalStore(self.home / "store")
         (episode,) = await read_run(store, agent)
         assert episode.turns_key is not None

@@ -36,7 +36,7 @@ from perdure.episodes.files import read_episode
 from perdure.sandboxes.base import identity_of
 from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.stack import ports, readiness
 from perdure.stack.children import ChildSpec
 from perdure.stack.plan import Addresses, Plan, temporal_binary
@@ -130,7 +130,7 @@ class Stack:
         if spec.name == "temporal":
             return env
         ours = {k: v for k, v in spec.env.items() if k.startswith(("PERDURE_", "TEMPORAL_"))}
-        ours |= {"PERDURE_CONFIG": str(self.home / "none.toml"), "PERDURE_ENGINE_KIND": "vllm"}
+        ours |= {"PERDURE_CONFIG": os.devnull, "PERDURE_ENGINE__KIND": "vllm"}
         return env | ours | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "PYTHONUNBUFFERED": "1"}
 
     async def start_temporal(self) -> Process:
@@ -450,8 +450,8 @@ async def running(
             settings = Settings(
                 home=home,
                 store=str(store or home / "store"),
-                gateway_port=addresses.gateway_port,
-                engine_url=engine.url,
+                gateway={"port": addresses.gateway_port},
+                engine={"url": engine.url},
             )
             plan = Plan(settings, ROOT, addresses, engine=engine.url)
             # Lazy: this client outlives every restart of the server.

@@ -25,9 +25,9 @@ def test_lines_are_bound_to_their_rollout() -> None:
     """Ours and other libraries' lines inside a block carry run, rollout and attempt."""
     done = run("""
         import logging, structlog
-        from perdure.settings import Settings
+        from perdure.settings.tree import Settings
         from perdure.telemetry import bind, configure_logging
-        configure_logging(Settings(), "worker-boot")
+        configure_logging("worker-boot")
         with bind("r1", "rollout/r1/a/0", 2):
             structlog.get_logger("perdure.x").info("booted", seconds=1)
             logging.getLogger("library").warning("slow %s", "disk")
@@ -45,9 +45,9 @@ def test_the_sdk_does_not_log_to_stdout() -> None:
     done = run("""
         import asyncio, os, sys
         from temporalio.client import Client
-        from perdure.settings import Settings
+        from perdure.settings.tree import Settings
         from perdure.telemetry import configure_logging, temporal_runtime
-        configure_logging(Settings(), "cli")
+        configure_logging("cli")
         runtime = temporal_runtime(Settings())
         async def main():
             client = await Client.connect("127.0.0.1:1", lazy=True, runtime=runtime)
@@ -66,9 +66,9 @@ def test_our_metrics_are_served() -> None:
     with held_ports.held(1) as (port,):
         done = run(f"""
             import os, urllib.request
-            from perdure.settings import Settings
+            from perdure.settings.tree import Settings
             from perdure.telemetry import metrics, temporal_runtime
-            runtime = temporal_runtime(Settings(metrics_port={port}))
+            runtime = temporal_runtime(Settings(metrics=dict(port={port})))
             metrics.stage("boot", 1.5, queued_s=0.5, cause="SandboxLost")
             metrics.agent_time(total_s=10.0, model_s=4.0)
             url = "http://127.0.0.1:{port}/metrics"

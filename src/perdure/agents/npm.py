@@ -81,7 +81,7 @@ def locked(name: str, lock: Mapping[str, Any]) -> Package:
 
 
 def variable(name: str) -> str:
-    return f"PERDURE_{name.upper()}_TARBALL"
+    return f"PERDURE_AGENTS__{name.upper()}_TARBALL"
 
 
 def _named_tarball(

@@ -25,7 +25,7 @@ SETTINGS = f"{HOME}/openhands.json"
 KEY = "PERDURE_SESSION_KEY"
 LOCK = Path(__file__).parent / "locks" / "openhands.txt"
 RUNNER = Path(__file__).parent / "inside" / "openhands_run.py"
-PYTHON = "PERDURE_OPENHANDS_PYTHON"
+PYTHON = "PERDURE_AGENTS__OPENHANDS_PYTHON"
 """Names the Python to use, if uv finds none of at least 3.12."""
 
 LIMITS = {"MaxIterationsReached", "LLMContextWindowExceedError"}

@@ -20,7 +20,7 @@ from perdure.instances import catalog, release_pairs
 from perdure.instances.environments import Environments
 from perdure.instances.release_pairs import Pair, Recipe
 from perdure.sandboxes.base import Sandbox, SandboxSpec
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.stack.checkout import find_root
 from perdure.stack.sandboxes import ready_provider
 from perdure.storage.base import Store, open_store

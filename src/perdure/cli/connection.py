@@ -6,7 +6,7 @@ from temporalio.runtime import Runtime
 
 from perdure.client.api import Perdure
 from perdure.errors import ConfigurationError
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
 from perdure.stack.temporal_target import given_address
 from perdure.telemetry import temporal_runtime
@@ -34,7 +34,7 @@ async def connect(settings: Settings) -> Session:
     address, ui_url = _target(settings)
     with contextlib.suppress(RuntimeError):  # a second session of one process
         # Without this the SDK logs to stdout; its metrics port belongs to the services.
-        Runtime.set_default(temporal_runtime(settings.model_copy(update={"metrics_port": 0})))
+        Runtime.set_default(temporal_runtime(settings.changed(metrics={"port": 0})))
     return Session(await Perdure.connect(address), ui_url)
 
 

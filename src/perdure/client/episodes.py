@@ -10,7 +10,7 @@ from perdure.episodes.episode import EpisodeSegments, parse_episode
 from perdure.episodes.files import read_segments
 from perdure.episodes.segments import RewardShare, SegmentMode
 from perdure.errors import ConfigurationError
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.types import EpisodeRef
 

@@ -7,7 +7,7 @@ import json
 
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.host.process import ProcessId
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 
 
 def address() -> str | None:

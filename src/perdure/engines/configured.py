@@ -18,12 +18,12 @@ from perdure.engines.pool.pool import POLL_S, EnginePool, EngineSpec
 from perdure.engines.roster import LoneRoster, SharedRoster
 from perdure.engines.state import name_of
 from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable, PerdureError
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 
 KINDS = ("vllm", "sglang", "openai", "anthropic")
 TOKENS = ("auto", "vllm", "sglang")
 NO_ENGINE = (
-    "no engine is configured: set PERDURE_ENGINE_URL (an inference server), "
+    "no engine is configured: set PERDURE_ENGINE__URL (an inference server), "
     "or OPENAI_BASE_URL / ANTHROPIC_BASE_URL (a hosted API)"
 )
 
@@ -58,17 +58,17 @@ class Engines:
     def pool(self) -> EnginePool:
         """The pool, made when it is first needed."""
         if self._pool is None:
-            settings, key_source = self._settings, self._settings.engine_api_key_env
-            own = engine_specs(settings.engine_url, settings.engine_kind)
+            settings, key_source = self._settings, self._settings.engine.api_key_env
+            own = engine_specs(settings.engine.url, settings.engine.kind)
             self._pool = EnginePool(
                 self._roster,
                 self._client,
                 own,
-                model=settings.engine_model or DEFAULT_MODEL,
+                model=settings.engine.model or DEFAULT_MODEL,
                 api_key=os.environ.get(key_source, ""),
                 key_source=key_source,
                 guard_key=self._guard_key,
-                hang_s=settings.engine_hang_s,
+                hang_s=settings.engine.hang_s,
             )
         return self._pool
 
@@ -133,22 +133,22 @@ class Engines:
             response = await self._client.post(route, json={}, timeout=10.0)
         except httpx.TransportError as error:
             raise GatewayUnavailable(
-                f"the engine at PERDURE_ENGINE_URL cannot be reached: {type(error).__name__}",
+                f"the engine at PERDURE_ENGINE__URL cannot be reached: {type(error).__name__}",
                 boundary=Boundary.ENGINE,
             ) from None
         if response.status_code == httpx.codes.FORBIDDEN:
             raise GatewayUnavailable(
                 "the engine refuses its token endpoint: start vLLM with --enable-scale-out, "
-                "or set PERDURE_ENGINE_KIND=openai (trainable: false)",
+                "or set PERDURE_ENGINE__KIND=openai (trainable: false)",
                 boundary=Boundary.ENGINE,
             )
         absent = (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED)
         return "openai" if response.status_code in absent else "vllm"
 
     def _hosted(self, kind: str, url: str) -> Engine:
-        model = self._settings.engine_model or os.environ.get(f"{kind.upper()}_MODEL", "")
+        model = self._settings.engine.model or os.environ.get(f"{kind.upper()}_MODEL", "")
         hosted = OpenAIHosted if kind == "openai" else AnthropicHosted
-        key_source = self._settings.engine_api_key_env or f"{kind.upper()}_API_KEY"
+        key_source = self._settings.engine.api_key_env or f"{kind.upper()}_API_KEY"
         api_key = os.environ.get(key_source, "")
         chat = hosted(url, model, self._client, api_key=api_key, key_source=key_source)
         return Engine(chat.name, chat=chat)
@@ -165,14 +165,14 @@ def engine_specs(text: str, kind: str = "auto") -> list[EngineSpec]:
         try:
             name_of(url)
         except ValueError as error:
-            raise ConfigurationError(f"PERDURE_ENGINE_URL: {part!r}: {error}") from None
+            raise ConfigurationError(f"PERDURE_ENGINE__URL: {part!r}: {error}") from None
         try:
             share = float(weight or 1)
         except ValueError:
             share = 0.0
         if not 0 < share < float("inf"):
             raise ConfigurationError(
-                f"PERDURE_ENGINE_URL: the weight in {part!r} must be a number above 0"
+                f"PERDURE_ENGINE__URL: the weight in {part!r} must be a number above 0"
             )
         specs.append(EngineSpec(url, share, "sglang" if kind == "sglang" else "vllm"))
     return specs if kind in TOKENS else []
@@ -180,25 +180,25 @@ def engine_specs(text: str, kind: str = "auto") -> list[EngineSpec]:
 
 def check_engine_settings(settings: Settings) -> None:
     """Raises: ConfigurationError naming the setting."""
-    kind = settings.engine_kind
+    kind = settings.engine.kind
     if kind not in ("auto", *KINDS):
         raise ConfigurationError(
-            f"PERDURE_ENGINE_KIND is {kind!r}: use auto, {', '.join(KINDS[:-1])} or {KINDS[-1]}"
+            f"PERDURE_ENGINE__KIND is {kind!r}: use auto, {', '.join(KINDS[:-1])} or {KINDS[-1]}"
         )
     url = _url_and_kind(settings)[0]
     if any(not part.strip().startswith(("http://", "https://")) for part in url.split(",") if url):
         raise ConfigurationError("the engine's URL must start with http:// or https://")
     if len(engine_specs(url)) > 1 and kind not in TOKENS:
         raise ConfigurationError(
-            f"PERDURE_ENGINE_URL: several engines cannot be {kind}: use vllm or sglang"
+            f"PERDURE_ENGINE__URL: several engines cannot be {kind}: use vllm or sglang"
         )
 
 
 def _url_and_kind(settings: Settings) -> tuple[str, str]:
-    if settings.engine_url:
-        return settings.engine_url, settings.engine_kind
+    if settings.engine.url:
+        return settings.engine.url, settings.engine.kind
     for kind in ("openai", "anthropic"):
         url = os.environ.get(f"{kind.upper()}_BASE_URL", "")
-        if url and settings.engine_kind in ("auto", kind):
+        if url and settings.engine.kind in ("auto", kind):
             return url, kind
-    return "", settings.engine_kind
+    return "", settings.engine.kind

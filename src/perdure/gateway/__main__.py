@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from perdure.errors import ConfigurationError, MissingDependency
-from perdure.settings import load_settings
+from perdure.settings.load import load_settings
 
 
 def main() -> int:
@@ -22,7 +22,7 @@ def main() -> int:
         from perdure.telemetry import configure_logging
 
         settings = load_settings()
-        configure_logging(settings, "gateway")
+        configure_logging("gateway")
         serving = serve(
             settings,
             load_secret(settings),

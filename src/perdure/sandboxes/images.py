@@ -20,20 +20,20 @@ from perdure.errors import (
 )
 from perdure.sandboxes.locks import locked
 
-MIRROR_VARIABLE = "PERDURE_IMAGE_MIRROR"
+MIRROR_VARIABLE = "PERDURE_SANDBOX__IMAGE_MIRROR"
 """`mirror.example/hub/` is put before every name that is pulled; `docker.io=mirror.example/hub,...`
 replaces registries instead."""
 
-MAP_VARIABLE = "PERDURE_IMAGE_MAP"
+MAP_VARIABLE = "PERDURE_SANDBOX__IMAGE_MAP"
 """A JSON file: image -> what was built from it, for all providers or `{"e2b": ..., "daytona": ...}`."""
 TAGS_VARIABLES = (
-    "PERDURE_SANDBOX_METADATA_FILE",
+    "PERDURE_E2B__METADATA_FILE",
     "SWE_SANDBOX_METADATA_FILE",
     "SLIME_AGENT_SANDBOX_METADATA_FILE",
 )
 """A JSON file of routing tags, for a gateway that finds the image of a sandbox by its metadata."""
 KEY_VARIABLES = (
-    "PERDURE_SANDBOX_IMAGE_METADATA_KEY",
+    "PERDURE_E2B__METADATA_IMAGE_KEY",
     "SWE_SANDBOX_IMAGE_METADATA_KEY",
     "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY",
 )
@@ -58,7 +58,7 @@ NOT_REACHED = ("no such host", "timeout", "connection refused", "tls handshake",
 
 
 def prebuilt(provider: str, image: str | None) -> str | None:
-    """The template, snapshot or image that this provider has for an image, by `PERDURE_IMAGE_MAP`.
+    """The template, snapshot or image that this provider has for an image, by `PERDURE_SANDBOX__IMAGE_MAP`.
 
     Raises: ConfigurationError naming the file and what is wrong in it.
     """
@@ -107,7 +107,7 @@ def _json_object(path: str, variable: str) -> dict[str, Any]:
 
 
 def mirrored(name: str) -> str:
-    """The name to pull, by `PERDURE_IMAGE_MIRROR`.
+    """The name to pull, by `PERDURE_SANDBOX__IMAGE_MIRROR`.
 
     Example: with `docker.io=mirror.example/hub`, "python:3.11" -> "mirror.example/hub/library/python:3.11"
     """

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.serving.commands import NAMESPACE
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 
 LOOPBACK = "127.0.0.1"
 ENVIRONMENT = {

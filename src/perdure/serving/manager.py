@@ -35,7 +35,7 @@ from perdure.serving import placement
 from perdure.serving.commands import NAMESPACE
 from perdure.serving.placement import Placed
 from perdure.serving.replica import Phase, ReplicaReport
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import open_store
 
 POLL_S = 0.5

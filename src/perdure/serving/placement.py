@@ -18,7 +18,7 @@ from perdure.engines.plan import EnginePlan
 from perdure.engines.weights.publishing import Published
 from perdure.serving.commands import NAMESPACE
 from perdure.serving.replica import Replica, ReplicaReport
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 
 
 class ReplicaActor:

@@ -26,7 +26,7 @@ from perdure.engines.weights.update import Checkpoint, load
 from perdure.errors import ControlPlaneError, PerdureError
 from perdure.serving import commands, verdicts
 from perdure.serving.supervisor import end_orphans
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import open_store
 from perdure.types import Frozen
 

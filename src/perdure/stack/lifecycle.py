@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from perdure.errors import ConfigurationError, PerdureError
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.stack import sandboxes
 from perdure.stack import state as stack_state
 from perdure.stack.checkout import find_root

@@ -11,7 +11,8 @@ from pathlib import Path
 from perdure.client.search_attributes import TYPE_NAMES
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.gateway.rendering.tokenizer_folder import folder_of
-from perdure.settings import Settings, toml_file
+from perdure.settings.load import for_child
+from perdure.settings.tree import Settings
 from perdure.stack import ports
 from perdure.stack.children import ChildSpec
 
@@ -31,23 +32,6 @@ DYNAMIC_CONFIG = (
     # Read our search attributes right after they were registered.
     "system.forceSearchAttributesCacheRefreshOnRead=true",
 )
-FILES = (
-    "PERDURE_IMAGE_MAP",
-    "PERDURE_SANDBOX_METADATA_FILE",
-    "SWE_SANDBOX_METADATA_FILE",
-    "SLIME_AGENT_SANDBOX_METADATA_FILE",
-    "PERDURE_KUBERNETES_POD",
-    "PERDURE_CLAUDE_CODE_TARBALL",
-    "PERDURE_CODEX_TARBALL",
-    "PERDURE_OPENCODE_TARBALL",
-    "PERDURE_QWEN_CODE_TARBALL",
-    "PERDURE_NODE_TARBALL",
-    "SWE_HOST_CC_TARBALL",
-    "SLIME_AGENT_CC_TARBALL",
-    "SWE_HOST_NODE_TARBALL",
-    "SLIME_AGENT_NODE_TARBALL",
-)
-"""Variables that name a file, from where the command was called; its processes run elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +49,9 @@ class Addresses:
         """Raises: ConfigurationError when a port that was set is occupied."""
         temporal = ui = 0
         if own_temporal:
-            temporal = ports.choose(settings, "temporal_port")
-            ui = ports.choose(settings, "ui_port", [temporal])
-        gateway = ports.choose(settings, "gateway_port", [temporal, ui], settings.gateway_host)
+            temporal = ports.choose(settings, "temporal.port")
+            ui = ports.choose(settings, "temporal.ui_port", [temporal])
+        gateway = ports.choose(settings, "gateway.port", [temporal, ui], settings.gateway.host)
         return cls(
             temporal_address=f"{ports.LOOPBACK}:{temporal}" if own_temporal else None,
             temporal_port=temporal,
@@ -81,12 +65,12 @@ class Addresses:
 
         Raises: ConfigurationError when a port that was set is occupied.
         """
-        temporal = ports.choose(settings, "temporal_port")
+        temporal = ports.choose(settings, "temporal.port")
         return replace(
             self,
             temporal_address=f"{ports.LOOPBACK}:{temporal}",
             temporal_port=temporal,
-            ui_port=ports.choose(settings, "ui_port", [temporal]),
+            ui_port=ports.choose(settings, "temporal.ui_port", [temporal]),
         )
 
     @property
@@ -109,9 +93,9 @@ class Plan:
 
     @property
     def gateway_url(self) -> str:
-        if self.settings.gateway_url:
-            return self.settings.gateway_url
-        return f"http://{self.settings.gateway_host}:{self.addresses.gateway_port}"
+        if self.settings.gateway.url:
+            return self.settings.gateway.url
+        return f"http://{self.settings.gateway.host}:{self.addresses.gateway_port}"
 
     @property
     def engine_url(self) -> str:
@@ -144,7 +128,7 @@ class Plan:
         """The pool; `listeners` are descriptors of the sockets that all of them accept from."""
         shared = ",".join(map(str, listeners))
         specs = []
-        for name in gateway_names(self.settings.gateway_processes):
+        for name in gateway_names(self.settings.gateway.processes):
             health = str(self.health_socket(name))
             spec = self.gateway(name, "--listeners", shared, "--health", health)
             specs.append(replace(spec, inherits=tuple(listeners)))
@@ -173,30 +157,26 @@ class Plan:
         return self._python("engine", module, "--scripts", str(scripts), "--port", port)
 
     def environment(self) -> dict[str, str]:
-        """What every child sees: absolute paths and the ports that were chosen."""
-        env = dict(os.environ)
-        settings = self.settings
-        env |= {
-            "PERDURE_CONFIG": str(toml_file()),
-            "PERDURE_HOME": str(self.home),
-            "PERDURE_GATEWAY_PORT": str(self.addresses.gateway_port),
-            "PERDURE_GATEWAY_URL": self.gateway_url,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(self.root), env.get("PYTHONPATH")])),
-            "PYTHONUNBUFFERED": "1",
-        }
-        if settings.store and "://" not in settings.store:
-            env["PERDURE_STORE"] = str(Path(settings.store).absolute())
-        env |= {name: str(Path(env[name]).absolute()) for name in FILES if env.get(name)}
-        if (folder := folder_of(settings.tokenizer)) is not None:
-            env["PERDURE_TOKENIZER"] = str(folder.absolute())
-        if self.engine_url:
-            env["PERDURE_ENGINE_URL"] = self.engine_url
-        if self.engine.startswith(SCRIPTED):
-            env["PERDURE_ENGINE_KIND"] = "vllm"
+        """What every child sees: these settings, absolute paths and the ports that were chosen."""
+        env = for_child(self._childrens_settings(), os.environ)
+        path = filter(None, [str(self.root), env.get("PYTHONPATH")])
+        env |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
         if self.addresses.temporal_address is not None:
             env = _without_temporal(env)
             env["TEMPORAL_ADDRESS"] = self.addresses.temporal_address
         return env
+
+    def _childrens_settings(self) -> Settings:
+        engine: dict[str, str] = {}
+        if (folder := folder_of(self.settings.engine.tokenizer)) is not None:
+            engine["tokenizer"] = str(folder.absolute())
+        if self.engine_url:
+            engine["url"] = self.engine_url
+        if self.engine.startswith(SCRIPTED):
+            engine["kind"] = "vllm"
+        gateway = {"port": self.addresses.gateway_port, "url": self.gateway_url}
+        at_home = self.settings.model_copy(update={"home": self.home})
+        return at_home.changed(gateway=gateway, engine=engine)
 
     def _python(self, name: str, module: str, *arguments: str, grace_s: float = 10.0) -> ChildSpec:
         argv = (sys.executable, "-m", module, *arguments)
@@ -206,7 +186,7 @@ class Plan:
 def configured_engine(settings: Settings) -> str:
     """What samples where `--engine` gives nothing; empty when nothing does."""
     hosted = os.environ.get("OPENAI_BASE_URL") or os.environ.get("ANTHROPIC_BASE_URL") or ""
-    return settings.engine_url or hosted
+    return settings.engine.url or hosted
 
 
 def gateway_names(processes: int) -> list[str]:

@@ -4,22 +4,23 @@ import socket
 from collections.abc import Sequence
 
 from perdure.errors import ConfigurationError
-from perdure.settings import Settings
+from perdure.settings import load
+from perdure.settings.tree import Settings
 
 LOOPBACK = "127.0.0.1"
 
 
-def choose(settings: Settings, name: str, taken: Sequence[int] = (), host: str = LOOPBACK) -> int:
-    """The port of setting `name`, or a free one when nobody set it and it is occupied.
+def choose(settings: Settings, path: str, taken: Sequence[int] = (), host: str = LOOPBACK) -> int:
+    """The port of the setting at `path`, or a free one when nobody set it and it is occupied.
 
     Raises: ConfigurationError when a port that was set explicitly is occupied.
     """
-    wanted: int = getattr(settings, name)
+    wanted: int = load.value(settings, path)
     if wanted and wanted not in taken and is_free(wanted, host):
         return wanted
-    if wanted and name in settings.model_fields_set:
+    if wanted and load.is_set(settings, path):
         raise ConfigurationError(
-            f"PERDURE_{name.upper()}={wanted} is occupied on {host}: "
+            f"{load.variable(path)}={wanted} is occupied on {host}: "
             "stop what listens there, choose another port, or unset it (a free one is picked)"
         )
     return free_port(host)
@@ -31,7 +32,7 @@ def check_host(host: str) -> None:
         free_port(host)
     except OSError as error:
         raise ConfigurationError(
-            f"PERDURE_GATEWAY_HOST={host!r} cannot be listened on: {error.strerror}"
+            f"PERDURE_GATEWAY__HOST={host!r} cannot be listened on: {error.strerror}"
         ) from error
 
 

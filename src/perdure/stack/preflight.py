@@ -7,7 +7,7 @@ import asyncio
 import uuid
 
 from perdure.errors import ConfigurationError, StoreUnavailable
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.stack import ports
 from perdure.stack.temporal_target import given_address
 from perdure.storage.base import open_store
@@ -22,13 +22,13 @@ def check(settings: Settings, engine: str) -> None:
     from perdure.engines.configured import check_engine_settings
     from perdure.gateway.rendering.tokenizer_folder import folder_of
 
-    asked = {} if engine.startswith("scripted:") or not engine else {"engine_url": engine}
-    check_engine_settings(settings.model_copy(update=asked))
-    if folder_of(settings.tokenizer) is not None:
+    asked = {} if engine.startswith("scripted:") or not engine else {"url": engine}
+    check_engine_settings(settings.changed(engine=asked))
+    if folder_of(settings.engine.tokenizer) is not None:
         from perdure.gateway.rendering.tokenizers import load_format
 
-        load_format(settings.tokenizer)
-    ports.check_host(settings.gateway_host)
+        load_format(settings.engine.tokenizer)
+    ports.check_host(settings.gateway.host)
     asyncio.run(_store_takes_writes(settings))
     if given_address() is not None:
         asyncio.run(_temporal_answers(settings))
@@ -60,7 +60,7 @@ async def _temporal_answers(settings: Settings) -> None:
     from perdure.telemetry import temporal_runtime
 
     # Not the process's own, which whoever connects to stay is to choose.
-    runtime = temporal_runtime(settings.model_copy(update={"metrics_port": 0}))
+    runtime = temporal_runtime(settings.changed(metrics={"port": 0}))
     end = asyncio.get_running_loop().time() + TEMPORAL_S
     while True:
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from perdure import home, registry
 from perdure.errors import ConfigurationError, MissingDependency, PerdureError
 from perdure.sandboxes.base import SandboxProvider
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 
 LOOK_S = 5.0
 """An engine that does not say by then what it has is left alone: somebody waits for the end."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.sandboxes.host.process import ProcessId
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 
 
 @dataclass(frozen=True)

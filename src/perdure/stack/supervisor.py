@@ -24,8 +24,9 @@ from temporalio.service import RPCError
 
 from perdure.errors import ConfigurationError, PerdureError
 from perdure.gateway.http import listeners
-from perdure.settings import Settings
-from perdure.stack import config, gateway_pool, readiness
+from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
+from perdure.stack import gateway_pool, readiness
 from perdure.stack import state as stack_state
 from perdure.stack.checkout import find_root
 from perdure.stack.children import Child, ChildSpec
@@ -218,7 +219,7 @@ class Supervisor:
             await asyncio.gather(*(child.stop() for child in found))
 
     def _gateways(self) -> list[str]:
-        return gateway_names(self.plan.settings.gateway_processes)
+        return gateway_names(self.plan.settings.gateway.processes)
 
     def _what_is_late(self) -> str:
         words = {name: child.last_words() for name, child in self.children.items()}
@@ -280,8 +281,9 @@ async def supervise(settings: Settings, engine: str, report: Report) -> None:
         plan = Plan(
             settings, find_root(), Addresses.choose(settings, own_temporal=own), engine=engine
         )
-        address = {"gateway_port": plan.addresses.gateway_port}
-        with listeners.bound(settings.model_copy(update=address)) as sockets:
+        with listeners.bound(
+            settings.changed(gateway={"port": plan.addresses.gateway_port})
+        ) as sockets:
             try:
                 descriptors = [listener.fileno() for listener in sockets]
                 await Supervisor(plan, report, descriptors).run(stopping)
@@ -291,9 +293,9 @@ async def supervise(settings: Settings, engine: str, report: Report) -> None:
 
 def run(engine: str, report: Report) -> int:
     """Exit code of a whole life; a failed start is reported, then logged."""
-    settings = config.load_settings()
-    configure_logging(settings, "supervisor")
-    Runtime.set_default(temporal_runtime(settings.model_copy(update={"metrics_port": 0})))
+    settings = load_settings()
+    configure_logging("supervisor")
+    Runtime.set_default(temporal_runtime(settings.changed(metrics={"port": 0})))
     try:
         asyncio.run(supervise(settings, engine, report))
     except Exception as error:

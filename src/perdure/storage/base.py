@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
 
 from perdure.errors import ConfigurationError
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 
 MAX_KEY, MAX_NAME = 1024, 255
 """Bytes of a whole key (S3's limit) and of one `/`-separated part (a file system's limit)."""

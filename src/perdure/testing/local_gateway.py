@@ -11,7 +11,7 @@ from perdure.gateway.http.app import create_app
 from perdure.gateway.http.server import NO_GRACE, Server, make_server
 from perdure.gateway.journal.local import LocalJournal
 from perdure.home import load_secret
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 
 
@@ -19,7 +19,7 @@ class LocalGateway:
     """`python -m perdure.gateway` without the process.
 
     Example:
-        async with LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway:
+        async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway:
             key = await gateway.open("s-1")
             # POST gateway.url + "/v1/chat/completions", Authorization: Bearer <key>
             await gateway.control.close("s-1")

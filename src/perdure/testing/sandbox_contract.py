@@ -490,14 +490,14 @@ class SandboxContract:
         """A secret in the worker's environment is in no command's environment."""
         if not self.hides_environment:
             return
-        os.environ["PERDURE_CONTRACT_SECRET"] = "leaked"
+        os.environ["PERDURE_TEST_CONTRACT_SECRET"] = "leaked"
         try:
             async with self.box(provider) as box:
                 seen = (await box.exec("env; tr '\\0' '\\n' </proc/1/environ")).stdout
 
                 assert b"leaked" not in seen
         finally:
-            del os.environ["PERDURE_CONTRACT_SECRET"]
+            del os.environ["PERDURE_TEST_CONTRACT_SECRET"]
 
     async def test_files_round_trip_as_bytes(
         self, provider: SandboxProvider, tmp_path: Path

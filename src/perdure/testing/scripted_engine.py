@@ -180,7 +180,7 @@ class ScriptedEngine:
 
     Example:
         async with ScriptedEngine({"default": {"turns": [{"content": "Done."}]}}) as engine:
-            settings = Settings(engine_url=engine.url, engine_kind="vllm")
+            settings = Settings(engine={"url": engine.url, "kind": "vllm"})
             ...
             assert engine.stats().calls == 1
             assert engine.calls[0].prompt_ids == recorded
@@ -789,7 +789,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8100, help="0 = any; the URL is printed")
     parser.add_argument("--scripts", type=Path, help="JSON: {scripts: [{match, turns}], default}")
-    parser.add_argument("--tokenizer", default="qwen3", help="as PERDURE_TOKENIZER")
+    parser.add_argument("--tokenizer", default="qwen3", help="as PERDURE_ENGINE__TOKENIZER")
     parser.add_argument("--policy-version", type=int, default=1)
     parser.add_argument("--latency", type=float, default=0.0, help="seconds of each completion")
     parser.add_argument("--chunk-delay", type=float, default=0.0, help="seconds of each 8 tokens")

@@ -15,7 +15,7 @@ import pytest
 
 from perdure.agents import npm, npmrc
 from perdure.errors import AgentError, MissingDependency
-from perdure.stack import config
+from perdure.settings import load
 
 
 def tarball(*members: tarfile.TarInfo, content: bytes = b"#!/bin/sh\n") -> bytes:
@@ -134,7 +134,7 @@ def test_a_refusal_is_final_and_says_what_to_do(registry: Registry, tmp_path: Pa
     assert len(registry.seen) == 1
 
 
-@pytest.mark.parametrize("name", ["PERDURE_TOOL_TARBALL", "OTHER_NAME"])
+@pytest.mark.parametrize("name", ["PERDURE_AGENTS__TOOL_TARBALL", "OTHER_NAME"])
 def test_a_named_tarball_needs_no_registry(registry: Registry, tmp_path: Path, name: str) -> None:
     """A host-side tarball, under our name or a document's, is used instead of the registry."""
     (tmp_path / "own.tgz").write_bytes(tarball(member("node-v22/bin/node", 0o755)))
@@ -147,8 +147,10 @@ def test_a_named_tarball_needs_no_registry(registry: Registry, tmp_path: Path, n
 
 def test_an_absent_tarball_is_named(registry: Registry, tmp_path: Path) -> None:
     """The variable and the path stand in the error."""
-    with pytest.raises(MissingDependency, match=r"PERDURE_TOOL_TARBALL=/nowhere: no such file"):
-        asyncio.run(npm.installed(tmp_path, "tool", {"PERDURE_TOOL_TARBALL": "/nowhere"}))
+    with pytest.raises(
+        MissingDependency, match=r"PERDURE_AGENTS__TOOL_TARBALL=/nowhere: no such file"
+    ):
+        asyncio.run(npm.installed(tmp_path, "tool", {"PERDURE_AGENTS__TOOL_TARBALL": "/nowhere"}))
 
 
 def test_an_unknown_machine_is_named(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +214,7 @@ def test_every_lock_can_be_replaced_by_a_tarball(lock: Path) -> None:
     """The variable that names a tarball is known to the command line, and the lock pins sha512."""
     entries = [entry for entry in json.loads(lock.read_text()).values() if isinstance(entry, dict)]
 
-    assert npm.variable(lock.stem) in config.NOT_SETTINGS
+    assert f"agents.{lock.stem}_tarball" in load.fields()
     assert entries
     assert all(entry["integrity"].startswith("sha512-") for entry in entries)
 

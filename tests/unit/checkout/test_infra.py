@@ -17,7 +17,7 @@ from perdure.engines.pool.metrics import pool_metrics
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster
 from perdure.gateway.metrics import Metrics as GatewayMetrics
-from perdure.settings import Settings
+from perdure.settings import load
 from perdure.telemetry import METRICS
 from tests.paths import ROOT
 
@@ -55,7 +55,7 @@ def test_every_stage_has_a_service() -> None:
 
 def test_compose_sets_only_settings_that_exist() -> None:
     """A variable of the compose file that nobody reads would be a silent mistake."""
-    names = {f"PERDURE_{name.upper()}" for name in Settings.model_fields}
+    names = {load.variable(path) for path in load.fields()}
     given = {v for s in OURS.values() for v in s["environment"] if v.startswith("PERDURE_")}
 
     assert given - names == set()

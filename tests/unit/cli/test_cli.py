@@ -182,32 +182,32 @@ def test_unknown_variable_is_named_with_the_one_that_was_meant(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mistyped PERDURE_ variable is no silent default."""
-    monkeypatch.setenv("PERDURE_AGENT_SLOT", "3")
+    monkeypatch.setenv("PERDURE_SLOTS__AGNT", "3")
 
     done = perdure("settings")
 
     assert done.code == 2
-    assert "PERDURE_AGENT_SLOT is no setting: did you mean PERDURE_AGENT_SLOTS?" in done.error
+    assert "PERDURE_SLOTS__AGNT is no setting: did you mean PERDURE_SLOTS__AGENT?" in done.error
 
 
 def test_bad_value_in_the_file_names_file_and_key(tmp_path: Path, perdure: Perdure) -> None:
     """perdure.toml is blamed by name, with the key and what is wrong with its value."""
-    (tmp_path / "perdure.toml").write_text("agent_slots = 0\n")
+    (tmp_path / "perdure.toml").write_text("[slots]\nagent = 0\n")
 
     done = perdure("settings")
 
-    assert done.error.startswith("error: perdure.toml: agent_slots=0: input should be greater")
+    assert done.error.startswith("error: perdure.toml: slots.agent=0: input should be greater")
 
 
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("{bad", "PERDURE_SANDBOX_CAPS='{bad' is not JSON: Expecting property name"),
-        ('{"e2b": {"lve": 1}}', "PERDURE_SANDBOX_CAPS: 'e2b.lve' is no field of it"),
-        ('{"e2b": {"live": "x"}}', "PERDURE_SANDBOX_CAPS: 'e2b.live' is wrong: input should be"),
+        ("{bad", "PERDURE_SANDBOX__CAPS='{bad' is not JSON: Expecting property name"),
+        ('{"e2b": {"lve": 1}}', "PERDURE_SANDBOX__CAPS: 'e2b.lve' is no field of it"),
+        ('{"e2b": {"live": "x"}}', "PERDURE_SANDBOX__CAPS: 'e2b.live' is wrong: input should be"),
         (
             '{"e2bb": {"live": 1}}',
-            "PERDURE_SANDBOX_CAPS={'e2bb': {'live': 1}}: unknown sandbox 'e2bb': use one of apptainer, ",
+            "PERDURE_SANDBOX__CAPS={'e2bb': {'live': 1}}: unknown sandbox 'e2bb': use one of apptainer, ",
         ),
     ],
 )
@@ -215,7 +215,7 @@ def test_bad_object_in_a_variable_is_blamed_on_the_variable(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch, value: str, said: str
 ) -> None:
     """Not on a file that may not even exist."""
-    monkeypatch.setenv("PERDURE_SANDBOX_CAPS", value)
+    monkeypatch.setenv("PERDURE_SANDBOX__CAPS", value)
 
     assert perdure("settings").error.startswith(f"error: {said}")
 
@@ -224,7 +224,7 @@ def test_caps_of_a_provider_by_dotted_path_are_taken(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It need not be importable where the command is called: the workers make its sandboxes."""
-    monkeypatch.setenv("PERDURE_SANDBOX_CAPS", '{"ours.boxes:Provider": {"live": 1}}')
+    monkeypatch.setenv("PERDURE_SANDBOX__CAPS", '{"ours.boxes:Provider": {"live": 1}}')
 
     assert perdure("settings").code == 0
 
@@ -232,7 +232,7 @@ def test_caps_of_a_provider_by_dotted_path_are_taken(
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("PERDURE_GATEWAY_URL", "gateway:18001", "write a URL that starts with http:// or http"),
+        ("PERDURE_GATEWAY__URL", "gateway:18001", "write a URL that starts with http:// or http"),
         ("PERDURE_S3_ENDPOINT_URL", "s3.local", "write a URL that starts with http:// or http"),
         ("PERDURE_CONFIG", "perdrue.toml", "there is no such file"),
     ],
@@ -275,13 +275,13 @@ def test_listing_an_unknown_dataset_says_what_there_is(perdure: Perdure) -> None
 
 @pytest.mark.parametrize(
     ("kind", "engine", "said"),
-    [("vlm", "", "PERDURE_ENGINE_KIND is 'vlm': use auto, "), ("auto", "h:1", "must start with")],
+    [("vlm", "", "PERDURE_ENGINE__KIND is 'vlm': use auto, "), ("auto", "h:1", "must start with")],
 )
 def test_wrong_engine_is_refused_before_anything_starts(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch, kind: str, engine: str, said: str
 ) -> None:
     """No server is booted to find out."""
-    monkeypatch.setenv("PERDURE_ENGINE_KIND", kind)
+    monkeypatch.setenv("PERDURE_ENGINE__KIND", kind)
     monkeypatch.setattr("perdure.stack.lifecycle.find_root", Path)
 
     assert said in perdure("up", "--engine", engine).error
@@ -290,14 +290,22 @@ def test_wrong_engine_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("PERDURE_TOKENIZER", "qwen33", "PERDURE_TOKENIZER is 'qwen33': use 'qwen3' or a folder"),
-        ("PERDURE_TOKENIZER", "model", "no message format for PERDURE_TOKENIZER='model': "),
+        (
+            "PERDURE_ENGINE__TOKENIZER",
+            "qwen33",
+            "PERDURE_ENGINE__TOKENIZER is 'qwen33': use 'qwen3' or a folder",
+        ),
+        (
+            "PERDURE_ENGINE__TOKENIZER",
+            "model",
+            "no message format for PERDURE_ENGINE__TOKENIZER='model': ",
+        ),
         ("PERDURE_STORE", "gs://bucket/x", "PERDURE_STORE is gs://bucket/x: use a folder, or s3:"),
         ("PERDURE_STORE", "taken", "a file is in the way; name a folder"),
         (
-            "PERDURE_GATEWAY_HOST",
+            "PERDURE_GATEWAY__HOST",
             "192.0.2.1",
-            "PERDURE_GATEWAY_HOST='192.0.2.1' cannot be listened",
+            "PERDURE_GATEWAY__HOST='192.0.2.1' cannot be listened",
         ),
         ("TEMPORAL_ADDRESS", "127.0.0.1:1", "no Temporal server answers at 127.0.0.1:1: "),
     ],
@@ -564,7 +572,7 @@ def test_completion_knows_the_agents() -> None:
 
 def test_settings_page_is_the_one_in_the_docs() -> None:
     """docs/settings.md is what `perdure settings --markdown` prints."""
-    from perdure.cli.commands.settings import page
+    from perdure.settings.page import page
 
     written = ROOT / "docs" / "settings.md"
 

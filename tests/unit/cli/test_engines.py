@@ -13,7 +13,7 @@ from perdure.engines.registration import PoolStatus, ReplicaStatus, write_status
 from perdure.engines.roster import Roster, StoredRoster, roster_key
 from perdure.engines.state import EngineRecord, EngineState, name_of
 from perdure.home import load_secret
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import open_store
 
 
@@ -84,7 +84,7 @@ def test_engines_of_another_gateways_settings_are_told_apart(
 ) -> None:
     """No gateway started here would ask them: neither `list` nor `run` may count on them."""
     named_by_settings(settings, "http://h:1")
-    monkeypatch.setenv("PERDURE_ENGINE_URL", here)
+    monkeypatch.setenv("PERDURE_ENGINE__URL", here)
     invoke(["engines", "list"])
 
     assert ("of a gateway with other settings" in capsys.readouterr().out) == foreign

@@ -167,7 +167,7 @@ async def test_a_running_rollout_is_read_from_the_journal(tmp_path: Path) -> Non
     session = identity_of(name.run_id, name.workflow_id, "agent", 1)
     async with (
         ScriptedEngine() as engine,
-        LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway,
+        LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway,
     ):
         key = await gateway.open(session)
         async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:

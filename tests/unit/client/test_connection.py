@@ -8,7 +8,7 @@ from temporalio.client import Client
 
 from perdure.client.connection import connect
 from perdure.errors import ConfigurationError
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.stack import state as stack_state
 from perdure.stack.processes import identify
 from perdure.stack.state import StackState

@@ -251,7 +251,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 @pytest.fixture
 async def gateway(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[LocalGateway]:
-    async with LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway:
+    async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway:
         yield gateway
 
 

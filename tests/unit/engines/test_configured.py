@@ -18,7 +18,7 @@ from perdure.episodes.turns import decode
 from perdure.errors import ConfigurationError, GatewayUnavailable
 from perdure.gateway.sampling import chat_request
 from perdure.home import load_secret
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Sampling
@@ -83,7 +83,7 @@ async def test_a_token_endpoint_is_found_by_asking(
     tmp_path: Path, engine: ScriptedEngine, suffix: str
 ) -> None:
     """With engine_kind auto, a server that has vLLM's token route is used through it."""
-    async with LocalGateway(tmp_path, engine_url=engine.url + suffix) as gateway:
+    async with LocalGateway(tmp_path, engine={"url": engine.url + suffix}) as gateway:
         await _converse(gateway, await gateway.open("s"))
         summary = await gateway.control.get("s")
 
@@ -106,7 +106,7 @@ async def test_a_gateway_waits_for_an_engine_that_starts_later(
 ) -> None:
     """A call meets a broken engine; the session goes on when it is back."""
     engine.control(kind="reset_before", times=2)
-    async with LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway:
+    async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway:
         messages = await _converse(gateway, await gateway.open("s"))
 
     assert messages[-1]["content"] == "Done."
@@ -117,7 +117,7 @@ async def test_engines_are_known_before_the_first_turn(
     tmp_path: Path, engine: ScriptedEngine, kind: str
 ) -> None:
     """Who publishes weights to a stack that has just started finds its engines ready."""
-    async with LocalGateway(tmp_path, engine_url=engine.url, engine_kind=kind) as gateway:
+    async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": kind}) as gateway:
         roster = StoredRoster(gateway.store, roster_key(gateway.secret))
         async with asyncio.timeout(30):
             while not any(found.serves for found in (await roster.read()).engines):
@@ -148,8 +148,8 @@ def test_the_per_turn_cap_holds_for_hosted_apis() -> None:
 
 def test_a_wrong_engine_kind_is_named(tmp_path: Path) -> None:
     """The message lists the kinds there are."""
-    with pytest.raises(ConfigurationError, match=r"PERDURE_ENGINE_KIND is 'llama'.*vllm"):
-        check_engine_settings(Settings(home=tmp_path, engine_kind="llama"))
+    with pytest.raises(ConfigurationError, match=r"PERDURE_ENGINE__KIND is 'llama'.*vllm"):
+        check_engine_settings(Settings(home=tmp_path, engine={"kind": "llama"}))
 
 
 def test_the_secret_is_made_once(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from perdure.engines.roster import Roster, StoredRoster, roster_key
 from perdure.engines.state import EngineRecord, EngineState, backoff_s, name_of
 from perdure.engines.watch import Verdict, apply
 from perdure.errors import ConfigurationError
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import EngineSpan, VersionSpan
 
@@ -113,8 +113,8 @@ def test_settings_name_many_engines() -> None:
 )
 def test_a_wrong_engine_is_named(tmp_path: Path, url: str) -> None:
     """Before the gateway starts."""
-    with pytest.raises(ConfigurationError, match=r"engine|ENGINE_URL"):
-        check_engine_settings(Settings(home=tmp_path, engine_url=url))
+    with pytest.raises(ConfigurationError, match=r"engine|ENGINE__URL"):
+        check_engine_settings(Settings(home=tmp_path, engine={"url": url}))
 
 
 def test_metrics_of_all_ranks_are_read() -> None:

@@ -18,7 +18,7 @@ from perdure.engines.pool.pool import EnginePool
 from perdure.engines.pool.salvage import Salvage
 from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineRecord, name_of
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.testing.sglang_face import SglangFace
 from perdure.types import FinishReason
@@ -134,9 +134,9 @@ def ids(engine: ScriptedEngine, text: str) -> list[int]:
 
 
 async def test_the_settings_may_name_it() -> None:
-    """`PERDURE_ENGINE_KIND=sglang` makes the URL a token engine of the pool."""
+    """`PERDURE_ENGINE__KIND=sglang` makes the URL a token engine of the pool."""
     async with served() as (_, face), httpx.AsyncClient(trust_env=False, timeout=30) as client:
-        engines = Engines(Settings(engine_url=face.url, engine_kind="sglang"), client)
+        engines = Engines(Settings(engine={"url": face.url, "kind": "sglang"}), client)
         try:
             tokens = (await engines.current()).tokens
             assert tokens is not None

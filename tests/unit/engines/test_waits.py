@@ -108,7 +108,7 @@ async def _call(gateway: LocalGateway, key: str) -> int:
 
 async def test_a_wait_stands_in_the_sessions_summary(tmp_path: Path, nobody: str) -> None:
     """Whoever holds the control token reads which engine is missing, while the call waits."""
-    async with LocalGateway(tmp_path, engine_url=nobody, engine_kind="vllm") as gateway:
+    async with LocalGateway(tmp_path, engine={"url": nobody, "kind": "vllm"}) as gateway:
         asked = asyncio.ensure_future(_call(gateway, await gateway.open("s")))
 
         async def waits() -> Wait | None:
@@ -125,8 +125,8 @@ async def test_an_answer_of_another_gateway_ends_the_wait(
 ) -> None:
     """An agent that tries again may reach another process: the first one hears of it, too."""
     async with (
-        LocalGateway(tmp_path, engine_url=nobody) as one,
-        LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as other,
+        LocalGateway(tmp_path, engine={"url": nobody}) as one,
+        LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as other,
     ):
         key = await one.open("s")
         refused, answered = await _call(one, key), await _call(other, key)
@@ -140,7 +140,7 @@ async def test_calls_that_no_engine_answered_count_from_the_first(
 ) -> None:
     """An agent that is refused tries again: since when is told, until it has an answer or ends."""
     told: list[Wait | None] = []
-    async with LocalGateway(tmp_path, engine_url=nobody) as gateway:
+    async with LocalGateway(tmp_path, engine={"url": nobody}) as gateway:
         key = await gateway.open("s")
         for _ in range(2):
             assert await _call(gateway, key) == httpx.codes.SERVICE_UNAVAILABLE

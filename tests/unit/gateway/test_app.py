@@ -31,7 +31,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 @pytest.fixture
 async def gateway(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[LocalGateway]:
-    async with LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway:
+    async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway:
         yield gateway
 
 
@@ -44,7 +44,7 @@ async def impatient(
     monkeypatch.setattr(
         local_gateway, "create_app", functools.partial(create_app, patience=patience)
     )
-    async with LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway:
+    async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway:
         yield gateway
 
 
@@ -217,7 +217,7 @@ async def test_a_hosted_engine_serves_every_dialect(
 ) -> None:
     """What a dialect reads is asked of any hosted API, and its answer framed."""
     async with LocalGateway(
-        tmp_path, engine_url=engine.url, engine_kind=kind, engine_model="hosted"
+        tmp_path, engine={"url": engine.url, "kind": kind, "model": "hosted"}
     ) as gateway:
         key = await gateway.open("s")
         answer = await http.post(gateway.url + path, json=_body(path), headers=_bearer(key))

@@ -15,7 +15,7 @@ from perdure.testing.scripted_engine import ScriptedEngine
 async def gateway(tmp_path: Path) -> AsyncIterator[LocalGateway]:
     async with (
         ScriptedEngine({"default": {"turns": [{"content": "Hi."}]}}) as engine,
-        LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway,
+        LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway,
     ):
         yield gateway
 

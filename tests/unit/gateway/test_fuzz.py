@@ -1,6 +1,6 @@
 """Thousands of mutated requests through the real app: a dialect-correct error or an answer, always.
 
-Mutations are seeded, so a failure repeats. `PERDURE_FUZZ_REQUESTS=50000` makes the long variant.
+Mutations are seeded, so a failure repeats. `PERDURE_TEST_FUZZ_REQUESTS=50000` makes the long variant.
 """
 
 import copy
@@ -21,7 +21,7 @@ from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.paths import ROOT
 
-REQUESTS = int(os.environ.get("PERDURE_FUZZ_REQUESTS", "2000"))
+REQUESTS = int(os.environ.get("PERDURE_TEST_FUZZ_REQUESTS", "2000"))
 THROUGH_THE_APP = max(REQUESTS // 20, 1)
 RECORDINGS = ROOT.parent / "shared/data/trajectories/claude_code"
 DIALECTS: dict[str, Dialect] = {
@@ -210,7 +210,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[LocalGateway]:
     script = {"content": "Hi.", "tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}
     async with (
         ScriptedEngine({"default": {"turns": [script]}}) as engine,
-        LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway,
+        LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway,
     ):
         yield gateway
 

@@ -75,7 +75,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 @pytest.fixture
 async def gateway(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[LocalGateway]:
-    async with LocalGateway(tmp_path, engine_url=engine.url, engine_kind="vllm") as gateway:
+    async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway:
         yield gateway
 
 
@@ -263,7 +263,7 @@ async def test_a_restarted_gateway_goes_on_from_its_journal(
     tmp_path: Path, engine: ScriptedEngine
 ) -> None:
     """After a restart the retry is replayed, in the other framing too, and the next turn bridges."""
-    options: Any = {"engine_url": engine.url, "engine_kind": "vllm"}
+    options: Any = {"engine": {"url": engine.url, "kind": "vllm"}}
     async with LocalGateway(tmp_path, **options) as gateway:
         key = await gateway.open("s")
         async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
@@ -536,7 +536,7 @@ async def test_no_engine_is_said_when_one_is_needed(
         answer = await _post(http, await gateway.open("s"), _ask())
 
     assert answer.status_code == 503
-    assert "PERDURE_ENGINE_URL" in answer.json()["error"]["message"]
+    assert "PERDURE_ENGINE__URL" in answer.json()["error"]["message"]
 
 
 FIELDS = [

@@ -24,7 +24,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 @pytest.fixture
 async def gateways(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[list[LocalGateway]]:
     """Two gateways of one home, which share nothing but its journal."""
-    settings: dict[str, Any] = {"engine_url": engine.url, "engine_kind": "vllm"}
+    settings: dict[str, Any] = {"engine": {"url": engine.url, "kind": "vllm"}}
     async with (
         LocalGateway(tmp_path, **settings) as one,
         LocalGateway(tmp_path, **settings) as other,
@@ -98,7 +98,7 @@ async def test_a_session_keeps_its_engine_at_another_gateway(tmp_path: Path) -> 
     """Its KV cache is where the other had its newest turn, which the journal says."""
     first = [{"role": "user", "content": "hi"}]
     async with ScriptedEngine(scripts(3)) as left, ScriptedEngine(scripts(3)) as right:
-        settings: dict[str, Any] = {"engine_url": f"{left.url},{right.url}", "engine_kind": "vllm"}
+        settings: dict[str, Any] = {"engine": {"url": f"{left.url},{right.url}", "kind": "vllm"}}
         async with (
             LocalGateway(tmp_path, **settings) as one,
             LocalGateway(tmp_path, **settings) as other,

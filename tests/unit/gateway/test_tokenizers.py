@@ -97,5 +97,5 @@ def test_an_unknown_model_is_a_configuration_error(folder: Path, tmp_path: Path)
 
 def test_a_missing_tokenizer_is_a_configuration_error(tmp_path: Path) -> None:
     """The message names the setting and what it accepts."""
-    with pytest.raises(ConfigurationError, match=r"PERDURE_TOKENIZER.*tokenizer\.json"):
+    with pytest.raises(ConfigurationError, match=r"PERDURE_ENGINE__TOKENIZER.*tokenizer\.json"):
         load_tokenizer(str(tmp_path))

@@ -83,13 +83,20 @@ def test_map_names_what_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [images.prebuilt(*pair) for pair in asked] == ["a-1", "snapshot:a-1", "a:1", "b:2", "c"]
 
 
-@pytest.mark.parametrize("prefix", ["PERDURE_", "SWE_", "SLIME_AGENT_"])
-def test_routing_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        ("PERDURE_E2B__METADATA_FILE", "PERDURE_E2B__METADATA_IMAGE_KEY"),
+        ("SWE_SANDBOX_METADATA_FILE", "SWE_SANDBOX_IMAGE_METADATA_KEY"),
+        ("SLIME_AGENT_SANDBOX_METADATA_FILE", "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY"),
+    ],
+)
+def test_routing_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, key: str) -> None:
     """The file's tags, with the instance's image under the key that the setting names."""
     path = tmp_path / "tags.json"
     path.write_text(json.dumps({"pool": "swe", "image": "default:1"}))
-    monkeypatch.setenv(f"{prefix}SANDBOX_METADATA_FILE", str(path))
-    monkeypatch.setenv(f"{prefix}SANDBOX_IMAGE_METADATA_KEY", "image")
+    monkeypatch.setenv(file, str(path))
+    monkeypatch.setenv(key, "image")
 
     assert images.routing_tags("own:2") == {"pool": "swe", "image": "own:2"}
     assert images.routing_tags(None) == {"pool": "swe", "image": "default:1"}

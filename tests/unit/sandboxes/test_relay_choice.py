@@ -57,7 +57,7 @@ def test_auto_takes_the_nearest_way(
 @pytest.mark.parametrize("url", UNROUTABLE)
 def test_an_address_of_this_host_alone_is_refused(tmp_path: Path, url: str) -> None:
     """Loopback, unspecified and socket addresses given to a sandbox elsewhere: field and fix named."""
-    with pytest.raises(ConfigurationError, match=r"gateway_url .* PERDURE_GATEWAY_URL"):
+    with pytest.raises(ConfigurationError, match=r"gateway.url .* PERDURE_GATEWAY__URL"):
         choose_reach("url", Remote(tmp_path), url)
 
 
@@ -65,7 +65,7 @@ def test_an_address_of_this_host_alone_is_refused(tmp_path: Path, url: str) -> N
 def test_a_way_that_the_provider_lacks_is_refused(tmp_path: Path, reach: Reach) -> None:
     """A socket needs a sandbox on this host, dialling a provider that can: the error says so."""
     with pytest.raises(
-        ConfigurationError, match=f"gateway_reach = {reach}: .*PERDURE_GATEWAY_REACH"
+        ConfigurationError, match=f"gateway.reach = {reach}: .*PERDURE_GATEWAY__REACH"
     ):
         choose_reach(reach, Remote(tmp_path), ROUTABLE)
 

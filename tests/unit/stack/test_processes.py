@@ -11,7 +11,7 @@ import pytest
 
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.host.process import ProcessId
-from perdure.settings import Settings
+from perdure.settings.tree import Settings, TemporalSettings
 from perdure.stack import ports
 from perdure.stack.children import Child, ChildSpec
 from perdure.stack.plan import Addresses, Plan
@@ -167,12 +167,16 @@ def test_occupied_port_is_replaced_unless_it_was_set() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        usual = Settings.model_construct(_fields_set=set(), ui_port=port)
-        chosen = Settings(ui_port=port)
+        usual = Settings.model_construct(
+            _fields_set=set(), temporal=TemporalSettings.model_construct(set(), ui_port=port)
+        )
+        chosen = Settings(temporal={"ui_port": port})
 
-        assert ports.choose(usual, "ui_port") != port
-        with pytest.raises(ConfigurationError, match=f"PERDURE_UI_PORT={port} is occupied"):
-            ports.choose(chosen, "ui_port")
+        assert ports.choose(usual, "temporal.ui_port") != port
+        with pytest.raises(
+            ConfigurationError, match=f"PERDURE_TEMPORAL__UI_PORT={port} is occupied"
+        ):
+            ports.choose(chosen, "temporal.ui_port")
 
 
 def test_paths_count_from_where_the_command_was_called(
@@ -182,10 +186,12 @@ def test_paths_count_from_where_the_command_was_called(
     (tmp_path / "model").mkdir()
     (tmp_path / "model/tokenizer.json").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PERDURE_IMAGE_MAP", "map.json")
+    monkeypatch.setenv("PERDURE_SANDBOX__IMAGE_MAP", "map.json")
     addresses = Addresses(None, 0, 0, gateway_port=1, engine_port=2)
 
-    found = Plan(Settings(home=tmp_path, tokenizer="model"), tmp_path, addresses).environment()
+    found = Plan(
+        Settings(home=tmp_path, engine={"tokenizer": "model"}), tmp_path, addresses
+    ).environment()
 
-    assert found["PERDURE_TOKENIZER"] == str(tmp_path / "model")
-    assert found["PERDURE_IMAGE_MAP"] == str(tmp_path / "map.json")
+    assert found["PERDURE_ENGINE__TOKENIZER"] == str(tmp_path / "model")
+    assert found["PERDURE_SANDBOX__IMAGE_MAP"] == str(tmp_path / "map.json")

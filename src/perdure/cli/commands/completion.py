@@ -58,7 +58,7 @@ def _folders(kind: str) -> list[str]:
     """Names in a store that is a folder; nothing from elsewhere, and nothing on any trouble."""
     from pydantic import ValidationError
 
-    from perdure.settings import Settings
+    from perdure.settings.tree import Settings
 
     try:
         root = Path(Settings().store_url.removeprefix("file://"))

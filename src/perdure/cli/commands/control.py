@@ -8,7 +8,7 @@ import click
 
 from perdure.cli.commands import completion
 from perdure.cli.console import answer, json_option
-from perdure.stack import config
+from perdure.settings.load import load_settings
 
 if TYPE_CHECKING:
     from perdure.client.api import RunHandle, RunProgress
@@ -50,7 +50,7 @@ def cancel(target: str, as_json: bool) -> None:
     Agents are killed; each rollout keeps what it had and leaves an episode with status cancelled.
     Exit code 1: it had ended before; the message says how.
     """
-    settings = config.load_settings()
+    settings = load_settings()
 
     async def work() -> None:
         from perdure.cli.connection import connect
@@ -72,7 +72,7 @@ def cancel(target: str, as_json: bool) -> None:
 def _ask(
     run_id: str, question: "Callable[[RunHandle], Awaitable[RunProgress]]", as_json: bool
 ) -> None:
-    settings = config.load_settings()
+    settings = load_settings()
 
     async def work() -> "RunProgress":
         from perdure.cli.connection import connect

@@ -15,8 +15,9 @@ import click
 
 from perdure.cli.console import answer, json_option, many, me, print_table, say
 from perdure.errors import InstanceError
-from perdure.settings import Settings
-from perdure.stack import config, lifecycle
+from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
+from perdure.stack import lifecycle
 from perdure.types import EpisodeRef, Instance
 
 DATASET = "first-steps"
@@ -34,7 +35,7 @@ def demo(keep_running: bool, as_json: bool) -> None:
     against your model when OPENAI_BASE_URL or ANTHROPIC_BASE_URL is set, else against a scripted
     policy that solves one instance, fails one and gives up on one.
     """
-    settings = config.load_settings()
+    settings = load_settings()
     started = time.monotonic()
     instances = asyncio.run(_instances(settings))
     engine = "" if _has_endpoint(settings) else f"scripted:{_write_scripts(settings, instances)}"

@@ -15,8 +15,9 @@ import click
 
 from perdure.cli.console import answer, json_option
 from perdure.errors import PerdureError
-from perdure.settings import Settings
-from perdure.stack import config, lifecycle, ports
+from perdure.settings.load import load_settings, value
+from perdure.settings.tree import Settings
+from perdure.stack import lifecycle, ports
 
 LEAST_DISK_GB = 5.0
 MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "missing": ("MISSING", "red")}
@@ -36,7 +37,7 @@ class Finding:
 @json_option
 def doctor(as_json: bool) -> None:
     """What works here, what is missing, and the fix. Exit code 1 when something is missing."""
-    settings = config.load_settings()
+    settings = load_settings()
     findings = list(examine(settings))
     healthy = all(finding.level != "missing" for finding in findings)
     if as_json:
@@ -188,13 +189,12 @@ def temporal(settings: Settings) -> Finding:
 def port_numbers(settings: Settings) -> Finding:
     if lifecycle.running(settings) is not None:
         return Finding("ports", "ok", "in use by this stack")
-    names = ("temporal_port", "ui_port", "gateway_port")
-    taken = [
-        f"{n} {getattr(settings, n)}" for n in names if not ports.is_free(getattr(settings, n))
-    ]
+    names = ("temporal.port", "temporal.ui_port", "gateway.port")
+    wanted = {name: value(settings, name) for name in names}
+    taken = [f"{name} {port}" for name, port in wanted.items() if not ports.is_free(port)]
     if taken:
         return Finding("ports", "note", f"occupied: {', '.join(taken)}; free ones will be picked")
-    return Finding("ports", "ok", ", ".join(f"{n} {getattr(settings, n)}" for n in names))
+    return Finding("ports", "ok", ", ".join(f"{name} {port}" for name, port in wanted.items()))
 
 
 def gateway(settings: Settings) -> Finding:
@@ -212,8 +212,8 @@ def gateway(settings: Settings) -> Finding:
 def tokenizer(settings: Settings) -> Finding:
     from perdure.gateway.rendering.tokenizer_folder import folder_of
 
-    folder = folder_of(settings.tokenizer)
-    return Finding("tokenizer", "ok", settings.tokenizer if folder is None else f"{folder}")
+    folder = folder_of(settings.engine.tokenizer)
+    return Finding("tokenizer", "ok", settings.engine.tokenizer if folder is None else f"{folder}")
 
 
 def engine(settings: Settings) -> Finding:
@@ -223,7 +223,7 @@ def engine(settings: Settings) -> Finding:
     state = lifecycle.running(settings)
     name = state.engine if state is not None else configured_engine(settings)
     if not name:
-        fix = "set OPENAI_BASE_URL, ANTHROPIC_BASE_URL or PERDURE_ENGINE_URL before `perdure up`"
+        fix = "set OPENAI_BASE_URL, ANTHROPIC_BASE_URL or PERDURE_ENGINE__URL before `perdure up`"
         return Finding("engine", "note", "none; enough for oracle and nop", fix)
     check_engine(name, "an agent")
     return Finding("engine", "ok", f"{name} answers")

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from perdure.cli.console import answer, json_option, me, say
-from perdure.settings import Settings
-from perdure.stack import config, lifecycle
+from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
+from perdure.stack import lifecycle
 
 if TYPE_CHECKING:
     from perdure.engines.plan import EnginePlan
@@ -125,7 +126,7 @@ def up(model: str, ray_address: str, wait: bool, as_json: bool, **wishes: Any) -
 
     Again: with other wishes. Exit code 1: a replica was given up; the reason is printed, `perdure engines logs` has the rest.
     """
-    settings = config.load_settings()
+    settings = load_settings()
     status = asyncio.run(_up(settings, model, ray_address, wait, wishes))
     _print_status(status, as_json)
     if any(replica.state == "given up" for replica in status.replicas):
@@ -187,7 +188,7 @@ def _plan(settings: Settings, model: str, wishes: dict[str, Any]) -> "EnginePlan
         raise ConfigurationError("--env wants NAME=VALUE")
     return EnginePlan(
         model=model,
-        served_model=settings.engine_model or "policy",
+        served_model=settings.engine.model or "policy",
         replicas=wishes["replicas"],
         gpus_per_replica=wishes["gpus_per_replica"],
         cpus_per_replica=wishes["cpus_per_replica"],
@@ -216,7 +217,7 @@ def _guard(settings: Settings, listen: str) -> "Guard | None":
 @json_option
 def down(ray_address: str, as_json: bool) -> None:
     """End all replicas, and the Ray node that `up` started. Engines that were added stay known."""
-    settings = config.load_settings()
+    settings = load_settings()
     asyncio.run(_down(settings, ray_address))
     from perdure.serving import cluster
 
@@ -253,7 +254,7 @@ def list_(as_json: bool) -> None:
     from perdure.engines.registration import read_status
     from perdure.storage.base import open_store
 
-    settings = config.load_settings()
+    settings = load_settings()
     key = _roster_key(settings)
     status = asyncio.run(read_status(open_store(settings), key))
     roster = asyncio.run(_roster(settings).read())
@@ -263,7 +264,7 @@ def list_(as_json: bool) -> None:
         answer({"engines": pool, "replicas": json.loads(status.model_dump_json())})
         return
     state = lifecycle.running(settings)
-    here = _named(settings.engine_url if state is None else state.engine)
+    here = _named(settings.engine.url if state is None else state.engine)
     for record in known:
         version = "-" if record.version is None else record.version
         foreign = record.from_settings and here is not None and record.name not in here
@@ -281,8 +282,8 @@ def list_(as_json: bool) -> None:
                 f"This is what their manager saw {silent_s / 60:.0f} min ago, and it says nothing any "
                 f"more: `{me()} engines up` starts it again"
             )
-    if known and (state is not None or settings.gateway_url):
-        gateway = state.gateway_url if state is not None else settings.gateway_url
+    if known and (state is not None or settings.gateway.url):
+        gateway = state.gateway_url if state is not None else settings.gateway.url
         click.echo(f"Their metrics {gateway}/metrics (perdure_engine_*)")
 
 
@@ -325,8 +326,8 @@ def add(url: str, weight: float, kind: Literal["vllm", "sglang"], as_json: bool)
     from perdure.engines.registration import add_engine
     from perdure.errors import ConfigurationError
 
-    settings = config.load_settings()
-    model = settings.engine_model or "policy"
+    settings = load_settings()
+    model = settings.engine.model or "policy"
     try:
         record = asyncio.run(add_engine(_roster(settings), url, model, weight, kind))
     except ValueError as error:
@@ -355,7 +356,7 @@ def drain(name: str, deadline: float, as_json: bool) -> None:
     """
     from perdure.engines.registration import drain_engine
 
-    record = asyncio.run(drain_engine(_roster(config.load_settings()), name, deadline))
+    record = asyncio.run(drain_engine(_roster(load_settings()), name, deadline))
     if as_json:
         answer(record.model_dump(mode="json"))
     else:
@@ -369,7 +370,7 @@ def remove(name: str, as_json: bool) -> None:
     """Take it out now; its calls go on elsewhere. A replica is replaced."""
     from perdure.engines.registration import remove_engine
 
-    asyncio.run(remove_engine(_roster(config.load_settings()), name))
+    asyncio.run(remove_engine(_roster(load_settings()), name))
     if as_json:
         answer({"removed": name})
     else:
@@ -382,7 +383,7 @@ def remove(name: str, as_json: bool) -> None:
 @ADDRESS
 def logs(replica: int, lines: int, ray_address: str) -> None:
     """The end of a replica's log; of its last boot where none runs."""
-    settings = config.load_settings()
+    settings = load_settings()
     said = asyncio.run(_tail(settings, replica, ray_address))
     click.echo(b"\n".join(said.splitlines()[-lines:]))
 

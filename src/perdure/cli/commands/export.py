@@ -9,7 +9,7 @@ import click
 
 from perdure.cli.commands import completion
 from perdure.cli.console import answer, json_option
-from perdure.stack import config
+from perdure.settings.load import load_settings
 
 if TYPE_CHECKING:
     from perdure.episodes.segments import RewardShare, SegmentMode
@@ -81,7 +81,7 @@ def export(
     What is left out is named on stderr. Exit code 1: the store lost or garbled some of it; the
     rest is written.
     """
-    settings = config.load_settings()
+    settings = load_settings()
     from perdure.episodes.export import Rules, export_run
     from perdure.storage.base import open_store
 

@@ -8,8 +8,8 @@ import click
 
 from perdure.cli.commands import completion
 from perdure.cli.console import answer, json_option, many, me, only_one_of, say
-from perdure.settings import Settings
-from perdure.stack import config
+from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
 
 if TYPE_CHECKING:
     from perdure.cli.build import Built
@@ -39,7 +39,7 @@ def build(
     Downloads each release pair from PyPI, builds its environment, runs the tests with and without
     the gold patch, and keeps what is stable. Exit code 1: some pair could not be built.
     """
-    settings = config.load_settings()
+    settings = load_settings()
     built = asyncio.run(
         build_dataset(settings, dataset, include, demo=demo, runs=runs, rebuild=rebuild)
     )
@@ -89,7 +89,7 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
     A bad row is named with its number, the field and the fix; the others are kept. Exit code 1:
     there was a bad row.
     """
-    settings = config.load_settings()
+    settings = load_settings()
     from perdure.cli.runs.source import check_row
     from perdure.instances.rows import import_rows
     from perdure.storage.base import open_store
@@ -114,7 +114,7 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
 @json_option
 def list_(dataset: str | None, as_json: bool) -> None:
     """Datasets in the store; with DATASET: its instances."""
-    settings = config.load_settings()
+    settings = load_settings()
     found = asyncio.run(_listed(settings, dataset))
     if as_json:
         answer(found)
@@ -137,7 +137,7 @@ def list_(dataset: str | None, as_json: bool) -> None:
 def show(ref: str, gold: bool, tests: bool, as_json: bool) -> None:
     """One instance: its problem, environment and grading."""
     only_one_of(gold=gold, tests=tests, json=as_json)
-    settings = config.load_settings()
+    settings = load_settings()
     from perdure.instances import catalog
     from perdure.storage.base import open_store
 

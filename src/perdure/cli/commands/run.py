@@ -109,7 +109,7 @@ def run(
     from perdure.cli.runs import launch
     from perdure.cli.runs.request import Options, fields_of
     from perdure.client.host_variables import defaults_for
-    from perdure.stack import config
+    from perdure.settings.load import load_settings
 
     named = {
         "sandbox": sandbox,
@@ -121,7 +121,7 @@ def run(
     given = {name: value for name, value in named.items() if value is not None}
     fields = defaults_for(fields_of(assignments, given), str(asked["agent"]))
     options = Options(fields=fields, **asked)  # type: ignore[arg-type]  # click's own names
-    settings = config.load_settings()
+    settings = load_settings()
     if dry_run:
         launch.show_plan(settings, options, as_json=as_json)
         return

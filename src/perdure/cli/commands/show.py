@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perdure.cli.console import answer, json_option, many, only_one_of
-from perdure.settings import Settings
-from perdure.stack import config, lifecycle
+from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
+from perdure.stack import lifecycle
 
 if TYPE_CHECKING:
     from perdure.cli.rollouts.story import AttemptStory, Story
@@ -54,7 +55,7 @@ def show(
     only_one_of(patch=patch, log=log, json=as_json)
     if (attempt or full) and not turns:
         raise click.UsageError(f"{'--attempt' if attempt else '--full'} goes with --turns")
-    settings = config.load_settings()
+    settings = load_settings()
     from perdure.cli.rollouts import story
     from perdure.errors import NotFound
     from perdure.storage.base import open_store

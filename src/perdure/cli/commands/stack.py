@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from perdure.cli.console import answer, json_option, say
-from perdure.settings import Settings
-from perdure.stack import config
+from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
 from perdure.stack import state as stack_state
 from perdure.stack.lifecycle import ensure_up, relay, shut_down
 from perdure.stack.state import StackState
@@ -25,7 +25,7 @@ def up(foreground: bool, engine: str, as_json: bool) -> None:
     TEMPORAL_ADDRESS or a Temporal profile set, that server is used and none is started. Ports that
     are not set and occupied are replaced by free ones.
     """
-    settings = config.load_settings()
+    settings = load_settings()
     if foreground:
         _run_here(settings, engine)
         return
@@ -47,7 +47,7 @@ def down(keep_sandboxes: bool, as_json: bool) -> None:
 
     Rollouts in flight go on after the next `perdure up`, in a new sandbox.
     """
-    settings = config.load_settings()
+    settings = load_settings()
     stopped = shut_down(settings, say, keep_sandboxes=keep_sandboxes)
     if as_json:
         answer({"stopped": stopped})

@@ -7,8 +7,9 @@ import click
 
 from perdure.cli.commands import completion
 from perdure.cli.console import answer, json_option
-from perdure.settings import Settings
-from perdure.stack import config, lifecycle
+from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
+from perdure.stack import lifecycle
 
 if TYPE_CHECKING:
     from perdure.client.api import RolloutInfo, RunHandle, RunProgress
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 @json_option
 def status(run_id: str | None, as_json: bool) -> None:
     """What runs here; with a run: every rollout of it."""
-    settings = config.load_settings()
+    settings = load_settings()
     asyncio.run(_of_run(settings, run_id, as_json) if run_id else _of_stack(settings, as_json))
 
 

@@ -6,7 +6,7 @@ import click
 
 from perdure.cli.commands import completion
 from perdure.cli.console import answer, json_option
-from perdure.stack import config
+from perdure.settings.load import load_settings
 
 
 @click.command()
@@ -14,7 +14,7 @@ from perdure.stack import config
 @json_option
 def watch(run_id: str, as_json: bool) -> None:
     """Follow a run to its end; Ctrl-C leaves it going."""
-    settings = config.load_settings()
+    settings = load_settings()
     from perdure.cli.connection import connect
     from perdure.cli.runs import launch, results
 

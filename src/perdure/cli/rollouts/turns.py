@@ -21,7 +21,7 @@ from perdure.episodes.accounting import count_trajectory
 from perdure.episodes.segments import MAIN, cut, untrained
 from perdure.errors import NotFound
 from perdure.sandboxes.base import identity_of
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import Store
 from perdure.types import Purpose, Segment, Turn
 

@@ -24,7 +24,7 @@ from perdure.cli.runs.request import (
 from perdure.client.api import RunHandle
 from perdure.errors import ConfigurationError, GatewayUnavailable
 from perdure.sandboxes import phases
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
 from perdure.stack.plan import configured_engine
 from perdure.stack.sandboxes import provider, ready_provider
@@ -36,7 +36,7 @@ from perdure.types import EpisodeRef, RolloutRequest, RolloutStatus, RunRequest
 ENGINE_TIMEOUT_S = 5.0
 NO_ENGINE = (
     "{agent} calls a model and no engine is configured: set OPENAI_BASE_URL (or ANTHROPIC_BASE_URL, "
-    "PERDURE_ENGINE_URL), `perdure down` if a stack runs, and give the same command again"
+    "PERDURE_ENGINE__URL), `perdure down` if a stack runs, and give the same command again"
 )
 
 NONE_READY = "warning: no engine is ready, rollouts wait for one: `perdure engines list` says what each lacks"

@@ -133,7 +133,7 @@ def refusal(name: str, status: int, text: str, key_source: str = "") -> Refused:
         return Refused(403, "engine_refused_key", f"the engine {name} answered {status}{hint}")
     message = f"the engine {name} answered {status}: {_short(text)}"
     if status == httpx.codes.NOT_FOUND:
-        message += " (PERDURE_ENGINE_MODEL and PERDURE_ENGINE_URL must name what it serves)"
+        message += " (PERDURE_ENGINE__MODEL and PERDURE_ENGINE__URL must name what it serves)"
     code = "context_length_exceeded" if _too_long(text) else "engine_refused"
     return Refused(400, code, message)
 

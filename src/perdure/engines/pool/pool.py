@@ -303,7 +303,7 @@ class EnginePool:
         why = [seat.watcher.refused for seat in self.seats.values() if not seat.record.removed]
         if not why or not all(why):
             return None
-        hint = " (PERDURE_ENGINE_MODEL and PERDURE_ENGINE_URL must name what it serves)"
+        hint = " (PERDURE_ENGINE__MODEL and PERDURE_ENGINE__URL must name what it serves)"
         return Refused(400, "engine_refused", why[0] + hint)
 
     def _unusable(self, call: Call) -> GatewayUnavailable:

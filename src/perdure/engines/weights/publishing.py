@@ -31,7 +31,7 @@ from perdure.engines.weights.update import (
 )
 from perdure.errors import ConfigurationError, NotFound
 from perdure.home import load_secret
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.types import Frozen
 
@@ -82,7 +82,7 @@ class Weights:
         self._updates = WeightUpdates(
             StoredRoster(self._store, roster),
             self._client,
-            api_key=os.environ.get(self._settings.engine_api_key_env, ""),
+            api_key=os.environ.get(self._settings.engine.api_key_env, ""),
             control_key=engine_keys(secret).control,
             notice_s=notice_s,
         )

@@ -15,7 +15,7 @@ from perdure.engines.weights.update import (
     Policy,
     Updated,
 )
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 
 Result = TypeVar("Result")
 

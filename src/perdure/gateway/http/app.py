@@ -38,7 +38,7 @@ from perdure.gateway.journal.configured import open_partials
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering.tokenizers import load_format
 from perdure.gateway.sessions import Sessions
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import Store
 
 MAX_BODY = 32 << 20
@@ -93,7 +93,7 @@ def create_app(
     Raises: ConfigurationError naming a wrong engine or tokenizer setting.
     """
     check_engine_settings(settings)
-    model_format = load_format(settings.tokenizer)
+    model_format = load_format(settings.engine.tokenizer)
     metrics = Metrics()
 
     @contextlib.asynccontextmanager
@@ -180,7 +180,7 @@ async def _count_tokens(request: Request) -> Response:
 
 async def _models(request: Request) -> Response:
     _session_of(request)
-    names = [_gateway(request).settings.engine_model or DEFAULT_MODEL]
+    names = [_gateway(request).settings.engine.model or DEFAULT_MODEL]
     return Response(_dialect_of(request).models(names), media_type="application/json")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from perdure.errors import ConfigurationError
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 
 LONGEST_PATH = 107
 """Bytes of a unix socket's path."""
@@ -24,7 +24,7 @@ def bound(settings: Settings) -> Iterator[list[socket.socket]]:
 
     Raises: ConfigurationError when an address is taken or a path too long.
     """
-    tcp = _bind_tcp(settings.gateway_host, settings.gateway_port)
+    tcp = _bind_tcp(settings.gateway.host, settings.gateway.port)
     try:
         unix = bind_unix(settings.gateway_socket)
     except ConfigurationError:
@@ -51,7 +51,7 @@ def bind_unix(path: Path) -> socket.socket:
     if _answers(path):
         raise ConfigurationError(
             f"another gateway holds {path}: stop it, set another PERDURE_HOME, or let "
-            "`perdure up` start several with PERDURE_GATEWAY_PROCESSES"
+            "`perdure up` start several with PERDURE_GATEWAY__PROCESSES"
         )
     path.unlink(missing_ok=True)  # left behind by a killed gateway
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -83,5 +83,5 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigurationError(
             f"the gateway cannot listen on {host}:{port}: {error.strerror}; "
-            "set PERDURE_GATEWAY_HOST / PERDURE_GATEWAY_PORT"
+            "set PERDURE_GATEWAY__HOST / PERDURE_GATEWAY__PORT"
         ) from error

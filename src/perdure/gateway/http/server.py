@@ -18,7 +18,7 @@ from perdure.gateway.http.acceptor import Acceptor
 from perdure.gateway.http.app import create_app
 from perdure.gateway.http.limits import Gate
 from perdure.gateway.journal.configured import open_journal
-from perdure.settings import Settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import Store
 
 GRACE_S = 5

@@ -163,5 +163,5 @@ class MirroredJournal:
         if session_id in self._lost:
             raise GatewayUnavailable(
                 f"another host went on with session {session_id!r} while this one had records of "
-                "it that were not in the store; PERDURE_GATEWAY_DURABILITY=store rules this out"
+                "it that were not in the store; PERDURE_GATEWAY__DURABILITY=store rules this out"
             )

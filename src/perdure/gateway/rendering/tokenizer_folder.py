@@ -1,4 +1,4 @@
-"""What PERDURE_TOKENIZER names; light, so that a command can refuse it before a gateway starts."""
+"""What PERDURE_ENGINE__TOKENIZER names; light, so that a command can refuse it before a gateway starts."""
 
 from pathlib import Path
 
@@ -17,6 +17,6 @@ def folder_of(name: str) -> Path | None:
     folder = Path(name)
     if not (folder / "tokenizer.json").exists():
         raise ConfigurationError(
-            f"PERDURE_TOKENIZER is {name!r}: use {PACKAGED!r} or a folder that holds tokenizer.json"
+            f"PERDURE_ENGINE__TOKENIZER is {name!r}: use {PACKAGED!r} or a folder that holds tokenizer.json"
         )
     return folder

@@ -217,7 +217,7 @@ class Format(NamedTuple):
 
 
 def load_format(name: str) -> Format:
-    """The tokenizer that PERDURE_TOKENIZER names and the message format of its model.
+    """The tokenizer that PERDURE_ENGINE__TOKENIZER names and the message format of its model.
 
     Reasoning stays in the history as it was sampled (`thinking_retention`): a trainer conditions
     on the tokens the engine saw, so nothing may be taken out between two turns.
@@ -234,7 +234,7 @@ def load_format(name: str) -> Format:
         return Format(tokenizer, chat_template.load(tokenizer, Path(name)))
     except chat_template.TemplateError as error:
         raise ConfigurationError(
-            f"no message format for PERDURE_TOKENIZER={name!r}: {error}; name the folder as its "
+            f"no message format for PERDURE_ENGINE__TOKENIZER={name!r}: {error}; name the folder as its "
             "model is published, e.g. .../Qwen3-8B, or put its chat template there"
         ) from error
 

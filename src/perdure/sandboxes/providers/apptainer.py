@@ -36,7 +36,7 @@ from perdure.sandboxes.host.namespaces import (
 from perdure.sandboxes.host.programs import program
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
 
-PROGRAM_VARIABLE = "PERDURE_APPTAINER"
+PROGRAM_VARIABLE = "PERDURE_APPTAINER__PROGRAM"
 """Path of the program where it is no system program, as on clusters with environment modules."""
 LEAST_VERSION = (1, 1)
 """The first that makes overlays and reads images without setuid."""

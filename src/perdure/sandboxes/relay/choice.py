@@ -42,19 +42,19 @@ def choose_reach(wanted: Reach, provider: SandboxProvider, gateway_url: str) -> 
         return relay if _is_private_to_host(gateway_url) else "url"
     if wanted == "socket" and not provider.sees_host:
         raise ConfigurationError(
-            f"gateway_reach = socket: sandboxes of {provider.name!r} see no socket of this host; "
-            "set PERDURE_GATEWAY_REACH=auto"
+            f"gateway.reach = socket: sandboxes of {provider.name!r} see no socket of this host; "
+            "set PERDURE_GATEWAY__REACH=auto"
         )
     if wanted == "dial" and not provider.dials:
         raise ConfigurationError(
-            f"gateway_reach = dial: sandboxes of {provider.name!r} cannot be dialled; "
-            "set PERDURE_GATEWAY_REACH=stdio"
+            f"gateway.reach = dial: sandboxes of {provider.name!r} cannot be dialled; "
+            "set PERDURE_GATEWAY__REACH=stdio"
         )
     if wanted == "url" and provider.isolated and _is_private_to_host(gateway_url):
         raise ConfigurationError(
-            f"gateway_url {gateway_url} is an address of this host alone: a sandbox of "
-            f"{provider.name!r} cannot open it; set PERDURE_GATEWAY_URL to an address it can, or "
-            "PERDURE_GATEWAY_REACH=auto"
+            f"gateway.url {gateway_url} is an address of this host alone: a sandbox of "
+            f"{provider.name!r} cannot open it; set PERDURE_GATEWAY__URL to an address it can, or "
+            "PERDURE_GATEWAY__REACH=auto"
         )
     return wanted
 
@@ -71,8 +71,8 @@ async def open_from_inside(sandbox: Sandbox, gateway_url: str) -> str:
 
 def unreachable(sandbox: Sandbox, gateway_url: str, reason: str) -> ConfigurationError:
     return ConfigurationError(
-        f"gateway_url {gateway_url} does not open inside sandbox {sandbox.identity}: {reason}; "
-        "set PERDURE_GATEWAY_URL to an address it can open, or PERDURE_GATEWAY_REACH=stdio"
+        f"gateway.url {gateway_url} does not open inside sandbox {sandbox.identity}: {reason}; "
+        "set PERDURE_GATEWAY__URL to an address it can open, or PERDURE_GATEWAY__REACH=stdio"
     )
 
 

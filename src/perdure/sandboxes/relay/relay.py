@@ -141,7 +141,7 @@ class Relay:
             self.check()
             if not self._ready.is_set():
                 raise GatewayUnavailable(
-                    f"gateway_reach = {self._name}: no answer from the gateway came into sandbox "
+                    f"gateway.reach = {self._name}: no answer from the gateway came into sandbox "
                     f"{self._sandbox.identity} within {READY_S:.0f} s"
                 )
         except BaseException:
@@ -225,9 +225,9 @@ class Relay:
         said = (await self._sandbox.output(exec_id, "stderr"))[-300:].decode("utf-8", "replace")
         last = said.strip().splitlines()[-1:] or ["nothing"]
         raise ConfigurationError(
-            f"gateway_reach = {self._name}: the relay needs python3 (3.8 or later) in the sandbox, "
+            f"gateway.reach = {self._name}: the relay needs python3 (3.8 or later) in the sandbox, "
             f"and ended with {status.code if status.code is not None else status.cause} "
-            f"({last[0]}); add python3 to the image, or set PERDURE_GATEWAY_REACH=url with an "
+            f"({last[0]}); add python3 to the image, or set PERDURE_GATEWAY__REACH=url with an "
             "address that the sandbox can open"
         )
 

@@ -181,11 +181,11 @@ class DaytonaSandbox(GuestSandbox):
 
 
 class DaytonaProvider(ServiceProvider):
-    """`DAYTONA_API_KEY` and the like say which account; `PERDURE_DAYTONA_SCOPE` which deployment,
+    """`DAYTONA_API_KEY` and the like say which account; `PERDURE_DAYTONA__SCOPE` which deployment,
     where several hosts share one or several deployments share an account."""
 
     name = "daytona"
-    scope_variable = "PERDURE_DAYTONA_SCOPE"
+    scope_variable = "PERDURE_DAYTONA__SCOPE"
     dials = True
     limits = frozenset({"output_mb"})  # a snapshot has the others
     account_caps = AccountCaps(creates_per_s=5, starting=32)
@@ -317,7 +317,7 @@ class DaytonaProvider(ServiceProvider):
         except Missing as error:
             raise ConfigurationError(
                 f"{error}; name an image or snapshot that exists in environment.image or "
-                "PERDURE_DAYTONA_SNAPSHOT"
+                "PERDURE_DAYTONA__SNAPSHOT"
             ) from error
 
     async def _started(self, sdk: "AsyncSandbox", identity: str) -> "AsyncSandbox":
@@ -423,7 +423,7 @@ def _params(spec: SandboxSpec) -> Any:
     image = spec.image if spec.tree is None else None
     if image is None or image.startswith(SNAPSHOT):
         snapshot = (image or "").removeprefix(SNAPSHOT)
-        snapshot = snapshot or os.environ.get("PERDURE_DAYTONA_SNAPSHOT", "")
+        snapshot = snapshot or os.environ.get("PERDURE_DAYTONA__SNAPSHOT", "")
         return CreateSandboxFromSnapshotParams(snapshot=snapshot or None, **common)
     limits = spec.limits
     resources = Resources(

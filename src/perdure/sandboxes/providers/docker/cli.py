@@ -87,7 +87,7 @@ def typed(what: str, said: str) -> PerdureError:
         return Missing(line)
     if "unknown or invalid runtime" in words or ("network" in words and "not found" in words):
         return ConfigurationError(
-            f"{line}; correct PERDURE_DOCKER_RUNTIME or PERDURE_DOCKER_NETWORK"
+            f"{line}; correct PERDURE_DOCKER__RUNTIME or PERDURE_DOCKER__NETWORK"
         )
     return ControlPlaneError(line)
 

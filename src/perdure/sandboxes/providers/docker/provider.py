@@ -42,7 +42,7 @@ from perdure.sandboxes.host.programs import program
 from perdure.sandboxes.providers.docker import cli
 from perdure.sandboxes.providers.docker.run import SPARE_PIDS, DockerEngine, engine_of, run_command
 
-IMAGE_VARIABLE = "PERDURE_DOCKER_IMAGE"
+IMAGE_VARIABLE = "PERDURE_DOCKER__IMAGE"
 
 REQUEST_S = 60.0
 BOOT_S = 300.0
@@ -154,11 +154,11 @@ class DockerSandbox(ContainerSandbox):
 
 class DockerProvider(ServiceProvider):
     """`DOCKER_HOST` or Docker's context says which engine. Its sandboxes have no network but by a
-    relay, unless `PERDURE_DOCKER_NETWORK` names one of the engine's."""
+    relay, unless `PERDURE_DOCKER__NETWORK` names one of the engine's."""
 
     name = "docker"
     dials = True
-    scope_variable = "PERDURE_DOCKER_SCOPE"
+    scope_variable = "PERDURE_DOCKER__SCOPE"
 
     def __init__(self, home: Path) -> None:
         super().__init__(home)

@@ -12,8 +12,8 @@ from perdure.sandboxes.guest.containers import CAPABILITIES, ROOT, init_command
 from perdure.sandboxes.guest.sandbox import FOLDER
 from perdure.sandboxes.providers.docker import cli
 
-NETWORK_VARIABLE = "PERDURE_DOCKER_NETWORK"
-RUNTIME_VARIABLE = "PERDURE_DOCKER_RUNTIME"
+NETWORK_VARIABLE = "PERDURE_DOCKER__NETWORK"
+RUNTIME_VARIABLE = "PERDURE_DOCKER__RUNTIME"
 SPARE_PIDS = 32
 """Above the commands' own: the guest answers although they have used up theirs."""
 NO_FILES = 20000

@@ -169,14 +169,14 @@ class E2BSandbox(GuestSandbox):
 
 
 class E2BProvider(ServiceProvider):
-    """`E2B_API_KEY` and the SDK's other variables say which account; `PERDURE_E2B_SCOPE` which
+    """`E2B_API_KEY` and the SDK's other variables say which account; `PERDURE_E2B__SCOPE` which
     deployment, where several hosts share one or several deployments share an account."""
 
     name = "e2b"
     limits = frozenset({"output_mb"})  # the template has the others
     account_caps = AccountCaps(creates_per_s=5, starting=16)
     """What a paying account may do; how many sandboxes at once is found out by being refused."""
-    scope_variable = "PERDURE_E2B_SCOPE"
+    scope_variable = "PERDURE_E2B__SCOPE"
 
     def __init__(self, home: Path) -> None:
         super().__init__(home)
@@ -315,7 +315,7 @@ class E2BProvider(ServiceProvider):
         except Missing as error:
             raise ConfigurationError(
                 f"{error}; build the template {template!r}, or name another in environment.image "
-                "or PERDURE_E2B_TEMPLATE"
+                "or PERDURE_E2B__TEMPLATE"
             ) from error
         except Conflict as error:
             if "in_progress" in str(error) or "in progress" in str(error):
@@ -439,4 +439,4 @@ def _template(spec: SandboxSpec) -> str:
     unless routing tags lead to it."""
     if spec.tree is None and spec.image is not None and not images.routing_tags(spec.image):
         return spec.image
-    return os.environ.get("PERDURE_E2B_TEMPLATE") or "base"
+    return os.environ.get("PERDURE_E2B__TEMPLATE") or "base"

@@ -18,7 +18,7 @@ from perdure.sandboxes.providers.kubernetes import failures
 
 T = TypeVar("T")
 
-CONTEXT_VARIABLE = "PERDURE_KUBERNETES_CONTEXT"
+CONTEXT_VARIABLE = "PERDURE_KUBERNETES__CONTEXT"
 CONTAINER = "sandbox"
 PROTOCOL = "v4.channel.k8s.io"
 """Every cluster in use speaks it. What it lacks, the end of standard input, is never needed here."""

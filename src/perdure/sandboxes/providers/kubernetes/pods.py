@@ -19,7 +19,7 @@ from perdure.sandboxes.providers.kubernetes.client import CONTAINER
 Pod = Mapping[str, Any]
 """The JSON object of a pod."""
 
-POD_VARIABLE = "PERDURE_KUBERNETES_POD"
+POD_VARIABLE = "PERDURE_KUBERNETES__POD_FILE"
 POD_FIELDS = frozenset(
     {
         "affinity", "imagePullSecrets", "nodeSelector", "priorityClassName", "runtimeClassName",
@@ -101,7 +101,7 @@ def _container(spec: SandboxSpec, image: str) -> dict[str, Any]:
 
 
 def cluster_fields() -> dict[str, Any]:
-    """What the JSON file of `PERDURE_KUBERNETES_POD` adds to each pod.
+    """What the JSON file of `PERDURE_KUBERNETES__POD_FILE` adds to each pod.
 
     Raises: ConfigurationError naming the file and what is wrong in it.
     """

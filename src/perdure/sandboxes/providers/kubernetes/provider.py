@@ -49,9 +49,9 @@ from perdure.types import AccountCaps
 
 T = TypeVar("T")
 
-NAMESPACE_VARIABLE = "PERDURE_KUBERNETES_NAMESPACE"
+NAMESPACE_VARIABLE = "PERDURE_KUBERNETES__NAMESPACE"
 NAMESPACE = "perdure-sandboxes"
-IMAGE_VARIABLE = "PERDURE_KUBERNETES_IMAGE"
+IMAGE_VARIABLE = "PERDURE_KUBERNETES__IMAGE"
 REQUEST_S = 60.0
 UPLOAD_BYTES_PER_S = 1_000_000
 """The slowest link that a large upload is waited for on."""
@@ -182,11 +182,11 @@ class KubernetesSandbox(ContainerSandbox):
 
 
 class KubernetesProvider(ServiceProvider):
-    """`KUBECONFIG`, or the cluster that the worker runs in, says where; `PERDURE_KUBERNETES_SCOPE`
+    """`KUBECONFIG`, or the cluster that the worker runs in, says where; `PERDURE_KUBERNETES__SCOPE`
     which deployment, where several hosts share one or several deployments share a namespace."""
 
     name = "kubernetes"
-    scope_variable = "PERDURE_KUBERNETES_SCOPE"
+    scope_variable = "PERDURE_KUBERNETES__SCOPE"
     limits = frozenset({"memory_mb", "cpus", "disk_mb", "output_mb"})  # a node bounds processes
     account_caps = AccountCaps(starting=32)
     """What a namespace's quota or the nodes hold is found out by being refused."""

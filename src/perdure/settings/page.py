@@ -1,0 +1,104 @@
+"""The page docs/settings.md, written from the tree of settings and the tables beside it."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, SecretStr
+
+from perdure.settings import aliases, environment, load
+from perdure.settings.tree import Settings
+
+HEAD = """# Settings
+
+<!-- Written by `perdure settings --markdown`; edit the docstrings in src/perdure/settings instead. -->
+
+`perdure settings` prints every setting, its value here and where the value came from. Every process
+takes a setting from the first of these places:
+
+1. its `PERDURE_*` variable;
+2. a variable of another system that [stands for it](#variables-of-other-systems);
+3. `perdure.toml` in the working directory, or the file that `PERDURE_CONFIG` names;
+4. its default.
+
+A variable is the key's path: `port` in the table `[gateway]` is `PERDURE_GATEWAY__PORT`. An empty
+variable counts as unset. Unknown variables and keys are errors. `perdure up` hands its resolved
+settings to all its processes; they read no file.
+
+```toml
+store = "s3://bucket/prefix"
+
+[gateway]
+processes = 2
+
+[sandbox.caps.e2b]
+live = 20
+```
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    groups = [one for one in Settings.model_fields if one not in load.fields()]
+    parts = [HEAD, _table("", "At the top of the file, before any table.")]
+    parts += [_table(group, model(group).__doc__ or "") for group in groups]
+    parts += [_aliases(), _others()]
+    return "\n".join(parts).rstrip()
+
+
+def meaning(path: str) -> str:
+    """What users read about one setting."""
+    return " ".join((load.fields()[path].description or "").split())
+
+
+def shown(found: Any) -> Any:
+    """A value as it may be printed; a secret only says whether there is one."""
+    if isinstance(found, SecretStr):
+        return "**********" if found.get_secret_value() else ""
+    if isinstance(found, Path):
+        return str(found)
+    if isinstance(found, dict):
+        return {key: one.model_dump(mode="json") for key, one in found.items()}
+    return found
+
+
+def model(group: str) -> type[BaseModel]:
+    """The model of one table."""
+    found = Settings.model_fields[group].annotation
+    assert isinstance(found, type)
+    assert issubclass(found, BaseModel)
+    return found
+
+
+def _table(group: str, about: str) -> str:
+    title = f"[{group}]" if group else "Top level"
+    rows = [
+        f"## {title}",
+        "",
+        about,
+        "",
+        "| variable | key | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for path, field in load.fields().items():
+        owner, _, name = path.rpartition(".")
+        if owner == group:
+            default = shown(field.get_default(call_default_factory=True))
+            told = f"`{default}`" if default not in (None, "", {}) else "empty"
+            rows.append(f"| `{load.variable(path)}` | `{name}` | {told} | {meaning(path)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _aliases() -> str:
+    rows = ["## Variables of other systems", "", "| variable | stands for |", "|---|---|"]
+    for one in aliases.ALIASES:
+        target = load.variable(one.stands_for) if one.kind == "setting" else one.stands_for
+        rows.append(f"| `{one.name}` | `{target}` |")
+    return "\n".join(rows) + "\n"
+
+
+def _others() -> str:
+    rows = ["## Variables without a setting", ""]
+    rows += [f"- `{name}`: {text}." for name, text in environment.OWN.items()]
+    rows += ["", "Perdure sets these inside sandboxes; setting them elsewhere does nothing:", ""]
+    rows += [f"- `{name}`: {text}." for name, text in environment.INSIDE.items()]
+    return "\n".join(rows)

@@ -1,0 +1,301 @@
+"""The tree of settings: one model for each subject and for each sandbox provider.
+
+A variable is the path in this tree: `gateway.port` is `PERDURE_GATEWAY__PORT`, or `port` in the table
+`[gateway]` of `perdure.toml`. The string under each field is what users read: `perdure settings`
+prints it, and docs/settings.md is generated from it. `perdure.settings.load` finds the values.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from perdure import registry
+from perdure.errors import ConfigurationError
+from perdure.settings import aliases, environment
+from perdure.types import AccountCaps
+
+PREFIX = "PERDURE_"
+DELIMITER = "__"
+
+
+class Group(BaseModel):
+    """The settings of one subject."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class TemporalSettings(Group):
+    """The Temporal dev server that `perdure up` starts."""
+
+    port: int = Field(7233, ge=1, le=65535)
+    """Port of the server."""
+    ui_port: int = Field(8233, ge=1, le=65535)
+    """Port of its web UI."""
+
+
+class GatewaySettings(Group):
+    """The gateway, which agents call as their model's API."""
+
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address that the gateway listens on."""
+    port: int = Field(18001, ge=0, le=65535)
+    """TCP port that it listens on; 0 = any free port."""
+    url: str = ""
+    """Address by which workers and sandboxes reach it. Empty = `http://<host>:<port>`."""
+    reach: Literal["auto", "url", "socket", "dial", "stdio", "file"] = "auto"
+    """How sandboxes reach it: by `url`, a unix `socket`, a relay (`dial`, `stdio`, `file`), or `auto`."""
+    processes: int = Field(1, ge=1, le=64)
+    """Gateway processes that `perdure up` starts. One process serves about 100 turns a second."""
+    durability: Literal["local", "store"] = "local"
+    """Where a turn must be before it is answered: on the `local` disk (an S3 store gets it seconds later), or in the `store`."""
+
+    @field_validator("url")
+    @classmethod
+    def _has_a_scheme(cls, url: str) -> str:
+        return _with_scheme(url)
+
+
+class EngineSettings(Group):
+    """The inference server that samples for the agents."""
+
+    url: str = ""
+    """One server, or several with weights: `URL=WEIGHT,URL`. Empty = `OPENAI_BASE_URL`, else `ANTHROPIC_BASE_URL`, else none."""
+    kind: str = Field("auto", min_length=1)
+    """`vllm` or `sglang` (exact tokens), `openai` or `anthropic` (hosted, so `trainable: false`), or `auto`."""
+    model: str = ""
+    """Model name sent to the server. Empty = `OPENAI_MODEL` or `ANTHROPIC_MODEL`, else the rollout's own `model`."""
+    tokenizer: str = Field("qwen3", min_length=1)
+    """Tokenizer of the served model: `qwen3`, or a folder that holds tokenizer.json."""
+    api_key_env: str = ""
+    """Name of the variable that holds the server's key. Empty = `OPENAI_API_KEY` or `ANTHROPIC_API_KEY`."""
+    hang_s: float = Field(120.0, gt=0)
+    """If an engine has waiting calls and gives no token for this many seconds, its calls move to another engine."""
+
+
+class SlotSettings(Group):
+    """How many activities one worker runs at once, for each stage."""
+
+    boot: int = Field(8, ge=1)
+    """Sandboxes that it boots."""
+    agent: int = Field(64, ge=1)
+    """Agent runs that it watches."""
+    grade: int = Field(8, ge=1)
+    """Gradings that it runs."""
+    io: int = Field(32, ge=1)
+    """Captures, episodes and clean-ups that it runs."""
+
+
+class SandboxSettings(Group):
+    """Sandboxes of every provider."""
+
+    ttl_s: float = Field(3600.0, ge=60)
+    """A sandbox that no worker renews for this many seconds is killed, by its provider or by the reaper."""
+    caps: dict[str, AccountCaps] = Field(default_factory=dict)
+    """Limits of provider accounts, shared by all workers: `{"e2b": {"live": 20, "creates_per_s": 5, "starting": 16}}`."""
+    ready: int = Field(0, ge=0)
+    """Agent sandboxes that a worker boots ahead, for each environment that it booted lately."""
+    ready_total: int = Field(16, ge=1)
+    """Most sandboxes that one worker keeps booted ahead. They count against the account's limits."""
+    image_mirror: str = ""
+    """Registry to pull images from: a prefix `mirror.example/hub/`, or replacements `docker.io=mirror.example/hub,...`."""
+    image_map: Path | None = None
+    """JSON file: image -> the template, snapshot or image built from it, for all providers or for each."""
+
+    @field_validator("caps")
+    @classmethod
+    def _providers_are_known(cls, caps: dict[str, AccountCaps]) -> dict[str, AccountCaps]:
+        for name in caps:
+            try:
+                registry.path_of("sandbox", registry.SANDBOXES, name)
+            except ConfigurationError as error:
+                raise ValueError(str(error)) from None
+        return caps
+
+
+class ApptainerSettings(Group):
+    """Sandboxes made by Apptainer on the worker's host."""
+
+    program: Path | None = None
+    """Path of the apptainer program, if it is not in a system folder."""
+
+
+class DockerSettings(Group):
+    """Sandboxes made by a Docker engine; `DOCKER_HOST` or Docker's context says which engine."""
+
+    image: str = Field("docker.io/library/python:3.11-bookworm", min_length=1)
+    """Image for instances that bring a tree and no image. It needs python3, bash and git."""
+    network: str = ""
+    """Network of the engine for every phase, agents and grading too. Empty = no network."""
+    runtime: str = ""
+    """Runtime of the engine, e.g. `runsc`. Empty = the engine's default."""
+    scope: str = ""
+    """Name of this deployment on a shared engine; set one value on all its hosts. Empty = one scope for each home."""
+
+
+class KubernetesSettings(Group):
+    """Sandboxes that are pods; `KUBECONFIG`, or the cluster a worker runs in, says where."""
+
+    context: str = ""
+    """Context of the kubeconfig. Empty = its current context."""
+    namespace: str = Field("perdure-sandboxes", min_length=1)
+    """Namespace of the sandboxes."""
+    image: str = Field("docker.io/library/python:3.11-bookworm", min_length=1)
+    """Image for instances that bring a tree and no image. It needs python3, bash and git."""
+    pod_file: Path | None = None
+    """JSON file of pod fields for this cluster: tolerations, nodeSelector, imagePullSecrets, runtimeClassName and the like."""
+    scope: str = ""
+    """Name of this deployment in a shared namespace; set one value on all its hosts. Empty = one scope for each home."""
+
+
+class E2BSettings(Group):
+    """Sandboxes of an E2B account; the SDK's own `E2B_*` variables say which account."""
+
+    template: str = Field("base", min_length=1)
+    """Template into which trees are uploaded."""
+    metadata_file: Path | None = None
+    """JSON file of routing tags, for a proxy that finds a sandbox's image by its metadata."""
+    metadata_image_key: str = ""
+    """Key of the image in that file."""
+    scope: str = ""
+    """Name of this deployment in a shared account; set one value on all its hosts. Empty = one scope for each home."""
+
+
+class DaytonaSettings(Group):
+    """Sandboxes of a Daytona account; the SDK's own `DAYTONA_*` variables say which account."""
+
+    snapshot: str = ""
+    """Snapshot into which trees are uploaded. Empty = the account's default."""
+    scope: str = ""
+    """Name of this deployment in a shared account; set one value on all its hosts. Empty = one scope for each home."""
+
+
+class AgentSettings(Group):
+    """Programs of the agents, for hosts without a package registry."""
+
+    claude_code_tarball: Path | None = None
+    """Native npm package of Claude Code (`claude-code-linux-x64-*.tgz`)."""
+    codex_tarball: Path | None = None
+    """npm package of Codex."""
+    opencode_tarball: Path | None = None
+    """npm package of OpenCode."""
+    qwen_code_tarball: Path | None = None
+    """npm package of Qwen Code."""
+    node_tarball: Path | None = None
+    """npm package of Node, on which Qwen Code runs."""
+    openhands_python: str = ""
+    """Python of at least 3.12 that runs OpenHands. Empty = the one that uv finds."""
+
+
+class MetricsSettings(Group):
+    """The Prometheus port of each worker. The gateway serves /metrics on its own port."""
+
+    port: int = Field(0, ge=0, le=65535)
+    """Port; 0 = none."""
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address that the port listens on; `0.0.0.0` in a container."""
+
+
+class Settings(BaseSettings):
+    """Resolved once per process; `run.json` keeps the resolved copy beside each run."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        env_nested_delimiter=DELIMITER,
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
+    home: Path = Path(".perdure")
+    """Folder of everything local: Temporal's database, logs, pids, sandboxes, caches, journal."""
+    store: str = ""
+    """Where results are kept: a folder, or `s3://bucket/prefix`. Empty = `<home>/store`."""
+    s3_endpoint_url: str = ""
+    """S3 API to use, if it is not Amazon's. Credentials come from the `AWS_*` variables."""
+    secret: SecretStr = Field(SecretStr(""), exclude=True)
+    """Secret from which session keys derive; all processes of a deployment need the same. Empty = a file in the home."""
+    diff_max_bytes: int = Field(10 << 20, ge=1)
+    """Largest patch that is kept and graded, in bytes."""
+
+    temporal: TemporalSettings = TemporalSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    engine: EngineSettings = EngineSettings()
+    slots: SlotSettings = SlotSettings()
+    sandbox: SandboxSettings = SandboxSettings()
+    apptainer: ApptainerSettings = ApptainerSettings()
+    docker: DockerSettings = DockerSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
+    e2b: E2BSettings = E2BSettings()
+    daytona: DaytonaSettings = DaytonaSettings()
+    agents: AgentSettings = AgentSettings()
+    metrics: MetricsSettings = MetricsSettings()
+
+    @field_validator("s3_endpoint_url")
+    @classmethod
+    def _has_a_scheme(cls, url: str) -> str:
+        return _with_scheme(url)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        toml = TomlConfigSettingsSource(settings_cls, environment.toml_file())
+        return init_settings, env_settings, _Aliases(settings_cls), toml
+
+    def changed(self, **groups: Mapping[str, Any]) -> "Settings":
+        """A copy with other values in some groups.
+
+        Example: settings.changed(metrics={"port": 0})
+        """
+        update = {
+            name: getattr(self, name).model_copy(update=dict(values))
+            for name, values in groups.items()
+        }
+        return self.model_copy(update=update)
+
+    @property
+    def store_url(self) -> str:
+        return self.store or str(self.home.absolute() / "store")
+
+    @property
+    def gateway_base_url(self) -> str:
+        return self.gateway.url or f"http://{self.gateway.host}:{self.gateway.port}"
+
+    @property
+    def gateway_socket(self) -> Path:
+        """The gateway's unix socket, bound into local sandboxes."""
+        return self.home.absolute() / "run" / "gateway.sock"
+
+
+class _Aliases(PydanticBaseSettingsSource):
+    """Variables of the users' documents that stand for a setting."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError  # the whole tree comes from one call
+
+    def __call__(self) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for path, value in aliases.settings_given().items():
+            group, _, name = path.partition(".")
+            tree.setdefault(group, {})[name] = value
+        return tree
+
+
+def _with_scheme(url: str) -> str:
+    if url and not url.startswith(("http://", "https://")):
+        raise ValueError("write a URL that starts with http:// or https://")
+    return url
