@@ -13,7 +13,7 @@ from temporalio.exceptions import ActivityError, FailureError
 with workflow.unsafe.imports_passed_through():
     from activities.messages import Asked, ReadyPermit, Refused, Taken
     from perdure.client import names
-    from perdure.sandboxes.permits import Account, AccountState, Wish
+    from perdure.sandboxes.permits import Account, AccountState, PermitRequest
     from workflows import policies
 
 IDLE = timedelta(minutes=5)
@@ -33,7 +33,7 @@ class SandboxAccountWorkflow:
     def __init__(self, state: AccountState | None = None) -> None:
         self.account = Account(state or AccountState(), self._now())
         self.news = False
-        self.again: list[Wish] = []
+        self.again: list[PermitRequest] = []
 
     @workflow.run
     async def run(self, state: AccountState | None = None) -> None:
@@ -54,7 +54,7 @@ class SandboxAccountWorkflow:
     @workflow.signal
     def ask(self, asked: Asked) -> None:
         if self.account.ask(asked.holder, asked.run, asked.step, asked.caps):
-            self.again.append(Wish(holder=asked.holder, run=asked.run, step=asked.step, order=0))
+            self.again.append(PermitRequest(holder=asked.holder, run=asked.run, step=asked.step, order=0))
         self.news = True
 
     @workflow.signal
@@ -85,12 +85,12 @@ class SandboxAccountWorkflow:
 
     @workflow.signal
     def stands(self, ready: ReadyPermit) -> None:
-        self.account.stands(ready.holder, ready.provider, self._now())
+        self.account.ahead_started(ready.holder, ready.provider, self._now())
         self.news = True
 
     @workflow.signal
     def taken(self, taken: Taken) -> None:
-        self.account.taken(taken.ready, taken.holder, taken.run, taken.step)
+        self.account.hand_over(taken.ready, taken.holder, taken.run, taken.step)
         self.news = True
 
     @workflow.query
@@ -101,7 +101,7 @@ class SandboxAccountWorkflow:
     def _now(self) -> float:
         return workflow.time()
 
-    async def _grant(self, wish: Wish) -> None:
+    async def _grant(self, wish: PermitRequest) -> None:
         handle = workflow.get_external_workflow_handle(wish.holder)
         try:
             await handle.signal(names.GRANTED, wish.step)
@@ -126,7 +126,7 @@ class SandboxAccountWorkflow:
 
     async def _give_way(self) -> None:
         """While somebody waits on a full account, sandboxes that were booted ahead are ended."""
-        leaving = self.account.giving_way(self._now())
+        leaving = self.account.to_end(self._now())
         if not leaving:
             return
         permits = [ReadyPermit(holder=one.holder, provider=one.provider) for one in leaving]

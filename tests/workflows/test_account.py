@@ -15,7 +15,7 @@ import workflows.account
 from activities.admission import ClosedHolders
 from activities.messages import Asked, ReadyPermit, Taken
 from perdure.client import names
-from perdure.sandboxes.permits import AccountState, Permit, Wish
+from perdure.sandboxes.permits import AccountState, Permit, PermitRequest
 from perdure.types import AccountCaps
 from tests.stack.waiting import until
 from workers.orchestration import checking_runner, workflow_worker
@@ -224,7 +224,7 @@ async def test_a_keeper_that_starts_anew_goes_on_where_the_last_one_ended(
     first, second = holders
     state = AccountState(
         caps=ONE,
-        waiting=(Wish(holder=second, run="r", step="1-agent", order=1),),
+        waiting=(PermitRequest(holder=second, run="r", step="1-agent", order=1),),
         permits={first: Permit(run="r", step="1-agent", starting=False)},
         asked=1,
     )

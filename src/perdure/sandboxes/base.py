@@ -1,8 +1,8 @@
 """The sandbox contract: where the agent or the grader runs.
 
-A provider makes sandboxes by a client-chosen identity, so a lost answer never leaks one. Commands
-run under an exec id with a durable result, so a dead watcher never runs one twice. Every
-implementation passes `perdure.testing.sandbox_contract`.
+The client chooses a sandbox's identity, so a lost answer never leaks one. A command runs under an
+exec id and its result is durable, so no command runs twice when a watcher dies. Every implementation
+passes `perdure.testing.sandbox_contract`.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from perdure.types import AccountCaps, Limits
 
 class Network(StrEnum):
     NONE = "none"
-    """Loopback only, and the gateway when `SandboxSpec.gateway` is given."""
+    """Loopback only; also the gateway if `SandboxSpec.gateway` is set."""
     HOST = "host"
     """The host's network: for building environments, never for agents or grading."""
 
@@ -39,7 +39,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What to boot. `tree` appears at `workdir`, writable, without being changed itself."""
+    """What to boot. `tree` appears at `workdir`; commands may write there, the original stays as it is."""
 
     workdir: str
     tree: Path | None = None
@@ -49,9 +49,9 @@ class SandboxSpec:
     limits: Limits = field(default_factory=Limits)
     network: Network = Network.NONE
     gateway: Path | None = None
-    """Host path of the gateway's unix socket; reachable inside as `Sandbox.gateway_url`."""
+    """Host path of the gateway's unix socket. Commands reach it at `Sandbox.gateway_url`."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """At least `run`, `rollout`, `attempt`; the reaper decides by them."""
+    """At least `run`, `rollout` and `attempt`: the reaper finds the owner by them."""
     ttl_s: float = 3600.0
 
 
@@ -60,7 +60,7 @@ class ExecState(StrEnum):
     EXITED = "exited"
     KILLED = "killed"
     LOST = "lost"
-    """No result will ever come and no cause is known. Not an exit code, not a success."""
+    """There will be no result and the cause is unknown. It is neither an exit code nor a success."""
 
 
 KillCause = Literal["timeout", "signal", "oom", "output", "sandbox"]
@@ -86,7 +86,7 @@ class ExecStatus:
 
 
 class ExecResult(NamedTuple):
-    """What the simple face returns: status and both outputs, as bytes."""
+    """What `exec` returns: the status and both outputs, as bytes."""
 
     status: ExecStatus
     stdout: bytes
@@ -94,8 +94,8 @@ class ExecResult(NamedTuple):
 
 
 class PortStream(NamedTuple):
-    """A connection to a port inside. `headers`: what the provider's own proxy wants to see in the
-    first HTTP request on it, such as its host name and token."""
+    """A connection to a port inside. `headers`: what the provider's proxy requires in the first HTTP
+    request on it, such as its host name and token."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -115,7 +115,7 @@ class SandboxInfo:
 
 
 def identity_of(run_id: str, rollout: str, purpose: str, generation: int) -> str:
-    """Deterministic name of one sandbox: `[a-z0-9-]{1,63}`, no activity attempt number in it.
+    """Deterministic name of one sandbox, `[a-z0-9-]{1,63}`, the same for every try of an activity.
 
     Example: identity_of("r1", "rollout/r1/click-8.1.3/0", "agent", 1) -> "p-3f1c...-agent-1"
     """
@@ -124,15 +124,18 @@ def identity_of(run_id: str, rollout: str, purpose: str, generation: int) -> str
 
 
 class Sandbox(ABC):
-    """A live sandbox. All methods raise `SandboxLost` when it is gone, `OutcomeUnknown` when a
-    request may have been carried out, and `RetryHere` when it was not."""
+    """A live sandbox.
+
+    All methods raise `SandboxLost` when it is gone, `OutcomeUnknown` when the request may have been
+    carried out, and `RetryHere` when it was not carried out.
+    """
 
     identity: str
     workdir: str
     gateway_url: str | None = None
     """Base URL of the gateway as seen from inside (no `/v1`), when the spec asked for it."""
     waits_inside: bool = False
-    """`next_output` stands inside: asking costs a request, waiting costs none."""
+    """`next_output` waits in the sandbox: each call costs one request, however long it waits."""
 
     @abstractmethod
     async def start(
@@ -146,14 +149,14 @@ class Sandbox(ABC):
         stdin: bytes | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Spawn once, detached. A known exec_id is left as it is (same argv or ConfigurationError).
+        """Start once, detached. For a known exec_id it does nothing; another argv is a ConfigurationError.
 
-        `timeout_s`: the whole process tree is killed after this long, whoever watches.
+        `timeout_s`: the whole process tree is killed after this many seconds, watched or not.
         """
 
     @abstractmethod
     async def poll(self, exec_id: str) -> ExecStatus:
-        """Where the command stands now. Raises NotFound for an exec id never started."""
+        """The command's status now. Raises NotFound for an exec id never started."""
 
     @abstractmethod
     async def output(
@@ -163,24 +166,24 @@ class Sandbox(ABC):
         offset: int = 0,
         limit: int = 1 << 24,
     ) -> bytes:
-        """A byte range of what the command wrote so far."""
+        """A byte range of what the command has written so far."""
 
     async def next_output(
         self, exec_id: str, offset: int, limit: int = 1 << 24, *, wait_s: float
     ) -> bytes:
-        """Standard output as `output` has it; where the sandbox `waits_inside`, only when there is
-        something, the command is over, or `wait_s` have passed."""
+        """Standard output as `output` returns it. If the sandbox `waits_inside`, it returns when there is
+        something, when the command is over, or after `wait_s` seconds."""
         return await self.output(exec_id, "stdout", offset, limit)
 
     @abstractmethod
     async def signal(self, exec_id: str, signum: int) -> None:
-        """Signal the command's whole process tree. Already over = success.
+        """Signal the command's whole process tree. If the command is over, this succeeds.
 
         SIGKILL also ends what a finished command left running in the background."""
 
     @abstractmethod
     async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
-        """Upload bytes or a host file: temporary name, verified, then renamed. Parents are made."""
+        """Upload bytes or a host file under a temporary name, verify, rename. Makes parent folders."""
 
     @abstractmethod
     async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
@@ -188,23 +191,23 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def touch(self, ttl_s: float) -> None:
-        """The sandbox lives at least `ttl_s` seconds from now. Sets, never adds."""
+        """Set the deadline to `ttl_s` seconds from now, whatever was left."""
 
     @abstractmethod
     async def kill(self) -> None:
-        """The sandbox and its disk are gone. Absent = success."""
+        """End the sandbox and remove its disk. If it does not exist, this succeeds."""
 
     async def dial(self, port: int) -> PortStream:
         """Connect to a TCP port on the sandbox's own loopback, where the provider `dials`.
 
-        Raises: OSError when nobody listens there.
+        Raises: OSError when no process listens there.
         """
         raise ConfigurationError(f"sandbox {self.identity!r} cannot be dialled")
 
-    # -- what every provider gets for free ----------------------------------------------------
+    # -- built on the methods above ----------------------------------------------------
 
     async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
-        """Poll until the command is over, or `timeout_s` has passed (then it is still RUNNING)."""
+        """Poll until the command is over or `timeout_s` has passed; then the status is still RUNNING."""
         loop = asyncio.get_running_loop()
         end = None if timeout_s is None else loop.time() + timeout_s
         pause = 0.005
@@ -228,9 +231,9 @@ class Sandbox(ABC):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Run to the end: the simple face that documents 002 and 004 name.
+        """Run to the end (the simple call of the users' documents 002 and 004).
 
-        A string runs under `bash -c`. `check` raises RuntimeError unless it exited 0.
+        A string runs under `bash -c`. With `check`, an exit code other than 0 raises RuntimeError.
         """
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
         exec_id = f"x-{uuid4().hex}"
@@ -269,56 +272,56 @@ class SandboxProvider(ABC):
 
     name: str
     isolated: bool = True
-    """False only for `local`, which says so loudly."""
+    """False only for `local`, which logs a warning at each boot."""
     host_bound: bool = False
-    """True when a sandbox is a process of this host: only workers here can reach it."""
+    """A sandbox is a process of this host, so only workers of this host can reach it."""
     dials: bool = False
-    """`Sandbox.dial` works: a host can connect to a port inside."""
+    """`Sandbox.dial` works: the host can connect to a port inside."""
     runs_images: bool = False
-    """Makes sandboxes from `SandboxSpec.image`; without it, rows whose tree lies in one are refused."""
+    """Makes sandboxes from `SandboxSpec.image`. If False, rows whose tree is in an image are refused."""
 
     limits: frozenset[str] = frozenset(Limits.model_fields)
-    """Fields of Limits that its sandboxes are held to; a request that names another is refused."""
+    """Fields of Limits that the provider enforces. A request that sets another is refused."""
     networks: frozenset[Network] = frozenset(Network)
     account_caps: AccountCaps | None = None
-    """Of a provider with accounts: the caps assumed where the settings name none. None: no account,
-    or one that nobody needs to queue for."""
+    """The caps of an account unless the settings name others. None: there is no account, or it needs no
+    queue."""
     waits_at_caps: bool = True
-    """`create` waits a while where the account is at its caps. False: RateLimited at once, for
-    callers who queue for the account together."""
+    """`create` waits for a while when the account is at its caps. False: it raises RateLimited at once,
+    for callers that share a queue."""
 
     @property
     def sees_host(self) -> bool:
-        """Its sandboxes are made of this host's programs, and may be given writable folders and a
-        unix socket of it. False where they get copies, though they may be processes of this host."""
+        """Sandboxes run this host's programs and may get its writable folders and a unix socket. False
+        if they get copies, even where they are processes of this host."""
         return self.host_bound
 
     @property
     def account(self) -> str:
-        """Name of the account whose caps all workers share; no secret in it."""
+        """Name of the account whose caps all workers share. It contains no secret."""
         return self.name
 
     @abstractmethod
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
-        """A live sandbox of this identity: an existing one is adopted, never doubled.
+        """A live sandbox of this identity. If one exists, it is adopted; there are never two.
 
-        Raises: SandboxLost when that identity lived before and is dead (use a new generation);
-        MissingDependency; ConfigurationError; RetryHere, as RateLimited where the account is at
-        its caps.
+        Raises: SandboxLost when the sandbox of that identity has died (use a new generation);
+        MissingDependency; ConfigurationError; RetryHere, as RateLimited when the account is at its
+        caps.
         """
 
     @abstractmethod
     async def attach(self, identity: str) -> Sandbox:
-        """Raises: NotFound when it never was, SandboxLost when it is dead."""
+        """Raises: NotFound when it was never made, SandboxLost when it is dead."""
 
     @abstractmethod
     async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
-        """Every sandbox of ours with these labels, in any state."""
+        """Every sandbox of this deployment with these labels, in any state."""
 
     @abstractmethod
     async def kill(self, identity: str) -> None:
-        """The sandbox and its disk are gone. Absent = success."""
+        """End the sandbox and remove its disk. If it does not exist, this succeeds."""
 
     @abstractmethod
     def check(self) -> Sequence[str]:
-        """What is missing on this host, one readable line with the fix each; empty = ready."""
+        """What is missing on this host: one line with the fix for each; empty when it is ready."""

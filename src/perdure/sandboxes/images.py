@@ -1,7 +1,7 @@
-"""Images as providers have them: under other names, behind routing tags, from a mirror, pulled once.
+"""Image names as each provider uses them, mirrors and routing tags, and one pull per host.
 
-Owns the names, the lock and the verdict on a refused pull; the engines' commands are the providers'.
-Which image an instance has is said in its row (`perdure.instances.images`).
+Owns the names, the lock around a pull, and what a failed pull means. The providers run the commands
+that pull. A row names the image of its instance (`perdure.instances.images`).
 """
 
 import hashlib
@@ -40,7 +40,8 @@ KEY_VARIABLES = (
 
 PULL_TIMEOUT_S = 1200.0
 LIMIT_PASSES_S = 60.0
-"""Registries count pulls for minutes or hours: asking sooner only adds to the count."""
+"""Seconds to wait after a registry's rate limit. Registries count over minutes or hours, so an earlier
+try only adds to the count."""
 
 NEVER_TO_BE_PULLED = (
     "manifest unknown",
@@ -107,7 +108,7 @@ def _json_object(path: str, variable: str) -> dict[str, Any]:
 
 
 def mirrored(name: str) -> str:
-    """The name to pull, by `PERDURE_SANDBOX__IMAGE_MIRROR`.
+    """The name to pull, after `PERDURE_SANDBOX__IMAGE_MIRROR`.
 
     Example: with `docker.io=mirror.example/hub`, "python:3.11" -> "mirror.example/hub/library/python:3.11"
     """
@@ -131,7 +132,7 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def key_of(name: str) -> str:
-    """A file name for an image."""
+    """The file name that stands for an image."""
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
@@ -141,10 +142,10 @@ async def present(
     find: Callable[[str], Awaitable[str | None]],
     pull: Callable[[str], Awaitable[str]],
 ) -> str:
-    """The id of the image, pulled once however many processes of this host ask for it.
+    """The id of the image. Processes of this host that ask for it at once pull it only once.
 
-    Raises: InstanceError when the registry has no such image for us; ControlPlaneError when it does
-    not answer.
+    Raises: InstanceError when the registry does not have the image or denies it; ControlPlaneError
+    when it does not answer.
     """
     if found := await _found(name, find):
         return found
@@ -160,7 +161,7 @@ async def _found(name: str, find: Callable[[str], Awaitable[str | None]]) -> str
 
 
 def refused(name: str, said: str) -> PerdureError:
-    """What to do about a pull that failed: nothing for this instance, or again."""
+    """The error of a failed pull: InstanceError when it cannot succeed, else one that is retried."""
     words = said.lower()
     if any(word in words for word in TOO_MANY):
         return ControlPlaneError(f"image {name!r}: {said}", retry_after=LIMIT_PASSES_S)

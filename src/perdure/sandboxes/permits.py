@@ -1,7 +1,7 @@
 """Who may start a sandbox of a provider account next: the rules, without clock or network.
 
-A permit is asked for before a sandbox is made and lasts until that sandbox is killed. Who keeps
-this state for all workers, and what the time is, is left to the caller
+A worker asks for a permit before it makes a sandbox, and holds it until that sandbox is killed. The
+caller keeps this state for all workers and passes the time
 (docs/decisions/0010-permits-of-an-account.md).
 """
 
@@ -14,65 +14,66 @@ from perdure.types import AccountCaps, Frozen
 Limit = Literal["rate", "concurrency"]
 
 PACE = 0.8
-"""Part of the configured creates per second that is given out evenly; the rest, saved up at most,
-is for answers that come late and close together, so that no second sees more than the cap."""
+"""Fraction of the configured creates per second that is granted evenly. The rest is the size of the
+burst that may be saved up: answers that arrive late and together still keep below the cap."""
 PAUSE_S = 1.0
-"""After a refusal that names no Retry-After."""
+"""Seconds without a create after a refusal that names no Retry-After."""
 RECOVERY = 0.05
-"""Part of the configured rate that each sandbox started without a refusal gives back."""
+"""Fraction of the configured rate that each sandbox adds to a lowered rate when it starts."""
 PROBE_S = 60.0
-"""So long after a refusal for concurrency one sandbox more is tried."""
+"""Seconds after a refusal for concurrency until one more sandbox is tried."""
 GROWTH = 2
-"""Sandboxes more that are tried for each that came up since then: twice as many at each turn."""
+"""More sandboxes to try for each one that has started since then: the number doubles each time."""
 OVERSHOOT = 4, 0.25
-"""Sandboxes tried at a time beyond those that are up: this many, or this part of them, if more. No
-more than these are ever refused at once."""
+"""The most sandboxes tried at once beyond those that are up: this many, or this fraction of them,
+whichever is more. It bounds how many are refused at once."""
 AHEAD_S = 1200.0
-"""A sandbox booted ahead is gone by then, whatever became of its worker."""
+"""Seconds after which a sandbox booted ahead has ended, even if its worker died."""
 SLOW_S = 120.0
-"""One that boots for longer is nobody's any more, as far as those who wait are concerned."""
+"""A sandbox booted ahead that boots for longer than this may be ended for rollouts that wait."""
 MOST_GRANTS = 200
-"""At a time: Temporal lets a workflow have no more than 2000 messages under way."""
+"""Grants at a time: Temporal allows a workflow at most 2000 pending messages."""
 SLOWEST = 0.05
-"""Creates per second that are tried whatever was refused."""
+"""Creates per second below which refusals do not lower the rate."""
 
 
-class Wish(Frozen):
-    """Somebody who waits. `step` tells one sandbox of a holder from the next."""
+class PermitRequest(Frozen):
+    """A workflow that waits for a permit. `step` tells one sandbox of it from the next."""
 
     holder: str
     run: str
     step: str
     order: int
-    """Who asked first is served first, within its run."""
+    """Within a run, the lowest is served first."""
 
 
 class Permit(Frozen):
-    """A slot of the account. `starting`: its sandbox is being made and has not answered."""
+    """A slot of the account. `starting`: the create of its sandbox has not been answered."""
 
     run: str
     step: str
     starting: bool = True
     first: bool = True
-    """It has no sandbox besides the one being made: a refusal gives the slot back."""
+    """The holder has no other sandbox, so a refusal frees the slot."""
     ahead: str = ""
-    """Provider of a sandbox that is booted ahead, for nobody yet: it gives way to whoever waits."""
+    """Provider of a sandbox that is booted ahead, before a rollout needs it. It is ended when a
+    rollout waits for its slot."""
     since: float = 0.0
-    """When that was begun."""
+    """Unix time at which booting it ahead began."""
 
 
-class Ahead(NamedTuple):
-    """A permit that is to give way."""
+class BootedAhead(NamedTuple):
+    """The permit of a sandbox booted ahead."""
 
     holder: str
     provider: str
 
 
 class AccountState(Frozen):
-    """What outlives a restart of whoever keeps it."""
+    """What the process that keeps the account saves, so that a restart loses nothing."""
 
     caps: AccountCaps = AccountCaps()
-    waiting: tuple[Wish, ...] = ()
+    waiting: tuple[PermitRequest, ...] = ()
     permits: dict[str, Permit] = Field(default_factory=dict)
     asked: int = 0
     rate: float | None = None
@@ -91,20 +92,20 @@ class Account:
 
     def __init__(self, state: AccountState, now: float) -> None:
         self.caps = state.caps
-        self.waiting = {wish.holder: wish for wish in state.waiting}
+        self.waiting = {request.holder: request for request in state.waiting}
         self.permits = dict(state.permits)
         self.asked = state.asked
         self.rate = state.rate
-        """Creates per second that the account is known to take, below its cap; None: the cap."""
+        """Creates per second that the account was seen to accept, when below its cap; None: the cap."""
         self.live = state.live
-        """Sandboxes that the account is known to take, below its cap; None: the cap."""
+        """Live sandboxes that the account was seen to accept, when below its cap; None: the cap."""
         self.growing = state.growing
-        """`live` was tried beyond, and nothing was refused since."""
+        """More than `live` were tried, and none was refused since."""
         self._tokens, self._filled = state.tokens, _known(state.filled, now)
         self._paused_until = _known(state.paused_until, now)
         self._probe_at = _known(state.probe_at, now + PROBE_S)
         self.checked_at = _known(state.checked_at, now)
-        """When holders were looked up last."""
+        """When the caller last checked whether the holders still exist."""
         self._slowed_at = _known(state.slowed_at, now - PAUSE_S)
 
     def state(self) -> AccountState:
@@ -124,25 +125,28 @@ class Account:
             checked_at=self.checked_at,
         )
 
-    # -- what holders say -------------------------------------------------------------------------
+    # -- events from holders ----------------------------------------------------------------------
 
     def ask(self, holder: str, run: str, step: str, caps: AccountCaps) -> bool:
-        """Queue a wish for one sandbox. True: it was granted before, and is again."""
+        """Queue a request for one sandbox. True: it was already granted, so it is granted again."""
         self.caps = caps
         permit = self.permits.get(holder)
         if permit is not None and permit.step == step and permit.starting:
             return True
         if holder not in self.waiting or self.waiting[holder].step != step:
             self.asked += 1
-            self.waiting[holder] = Wish(holder=holder, run=run, step=step, order=self.asked)
+            self.waiting[holder] = PermitRequest(
+                holder=holder, run=run, step=step, order=self.asked
+            )
         return False
 
     def started(self, holder: str) -> None:
         """The sandbox that was granted is up."""
-        permit, wish = self.permits.get(holder), self.waiting.pop(holder, None)
-        if permit is None and wish is not None:
-            # refused, and its worker died before it could wait: the next one did not know
-            permit = Permit(run=wish.run, step=wish.step)
+        permit, request = self.permits.get(holder), self.waiting.pop(holder, None)
+        if permit is None and request is not None:
+            # Its worker died after a refusal, before it waited. The next worker did not know of the
+            # refusal and made the sandbox.
+            permit = Permit(run=request.run, step=request.step)
         if permit is None or not permit.starting:
             return
         self.permits[holder] = permit.model_copy(update={"starting": False})
@@ -153,7 +157,7 @@ class Account:
             self.rate = rate if fastest is None or rate < fastest else None
 
     def refused(self, holder: str, limit: Limit, retry_after: float | None, now: float) -> None:
-        """The provider answered 429: the wish stands again, before all that came later."""
+        """The provider answered 429: queue the request again, ahead of all later ones."""
         permit = self.permits.get(holder)
         if permit is None or not permit.starting:
             return
@@ -162,7 +166,9 @@ class Account:
         else:
             self.permits[holder] = permit.model_copy(update={"starting": False})
         if not permit.ahead:
-            self.waiting[holder] = Wish(holder=holder, run=permit.run, step=permit.step, order=0)
+            self.waiting[holder] = PermitRequest(
+                holder=holder, run=permit.run, step=permit.step, order=0
+            )
         if limit == "concurrency":
             self.live, self.growing = self._up(), False
             self._probe_at = now + (retry_after or PROBE_S)
@@ -171,27 +177,27 @@ class Account:
             self._slow_down(now)
 
     def release(self, holder: str) -> None:
-        """Its sandbox is gone, or it does not want one any more."""
+        """The holder's sandbox is gone, or the holder no longer needs one."""
         self.waiting.pop(holder, None)
         self.permits.pop(holder, None)
 
     # -- sandboxes that are booted ahead ------------------------------------------------------------
 
     def has_room(self, now: float) -> bool:
-        """One may be booted ahead: nobody waits, and nothing stands against it. Changes nothing."""
+        """Whether a sandbox may be booted ahead: no request waits and no cap is reached. Changes nothing."""
         if self.waiting or self._starting_is_full() or self._is_full() or now < self._paused_until:
             return False
         return self._speed() is None or self._tokens_at(now) >= 1
 
     def reserve(self, holder: str, provider: str, now: float) -> None:
-        """A sandbox is being booted ahead, on a slot of its own."""
+        """Give a slot to a sandbox that is booted ahead."""
         self._refill(now)
         if self._speed() is not None:
             self._tokens -= 1
         self.permits[holder] = Permit(run="", step="", ahead=provider, since=now)
 
-    def stands(self, holder: str, provider: str, now: float) -> None:
-        """It is up; known again where it was thought to be gone."""
+    def ahead_started(self, holder: str, provider: str, now: float) -> None:
+        """The sandbox booted ahead is up. It gets a slot again if the account had forgotten it."""
         if holder in self.permits:
             self.started(holder)
         else:
@@ -199,43 +205,45 @@ class Account:
                 run="", step="", starting=False, ahead=provider, since=now
             )
 
-    def taken(self, holder: str, by: str, run: str, step: str) -> None:
-        """It is a rollout's now, and so is its slot; what that one held or wished is settled."""
+    def hand_over(self, holder: str, by: str, run: str, step: str) -> None:
+        """A rollout took the sandbox booted ahead: its slot replaces what `by` held or requested."""
         self.permits.pop(holder, None)
         self.waiting.pop(by, None)
         self.permits[by] = Permit(run=run, step=step, starting=False)
 
-    def giving_way(self, now: float) -> list[Ahead]:
-        """Those to be ended for others who wait: who ended one says `release`."""
+    def to_end(self, now: float) -> list[BootedAhead]:
+        """Sandboxes booted ahead to end because requests wait. The caller ends each, then calls `release`."""
         if not self._is_wanted():
             return []
         most = sum(holder not in self.permits for holder in self.waiting)
         found = [
-            Ahead(holder, permit.ahead)
+            BootedAhead(holder, permit.ahead)
             for holder, permit in self.permits.items()
             if permit.ahead and (not permit.starting or now - permit.since > SLOW_S)
         ]
         return found[:most]
 
-    # -- what the keeper does ---------------------------------------------------------------------
+    # -- calls of the workflow ---------------------------------------------------------------------
 
-    def grants(self, now: float) -> list[Wish]:
-        """Those who may start a sandbox now, up to MOST_GRANTS of them."""
+    def grants(self, now: float) -> list[PermitRequest]:
+        """Requests whose holders may start a sandbox now, at most MOST_GRANTS."""
         self._forget_old(now)
         self._refill(now)
         self._probe(now)
-        granted: list[Wish] = []
-        while len(granted) < MOST_GRANTS and (wish := self._next(now)) is not None:
-            del self.waiting[wish.holder]
-            held = self.permits.get(wish.holder)
-            self.permits[wish.holder] = Permit(run=wish.run, step=wish.step, first=held is None)
+        granted: list[PermitRequest] = []
+        while len(granted) < MOST_GRANTS and (request := self._next(now)) is not None:
+            del self.waiting[request.holder]
+            held = self.permits.get(request.holder)
+            self.permits[request.holder] = Permit(
+                run=request.run, step=request.step, first=held is None
+            )
             if self._speed() is not None:
                 self._tokens -= 1
-            granted.append(wish)
+            granted.append(request)
         return granted
 
     def wake_in(self, now: float) -> float | None:
-        """Seconds until `grants` may have more to give without anybody saying anything."""
+        """Seconds until `grants` may grant more even if no event arrives; None: only an event helps."""
         if not self.waiting:
             return None
         moments = [self._paused_until]
@@ -248,7 +256,7 @@ class Account:
         return max(0.0, max(moments) - now)
 
     def longest_unchecked(self, most: int) -> list[str]:
-        """Up to `most` holders; the next call names others first."""
+        """Up to `most` holders, those first whose last check is longest ago."""
         chosen = [holder for holder, permit in self.permits.items() if not permit.ahead][:most]
         for holder in chosen:
             self.permits[holder] = self.permits.pop(holder)
@@ -259,20 +267,20 @@ class Account:
         return not self.waiting and not self.permits
 
     def _forget_old(self, now: float) -> None:
-        """Booted ahead by a worker that died: by now their provider has ended them."""
+        """Forget what a dead worker booted ahead: its provider has ended it by now."""
         for holder, permit in list(self.permits.items()):
             if permit.ahead and now - permit.since > AHEAD_S:
                 del self.permits[holder]
 
     def _probe(self, now: float) -> None:
-        """One sandbox more, some time after a refusal, where it is wanted."""
+        """Raise the limit by one if a request waits and the last refusal is long enough ago."""
         if self.live is None or now < self._probe_at or not self._is_wanted():
             return
         self.growing, self._probe_at = True, now + PROBE_S
         self._learn(self.live + 1)
 
     def _grow(self) -> None:
-        """A sandbox came up: the account takes what is up, and perhaps more."""
+        """A sandbox came up: the account accepts as many as are up now, and perhaps more."""
         if self.live is None:
             return
         up = self._up()
@@ -285,27 +293,32 @@ class Account:
         self.live = None if known else live
 
     def _is_wanted(self) -> bool:
-        """Somebody waits for a slot that the account does not have."""
+        """Whether a request waits only because the account is full."""
         return self._is_full() and any(holder not in self.permits for holder in self.waiting)
 
-    def _next(self, now: float) -> Wish | None:
+    def _next(self, now: float) -> PermitRequest | None:
         if now < self._paused_until or (self._speed() is not None and self._tokens < 1):
             return None
         return self._candidate()
 
-    def _candidate(self) -> Wish | None:
-        """Who holds a slot already goes first; else the run with the fewest slots, then the oldest."""
+    def _candidate(self) -> PermitRequest | None:
+        """The next request to grant: of a holder with a slot, then of the run with the fewest slots, then
+        the oldest."""
         if self._starting_is_full():
             return None
         full = self._is_full()
         held: dict[str, int] = {}
         for permit in self.permits.values():
             held[permit.run] = held.get(permit.run, 0) + 1
-        able = [wish for wish in self.waiting.values() if wish.holder in self.permits or not full]
+        able = [
+            request
+            for request in self.waiting.values()
+            if request.holder in self.permits or not full
+        ]
         return min(able, key=lambda w: self._rank(w, held), default=None)
 
-    def _rank(self, wish: Wish, held: dict[str, int]) -> tuple[bool, int, int]:
-        return wish.holder not in self.permits, held.get(wish.run, 0), wish.order
+    def _rank(self, request: PermitRequest, held: dict[str, int]) -> tuple[bool, int, int]:
+        return request.holder not in self.permits, held.get(request.run, 0), request.order
 
     def _starting_is_full(self) -> bool:
         most = self.caps.starting
@@ -320,7 +333,7 @@ class Account:
         return sum(not permit.starting for permit in self.permits.values())
 
     def _speed(self) -> float | None:
-        """Creates per second to give out; None: no limit is set or known."""
+        """Creates per second to grant; None: no limit is set or known."""
         if self.caps.creates_per_s is None:
             return self.rate
         pace = PACE * self.caps.creates_per_s
@@ -336,7 +349,7 @@ class Account:
         return min(most, self._tokens + (now - self._filled) * speed)
 
     def _slow_down(self, now: float) -> None:
-        """Halved once for the refusals of one burst."""
+        """Halve the rate, once for all refusals of a burst."""
         if now - self._slowed_at < PAUSE_S:
             return
         self._slowed_at, self._tokens = now, 0.0

@@ -1,6 +1,6 @@
-"""The sweep that ends sandboxes nobody owns any more.
+"""The sweep that kills sandboxes without an owner.
 
-Owns the rules; when it runs, and how an owner is looked up, is the caller's business.
+Owns the rules. The caller decides when it runs and how it looks up an owner.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -20,13 +20,13 @@ OwnerIsAlive = Callable[[SandboxInfo], Awaitable[bool]]
 
 @dataclass(frozen=True)
 class SweepReport:
-    """What one sweep did. `found` = kept + killed + failed."""
+    """What one sweep did: `found` is the sum of the other three."""
 
     found: int = 0
     kept: int = 0
     killed: int = 0
     failed: int = 0
-    """Sandboxes that could not be killed or judged this time, and providers that did not answer."""
+    """Sandboxes that could not be killed or checked, and providers that did not answer."""
 
 
 async def sweep(
@@ -38,8 +38,8 @@ async def sweep(
 ) -> SweepReport:
     """Kill what has expired, and orphans older than `grace_s` (longer than the slowest create).
 
-    A sandbox without owner labels is not ours to judge: only its own deadline ends it. One that
-    cannot be killed does not keep the others alive. `now`: unix seconds.
+    A sandbox without owner labels ends only by its own deadline. If one cannot be killed, the sweep
+    goes on with the others. `now`: unix seconds.
     """
     fates: list[str] = []
     for provider in providers:

@@ -321,7 +321,7 @@ def stocked(standing: int, caps: AccountCaps) -> Account:
     for number in range(standing):
         assert one.has_room(0.0)
         one.reserve(f"ready/{number}", "e2b", 0.0)
-        one.stands(f"ready/{number}", "e2b", 0.0)
+        one.ahead_started(f"ready/{number}", "e2b", 0.0)
     return one
 
 
@@ -349,7 +349,7 @@ def test_whoever_takes_one_has_its_slot() -> None:
     """A ready sandbox's permit passes on: its taker holds one, waits for none, and gives it back."""
     one = stocked(1, AccountCaps(live=1))
     ask(one, "a", caps=AccountCaps(live=1))
-    one.taken("ready/0", "a", "r", "1-agent")
+    one.hand_over("ready/0", "a", "r", "1-agent")
     held = (list(one.permits), list(one.waiting))
     one.release("a")
 
@@ -359,9 +359,9 @@ def test_whoever_takes_one_has_its_slot() -> None:
 def test_ready_ones_give_way_on_a_full_account() -> None:
     """As many as wait and no more, and only where the account is full; the slot goes to who waits."""
     one = stocked(3, AccountCaps(live=3))
-    before = one.giving_way(0.0)
+    before = one.to_end(0.0)
     ask(one, "a", caps=AccountCaps(live=3))
-    (leaving,) = one.giving_way(0.0)
+    (leaving,) = one.to_end(0.0)
     one.release(leaving.holder)
 
     assert (before, leaving, names(one, 0.0)) == ([], ("ready/0", "e2b"), ["a"])
@@ -372,9 +372,9 @@ def test_one_that_boots_gives_way_only_when_it_is_late() -> None:
     one = Account(AccountState(caps=AccountCaps(live=1)), 0.0)
     one.reserve("ready/0", "e2b", 0.0)
     ask(one, "a", caps=AccountCaps(live=1))
-    early, late = one.giving_way(SLOW_S), one.giving_way(SLOW_S + 1)
+    early, late = one.to_end(SLOW_S), one.to_end(SLOW_S + 1)
     one.release("ready/0")
-    one.stands("ready/0", "e2b", SLOW_S + 2)
+    one.ahead_started("ready/0", "e2b", SLOW_S + 2)
 
     assert (early, len(late), list(one.permits)) == ([], 1, ["ready/0"])
 

@@ -1,6 +1,6 @@
-"""The folder of one sandbox on this host: what it is, until when, who keeps it, what ran in it.
+"""The folder of one sandbox on this host: its spec, deadline, processes and commands.
 
-Owns names, the lock and the reading of its state. Booting and killing are the provider's.
+Owns the files' names and formats. `provider` boots a sandbox, `teardown` kills it.
 """
 
 import json
@@ -21,7 +21,7 @@ DRAFT = ".draft-"
 
 @dataclass(frozen=True)
 class BoxMeta:
-    """Written once, before anything is booted, so that whatever exists can be found and killed."""
+    """Written once, before the boot, so that every process and cgroup can be found and killed."""
 
     provider: str
     identity: str
@@ -32,15 +32,15 @@ class BoxMeta:
     output_mb: int
     disk_mb: int
     groups: tuple[str, ...] = ()
-    """Cgroups of this sandbox, to be removed with it."""
+    """Cgroups of this sandbox; they are removed with it."""
     exec_groups: str | None = None
-    """Cgroup under which each command gets its own."""
+    """The cgroup under which each command gets one of its own."""
     enforced: Mapping[str, str] = field(default_factory=dict)
-    """Limit -> mechanism in force."""
+    """Limit -> the mechanism that enforces it."""
     farewell: tuple[str, ...] = ()
-    """Command that has others forget it, run once its processes are over."""
+    """Command that removes it from other programs' records, run when its processes are over."""
     paths: Mapping[str, str] = field(default_factory=dict)
-    """Path as the spec names it -> host path, where the sandbox has no view of its own."""
+    """Path in the spec -> host path, for sandboxes without a mount namespace."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Box:
 
     @property
     def ready(self) -> bool:
-        """Booted to the end once; a folder without it was never handed out."""
+        """The boot finished once. A folder that is not ready was handed to no caller."""
         return (self.path / "ready").exists()
 
     @property
@@ -68,13 +68,13 @@ class Box:
 
     @property
     def holder(self) -> ProcessId | None:
-        """Pid 1 of its namespaces; None for a sandbox without any, and until it has booted."""
+        """Pid 1 of its namespaces; None if it has no namespaces, or has not booted yet."""
         process = read_process_id(self.path / "ready")
         return process if process is not None and process.pid else None
 
     @property
     def processes(self) -> tuple[ProcessId | None, ...]:
-        """What it lives by: its keeper and, where namespaces are held, its holder."""
+        """The processes it needs to be alive: its keeper and, if it has namespaces, its holder."""
         holder = self.holder
         return (self.keeper,) if holder is None else (self.keeper, holder)
 
@@ -84,12 +84,12 @@ class Box:
 
     @property
     def gateway_url(self) -> str | None:
-        """Where the forwarder listens, as seen by the sandbox's commands."""
+        """Where the forwarder listens, seen from inside."""
         port = (self.path / "ready").read_text().split()[2]
         return None if port == "-" else f"http://127.0.0.1:{port}"
 
     def lay_out(self, meta: BoxMeta, ttl_s: float) -> None:
-        """Make the folder at once and whole."""
+        """Make the folder complete, by rename."""
         draft = self.path.parent / f"{DRAFT}{uuid4().hex}"
         draft.mkdir(mode=0o700, parents=True)
         for name in ("disk", "execs"):
@@ -117,7 +117,7 @@ class Box:
         return ExecRecord(self.path / "execs" / exec_id)
 
     def request(self, exec_id: str, timeout_s: float | None) -> None:
-        """Ask the keeper to run it. Raises OSError when there is no keeper."""
+        """Ask the keeper to run the command. Raises OSError when there is no keeper."""
         line = f"{exec_id} {'-' if timeout_s is None else f'{timeout_s:.3f}'}\n"
         pipe = os.open(self.path / "requests", os.O_WRONLY | os.O_NONBLOCK)
         try:

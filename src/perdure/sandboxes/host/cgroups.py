@@ -1,7 +1,7 @@
-"""Limits by cgroups v1 or v2 where this process may write them; says where it may not.
+"""Limits by cgroups v1 or v2, as far as this process may write them.
 
-A sandbox gets one group per controller, and under one of them a group per command, so that a
-command's whole tree can be killed whatever it forked. Without cgroups, prlimit is what remains.
+A sandbox gets one group per controller. Below one of them each command gets a group of its own, so
+that its whole tree can be killed, whatever it forked. Without cgroups only prlimit remains.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True)
 class Hierarchies:
-    """Where a group of ours can be made: controller -> parent folder. `unified` is v2 itself."""
+    """Where we can make a group: controller -> parent folder for v1, and the parent folder of v2."""
 
     v1: Mapping[str, Path] = field(default_factory=dict)
     v2: Path | None = None
@@ -37,14 +37,14 @@ class Plan:
     folders: tuple[Path, ...] = ()
     exec_groups: Path | None = None
     joins: tuple[Path, ...] = ()
-    """`cgroup.procs` files that every command joins."""
+    """The `cgroup.procs` files that every command joins."""
     oom_file: Path | None = None
     writes: tuple[tuple[Path, str], ...] = ()
     enforced: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan(box: Path, limits: Limits, found: Hierarchies | None = None) -> Plan:
-    """Which groups enforce `limits` for the sandbox in folder `box`, by what this host allows."""
+    """The groups that enforce `limits` for the sandbox in folder `box`, as far as this host allows."""
     found = found or _hierarchies()
     name = group_name(box)
     if {"memory", "pids", "cpu"} <= found.v2_controllers and found.v2 is not None:
@@ -53,7 +53,7 @@ def plan(box: Path, limits: Limits, found: Hierarchies | None = None) -> Plan:
 
 
 def group_name(box: Path) -> str:
-    """Two homes on one host may hold the same identity, so the folder is part of the name."""
+    """The folder is part of the name, because two homes on one host may have the same identity."""
     return f"perdure-{box.name}-{hashlib.sha256(os.fsencode(box)).hexdigest()[:8]}"
 
 
@@ -100,7 +100,7 @@ def _v1_plan(found: Hierarchies, name: str, limits: Limits) -> Plan:
 
 
 def make(plan: Plan) -> None:
-    """Make the groups and set their limits. A kernel without swap accounting lacks those files."""
+    """Make the groups and set their limits. A kernel without swap accounting lacks the swap files."""
     for folder in plan.folders:
         folder.mkdir(exist_ok=True)
     for path, value in plan.writes:
@@ -111,7 +111,7 @@ def make(plan: Plan) -> None:
 
 
 def members(group: Path) -> list[int]:
-    """Pids in the group and below it."""
+    """Pids in the group and in the groups below it."""
     found: list[int] = []
     for folder, _, _ in os.walk(group):
         with contextlib.suppress(OSError):
@@ -120,12 +120,12 @@ def members(group: Path) -> list[int]:
 
 
 def kill(group: Path) -> None:
-    """SIGKILL everything in the group and below it, and whatever that forks meanwhile."""
+    """SIGKILL every process in the group and below it, including those it forks meanwhile."""
     try:
         (group / "cgroup.kill").write_text("1")
         return
     except OSError as error:
-        # v1, or a kernel before 5.14: the file cannot be made; or the group was removed this moment
+        # v1 or a kernel before 5.14 (the file cannot be made), or the group was just removed
         if error.errno not in (errno.EACCES, errno.ENOENT, errno.ENODEV):
             raise
     while pids := [pid for pid in members(group) if not _is_zombie(pid)]:
@@ -142,7 +142,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 async def remove(folders: Iterable[Path]) -> None:
-    """Remove the groups; one whose last process is still exiting is busy for a moment."""
+    """Remove the groups. A group is busy for a moment while its last process exits."""
     for folder in folders:
         pause = 0.001
         while not _removed(folder) and pause < 2:
@@ -154,7 +154,7 @@ def _removed(folder: Path) -> bool:
     try:
         children = [entry.path for entry in os.scandir(folder) if entry.is_dir()]
         for child in children:
-            with contextlib.suppress(FileNotFoundError):  # its keeper may remove it, too
+            with contextlib.suppress(FileNotFoundError):  # its keeper may remove it too
                 os.rmdir(child)
         folder.rmdir()
     except FileNotFoundError:
@@ -168,7 +168,7 @@ def _removed(folder: Path) -> bool:
 
 
 def _hierarchies() -> Hierarchies:
-    """Read anew each time: it costs little, and a worker may be moved while it runs."""
+    """Read each time: it is cheap, and a running worker may be moved to another group."""
     own = _own_groups(Path("/proc/self/cgroup").read_text())
     v1: dict[str, Path] = {}
     v2: Path | None = None
@@ -195,7 +195,7 @@ def _own_groups(text: str) -> dict[str, str]:
 
 
 def _writable(base: Path, group: str) -> Path | None:
-    """The process's own group, or the hierarchy's root where a container hides that path."""
+    """The process's own group, or the hierarchy's root if a container hides that path."""
     for folder in (base / group.lstrip("/"), base):
         if folder.is_dir():
             return folder if os.access(folder, os.W_OK) else None
@@ -203,7 +203,7 @@ def _writable(base: Path, group: str) -> Path | None:
 
 
 def _writable_v2(base: Path, group: str) -> Path | None:
-    """A v2 group with processes cannot hand controllers to children: go up to one without."""
+    """A v2 group with processes cannot delegate controllers: go up to a group without processes."""
     folder = _writable(base, group)
     if folder is None:
         return None

@@ -1,7 +1,7 @@
 """Connects to a port in a sandbox's network namespace, from the host.
 
-A socket belongs to the namespace it was made in, wherever it is used: a short-lived child enters,
-connects, and hands the socket out.
+A socket stays in the namespace it was made in. So a short-lived child enters the namespace, connects,
+and passes the socket to this process.
 """
 
 import asyncio
@@ -19,10 +19,11 @@ _CHILD = (
     "from perdure.sandboxes.host.keeper.dialler import connect_and_hand_out as out; out(*sys.argv[2:])"
 )
 LIMIT = 1 << 20
+"""Bytes that the stream reader buffers."""
 
 
 async def dial_into(holder: ProcessId, port: int) -> PortStream:
-    """Raises: OSError when nobody listens there, or the sandbox is gone."""
+    """Raises: OSError when no process listens there, or the sandbox is gone."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         python, channel = os.path.realpath(sys.executable), str(theirs.fileno())
@@ -32,7 +33,7 @@ async def dial_into(holder: ProcessId, port: int) -> PortStream:
             stderr=asyncio.subprocess.DEVNULL,
         )
         if await child.wait() != 0 or not is_alive(holder):
-            raise ConnectionRefusedError(f"nobody answers at port {port} of the sandbox")
+            raise ConnectionRefusedError(f"no process answers at port {port} of the sandbox")
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
     connected = socket.socket(fileno=descriptors[0])
     connected.setblocking(False)

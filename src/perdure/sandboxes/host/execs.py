@@ -1,11 +1,11 @@
-"""The durable record of one command: one folder on the host, outside the sandbox's reach.
+"""The durable record of one command: a folder on the host that the sandbox cannot reach.
 
 Written by `Sandbox.start` (run, in), the launcher (out, err) and the keeper (pid, cause).
 
     no folder                   never started
     pid has a second line       over: exited or killed, as the kernel told the keeper
     pid names a live process    running
-    neither                     about to start, or about to be over; lost when its keeper is
+    neither                     about to start or about to end; lost if its keeper is dead
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.process import ProcessId, is_alive, read_process_id
 
 LAUNCH_GRACE_S = 10.0
-"""A command whose keeper has not picked it up after this long never will."""
+"""Seconds after which a command that its keeper has not started counts as lost."""
 
 _RESULT = re.compile(
     r"(?P<how>exit|signal) (?P<number>\d+)(?: oom=(?P<ooms>\d+))?(?P<gone> sandbox=gone)? (?P<time>[\d.]+)"
@@ -45,9 +45,9 @@ class ExecRecord:
         return self.path.is_dir()
 
     def prepare(self, argv: Sequence[str], run: bytes, token: str, stdin: bytes | None) -> None:
-        """Make the folder at once and whole; a known exec id must carry the same argv.
+        """Make the folder complete, by rename.
 
-        Raises: ConfigurationError when it does not.
+        Raises: ConfigurationError when the exec id is known with another argv.
         """
         digest = argv_digest(argv)
         draft = self.path.with_name(f".{uuid4().hex}")
@@ -69,12 +69,12 @@ class ExecRecord:
 
     @property
     def process(self) -> ProcessId | None:
-        """The command's first process, on this host; its result follows its end at once."""
+        """The command's first process. The keeper writes the result as soon as it ends."""
         return read_process_id(self.path / "pid")
 
     @property
     def group(self) -> Path | None:
-        """The command's own cgroup, where there is one."""
+        """The command's own cgroup, if it has one."""
         fields = (self.path / "pid").read_text().split()
         return Path(fields[2]) if fields[2] != "-" else None
 
@@ -88,7 +88,7 @@ class ExecRecord:
             return file.readline().decode().split()[1:]
 
     def claim_cause(self, cause: KillCause) -> None:
-        """Say why it will be killed; the first cause stays."""
+        """Write why it will be killed. The first cause stays."""
         with contextlib.suppress(FileExistsError), open(self.path / "cause", "x") as file:
             file.write(f"{cause}\n")
 
@@ -113,10 +113,10 @@ class ExecRecord:
         process = self.process
         if is_alive(process) or (process is None and not self._abandoned()):
             return ExecStatus(ExecState.RUNNING)
-        return self._over() or ExecStatus(ExecState.LOST)  # it may have ended in between
+        return self._over() or ExecStatus(ExecState.LOST)  # it may have ended since
 
     def _abandoned(self) -> bool:
-        """True once it can never run any more: then we hold the guard, or its taker died."""
+        """Whether it can never run. We make the `pid` file, so that no keeper starts it any more."""
         if time.time() - self.path.stat().st_mtime < LAUNCH_GRACE_S:
             return False
         with contextlib.suppress(FileExistsError), open(self.path / "pid", "x") as file:
@@ -124,7 +124,7 @@ class ExecRecord:
         return True
 
     def _over(self) -> ExecStatus | None:
-        """Two whole lines: who ran, and how it ended."""
+        """Needs two complete lines: the process, and how it ended."""
         lines = procfs.read(f"{self.path}/pid").decode().split("\n")
         if len(lines) < 3:
             return None
@@ -138,8 +138,8 @@ class ExecRecord:
     def _verdict(self, result: re.Match[str], oom: bool, seconds: float) -> ExecStatus:
         number, claimed = int(result["number"]), self._claimed_cause()
         exited = result["how"] == "exit"
-        # a shell reports its child's death by oom as its own exit code; too much output is cut
-        # off, however the command then ended
+        # A shell reports that its child died of out of memory as its own exit code. Too much output
+        # counts as killed, however the command ended.
         hidden = claimed == "output" or (oom and number == 128 + signal.SIGKILL)
         if exited and not hidden:
             return ExecStatus(ExecState.EXITED, code=number, seconds=seconds)

@@ -1,7 +1,7 @@
-"""Reading and writing files below a root that hostile code controls.
+"""Reads and writes files below a root that hostile code controls.
 
-Paths are resolved by the kernel inside that root (openat2): a symlink to /etc/shadow means the
-root's own /etc/shadow. FIFOs and devices are refused, so nothing in there can block a worker.
+The kernel resolves paths inside that root (openat2): a symlink to /etc/shadow means the /etc/shadow
+below that root. FIFOs and devices are refused, because they could block a worker.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from uuid import uuid4
 from perdure.errors import Boundary, ConfigurationError, NotFound, RetryHere
 
 INLINE_BYTES = 1 << 18
-"""Below this a copy is done on the event loop: quicker than a thread."""
+"""Bytes up to which a copy runs on the event loop, which is quicker than a thread."""
 
 _OPENAT2 = 437
 _RESOLVE_NO_MAGICLINKS = 0x02
@@ -80,9 +80,9 @@ def _read_at(file: BinaryIO, offset: int, size: int) -> bytes:
 
 
 async def write_file(root: Path, path: str, data: bytes | Path, mode: int) -> None:
-    """Write beside the target, check the size, rename. Parents are made.
+    """Write beside the target, check the size, rename. Makes parent folders.
 
-    Raises: ConfigurationError when the sandbox has no room or the place is read-only.
+    Raises: ConfigurationError when the disk is full or the folder is read-only.
     """
     if isinstance(data, bytes) and len(data) <= INLINE_BYTES:
         _write_file(root, path, data, mode)
@@ -140,7 +140,7 @@ def _write_in(folder: int, name: str, data: bytes | Path, mode: int) -> None:
 
 
 def _copy(data: bytes | Path, sink: int) -> int:
-    """Copy all of it; the number of bytes the source holds."""
+    """Copy everything. Returns the size of the source in bytes."""
     if isinstance(data, bytes):
         view = memoryview(data)
         while view:

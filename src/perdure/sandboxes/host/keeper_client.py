@@ -1,4 +1,4 @@
-"""The worker's side of its keepers: the zygote they are forked from, and their orders."""
+"""The worker's side of keepers: starts the zygote that forks them, and sends each its order."""
 
 import asyncio
 import atexit
@@ -24,24 +24,24 @@ _ROOM_FOR_A_PATH = 4096 + 64
 _DEFAULT_SIGNALS = [
     signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGQUIT, signal.SIGTERM, signal.SIGXFSZ
 ]  # fmt: skip
-"""What a worker may ignore (Python itself ignores two of them) must not be ignored in commands."""
+"""Reset in the zygote: a worker may ignore these (Python itself ignores two), commands must not."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """How the keeper boots pid 1 of a sandbox's namespaces."""
+    """How the keeper boots the holder, pid 1 of a sandbox's namespaces."""
 
     argv: tuple[str, ...]
-    """Writes its pid to descriptor 3 and `up` to 1; reads a system-call filter from 4; ends when
-    descriptor 0 does."""
+    """Its command. It writes its pid to descriptor 3 and `up` to 1, reads a system-call filter from 4,
+    and exits at the end of descriptor 0."""
     disk: str
-    """Options of the tmpfs at `disk`; empty: `argv` mounts it, and the overlays."""
+    """Mount options of the tmpfs at `disk`; empty: `argv` mounts it and the overlays."""
     overlay: str | None
-    """Options of the overlay at `disk/tree`."""
+    """Mount options of the overlay at `disk/tree`."""
     root: str | None = None
-    """Options of the overlay at `disk/root`, for what makes its own root folder of it."""
+    """Mount options of the overlay at `disk/root`, if `argv` uses that as its root folder."""
     pid_file: str | None = None
-    """Where its pid is written instead of to descriptor 3."""
+    """The file its pid is written to instead of descriptor 3."""
 
 
 async def start_keeper(
@@ -50,19 +50,19 @@ async def start_keeper(
     holder: Holder | None = None,
     gateway: tuple[int, Path] | None = None,
     *,
-    as_root_of_own: bool = False,
+    in_own_users: bool = False,
 ) -> None:
-    """Have a keeper forked, detached, and wait until it takes commands.
+    """Fork a detached keeper and wait until it takes commands.
 
-    `as_root_of_own`: in a user namespace of its own, where it may mount. `gateway`: the port to
-    listen on (0: any) and the socket to carry connections to.
+    `in_own_users`: it becomes root of its own user namespace, where it may mount. `gateway`: the
+    port to listen on (0: any) and the unix socket to connect to.
 
-    Raises: RetryHere with the last words of the boot, when it does not.
+    Raises: RetryHere with the last lines of its log, when it does not boot.
     """
     cgroups.make(plan)
     order = {
         "box": str(box.path),
-        "own_users": as_root_of_own,
+        "own_users": in_own_users,
         "joins": [str(path) for path in plan.joins],
         "groups": str(plan.exec_groups) if plan.exec_groups else None,
         "folders": [str(path) for path in plan.folders],
@@ -85,7 +85,7 @@ async def start_keeper(
 
 
 async def _converse(line: socket.socket, order: bytes) -> bytes:
-    """Give the order; up to the first newline, or what came before the end or the timeout."""
+    """Send the order. Returns the answer up to its newline, or what came before the end or timeout."""
     loop = asyncio.get_running_loop()
     line.setblocking(False)
     said = b""
@@ -101,7 +101,7 @@ async def _converse(line: socket.socket, order: bytes) -> bytes:
 
 
 class _Zygote:
-    """The warm process. A fork of the worker is another worker, maybe another user: it gets its own."""
+    """The warm process. A fork of the worker starts its own: it may run as another user."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -128,11 +128,11 @@ class _Zygote:
 
 
 _zygotes: list[_Zygote] = []
-"""None or one."""
+"""Empty, or the one of this process."""
 
 
 def _fork_keeper(line: int) -> None:
-    """Started on demand, and once more when it was killed."""
+    """Ask the zygote to fork. Starts one if there is none, and again if it was killed."""
     try:
         socket.send_fds(_our_zygote().channel, [b"k"], [line])
     except ConnectionError:

@@ -1,7 +1,4 @@
-"""Processes of this host, told apart from later ones that reuse their pid.
-
-Owns pidfds; `procfs` reads /proc. Which process matters, and why, is the caller's business.
-"""
+"""Processes of this host, told apart from later ones that reuse their pid. Owns pidfds."""
 
 import asyncio
 import contextlib
@@ -14,20 +11,20 @@ from perdure.sandboxes.host import procfs
 
 
 class ProcessId(NamedTuple):
-    """A pid and its start time in clock ticks since boot: together unique."""
+    """A pid and its start time in clock ticks since boot. Together they are unique."""
 
     pid: int
     started: int
 
     @property
     def alive(self) -> bool:
-        """While this very process runs; a zombie only waits for its parent to look."""
+        """Whether this process still runs. A zombie does not."""
         fields = procfs.stat(self.pid)
         return bool(fields) and fields[0] not in b"ZX" and int(fields[19]) == self.started
 
 
 def read_process_id(path: Path) -> ProcessId | None:
-    """What the keeper wrote as `pid started ...`; None while it is absent or half written."""
+    """What the keeper wrote as `pid started ...`; None while the file is absent or incomplete."""
     text = procfs.read(str(path))
     if not text.endswith(b"\n"):
         return None
@@ -40,7 +37,7 @@ def is_alive(process: ProcessId | None) -> bool:
 
 
 def kill_process(process: ProcessId | None, signum: int) -> None:
-    """Signal this very process, or nobody."""
+    """Signal this process; if it has ended, no process gets the signal."""
     if process is None or not is_alive(process):
         return
     with contextlib.suppress(ProcessLookupError):
@@ -53,7 +50,7 @@ def kill_process(process: ProcessId | None, signum: int) -> None:
 
 
 async def ended(process: ProcessId, timeout_s: float) -> bool:
-    """Wait, without polling, until the process is over (True) or `timeout_s` has passed."""
+    """Wait, without polling, until the process ends (True) or `timeout_s` has passed."""
     if not process.pid:
         return True
     try:
@@ -79,6 +76,6 @@ def _set(over: "asyncio.Future[None]") -> None:
 
 
 def reap(pid: int) -> None:
-    """Collect a child of ours that has ended, so that it leaves no zombie."""
+    """Collect a child of this process that has ended, so that it leaves no zombie."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)

@@ -1,10 +1,10 @@
-"""What /proc tells about processes of this host. Imports next to nothing: keepers use it too."""
+"""Reads /proc about processes of this host. Imports almost nothing, because keepers use it too."""
 
 import os
 
 
 def read(path: str) -> bytes:
-    """At most a page, without the cost of file objects: this is what waiting is made of."""
+    """At most 4096 bytes, without a file object: waiting for a command calls this often."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
@@ -18,19 +18,19 @@ def read(path: str) -> bytes:
 
 
 def stat(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat from the third (the state) on; empty when it is gone."""
+    """The fields of /proc/PID/stat from the third (the state) on; empty if the process is gone."""
     text = read(f"/proc/{pid}/stat")
     return text[text.rfind(b")") + 2 :].split()
 
 
 def started_at(pid: int) -> int:
-    """Start time of a process, in clock ticks since boot; 0 when it is gone."""
+    """Start time of a process, in clock ticks since boot; 0 if it is gone."""
     fields = stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def marked(marker: bytes) -> list[int]:
-    """Pids whose environment holds exactly this `NAME=value`."""
+    """Pids of processes whose environment has exactly this `NAME=value`."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and _holds(name, marker)]
 
 

@@ -1,6 +1,6 @@
-"""What sandboxes on this host share: the keeper, durable commands, adoption, killing.
+"""What sandboxes on this host share: commands run by a keeper, with durable records.
 
-`local` and `bubblewrap` add how a tree appears, how a command enters, and how files are reached.
+`local` and `namespaces` add where commands start and how files are read and written.
 """
 
 import asyncio
@@ -37,12 +37,14 @@ from perdure.sandboxes.locks import locked
 Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 RESULT_S = 1.0
+"""Longest pause while waiting for the keeper to write the result of a command that has ended."""
 OUTPUT_CHECK_S = 0.5
+"""How often `wait` looks whether a running command has written too much."""
 OPEN_FILES = 1 << 16
 
 
 def _lost_with_its_folder(method: Method) -> Method:
-    """Another process may kill the sandbox at any moment, and its folder goes away."""
+    """Raise SandboxLost when the folder vanishes: another process may kill the sandbox at any time."""
 
     @wraps(method)
     async def guarded(self: "HostSandbox", *args: Any, **options: Any) -> Any:
@@ -63,7 +65,7 @@ class HostSandbox(Sandbox):
         self.identity = box.identity
         self.workdir = meta.workdir
         self.gateway_url = box.gateway_url
-        self._processes = box.processes  # read once: they never change
+        self._processes = box.processes  # they never change
 
     @property
     def alive(self) -> bool:
@@ -71,7 +73,7 @@ class HostSandbox(Sandbox):
 
     @property
     def enforced(self) -> Mapping[str, str]:
-        """Limit -> the mechanism that enforces it here, e.g. `memory -> cgroup v1`."""
+        """Limit -> the mechanism that enforces it here, such as `memory -> cgroup v1`."""
         return self.meta.enforced
 
     @_lost_with_its_folder
@@ -106,7 +108,7 @@ class HostSandbox(Sandbox):
             await self._launch(record, timeout_s)
 
     async def _launch(self, record: ExecRecord, timeout_s: float | None) -> None:
-        """Repeating it is safe: the keeper runs a folder once, however often it is asked."""
+        """It may be repeated: the keeper runs each folder once."""
         try:
             self.box.request(record.path.name, timeout_s)
         except OSError as error:
@@ -128,9 +130,9 @@ class HostSandbox(Sandbox):
             record.truncate(self._output_cap)
             status = record.status()
         if status.state is ExecState.LOST:
-            if self._ends(record):
+            if self._awaits_result(record):
                 return ExecStatus(ExecState.RUNNING)
-            status = record.status()  # it may have been told in between
+            status = record.status()  # the keeper may have written it since
         never_ran = not status.done and record.process is None
         if (never_ran or status.state is ExecState.LOST) and not self.alive:
             return ExecStatus(ExecState.KILLED, cause="sandbox")
@@ -138,7 +140,7 @@ class HostSandbox(Sandbox):
 
     @_lost_with_its_folder
     async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
-        """Resumes the moment the command is over: it waits for the process, it does not poll."""
+        """Returns as soon as the command is over: it waits for the process instead of polling."""
         loop = asyncio.get_running_loop()
         end = None if timeout_s is None else loop.time() + timeout_s
         while True:
@@ -147,11 +149,11 @@ class HostSandbox(Sandbox):
             if status.done or left <= 0:
                 return status
             process = self.box.record(exec_id).process
-            if process is None or not process.pid:  # no process yet, or there was none to be had
+            if process is None or not process.pid:  # none yet, or none could be made
                 await asyncio.sleep(min(left, 0.005))
             else:
                 await ended(process, left)
-                await self._told(self.box.record(exec_id))
+                await self._result_written(self.box.record(exec_id))
 
     async def output(
         self,
@@ -173,7 +175,7 @@ class HostSandbox(Sandbox):
         record = self._known(exec_id)
         done = record.status().done
         if signum == signal.SIGKILL and done:
-            self._kill_tree(record)  # what it left running in the background
+            self._kill_tree(record)  # background processes that it left
             return
         if done:
             return
@@ -201,7 +203,7 @@ class HostSandbox(Sandbox):
 
     @abstractmethod
     def _folder(self, cwd: str | None) -> str | None:
-        """Where a command starts; None for the folder its launcher is in."""
+        """The folder in which a command starts; None: the launcher's own."""
 
     def _environment(self, env: Mapping[str, str]) -> Mapping[str, str]:
         return env
@@ -227,10 +229,10 @@ class HostSandbox(Sandbox):
         token: str,
         has_stdin: bool,
     ) -> bytes:
-        """What the launcher reads to become the command: fields that end in NUL each."""
+        """What the launcher reads to become the command: fields, each ended by NUL."""
         check_argv(argv)
         check_variables(env)
-        # above the disk's size: a full disk is ENOSPC, not a signal
+        # larger than the disk, so that a full disk gives ENOSPC, not a signal
         largest_file = (max(self.meta.output_mb, self.meta.disk_mb) + 1) << 20
         limits = {
             resource.RLIMIT_CORE: 0,
@@ -271,7 +273,7 @@ class HostSandbox(Sandbox):
             pids = cgroups.members(group)
         else:
             pids = marked(f"PERDURE_EXEC={record.token}".encode())
-            if is_alive(process):  # else its pid may be somebody else's by now
+            if is_alive(process):  # otherwise another process may have its pid by now
                 pids += [process.pid, *below(process.pid)]
         return list(dict.fromkeys(pids))
 
@@ -280,7 +282,7 @@ class HostSandbox(Sandbox):
         self._kill_tree(record)
 
     def _kill_tree(self, record: ExecRecord) -> None:
-        """Kill the whole tree; processes it forks meanwhile are met in the next round."""
+        """Kill the whole tree, in rounds: the next round meets what forked during this one."""
         if record.process is None:
             return
         if (group := record.group) is not None:
@@ -295,18 +297,18 @@ class HostSandbox(Sandbox):
         """Wait until the keeper has written the result of a command that was just killed."""
         if (process := record.process) is not None:
             await ended(process, 5.0)
-        await self._told(record)
+        await self._result_written(record)
 
-    def _ends(self, record: ExecRecord) -> bool:
-        """Its process is over, and the keeper lives that will say how."""
+    def _awaits_result(self, record: ExecRecord) -> bool:
+        """Its process has ended, and a living keeper will write how."""
         process = record.process
         ran = process is not None and process.pid > 0
         return ran and record.status().state is ExecState.LOST and is_alive(self._processes[0])
 
-    async def _told(self, record: ExecRecord) -> None:
-        """The result follows the end of the process at once, unless the keeper died or waits."""
+    async def _result_written(self, record: ExecRecord) -> None:
+        """Wait for the result. The keeper writes it at once, unless it died or is delayed."""
         pause = 0.0003
-        while self._ends(record) and pause < RESULT_S:
+        while self._awaits_result(record) and pause < RESULT_S:
             await asyncio.sleep(pause)
             pause *= 1.5
 
@@ -317,7 +319,7 @@ def _open_files() -> int:
 
 
 def _rlimits(enforced: Mapping[str, str]) -> dict[int, int]:
-    """What is enforced by `prlimit --NAME=VALUE`, as numbers."""
+    """The limits enforced by `prlimit --NAME=VALUE`, as resource numbers."""
     found = {}
     for how in enforced.values():
         if how.startswith("prlimit --"):

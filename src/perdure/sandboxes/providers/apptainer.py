@@ -101,7 +101,7 @@ class ApptainerProvider(NamespaceProvider):
             *disk_of(spec),
             pid_file=str(box.path / "pid"),
         )
-        await start_keeper(box, plan, holder, gateway_of(spec), as_root_of_own=needs_own_users())
+        await start_keeper(box, plan, holder, gateway_of(spec), in_own_users=needs_own_users())
         return self._handle(box, meta)
 
     def command_over(self, image: Path, spec: SandboxSpec, box: Box) -> list[str]:

@@ -57,7 +57,7 @@ class BubblewrapProvider(NamespaceProvider):
         )
         box.lay_out(meta, spec.ttl_s)
         holder = Holder(tuple(self.command(spec, box)), *disk_of(spec))
-        await start_keeper(box, plan, holder, gateway_of(spec), as_root_of_own=needs_own_users())
+        await start_keeper(box, plan, holder, gateway_of(spec), in_own_users=needs_own_users())
         return self._handle(box, meta)
 
     def command(self, spec: SandboxSpec, box: Box) -> list[str]:

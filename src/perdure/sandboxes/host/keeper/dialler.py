@@ -1,4 +1,4 @@
-"""The child that enters a sandbox's network namespace for `dialling`. Imports little: it starts often."""
+"""The child that enters a sandbox's network namespace for `dialling`. Imports little, to start fast."""
 
 import os
 import socket
@@ -7,10 +7,12 @@ from perdure.sandboxes.host.keeper import linux
 
 
 def connect_and_hand_out(pid: str, port: str, channel: str) -> None:
-    """The child's whole life; its exit code is the answer."""
+    """All that the child does. Exit code 0 means that the socket was passed on."""
     holder = os.pidfd_open(int(pid))
     users = os.readlink(f"/proc/{pid}/ns/user") != os.readlink("/proc/self/ns/user")
-    if os.geteuid() != 0 and users:  # others than root may enter only what is theirs
+    if (
+        os.geteuid() != 0 and users
+    ):  # without root, the process may enter only namespaces of its own
         linux.enter(holder, linux.NEW_USERS)
     linux.enter(holder, linux.NEW_NETWORK)
     with socket.create_connection(("127.0.0.1", int(port)), timeout=10) as connected:

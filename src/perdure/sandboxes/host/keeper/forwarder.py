@@ -1,7 +1,7 @@
-"""Carries TCP connections on 127.0.0.1 to the gateway's unix socket; a process of its own.
+"""Forwards TCP connections on 127.0.0.1 to the gateway's unix socket, in a process of its own.
 
-Forked by the keeper, on the host's side, inside the sandbox's network namespace only: hostile code
-reaches the gateway through it, and neither the socket's folder nor this process.
+The keeper forks it on the host. It enters only the sandbox's network namespace, so hostile code can
+reach the gateway through it, but neither the socket's folder nor this process.
 """
 
 import _socket
@@ -10,11 +10,11 @@ import os
 from time import monotonic, sleep
 
 CONNECT_FOR_S = 30.0
-"""A gateway that restarts keeps its callers waiting this long, not refused."""
+"""Seconds that callers wait for a gateway that restarts, before their connection is closed."""
 
 
 def serve(port: int, path: str, tell: int) -> None:
-    """Never returns. Writes the port it listens on (`port` 0: any) to the descriptor `tell`."""
+    """Never returns. Writes the port it listens on to the descriptor `tell`. `port` 0: any."""
     listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
     listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))

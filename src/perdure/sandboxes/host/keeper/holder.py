@@ -9,17 +9,17 @@ import signal
 from perdure.sandboxes.host.keeper import linux, seccomp
 
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-"""At `disk/dev` of a sandbox with namespaces: the host's own nodes, usable and unchangeable."""
+"""Nodes of the host that are bound to `disk/dev`: commands can use them, but not change them."""
 
 
 def become_holder(holder: dict[str, object], life: int, up: int, info: int) -> None:
-    """Mount what `bwrap` binds, in a mount namespace that ends with it, then become `bwrap`."""
+    """Mount what `bwrap` binds, in a mount namespace of its own, then execute `bwrap`."""
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
     if holder["disk"]:
         _mount_disk(holder)
-    # above their final numbers first, so that none overwrites another
+    # first to numbers above the final ones, so that none overwrites another
     held = [os.dup(fd) for fd in (life, up, info, _filter_file())]
     for fd, target in zip(held, (0, 1, 3, 4), strict=True):
         os.dup2(fd, target)
@@ -45,14 +45,14 @@ def _mount_disk(holder: dict[str, object]) -> None:
 
 
 def _bind_device(source: str, target: str) -> None:
-    """Read-only: who owns a node may else change its mode for the whole host."""
+    """Read-only: otherwise the owner of a node could change its mode for the whole host."""
     os.close(os.open(target, os.O_CREAT, 0o600))
     linux.mount(source, target, "", linux.MS_BIND, "")
     linux.remount_read_only(target)
 
 
 def _filter_file() -> int:
-    """Pid 1 is filtered too: whoever could trace it could else do what it may do."""
+    """Pid 1 is filtered too: otherwise a process that traces it would escape the filter."""
     fd = os.memfd_create("filter")
     os.write(fd, seccomp.program())
     os.lseek(fd, 0, os.SEEK_SET)

@@ -1,7 +1,7 @@
-"""Keeps one sandbox from the host's side: boots it, starts its commands, enforces their deadlines
-and writes their results, whether or not a worker still watches. Its sandbox cannot see or signal it.
+"""Keeps one sandbox, from the host: boots it, starts its commands, enforces their deadlines and writes
+their results, even if no worker watches any more. The sandbox cannot see or signal it.
 
-Forked from a worker's zygote. Commands are started by its launcher, but are its own children.
+It is forked from a worker's zygote. Its launcher starts the commands, but they are its own children.
 """
 
 import contextlib
@@ -19,22 +19,24 @@ from perdure.sandboxes.host.keeper.killing import kill_group, kill_marked, remov
 from perdure.sandboxes.host.keeper.launcher import CANNOT_EXECUTE, Launcher
 
 DYING_S = 0.05
-"""A dying holder takes its processes along before it is gone itself: who died first is asked later."""
+"""When pid 1 dies, the kernel kills its commands first: wait this long before deciding whether a
+SIGKILL was the end of the sandbox."""
 
 PF_EXITING = 0x4
-"""Of the flags in /proc/PID/stat: it ends, and may wait for long until those it takes along have."""
+"""A flag in /proc/PID/stat: the process is exiting, perhaps blocked until its children have exited."""
 
 LOOK_S = 5.0
-"""How often a keeper asks whether its sandbox may live on."""
+"""Seconds between two looks at the sandbox's deadline."""
 
 REMOVING_S = 5.0
-"""What is busy for longer than this after its last process was killed is left to the reaper."""
+"""Seconds to retry the removal of busy cgroups; then they are left to the reaper."""
 
 _SAVE_AGAIN_S = 0.5
+"""Seconds between two tries to write a result to a full disk."""
 
 
 def keep(line: socket) -> None:
-    """The life of one keeper. Its worker reads `ready`, or the end of the line when it fails."""
+    """All that a keeper does. Its worker reads `ready`, or the end of the stream if the boot fails."""
     linux.set_name("perdure-keeper")
     order = marshal.loads(_read_order(line))
     os.setsid()
@@ -53,7 +55,7 @@ def keep(line: socket) -> None:
 
 
 def _read_order(line: socket) -> bytes:
-    """Its length in four bytes, then the order itself."""
+    """The order comes after its length in four bytes."""
     data = b""
     while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "big"):
         piece = line.recv(1 << 16)
@@ -77,7 +79,7 @@ def _log(error: Exception) -> None:
 
 
 class _Command:
-    """A command that runs. `record` is its open `pid` file, to which the result is added."""
+    """A running command. `record` is its open `pid` file, to which the result is appended."""
 
     def __init__(self, exec_id: str, record: int, group: str | None, ooms: int) -> None:
         self.exec_id = exec_id
@@ -94,7 +96,7 @@ class _Command:
 
 
 class Keeper:
-    """An event loop over requests, ended children, deadlines and the death of the holder."""
+    """An event loop over requests, ended children, deadlines and the end of the holder."""
 
     def __init__(self, order: dict[str, object], line: socket) -> None:
         self._order = order
@@ -133,7 +135,7 @@ class Keeper:
         os.rename("ready.new", "ready")
 
     def _boot_holder(self, holder: dict[str, object]) -> None:
-        """It reads from a pipe that we hold, so that it also ends when we do."""
+        """It reads from a pipe whose other end the keeper holds, so it exits when the keeper does."""
         told, info = os.pipe()
         up, say_up = os.pipe()
         self_end, self._life = os.pipe()
@@ -149,7 +151,7 @@ class Keeper:
         for fd in (info, say_up, self_end):
             os.close(fd)
         if os.read(up, 16) != b"up\n":
-            os._exit(1)  # why is in the log
+            os._exit(1)  # the log says why
         if holder["pid_file"]:
             with open(str(holder["pid_file"])) as file:
                 self._holder = int(file.read())
@@ -160,7 +162,7 @@ class Keeper:
         for fd in (told, up):
             os.close(fd)
         assert self._launcher is not None
-        self._launcher.recv(64)  # has joined: then joining is quick for the next
+        self._launcher.recv(64)  # it has joined its cgroups: the next join is quick
         groups = [f"{self._groups}/holder/cgroup.procs"] if self._groups else []
         for path in (*self._joins, *groups):
             with open(path, "w") as file:
@@ -191,7 +193,7 @@ class Keeper:
                 raise OSError("the launcher ended")
 
     def _fork_forwarder(self) -> str:
-        """The port it listens on, or - when no gateway was asked for."""
+        """The port it listens on, or - if the sandbox has no gateway."""
         gateway: tuple[int, str] | None = self._order["gateway"]  # type: ignore[assignment]
         if gateway is None:
             return "-"
@@ -215,7 +217,7 @@ class Keeper:
         port = os.read(reader, 16).decode().strip()
         os.close(reader)
         if not port:
-            os._exit(1)  # why is in the log
+            os._exit(1)  # the log says why
         return port
 
     # -- the loop -------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ class Keeper:
     # -- starting -------------------------------------------------------------------------------
 
     def _start(self, exec_id: str, timeout: float | None) -> None:
-        try:  # the guard: whoever creates `pid` runs the command, a second request does nothing
+        try:  # the guard: the process that creates `pid` runs the command; later requests do nothing
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             record = os.open(f"execs/{exec_id}/pid", flags, 0o600)
         except (FileExistsError, FileNotFoundError):
@@ -267,7 +269,9 @@ class Keeper:
         who = f"{command.pid} {command.started} {command.group or '-'} {command.ooms}"
         try:
             os.write(record, f"{who} {time()}\n".encode())
-        except OSError as error:  # a full disk: what nobody can ever read about does not run
+        except (
+            OSError
+        ) as error:  # a full disk: a command whose result cannot be recorded must not run
             _log(error)
             os.close(record)
             self._kill_tree(command)
@@ -288,9 +292,9 @@ class Keeper:
         return group
 
     def _launch(self, command: _Command) -> int:
-        """A pid; 0 when the launcher was killed meanwhile; -errno when no process could be had.
+        """The pid; 0 if the launcher was killed meanwhile; -errno if no process could be made.
 
-        Nothing is reaped while it waits, so the pid is still that command's.
+        No child is reaped while this waits, so the pid still belongs to that command.
         """
         try:
             if self._launcher is None:
@@ -307,7 +311,7 @@ class Keeper:
         return int(answer or 0)
 
     def _refuse(self, command: _Command, reason: int) -> None:
-        """It never ran, or nobody knows: then what may have begun is ended with its group."""
+        """It never ran, or that is unknown: then its cgroup is killed, in case it has begun."""
         if reason == 0 or self._holder_is_gone():
             if command.group is not None:
                 kill_group(command.group)
@@ -332,7 +336,7 @@ class Keeper:
                 self._end(command)
 
     def _end(self, command: _Command) -> None:
-        """A sudden death may be that of the whole sandbox, which is known a little later."""
+        """After a SIGKILL, wait a moment: it may have been the end of the whole sandbox."""
         self._deadlines = [entry for entry in self._deadlines if entry[1] is not command]
         sudden = os.WIFSIGNALED(command.status) and os.WTERMSIG(command.status) == signal.SIGKILL
         oom = self._count_ooms() > command.ooms
@@ -360,7 +364,7 @@ class Keeper:
         self._save()
 
     def _save(self) -> None:
-        """A full disk makes results late, not lost."""
+        """On a full disk results are written later; they are not lost."""
         while self._unsaved:
             record, result = self._unsaved[0]
             try:
@@ -386,7 +390,7 @@ class Keeper:
     # -- deadlines ------------------------------------------------------------------------------
 
     def _leave_when_expired(self) -> None:
-        """A sandbox that nobody renewed, or whose folder is gone, ends without anybody's help."""
+        """End the sandbox if its deadline has passed or its folder is gone."""
         try:
             with open("deadline") as file:
                 left = float(file.read()) - time()
@@ -401,10 +405,10 @@ class Keeper:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._holder_fd, signal.SIGKILL)
         self._fork_remover()
-        os._exit(0)  # the rest dies with its parent; what is left of the folder is the reaper's
+        os._exit(0)  # its other children die with it; the reaper removes the folder
 
     def _fork_remover(self) -> None:
-        """Our launcher is in the groups until we are gone, so somebody else removes them."""
+        """Remove the cgroups in another process: the launcher is in them until the keeper has exited."""
         left: list[str] = self._order["folders"]  # type: ignore[assignment]
         if not left or os.fork() != 0:
             return
@@ -431,7 +435,7 @@ class Keeper:
             pass
 
     def _kill_tree(self, command: _Command) -> None:
-        """In a process of its own, because what forks as it dies may keep the killer busy."""
+        """In a process of its own: a tree that keeps forking would block the keeper."""
         if os.fork() == 0:
             try:
                 self._kill_at_once(command)

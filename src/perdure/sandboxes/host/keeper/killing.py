@@ -14,7 +14,7 @@ def kill_group(group: str) -> None:
             file.write("1")
         return
     except (FileNotFoundError, PermissionError):
-        pass  # v1, or a kernel before 5.14: the file cannot be made
+        pass  # v1 or a kernel before 5.14: the file cannot be made
     while True:
         with open(f"{group}/cgroup.procs") as file:
             pids = [int(pid) for pid in file]
@@ -26,7 +26,9 @@ def removed(group: str) -> bool:
     try:
         for entry in os.scandir(group):
             if entry.is_dir():
-                with contextlib.suppress(FileNotFoundError):  # whoever kills it removes it, too
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # the process that kills the sandbox removes it too
                     os.rmdir(entry.path)
         os.rmdir(group)
     except FileNotFoundError:
@@ -41,7 +43,7 @@ def kill_marked(exec_id: str, pid: int, started: int) -> None:
         token = file.readline().split()[2]
     while pid:
         found = procfs.marked(b"PERDURE_EXEC=" + token)
-        if procfs.started_at(pid) == started:  # else it may be somebody else's pid
+        if procfs.started_at(pid) == started:  # otherwise the pid may be another process's
             found += [pid, *procfs.below(pid)]
         if not _kill([one for one in found if _runs(one)]):
             return

@@ -1,8 +1,9 @@
-"""Starts a sandbox's commands: a process of the host's inside all limits and most namespaces.
+"""Starts a sandbox's commands. A process of the host in all of the sandbox's cgroups and most of its
+namespaces.
 
-It stays outside the sandbox's pid namespace, so no command can see or signal it, and keeps no
-state: its keeper is the parent of every command, and starts another launcher when this one dies.
-Joining cgroups costs about 13 ms of waiting, forking inside them nothing.
+It stays outside the sandbox's pid namespace, so no command can see or signal it. It keeps no state:
+its keeper is the parent of every command, and starts another launcher if this one dies. Joining
+cgroups takes about 13 ms; forking inside them takes no extra time.
 """
 
 import errno
@@ -14,7 +15,7 @@ from _socket import socket
 from perdure.sandboxes.host.keeper import linux, seccomp
 
 CANNOT_START, CANNOT_EXECUTE, NOT_FOUND = 125, 126, 127
-"""Exit codes of a command that never became one, as `env` has them."""
+"""Exit codes of a command that could not be executed, as `env` uses them."""
 
 _INSIDE = linux.NEW_MOUNTS | linux.NEW_PIDS | linux.NEW_IPC | linux.NEW_HOSTNAME
 _TO_COMPARE = (("net", linux.NEW_NETWORK), ("user", linux.NEW_USERS), ("cgroup", linux.NEW_CGROUPS))
@@ -28,13 +29,13 @@ _TO_DEFAULT = (
 
 
 TOLD_TO_ROOT = ("keys", "kpagecgroup", "kpagecount", "kpageflags", "slabinfo", "vmallocinfo")
-"""Files of /proc about the host that its root may read, whose id a sandbox's user may have."""
+"""Files of /proc about the host that only root may read. A sandbox's user may be the host's root."""
 
 _FILTER = seccomp.program()  # assembled once, in the zygote
 
 
 class Launcher:
-    """`joins`: cgroup.procs files of the limits. `groups`: folder of the commands' own cgroups."""
+    """`joins`: `cgroup.procs` files to join. `groups`: the folder of the commands' own cgroups."""
 
     def __init__(self, channel: socket, joins: list[str], groups: str | None) -> None:
         self._channel = channel
@@ -51,7 +52,8 @@ class Launcher:
         channel.send(b"joined")
 
     def serve(self) -> None:
-        """First what to enter, then one command a message: `EXEC_ID GROUP`, answered by a pid."""
+        """The first message is the holder to enter. Each later one is a command, `EXEC_ID GROUP`, and
+        is answered with its pid."""
         holder = int(self._channel.recv(64))
         if holder:
             self._enter(holder)
@@ -65,14 +67,16 @@ class Launcher:
             self._channel.send(str(answer).encode())
 
     def _enter(self, holder: int) -> None:
-        linux.hide_memory()  # its children are visible inside before they are the command
+        linux.hide_memory()  # its forks are visible inside before they execute the command
         self._holder = os.pidfd_open(holder)
-        others = 0  # a shared one (the host's network, for a build) is not entered: only root may
+        others = (
+            0  # one that is shared with the host (a build's network) is not entered: only root may
+        )
         for name, flag in _TO_COMPARE:
             own, theirs = (os.readlink(f"/proc/{pid}/ns/{name}") for pid in ("self", holder))
             others |= flag if own != theirs else 0
         self._last_to_enter = others & (linux.NEW_USERS | linux.NEW_CGROUPS)
-        # the holder's own folder is the workdir, a mount point that nobody inside can replace
+        # the holder's folder is the workdir, a mount point that no command can replace
         folder = os.open(f"/proc/{holder}/cwd", os.O_PATH)
         first = linux.users_to_enter_first(holder)
         self._last_to_enter &= ~first
@@ -82,7 +86,7 @@ class Launcher:
         os.fchdir(folder)
 
     def _launch(self, exec_id: str, group: str) -> int:
-        """The pid of the command, whose parent is the keeper."""
+        """The pid of the command. Its parent is the keeper."""
         if group == "-":
             return self._fork(exec_id, None, -1)
         fd = os.open(group, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._groups)
@@ -133,7 +137,7 @@ class Launcher:
 
 
 def _seal() -> None:
-    """In a container, before anything hostile runs: what a root without capabilities still owns."""
+    """In a container, before hostile code runs: hide what its root owns even without capabilities."""
     if os.statvfs("/proc").f_flag & linux.MS_RDONLY:
         return
     for name in TOLD_TO_ROOT:
@@ -144,12 +148,12 @@ def _seal() -> None:
 
 
 def _join(group: int, folder: int) -> None:
-    """Where a process cannot be born in its group: v1, or a kernel without clone3."""
+    """For v1 and kernels without clone3, where a process cannot be forked into its cgroup."""
     try:
         procs = os.open("cgroup.procs", os.O_WRONLY, dir_fd=group)
         os.write(procs, b"0")
         os.close(procs)
-    except OSError:  # never run without its limits
+    except OSError:  # it must not run without its limits
         cause = os.open("cause", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
         os.write(cause, b"sandbox\n")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -173,7 +177,7 @@ def _open_streams(folder: int, has_stdin: bool) -> None:
 
 
 def _execute(argv: list[bytes], env: dict[bytes, bytes]) -> None:
-    """As execvp does it, with the command's own PATH."""
+    """As execvp, with the PATH of the command's environment."""
     name = argv[0]
     folders = env.get(b"PATH", b"/bin:/usr/bin").split(b":")
     places = [name] if b"/" in name else [(f or b".") + b"/" + name for f in folders]

@@ -1,4 +1,4 @@
-"""The system calls that keepers need and Python 3.11 lacks. Linux only; imports little."""
+"""System calls that keepers need and Python 3.11 lacks. Linux only. Imports little."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ NEW_NETWORK = 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 0x1, 0x2, 0x4, 0x20
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _MS_KEPT = 0xF
-"""What a remount in a user namespace may not take away; the same bits in statvfs."""
+"""Flags that a remount in a user namespace may not remove; statvfs has the same bits."""
 
 _CLONE_PARENT = 0x00008000
 _CLONE_INTO_CGROUP = 0x200000000
@@ -26,7 +26,7 @@ _SECCOMP_MODE_FILTER = 2
 _EINVAL = 22
 _CAP_SYS_ADMIN = 21
 
-# PyDLL, which keeps the interpreter's lock: a forked child must find itself as it was
+# PyDLL keeps the interpreter lock, so that a forked child still holds it
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
@@ -43,12 +43,12 @@ def unshare(flags: int) -> None:
 
 
 def enter(pidfd: int, flags: int) -> None:
-    """Join these namespaces of the process behind a pidfd (or the one behind a namespace's file)."""
+    """Join these namespaces of the process behind a pidfd, or the namespace behind its file."""
     _call("setns", ctypes.c_int(pidfd), ctypes.c_int(flags))
 
 
 def users_to_enter_first(pid: int) -> int:
-    """NEW_USERS where only the user namespace of `pid` gives us the right to enter its others."""
+    """NEW_USERS if the process needs the user namespace of `pid` to enter the other namespaces; or 0."""
     with open("/proc/self/status", "rb") as file:
         effective = next(line for line in file if line.startswith(b"CapEff:")).split()[1]
     same = os.readlink("/proc/self/ns/user") == os.readlink(f"/proc/{pid}/ns/user")
@@ -61,13 +61,13 @@ def mount(source: str, target: str, kind: str, flags: int, options: str) -> None
 
 
 def remount_read_only(target: str) -> None:
-    """One mount point as this mount namespace sees it."""
+    """Make one mount point read-only in this mount namespace."""
     flags = os.statvfs(target).f_flag & _MS_KEPT | MS_REMOUNT | MS_BIND | MS_RDONLY
     mount("none", target, "", flags, "")
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL when the parent ends; exits when it already has."""
+    """Get SIGKILL when the parent ends. Exits if it has ended already."""
     _call("prctl", ctypes.c_int(_PR_SET_PDEATHSIG), ctypes.c_ulong(_SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
@@ -79,7 +79,7 @@ def set_name(name: str) -> None:
 
 
 def hide_memory() -> None:
-    """Until it executes another program, only the host's root may trace it or read its /proc."""
+    """Only the host's root may trace this process or read its /proc, until it executes a program."""
     _call("prctl", ctypes.c_int(_PR_SET_DUMPABLE), ctypes.c_ulong(0))
 
 
@@ -88,7 +88,7 @@ class _FilterProgram(ctypes.Structure):
 
 
 def drop_capabilities(kept: frozenset[int] = frozenset()) -> None:
-    """No program that this process becomes can have any other, not even as root of its users."""
+    """No program that this process executes can have other capabilities, even as its namespace's root."""
     for capability in range(64):
         if capability in kept:
             continue
@@ -97,11 +97,11 @@ def drop_capabilities(kept: frozenset[int] = frozenset()) -> None:
         except OSError as error:
             if error.errno != _EINVAL:
                 raise
-            return  # the kernel's last one was the one before
+            return  # beyond the kernel's last capability
 
 
 def refuse_calls(instructions: bytes) -> None:
-    """Install a system-call filter, for good: on this process and all that it starts or becomes."""
+    """Install a system-call filter, irrevocably, for this process and all its children."""
     zeros = [ctypes.c_ulong(0)] * 3
     _call("prctl", ctypes.c_int(_PR_SET_NO_NEW_PRIVS), ctypes.c_ulong(1), *zeros)
     program = _FilterProgram(len(instructions) // 8, instructions)
@@ -110,7 +110,7 @@ def refuse_calls(instructions: bytes) -> None:
 
 
 def become_root_of_own_users() -> None:
-    """In a user namespace of its own the process may mount; outside it stays who it was."""
+    """Enter a new user namespace, where the process may mount. Outside, its rights do not change."""
     user, group = os.geteuid(), os.getegid()
     unshare(NEW_USERS)
     for name, text in (
@@ -123,24 +123,24 @@ def become_root_of_own_users() -> None:
 
 
 def fork_sibling(group: int | None = None) -> int:
-    """Fork a child of our parent's, born in the v2 cgroup behind the descriptor `group`.
+    """Fork a child of our parent, directly into the v2 cgroup behind the descriptor `group`.
 
-    Raises: OSError; ENOSYS, EBADF, EINVAL, EOPNOTSUPP or EBUSY when it cannot be born there.
+    Raises: OSError; ENOSYS, EBADF, EINVAL, EOPNOTSUPP or EBUSY if it cannot be forked there.
     """
     if group is None:
         number = _CLONE[os.uname().machine]
         zeros = [ctypes.c_ulong(0)] * 4
         return _call("syscall", ctypes.c_long(number), ctypes.c_ulong(_CLONE_PARENT), *zeros)
-    # struct clone_args: flags, six fields we leave empty, ..., cgroup; with CLONE_PARENT no signal
+    # struct clone_args: flags, nine fields that stay 0, cgroup; no exit signal with CLONE_PARENT
     fields = (ctypes.c_uint64 * 11)(_CLONE_PARENT | _CLONE_INTO_CGROUP, *[0] * 9, group)
     size = ctypes.c_size_t(ctypes.sizeof(fields))
     return _call("syscall", ctypes.c_long(_CLONE3), ctypes.byref(fields), size)
 
 
 def name_in_environment(marker: bytes) -> None:
-    """Overwrite our first environment variable in place, so that /proc/PID/environ says `marker`.
+    """Overwrite our first environment variable in place, so that /proc/PID/environ shows `marker`.
 
-    The room for it was made when this program was started; forks inherit the name.
+    Its size was reserved when this program was started. Forks inherit the marker.
     """
     with open("/proc/self/stat", "rb") as file:
         text = file.read()

@@ -1,7 +1,7 @@
-"""The system-call filter of local sandboxes: what no build and no test needs, hostile code does.
+"""The system-call filter of sandboxes. It refuses calls that no build or test needs, but attacks do.
 
-Assembles classic BPF for x86_64 and aarch64 without a compiler. It refuses by name and allows the
-rest, like Docker's default but with no way back to capabilities; installing it is `linux`'s.
+Assembles classic BPF for x86_64 and aarch64 without a compiler. It refuses the calls named here and
+allows the rest, like Docker's default, but no capability brings a call back. `linux` installs it.
 """
 
 import errno
@@ -9,16 +9,16 @@ import os
 from struct import pack
 
 NEW_NAMESPACES = 0x7E020080
-"""Every CLONE_NEW* flag. CLONE_NEWTIME shares its bit with a signal number, which `clone` masks."""
+"""Every CLONE_NEW* flag. CLONE_NEWTIME shares its bit with `clone`'s signal number, so it is masked."""
 
 ALLOWED_FAMILIES = (1, 2, 10, 16)
-"""AF_UNIX, AF_INET, AF_INET6, AF_NETLINK. Not AF_VSOCK: no network namespace holds it, and it leads
-to the hypervisor of a virtual machine."""
+"""AF_UNIX, AF_INET, AF_INET6, AF_NETLINK. Not AF_VSOCK: network namespaces do not isolate it, and it
+reaches the hypervisor of a virtual machine."""
 
 _PTRACE_ATTACH, _PTRACE_SEIZE = 16, 0x4206
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
-# name: (x86_64, aarch64); None where the architecture never had it
+# name: (x86_64, aarch64); None if the architecture does not have the call
 _REFUSED = {
     "acct": (163, 89), "add_key": (248, 217), "adjtimex": (159, 171), "bpf": (321, 280),
     "chroot": (161, 51), "clock_adjtime": (305, 266), "clock_settime": (227, 112),
@@ -35,9 +35,9 @@ _REFUSED = {
     "syslog": (103, 116), "umount2": (166, 39), "uselib": (134, None), "vserver": (236, None),
 }  # fmt: skip
 
-# as on a kernel that lacks them: programs then take the older way
+# ENOSYS, as on a kernel that lacks them: programs then use the older calls
 _ABSENT = {
-    "clone3": (435, 435),  # its flags are behind a pointer, where no filter sees them
+    "clone3": (435, 435),  # its flags are behind a pointer, which a filter cannot read
     "fsconfig": (431, 431), "fsmount": (432, 432), "fsopen": (430, 430), "fspick": (433, 433),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_uring_setup": (425, 425),
     "memfd_secret": (447, 447), "mount_setattr": (442, 442), "move_mount": (429, 429),
@@ -67,7 +67,7 @@ def program(machine: str | None = None) -> bytes:
     lines: list[_Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _AUDIT[machine]),
-        _refuse(errno.ENOSYS),  # a 32-bit program has other numbers: it gets none
+        _refuse(errno.ENOSYS),  # a 32-bit program has other call numbers: refuse them all
         (_LOAD, 0, 0, _NUMBER),
     ]
     if machine == "x86_64":
@@ -87,7 +87,7 @@ def _refuse(code: int) -> _Instruction:
 
 
 def _argument(index: int) -> _Instruction:
-    """Its low half: the kernel reads no more of flags, families and ioctl numbers."""
+    """Load its low half: the kernel ignores the rest of flags, families and ioctl numbers."""
     return (_LOAD, 0, 0, _ARGUMENTS + 8 * index)
 
 

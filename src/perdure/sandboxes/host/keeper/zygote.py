@@ -1,6 +1,6 @@
-"""A small warm Python per worker process that keepers are forked from: 0.5 ms instead of 10.
+"""A small warm Python process of each worker, from which keepers are forked: 0.5 ms instead of 10.
 
-It holds nothing but the modules keepers need. It leaves when its worker does; keepers stay.
+It imports only the modules that keepers need. It exits when its worker does; keepers live on.
 """
 
 import gc
@@ -13,12 +13,12 @@ from perdure.sandboxes.host.keeper import keeper, linux
 
 
 def main() -> None:
-    """A message on stdin per keeper, with the descriptor over which it gets its order and answers."""
+    """Each message on stdin brings the descriptor over which one keeper gets its order and answers."""
     channel = socket(fileno=0)
     linux.set_name("perdure-zygote")
     os.chdir("/")
-    os.closerange(3, 1 << 20)  # what the worker was given by others, and would be every command's
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries its keepers
+    os.closerange(3, 1 << 20)  # inherited by the worker; otherwise every command would inherit them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps its keepers
     gc.disable()
     gc.freeze()
     while True:
@@ -32,7 +32,7 @@ def main() -> None:
 
 def _fork_keeper(channel: socket, line: int) -> None:
     if os.fork() == 0:
-        channel.detach()  # its number is the keeper's stdin now
+        channel.detach()  # its descriptor is the keeper's stdin now
         try:
             keeper.keep(socket(fileno=line))
         except Exception as error:
