@@ -1,5 +1,5 @@
-"""What containers share, be they a Docker engine's or a pod's: their first process, their rights,
-how files arrive, and how an image without python3 shows.
+"""What the containers of `docker` and `kubernetes` share: first process, capabilities, system-call
+filter, uploads, and the signs of an image without python3.
 """
 
 import base64

@@ -1,6 +1,6 @@
-"""The Python that a virtual environment of this host was made on, for sandboxes that lack this host.
+"""The Python behind a virtual environment of this host, for sandboxes that do not see this host.
 
-A virtual environment names its interpreter by path; carried elsewhere without it, it does not start.
+A virtual environment names its interpreter by path: uploaded without it, it does not start.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,9 +10,9 @@ from perdure.sandboxes.base import Mount
 
 
 def with_interpreters(mounts: Sequence[Mount]) -> tuple[Mount, ...]:
-    """The mounts, and below them the interpreters that their virtual environments need.
+    """The mounts, followed by the interpreters that their virtual environments need.
 
-    One in /usr is the sandbox's own affair, and one that a mount covers is there already.
+    An interpreter in /usr is expected in the image. One that a mount covers is there already.
     """
     targets = [Path(mount.target) for mount in mounts]
     needed = dict.fromkeys(path for mount in mounts for path in _interpreters(mount.source))
@@ -21,12 +21,12 @@ def with_interpreters(mounts: Sequence[Mount]) -> tuple[Mount, ...]:
 
 
 def is_interpreter(folder: Path) -> bool:
-    """Whether this is where a Python was installed, and not an environment made on one."""
+    """Whether a Python is installed here, rather than a virtual environment."""
     return any(folder.glob("lib/python3.*/os.py")) and not (folder / "pyvenv.cfg").exists()
 
 
 def _interpreters(environment: Path) -> Iterable[Path]:
-    """As the environment names it, and as it really lies: a link is of no use without its end."""
+    """The path that the environment names and, if that is a link, the path it leads to."""
     try:
         lines = (environment / "pyvenv.cfg").read_text().splitlines()
     except (FileNotFoundError, NotADirectoryError):

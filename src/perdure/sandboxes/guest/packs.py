@@ -1,4 +1,4 @@
-"""Folders of this host as archives for sandboxes elsewhere: packed once, kept by what they hold."""
+"""Folders of this host as archives for sandboxes elsewhere. Each state of a folder is packed once."""
 
 import gzip
 import hashlib
@@ -12,7 +12,7 @@ from uuid import uuid4
 from perdure.sandboxes.guest.interpreters import is_interpreter
 
 NOT_OF_AN_INTERPRETER = ("site-packages", "test", "__pycache__", "idlelib", "config-3")
-"""What was installed beside it, its own tests, and what only its makers need."""
+"""Parts of an interpreter that are not sent: packages installed in it, tests, build files."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Pack:
 
 
 def pack(folder: Path, cache: Path) -> Pack:
-    """A gzipped tar of `folder`, without owners; blocking. A killed packer leaves only a draft."""
+    """A gzipped tar of `folder`, without owners. Blocks. If it is killed, only a draft is left."""
     key = _fingerprint(folder)
     for found in cache.glob(f"{key}-*.tgz"):
-        os.utime(found)  # used now: what an age-based clean-up goes by
+        os.utime(found)  # so that a clean-up by age sees that it is in use
         return Pack(found, found.stem.partition("-")[2])
     cache.mkdir(parents=True, exist_ok=True)
     draft = cache / f".{uuid4().hex}"
@@ -50,7 +50,7 @@ def _write(folder: Path, target: Path) -> None:
 
 
 def _contents(folder: Path) -> Iterator[Path]:
-    """Everything below in a fixed order; of an interpreter what programs need, a fiftieth of it."""
+    """Everything below, in a fixed order. Of an interpreter only what programs need: a fiftieth."""
     skipped = NOT_OF_AN_INTERPRETER if is_interpreter(folder) else ()
     for where, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith(skipped))
@@ -59,7 +59,7 @@ def _contents(folder: Path) -> Iterator[Path]:
 
 def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     if not (member.isfile() or member.isdir() or member.issym() or member.islnk()):
-        return None  # sockets and devices mean nothing elsewhere
+        return None  # sockets and devices do not work elsewhere
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member

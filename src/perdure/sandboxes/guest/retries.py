@@ -1,7 +1,7 @@
-"""Calls of a service that makes sandboxes elsewhere: passing failures are tried again.
+"""Repeats calls to a service that makes sandboxes, while their failure is transient.
 
-Only calls that may be repeated come here: the sandbox's identity and the guest's records make all
-of ours so. How a service's failures are typed is said beside its provider.
+All our calls may be repeated, because of the sandbox's identity and the guest's records. Each
+provider's `failures` turns the errors of its service into ours.
 """
 
 import asyncio
@@ -15,31 +15,32 @@ from perdure.errors import ControlPlaneError, PerdureError, RateLimited, Sandbox
 T = TypeVar("T")
 
 PAUSE_S = (0.1, 8.0)
+"""The first and the longest pause between two tries."""
 PATIENCE_S = 45.0
-"""No further try after this long; then Temporal's retries, which are slower, take over."""
+"""Seconds after which it gives up. Then Temporal retries, more slowly."""
 READS_LAG_S = 2.0
-"""What a service made is seen by its own reads after so long."""
+"""Seconds until a service's reads show what it has created."""
 
 
 class Conflict(PerdureError):
-    """409: the identity is taken by another request, or by one in progress."""
+    """409: another request has taken the identity, or is about to."""
 
 
 class Missing(PerdureError):
-    """404 or its like: of the sandbox perhaps, of a path perhaps; the caller knows more."""
+    """404 or the like. The caller knows whether the sandbox or only a path is missing."""
 
 
 async def again(
-    call: Callable[[], Awaitable[T]], *, patience_s: float = PATIENCE_S, at_caps: bool = True
+    call: Callable[[], Awaitable[T]], *, patience_s: float = PATIENCE_S, wait_at_caps: bool = True
 ) -> T:
-    """Repeat while the failure is a passing one. `at_caps`: RateLimited counts as one."""
+    """Repeat while the failure is transient. `wait_at_caps`: RateLimited counts as transient."""
     end = time.monotonic() + patience_s
     pause, longest = PAUSE_S
     while True:
         try:
             return await call()
         except ControlPlaneError as error:
-            if isinstance(error, RateLimited) and not at_caps:
+            if isinstance(error, RateLimited) and not wait_at_caps:
                 raise
             wait = error.retry_after or pause * random.uniform(0.5, 1)
             if time.monotonic() + wait > end:
@@ -49,7 +50,7 @@ async def again(
 
 
 async def passing(refusal: type[Conflict | Missing], call: Callable[[], Awaitable[T]]) -> T:
-    """Where such a refusal is only of the moment. A list is never missing: a proxy said so."""
+    """Treat this refusal as transient. For example, a list cannot be missing: a proxy answered 404."""
     try:
         return await call()
     except refusal as error:
@@ -57,7 +58,7 @@ async def passing(refusal: type[Conflict | Missing], call: Callable[[], Awaitabl
 
 
 async def confirmed(look: Callable[[], Awaitable[T]]) -> T:
-    """A look whose 404 counts when it comes twice: reads of a service lag behind its creates.
+    """Look again after a 404: a service's reads lag behind its creates.
 
     Raises: Missing.
     """
@@ -69,13 +70,13 @@ async def confirmed(look: Callable[[], Awaitable[T]]) -> T:
 
 
 def was_refused(error: PerdureError) -> bool:
-    """Somebody on the way said when to come back: it tells nothing about the sandbox, and whoever
-    asks anything else sooner is refused as well."""
+    """The service or a proxy said when to come back. That says nothing about the sandbox, and any
+    request before that time would be refused too."""
     return isinstance(error, ControlPlaneError) and error.retry_after is not None
 
 
 class Silences:
-    """Since when sandboxes that their service calls running have not answered."""
+    """Since when running sandboxes, according to their service, have not answered."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
@@ -84,7 +85,7 @@ class Silences:
         self._since.pop(sandbox_id, None)
 
     def lasts(self, sandbox_id: str) -> float:
-        """Seconds; the first call begins it."""
+        """Seconds since the first call for this sandbox."""
         now = time.monotonic()
         return now - self._since.setdefault(sandbox_id, now)
 

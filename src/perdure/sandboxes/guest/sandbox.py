@@ -1,7 +1,7 @@
-"""What sandboxes of a service elsewhere share: commands and files by the guest program.
+"""What sandboxes elsewhere share: a guest program inside runs commands and handles files.
 
-`guest` runs inside and keeps durable records, so every order may be repeated after a lost answer.
-Trees and mounts are packed once and uploaded. How the service carries an order is the provider's.
+The guest keeps durable records, so every order may be repeated after a lost answer. Trees and mounts
+are packed once and uploaded. Each provider defines how an order gets in.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ PROGRAMS = (
 )  # fmt: skip
 """Files of `guest/inside` that are installed together."""
 PYTHON = "exec python3 -I -S -c"
-"""Without the image's own packages."""
+"""Without the packages of the image."""
 CALL = (
     f"{PYTHON} 'import sys; sys.argv[1:] = sys.stdin.read().split(); "
     f'sys.path.insert(0, "{FOLDER}"); import guest_door; guest_door.main()\''
 )
-"""Its standard input is an order, which no list of processes shows."""
+"""Reads the order from standard input, because other users can list arguments."""
 INSTALL = f"""
 import base64, json, os, sys, zlib
 had = os.umask(0o077)
@@ -63,39 +63,40 @@ sys.path.insert(0, "{FOLDER}")
 import guest_door
 guest_door.main()
 """
-"""Its argument is the guest; its standard input as of CALL. A guest of the same text is left alone."""
+"""Its argument is the guest's files; its standard input is that of CALL. Files with the same text are
+not replaced."""
 MARK = "perdure-answer:"
 INLINE_BYTES = 60_000
-"""Longer orders are uploaded: the kernel bounds an argument at 128 KiB, and a service may make one
-of the line."""
+"""Longer orders are uploaded: a service may pass the line as one argument, and the kernel limits an
+argument to 128 KiB."""
 PIECE = 1 << 20
 WATCH_S = 5.0
-"""One waiting call; the guest looks by itself meanwhile."""
+"""Seconds that one call waits in the guest for a command's end."""
 
 
 class GuestSandbox(Sandbox):
     waits_inside = True
     service: ClassVar[str]
-    """As messages name it."""
+    """Its name in messages."""
 
     def __init__(self, identity: str, workdir: str, *, packs: Path) -> None:
-        """`packs`: the folder of this host's archives."""
+        """`packs`: the folder of this host that caches archives."""
         self.identity, self.workdir, self._packs = identity, workdir, packs
         self._unanswered = False
-        """Perhaps for want of a guest: what older code of ours has set up has another one."""
+        """The last call had no answer, perhaps because the guest is missing or of another version."""
         self._is_new = False
-        """Nothing has run in it yet: what it lacks, its image lacks."""
+        """No command has run in it yet, so a missing program is missing in its image."""
 
     @abstractmethod
     async def _print(self, what: str, command: str, extra_s: float) -> str:
-        """Run one shell line as root and bring what it printed. It may take `extra_s` on purpose.
+        """Run one shell line as root and return what it printed. It may wait for `extra_s` by design.
 
-        Raises: ControlPlaneError when it may be asked again; SandboxLost; ConfigurationError.
+        Raises: ControlPlaneError when it may be repeated; SandboxLost; ConfigurationError.
         """
 
     @abstractmethod
     async def _write(self, path: str, data: bytes | Path) -> None:
-        """Upload, as root, to a path that nobody reads yet. Raises as `_print` does."""
+        """Upload as root to a new path. Raises as `_print` does."""
 
     async def start(
         self,
@@ -123,7 +124,7 @@ class GuestSandbox(Sandbox):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """As everywhere, in one call where the command is short and says little."""
+        """As `Sandbox.exec`, in one call if the command is short and prints little."""
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
         exec_id = f"x-{uuid4().hex}"
         order = _order(exec_id, argv, env=env, cwd=cwd, user=user, stdin=None, timeout_s=timeout)
@@ -141,7 +142,7 @@ class GuestSandbox(Sandbox):
         return ExecResult(status, out, err)
 
     async def _rest(self, exec_id: str, stream: Any, begun: Mapping[str, Any] | None) -> bytes:
-        """A whole output of which `begun` may be the beginning."""
+        """The whole output. `begun` may hold its beginning."""
         data = _bytes_of(begun) if begun is not None else b""
         if begun is not None and begun["size"] <= len(data):
             return data
@@ -198,7 +199,7 @@ class GuestSandbox(Sandbox):
     # -- set-up -----------------------------------------------------------------------------------
 
     async def set_up(self, spec: SandboxSpec) -> None:
-        """Everything the spec asks for is inside afterwards, however often and by whomever run."""
+        """Bring everything that the spec asks for. It may run repeatedly and in several workers."""
         mounts = sorted(self._sent(spec), key=lambda mount: mount.target.count("/"))
         targets = [mount.target for mount in mounts]
         targets += [spec.workdir] if spec.tree is not None else []
@@ -216,7 +217,7 @@ class GuestSandbox(Sandbox):
         await self._guest("ready", **settings)
 
     def _settings(self, spec: SandboxSpec) -> dict[str, Any]:
-        """What every later command needs to know."""
+        """What every later command needs."""
         env = {**ENVIRONMENT, **self._environment(), **spec.env}
         output = spec.limits.output_mb << 20
         own = {"seal": seal} if (seal := self._seal()) is not None else {}
@@ -225,7 +226,7 @@ class GuestSandbox(Sandbox):
     async def _begin(
         self, targets: Sequence[str], settings: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Install the guest, and look what it lacks: one call, all of the set-up where it lacks nothing."""
+        """Install the guest and ask which targets are missing. If none are, this is the whole set-up."""
         order = {"op": "begin", "targets": targets, "settings": settings}
         line = _line(_installing(), _argument(order))
         if len(line) > INLINE_BYTES and settings is not None:
@@ -233,7 +234,7 @@ class GuestSandbox(Sandbox):
         return self._accepted(await self._run("set-up", line), {})
 
     def _lacking(self, blame: PerdureError) -> PerdureError:
-        """`blame`: of the image, for the want of python3 or a shell tool."""
+        """The error for a missing program: `blame` names the image, unless a command has run."""
         if self._is_new:
             return blame
         return SandboxLost(f"a command has removed python3 or a shell tool: {blame}")
@@ -246,7 +247,7 @@ class GuestSandbox(Sandbox):
             await self.put(mount.target, mount.source, mode=mode)
 
     def _sent(self, spec: SandboxSpec) -> Sequence[Mount]:
-        """The mounts that are uploaded: all, unless some are there already."""
+        """The mounts to upload: all, except those that are there already."""
         return spec.mounts
 
     def _environment(self) -> Mapping[str, str]:
@@ -254,7 +255,7 @@ class GuestSandbox(Sandbox):
         return {}
 
     def _seal(self) -> Mapping[str, str] | None:
-        """Machine -> system-call filter, where the provider itself only makes containers."""
+        """Machine -> system-call filter, if the provider makes plain containers."""
         return None
 
     async def _unpack(self, folder: Path, target: str, *, owned: bool) -> None:
@@ -263,14 +264,14 @@ class GuestSandbox(Sandbox):
         await again(lambda: self._deliver("unpack", packed.path, **order))
 
     async def _deliver(self, op: str, data: bytes | Path, **order: Any) -> None:
-        """Upload it, and have the guest check and use it. What did not arrive whole is sent again."""
+        """Upload it and let the guest check and use it. An incomplete upload is sent again."""
         staged = f"{FOLDER}/staged/{uuid4().hex}"
         command = _line(self._caller(), _argument({"op": op, "staged": staged, **order}))
         printing = self._write_and_print(op, staged, data, command)
         self._accepted(await self._answer(op, printing), order)
 
     async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
-        """Upload, then run a line that uses it. One call where the provider can do both in one."""
+        """Upload, then run a line that uses it; in one call if the provider can."""
         await self._write(path, data)
         return await self._print(what, command, 0.0)
 
@@ -282,7 +283,7 @@ class GuestSandbox(Sandbox):
     # -- the guest --------------------------------------------------------------------------------
 
     async def _guest(self, op: str, **order: Any) -> dict[str, Any]:
-        """One operation of the guest, again while its answer does not come."""
+        """One operation of the guest, repeated until it is answered."""
         return await again(lambda: self._guest_once(op, **order))
 
     async def _guest_once(self, op: str, **order: Any) -> dict[str, Any]:
@@ -336,7 +337,7 @@ class GuestSandbox(Sandbox):
         return answer
 
     def _answer_in(self, what: str, said: str) -> dict[str, Any]:
-        """The guest's marked line is the only answer; exit codes and ends of streams are hints."""
+        """Only the guest's marked line is an answer. Exit codes and ends of streams are hints."""
         for line in reversed(said.splitlines()):
             if line.startswith(MARK):
                 with contextlib.suppress(ValueError):
@@ -363,7 +364,7 @@ class GuestSandbox(Sandbox):
 
 
 def _installing() -> str:
-    """Calls the guest as CALL does, and installs it first where it is missing or another."""
+    """As CALL, but first installs the guest if it is missing or of another version."""
     folder = resources.files("perdure.sandboxes.guest.inside")
     programs = {name: folder.joinpath(name).read_text() for name in PROGRAMS}
     packed = base64.b64encode(zlib.compress(json.dumps(programs).encode())).decode()
@@ -371,7 +372,7 @@ def _installing() -> str:
 
 
 def _line(caller: str, argument: str) -> str:
-    """For a shell, whose own `echo` is no process."""
+    """A shell line. `echo` is built in, so the order is in no process's arguments."""
     return f"echo {argument} | {caller}"
 
 

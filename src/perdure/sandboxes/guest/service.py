@@ -1,6 +1,6 @@
-"""What providers elsewhere share: which deployment a sandbox belongs to, and what no spec may ask.
+"""What providers of sandboxes elsewhere share: scopes, cancelled creates, and checks of a spec.
 
-A service makes sandboxes for several deployments of one account; a *scope* says whose one is.
+Several deployments may share one account of a service. A *scope* says which one owns a sandbox.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.guest.interpreters import with_interpreters
 
 CALLED_OFF_S = 5.0
-"""A create that is called off may end by itself for so long; then its outcome is unknown."""
+"""Seconds that a cancelled create may take to end. After that its outcome is unknown."""
 
 log = structlog.get_logger()
 
@@ -29,14 +29,14 @@ log = structlog.get_logger()
 class ServiceProvider(SandboxProvider):
     runs_images = True
     scope_variable: ClassVar[str]
-    """Names the deployment, where several hosts share one or several share an account."""
+    """Variable that names the deployment, if several hosts share one or several share an account."""
 
     def __init__(self, home: Path) -> None:
         self.root = home.absolute() / self.name
 
     @abstractmethod
     async def _create(self, spec: SandboxSpec, identity: str) -> Sandbox:
-        """As `create`; cancelled only when it has been called off for CALLED_OFF_S."""
+        """As `create`. It is cancelled only CALLED_OFF_S seconds after the caller was cancelled."""
 
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         check_identity(identity)
@@ -54,8 +54,8 @@ class ServiceProvider(SandboxProvider):
             raise
 
     async def _call_off(self, making: asyncio.Task[Sandbox], identity: str) -> None:
-        """What was asked for may exist: end it, soon. What comes to be later has its identity, its
-        labels and its deadline: the next try adopts it, or the reaper finds it."""
+        """Kill what the create may have made. If it appears later, it has its identity, labels and
+        deadline: the next try adopts it, or the reaper kills it."""
         await asyncio.wait([making], timeout=CALLED_OFF_S)
         making.cancel()
         try:
@@ -84,7 +84,7 @@ class ServiceProvider(SandboxProvider):
 
     @property
     def _scope(self) -> str:
-        """Whose sandboxes these are: nobody else's are ever adopted, listed or killed."""
+        """The deployment. Sandboxes of others are never adopted, listed or killed."""
         if named := os.environ.get(self.scope_variable):
             return named
         path = self.root / "scope"

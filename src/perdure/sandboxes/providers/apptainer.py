@@ -1,8 +1,8 @@
-"""The `apptainer` provider: one instance for each sandbox, without a daemon, as on clusters.
+"""The `apptainer` provider: one instance per sandbox, without a daemon, for clusters.
 
-`apptainer instance start` makes the namespaces over an overlay on our tmpfs; the keeper then treats
-its first process as bubblewrap's holder: same commands, records, limits and filter. Apptainer itself
-has never run under these lines: they are tested on `perdure.testing.apptainer_cli`.
+`apptainer instance start` makes the namespaces over an overlay on our tmpfs. The keeper then treats
+its first process like any holder: the same commands, records, limits and filter. It was never run
+with the real Apptainer: the tests use `perdure.testing.apptainer_cli`.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ from perdure.sandboxes.host.programs import program
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
 
 PROGRAM_VARIABLE = "PERDURE_APPTAINER__PROGRAM"
-"""Path of the program where it is no system program, as on clusters with environment modules."""
+"""Path of the program if it is not on the system path, as on clusters with environment modules."""
 LEAST_VERSION = (1, 1)
-"""The first that makes overlays and reads images without setuid."""
+"""The first version that makes overlays and reads images without setuid."""
 
 HOLD = """\
 mkdir -p disk/session disk/over
@@ -50,7 +50,8 @@ echo up
 exec >/dev/null
 wait
 """
-"""The background half outlives this one when it is killed, and then sees the end of its input."""
+"""If this shell is killed, its background half lives on, sees the end of its input, and stops the
+instance."""
 
 OWN_VARIABLES = re.compile(
     r"(APPTAINER|SINGULARITY)_?|^(HOME|PWD|OLDPWD|SHLVL|_|USER|LOGNAME|TERM)$"
@@ -58,7 +59,7 @@ OWN_VARIABLES = re.compile(
 
 
 class ApptainerSandbox(NamespaceSandbox):
-    """An instance; its first process is Apptainer's own, in a folder of Apptainer's choice."""
+    """An instance. Its first process is Apptainer's, in a folder that Apptainer chooses."""
 
     def _folder(self, cwd: str | None) -> str | None:
         return os.path.join(self.workdir, cwd or "")
@@ -105,7 +106,7 @@ class ApptainerProvider(NamespaceProvider):
         return self._handle(box, meta)
 
     def command_over(self, image: Path, spec: SandboxSpec, box: Box) -> list[str]:
-        """What the keeper runs in the box's folder, once its disk is mounted there."""
+        """What the keeper runs in the box's folder after it has mounted the disk there."""
         start = shlex.join(start_command(image, spec, box))
         script = HOLD.format(start=start, stop=shlex.join(stop_command(_name(box))))
         return ["/usr/bin/env", f"PERDURE_BOX={box.path}", *_settings(), "sh", "-c", script]
@@ -134,14 +135,14 @@ class ApptainerProvider(NamespaceProvider):
         return Path(await images.present(name, self.root / ".pulls", find, pull))
 
     async def _variables(self, image: Path) -> Mapping[str, str]:
-        """What the image sets, as a command in it sees it."""
+        """The variables that the image sets, as a command in it sees them."""
         said = await asyncio.to_thread(_apptainer, "exec", "--containall", str(image), "env")
         pairs = (line.split("=", 1) for line in said.splitlines() if "=" in line)
         return {name: value for name, value in pairs if not OWN_VARIABLES.search(name)}
 
     @cached_property
     def _skeleton(self) -> Path:
-        """Empty folders and an /etc of ours, over which the host's programs are bound."""
+        """Empty folders, on which the host's programs are bound, and an /etc of ours."""
         return self._made_once(f".skeleton-{self._etc.name}", self._write_root)
 
     def _write_root(self, folder: Path) -> None:
@@ -181,7 +182,7 @@ def stop_command(name: str) -> list[str]:
 
 
 def _build(name: str, mirrored: str, folder: Path) -> str:
-    """Unpacked aside and renamed: a folder of that name is a whole one."""
+    """Unpack under a draft name, then rename: a folder of that name is complete."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = folder.with_name(f"{DRAFT}{uuid4().hex}")
     try:
@@ -193,7 +194,7 @@ def _build(name: str, mirrored: str, folder: Path) -> str:
 
 
 def _apptainer(*arguments: str, pulls: str = "") -> str:
-    """What it printed. Raises: RetryHere with its last line, or what `images.refused` makes of it."""
+    """What it printed. Raises: RetryHere with its last line; for a pull, what `images.refused` says."""
     try:
         done = subprocess.run(
             [_binary(), *arguments],

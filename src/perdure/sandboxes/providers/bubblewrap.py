@@ -164,7 +164,7 @@ def _mount_binds(mounts: Iterable[Mount]) -> list[str]:
 
 
 def _refusal() -> str | None:
-    """Try the namespaces and the overlay once; the reason in one line where they are refused."""
+    """Try the namespaces and the overlay once. If they are refused, the reason in one line."""
     users = ["--user", "--map-root-user"] if needs_own_users() else []
     extra = overlay_option()
     script = (
@@ -191,4 +191,4 @@ def _fix() -> str:
     limit = Path("/proc/sys/user/max_user_namespaces")
     if limit.exists() and limit.read_text().strip() == "0":
         return "enable user namespaces: sysctl -w user.max_user_namespaces=15000"
-    return "it needs user namespaces and overlayfs (Linux 5.11 or later), also inside containers"
+    return "bubblewrap needs user namespaces and overlayfs (Linux 5.11 or later), inside containers too"

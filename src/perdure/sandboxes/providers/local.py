@@ -1,7 +1,7 @@
-"""The `local` provider: no isolation at all, for people who cannot install bubblewrap.
+"""The `local` provider: no isolation, for hosts where bubblewrap cannot be installed.
 
-Commands run as you, on your files, with your network. The workdir and the mount targets of the
-spec are replaced by their host paths wherever they stand in argv, env, cwd and file paths.
+Commands run as you, on your files, with your network. In argv, env, cwd and file paths, the spec's
+workdir and mount targets are replaced by their host paths.
 """
 
 import asyncio

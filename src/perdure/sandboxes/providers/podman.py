@@ -1,7 +1,7 @@
-"""The `podman` provider: sandboxes from images, or from the host's own programs without any.
+"""The `podman` provider: sandboxes from images or, without an image, from the host's programs.
 
-Podman makes the namespaces; the keeper then treats its container as it does bubblewrap's holder:
-same commands, same records, same limits, same filter. Its root folder is an overlay on our tmpfs.
+Podman makes the namespaces. The keeper then treats its container like any holder: the same commands,
+records, limits and filter. The root folder is an overlay on our tmpfs.
 """
 
 import asyncio
@@ -35,18 +35,19 @@ from perdure.sandboxes.host.programs import missing_programs, program
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
 
 ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=32768:32768")
-"""Of pid 1; podman's own are above what it may set inside most containers."""
+"""Limits of pid 1. Podman's defaults are higher than it may set inside most containers."""
 
 
 class PodmanProvider(NamespaceProvider):
-    """For roots of this host (also inside containers): podman must share our mount namespaces."""
+    """Needs root, in a container too: podman must share our mount namespaces. Commands run as the one
+    user of its container, root without capabilities."""
 
     name = "podman"
     runs_images = True
 
     def check(self) -> Sequence[str]:
         missing = missing_programs(("podman", "mount"))
-        if not missing and isinstance(found := _runtime(), _Refused):
+        if not missing and isinstance(found := _runtime(), _NoRuntime):
             missing.append(f"podman cannot run a container: {found}; install runc or crun")
         return missing
 
@@ -87,7 +88,7 @@ class PodmanProvider(NamespaceProvider):
             *([] if spec.image and not spec.tree else [Mount(disk / "tree", spec.workdir, True)]),
             *sorted(spec.mounts, key=lambda mount: mount.target.count("/")),
         ]
-        # podman refuses two at one target; the spec's wins
+        # podman refuses two mounts with one target: the spec's replaces ours
         volumes = {mount.target: _volume(mount) for mount in mounts}.values()
         network = "host" if spec.network is Network.HOST else "none"
         return [
@@ -103,20 +104,20 @@ class PodmanProvider(NamespaceProvider):
             *("--rootfs", str(disk / "root"), "/bin/bash", "-c", INIT),
         ]
 
-    # -- a root folder without an image -----------------------------------------------------------
+    # -- the root folder without an image -----------------------------------------------------------
 
     def _programs(self) -> list[Mount]:
         return [*host_programs(), Mount(self._etc, "/etc")]
 
     @cached_property
     def _skeleton(self) -> Path:
-        """Empty folders, and the links of a merged /usr: podman mounts the host's on them."""
+        """Empty folders, on which podman mounts the host's, and the links of a merged /usr."""
         return self._made_once(".skeleton", write_skeleton)
 
     # -- images -----------------------------------------------------------------------------------
 
     async def _image(self, name: str) -> "_Image":
-        """Pulled once however many ask, and mounted where the overlays of its sandboxes can lie on it."""
+        """The image, pulled once and mounted, so that the sandboxes' overlays can use it as lower layer."""
 
         async def find(name: str) -> str | None:
             return await asyncio.to_thread(_find, name)
@@ -135,7 +136,7 @@ class _Image:
 
 
 def _mounted(found: str) -> _Image:
-    root = _run("image", "mount", found, inside=True).strip()
+    root = _run("image", "mount", found, in_its_mounts=True).strip()
     (config,) = json.loads(_run("image", "inspect", "--format", "json", found))
     variables = (config.get("Config") or {}).get("Env") or []
     return _Image(root, dict(variable.split("=", 1) for variable in variables))
@@ -155,9 +156,9 @@ def _pull(name: str) -> str:
         raise images.refused(name, str(error)) from None
 
 
-def _run(*arguments: str, inside: bool = False) -> str:
-    """`inside`: where podman's own mounts are. Raises: RetryHere with podman's last line."""
-    where = [program("podman"), "unshare"] if inside and os.geteuid() else []
+def _run(*arguments: str, in_its_mounts: bool = False) -> str:
+    """`in_its_mounts`: in the namespace of podman's mounts. Raises: RetryHere with its last line."""
+    where = [program("podman"), "unshare"] if in_its_mounts and os.geteuid() else []
     try:
         done = subprocess.run(
             [*where, *_podman(), *arguments],
@@ -180,14 +181,14 @@ def _run(*arguments: str, inside: bool = False) -> str:
 # -- how podman runs here -------------------------------------------------------------------------
 
 
-class _Refused(str):
+class _NoRuntime(str):
     """Why no runtime could run a container."""
 
 
 def _podman() -> list[str]:
-    """With the settings that containers and systems without systemd need; harmless elsewhere."""
+    """With the settings that it needs in containers and without systemd; they harm nowhere else."""
     runtime = _runtime()
-    chosen = [] if isinstance(runtime, _Refused) or not runtime else ["--runtime", runtime]
+    chosen = [] if isinstance(runtime, _NoRuntime) or not runtime else ["--runtime", runtime]
     return [*_plain_podman(), *chosen]
 
 
@@ -197,7 +198,7 @@ def _plain_podman() -> list[str]:
 
 @cache
 def _runtime() -> str:
-    """The first runtime that runs a container on this kernel; empty: podman's own choice."""
+    """The first runtime that runs a container on this kernel; empty: podman's default."""
     reasons = []
     with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
         write_skeleton(Path(folder) / "root")
@@ -208,7 +209,7 @@ def _runtime() -> str:
             if refusal is None:
                 return name
             reasons.append(refusal)
-    return _Refused("; ".join(dict.fromkeys(reasons)))
+    return _NoRuntime("; ".join(dict.fromkeys(reasons)))
 
 
 def _try_runtime(name: str, root: str) -> str | None:
@@ -238,7 +239,7 @@ def _variables() -> list[str]:
 def _in_own_users(
     command: Sequence[str], box: Box, disk: str, overlay: str | None, root: str
 ) -> list[str]:
-    """As an ordinary user, only podman's user namespace has the right to mount what a box needs."""
+    """For an ordinary user: only in podman's user namespace may it mount the sandbox's disk."""
     folders = ("upper", "work", "tree", "home", "shm", "tmp", "root", "root.upper", "root.work")
     script = [
         "set -e",

@@ -296,7 +296,7 @@ class DaytonaProvider(ServiceProvider):
                 raise
 
         try:
-            return await again(ask, at_caps=self.waits_at_caps)
+            return await again(ask, wait_at_caps=self.waits_at_caps)
         except RateLimited:
             raise
         except ControlPlaneError as error:

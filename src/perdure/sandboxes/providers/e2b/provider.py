@@ -265,7 +265,7 @@ class E2BProvider(ServiceProvider):
             try:
                 sdk = await again(
                     lambda key=key: self._ask(spec, own, key),  # type: ignore[misc]
-                    at_caps=self.waits_at_caps,
+                    wait_at_caps=self.waits_at_caps,
                 )
             except Conflict:  # made by another request, or its fate is unknown to the service
                 await asyncio.sleep(LIST_LAG_S)

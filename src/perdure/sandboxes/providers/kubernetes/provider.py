@@ -324,7 +324,7 @@ class KubernetesProvider(ServiceProvider):
                 raise
 
         try:
-            return await again(ask, at_caps=self.waits_at_caps)
+            return await again(ask, wait_at_caps=self.waits_at_caps)
         except RateLimited:
             raise
         except ControlPlaneError as error:
