@@ -54,7 +54,9 @@ class SandboxAccountWorkflow:
     @workflow.signal
     def ask(self, asked: Asked) -> None:
         if self.account.ask(asked.holder, asked.run, asked.step, asked.caps):
-            self.again.append(PermitRequest(holder=asked.holder, run=asked.run, step=asked.step, order=0))
+            self.again.append(
+                PermitRequest(holder=asked.holder, run=asked.run, step=asked.step, order=0)
+            )
         self.news = True
 
     @workflow.signal
