@@ -1,7 +1,7 @@
 """Scripted engines on ports of one process: as many as the sessions in front of them need.
 
 A gateway gives an engine at most 128 agents; the next one waits until one of them leaves. Here nobody
-is to wait for a seat: what is measured is the gateway, not its queue.
+is to wait for a pooled: what is measured is the gateway, not its queue.
 
     python -m benchmarks.gateway_load.engines --count 14 --scripts scripts.json --latency 1.0
 """

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from benchmarks.preemption.stand import SECRET, WORDS, Stand
-from perdure.engines.clients.token_server import Ask, Broken
+from perdure.engines.clients.token_server import EngineRequest, StreamBroken
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.pool.salvage import Salvage
 from perdure.gateway.base import SessionSpec
@@ -160,10 +160,10 @@ async def _plain_agent(targets: list[VllmEngine], job: Job, number: int, crowd: 
         tries = 0
         while True:
             salvage = Salvage()
-            ask = Ask("policy", prompt, {}, f"a-{number}", f"a-{number}-{turn}-{tries}")
+            ask = EngineRequest("policy", prompt, {}, f"a-{number}", f"a-{number}-{turn}-{tries}")
             try:
                 await targets[at % 2].sample(ask, salvage, lambda: None)
-            except Broken:
+            except StreamBroken:
                 crowd.errors, at, tries = crowd.errors + 1, at + 1, tries + 1
                 await asyncio.sleep(BREATH_S)
             else:

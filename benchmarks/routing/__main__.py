@@ -30,11 +30,12 @@ from pathlib import Path
 import httpx
 import structlog
 
-from perdure.engines.clients.token_server import Ask
+from perdure.engines.clients.token_server import EngineRequest
 from perdure.engines.clients.vllm import VllmEngine
-from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.pool.pool import EnginePool
 from perdure.engines.pool.salvage import Salvage
 from perdure.engines.roster import LoneRoster
+from perdure.engines.state import EngineSpec
 from perdure.testing.scripted_engine import PrefixCache, ScriptedEngine
 from perdure.types import EngineSpan
 
@@ -112,7 +113,7 @@ async def side(name: str, job: Job, router: Path | None) -> Result:
 async def _leased(pools: list[EnginePool]) -> Route:
     for pool in pools:
         await pool.start()
-    while not all(seat.record.serves for pool in pools for seat in pool.seats.values()):
+    while not all(pooled.record.serves for pool in pools for pooled in pool.engines.values()):
         await asyncio.sleep(0.01)
     connections = random.Random(0)
     newest: dict[str, tuple[EnginePool, EngineSpan]] = {}
@@ -196,7 +197,7 @@ def _plain(name: str, urls: list[str], client: httpx.AsyncClient) -> Route:
 
     async def route(session: str, group: str, prompt: Ids) -> Ids:
         salvage = Salvage()
-        ask = Ask("policy", prompt, {}, session, session)
+        ask = EngineRequest("policy", prompt, {}, session, session)
         await choose(session).sample(ask, salvage, lambda: None)
         return list(salvage.ids)
 

@@ -10,10 +10,13 @@ import httpx
 
 from benchmarks.saturation.engine import GRAIN, Counters, ModelledEngine, Wire
 from benchmarks.saturation.law import Law
+from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.leases import Capacity
-from perdure.engines.pool.pool import EnginePool, EngineSpec, Seat
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.pool.pooled_engine import PooledEngine
 from perdure.engines.prompt_ids import PromptIds
 from perdure.engines.roster import LoneRoster
+from perdure.engines.state import EngineSpec
 
 URL = "http://engine:8000"
 BATCHED = 3.0
@@ -78,7 +81,7 @@ class Seen:
     """What the agents saw while it was measured."""
 
     seconds: list[float] = field(default_factory=list)
-    """From an agent's request to its answer, waiting for a seat included."""
+    """From an agent's request to its answer, waiting for a pooled included."""
     rollouts: int = 0
 
 
@@ -111,18 +114,18 @@ async def play(policy: str, job: Job, measured: Law) -> Result:
     engine = ModelledEngine(job.law(measured), job.kv_tokens)
     seen = Seen()
     async with httpx.AsyncClient(transport=Wire(engine), timeout=None) as client:
-        pool = EnginePool(LoneRoster(), client, [EngineSpec(URL)], patience_s=math.inf)
+        pool = EnginePool(LoneRoster(), client, [EngineSpec(URL)], PoolOptions(patience_s=math.inf))
         pool.leases.clock = asyncio.get_running_loop().time
         tasks = [asyncio.create_task(engine.run())]
         try:
-            seat = await _ready(pool, policy)
+            pooled = await _ready(pool, policy)
             for number in range(job.agents):
                 tasks.append(asyncio.create_task(_agent(number, job, pool, seen)))
             await asyncio.sleep(job.cycles / 2 * job.cycle_s)
             before, seen.seconds = replace(engine.counters), []
             await asyncio.sleep(job.cycles * job.cycle_s)
             during = engine.counters.since(before)
-            return _result(policy, job, seat.capacity, during, seen.seconds)
+            return _result(policy, job, pooled.capacity, during, seen.seconds)
         finally:
             for task in tasks:
                 task.cancel()
@@ -130,14 +133,14 @@ async def play(policy: str, job: Job, measured: Law) -> Result:
             await pool.aclose()
 
 
-async def _ready(pool: EnginePool, policy: str) -> Seat:
+async def _ready(pool: EnginePool, policy: str) -> PooledEngine:
     await pool.start()
-    (seat,) = pool.seats.values()
-    while not seat.record.serves:
+    (pooled,) = pool.engines.values()
+    while not pooled.record.serves:
         await asyncio.sleep(0.1)
     if policy != "adaptive":
-        seat.capacity = Fixed(int(policy.removeprefix("fixed ")))
-    return seat
+        pooled.capacity = Fixed(int(policy.removeprefix("fixed ")))
+    return pooled
 
 
 async def _agent(number: int, job: Job, pool: EnginePool, seen: Seen) -> None:

@@ -26,9 +26,10 @@ from benchmarks.weights.gaps import Chunks, Gap
 from benchmarks.weights.sides import PROMPT, Side, scripted, vllm
 from perdure.engines.base import Completion
 from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster
-from perdure.engines.weights.update import Policy, Updated, WeightUpdates
+from perdure.engines.state import EngineSpec
+from perdure.engines.weights.update import Updated, UpdatePolicy, WeightUpdates
 
 Kind = Literal["scripted", "vllm"]
 InFlight = Literal["resubmit", "keep"]
@@ -97,7 +98,7 @@ async def measure(kind: Kind, count: int, job: Job) -> list[Result]:
             pool = EnginePool(roster, client, [EngineSpec(url) for url in side.urls])
             try:
                 await pool.start()
-                while not all(seat.record.serves for seat in pool.seats.values()):
+                while not all(pooled.record.serves for pooled in pool.engines.values()):
                     await asyncio.sleep(0.05)
                 updates = WeightUpdates(roster, client)
                 await updates.update(1, side.source(1), await side.canaries(1))
@@ -145,9 +146,9 @@ async def _under_load(stand: Stand, in_flight: InFlight, job: Job, *, first: int
             await asyncio.sleep(job.quiet)
             quiet.append((started, time.monotonic()))
             updated += await stand.updates.update(
-                version, side.source(version), proof, Policy(in_flight=in_flight)
+                version, side.source(version), proof, UpdatePolicy(in_flight=in_flight)
             )
-            while not all(seat.record.version == version for seat in pool.seats.values()):
+            while not all(pooled.record.version == version for pooled in pool.engines.values()):
                 await asyncio.sleep(0.01)  # the gateway learns that they serve again
             busy.append((quiet[-1][1], time.monotonic()))
         over.set()

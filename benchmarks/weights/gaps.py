@@ -57,8 +57,8 @@ class Chunks:
     async def _watch(self) -> None:
         while True:
             now = time.monotonic()
-            for seat in self._pool.seats.values():
-                for call in seat.running:
+            for pooled in self._pool.engines.values():
+                for call in pooled.running:
                     self._look(call.salvage, now)
             await asyncio.sleep(LOOK_S)
 

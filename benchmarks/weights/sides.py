@@ -13,7 +13,7 @@ from benchmarks import vllm_server
 from benchmarks.vllm_server import ROOT, VLLM
 from perdure.engines.base import Completion
 from perdure.engines.clients.vllm_control import EngineControl
-from perdure.engines.weights.update import Canary, FromDisk, Transfer
+from perdure.engines.weights.update import FromDisk, Transfer, WeightCanary
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logprob
 
@@ -35,7 +35,7 @@ class Side(Protocol):
 
     def source(self, version: int) -> Transfer: ...
 
-    async def canaries(self, version: int) -> list[Canary]: ...
+    async def canaries(self, version: int) -> list[WeightCanary]: ...
 
     async def wrong(self, completions: Sequence[Completion]) -> int:
         """Tokens whose recorded version is not the one that sampled them, or is not recorded."""
@@ -71,9 +71,9 @@ class Scripted:
         (folder / WEIGHTS_FILE).write_text(json.dumps({"weights": version}))
         return Slow(FromDisk(folder), self.load_s)
 
-    async def canaries(self, version: int) -> list[Canary]:
+    async def canaries(self, version: int) -> list[WeightCanary]:
         said = logprob(self.first, 0, version)
-        return [Canary(prompt_ids=PROMPT, token_id=self.first, logprob=said, tolerance=0.01)]
+        return [WeightCanary(prompt_ids=PROMPT, token_id=self.first, logprob=said, tolerance=0.01)]
 
     async def wrong(self, completions: Sequence[Completion]) -> int:
         return sum(
@@ -108,7 +108,7 @@ class Vllm:
 
     urls: list[str]
     sampling: dict[str, Any]
-    said: dict[int, list[Canary]] = field(default_factory=dict)
+    said: dict[int, list[WeightCanary]] = field(default_factory=dict)
     """By version modulo 2."""
 
     def _folder(self, version: int) -> Path:
@@ -117,14 +117,14 @@ class Vllm:
     def source(self, version: int) -> Transfer:
         return FromDisk(self._folder(version))
 
-    async def canaries(self, version: int) -> list[Canary]:
+    async def canaries(self, version: int) -> list[WeightCanary]:
         """Where one token is clearly the likeliest: of two that tie in bf16, vLLM may take the other."""
         if version % 2 not in self.said:
             prompts = [PROMPT[n:] for n in range(8)]
             found = await asyncio.to_thread(_scored, self._folder(version), prompts)
             pairs = zip(prompts, found, strict=True)
             clear = sorted(pairs, key=lambda pair: -pair[1].pop("ahead"))[:CANARIES]
-            self.said[version % 2] = [Canary(prompt_ids=ids, **said) for ids, said in clear]
+            self.said[version % 2] = [WeightCanary(prompt_ids=ids, **said) for ids, said in clear]
         return self.said[version % 2]
 
     async def wrong(self, completions: Sequence[Completion]) -> int:

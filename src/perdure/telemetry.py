@@ -39,7 +39,7 @@ METRICS = {
 """Environment over model time sets how many agents one engine can feed."""
 
 
-class Metrics:
+class WorkerMetrics:
     """Counts into Temporal's meter: one port serves its metrics and ours. Without one, nothing."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Metrics:
             getattr(instrument, verb)(value, labels)
 
 
-metrics = Metrics()
+metrics = WorkerMetrics()
 """The process's own; `temporal_runtime` puts a meter behind it."""
 
 

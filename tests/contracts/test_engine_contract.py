@@ -11,8 +11,10 @@ from perdure.engines.base import ChatEngine, TokenEngine
 from perdure.engines.clients.anthropic_hosted import AnthropicHosted, from_messages, to_messages
 from perdure.engines.clients.openai_hosted import OpenAIHosted
 from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.pool.fleet import PoolOptions
+from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster
+from perdure.engines.state import EngineSpec
 from perdure.errors import Boundary, GatewayUnavailable
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.scripted_engine import ScriptedEngine, logprob
@@ -29,7 +31,7 @@ MakeChat = Callable[[str, httpx.AsyncClient, float], ChatEngine]
 
 TOKEN_ENGINES: dict[str, MakeToken] = {
     "pool": lambda url, client, patience: EnginePool(
-        LoneRoster(), client, [EngineSpec(url)], patience_s=patience
+        LoneRoster(), client, [EngineSpec(url)], PoolOptions(patience_s=patience)
     ),
 }
 HOSTED = {"api_key": "sk-secret-value", "key_source": "SOME_API_KEY"}

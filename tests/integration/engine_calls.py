@@ -8,9 +8,12 @@ from typing import Any
 import httpx
 
 from perdure.engines.base import Completion
+from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.leases import Capacity
-from perdure.engines.pool.pool import EnginePool, EngineSpec, Seat
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.pool.pooled_engine import PooledEngine
 from perdure.engines.roster import LoneRoster, SharedRoster
+from perdure.engines.state import EngineSpec
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.scripted_engine import ScriptedEngine
 
@@ -33,7 +36,7 @@ async def opened(
         roster or LoneRoster(),
         client,
         [EngineSpec(url) for url in urls],
-        **{"poll_s": 0.05, "hang_s": 60.0, **options},
+        PoolOptions(**{"poll_s": 0.05, "hang_s": 60.0, **options}),
     )
     await pool.start()
     try:
@@ -56,20 +59,20 @@ async def until(condition: Callable[[], Any]) -> Any:
 
 
 async def ready(pool: EnginePool, count: int) -> None:
-    await until(lambda: sum(seat.record.serves for seat in pool.seats.values()) == count)
+    await until(lambda: sum(pooled.record.serves for pooled in pool.engines.values()) == count)
 
 
-async def sampling(pool: EnginePool, tokens: int = 40) -> Seat:
+async def sampling(pool: EnginePool, tokens: int = 40) -> PooledEngine:
     """The engine that has given so many tokens of a call that goes on."""
 
-    def busy() -> Seat | None:
-        for seat in pool.seats.values():
-            if any(len(call.salvage.ids) >= tokens for call in seat.running):
-                return seat
+    def busy() -> PooledEngine | None:
+        for pooled in pool.engines.values():
+            if any(len(call.salvage.ids) >= tokens for call in pooled.running):
+                return pooled
         return None
 
-    seat: Seat = await until(busy)
-    return seat
+    pooled: PooledEngine = await until(busy)
+    return pooled
 
 
 async def undisturbed() -> list[int]:

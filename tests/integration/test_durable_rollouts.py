@@ -17,9 +17,8 @@ from temporalio.exceptions import ApplicationError, CancelledError
 
 from perdure.cli.runs.standing import standing
 from perdure.client import names
-from perdure.engines.registration import add_engine, remove_engine
-from perdure.engines.roster import StoredRoster, roster_key
-from perdure.engines.state import name_of
+from perdure.engines.roster import StoredRoster, add_engine, remove_engine, roster_key
+from perdure.engines.state import EngineSpec, name_of
 from perdure.episodes import turns
 from perdure.home import load_secret
 from perdure.types import EpisodeRef, Outcome, RolloutRequest, RolloutStatus, Turn
@@ -314,6 +313,6 @@ async def test_a_rollout_that_waits_for_an_engine_says_so(stack: Stack) -> None:
 
         await until(told, "the wait is told")
     finally:
-        await add_engine(roster, stack.engine.url, "policy", 1.0, "vllm")
+        await add_engine(roster, EngineSpec(stack.engine.url), "policy")
 
     await stack.solved_once(request)

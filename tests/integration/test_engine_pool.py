@@ -12,9 +12,8 @@ import httpx
 import pytest
 
 from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.pool import EngineSpec
-from perdure.engines.roster import LoneRoster
-from perdure.engines.state import EngineState, name_of
+from perdure.engines.roster import LoneRoster, add_engine, drain_engine, remove_engine
+from perdure.engines.state import EngineSpec, EngineState, name_of
 from perdure.episodes.turns import decode
 from perdure.errors import GatewayUnavailable
 from perdure.gateway.base import control_token
@@ -131,12 +130,12 @@ async def test_an_engine_that_comes_back_is_a_new_generation(
     engine = processes()
     async with opened(client, engine.url, hang_s=HANG_S) as pool:
         await ready(pool, 1)
-        (seat,) = pool.seats.values()
-        first = seat.record.generation
+        (pooled,) = pool.engines.values()
+        first = pooled.record.generation
         call = ask(pool)
         await sampling(pool)
         engine.signal(signal.SIGSTOP)
-        await until(lambda: seat.record.state is EngineState.DEAD)
+        await until(lambda: pooled.record.state is EngineState.DEAD)
         engine.signal(signal.SIGCONT)
         await engine.hurry(client)
         completion = await call
@@ -153,11 +152,11 @@ async def test_another_boot_at_the_same_address_is_a_new_generation(
     port = engine.name.rpartition(":")[2]
     async with opened(client, engine.url) as pool:
         await ready(pool, 1)
-        (seat,) = pool.seats.values()
-        first = seat.record.generation
+        (pooled,) = pool.engines.values()
+        first = pooled.record.generation
         engine.close()
         await processes("--port", port).hurry(client)
-        await until(lambda: seat.record.serves and seat.record.generation == first + 1)
+        await until(lambda: pooled.record.serves and pooled.record.generation == first + 1)
         completion = await ask(pool)
 
     assert [span.generation for span in completion.engines] == [first + 1]
@@ -170,8 +169,8 @@ async def test_a_fenced_engine_refuses_what_was_meant_for_another_boot(
     engine = processes("--generation", "7")
     async with opened(client, engine.url) as pool:
         await ready(pool, 1)
-        (seat,) = pool.seats.values()
-        boot = seat.record.wire_model
+        (pooled,) = pool.engines.values()
+        boot = pooled.record.wire_model
         answer = await client.post(
             f"{engine.url}/inference/v1/generate", json={"model": "policy-g6", "token_ids": [1]}
         )
@@ -188,7 +187,7 @@ async def test_an_engine_that_only_says_it_is_healthy_is_not_ready(
         hung.control(kind="hang")
         async with opened(client, hung.url, good.url) as pool:
             completions = await asyncio.gather(*(ask(pool, f"s-{n}") for n in range(4)))
-            state = pool.seats[name_of(hung.url)].record.state
+            state = pool.engines[name_of(hung.url)].record.state
 
     assert {span.engine for c in completions for span in c.engines} == {f"vllm {name_of(good.url)}"}
     assert state is EngineState.STARTING
@@ -203,10 +202,10 @@ async def test_all_gateways_of_a_home_follow_one_roster(client: httpx.AsyncClien
         opened(client, one.url, roster=roster) as here,
         opened(client, one.url, roster=roster) as there,
     ):
-        await here.add(EngineSpec(two.url))
+        await add_engine(here.fleet, EngineSpec(two.url), "policy")
         await ready(there, 2)
-        await there.drain(name_of(one.url))
-        await until(lambda: here.seats[name_of(one.url)].record.removed)
+        await drain_engine(there.fleet, name_of(one.url))
+        await until(lambda: here.engines[name_of(one.url)].record.removed)
         completion = await ask(here)
 
     assert completion.engine == f"vllm {name_of(two.url)}"
@@ -221,13 +220,13 @@ async def test_a_drained_engine_finishes_what_it_has(client: httpx.AsyncClient) 
     ):
         await ready(pool, 2)
         call = ask(pool)
-        seat = await sampling(pool)
-        await pool.drain(seat.record.name)
+        pooled = await sampling(pool)
+        await drain_engine(pool.fleet, pooled.record.name)
         other = await ask(pool, "t")
         completion = await call
 
     assert len(completion.engines) == 1
-    assert completion.engine == seat.engine.name != other.engine
+    assert completion.engine == pooled.client.name != other.engine
 
 
 async def test_a_drain_moves_what_is_left_at_its_deadline(client: httpx.AsyncClient) -> None:
@@ -240,8 +239,8 @@ async def test_a_drain_moves_what_is_left_at_its_deadline(client: httpx.AsyncCli
     ):
         await ready(pool, 2)
         call = ask(pool)
-        seat = await sampling(pool)
-        await pool.drain(seat.record.name, deadline_s=0)
+        pooled = await sampling(pool)
+        await drain_engine(pool.fleet, pooled.record.name, deadline_s=0)
         completion = await call
 
     assert list(completion.token_ids) == await undisturbed()
@@ -252,8 +251,8 @@ async def test_a_call_waits_for_room_and_is_never_refused(client: httpx.AsyncCli
     """Short of capacity an agent sees a slow answer."""
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
         await ready(pool, 1)
-        (seat,) = pool.seats.values()
-        seat.capacity = Fixed(agents=1)
+        (pooled,) = pool.engines.values()
+        pooled.capacity = Fixed(agents=1)
         first = await ask(pool, "a")
         second = ask(pool, "b")
         await until(lambda: pool.waiting)
@@ -269,12 +268,12 @@ async def test_who_waits_for_room_is_told_when_the_engines_are_gone(
     """Waiting for a full engine has no end, waiting for a dead one has."""
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url, patience_s=0.2) as pool:
         await ready(pool, 1)
-        (seat,) = pool.seats.values()
-        seat.capacity = Fixed(agents=1)
+        (pooled,) = pool.engines.values()
+        pooled.capacity = Fixed(agents=1)
         await ask(pool, "a")
         waits = ask(pool, "b")
         await until(lambda: pool.waiting)
-        await pool.remove(seat.record.name)
+        await remove_engine(pool.fleet, pooled.record.name)
 
         with pytest.raises(GatewayUnavailable):
             await waits

@@ -13,11 +13,17 @@ from perdure.dialects.base import Refused
 from perdure.engines.clients.vllm_control import EngineControl
 from perdure.engines.clients.wire import new_client
 from perdure.engines.pool import fleet
-from perdure.engines.pool.pool import EngineSpec
 from perdure.engines.pool.salvage import Salvage
-from perdure.engines.roster import Change, LoneRoster, Roster
-from perdure.engines.state import EngineRecord, EngineState, name_of
-from perdure.engines.weights.update import Policy, UpdateRefused, WeightUpdates
+from perdure.engines.roster import (
+    Change,
+    LoneRoster,
+    Roster,
+    add_engine,
+    drain_engine,
+    remove_engine,
+)
+from perdure.engines.state import EngineRecord, EngineSpec, EngineState, name_of
+from perdure.engines.weights.update import UpdatePolicy, UpdateRefused, WeightUpdates
 from perdure.errors import StoreUnavailable
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.integration.engine_calls import (
@@ -79,10 +85,10 @@ class Stuck(LoneRoster):
 
 
 async def test_a_call_cut_by_an_update_does_not_queue_behind_new_sessions(tmp_path: Path) -> None:
-    """Its session has the seat that they wait for: the engine would idle until it was reclaimed."""
+    """Its session has the pooled that they wait for: the engine would idle until it was reclaimed."""
     async with stand(1, delay_s=0.02) as it:
-        (seat,) = it.pool.seats.values()
-        seat.capacity = Fixed(agents=1)
+        (pooled,) = it.pool.engines.values()
+        pooled.capacity = Fixed(agents=1)
         call = it.ask(run="r")
         await it.sampling(call)
         new = ask(it.pool, "new", run="r")
@@ -98,11 +104,11 @@ async def test_a_call_cut_by_an_update_does_not_queue_behind_new_sessions(tmp_pa
 
 async def test_calls_of_one_session_share_its_seat(client: httpx.AsyncClient) -> None:
     """Harnesses begin with several at once: no other session's wait comes between them, in which the
-    seat would be idle."""
+    pooled would be idle."""
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
         await ready(pool, 1)
-        (seat,) = pool.seats.values()
-        seat.capacity = Fixed(agents=1)
+        (pooled,) = pool.engines.values()
+        pooled.capacity = Fixed(agents=1)
         await ask(pool, "x", run="r")
         one, other, two = (ask(pool, session, run="r") for session in ("a", "b", "a"))
         await until(lambda: pool.waiting == 3)
@@ -137,8 +143,8 @@ async def test_a_seat_given_to_a_call_that_was_just_cancelled_is_free(
     """Given and given up in one moment: the session does not count as busy for ever."""
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
         await ready(pool, 1)
-        (seat,) = pool.seats.values()
-        seat.capacity = Fixed(agents=1)
+        (pooled,) = pool.engines.values()
+        pooled.capacity = Fixed(agents=1)
         await ask(pool, "a")
         waits = ask(pool, "b")
         await until(lambda: pool.waiting)
@@ -161,14 +167,14 @@ async def test_a_seat_on_an_engine_that_left_at_that_moment_is_not_taken(
         opened(client, gone.url) as pool,
     ):
         await ready(pool, 1)
-        (seat,) = pool.seats.values()
-        seat.capacity = Fixed(agents=1)
+        (pooled,) = pool.engines.values()
+        pooled.capacity = Fixed(agents=1)
         await ask(pool, "a")
         waits = ask(pool, "b")
         await until(lambda: pool.waiting)
         pool.left("a")
-        await pool.remove(seat.record.name)
-        await pool.add(EngineSpec(other.url))
+        await remove_engine(pool.fleet, pooled.record.name)
+        await add_engine(pool.fleet, EngineSpec(other.url), "policy")
         completion = await waits
 
     assert completion.engine == f"vllm {name_of(other.url)}"
@@ -188,19 +194,19 @@ async def test_a_new_boot_is_not_blamed_for_what_its_predecessor_broke(
         opened(client, engine.url, roster=roster, poll_s=0.2) as pool,
     ):
         await ready(pool, 1)
-        (seat,) = pool.seats.values()
-        first = seat.record.generation
+        (pooled,) = pool.engines.values()
+        first = pooled.record.generation
         call = ask(pool)
         await sampling(pool)
 
         def reborn(now: Roster) -> Roster:
             (record,) = now.engines
-            fresh = record.reborn(now.next_generation, record.boot)
+            fresh = record.reborn(now.next_generation, record.start_id)
             return now.having(fresh.to(EngineState.READY, version=1))
 
         await roster.change(reborn)  # another gateway was quicker
         completion = await call
-        generation = seat.record.generation
+        generation = pooled.record.generation
 
     assert [span.generation for span in completion.engines] == [first, first + 1]
     assert generation == first + 1
@@ -229,8 +235,8 @@ async def test_a_broken_stream_goes_on_while_the_store_is_away(client: httpx.Asy
 async def test_a_store_that_does_not_answer_holds_up_no_broken_stream(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not known yet whether the engine loaded the weights; the turn goes on meanwhile."""
-    monkeypatch.setattr(fleet, "LONGEST_NOTE_S", 0.05)
+    """A turn continues even if the store does not record what the call saw of the engine."""
+    monkeypatch.setattr(fleet, "LONGEST_RECORDING_S", 0.05)
     roster = Stuck()
     async with (
         ScriptedEngine(LONG, chunk_delay_s=0.02) as one,
@@ -258,17 +264,17 @@ async def test_streams_that_one_death_broke_ask_the_store_once(client: httpx.Asy
         opened(client, engine.url, roster=roster, poll_s=3600.0) as pool,
     ):
         await ready(pool, 1)
-        (seat,) = pool.seats.values()
+        (pooled,) = pool.engines.values()
         roster.answers.clear()
-        asked, generation = roster.asked, seat.record.generation
+        asked, generation = roster.asked, pooled.record.generation
         seen = (
-            pool._fleet.doubt(seat, generation, EngineState.SUSPECT, "it broke") for _ in range(9)
+            pool.fleet.doubt(pooled, generation, EngineState.SUSPECT, "it broke") for _ in range(9)
         )
         doubts = asyncio.gather(*seen)
         await until(lambda: roster.asked > asked)
         roster.answers.set()
         await doubts
-        state, times = seat.record.state, roster.asked - asked
+        state, times = pooled.record.state, roster.asked - asked
 
     assert (state, times) == (EngineState.SUSPECT, 1)
 
@@ -291,8 +297,8 @@ async def test_an_engine_that_talked_nonsense_is_asked_again(client: httpx.Async
 
     confused = Confused(LONG)
     async with confused as engine, opened(client, engine.url) as pool:
-        (seat,) = pool.seats.values()
-        await until(lambda: seat.record.reason)
+        (pooled,) = pool.engines.values()
+        await until(lambda: pooled.record.reason)
         confused.confused = False
         async with asyncio.timeout(STUCK_S):
             await ready(pool, 1)
@@ -320,13 +326,13 @@ async def test_a_slow_look_at_the_roster_brings_back_nothing(client: httpx.Async
         roster.let.clear()
         roster.reading.clear()
         await roster.reading.wait()
-        adding = asyncio.create_task(pool.add(EngineSpec(engine.url)))
+        adding = asyncio.create_task(add_engine(pool.fleet, EngineSpec(engine.url), "policy"))
         await asyncio.sleep(0)
-        before = dict(pool.seats)
+        before = dict(pool.engines)
         roster.let.set()
         await adding
         await ready(pool, 1)
-        after = dict(pool.seats)
+        after = dict(pool.engines)
 
     assert before in ({}, after)
 
@@ -348,9 +354,9 @@ async def test_no_version_is_stamped_while_the_roster_cannot_be_read(tmp_path: P
         (running,) = (await sampling(pool, 16)).running
         roster.away = True
         with pytest.raises(StoreUnavailable):
-            await pool.roster()
+            await pool.fleet.read()
         updates = WeightUpdates(Heard(roster), client, notice_s=0.3)
-        await updates.update(2, checkpoint(tmp_path, 2), [canary(2)], Policy("keep"))
+        await updates.update(2, checkpoint(tmp_path, 2), [canary(2)], UpdatePolicy("keep"))
         new = len(running.salvage.ids) + 8
         await until(lambda: len(running.salvage.ids) >= new + 40)
         stamped = running.salvage.versions_of(new, new + 40)
@@ -390,7 +396,7 @@ async def test_an_engine_whose_weights_two_updates_fought_over_does_not_serve(
         await it.seen(it.engines[0], EngineState.PAUSED)
         await it.updates.update(3, checkpoint(tmp_path / "3", 3), [canary(3)])
         over.set()
-        with pytest.raises(UpdateRefused, match="taken over"):
+        with pytest.raises(UpdateRefused, match="took it over"):
             await overtaken
         (record,) = (await it.roster.read()).engines
 
@@ -435,7 +441,7 @@ async def test_an_engine_that_comes_back_during_an_update_gets_it_too(tmp_path: 
         class Meanwhile:
             async def load(self, control: EngineControl, version: int) -> None:
                 if control.url == it.engines[0].url:
-                    await until(lambda: it.pool.seats[other].record.serves)
+                    await until(lambda: it.pool.engines[other].record.serves)
                 await checkpoint(tmp_path, 2).load(control, version)
 
         def suspected(now: Roster) -> Roster:
@@ -541,10 +547,10 @@ async def test_a_drain_in_the_middle_of_an_update_strands_no_call(tmp_path: Path
     async with stand(2, delay_s=0.02) as it:
         call = it.ask()
         await it.sampling(call)
-        (seat,) = (seat for seat in it.pool.seats.values() if seat.running)
-        await it.updates._hold(seat.record.name, 2)
-        await until(lambda: seat.record.held_by)
-        await it.pool.drain(seat.record.name, deadline_s=3600)
+        (pooled,) = (pooled for pooled in it.pool.engines.values() if pooled.running)
+        await it.updates._hold(pooled.record.name, 2)
+        await until(lambda: pooled.record.held_by)
+        await drain_engine(it.pool.fleet, pooled.record.name, deadline_s=3600)
         async with asyncio.timeout(STUCK_S):
             completion = await call
 
@@ -562,7 +568,7 @@ async def test_draining_a_dead_engine_takes_it_out(client: httpx.AsyncClient) ->
         await ready(pool, 1)
         (record,) = (await roster.read()).engines
         await roster.change(lambda now: now.having(record.to(EngineState.DEAD, "gone")))
-        drained = await pool.drain(record.name)
+        drained = await drain_engine(pool.fleet, record.name)
 
     assert drained.removed
 
@@ -577,10 +583,10 @@ async def test_clocks_of_other_hosts_end_no_drain_late(client: httpx.AsyncClient
     ):
         await ready(pool, 2)
         call = ask(pool)
-        seat = await sampling(pool)
+        pooled = await sampling(pool)
 
         def ahead(now: Roster) -> Roster:
-            record: EngineRecord | None = now.get(seat.record.name)
+            record: EngineRecord | None = now.get(pooled.record.name)
             assert record is not None
             there = record.to(EngineState.DRAINING).since + 3600
             changes = {"since": there, "drain_by": there + 0.1}

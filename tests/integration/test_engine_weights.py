@@ -11,11 +11,12 @@ import pytest
 
 from perdure.dialects.base import Refused
 from perdure.engines.clients.vllm_control import EngineControl
+from perdure.engines.roster import remove_engine
 from perdure.engines.state import EngineState, name_of
 from perdure.engines.weights.update import (
     Checkpoint,
     FromDisk,
-    Policy,
+    UpdatePolicy,
     UpdateRefused,
     WeightUpdates,
     downloaded,
@@ -47,7 +48,7 @@ async def test_every_token_is_recorded_with_the_version_that_sampled_it(
     async with stand(1, delay_s=0.03) as it:
         call = it.ask()
         await it.sampling(call)
-        policy = Policy(in_flight=in_flight)
+        policy = UpdatePolicy(in_flight=in_flight)
         await it.updates.update(2, checkpoint(tmp_path, 2), [canary(2)], policy)
         completion = await call
 
@@ -89,13 +90,13 @@ async def test_a_condemned_engine_serves_again_only_after_a_restart(tmp_path: Pa
     async with stand(2) as it:
         with pytest.raises(UpdateRefused, match="trainer's weights"):
             await it.updates.update(2, checkpoint(tmp_path, 2, stale=True), [canary(2)])
-        first, second = (it.pool.seats[name_of(engine.url)] for engine in it.engines)
+        first, second = (it.pool.engines[name_of(engine.url)] for engine in it.engines)
         await it.seen(it.engines[0], EngineState.DEAD)
-        verdict = await first.watcher.look(first.record, first.load())
+        verdict = await first.health.look(first.record, first.load())
         completion = await it.ask()
 
     assert verdict is None
-    assert completion.engine == second.engine.name
+    assert completion.engine == second.client.name
 
 
 async def test_what_wrong_weights_sampled_is_not_kept(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ async def test_what_wrong_weights_sampled_is_not_kept(tmp_path: Path) -> None:
         await it.sampling(call)
         with pytest.raises(UpdateRefused):
             await it.updates.update(
-                2, checkpoint(tmp_path, 3), [canary(2)], Policy(in_flight="keep", at_once=2)
+                2, checkpoint(tmp_path, 3), [canary(2)], UpdatePolicy(in_flight="keep", at_once=2)
             )
         for engine in it.engines:  # as a restart would
             engine.weights, engine._started = 1, engine._started + 1
@@ -122,7 +123,9 @@ async def test_wrong_weights_leave_nothing_where_the_old_ones_come_back(tmp_path
         await it.sampling(call)
         wrong = checkpoint(tmp_path / "3", 3)
         with pytest.raises(UpdateRefused):
-            await it.updates.update(2, wrong, [canary(2)], Policy(in_flight="keep"), previous=old)
+            await it.updates.update(
+                2, wrong, [canary(2)], UpdatePolicy(in_flight="keep"), previous=old
+            )
         completion = await call
 
     assert set(it.true_versions(completion)) == {1}
@@ -146,7 +149,9 @@ async def test_no_turn_ends_on_weights_without_proof(tmp_path: Path) -> None:
         await it.sampling(call)
         wrong = checkpoint(tmp_path / "3", 3)
         with pytest.raises(UpdateRefused):
-            await updates.update(2, wrong, [canary(2)], Policy(in_flight="keep"), previous=old)
+            await updates.update(
+                2, wrong, [canary(2)], UpdatePolicy(in_flight="keep"), previous=old
+            )
         completion = await call
 
     assert set(it.true_versions(completion)) == {1}
@@ -174,7 +179,7 @@ async def test_an_update_is_announced_before_it_is_done(tmp_path: Path) -> None:
 
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             if request.url.path == "/pause":
-                self.seen = [e.held_by for e in (await it.pool.roster()).engines]
+                self.seen = [e.held_by for e in (await it.pool.fleet.read()).engines]
             return await super().handle_async_request(request)
 
     looks = Looks()
@@ -207,15 +212,15 @@ async def test_tokens_of_a_version_nobody_knows_are_sampled_again(tmp_path: Path
     async with stand(2, delay_s=0.03) as it:
         call = it.ask()
         await it.sampling(call)
-        (seat,) = (seat for seat in it.pool.seats.values() if seat.running)
-        (running,) = seat.running
-        await it.updates._hold(seat.record.name, 2)
-        await it.seen(next(e for e in it.engines if e.url == seat.record.url), EngineState.PAUSED)
+        (pooled,) = (pooled for pooled in it.pool.engines.values() if pooled.running)
+        (running,) = pooled.running
+        await it.updates._hold(pooled.record.name, 2)
+        await it.seen(next(e for e in it.engines if e.url == pooled.record.url), EngineState.PAUSED)
         known = running.salvage.sure
         while len(running.salvage.ids) < known + 16:
             assert not call.done(), "it ended before 16 tokens of doubt came"
             await asyncio.sleep(0.005)
-        await it.pool.remove(seat.record.name)
+        await remove_engine(it.pool.fleet, pooled.record.name)
         completion = await call
 
     first, second = completion.engines

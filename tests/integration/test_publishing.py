@@ -13,12 +13,19 @@ from perdure.dialects.base import Refused
 from perdure.engines.base import Completion
 from perdure.engines.clients.vllm_control import EngineControl
 from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.pool.fleet import PoolOptions
+from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import StoredRoster, roster_key
-from perdure.engines.state import EngineState, name_of
+from perdure.engines.state import EngineSpec, EngineState, name_of
 from perdure.engines.weights import publishing_sync
 from perdure.engines.weights.publishing import Weights
-from perdure.engines.weights.update import Canary, InFlight, Policy, UpdateRefused, WeightUpdates
+from perdure.engines.weights.update import (
+    InFlight,
+    UpdatePolicy,
+    UpdateRefused,
+    WeightCanary,
+    WeightUpdates,
+)
 from perdure.errors import ConfigurationError
 from perdure.home import load_secret
 from perdure.settings.tree import Settings
@@ -30,10 +37,10 @@ from tests.integration.weights_stand import FIRST, recorded_versions
 SAMPLING = {"max_tokens": 4000, "temperature": 0.0, "stop_token_ids": [151_645]}
 
 
-def canary(weights: int) -> Canary:
+def canary(weights: int) -> WeightCanary:
     """What a trainer's forward pass with these weights says."""
     forced = tuple(logprob(token, place, weights) for place, token in enumerate(PROMPT) if place)
-    return Canary(
+    return WeightCanary(
         prompt_ids=tuple(PROMPT),
         token_id=FIRST,
         logprob=logprob(FIRST, 0, weights),
@@ -58,9 +65,9 @@ class Home:
         await self.store.put(f"checkpoints/{version}/{WEIGHTS_FILE}", data)
         return f"checkpoints/{version}"
 
-    async def publish(self, version: int, policy: Policy | None = None) -> None:
+    async def publish(self, version: int, policy: UpdatePolicy | None = None) -> None:
         source = await self.saved(version)
-        await self.weights.publish(version, source, [canary(version)], policy or Policy())
+        await self.weights.publish(version, source, [canary(version)], policy or UpdatePolicy())
 
     def ask(self, **labels: int) -> "asyncio.Task[Completion]":
         told = {name: str(value) for name, value in labels.items()}
@@ -70,8 +77,8 @@ class Home:
     async def sampling(self) -> None:
         while not any(
             len(call.salvage.ids) >= 40
-            for seat in self.pool.seats.values()
-            for call in seat.running
+            for pooled in self.pool.engines.values()
+            for call in pooled.running
         ):
             await asyncio.sleep(0.005)
 
@@ -87,10 +94,10 @@ async def home(folder: Path, count: int = 1, delay_s: float = 0.0) -> AsyncItera
             engine.weights = 1
             await engine.__aenter__()
         own = [EngineSpec(engine.url) for engine in engines]
-        pool = EnginePool(roster, client, own, poll_s=0.03, hang_s=60)
+        pool = EnginePool(roster, client, own, PoolOptions(poll_s=0.03, hang_s=60))
         try:
             await pool.start()
-            while not all(seat.record.serves for seat in pool.seats.values()):
+            while not all(pooled.record.serves for pooled in pool.engines.values()):
                 await asyncio.sleep(0.005)
             yield Home(settings, store, roster, pool, weights, engines)
         finally:
@@ -143,9 +150,9 @@ async def test_an_engine_that_comes_later_is_given_what_was_published(tmp_path: 
         late.control(policy_version=None, weights=1)
         late._started += 1  # as a restart would
         name = name_of(late.url)
-        while it.pool.seats[name].record.version is not None:
+        while it.pool.engines[name].record.version is not None:
             await asyncio.sleep(0.005)
-        while not it.pool.seats[name].record.serves:
+        while not it.pool.engines[name].record.serves:
             await asyncio.sleep(0.005)
         updated = await it.weights.catch_up()
         again = await it.weights.catch_up()
@@ -176,7 +183,7 @@ async def test_who_was_overtaken_changes_nothing_more(tmp_path: Path) -> None:
         slow = WeightUpdates(it.roster, client, notice_s=0)
         held = await slow._hold(name_of(it.engines[0].url), 2)
         await it.publish(3)
-        with pytest.raises(UpdateRefused, match="taken over"):
+        with pytest.raises(UpdateRefused, match="took over"):
             await slow._notice(held, untouched=True)
         found = (await it.roster.read()).get(held.name)
 
@@ -197,20 +204,20 @@ async def test_two_calls_at_once_publish_one_after_the_other(tmp_path: Path) -> 
 def test_a_canary_that_proves_nothing_is_refused(wrong: dict[str, float]) -> None:
     """Any weights would pass it, or none."""
     with pytest.raises(ValueError, match="finite number"):
-        Canary.model_validate({**canary(1).model_dump(), **wrong})
+        WeightCanary.model_validate({**canary(1).model_dump(), **wrong})
 
 
 def test_an_update_of_no_engine_at_once_is_refused() -> None:
     """It would never end."""
     with pytest.raises(ConfigurationError, match="at_once=0"):
-        Policy(at_once=0)
+        UpdatePolicy(at_once=0)
 
 
 async def test_a_version_does_not_go_back(tmp_path: Path) -> None:
     """Publishing an older one is a mistake, and nothing is touched."""
     async with home(tmp_path) as it:
         await it.publish(3)
-        with pytest.raises(ConfigurationError, match="older than 3"):
+        with pytest.raises(ConfigurationError, match="older than the published version 3"):
             await it.publish(2)
 
     assert [engine.weights for engine in it.engines] == [3]
@@ -225,7 +232,7 @@ async def test_a_held_group_gets_nothing_from_newer_weights(
         await it.publish(1)
         call = it.ask(policy_version=1, max_staleness=0)
         await it.sampling()
-        await it.publish(2, Policy(in_flight=in_flight))
+        await it.publish(2, UpdatePolicy(in_flight=in_flight))
         with pytest.raises(Refused, match="policy version 1") as refused:
             await call
 

@@ -18,11 +18,10 @@ import pytest_asyncio
 from perdure.client import search_attributes as attributes
 from perdure.client.api import GroupHandle
 from perdure.client.episodes import read_episodes
-from perdure.engines.registration import add_engine
-from perdure.engines.roster import StoredRoster, roster_key
-from perdure.engines.state import name_of
+from perdure.engines.roster import StoredRoster, add_engine, roster_key
+from perdure.engines.state import EngineSpec, name_of
 from perdure.engines.weights.publishing import Weights
-from perdure.engines.weights.update import Canary, Policy, UpdateRefused
+from perdure.engines.weights.update import UpdatePolicy, UpdateRefused, WeightCanary
 from perdure.episodes import turns
 from perdure.episodes.episode import EpisodeSegments
 from perdure.errors import Boundary
@@ -69,10 +68,10 @@ PROMPTS = [
 FIRST = TOKENIZER.encode_plain("word0")[0]
 
 
-def canaries(version: int) -> list[Canary]:
+def canaries(version: int) -> list[WeightCanary]:
     """What a trainer's forward pass with these weights says of two prompts."""
     return [
-        Canary(
+        WeightCanary(
             prompt_ids=prompt,
             token_id=FIRST,
             logprob=logprob(FIRST, 0, version),
@@ -100,7 +99,7 @@ class Loop:
         (folder / WEIGHTS_FILE).write_text(json.dumps({"weights": version, **more}))
         return folder
 
-    async def publish(self, version: int, policy: Policy = Policy()) -> None:  # noqa: B008
+    async def publish(self, version: int, policy: UpdatePolicy = UpdatePolicy()) -> None:  # noqa: B008
         await self.weights.publish(version, self.saved(version), canaries(version), policy)
 
     def group(self, run_id: str, version: int, staleness: int) -> GroupRequest:
@@ -214,7 +213,7 @@ async def looping(home: Path) -> AsyncIterator[Loop]:
         stack.engine.weights = other.weights = 1
         roster = StoredRoster(stack.store, roster_key(load_secret(stack.settings)))
         async with other, Weights(stack.settings) as weights:
-            await add_engine(roster, other.url, "policy", 1.0)
+            await add_engine(roster, EngineSpec(other.url), "policy")
 
             async def both() -> bool:
                 return sum(engine.serves for engine in (await roster.read()).engines) == 2
@@ -275,7 +274,7 @@ async def test_a_group_held_to_older_weights_ends_without_a_reward(loop: Loop) -
     """Its rollouts fail as such, at once, and nothing that the new weights said is in them."""
     group = loop.group("step-4", 2, staleness=0)
     running = await loop.in_mid_turn(group)
-    await loop.publish(4, Policy(in_flight="keep"))
+    await loop.publish(4, UpdatePolicy(in_flight="keep"))
     loop.pace()
     refs = [ref async for ref in running.episodes()]
     described = await loop.stack.perdure.rollout(_workflow_id(refs[0], "step-4")).handle.describe()

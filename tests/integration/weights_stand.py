@@ -10,12 +10,13 @@ from typing import Any
 
 from perdure.engines.base import Completion
 from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.pool.fleet import PoolOptions
+from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster
-from perdure.engines.state import EngineState, name_of
+from perdure.engines.state import EngineSpec, EngineState, name_of
 from perdure.engines.weights.update import (
-    Canary,
     FromDisk,
+    WeightCanary,
     WeightUpdates,
 )
 from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logprob
@@ -31,9 +32,9 @@ def checkpoint(folder: Path, weights: int, **more: Any) -> FromDisk:
     return FromDisk(folder)
 
 
-def canary(weights: int) -> Canary:
+def canary(weights: int) -> WeightCanary:
     """What a trainer's forward pass with these weights says."""
-    return Canary(
+    return WeightCanary(
         prompt_ids=tuple(PROMPT),
         token_id=FIRST,
         logprob=logprob(FIRST, 0, weights),
@@ -57,15 +58,15 @@ class Stand:
         """Until a completion is well under way."""
         while not any(
             len(running.salvage.ids) >= 40
-            for seat in self.pool.seats.values()
-            for running in seat.running
+            for pooled in self.pool.engines.values()
+            for running in pooled.running
         ):
             assert not call.done(), "it ended before it was well under way"
             await asyncio.sleep(0.005)
 
     async def seen(self, engine: ScriptedEngine, state: EngineState) -> None:
         """Until the pool knows what the update left behind."""
-        while self.pool.seats[name_of(engine.url)].record.state is not state:
+        while self.pool.engines[name_of(engine.url)].record.state is not state:
             await asyncio.sleep(0.005)
 
     def true_versions(self, completion: Completion) -> list[int]:
@@ -94,11 +95,14 @@ async def stand(count: int, delay_s: float = 0.0) -> AsyncIterator[Stand]:
             engine.weights = 1
             await engine.__aenter__()
         pool = EnginePool(
-            roster, client, [EngineSpec(e.url) for e in engines], poll_s=0.03, hang_s=60
+            roster,
+            client,
+            [EngineSpec(e.url) for e in engines],
+            PoolOptions(poll_s=0.03, hang_s=60),
         )
         await pool.start()
         try:
-            while not all(seat.record.serves for seat in pool.seats.values()):
+            while not all(pooled.record.serves for pooled in pool.engines.values()):
                 await asyncio.sleep(0.005)
             yield Stand(roster, pool, WeightUpdates(roster, client, notice_s=NOTICE_S), engines)
         finally:

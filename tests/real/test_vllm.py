@@ -32,9 +32,11 @@ from perdure.dialects.base import Refused
 from perdure.engines.base import TokenEngine
 from perdure.engines.clients.vllm_control import PROBE_SESSION
 from perdure.engines.clients.wire import new_client
-from perdure.engines.configured import Engines
-from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.configured import ConfiguredEngine
+from perdure.engines.pool.fleet import PoolOptions
+from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster
+from perdure.engines.state import EngineSpec
 from perdure.episodes import turns
 from perdure.episodes.files import read_run
 from perdure.gateway.http.server import NO_GRACE, make_server
@@ -151,11 +153,11 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 async def engine(url: str, client: httpx.AsyncClient) -> AsyncIterator[TokenEngine]:
     """The gateway finds out the kind of server by asking it."""
-    engines = Engines(Settings(engine={"url": url, "model": "policy"}), client)
-    found = await engines.current()
+    engine = ConfiguredEngine(Settings(engine={"url": url, "model": "policy"}), client)
+    found = await engine.current()
     assert found.tokens is not None
     yield found.tokens
-    await engines.aclose()
+    await engine.pool.aclose()
 
 
 async def _rescored(client: httpx.AsyncClient, url: str, ids: list[int], start: int) -> list[float]:
@@ -206,7 +208,7 @@ async def test_a_prompt_beyond_the_context_is_told_as_such(engine: TokenEngine) 
 
 async def test_a_wrong_model_name_is_told_with_the_fix(url: str, client: httpx.AsyncClient) -> None:
     """vLLM's 404 names the settings that must agree with it."""
-    pool = EnginePool(LoneRoster(), client, [EngineSpec(url)], model="another")
+    pool = EnginePool(LoneRoster(), client, [EngineSpec(url)], PoolOptions(model="another"))
 
     with pytest.raises(Refused, match="PERDURE_ENGINE__MODEL"):
         await pool.generate(PROMPT, SAMPLING, session_id="s", request_id="name")

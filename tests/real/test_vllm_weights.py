@@ -18,10 +18,12 @@ import pytest
 
 from perdure.engines.base import Completion
 from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.pool import EnginePool, EngineSpec
+from perdure.engines.pool.fleet import PoolOptions
+from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import StoredRoster, roster_key
+from perdure.engines.state import EngineSpec
 from perdure.engines.weights.publishing import Weights
-from perdure.engines.weights.update import Canary, InFlight, Policy, UpdateRefused
+from perdure.engines.weights.update import InFlight, UpdatePolicy, UpdateRefused, WeightCanary
 from perdure.home import load_secret
 from perdure.settings.tree import Settings
 from perdure.storage.base import open_store
@@ -42,7 +44,7 @@ class Trainer:
 
     python: Path
     folder: Path
-    canaries: list[Canary] = field(default_factory=list)
+    canaries: list[WeightCanary] = field(default_factory=list)
 
     def scored(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         script = ROOT / "tests/real/vllm/trainer.py"
@@ -61,7 +63,7 @@ class Trainer:
     def with_canaries(self) -> "Trainer":
         pairs = zip(PROMPTS, self.scored(PROMPTS), strict=True)
         clear = sorted(pairs, key=lambda pair: -pair[1].pop("ahead"))[:CANARIES]
-        canaries = [Canary(prompt_ids=tuple(ids), **found) for ids, found in clear]
+        canaries = [WeightCanary(prompt_ids=tuple(ids), **found) for ids, found in clear]
         return replace(self, canaries=canaries)
 
 
@@ -104,8 +106,8 @@ class Stand:
         """Until a completion is well under way."""
         while not any(
             len(call.salvage.ids) >= 40
-            for seat in self.pool.seats.values()
-            for call in seat.running
+            for pooled in self.pool.engines.values()
+            for call in pooled.running
         ):
             await asyncio.sleep(0.01)
 
@@ -115,10 +117,10 @@ async def stand(url: str, home: Path) -> AsyncIterator[Stand]:
     settings = Settings(home=home, store=str(home / "store"))
     roster = StoredRoster(open_store(settings), roster_key(load_secret(settings)))
     async with new_client() as client, Weights(settings, notice_s=0.5) as weights:
-        pool = EnginePool(roster, client, [EngineSpec(url)], poll_s=0.1)
+        pool = EnginePool(roster, client, [EngineSpec(url)], PoolOptions(poll_s=0.1))
         await pool.start()
         try:
-            while not all(seat.record.serves for seat in pool.seats.values()):
+            while not all(pooled.record.serves for pooled in pool.engines.values()):
                 await asyncio.sleep(0.05)
             yield Stand(pool, weights)
         finally:
@@ -157,7 +159,7 @@ async def test_each_token_is_recorded_with_the_weights_that_sampled_it(
         call = it.ask()
         await it.sampling()
         await it.weights.publish(
-            version + 1, second.folder, second.canaries, Policy(in_flight=in_flight)
+            version + 1, second.folder, second.canaries, UpdatePolicy(in_flight=in_flight)
         )
         completion = await call
 

@@ -21,11 +21,11 @@ os.environ["RAY_health_check_failure_threshold"] = "4"  # noqa: SIM112
 import ray  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from perdure.engines.plan import EnginePlan  # noqa: E402
-from perdure.engines.registration import PoolStatus, ReplicaStatus  # noqa: E402
 from perdure.engines.roster import Roster, StoredRoster  # noqa: E402
 from perdure.serving import manager  # noqa: E402
 from perdure.serving.commands import NAMESPACE  # noqa: E402
+from perdure.serving.plan import EnginePlan  # noqa: E402
+from perdure.serving.status import PoolStatus, ReplicaStatus  # noqa: E402
 from perdure.settings.tree import Settings  # noqa: E402
 from perdure.storage.local import LocalStore  # noqa: E402
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.proxy import engine_keys
-from perdure.engines.registration import PoolStatus, read_status
 from perdure.engines.roster import StoredRoster, roster_key
 from perdure.home import load_secret
+from perdure.serving.status import PoolStatus, read_status
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from tests.serving.ray_nodes import RayNodes
@@ -92,7 +93,9 @@ class Home:
 async def gateway(home: Home) -> AsyncIterator[EnginePool]:
     async with new_client() as client:
         key = engine_keys(home.secret).data
-        engines = EnginePool(home.roster, client, poll_s=0.1, hang_s=10.0, guard_key=key)
+        engines = EnginePool(
+            home.roster, client, options=PoolOptions(poll_s=0.1, hang_s=10.0, home_key=key)
+        )
         await engines.start()
         try:
             yield engines

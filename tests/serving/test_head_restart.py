@@ -44,7 +44,7 @@ async def test_a_head_that_keeps_its_tables_loses_no_engine(persistent: Home) ->
     async with gateway(home) as engines:
         await serving(engines, 2)
         calls = [ask(engines, f"s{number}") for number in range(4)]
-        while not all(seat.running for seat in engines.seats.values()):
+        while not all(pooled.running for pooled in engines.engines.values()):
             await asyncio.sleep(0.02)
         home.nodes.kill(home.nodes.head)
         answers = await asyncio.gather(*calls, ask(engines, "begun without a head"))
@@ -55,7 +55,7 @@ async def test_a_head_that_keeps_its_tables_loses_no_engine(persistent: Home) ->
             while (await home.status()).at == before.at:  # the next manager has found them
                 await asyncio.sleep(0.2)
         await home.until_generations([1, 2])
-        assert all(seat.record.generation in (1, 2) for seat in engines.seats.values())
+        assert all(pooled.record.generation in (1, 2) for pooled in engines.engines.values())
 
         await home.perdure("engines", "remove", before.replicas[0].engine)
         await home.until_generations([2, 3])

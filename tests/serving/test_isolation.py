@@ -7,10 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from perdure.engines.plan import EnginePlan
 from perdure.engines.proxy import engine_keys
-from perdure.engines.registration import read_plan
 from perdure.engines.roster import roster_key
+from perdure.serving.plan import EnginePlan, read_plan
 from perdure.storage.local import LocalStore
 from tests.serving.home import Home
 from tests.serving.ray_nodes import RayNodes

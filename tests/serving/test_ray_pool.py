@@ -16,12 +16,13 @@ import ray
 
 from perdure.engines.base import Completion
 from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
-from perdure.engines.registration import ReplicaStatus
 from perdure.engines.state import EngineState
 from perdure.engines.weights.publishing import Published, published_key
-from perdure.engines.weights.update import Canary
+from perdure.engines.weights.update import WeightCanary
 from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.serving.status import ReplicaStatus
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import WEIGHTS_FILE, logprob
 from tests.serving.conftest import KEY, PATIENCE_S, Pool, engine_pid
@@ -39,7 +40,7 @@ SAMPLING: dict[str, Any] = {"max_tokens": 4000, "temperature": 0.0, "stop_token_
 async def gateway(pool: Pool) -> AsyncIterator[EnginePool]:
     """What a gateway uses engines with, on the roster of the same home."""
     async with new_client() as client:
-        engines = EnginePool(pool.roster, client, poll_s=0.1, hang_s=5.0)
+        engines = EnginePool(pool.roster, client, options=PoolOptions(poll_s=0.1, hang_s=5.0))
         await engines.start()
         try:
             yield engines
@@ -49,7 +50,7 @@ async def gateway(pool: Pool) -> AsyncIterator[EnginePool]:
 
 async def serving(engines: EnginePool, count: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while sum(seat.record.serves for seat in engines.seats.values()) != count:
+        while sum(pooled.record.serves for pooled in engines.engines.values()) != count:
             await asyncio.sleep(0.05)
 
 
@@ -70,7 +71,7 @@ async def test_replicas_spread_and_a_lost_node_costs_no_answer(pool: Pool) -> No
     async with gateway(pool) as engines:
         await serving(engines, 2)
         calls = [ask(engines, f"s{number}") for number in range(4)]
-        while not all(seat.running for seat in engines.seats.values()):
+        while not all(pooled.running for pooled in engines.engines.values()):
             await asyncio.sleep(0.02)
         lost = next(one for one in before if one.node == nodes[0].node_id)
         server = os.pidfd_open(engine_pid(pool, lost))
@@ -235,7 +236,7 @@ async def publish(pool: Pool, version: int) -> None:
     weights = json.dumps({"weights": version}).encode()
     await store.put(f"checkpoints/{version}/{WEIGHTS_FILE}", weights)
     first = TOKENIZER.encode_plain("word0")[0]
-    said = Canary(
+    said = WeightCanary(
         prompt_ids=tuple(PROMPT),
         token_id=first,
         logprob=logprob(first, 0, version),
@@ -270,7 +271,7 @@ async def test_a_replica_that_restarts_serves_what_was_published(pool: Pool) -> 
         await serving(engines, 1)
         await publish(pool, 2)
         async with asyncio.timeout(PATIENCE_S):
-            while [seat.record.version for seat in engines.seats.values()] != [2]:
+            while [pooled.record.version for pooled in engines.engines.values()] != [2]:
                 await asyncio.sleep(0.02)
         os.kill(await pool.actor_pid(first), signal.SIGKILL)
         await pool.until(

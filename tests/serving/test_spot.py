@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from perdure.engines.pool.pool import EnginePool
-from perdure.engines.registration import ReplicaStatus
 from perdure.episodes import turns
 from perdure.episodes.files import read_run
 from perdure.instances import catalog
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.serving.cluster import process_tree
+from perdure.serving.status import ReplicaStatus
 from perdure.storage.local import LocalStore
 from perdure.types import Grading, Instance, Outcome, Source, SourceKind
 from tests import loop_agent
@@ -46,7 +46,7 @@ async def busy(engines: EnginePool, calls: int = 4) -> "list[asyncio.Task[Any]]"
     """Calls that run on every engine."""
     asked = [ask(engines, f"s{number}") for number in range(calls)]
     async with asyncio.timeout(PATIENCE_S):
-        while not all(seat.running for seat in engines.seats.values()):
+        while not all(pooled.running for pooled in engines.engines.values()):
             await asyncio.sleep(0.02)
     return asked
 
@@ -69,7 +69,7 @@ async def test_a_node_that_gets_sigterm_gives_its_sessions_up_before_it_ends(hom
         calls = await busy(engines)
         leaving.terminate()
         await asyncio.to_thread(leaving.wait)
-        left = lost.engine not in engines.seats
+        left = lost.engine not in engines.engines
         answers = await asyncio.gather(*calls)
 
         assert left, "its node ended while it was in the pool"
@@ -156,8 +156,8 @@ async def sampling(watching: EnginePool, run: "asyncio.Task[str]") -> str:
     """The engine on which the run's own gateway samples: a group stays together."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            for name, seat in watching.seats.items():
-                if seat.watcher.vitals.running > 1:
+            for name, pooled in watching.engines.items():
+                if pooled.health.vitals.running > 1:
                     return name
             if run.done():
                 await run

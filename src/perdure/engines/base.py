@@ -1,6 +1,6 @@
 """What an engine is to the gateway: token ids in, token ids and logprobs out; or a hosted chat API.
 
-A new kind of engine is one client in `engines/clients` that keeps one of these two protocols.
+A new kind of engine is one client in `engines/clients` that implements one of these two protocols.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,13 @@ from perdure.engines.pool.salvage import Salvage
 from perdure.types import EngineSpan, FinishReason, Frozen, VersionSpan
 
 DEFAULT_MODEL = "policy"
-"""What a served policy is called when nobody named it."""
-
-
+"""Model name of the policy if the settings name none."""
 TOO_STALE = "policy_too_stale"
-"""Code of a refusal: every engine has weights that the session's group may not be sampled by."""
+"""Error code if every engine serves newer weights than the session's group may be sampled by."""
 
 
 class Wait(Frozen):
-    """A call that no engine has taken yet, or whose last try no engine answered."""
+    """Why a call has no engine: it waits for one, or no engine answered its last try."""
 
     since: float
     """Unix seconds."""
@@ -43,7 +41,7 @@ NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class TokenEngine(Protocol):
-    """An engine that takes token ids and gives token ids."""
+    """An engine that takes token ids and returns token ids."""
 
     async def generate(
         self,
@@ -56,17 +54,17 @@ class TokenEngine(Protocol):
         salvage: Salvage | None = None,
         last: EngineSpan | None = None,
     ) -> Completion:
-        """`labels`: those of the session; `group` and `run` decide where it is placed and queued.
-        `salvage`: where the completion grows, with what an earlier try had of it. `last`: where
-        another process had the session.
+        """`labels`: those of the session; `group` and `run` decide its engine and its queue.
+        `salvage`: where the tokens are collected, with those of an earlier try. `last`: the engine
+        that the session used in another process.
 
-        Raises: GatewayUnavailable (nothing usable came back; ask again), Refused.
+        Raises: GatewayUnavailable (nothing usable came back; repeat the call), Refused.
         """
         ...
 
 
 class ChatEngine(Protocol):
-    """A hosted API without token ids: good for evaluation, `trainable: false`."""
+    """A hosted API without token ids: usable for evaluation, `trainable: false`."""
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
         """One OpenAI chat completion object, not streamed. Raises: GatewayUnavailable, Refused."""

@@ -1,6 +1,6 @@
-"""Which engine the settings mean; asked beside the start, so that a gateway always starts.
+"""Which engine the settings mean; found out after the start, so that a gateway always starts.
 
-Keys come from variables named in the settings; their values are never logged or shown.
+Keys come from variables that the settings name; their values are never logged or shown.
 """
 
 import asyncio
@@ -9,27 +9,29 @@ import os
 
 import httpx
 
-from perdure.engines.base import DEFAULT_MODEL, Engine, Wait
+from perdure.engines.base import DEFAULT_MODEL, Engine
 from perdure.engines.clients.anthropic_hosted import AnthropicHosted
 from perdure.engines.clients.openai_hosted import OpenAIHosted
 from perdure.engines.clients.wire import engine_name
-from perdure.engines.pool.metrics import pool_metrics
-from perdure.engines.pool.pool import POLL_S, EnginePool, EngineSpec
+from perdure.engines.pool.fleet import PoolOptions
+from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster, SharedRoster
-from perdure.engines.state import name_of
+from perdure.engines.state import EngineSpec, name_of
 from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable, PerdureError
 from perdure.settings.tree import Settings
 
 KINDS = ("vllm", "sglang", "openai", "anthropic")
 TOKENS = ("auto", "vllm", "sglang")
+POLL_S = 1.0
+"""Seconds between looks for an engine while none is configured or registered."""
 NO_ENGINE = (
     "no engine is configured: set PERDURE_ENGINE__URL (an inference server), "
     "or OPENAI_BASE_URL / ANTHROPIC_BASE_URL (a hosted API)"
 )
 
 
-class Engines:
-    """What samples behind this gateway: the pool of token engines, or one hosted API."""
+class ConfiguredEngine:
+    """What samples for this gateway: the pool of token engines, or one hosted API."""
 
     def __init__(
         self,
@@ -37,71 +39,45 @@ class Engines:
         client: httpx.AsyncClient,
         roster: SharedRoster | None = None,
         *,
-        guard_key: str = "",
+        home_key: str = "",
     ) -> None:
-        """`roster`: what the gateways of a home share; a process on its own needs none. `guard_key`:
-        for the engines that Perdure guards."""
+        """`roster`: the one that the gateways of a home share; a single process needs none.
+        `home_key`: the key of engines behind an `EngineProxy`."""
         self._settings = settings
-        self._guard_key = guard_key
         self._client = client
         self._roster = roster or LoneRoster()
         self._engine: Engine | None = None
-        self._pool: EnginePool | None = None
         self._probing = asyncio.Lock()
+        key_source = settings.engine.api_key_env
+        options = PoolOptions(
+            model=settings.engine.model or DEFAULT_MODEL,
+            api_key=os.environ.get(key_source, ""),
+            key_source=key_source,
+            home_key=home_key,
+            hang_s=settings.engine.hang_s,
+        )
+        own = engine_specs(settings.engine.url, settings.engine.kind)
+        self.pool = EnginePool(self._roster, client, own, options)
+        """Idle if the settings name a hosted API."""
 
     @property
     def name(self) -> str:
-        """The engine in use, for /healthz; what is configured while none was needed yet."""
+        """The engine in use, for /healthz; before the first call, what is configured."""
         return self._engine.name if self._engine else _url_and_kind(self._settings)[0] or "none"
 
-    @property
-    def pool(self) -> EnginePool:
-        """The pool, made when it is first needed."""
-        if self._pool is None:
-            settings, key_source = self._settings, self._settings.engine.api_key_env
-            own = engine_specs(settings.engine.url, settings.engine.kind)
-            self._pool = EnginePool(
-                self._roster,
-                self._client,
-                own,
-                model=settings.engine.model or DEFAULT_MODEL,
-                api_key=os.environ.get(key_source, ""),
-                key_source=key_source,
-                guard_key=self._guard_key,
-                hang_s=settings.engine.hang_s,
-            )
-        return self._pool
-
     async def follow(self) -> None:
-        """Know the token engines before a turn wants one: who publishes weights finds them ready.
+        """Find the token engines before a turn needs one, so that a trainer can publish at once.
 
-        Ends when they are known, or the settings name a hosted API; cancel it at the end.
+        Returns once they are known, or if the settings name a hosted API; cancel it at shutdown.
         """
         url, kind = _url_and_kind(self._settings)
         while kind in ("auto", *TOKENS):
-            with contextlib.suppress(PerdureError):  # a turn that needs one is told what is wrong
+            with contextlib.suppress(PerdureError):  # a turn that needs an engine reports it
                 if url or await self._registered():
                     if (await self.current()).tokens is not None:
                         await self.pool.start()
                     return
             await asyncio.sleep(POLL_S)
-
-    async def aclose(self) -> None:
-        if self._pool is not None:
-            await self._pool.aclose()
-
-    def left(self, session_id: str) -> None:
-        """A session ended: its seat is free."""
-        if self._pool is not None:
-            self._pool.left(session_id)
-
-    def waits(self, session_id: str) -> Wait | None:
-        """Whether a call of the session waits for an engine of the pool."""
-        return None if self._pool is None else self._pool.waits(session_id)
-
-    def metrics(self) -> bytes:
-        """Prometheus text of the pool; empty while there is none."""
-        return b"" if self._pool is None else pool_metrics(self._pool)
 
     async def current(self) -> Engine:
         """Raises: GatewayUnavailable naming the setting, or the engine that cannot be reached."""
@@ -122,12 +98,12 @@ class Engines:
         return self._hosted(kind, url)
 
     async def _registered(self) -> bool:
-        """Whether somebody added engines at run time; what other gateways were set to is theirs."""
+        """Whether engines were added at run time; engines of other gateways' settings do not count."""
         roster = await self._roster.read()
         return any(not (one.removed or one.from_settings) for one in roster.engines)
 
     async def _probe(self, url: str) -> str:
-        """vLLM answers an empty request on its token route with a complaint, others with 404."""
+        """The kind of the server: vLLM answers an empty request on its token route with 400, others 404."""
         route = f"{url.rstrip('/').removesuffix('/v1')}/inference/v1/generate"
         try:
             response = await self._client.post(route, json={}, timeout=10.0)
@@ -155,7 +131,7 @@ class Engines:
 
 
 def engine_specs(text: str, kind: str = "auto") -> list[EngineSpec]:
-    """`http://a:8000, http://b:8000=2`: engines with their weights; none where the kind is hosted.
+    """`http://a:8000, http://b:8000=2`: engines with their weights; none if the kind is hosted.
 
     Raises: ConfigurationError naming the part that is wrong.
     """

@@ -1,7 +1,8 @@
-"""The door before an engine: its routes know no password, so it listens on loopback, and this asks.
+"""The authenticating proxy before an engine, whose own routes ask for no key.
 
-Gateways hold the key that samples and looks; only who updates weights holds the one that opens the
-control routes. Owns keys and the forwarding of one request a connection; knows nothing of engines.
+The engine listens on loopback only. Gateways hold the data key, which samples and reads the state;
+only a process that updates weights holds the control key, which opens the control routes. Owns the
+keys and forwards one request per connection; knows nothing else of engines.
 """
 
 import asyncio
@@ -17,11 +18,12 @@ from perdure.types import Frozen
 HEAD_BYTES = 64 << 10
 CHUNK_BYTES = 64 << 10
 HEAD_S = 30.0
-"""A connection that has not asked anything by then is closed."""
+"""Seconds after which a connection without a complete request head is closed."""
 HOP = (b"authorization", b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"te")
-"""Headers that end here."""
+"""Headers that are not forwarded."""
 LINE_ENDS = (b"\r", b"\n", b"\0")
-"""Within a line of ours: engines take some of them for its end, and read a second request there."""
+"""Bytes refused within a line: some engines take them for the line's end, and would read a second
+request there."""
 OPEN_TO_GATEWAYS = frozenset(
     {
         *(("GET", path) for path in ("/health", "/metrics", "/v1/models", "/version")),
@@ -32,18 +34,18 @@ OPEN_TO_GATEWAYS = frozenset(
         *(("POST", f"/v1/{path}") for path in ("completions", "chat/completions", "messages")),
     }
 )
-"""Everything else, known or not, is control. Paths are compared as they are sent."""
+"""Every other route, known or not, needs the control key. Paths are compared as they are sent."""
 
 
 class EngineKeys(NamedTuple):
-    """Bearer keys of a home's engines. Whoever holds `control` needs no `data`."""
+    """Bearer keys of a home's engines; `control` opens every route that `data` opens."""
 
     data: str
     control: str
 
 
-class Guard(Frozen):
-    """SHA-256 of both keys: what a front needs, and all that plans and Ray's tables hold."""
+class KeyHashes(Frozen):
+    """SHA-256 of both keys: all that a proxy needs, so plans and Ray's tables hold no key."""
 
     data: str
     control: str
@@ -61,28 +63,28 @@ class Guard(Frozen):
 
 
 def engine_keys(secret: bytes) -> EngineKeys:
-    """Those who share a home's secret derive the same."""
+    """The keys of a home; every process with the home's secret derives the same."""
     derived = (hmac.new(secret, f"engine {what}".encode(), "sha256") for what in EngineKeys._fields)
     return EngineKeys(*(key.hexdigest() for key in derived))
 
 
-def guard(keys: EngineKeys) -> Guard:
-    return Guard(data=digest(keys.data), control=digest(keys.control))
+def key_hashes(keys: EngineKeys) -> KeyHashes:
+    return KeyHashes(data=digest(keys.data), control=digest(keys.control))
 
 
 def digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-class Refusal(Exception):
-    """What is answered instead of the engine."""
+class Rejected(Exception):
+    """The proxy's own answer to a request that it does not forward."""
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(message)
         self.status = status
 
     def encoded(self) -> bytes:
-        body = json.dumps({"error": {"message": str(self), "type": "engine_front"}}).encode()
+        body = json.dumps({"error": {"message": str(self), "type": "engine_proxy"}}).encode()
         fields = f"content-type: application/json\r\ncontent-length: {len(body)}"
         return f"HTTP/1.1 {self.status}\r\n{fields}\r\nconnection: close\r\n\r\n".encode() + body
 
@@ -97,24 +99,24 @@ class Head(NamedTuple):
     length: int
     """Bytes of its body."""
     encoded: bytes
-    """As the engine gets it."""
+    """The head that the engine gets."""
 
 
 def read_head(raw: bytes) -> Head:
-    """Raises: Refusal."""
+    """Raises: Rejected."""
     request, *lines = raw.removesuffix(b"\r\n\r\n").split(b"\r\n")
     if any(mark in line for line in (request, *lines) for mark in LINE_ENDS):
-        raise Refusal("400 Bad Request", "a line of the head ends in half of CR LF")
+        raise Rejected("400 Bad Request", "a line of the head contains CR, LF or NUL")
     fields = [_field(line) for line in lines]
     values: Mapping[bytes, bytes] = dict(fields)
     try:
         method, target, version = request.decode("ascii").split(" ")
         length = int(values.get(b"content-length", b"0"))
     except ValueError:
-        raise Refusal("400 Bad Request", "not a request of HTTP/1.1") from None
+        raise Rejected("400 Bad Request", "not a request of HTTP/1.1") from None
     twice = len(values) != len(fields) or b"transfer-encoding" in values
     if twice or length < 0 or not version.startswith("HTTP/1."):
-        raise Refusal("400 Bad Request", "a request needs one plain content-length")
+        raise Rejected("400 Bad Request", "a request needs one plain content-length")
     scheme, _, key = values.get(b"authorization", b"").decode("latin-1").partition(" ")
     kept = [b"%s: %s" % field for field in fields if field[0] not in HOP]
     encoded = b"\r\n".join([request, *kept, b"connection: close", b"", b""])
@@ -125,24 +127,24 @@ def read_head(raw: bytes) -> Head:
 def _field(line: bytes) -> tuple[bytes, bytes]:
     name, colon, value = line.partition(b":")
     if not colon or name != name.strip() or not name:
-        raise Refusal("400 Bad Request", "a header without a name")
+        raise Rejected("400 Bad Request", "a header without a name")
     return name.lower(), value.strip()
 
 
-class Front:
-    """Listens where gateways come; forwards what their key allows.
+class EngineProxy:
+    """Listens on the address that gateways use; forwards the requests that their key allows.
 
     Example:
-        async with Front(plan.guard, "10.0.0.7", engine_port) as front:
-            url = f"http://10.0.0.7:{front.port}"
+        async with EngineProxy(plan.proxy_keys, "10.0.0.7", engine_port) as proxy:
+            url = f"http://10.0.0.7:{proxy.port}"
     """
 
-    def __init__(self, guard: Guard, host: str, engine_port: int) -> None:
-        self._guard, self._host, self._engine_port = guard, host, engine_port
+    def __init__(self, proxy_keys: KeyHashes, host: str, engine_port: int) -> None:
+        self._keys, self._host, self._engine_port = proxy_keys, host, engine_port
         self._open: set[asyncio.Task[None]] = set()
         self.port = 0
 
-    async def __aenter__(self) -> "Front":
+    async def __aenter__(self) -> "EngineProxy":
         self._server = await asyncio.start_server(self._serve, self._host, 0, limit=HEAD_BYTES)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
@@ -159,12 +161,12 @@ class Front:
         self._open.add(task)
         try:
             await self._answer(reader, writer)
-        except Refusal as refusal:
+        except Rejected as refusal:
             with contextlib.suppress(OSError):
                 writer.write(refusal.encoded())
                 await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, asyncio.CancelledError):
-            writer.transport.abort()  # no answer is what a lost engine gives, too
+            writer.transport.abort()  # the client sees what a lost engine looks like: no answer
         finally:
             await _closed(writer)
             self._open.discard(task)
@@ -176,26 +178,28 @@ class Front:
         asking = asyncio.create_task(_ask(reader, ours, head))
         answering = asyncio.create_task(_copy(theirs, writer))
         try:
-            # The asker who goes away ends the request: the engine aborts what nobody waits for.
+            # If the client disconnects, so does this: the engine then aborts the request.
             await asyncio.wait({asking, answering}, return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
                 answering.result()
         finally:
-            ours.transport.abort()  # before any wait: this task may be cancelled in one
+            ours.transport.abort()  # before the awaits below, where this task may be cancelled
             for task in (asking, answering):
                 task.cancel()
             await asyncio.gather(asking, answering, return_exceptions=True)
 
     def _check(self, head: Head) -> None:
-        if self._guard.allows(head.key, head.method, head.path):
+        if self._keys.allows(head.key, head.method, head.path):
             return
-        if self._guard.knows(head.key):
-            raise Refusal("403 Forbidden", f"{head.path} answers only who updates weights")
-        raise Refusal("401 Unauthorized", "an engine answers only with its home's key")
+        if self._keys.knows(head.key):
+            raise Rejected(
+                "403 Forbidden", f"{head.path} needs the control key, which only weight updates use"
+            )
+        raise Rejected("401 Unauthorized", "this engine needs the key of its home")
 
 
 async def _ask(reader: asyncio.StreamReader, engine: asyncio.StreamWriter, head: Head) -> None:
-    """Send the request; returns when the asker has gone."""
+    """Send the request; returns once the client has disconnected."""
     engine.write(head.encoded)
     left = head.length
     while left:
@@ -206,7 +210,7 @@ async def _ask(reader: asyncio.StreamReader, engine: asyncio.StreamWriter, head:
         engine.write(part)
         await engine.drain()
     while await reader.read(CHUNK_BYTES):
-        pass  # one request a connection: nothing after its body reaches the engine
+        pass  # one request per connection: nothing after its body reaches the engine
 
 
 async def _closed(writer: asyncio.StreamWriter) -> None:

@@ -1,23 +1,28 @@
 """The engines of a home, in one small object of the store that all its processes share.
 
-Owns the document and its compare-and-swap; nobody keeps a truth of their own about an engine.
+Owns the document, its compare-and-swap, and the changes that people ask for: add, drain, remove.
+The roster is the only truth about an engine; no process keeps its own.
 """
 
 import asyncio
 import hashlib
 import hmac
 import random
+import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from perdure.engines.state import EngineRecord
+from perdure.engines.state import EngineRecord, EngineSpec, EngineState, name_of, root_of
 from perdure.errors import NotFound, PreconditionFailed
 from perdure.storage.base import Store, Stored
 from perdure.types import Frozen
 
+DRAIN_S = 300.0
+"""Seconds until a drained engine's calls move, unless the user says otherwise."""
+
 
 class Roster(Frozen):
-    """All engines, and the generation that the next boot gets."""
+    """All engines, and the generation that the next start of an engine gets."""
 
     engines: tuple[EngineRecord, ...] = ()
     next_generation: int = 1
@@ -26,7 +31,7 @@ class Roster(Frozen):
         return next((engine for engine in self.engines if engine.name == name), None)
 
     def having(self, record: EngineRecord) -> "Roster":
-        """With this record in place of the engine's own, or added at the end."""
+        """A copy with this record replacing the engine's old one, or added at the end."""
         engines = {engine.name: engine for engine in self.engines} | {record.name: record}
         following = max(self.next_generation, record.generation + 1)
         return Roster(engines=tuple(engines.values()), next_generation=following)
@@ -47,7 +52,7 @@ class SharedRoster(Protocol):
         ...
 
     async def change(self, change: Change) -> Roster:
-        """Apply a pure function to the newest roster, again if somebody else was first.
+        """Apply a pure function to the newest roster; repeat it if another writer was first.
 
         Raises: StoreUnavailable, and what `change` raises.
         """
@@ -55,7 +60,7 @@ class SharedRoster(Protocol):
 
 
 def roster_key(secret: bytes) -> str:
-    """Those who share a secret share sessions, and so their engines."""
+    """The roster's key in the store. Processes that share a secret share sessions and engines."""
     name = hmac.new(secret, b"engines", hashlib.sha256).hexdigest()[:16]
     return f"engines/{name}.json"
 
@@ -81,7 +86,7 @@ class StoredRoster:
             wanted = change(found.roster)
             if wanted == found.roster or await self._write(wanted, found.stored):
                 return wanted
-            await asyncio.sleep(random.uniform(0.005, 0.05))  # somebody else was first
+            await asyncio.sleep(random.uniform(0.005, 0.05))  # another writer was first
 
     async def _find(self) -> _Found:
         try:
@@ -113,3 +118,65 @@ class LoneRoster:
     async def change(self, change: Change) -> Roster:
         self._roster = change(self._roster)
         return self._roster
+
+
+# --- what people ask for, with or without a running gateway --------------------------------------
+
+
+async def add_engine(roster: SharedRoster, spec: EngineSpec, model: str) -> EngineRecord:
+    """Register an engine that runs elsewhere; adding it again updates its weight, model and kind.
+
+    One that was removed, is draining or is dead gets a new generation. Raises: ValueError naming
+    the URL, StoreUnavailable.
+    """
+    name = name_of(spec.url)
+
+    def added(now: Roster) -> Roster:
+        known = now.get(name)
+        leaving = (EngineState.DRAINING, EngineState.DEAD)
+        if known is not None and not known.removed and known.state not in leaving:
+            changes = {"weight": spec.weight, "model": model, "kind": spec.kind}
+            return now.having(known.model_copy(update={**changes, "from_settings": False}))
+        record = EngineRecord(
+            name=name,
+            url=root_of(spec.url),
+            weight=spec.weight,
+            model=model,
+            kind=spec.kind,
+            generation=now.next_generation,
+            since=time.time(),
+        )
+        return now.having(record)
+
+    return _known(await roster.change(added), name)
+
+
+async def drain_engine(
+    roster: SharedRoster, name: str, deadline_s: float = DRAIN_S
+) -> EngineRecord:
+    """Send nothing new to it; calls that still run at the deadline move elsewhere.
+
+    Raises: NotFound, StoreUnavailable.
+    """
+    by = time.time() + deadline_s
+
+    def drained(now: Roster) -> Roster:
+        record = _known(now, name)
+        if record.state is EngineState.DEAD:
+            return now.having(record.model_copy(update={"removed": True}))
+        to = record.to(EngineState.DRAINING, "told to drain", drain_by=by, held_by="")
+        return now.having(to)
+
+    return _known(await roster.change(drained), name, gone_too=True)
+
+
+async def remove_engine(roster: SharedRoster, name: str) -> None:
+    """Take it out now; its calls move elsewhere. Raises: NotFound, StoreUnavailable."""
+    await roster.change(lambda now: now.having(_known(now, name).as_removed()))
+
+
+def _known(roster: Roster, name: str, *, gone_too: bool = False) -> EngineRecord:
+    record = roster.get(name)
+    if record is None or (record.removed and not gone_too):
+        raise NotFound(f"no engine {name!r}: `perdure engines list` names them")
+    return record

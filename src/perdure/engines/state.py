@@ -1,13 +1,13 @@
-"""What an engine is at a moment: its state, its generation, and which changes may follow.
+"""The state of one engine: its record, its generation, and which changes of state are allowed.
 
-Owns the record and its rules. Where records are kept is in `roster`, who looks in `watch`.
+The records are stored by `roster`; `health` finds out what state an engine is in.
 """
 
 import re
 import time
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -16,24 +16,32 @@ from perdure.types import Frozen
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 300.0
 STABLE_S = 600.0
-"""An engine that served for so long is forgiven its earlier deaths."""
-ANY_BOOT = "*"
-"""A condemned engine whose boots cannot be told apart: only a person brings it back."""
+"""Seconds of service after which an engine's earlier deaths no longer count."""
+ANY_START = "*"
+"""Value of `condemned` if the engine's starts cannot be told apart: only a person brings it back."""
+
+
+class EngineSpec(NamedTuple):
+    """An engine that a user names, in the settings or at run time."""
+
+    url: str
+    weight: float = 1.0
+    kind: Literal["vllm", "sglang"] = "vllm"
 
 
 class EngineState(StrEnum):
     STARTING = "starting"
-    """Known, and not proven yet: no token has come out of this generation."""
+    """Known but not proven: this generation has not sampled a token yet."""
     READY = "ready"
     """The only state that takes new calls."""
     DRAINING = "draining"
-    """Finishes what it has until `drain_by`, takes nothing new, then leaves."""
+    """Finishes its calls until `drain_by`, takes no new ones, then leaves."""
     PAUSED = "paused"
-    """Its scheduler stands still, for new weights."""
+    """Its scheduler is stopped, for new weights."""
     SUSPECT = "suspect"
-    """It stopped answering or sampling; its calls were moved, and it is asked again."""
+    """It stopped answering or sampling. Its calls were moved; it is probed again."""
     DEAD = "dead"
-    """Nothing from this generation is taken any more. Coming back makes a new one."""
+    """Every answer of this generation is dropped. If the engine comes back, it gets a new one."""
 
 
 ALLOWED: Mapping[EngineState, frozenset[EngineState]] = {
@@ -50,7 +58,7 @@ ALLOWED: Mapping[EngineState, frozenset[EngineState]] = {
     EngineState.DRAINING: frozenset({EngineState.DEAD}),
     EngineState.DEAD: frozenset(),
 }
-"""From DEAD only `reborn` leads on."""
+"""A DEAD engine leaves that state only by `reborn`."""
 
 
 class EngineRecord(Frozen):
@@ -58,42 +66,42 @@ class EngineRecord(Frozen):
 
     Example:
         EngineRecord(name="10.0.0.7:8000", url="http://10.0.0.7:8000", generation=17,
-                     state="ready", boot="policy-g17", version=3)
+                     state="ready", start_id="policy-g17", version=3)
     """
 
     name: str
-    """`host:port`: what people and the control API call it."""
+    """`host:port`: its name for people and for the control API."""
     url: str
     weight: float = Field(1.0, gt=0)
     """Its share of new sessions, relative to the others."""
     model: str
-    """The name it serves the policy under; requests carry `boot` instead where it has one."""
+    """The name it serves the policy under. If `start_id` is a fenced name, requests carry that."""
     kind: Literal["vllm", "sglang"] = "vllm"
-    """Whose token endpoint and control routes it has."""
+    """Which server's token endpoint and control routes it has."""
     generation: int
-    """Fencing number of this boot, given once, never again, in this home."""
+    """Fencing number of this start of the engine; the home never gives it again."""
     state: EngineState = EngineState.STARTING
     reason: str = ""
     """Why it is in this state, for people."""
     since: float = 0.0
     """Unix seconds of the last change of state."""
-    boot: str = ""
-    """What tells this boot from the next: a fenced model name, or its process's start time."""
+    start_id: str = ""
+    """Identifies this start of the server: its fenced model name, or its process's start time."""
     condemned: str = ""
-    """A boot that may not serve again: a weight update broke it."""
+    """The `start_id` that may not serve again, because a weight update broke it."""
     held_by: str = ""
-    """Who paused it and will say when it goes on: `update 7`."""
+    """What paused it and will release it, such as `update 7`."""
     version: int | None = None
-    """Policy version of its weights; None: not known, or changing this moment."""
+    """Policy version of its weights. None: not known, or being changed."""
     coming: int | None = None
     """The version that the update in progress brings."""
     deaths: int = 0
-    """In a row, without `STABLE_S` of service between them."""
+    """Consecutive deaths, without `STABLE_S` of service between them."""
     not_before: float = 0.0
-    """Unix seconds before which a dead engine is not asked again."""
+    """Unix seconds before which a dead engine is not probed again."""
     drain_by: float | None = None
-    guarded: bool = False
-    """A front stands before it and asks for the home's engine keys (`perdure.engines.proxy`)."""
+    behind_proxy: bool = False
+    """An `EngineProxy` before it asks for the home's engine keys."""
     from_settings: bool = False
     """Named by the settings of some gateway, and used by those gateways only."""
     removed: bool = False
@@ -105,16 +113,16 @@ class EngineRecord(Frozen):
 
     @property
     def wire_model(self) -> str:
-        """The name a request must carry, so that another boot answers 404 instead of tokens."""
-        return self.boot if is_fenced(self.model, self.boot) else self.model
+        """The model name in requests. If it is fenced, another start answers 404, not tokens."""
+        return self.start_id if is_fenced(self.model, self.start_id) else self.model
 
     @property
     def backoff_s(self) -> float:
-        """Seconds that it is left alone, dead."""
+        """Seconds that it is left alone after its death."""
         return self.not_before - self.since
 
     def to(self, state: EngineState, reason: str = "", **changes: Any) -> "EngineRecord":
-        """The record after a change of state. Raises: ValueError when it may not follow."""
+        """The record after a change of state. Raises: ValueError if the change is not allowed."""
         if state is self.state:
             return self.model_copy(update={"reason": reason or self.reason, **changes})
         if state not in ALLOWED[self.state]:
@@ -129,11 +137,15 @@ class EngineRecord(Frozen):
         deaths = 1 if served else self.deaths + 1
         return {"deaths": deaths, "not_before": now + backoff_s(deaths)}
 
-    def reborn(self, generation: int, boot: str) -> "EngineRecord":
-        """The next boot of this engine, not proven yet."""
+    def as_removed(self) -> "EngineRecord":
+        """Dead and marked as removed, so that a gateway's settings do not bring it back."""
+        return self.to(EngineState.DEAD, "removed", removed=True, held_by="")
+
+    def reborn(self, generation: int, start_id: str) -> "EngineRecord":
+        """The next start of this engine, not proven yet."""
         update = {
             "generation": generation,
-            "boot": boot,
+            "start_id": start_id,
             "state": EngineState.STARTING,
             "reason": "it came back",
             "since": time.time(),
@@ -144,20 +156,20 @@ class EngineRecord(Frozen):
         }
         return self.model_copy(update=update)
 
-    def may_return(self, boot: str) -> bool:
-        """Whether this boot may serve: not the one that was condemned."""
-        return not self.condemned or self.condemned not in (ANY_BOOT, boot)
+    def may_return(self, start_id: str) -> bool:
+        """Whether this start may serve: it is not the one that was condemned."""
+        return not self.condemned or self.condemned not in (ANY_START, start_id)
 
 
 def backoff_s(deaths: int) -> float:
-    """Seconds a crash-looping engine is left alone: 0 after the first death, then 1, 2, 4, ..."""
+    """Seconds that a crash-looping engine is left alone: 0 after its first death, then 1, 2, 4."""
     if deaths <= 1:
         return 0.0
     return min(FIRST_BACKOFF_S * 2.0 ** min(deaths - 2, 30), LONGEST_BACKOFF_S)
 
 
 def name_of(url: str) -> str:
-    """`host:port` of an engine's URL. Raises: ValueError when it is none."""
+    """`host:port` of an engine's URL. Raises: ValueError for anything else."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is no http:// or https:// URL")
@@ -165,7 +177,7 @@ def name_of(url: str) -> str:
 
 
 def root_of(url: str) -> str:
-    """The server itself, without the `/v1` that people paste."""
+    """The server's URL without the `/v1` that people paste."""
     return url.rstrip("/").removesuffix("/v1")
 
 

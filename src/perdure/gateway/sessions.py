@@ -17,7 +17,7 @@ import structlog
 
 from perdure.dialects.base import Answer, ModelRequest, Refused
 from perdure.engines.base import TOO_STALE, Wait
-from perdure.engines.configured import Engines
+from perdure.engines.configured import ConfiguredEngine
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
 from perdure.gateway.base import SESSION_ID, SessionSpec, SessionSummary
 from perdure.gateway.canonical import ToolDigests
@@ -60,7 +60,7 @@ class Sessions:
     def __init__(
         self,
         journal: Journal,
-        engines: Engines,
+        engine: ConfiguredEngine,
         model_format: Format,
         store: Store,
         metrics: Metrics,
@@ -71,7 +71,7 @@ class Sessions:
         self._journal = journal
         self._store = store
         self._metrics = metrics
-        self._maker = TurnMaker(model_format, engines, metrics, partials)
+        self._maker = TurnMaker(model_format, engine, metrics, partials)
         self._tool_digests = ToolDigests()
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._loading = asyncio.Lock()

@@ -15,7 +15,7 @@ import structlog
 
 from perdure.dialects.base import ModelRequest, Refused
 from perdure.engines.base import ChatEngine, Completion, TokenEngine
-from perdure.engines.configured import Engines
+from perdure.engines.configured import ConfiguredEngine
 from perdure.engines.prompt_ids import PromptIds
 from perdure.gateway.answers import Read, hosted_answer, read_completion
 from perdure.gateway.canonical import Message
@@ -65,17 +65,17 @@ class TurnMaker:
     """Makes the record of one turn, still to be committed."""
 
     def __init__(
-        self, model_format: Format, engines: Engines, metrics: Metrics, partials: Partials
+        self, model_format: Format, engine: ConfiguredEngine, metrics: Metrics, partials: Partials
     ) -> None:
         self._format = model_format
-        self._engines = engines
+        self._engine = engine
         self._metrics = metrics
         self._partials = partials
         self._stop_ids = list(model_format.renderer.get_stop_token_ids())
 
     async def sampled(self, pending: PendingTurn) -> TurnRecord:
         """Raises: ContextExhausted, Refused, GatewayUnavailable."""
-        engine = await abandonable(pending.session, self._engines.current())
+        engine = await abandonable(pending.session, self._engine.current())
         if engine.tokens is not None:
             return await self._sample(pending, engine.tokens)
         assert engine.chat is not None

@@ -25,7 +25,7 @@ _FAILING = frozenset((TestStatus.FAILED, TestStatus.ERROR))
 
 
 @dataclass(frozen=True)
-class Canary:
+class CanaryTest:
     """The test that must fail: its name appears in the id of every runner."""
 
     name: str
@@ -43,13 +43,13 @@ class Canary:
 class Reading:
     """A finished run's output, parsed. `junit` is None for runners that write none."""
 
-    canary: Canary
+    canary: CanaryTest
     canary_status: TestStatus
     statuses: Statuses
     junit: JunitReport | None
 
 
-def guarded_command(grading: Grading, scratch: str) -> tuple[Command, Canary]:
+def guarded_command(grading: Grading, scratch: str) -> tuple[Command, CanaryTest]:
     """The row's test command with a canary and, where the runner can, a junit file added.
 
     Raises: InstanceError when the command is of a kind that a canary cannot join.
@@ -86,7 +86,7 @@ def distrust(reading: "Reading", exit_code: int | None, tests: Iterable[str]) ->
 
 # --- one function a runner: (what to append, the canary, where junit will be) -------------------
 
-_Added = tuple[str, Canary, str]
+_Added = tuple[str, CanaryTest, str]
 
 _PYTEST_CALL = re.compile(r"(?:^|[\s/;&])(?:pytest|py\.test|tox)(?:\s|$)")
 _TAKES_VALUE = frozenset(  # of pytest's options
@@ -145,13 +145,13 @@ def _django(line: str, grading: Grading, junit: str) -> _Added:
     return f"{app}.{posixpath.basename(canary.path).removesuffix('.py')}", canary, ""
 
 
-def _canary(folder: str, keywords: str, template: str) -> Canary:
+def _canary(folder: str, keywords: str, template: str) -> CanaryTest:
     """It fails because a digest differs, so its text does not reveal that it must fail."""
     seed, name = token_hex(8), f"test_{keywords}{token_hex(5)}"
     wrong = hashlib.sha256(f"not {seed}".encode()).hexdigest()[:16]
     check = f'__import__("hashlib").sha256(b"{seed}").hexdigest()[:16] == "{wrong}"'
     path = posixpath.normpath(posixpath.join(folder, f"{name}.py"))
-    return Canary(name, path, template.format(name=name, check=check).encode())
+    return CanaryTest(name, path, template.format(name=name, check=check).encode())
 
 
 def _folder(named: list[str], grading: Grading) -> str:

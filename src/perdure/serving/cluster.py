@@ -1,6 +1,7 @@
-"""The Ray cluster that engines run on: one that is given, or one node on this host.
+"""The Ray cluster that engines run on: the user's, or one node on this host.
 
-Owns how Ray is set up and which processes of it are ours; `ray stop` would end every cluster here.
+Owns how Ray is set up, and which of its processes are ours: `ray stop` would end every cluster of this
+host.
 """
 
 import json
@@ -20,14 +21,15 @@ from perdure.settings.tree import Settings
 LOOPBACK = "127.0.0.1"
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else Ray uploads the folder and builds it anew, each time
-    "RAY_AUTH_MODE": "disabled",  # unset, Ray writes a token that later starts on this host demand
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # otherwise Ray uploads and rebuilds the folder each time
+    "RAY_AUTH_MODE": "disabled",  # if unset, Ray writes a token, and later starts on this host ask for it
 }
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Else Ray takes the host's address in place of loopback, and listens on all of them, unguarded."""
+"""Without it, Ray replaces loopback by the host's address and listens on all addresses, without a key."""
 START_S = 120.0
+"""Seconds that the local node has to start."""
 OBJECT_STORE_BYTES = 80 << 20
-"""Nothing of ours goes through it."""
+"""Ray's least; Perdure does not use the object store."""
 
 
 class Connected(NamedTuple):
@@ -35,19 +37,19 @@ class Connected(NamedTuple):
     dashboard: str
     """URL, or empty."""
     local: bool
-    """Ours, on this host."""
+    """Whether it is our node on this host."""
 
 
 def set_environment() -> None:
-    """Before Ray is imported. What somebody set already stays."""
+    """Call it before Ray is imported. Variables that are set already stay."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def connect(settings: Settings, address: str = "", *, start: bool = True) -> Connected:
-    """`address`: of a cluster; empty = RAY_ADDRESS, else our own, started if need be.
+    """`address`: a cluster's; empty = RAY_ADDRESS, otherwise our own node, started if necessary.
 
-    Raises: MissingDependency; ConfigurationError when there is none or it cannot be reached.
+    Raises: MissingDependency; ConfigurationError if there is no cluster or it cannot be reached.
     """
     given = address or os.environ.get("RAY_ADDRESS", "")
     set_environment()
@@ -76,7 +78,7 @@ def connect(settings: Settings, address: str = "", *, start: bool = True) -> Con
 
 
 def start_local(settings: Settings) -> str:
-    """One Ray node on loopback, as a group of processes that `stop_local` ends. Its address."""
+    """Start one Ray node on loopback, which `stop_local` ends; returns its address."""
     folder = settings.home.absolute()
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     port, dashboard_port, log = _free_port(), _free_port(), folder / "logs" / "ray.log"
@@ -117,7 +119,7 @@ def start_local(settings: Settings) -> str:
 
 
 def stop_local(settings: Settings) -> bool:
-    """End the node that `start_local` started, and nothing else. False = there was none."""
+    """End only the node that `start_local` started. False = there was none."""
     state = _state(settings)
     if state is None:
         return False
@@ -149,7 +151,7 @@ def _state_file(settings: Settings) -> Path:
 
 
 def process_tree(root: int) -> dict[int, int]:
-    """The process and all below it, with their start times."""
+    """The process and all its descendants, with their start times."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -171,7 +173,7 @@ def _alive(pid: int, born: int | None) -> bool:
 
 
 def _started(pid: int) -> int | None:
-    """Start time in clock ticks; None when there is no such process, or only its zombie."""
+    """Start time in clock ticks; None if there is no such process, or only its zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:

@@ -1,24 +1,24 @@
 """The command lines of engine servers.
 
-Owns flags only; `replica` runs what is built here, `verdicts` reads what it says.
+Owns flags only; `replica` runs these command lines, and `exit_causes` reads their logs.
 """
 
 import re
 import shlex
 from collections.abc import Mapping
 
-from perdure.engines.plan import EnginePlan, boot_name
+from perdure.serving.plan import EnginePlan, fenced_name
 
 VLLM_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight updates
     "VLLM_NO_USAGE_STATS": "1",
 }
 NAMESPACE = "perdure"
-"""Of our actors on Ray."""
+"""Ray namespace of our actors."""
 
 
 def command_line(plan: EnginePlan, generation: int, host: str, port: int) -> list[str]:
-    """The server's words for one boot."""
+    """The server's command line for one start."""
     if plan.server == "vllm":
         return [*_vllm(plan, generation, host, port), *plan.arguments]
     if plan.server == "sglang":
@@ -40,10 +40,10 @@ def _vllm(plan: EnginePlan, generation: int, host: str, port: int) -> list[str]:
     parallel = plan.gpus_per_replica
     return [
         *(plan.executable or "vllm", "serve", plan.model),
-        *("--served-model-name", boot_name(plan, generation), plan.served_model),
+        *("--served-model-name", fenced_name(plan, generation), plan.served_model),
         *("--host", host, "--port", str(port)),
-        "--enable-scale-out",  # /inference/v1/generate answers 403 without it
-        *("--generation-config", "vllm"),  # else the model's file fills fields nobody asked for
+        "--enable-scale-out",  # without it /inference/v1/generate answers 403
+        *("--generation-config", "vllm"),  # otherwise the model's own file sets sampling defaults
         *("--logprobs-mode", "processed_logprobs"),  # after temperature, as sampled
         "--enable-prompt-tokens-details",
         *(("--tensor-parallel-size", str(parallel)) if parallel > 1 else ()),
@@ -53,19 +53,19 @@ def _vllm(plan: EnginePlan, generation: int, host: str, port: int) -> list[str]:
 def _sglang(plan: EnginePlan, generation: int, host: str, port: int) -> list[str]:
     return [
         *(plan.executable or "python", "-m", "sglang.launch_server", "--model-path", plan.model),
-        *("--served-model-name", boot_name(plan, generation)),  # it takes one name only
+        *("--served-model-name", fenced_name(plan, generation)),  # it accepts one name only
         *("--tp-size", str(plan.gpus_per_replica or 1), "--host", host, "--port", str(port)),
-        "--incremental-streaming-output",  # else each chunk repeats all tokens before it
-        "--enable-metrics",  # its KV room, and what runs on it
+        "--incremental-streaming-output",  # otherwise each chunk repeats all earlier tokens
+        "--enable-metrics",  # the size of its KV cache, and its running requests
     ]
 
 
 def environment(plan: EnginePlan) -> dict[str, str]:
-    """What the server's process gets besides its node's own environment."""
+    """The variables that the server's process gets in addition to its node's environment."""
     base = VLLM_ENVIRONMENT if plan.server == "vllm" else {}
     return {**base, **plan.environment}
 
 
 def words(text: str) -> tuple[str, ...]:
-    """A shell-like string as words."""
+    """Split a string into words as a shell does."""
     return tuple(shlex.split(text))

@@ -1,7 +1,7 @@
-"""Keeps as many replicas as are wanted: places, watches, registers, drains and replaces them.
+"""Keeps the planned number of replicas: places, watches, registers, drains and replaces them.
 
-One detached actor per home. Its plan and status lie in the store, its replicas are found again by
-name: it may die at any moment, and so may every node.
+One detached actor per home. It may die at any moment, and so may every node: its plan and status are
+in the store, and it finds its replicas again by name.
 """
 
 import asyncio
@@ -15,18 +15,7 @@ from typing import Any
 import ray
 import structlog
 
-from perdure.engines.plan import EnginePlan
-from perdure.engines.registration import (
-    PoolStatus,
-    Registration,
-    ReplicaStatus,
-    lacks,
-    read_plan,
-    read_status,
-    write_plan,
-    write_status,
-)
-from perdure.engines.roster import Roster, StoredRoster
+from perdure.engines.roster import DRAIN_S, Roster, StoredRoster
 from perdure.engines.state import STABLE_S, EngineRecord, EngineState, backoff_s, name_of
 from perdure.engines.weights.publishing import Published, published_key, read_published
 from perdure.engines.weights.update import NOTICE_S
@@ -34,37 +23,41 @@ from perdure.errors import PerdureError
 from perdure.serving import placement
 from perdure.serving.commands import NAMESPACE
 from perdure.serving.placement import Placed
-from perdure.serving.replica import Phase, ReplicaReport
+from perdure.serving.plan import EnginePlan, read_plan, write_plan
+from perdure.serving.registration import ReplicaRegistration, lacks
+from perdure.serving.replica import ReplicaReport, ReplicaState
+from perdure.serving.status import PoolStatus, ReplicaStatus, read_status, write_status
 from perdure.settings.tree import Settings
 from perdure.storage.base import open_store
 
 POLL_S = 0.5
 BEAT_S = 15.0
-"""How often at least it tells what it sees."""
+"""Seconds after which the status is written again although nothing changed."""
 STOP_S = 30.0
-DRAIN_S = 300.0
+"""Seconds that a replica has to end its server before its actor is killed."""
 MARGIN_S = 5.0
-"""Sessions leave a node so long before it does."""
+"""Seconds before a node's deadline by which sessions have left it."""
 MOST_FAILED_STARTS = 5
+"""Consecutive starts without a token, after which a replica is given up."""
 
 log = structlog.get_logger()
 
 
 @dataclass(eq=False)
-class Boot:
-    """One generation of one place."""
+class ReplicaStart:
+    """One start of one slot's replica."""
 
     index: int
     generation: int
     placed: Placed
     target: str = ""
-    """Node it was asked to go to; `node` is where it runs."""
+    """Node that Ray was asked to use; `node` is the one it runs on."""
     node: str = ""
     lacks: str = ""
-    """What no node had when it was asked for."""
+    """The resources that no node had when it was placed."""
     report: ReplicaReport | None = None
     lost: str = ""
-    """What Ray says when its actor is gone."""
+    """Ray's reason, if its actor is gone."""
     joined: str = ""
     """Its name in the pool."""
     ready_since: float = 0.0
@@ -74,7 +67,7 @@ class Boot:
 
     def status(self, state: str = "", reason: str = "") -> ReplicaStatus:
         report = self.report
-        known = "waiting" if not self.node else report.phase.value if report else "starting"
+        known = "waiting" if not self.node else report.state.value if report else "starting"
         return ReplicaStatus(
             index=self.index,
             state=state or known,
@@ -88,66 +81,67 @@ class Boot:
 
 @dataclass(eq=False)
 class Slot:
-    """One of the wanted replicas."""
+    """One of the planned replicas."""
 
     index: int
-    boot: Boot | None = None
+    current: ReplicaStart | None = None
     deaths: int = 0
     not_before: float = 0.0
     reason: str = ""
-    """Why its last boot ended."""
+    """Why its last start ended."""
     given_up: bool = False
     tail: bytes = b""
+    """End of the log of its last start."""
 
     def ended(self, why: str, *, final: bool, served_s: float) -> None:
-        """Count a death: later starts wait longer, and pointless ones are not made."""
-        self.boot, self.reason = None, why
+        """Count a death: later starts wait longer. `final`: another start would fail the same way."""
+        self.current, self.reason = None, why
         self.deaths = 1 if served_s > STABLE_S else self.deaths + 1
         self.given_up = final or (not served_s and self.deaths >= MOST_FAILED_STARTS)
         self.not_before = time.monotonic() + backoff_s(self.deaths)
 
     def status(self) -> ReplicaStatus:
-        if self.boot is not None:
-            return self.boot.status(reason=self.reason)
+        if self.current is not None:
+            return self.current.status(reason=self.reason)
         state = "given up" if self.given_up else "backing off" if self.deaths else "waiting"
         return ReplicaStatus(index=self.index, state=state, reason=self.reason)
 
 
 @dataclass
-class Cluster:
-    """What one look at the cluster and the pool showed."""
+class Snapshot:
+    """The cluster and the pool, as one tick of the loop sees them."""
 
     roster: Roster
     draining: Mapping[str, int] = field(default_factory=dict)
     published: Published | None = None
-    """The policy version that a trainer gave the pool."""
+    """The policy version that a trainer published."""
 
 
 class EngineManager:
-    """The actor. Its methods answer at once; the work is done by its own loop."""
+    """The actor. Its methods answer at once; its own loop does the work."""
 
     async def __init__(self, settings: str, roster_key: str, dashboard: str) -> None:  # type: ignore[misc]  # Ray awaits it
         self._settings = Settings.model_validate_json(settings)
         self._store = open_store(self._settings)
         self._key, self._published_key = roster_key, published_key(roster_key)
-        self._pool = Registration(StoredRoster(self._store, roster_key))
+        self._pool = ReplicaRegistration(StoredRoster(self._store, roster_key))
         self._prefix = f"engine-{roster_key.rsplit('/', 1)[-1].removesuffix('.json')}"
         self._dashboard = dashboard
         self._plan: EnginePlan | None = None
         self._slots: dict[int, Slot] = {}
-        self._leaving: list[Boot] = []
+        self._leaving: list[ReplicaStart] = []
         self._ending: set[asyncio.Task[None]] = set()
         self._status, self._told_at = PoolStatus(), 0.0
         self._loop = asyncio.create_task(self._run())
 
-    # --- what is asked of it ---------------------------------------------------------------------
+    # --- remote calls ----------------------------------------------------------------------------
 
     async def apply(self, plan: str) -> None:
-        """Want this from now on. Replicas of another command line are replaced."""
+        """Follow this plan from now on. If more than `replicas` changed, all replicas are replaced."""
         wanted = EnginePlan.model_validate_json(plan)
         earlier = await read_plan(self._store, self._key)
         if earlier is not None and earlier.model != wanted.model:
-            await self._store.delete(self._published_key)  # weights of another model
+            await self._store.delete(self._published_key)  # those are weights of another model
         await write_plan(self._store, self._key, wanted)
         before, self._plan = self._plan, wanted
         same = before is not None and before.model_copy(update={"replicas": 0}) == (
@@ -155,8 +149,8 @@ class EngineManager:
         )
         for slot in self._slots.values():
             slot.given_up, slot.deaths, slot.not_before, slot.reason = False, 0, 0.0, ""
-            if not same and slot.boot is not None:
-                await self._drain(slot, time.time() + DRAIN_S)
+            if not same and slot.current is not None:
+                await self._drain(slot, slot.current, time.time() + DRAIN_S)
 
     async def pid(self) -> int:
         return os.getpid()
@@ -165,22 +159,22 @@ class EngineManager:
         return self._picture().model_dump_json()
 
     async def tail(self, index: int) -> bytes:
-        """The end of a replica's log; of its last boot where none runs."""
+        """The end of a replica's log; if none runs, of its last start."""
         slot = self._slots.get(index)
         if slot is None:
             return b""
-        if slot.boot is None or not slot.boot.node:
+        if slot.current is None or not slot.current.node:
             return slot.tail
         try:
-            return await asyncio.wait_for(slot.boot.placed.tail(), 10.0)
+            return await asyncio.wait_for(slot.current.placed.tail(), 10.0)
         except (ray.exceptions.RayError, TimeoutError):
             return slot.tail
 
     async def stop(self) -> None:
         """End all replicas, and the loop."""
         self._loop.cancel()
-        boots = [slot.boot for slot in self._slots.values() if slot.boot] + self._leaving
-        await asyncio.gather(*(self._end(boot) for boot in boots))
+        starts = [slot.current for slot in self._slots.values() if slot.current] + self._leaving
+        await asyncio.gather(*(self._end(start) for start in starts))
         await asyncio.gather(*self._ending)
         self._slots, self._leaving = {}, []
         await write_status(self._store, self._key, PoolStatus())
@@ -195,13 +189,13 @@ class EngineManager:
                 if self._plan is not None:
                     await self._tick(self._plan)
             except (PerdureError, ray.exceptions.RayError) as error:
-                log.warning("engines cannot be managed this moment", error=str(error))
+                log.warning("cannot manage the engines now", error=str(error))
             except Exception:
-                log.exception("the engine manager stumbled")
+                log.exception("the engine manager failed in one round; it goes on")
             await asyncio.sleep(POLL_S)
 
     async def _resume(self) -> None:
-        """Take up what an earlier manager left: its plan, and the replicas that are alive."""
+        """Take over from an earlier manager: its plan, and its replicas that are alive."""
         plan = await read_plan(self._store, self._key)
         if plan is None:
             return
@@ -220,17 +214,19 @@ class EngineManager:
         if placed is None:
             return
         slot = self._slots.setdefault(int(index), Slot(int(index)))
-        boot = Boot(int(index), int(generation), placed)
-        boot.following = asyncio.create_task(self._follow(boot))
-        if slot.boot is not None:  # it died between placing the new and ending the old
-            older, slot.boot = sorted((slot.boot, boot), key=lambda one: one.generation)
+        start = ReplicaStart(int(index), int(generation), placed)
+        start.following = asyncio.create_task(self._follow(start))
+        if (
+            slot.current is not None
+        ):  # the earlier manager died between placing the new one and ending the old one
+            older, slot.current = sorted((slot.current, start), key=lambda one: one.generation)
             self._retire(older)
         else:
-            slot.boot = boot
+            slot.current = start
 
     async def _forget(self, earlier: PoolStatus) -> None:
-        """Engines of replicas that are gone, with the head that knew them, leave the pool."""
-        kept = {slot.boot.generation for slot in self._slots.values() if slot.boot}
+        """Remove engines from the pool whose replicas were lost together with the Ray head."""
+        kept = {slot.current.generation for slot in self._slots.values() if slot.current}
         for one in (*earlier.replicas, *earlier.leaving):
             if one.engine and one.generation not in kept:
                 await self._pool.leave(one.engine, one.generation)
@@ -238,151 +234,169 @@ class EngineManager:
     async def _tick(self, plan: EnginePlan) -> None:
         draining = await asyncio.to_thread(placement.draining_nodes)
         published = await read_published(self._store, self._published_key)
-        seen = Cluster(await self._pool.read(), draining, published)
+        seen = Snapshot(await self._pool.read(), draining, published)
         for index in range(plan.replicas):
             self._slots.setdefault(index, Slot(index))
         for slot in list(self._slots.values()):
             await self._advance(slot, plan, seen)
-        for boot in list(self._leaving):
-            if self._has_left(boot, seen.roster):
-                self._leaving.remove(boot)
-                self._retire(boot)
+        for start in list(self._leaving):
+            if self._has_left(start, seen.roster):
+                self._leaving.remove(start)
+                self._retire(start)
         await self._tell()
 
-    async def _advance(self, slot: Slot, plan: EnginePlan, seen: Cluster) -> None:
+    async def _advance(self, slot: Slot, plan: EnginePlan, seen: Snapshot) -> None:
         if slot.index >= plan.replicas:
-            if slot.boot is not None:
-                await self._drain(slot, time.time() + DRAIN_S)
+            if slot.current is not None:
+                await self._drain(slot, slot.current, time.time() + DRAIN_S)
             del self._slots[slot.index]
             return
-        if slot.boot is not None:
-            await self._judge(slot, slot.boot, plan, seen)
-        if slot.boot is None and not slot.given_up and time.monotonic() >= slot.not_before:
+        if slot.current is not None:
+            await self._judge(slot, slot.current, plan, seen)
+        if slot.current is None and not slot.given_up and time.monotonic() >= slot.not_before:
             await self._place(slot, plan, seen)
 
-    async def _judge(self, slot: Slot, boot: Boot, plan: EnginePlan, seen: Cluster) -> None:
-        report = boot.report
-        if boot.lost or (report is not None and report.phase is Phase.ENDED):
-            why = boot.lost or (report.verdict if report else "")
-            await self._over(slot, boot, why, final=bool(report and report.final))
-        elif boot.node in seen.draining:
-            deadline = seen.draining[boot.node] / 1000 or time.time() + DRAIN_S
+    async def _judge(
+        self, slot: Slot, start: ReplicaStart, plan: EnginePlan, seen: Snapshot
+    ) -> None:
+        report = start.report
+        if start.lost or (report is not None and report.state is ReplicaState.ENDED):
+            why = start.lost or (report.cause if report else "")
+            await self._over(slot, start, why, final=bool(report and report.final))
+        elif start.node in seen.draining:
+            deadline = seen.draining[start.node] / 1000 or time.time() + DRAIN_S
             slot.reason = "its node is leaving"
-            await self._drain(slot, max(time.time(), deadline - MARGIN_S))
-        elif boot.joined:
-            await self._judge_joined(slot, boot, seen)
-        elif report is not None and report.phase is Phase.READY:
-            await self._join(slot, boot, plan, report, seen)
+            await self._drain(slot, start, max(time.time(), deadline - MARGIN_S))
+        elif start.joined:
+            await self._judge_joined(slot, start, seen)
+        elif report is not None and report.state is ReplicaState.READY:
+            await self._join(slot, start, plan, report, seen)
 
     async def _join(
-        self, slot: Slot, boot: Boot, plan: EnginePlan, report: ReplicaReport, seen: Cluster
+        self,
+        slot: Slot,
+        start: ReplicaStart,
+        plan: EnginePlan,
+        report: ReplicaReport,
+        seen: Snapshot,
     ) -> None:
-        boot.ready_since = time.monotonic()
+        start.ready_since = time.monotonic()
         known = seen.roster.get(name_of(report.url))
-        if known is None or known.generation != boot.generation:  # else an earlier manager did
-            await self._pool.join(plan, report.url, boot.generation, seen.published)
-        boot.joined = name_of(report.url)
+        if (
+            known is None or known.generation != start.generation
+        ):  # otherwise an earlier manager registered it
+            await self._pool.join(plan, report.url, start.generation, seen.published)
+        start.joined = name_of(report.url)
         slot.reason = ""
 
-    async def _judge_joined(self, slot: Slot, boot: Boot, seen: Cluster) -> None:
-        """What gateways and people say of it counts as much as what its node says."""
-        record = seen.roster.get(boot.joined)
-        if record is None or record.removed or record.generation != boot.generation:
-            slot.boot, slot.reason = None, "it was removed"
-            self._retire(boot)
+    async def _judge_joined(self, slot: Slot, start: ReplicaStart, seen: Snapshot) -> None:
+        """React to the record in the roster, which gateways and people change too."""
+        record = seen.roster.get(start.joined)
+        if record is None or record.removed or record.generation != start.generation:
+            slot.current, slot.reason = None, "it was removed"
+            self._retire(start)
         elif record.state is EngineState.DEAD:
-            await self._over(slot, boot, f"no longer usable: {record.reason}", final=False)
+            await self._over(slot, start, f"no longer usable: {record.reason}", final=False)
         elif record.state is EngineState.DRAINING:
-            boot.leave_by = (record.drain_by or time.time()) + MARGIN_S
-            slot.boot, slot.reason = None, "it was told to drain"
-            self._leaving.append(boot)
+            start.leave_by = (record.drain_by or time.time()) + MARGIN_S
+            slot.current, slot.reason = None, "it was told to drain"
+            self._leaving.append(start)
         else:
-            self._bring(boot, record, seen.published)
+            self._bring(start, record, seen.published)
 
-    def _bring(self, boot: Boot, record: EngineRecord, published: Published | None) -> None:
-        """See that it gets the published version, once at a time."""
-        busy = boot.catching_up is not None and not boot.catching_up.done()
+    def _bring(
+        self, start: ReplicaStart, record: EngineRecord, published: Published | None
+    ) -> None:
+        """Start loading the published version, unless that is already going on."""
+        busy = start.catching_up is not None and not start.catching_up.done()
         if published is None or busy or not lacks(record, published):
             return
         notice_s = NOTICE_S if record.serves else 0.0
-        boot.catching_up = asyncio.create_task(self._catch_up(boot, published, notice_s))
+        start.catching_up = asyncio.create_task(self._catch_up(start, published, notice_s))
 
-    async def _catch_up(self, boot: Boot, published: Published, notice_s: float) -> None:
-        """It has the weights that it was started with: it gets the published ones before it serves.
+    async def _catch_up(self, start: ReplicaStart, published: Published, notice_s: float) -> None:
+        """Load the published weights into a replica that has those of its start, before it serves.
 
-        When they cannot be had or proven, the next boot tries; a dead manager's successor goes on.
+        If they cannot be fetched or proven, the replica is condemned and the next start tries again.
+        If this manager dies, its successor continues.
         """
         try:
-            held = await self._pool.hold(boot.joined, boot.generation, published.version)
+            held = await self._pool.hold(start.joined, start.generation, published.version)
             if held is not None:
                 await asyncio.sleep(notice_s)
-                problem = await boot.placed.take(published, self._settings)
+                problem = await start.placed.take(published, self._settings)
                 await self._pool.caught_up(held, problem)
         except (PerdureError, ray.exceptions.RayError) as error:
-            log.warning("a replica does not catch up", generation=boot.generation, error=str(error))
+            log.warning(
+                "cannot load the published weights into a replica",
+                generation=start.generation,
+                error=str(error),
+            )
 
-    async def _over(self, slot: Slot, boot: Boot, why: str, *, final: bool) -> None:
-        served_s = time.monotonic() - boot.ready_since if boot.ready_since else 0.0
-        log.warning("a replica ended", replica=slot.index, generation=boot.generation, why=why)
-        if not boot.lost:
+    async def _over(self, slot: Slot, start: ReplicaStart, why: str, *, final: bool) -> None:
+        served_s = time.monotonic() - start.ready_since if start.ready_since else 0.0
+        log.warning("a replica ended", replica=slot.index, generation=start.generation, why=why)
+        if not start.lost:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-                slot.tail = await asyncio.wait_for(boot.placed.tail(), 5.0)
+                slot.tail = await asyncio.wait_for(start.placed.tail(), 5.0)
         slot.ended(why, final=final, served_s=served_s)
-        self._retire(boot)
+        self._retire(start)
 
-    async def _drain(self, slot: Slot, by: float) -> None:
-        """Its sessions move within the deadline; its place is filled elsewhere at once."""
-        boot, slot.boot = slot.boot, None
-        assert boot is not None
-        boot.leave_by = by + MARGIN_S / 2
-        if boot.joined:
-            self._leaving.append(boot)  # first: it is there, and ends, also if the roster fails us
-            await self._pool.drain(boot.joined, boot.generation, by)
+    async def _drain(self, slot: Slot, start: ReplicaStart, by: float) -> None:
+        """Move its sessions by the deadline; the slot is free for another replica at once."""
+        slot.current = None
+        start.leave_by = by + MARGIN_S / 2
+        if start.joined:
+            # First of all: the replica must end even if the roster cannot be changed.
+            self._leaving.append(start)
+            await self._pool.drain(start.joined, start.generation, by)
         else:
-            self._retire(boot)
+            self._retire(start)
 
-    def _has_left(self, boot: Boot, roster: Roster) -> bool:
-        record = roster.get(boot.joined)
-        gone = record is None or record.removed or record.generation != boot.generation
-        return gone or bool(boot.lost) or time.time() > boot.leave_by
+    def _has_left(self, start: ReplicaStart, roster: Roster) -> bool:
+        record = roster.get(start.joined)
+        gone = record is None or record.removed or record.generation != start.generation
+        return gone or bool(start.lost) or time.time() > start.leave_by
 
-    async def _place(self, slot: Slot, plan: EnginePlan, seen: Cluster) -> None:
+    async def _place(self, slot: Slot, plan: EnginePlan, seen: Snapshot) -> None:
         generation = await self._pool.reserve_generation()
-        taken = [one.boot.node or one.boot.target for one in self._slots.values() if one.boot]
+        taken = [
+            one.current.node or one.current.target for one in self._slots.values() if one.current
+        ]
         target = await asyncio.to_thread(placement.emptiest, plan, taken, seen.draining)
         name = f"{self._prefix}-{slot.index}-g{generation}"
         placed = await asyncio.to_thread(placement.place, plan, name, generation, target)
         lacks = "" if target else f"no node has {placement.room(plan)} for one replica"
-        slot.boot = Boot(slot.index, generation, placed, target or "", lacks=lacks)
-        slot.boot.following = asyncio.create_task(self._follow(slot.boot))
+        slot.current = ReplicaStart(slot.index, generation, placed, target or "", lacks=lacks)
+        slot.current.following = asyncio.create_task(self._follow(slot.current))
 
-    async def _follow(self, boot: Boot) -> None:
-        """Ask one replica how it is, until it is over."""
+    async def _follow(self, start: ReplicaStart) -> None:
+        """Fetch one replica's report again and again until it has ended."""
         try:
-            boot.node = await boot.placed.start()
-            while boot.report is None or boot.report.phase is not Phase.ENDED:
-                boot.report = await boot.placed.report()
+            start.node = await start.placed.start()
+            while start.report is None or start.report.state is not ReplicaState.ENDED:
+                start.report = await start.placed.report()
                 await asyncio.sleep(POLL_S)
         except ray.exceptions.RayError as error:
-            boot.lost = f"its actor is gone: {str(error).strip().splitlines()[0][:200]}"
+            start.lost = f"its actor is gone: {str(error).strip().splitlines()[0][:200]}"
 
-    def _retire(self, boot: Boot) -> None:
-        task = asyncio.create_task(self._end(boot))
+    def _retire(self, start: ReplicaStart) -> None:
+        task = asyncio.create_task(self._end(start))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _end(self, boot: Boot) -> None:
-        """Out of the pool first, so that no call goes to a server that is ending."""
-        for task in (boot.following, boot.catching_up):
+    async def _end(self, start: ReplicaStart) -> None:
+        """Remove it from the pool first, so that no call goes to a server that is ending."""
+        for task in (start.following, start.catching_up):
             if task is not None:
                 task.cancel()
-        if boot.report is not None and boot.report.url:  # it may have been joining this moment
+        if start.report is not None and start.report.url:  # also if it was just joining
             with contextlib.suppress(PerdureError):
-                await self._pool.leave(name_of(boot.report.url), boot.generation)
-        if not boot.lost:
+                await self._pool.leave(name_of(start.report.url), start.generation)
+        if not start.lost:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-                await asyncio.wait_for(boot.placed.stop(), STOP_S if boot.node else POLL_S)
-        await asyncio.to_thread(boot.placed.release)
+                await asyncio.wait_for(start.placed.stop(), STOP_S if start.node else POLL_S)
+        await asyncio.to_thread(start.placed.release)
 
     def _picture(self) -> PoolStatus:
         slots = [self._slots[index] for index in sorted(self._slots)]
@@ -391,11 +405,11 @@ class EngineManager:
             dashboard=self._dashboard,
             model=self._plan.model if self._plan else "",
             replicas=tuple(slot.status() for slot in slots),
-            leaving=tuple(boot.status("leaving") for boot in self._leaving),
+            leaving=tuple(start.status("leaving") for start in self._leaving),
         )
 
     async def _tell(self) -> None:
-        """Also that nothing is new: a picture without a manager is of the past."""
+        """Write the status if it changed, and every `BEAT_S`: an old date shows that no manager runs."""
         status, now = self._picture(), time.monotonic()
         if status != self._status or now - self._told_at >= BEAT_S:
             dated = status.model_copy(update={"at": time.time()})
@@ -408,7 +422,7 @@ def manager_name(roster_key: str) -> str:
 
 
 def get_or_start(settings: Settings, roster_key: str, dashboard: str) -> Any:
-    """The manager of a home, on the connected cluster. It has the store of these settings."""
+    """The manager of a home, on the connected cluster; it uses the store of these settings."""
     here = settings.model_copy(
         update={"home": settings.home.absolute(), "store": settings.store_url}
     )
@@ -421,7 +435,7 @@ def get_or_start(settings: Settings, roster_key: str, dashboard: str) -> Any:
             get_if_exists=True,
             max_restarts=-1,
             num_cpus=0,
-            # Never on a node that may be preempted, and where the store's credentials are.
+            # On the head node: it is never preempted, and it has the store's credentials.
             resources={"node:__internal_head__": 0.001},
             max_concurrency=32,
         )

@@ -1,6 +1,6 @@
-"""Ray, as the manager uses it: one actor per replica in a placement group of its own.
+"""Ray, as the manager uses it: one actor per replica, in a placement group of its own.
 
-The only module besides `manager` that imports Ray. Nothing here decides anything.
+Only this module and `manager` import Ray. The manager makes the decisions.
 """
 
 import contextlib
@@ -14,15 +14,15 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from perdure.engines.plan import EnginePlan
 from perdure.engines.weights.publishing import Published
 from perdure.serving.commands import NAMESPACE
+from perdure.serving.plan import EnginePlan
 from perdure.serving.replica import Replica, ReplicaReport
 from perdure.settings.tree import Settings
 
 
 class ReplicaActor:
-    """A replica, on the node that Ray chose. The server dies with this process."""
+    """A replica on the node that Ray chose. The server ends with this process."""
 
     def __init__(self, plan: str, name: str, generation: int) -> None:
         self._plan = EnginePlan.model_validate_json(plan)
@@ -31,7 +31,7 @@ class ReplicaActor:
         self._started = False
 
     async def start(self) -> str:
-        """The node it is on. Repeating is harmless."""
+        """Start the replica; returns its node. Harmless to repeat."""
         if not self._started:
             self._started = True
             await self._replica.start()
@@ -57,7 +57,7 @@ class ReplicaActor:
 
 @dataclass
 class Placed:
-    """A boot of a replica, from the request for its room on."""
+    """One start of a replica, from the request for its resources on."""
 
     name: str
     group: Any
@@ -74,7 +74,7 @@ class Placed:
         return found
 
     async def take(self, published: Published, settings: Settings) -> str:
-        """Give it the published version; why it cannot serve that, or nothing."""
+        """Load the published version; returns why that failed, or nothing."""
         told: str = await self.actor.take.remote(
             published.model_dump_json(), settings.model_dump_json()
         )
@@ -84,7 +84,7 @@ class Placed:
         await self.actor.stop.remote()
 
     def release(self) -> None:
-        """Kill the actor, whatever it does, and give its room back."""
+        """Kill the actor and free its resources."""
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self.actor)
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
@@ -92,7 +92,7 @@ class Placed:
 
 
 def place(plan: EnginePlan, name: str, generation: int, target: str | None) -> Placed:
-    """Ask for room and start the actor there, when there is some. `target`: preferred node."""
+    """Request resources; Ray starts the actor once a node has them. `target`: preferred node."""
     group = placement_group(
         [bundle(plan)],
         strategy="STRICT_PACK",
@@ -105,8 +105,8 @@ def place(plan: EnginePlan, name: str, generation: int, target: str | None) -> P
         .options(
             name=name,
             namespace=NAMESPACE,
-            lifetime="detached",  # outlives the manager, which finds it again by name
-            max_restarts=0,  # a restart is a new generation, and only the manager gives those
+            lifetime="detached",  # it outlives the manager, which finds it again by name
+            max_restarts=0,  # a restart needs a new generation, which only the manager gives
             num_cpus=plan.cpus_per_replica,
             num_gpus=plan.gpus_per_replica,
             max_concurrency=16,
@@ -118,7 +118,7 @@ def place(plan: EnginePlan, name: str, generation: int, target: str | None) -> P
 
 
 def find(name: str) -> Placed | None:
-    """A boot that an earlier manager placed."""
+    """The start of a replica that an earlier manager placed; None if it is gone."""
     try:
         return Placed(
             name, ray.util.get_placement_group(name), ray.get_actor(name, namespace=NAMESPACE)
@@ -128,7 +128,7 @@ def find(name: str) -> Placed | None:
 
 
 def names() -> list[str]:
-    """All named actors of ours, alive or waiting for room."""
+    """Names of all our actors, alive or waiting for resources."""
     found = ray.util.list_named_actors(all_namespaces=True)
     return [one["name"] for one in found if one["namespace"] == NAMESPACE]
 
@@ -139,12 +139,12 @@ def bundle(plan: EnginePlan) -> dict[str, float]:
 
 
 def room(plan: EnginePlan) -> str:
-    """For people: `8 GPU and 1 CPU`."""
+    """The resources of one replica, for people: `8 GPU and 1 CPU`."""
     return " and ".join(f"{amount:g} {name}" for name, amount in reversed(bundle(plan).items()))
 
 
 def emptiest(plan: EnginePlan, taken: Iterable[str], draining: Mapping[str, int]) -> str | None:
-    """The node that can hold the replica and has the fewest; replicas spread as nodes come."""
+    """The node with the fewest replicas among those that can hold one; None if there is none."""
     needed, used = bundle(plan), Counter(taken)
     fit = [
         node["NodeID"]
@@ -157,8 +157,8 @@ def emptiest(plan: EnginePlan, taken: Iterable[str], draining: Mapping[str, int]
 
 
 def draining_nodes() -> dict[str, int]:
-    """Nodes with a notice, and their deadline in Unix milliseconds (0: none). Private API of Ray,
-    which its own libraries poll too."""
+    """Nodes with a preemption notice, and their deadline in Unix milliseconds (0 = none). Private API
+    of Ray, which its own libraries poll too."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined, unused-ignore]  # compiled; Ray may be absent
 
     address = ray.get_runtime_context().gcs_address

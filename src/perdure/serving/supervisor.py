@@ -1,8 +1,9 @@
-"""Holds one engine server as its child: when the owner goes, however it goes, so does all of it.
+"""Runs one engine server as its child and ends all of its processes once the owner is gone.
 
-A program of its own, standard library only: `python -m perdure.serving.supervisor NOTE GRACE_S -- COMMAND`.
-The owner keeps the other end of its stdin and never writes; the pipe closes with the owner. vLLM's
-EngineCore and workers share the server's process group, and come here as orphans when it dies.
+A separate program, standard library only: `python -m perdure.serving.supervisor NOTE GRACE_S -- COMMAND`.
+The owner keeps the other end of its stdin open and never writes; however the owner ends, the pipe
+closes. vLLM's EngineCore and workers share the server's process group. If the server dies, they become
+children of this process.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_S = 5.0
+"""Seconds to wait for the group to vanish after SIGKILL."""
 REAP_S = 0.02
 NO_COMMAND = 127
 
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 def supervise(command: Sequence[str], note: Path, grace_s: float) -> int:
     """Run the command until it ends, SIGTERM comes, or stdin closes; then end its whole group.
 
-    The exit status is the command's, 128 + N for a signal. `note` names the group while it lives.
+    Returns the command's exit status, or 128 + N for signal N. `note` names the group while it lives.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     stop, wake = os.pipe()
@@ -64,7 +66,7 @@ def _start(command: Sequence[str]) -> Child:
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=die_with_me,  # noqa: PLW1509 (one thread here, as long as we live)
+        preexec_fn=die_with_me,  # noqa: PLW1509 (this process never has a second thread)
     )
 
 
@@ -73,7 +75,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _wait(child: Child, stop: int) -> None:
-    """Until the child has ended, SIGTERM came, or nobody holds stdin any more."""
+    """Wait until the child has ended, SIGTERM came, or the owner's end of stdin closed."""
     ended = os.pidfd_open(child.pid)
     try:
         while True:
@@ -85,7 +87,7 @@ def _wait(child: Child, stop: int) -> None:
 
 
 def _end_group(child: Child, grace_s: float) -> None:
-    """SIGTERM, later SIGKILL, until no process of the group is left; all orphans are reaped."""
+    """Send SIGTERM, later SIGKILL, until the group has no process; reap all orphans."""
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
         if not _signal_group(child.pid, number):
             break
@@ -97,7 +99,7 @@ def _end_group(child: Child, grace_s: float) -> None:
 
 def _reap(child: Child) -> bool:
     """Whether any child is left."""
-    child.poll()  # its own status must not be lost to the line below
+    child.poll()  # first, so that waitpid below does not take the child's status
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -116,7 +118,7 @@ def _signal_group(group: int, number: int) -> bool:
     return True
 
 
-# --- what a supervisor that was itself killed left behind --------------------------------------
+# --- processes that a killed supervisor left behind ---------------------------------------------
 
 
 def _write_note(note: Path, group: int) -> None:
@@ -134,12 +136,13 @@ def _write_note(note: Path, group: int) -> None:
 
 
 def end_orphans(folder: Path) -> list[str]:
-    """Kill the groups whose supervisors are gone; call it before taking a device. Their notes."""
+    """Kill the groups whose supervisors are gone, before a new server uses the device. Returns the
+    names of their notes."""
     return [note.stem for note in sorted(folder.glob("*.note")) if _end_orphan(note)]
 
 
 def _end_orphan(note: Path) -> bool:
-    """Whether something was alive."""
+    """Whether it had to kill the group."""
     try:
         content: dict[str, Any] = json.loads(note.read_text())
     except (OSError, ValueError):
@@ -148,7 +151,7 @@ def _end_orphan(note: Path) -> bool:
     if same_host_boot and _started(content["supervisor"]) == content["supervisor_started"]:
         return False
     group, leader = int(content["group"]), _started(int(content["group"]))
-    # No process gets a pid that is still some group's: without its leader, the group is the old one.
+    # The kernel never reuses a pid while a group has it, so a group without its leader is the old one.
     ours = same_host_boot and leader in (None, content["started"])
     killed = ours and _signal_group(group, signal.SIGKILL)
     note.unlink(missing_ok=True)
@@ -156,7 +159,7 @@ def _end_orphan(note: Path) -> bool:
 
 
 def _started(pid: int) -> int | None:
-    """Start time of a process in clock ticks; None when there is none."""
+    """Start time of a process in clock ticks; None if there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
     except OSError:

@@ -9,10 +9,10 @@ import pytest
 
 from perdure.cli.commands.engines import any_known, none_ready
 from perdure.cli.main import invoke
-from perdure.engines.registration import PoolStatus, ReplicaStatus, write_status
 from perdure.engines.roster import Roster, StoredRoster, roster_key
 from perdure.engines.state import EngineRecord, EngineState, name_of
 from perdure.home import load_secret
+from perdure.serving.status import PoolStatus, ReplicaStatus, write_status
 from perdure.settings.tree import Settings
 from perdure.storage.base import open_store
 

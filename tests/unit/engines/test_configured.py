@@ -10,10 +10,10 @@ import pytest
 
 from perdure.dialects.base import ModelRequest
 from perdure.engines.clients.wire import new_client
-from perdure.engines.configured import Engines, check_engine_settings, engine_specs
-from perdure.engines.pool.pool import EnginePool, EngineSpec
-from perdure.engines.roster import LoneRoster, StoredRoster, roster_key
-from perdure.engines.state import EngineRecord
+from perdure.engines.configured import ConfiguredEngine, check_engine_settings, engine_specs
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.roster import LoneRoster, StoredRoster, add_engine, roster_key
+from perdure.engines.state import EngineRecord, EngineSpec
 from perdure.episodes.turns import decode
 from perdure.errors import ConfigurationError, GatewayUnavailable
 from perdure.gateway.sampling import chat_request
@@ -131,7 +131,7 @@ async def test_engines_added_to_an_idle_gateway_are_known(
     async with LocalGateway(tmp_path) as gateway, new_client() as client:
         roster = StoredRoster(gateway.store, roster_key(gateway.secret))
         other = EnginePool(roster, client)
-        await other.add(EngineSpec(engine.url))
+        await add_engine(other.fleet, EngineSpec(engine.url), "policy")
         await other.aclose()
         async with asyncio.timeout(30):
             while not any(found.serves for found in (await roster.read()).engines):
@@ -178,7 +178,7 @@ async def test_engines_that_other_gateways_were_set_to_are_not_waited_for(tmp_pa
     theirs = EngineRecord(name="a", url=url, model="m", generation=1, from_settings=True)
     await roster.change(lambda known: known.having(theirs))
     async with new_client() as client:
-        engines = Engines(Settings(home=tmp_path), client, roster)
+        engines = ConfiguredEngine(Settings(home=tmp_path), client, roster)
         with pytest.raises(GatewayUnavailable, match="no engine is configured"):
             await engines.current()
 

@@ -6,7 +6,15 @@ from collections import Counter
 import pytest
 
 from perdure.engines.clients.vllm_control import Vitals
-from perdure.engines.pool.leases import IDLE_S, RECLAIM_S, Boot, Capacity, Leases, Place, affinity
+from perdure.engines.pool.leases import (
+    IDLE_S,
+    RECLAIM_S,
+    Candidate,
+    Capacity,
+    EngineStart,
+    Leases,
+    affinity,
+)
 from perdure.engines.pool.queueing import FairQueue
 
 
@@ -27,7 +35,9 @@ def leases(clock: Clock) -> Leases:
     return Leases(clock=clock)
 
 
-def engines(leases: Leases, places: list[Place], sessions: int, group: str = "") -> Counter[str]:
+def engines(
+    leases: Leases, places: list[Candidate], sessions: int, group: str = ""
+) -> Counter[str]:
     """How many of so many new sessions each engine gets."""
     taken = [leases.take(f"{group}-{n}", group, places) for n in range(sessions)]
     return Counter(lease.engine for lease in taken if lease)
@@ -35,14 +45,14 @@ def engines(leases: Leases, places: list[Place], sessions: int, group: str = "")
 
 def test_new_sessions_follow_the_weights(leases: Leases) -> None:
     """An engine of weight 3 gets three sessions for each of the other's."""
-    places = [Place("a", 1, weight=3.0), Place("b", 2)]
+    places = [Candidate("a", 1, weight=3.0), Candidate("b", 2)]
 
     assert engines(leases, places, 40) == {"a": 30, "b": 10}
 
 
 def test_a_session_stays_with_its_engine(leases: Leases) -> None:
     """Its KV cache is there: other engines being emptier is no reason to move."""
-    places = [Place("a", 1), Place("b", 2)]
+    places = [Candidate("a", 1), Candidate("b", 2)]
     first = leases.take("s", "", places)
     engines(leases, places, 5)
 
@@ -52,7 +62,7 @@ def test_a_session_stays_with_its_engine(leases: Leases) -> None:
 
 def test_siblings_share_an_engine(leases: Leases) -> None:
     """Samples of one instance have one prompt: it is prefilled once."""
-    places = [Place("a", 1), Place("b", 2)]
+    places = [Candidate("a", 1), Candidate("b", 2)]
 
     groups = [engines(leases, places, 8, group) for group in ("x", "y", "z", "w")]
 
@@ -63,7 +73,7 @@ def test_siblings_share_an_engine(leases: Leases) -> None:
 @pytest.mark.parametrize("pair", [f"{n}{n + 1}" for n in range(0, 8, 2)])
 def test_two_small_groups_do_not_share_one_of_two_engines(leases: Leases, pair: str) -> None:
     """Whichever engine both would like best: four agents more are enough to go to the other."""
-    places = [Place("a", 1), Place("b", 2)]
+    places = [Candidate("a", 1), Candidate("b", 2)]
 
     for group in pair:
         engines(leases, places, 4, group)
@@ -73,8 +83,8 @@ def test_two_small_groups_do_not_share_one_of_two_engines(leases: Leases, pair: 
 
 def test_an_engine_of_another_generation_is_another_engine(leases: Leases) -> None:
     """A lease on a boot that is over is void."""
-    before = leases.take("s", "", [Place("a", 1)])
-    after = leases.take("s", "", [Place("a", 2)])
+    before = leases.take("s", "", [Candidate("a", 1)])
+    after = leases.take("s", "", [Candidate("a", 2)])
 
     assert before is not None
     assert after is not None
@@ -83,7 +93,7 @@ def test_an_engine_of_another_generation_is_another_engine(leases: Leases) -> No
 
 def test_a_session_moves_when_its_engine_goes(leases: Leases) -> None:
     """Even to an engine that is full: who sat is not sent to the queue."""
-    a, b = Place("a", 1), Place("b", 2, capacity=0)
+    a, b = Candidate("a", 1), Candidate("b", 2, capacity=0)
     leases.take("s", "", [a, b])
     moved = leases.take("s", "", [b])
 
@@ -93,14 +103,14 @@ def test_a_session_moves_when_its_engine_goes(leases: Leases) -> None:
 
 def test_nothing_is_leased_beyond_capacity(leases: Leases) -> None:
     """Other gateways' requests count as well."""
-    places = [Place("a", 1, capacity=3, foreign=1.0), Place("b", 2, capacity=1)]
+    places = [Candidate("a", 1, capacity=3, foreign=1.0), Candidate("b", 2, capacity=1)]
 
     assert engines(leases, places, 9) == {"a": 2, "b": 1}
 
 
 def test_an_idle_agent_gives_up_its_place_to_one_that_waits(leases: Leases, clock: Clock) -> None:
     """Away in a tool for a minute, not while it generates."""
-    place = Place("a", 1, capacity=2)
+    place = Candidate("a", 1, capacity=2)
     engines(leases, [place], 2)
     leases.use("-1", 100)
     clock.now = RECLAIM_S + 1
@@ -111,7 +121,7 @@ def test_an_idle_agent_gives_up_its_place_to_one_that_waits(leases: Leases, cloc
 
 def test_who_left_is_forgotten(leases: Leases, clock: Clock) -> None:
     """A session that nobody closed does not hold its place for ever."""
-    leases.take("s", "", [Place("a", 1)])
+    leases.take("s", "", [Candidate("a", 1)])
     clock.now = IDLE_S + 1
 
     assert (leases.expire(), leases.agents("a")) == (1, 0)
@@ -119,7 +129,7 @@ def test_who_left_is_forgotten(leases: Leases, clock: Clock) -> None:
 
 def test_an_engine_that_joins_gets_its_share(leases: Leases) -> None:
     """The cheapest prefills move; sessions that generate are the last to."""
-    old, new = Place("a", 1), Place("b", 2)
+    old, new = Candidate("a", 1), Candidate("b", 2)
     engines(leases, [old], 20)
     leases.use("-3", 10)
     for n in range(4, 20):
@@ -132,7 +142,7 @@ def test_an_engine_that_joins_gets_its_share(leases: Leases) -> None:
     assert (moved, leases.agents("b"), stayed.engine) == (7, 7, "a")
 
 
-def first_choices(places: list[Place], groups: int = 4000) -> dict[str, str]:
+def first_choices(places: list[Candidate], groups: int = 4000) -> dict[str, str]:
     """The engine that each of so many groups prefers."""
     keys = [f"run-7/{n}" for n in range(groups)]
     return {key: max(places, key=lambda place: affinity(key, place)).name for key in keys}
@@ -140,7 +150,7 @@ def first_choices(places: list[Place], groups: int = 4000) -> dict[str, str]:
 
 def test_preferences_follow_the_weights() -> None:
     """An engine of weight 3 is the first choice of three in five groups, within 3 %."""
-    places = [Place("a", 1, weight=3.0), Place("b", 2), Place("c", 3)]
+    places = [Candidate("a", 1, weight=3.0), Candidate("b", 2), Candidate("c", 3)]
     counts = Counter(first_choices(places).values())
 
     assert {name: counts[name] / 4000 for name in "abc"} == pytest.approx(
@@ -150,8 +160,10 @@ def test_preferences_follow_the_weights() -> None:
 
 def test_preferences_change_only_for_the_engine_that_joins_or_leaves() -> None:
     """A group's order of the other engines stays as it was."""
-    few = first_choices([Place("a", 1), Place("b", 2), Place("c", 3)])
-    more = first_choices([Place("a", 1), Place("b", 2), Place("c", 3), Place("d", 4)])
+    few = first_choices([Candidate("a", 1), Candidate("b", 2), Candidate("c", 3)])
+    more = first_choices(
+        [Candidate("a", 1), Candidate("b", 2), Candidate("c", 3), Candidate("d", 4)]
+    )
     changed = {key for key in few if few[key] != more[key]}
 
     assert {more[key] for key in changed} == {"d"}
@@ -161,7 +173,7 @@ def test_preferences_change_only_for_the_engine_that_joins_or_leaves() -> None:
 def test_processes_agree_without_talking() -> None:
     """Each of two gateways sees half of each group; no group's prompt is prefilled twice."""
     here, there = Leases(), Leases()
-    places = [Place("a", 1), Place("b", 2)]
+    places = [Candidate("a", 1), Candidate("b", 2)]
     for n in range(6):
         for sample in range(8):
             (here, there)[sample % 2].take(f"{n}-{sample}", f"g{n}", places)
@@ -178,7 +190,7 @@ def test_processes_agree_without_talking() -> None:
 
 def test_preferences_yield_to_load(leases: Leases) -> None:
     """However groups like it, no engine gets more than 1.1 x the emptiest, 4 agents and a group."""
-    places = [Place(name, 1) for name in "abcd"]
+    places = [Candidate(name, 1) for name in "abcd"]
     for n in range(64):
         engines(leases, places, 8, f"g{n}")
     loads = [leases.agents(name) for name in "abcd"]
@@ -187,20 +199,22 @@ def test_preferences_yield_to_load(leases: Leases) -> None:
 
 
 def test_a_session_is_found_where_another_process_had_it(leases: Leases) -> None:
-    """Its KV cache is there, whatever this process knew before; a boot that is over is nowhere."""
-    places = [Place("a", 1), Place("b", 2)]
+    """Its KV cache is there, whatever this process knew before; a start that is over has none."""
+    places = [Candidate("a", 1), Candidate("b", 2)]
     leases.take("s", "", places)
-    seats = [leases.take("s", "", places, last=Boot(name, n)) for name, n in (("a", 1), ("b", 2))]
-    gone = leases.take("s", "", places, last=Boot("a", 7))
+    found = [
+        leases.take("s", "", places, last=EngineStart(name, n)) for name, n in (("a", 1), ("b", 2))
+    ]
+    gone = leases.take("s", "", places, last=EngineStart("a", 7))
 
-    assert [(seat.engine, seat.generation) for seat in seats if seat] == [("a", 1), ("b", 2)]
+    assert [lease.start for lease in found if lease] == [("a", 1), ("b", 2)]
     assert gone is not None
     assert (gone.engine, leases.agents("a"), leases.agents("b")) == ("b", 0, 1)
 
 
 def test_processes_move_the_same_groups_to_an_engine_that_joins() -> None:
     """Those that prefer it, whoever has them: siblings stay together."""
-    old, new = Place("a", 1), Place("b", 2)
+    old, new = Candidate("a", 1), Candidate("b", 2)
     processes = [Leases(), Leases()]
     for leases in processes:
         for n in range(32):
@@ -289,15 +303,15 @@ def test_preemptions_lower_capacity_whatever_fits() -> None:
 
 def test_whom_an_engine_cannot_bear_waits_at_its_next_turn(leases: Leases) -> None:
     """Only where the engine has shown it, and never while it generates."""
-    place = Place("a", 1, capacity=4)
+    place = Candidate("a", 1, capacity=4)
     engines(leases, [place], 4)
     leases.use("-0", 100)
-    lowered = Place("a", 1, capacity=2, strict=True)
+    lowered = Candidate("a", 1, capacity=2, strict=True)
 
     sat = [leases.take(f"-{n}", "", [lowered]) is not None for n in range(4)]
 
     assert (sat, leases.agents("a")) == ([True, False, False, True], 2)
-    assert leases.take("-3", "", [Place("a", 1, capacity=1)]) is not None
+    assert leases.take("-3", "", [Candidate("a", 1, capacity=1)]) is not None
 
 
 async def test_runs_take_turns() -> None:

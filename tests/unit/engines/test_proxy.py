@@ -10,11 +10,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
-from perdure.engines.proxy import Front, Refusal, engine_keys, guard, read_head
+from perdure.engines.proxy import EngineProxy, Rejected, engine_keys, key_hashes, read_head
 from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineRecord, EngineState, name_of
-from perdure.engines.weights.update import Canary, FromDisk, WeightUpdates
+from perdure.engines.weights.update import FromDisk, WeightCanary, WeightUpdates
 from perdure.errors import PerdureError
 from perdure.testing.scripted_engine import ScriptedEngine, logprob
 
@@ -28,7 +29,7 @@ async def guarded() -> AsyncIterator[tuple[ScriptedEngine, str]]:
     async with ScriptedEngine({}) as engine:
         port = urlsplit(engine.url).port
         assert port is not None
-        async with Front(guard(KEYS), "127.0.0.1", port) as front:
+        async with EngineProxy(key_hashes(KEYS), "127.0.0.1", port) as front:
             yield engine, f"http://127.0.0.1:{front.port}"
 
 
@@ -79,9 +80,11 @@ async def test_a_pool_samples_through_the_front() -> None:
     async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         engine.control(scripts=turns)
         roster = LoneRoster()
-        record = EngineRecord(name=url[7:], url=url, model="policy", generation=1, guarded=True)
+        record = EngineRecord(
+            name=url[7:], url=url, model="policy", generation=1, behind_proxy=True
+        )
         await roster.change(lambda now: now.having(record))
-        pool = EnginePool(roster, client, guard_key=KEYS.data, poll_s=60.0)
+        pool = EnginePool(roster, client, options=PoolOptions(home_key=KEYS.data, poll_s=60.0))
         try:
             completion = await pool.generate(
                 [1, 2, 3], {"max_tokens": 50}, session_id="s", request_id="s-0"
@@ -104,7 +107,7 @@ async def test_an_asker_who_leaves_ends_its_request() -> None:
 
     server = await asyncio.start_server(engine, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, Front(guard(KEYS), "127.0.0.1", port) as front:
+    async with server, EngineProxy(key_hashes(KEYS), "127.0.0.1", port) as front:
         _, asker = await asyncio.open_connection("127.0.0.1", front.port)
         asker.write(POST + f"authorization: Bearer {KEYS.data}\r\n\r\n".encode())
         await asker.drain()
@@ -126,7 +129,7 @@ async def test_a_second_request_on_the_connection_reaches_nobody() -> None:
 
     server = await asyncio.start_server(engine, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, Front(guard(KEYS), "127.0.0.1", port) as front:
+    async with server, EngineProxy(key_hashes(KEYS), "127.0.0.1", port) as front:
         _, asker = await asyncio.open_connection("127.0.0.1", front.port)
         key = f"authorization: Bearer {KEYS.data}\r\n".encode()
         asker.write(POST + key + b"content-length: 2\r\n\r\n{}POST /pause HTTP/1.1\r\n\r\n")
@@ -152,8 +155,8 @@ async def test_a_second_request_on_the_connection_reaches_nobody() -> None:
     ],
 )
 def test_a_request_that_two_readers_might_read_differently_is_refused(raw: bytes) -> None:
-    """Front and engine must agree where a line, a head and a body end."""
-    with pytest.raises(Refusal):
+    """EngineProxy and engine must agree where a line, a head and a body end."""
+    with pytest.raises(Rejected):
         read_head(raw)
 
 
@@ -183,12 +186,14 @@ async def test_new_weights_come_through_the_front(tmp_path: Path) -> None:
             url=url,
             model="policy",
             generation=1,
-            guarded=True,
+            behind_proxy=True,
             state=EngineState.READY,
         )
         await roster.change(lambda now: now.having(record))
         token = engine.policy.complete([1, 2, 3])[0]
-        canary = Canary(prompt_ids=(1, 2, 3), token_id=token, logprob=logprob(token, 0, weights=7))
+        canary = WeightCanary(
+            prompt_ids=(1, 2, 3), token_id=token, logprob=logprob(token, 0, weights=7)
+        )
         source = FromDisk(tmp_path)
 
         updates = WeightUpdates(roster, client, control_key=KEYS.control, notice_s=0.0)

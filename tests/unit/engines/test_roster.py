@@ -7,10 +7,10 @@ import pytest
 
 from perdure.engines.clients.vllm_control import read_vitals
 from perdure.engines.configured import check_engine_settings, engine_specs
+from perdure.engines.health import Finding, apply
 from perdure.engines.pool.salvage import Salvage
 from perdure.engines.roster import Roster, StoredRoster, roster_key
 from perdure.engines.state import EngineRecord, EngineState, backoff_s, name_of
-from perdure.engines.watch import Verdict, apply
 from perdure.errors import ConfigurationError
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
@@ -31,17 +31,17 @@ def record(state: EngineState = READY, **fields: object) -> EngineRecord:
 
 def test_a_dead_engine_comes_back_as_a_new_generation() -> None:
     """Numbers are never given twice, also not to another engine."""
-    dead = Roster().having(record(DEAD, boot="1.0"))
-    back = apply(dead, record(DEAD, boot="1.0"), Verdict(READY, boot="2.0")).get("h:1")
+    dead = Roster().having(record(DEAD, start_id="1.0"))
+    back = apply(dead, record(DEAD, start_id="1.0"), Finding(READY, start_id="2.0")).get("h:1")
 
     assert back is not None
-    assert (back.generation, back.state, back.boot) == (4, READY, "2.0")
+    assert (back.generation, back.state, back.start_id) == (4, READY, "2.0")
 
 
 def test_the_same_boot_keeps_its_generation() -> None:
     """A suspicion that proves wrong costs nothing."""
-    roster = Roster().having(record(SUSPECT, boot="1.0"))
-    back = apply(roster, record(SUSPECT, boot="1.0"), Verdict(READY, boot="1.0")).get("h:1")
+    roster = Roster().having(record(SUSPECT, start_id="1.0"))
+    back = apply(roster, record(SUSPECT, start_id="1.0"), Finding(READY, start_id="1.0")).get("h:1")
 
     assert back is not None
     assert (back.generation, back.state) == (3, READY)
@@ -51,14 +51,14 @@ def test_a_stale_verdict_changes_nothing() -> None:
     """What was seen of an earlier generation says nothing about this one."""
     roster = Roster().having(record(READY, generation=4))
 
-    assert apply(roster, record(READY), Verdict(DEAD, "late news")) == roster
+    assert apply(roster, record(READY), Finding(DEAD, "late news")) == roster
 
 
 def test_a_look_from_before_an_update_changes_nothing() -> None:
     """Paused then, ready with new weights now: the same generation and state, another time."""
     roster = Roster().having(record(READY, since=2.0, version=8))
 
-    assert apply(roster, record(READY, since=1.0, version=7), Verdict(PAUSED)) == roster
+    assert apply(roster, record(READY, since=1.0, version=7), Finding(PAUSED)) == roster
 
 
 def test_only_reborn_leads_out_of_death() -> None:
@@ -74,7 +74,7 @@ def test_a_crash_loop_is_left_alone_longer_each_time() -> None:
 
 def test_a_condemned_boot_may_not_return_and_its_successor_may() -> None:
     """Broken weights end with the process that holds them."""
-    condemned = record(DEAD, boot="1.0", condemned="1.0")
+    condemned = record(DEAD, start_id="1.0", condemned="1.0")
 
     assert (condemned.may_return("1.0"), condemned.may_return("2.0")) == (False, True)
 
@@ -130,7 +130,7 @@ def test_metrics_of_all_ranks_are_read() -> None:
     )
 
     assert (vitals.running, vitals.starved, vitals.kv_tokens) == (7.0, 2.0, 46592)
-    assert vitals.boot == "1763700000.00"
+    assert vitals.started == "1763700000.00"
 
 
 def test_the_engines_word_wins_over_what_was_known() -> None:

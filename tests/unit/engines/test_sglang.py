@@ -12,8 +12,9 @@ import pytest
 from perdure.dialects.base import Refused
 from perdure.engines.clients.sglang import SglangEngine, new_tokens, sampling_params
 from perdure.engines.clients.sglang_control import SglangControl
-from perdure.engines.clients.token_server import Ask, Break, Broken
-from perdure.engines.configured import Engines
+from perdure.engines.clients.token_server import BreakKind, EngineRequest, StreamBroken
+from perdure.engines.configured import ConfiguredEngine
+from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.pool.salvage import Salvage
 from perdure.engines.roster import LoneRoster
@@ -36,7 +37,7 @@ async def served(**options: Any) -> AsyncIterator[tuple[ScriptedEngine, SglangFa
 async def sample(face: SglangFace, **changes: Any) -> tuple[Salvage, FinishReason]:
     salvage = Salvage()
     salvage.begin("sglang", 1)
-    ask = Ask("policy-g1", [1, 2, 3], {**SAMPLING, **changes}, "s", "s-0")
+    ask = EngineRequest("policy-g1", [1, 2, 3], {**SAMPLING, **changes}, "s", "s-0")
     async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
         reason = await SglangEngine("sglang", face.url, client).sample(ask, salvage, lambda: None)
     return salvage, reason
@@ -61,12 +62,12 @@ async def test_a_broken_stream_keeps_what_came() -> None:
         engine.control(kind="eof_mid_stream")
         salvage = Salvage()
         salvage.begin("sglang", 1)
-        ask = Ask("policy-g1", [1, 2, 3], SAMPLING, "s", "s-0")
+        ask = EngineRequest("policy-g1", [1, 2, 3], SAMPLING, "s", "s-0")
         async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
-            with pytest.raises(Broken) as broken:
+            with pytest.raises(StreamBroken) as broken:
                 await SglangEngine("sglang", face.url, client).sample(ask, salvage, lambda: None)
 
-        assert broken.value.kind is Break.LOST
+        assert broken.value.kind is BreakKind.LOST
         sampled = list(engine.calls[-1].completion_ids)
         assert 0 < len(salvage.ids) < len(sampled)
         assert list(salvage.ids) == sampled[: len(salvage.ids)]
@@ -81,23 +82,23 @@ def aborted(**reason: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("event", "kind"),
     [
-        (aborted(), Break.ABORTED),
-        (aborted(status_code=503, message="the queue is full"), Break.BUSY),
+        (aborted(), BreakKind.ABORTED),
+        (aborted(status_code=503, message="the queue is full"), BreakKind.BUSY),
         (aborted(status_code=400, message="too long"), None),
         ({"error": {"code": 400, "message": "a bad wish"}}, None),
-        ({"error": {"code": 500, "message": "scheduler died"}}, Break.LOST),
+        ({"error": {"code": 500, "message": "scheduler died"}}, BreakKind.LOST),
     ],
 )
-async def test_an_end_that_is_none_says_what_to_do(event: Any, kind: Break | None) -> None:
+async def test_an_end_that_is_none_says_what_to_do(event: Any, kind: BreakKind | None) -> None:
     """SGLang says by an event, behind a 200, that it stopped, is full, refuses (None), or dies."""
 
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, content=b"data: " + json.dumps(event).encode() + b"\n\n")
 
-    ask = Ask("policy-g1", [1, 2, 3], SAMPLING, "s", "s-0")
+    ask = EngineRequest("policy-g1", [1, 2, 3], SAMPLING, "s", "s-0")
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
         engine = SglangEngine("sglang", "http://10.0.0.7:30000", client)
-        with pytest.raises((Broken, Refused)) as told:
+        with pytest.raises((StreamBroken, Refused)) as told:
             await engine.sample(ask, Salvage(), lambda: None)
 
     assert getattr(told.value, "kind", None) is kind
@@ -118,7 +119,7 @@ async def test_a_lost_sglang_goes_on_at_another() -> None:
                 name=name_of(face.url), url=face.url, kind="sglang", model="p", generation=number
             )
             await roster.change(lambda now, new=record: now.having(new))  # type: ignore[misc]
-        pool = EnginePool(roster, client, poll_s=60.0)
+        pool = EnginePool(roster, client, options=PoolOptions(poll_s=60.0))
         try:
             prompt = [151_644, *ids(first, "assistant\n")]
             completion = await pool.generate(prompt, SAMPLING, session_id="s", request_id="s-0")
@@ -136,13 +137,13 @@ def ids(engine: ScriptedEngine, text: str) -> list[int]:
 async def test_the_settings_may_name_it() -> None:
     """`PERDURE_ENGINE__KIND=sglang` makes the URL a token engine of the pool."""
     async with served() as (_, face), httpx.AsyncClient(trust_env=False, timeout=30) as client:
-        engines = Engines(Settings(engine={"url": face.url, "kind": "sglang"}), client)
+        engine = ConfiguredEngine(Settings(engine={"url": face.url, "kind": "sglang"}), client)
         try:
-            tokens = (await engines.current()).tokens
+            tokens = (await engine.current()).tokens
             assert tokens is not None
             completion = await tokens.generate([1, 2], SAMPLING, session_id="s", request_id="s-0")
         finally:
-            await engines.aclose()
+            await engine.pool.aclose()
 
         assert completion.engines[0].engine.startswith("sglang ")
 
@@ -175,7 +176,7 @@ async def test_its_metrics_tell_room_and_progress() -> None:
 
 def test_a_wish_that_it_lacks_is_refused_by_name() -> None:
     """Nothing is dropped silently on the way to another server's fields."""
-    with pytest.raises(Refused, match="no sampling 'best_of'"):
+    with pytest.raises(Refused, match="sampling field 'best_of'"):
         sampling_params("sglang", {"best_of": 3})
 
 
@@ -193,5 +194,5 @@ def test_missing_tokens_are_seen() -> None:
     """A chunk that skips tokens is a malformed answer, never a shorter completion."""
     about = {"output_token_logprobs": [[-0.1, 5, None]], "completion_tokens": 4}
 
-    with pytest.raises(ValueError, match="behind 2"):
+    with pytest.raises(ValueError, match="after 2"):
         new_tokens(about, 2)

@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from perdure.engines.clients.token_server import Ask, Break, Broken
+from perdure.engines.clients.token_server import BreakKind, EngineRequest, StreamBroken
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.pool.salvage import Salvage
 from perdure.types import FinishReason
@@ -43,7 +43,9 @@ async def sampled(
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
         salvage = salvage or Salvage()
         engine = VllmEngine("vllm e", "http://e", client)
-        reason = await engine.sample(Ask("policy", [1], sampling, "s", "r"), salvage, lambda: 3)
+        reason = await engine.sample(
+            EngineRequest("policy", [1], sampling, "s", "r"), salvage, lambda: 3
+        )
     return salvage, reason
 
 
@@ -61,10 +63,10 @@ async def test_an_answer_is_read_to_its_end(content: bytes) -> None:
 
 async def test_a_torn_event_is_a_broken_stream() -> None:
     """Half a JSON object at the end is no answer."""
-    with pytest.raises(Broken) as broken:
+    with pytest.raises(StreamBroken) as broken:
         await sampled(b"data: " + WHOLE[:-9])
 
-    assert broken.value.kind is Break.LOST
+    assert broken.value.kind is BreakKind.LOST
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,11 @@ async def test_a_torn_event_is_a_broken_stream() -> None:
 async def test_nonsense_is_a_broken_stream_and_leaves_nothing(content: bytes) -> None:
     """However an engine loses its mind, the turn goes on elsewhere with what was right."""
     salvage = Salvage()
-    with pytest.raises(Broken) as broken:
+    with pytest.raises(StreamBroken) as broken:
         await sampled(content, salvage, max_tokens=1)
 
-    assert (broken.value.kind, list(salvage.ids), list(salvage.logprobs)) == (Break.LOST, [], [])
+    assert (broken.value.kind, list(salvage.ids), list(salvage.logprobs)) == (
+        BreakKind.LOST,
+        [],
+        [],
+    )

@@ -9,9 +9,11 @@ import pytest
 
 from perdure.engines.base import Wait
 from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.leases import Capacity
-from perdure.engines.pool.pool import EnginePool, EngineSpec
-from perdure.engines.roster import LoneRoster
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.roster import LoneRoster, add_engine
+from perdure.engines.state import EngineSpec
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests import held_ports
@@ -36,7 +38,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 async def pool() -> AsyncIterator[EnginePool]:
     """Without an engine."""
     async with new_client() as client:
-        pool = EnginePool(LoneRoster(), client, poll_s=0.05)
+        pool = EnginePool(LoneRoster(), client, options=PoolOptions(poll_s=0.05))
         await pool.start()
         yield pool
         await pool.aclose()
@@ -69,7 +71,7 @@ async def test_a_call_waits_until_an_engine_comes(pool: EnginePool, engine: Scri
 
     asked = ask(pool, "s")
     wait = await until(waits)
-    await pool.add(EngineSpec(engine.url))
+    await add_engine(pool.fleet, EngineSpec(engine.url), "policy")
     await asked
 
     assert (wait.reason, pool.waits("s"), pool.waits("another")) == (
@@ -83,9 +85,9 @@ async def test_a_call_that_finds_no_seat_waits_for_one(
     pool: EnginePool, engine: ScriptedEngine
 ) -> None:
     """Engines that are ready and full are told from engines that are not ready."""
-    await pool.add(EngineSpec(engine.url))
-    (seat,) = pool.seats.values()
-    seat.capacity = One(agents=1)
+    await add_engine(pool.fleet, EngineSpec(engine.url), "policy")
+    (pooled,) = pool.engines.values()
+    pooled.capacity = One(agents=1)
     await ask(pool, "first")
 
     async def waits() -> Wait | None:

@@ -1,7 +1,7 @@
 """Command lines of engine servers."""
 
-from perdure.engines.plan import EnginePlan
 from perdure.serving.commands import command_line
+from perdure.serving.plan import EnginePlan
 
 
 def test_each_boot_carries_its_generation_in_its_name() -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from perdure.engines.plan import EnginePlan
+from perdure.serving.plan import EnginePlan
 from perdure.serving.replica import KEPT_LOGS, Replica
 
 

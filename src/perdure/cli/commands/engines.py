@@ -17,11 +17,11 @@ from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
 
 if TYPE_CHECKING:
-    from perdure.engines.plan import EnginePlan
-    from perdure.engines.proxy import Guard
-    from perdure.engines.registration import PoolStatus
+    from perdure.engines.proxy import KeyHashes
     from perdure.engines.roster import StoredRoster
     from perdure.engines.state import EngineRecord
+    from perdure.serving.plan import EnginePlan
+    from perdure.serving.status import PoolStatus
 
 SILENT_S = 60.0
 """A manager tells every few seconds what it sees; after so long it is taken for gone."""
@@ -136,9 +136,10 @@ def up(model: str, ray_address: str, wait: bool, as_json: bool, **wishes: Any) -
 async def _up(
     settings: Settings, model: str, address: str, wait: bool, wishes: dict[str, Any]
 ) -> "PoolStatus":
-    from perdure.engines.registration import PoolStatus, read_plan
     from perdure.errors import ConfigurationError
     from perdure.serving import cluster
+    from perdure.serving.plan import read_plan
+    from perdure.serving.status import PoolStatus
     from perdure.storage.base import open_store
 
     key = _roster_key(settings)
@@ -151,7 +152,7 @@ async def _up(
     if connected.local and not plan.listen:
         folder = str(settings.home.absolute() / "logs" / "engines")
         plan = plan.model_copy(update={"listen": cluster.LOOPBACK, "folder": folder})
-    plan = plan.model_copy(update={"guard": _guard(settings, plan.listen)})
+    plan = plan.model_copy(update={"proxy_keys": _proxy_keys(settings, plan.listen)})
     if connected.dashboard:
         say(f"Ray dashboard {connected.dashboard}")
     actor = manager.get_or_start(settings, key, connected.dashboard)
@@ -178,9 +179,9 @@ def _tell(status: "PoolStatus", told: set[str]) -> None:
 
 
 def _plan(settings: Settings, model: str, wishes: dict[str, Any]) -> "EnginePlan":
-    from perdure.engines.plan import EnginePlan
     from perdure.errors import ConfigurationError
     from perdure.serving import commands
+    from perdure.serving.plan import EnginePlan
 
     command = commands.words(wishes["engine_command"])
     variables = dict(pair.partition("=")[::2] for pair in wishes["variables"])
@@ -202,14 +203,14 @@ def _plan(settings: Settings, model: str, wishes: dict[str, Any]) -> "EnginePlan
     )
 
 
-def _guard(settings: Settings, listen: str) -> "Guard | None":
+def _proxy_keys(settings: Settings, listen: str) -> "KeyHashes | None":
     """What asks for keys on an address that others can reach; loopback is its own guard."""
-    from perdure.engines.proxy import engine_keys, guard
+    from perdure.engines.proxy import engine_keys, key_hashes
     from perdure.home import load_secret
 
     if listen in ("127.0.0.1", "::1", "localhost"):
         return None
-    return guard(engine_keys(load_secret(settings)))
+    return key_hashes(engine_keys(load_secret(settings)))
 
 
 @engines.command()
@@ -251,7 +252,7 @@ async def _down(settings: Settings, address: str) -> None:
 @json_option
 def list_(as_json: bool) -> None:
     """Every engine of the pool, and every replica that is wanted."""
-    from perdure.engines.registration import read_status
+    from perdure.serving.status import read_status
     from perdure.storage.base import open_store
 
     settings = load_settings()
@@ -323,13 +324,15 @@ def _print_status(status: "PoolStatus", as_json: bool) -> None:
 @json_option
 def add(url: str, weight: float, kind: Literal["vllm", "sglang"], as_json: bool) -> None:
     """Let an engine that runs elsewhere take sessions. Again: with another weight."""
-    from perdure.engines.registration import add_engine
+    from perdure.engines.roster import add_engine
+    from perdure.engines.state import EngineSpec
     from perdure.errors import ConfigurationError
 
     settings = load_settings()
     model = settings.engine.model or "policy"
     try:
-        record = asyncio.run(add_engine(_roster(settings), url, model, weight, kind))
+        spec = EngineSpec(url, weight, kind)
+        record = asyncio.run(add_engine(_roster(settings), spec, model))
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
     if as_json:
@@ -354,7 +357,7 @@ def drain(name: str, deadline: float, as_json: bool) -> None:
 
     What it still has at the deadline goes on elsewhere. A replica is replaced.
     """
-    from perdure.engines.registration import drain_engine
+    from perdure.engines.roster import drain_engine
 
     record = asyncio.run(drain_engine(_roster(load_settings()), name, deadline))
     if as_json:
@@ -368,7 +371,7 @@ def drain(name: str, deadline: float, as_json: bool) -> None:
 @json_option
 def remove(name: str, as_json: bool) -> None:
     """Take it out now; its calls go on elsewhere. A replica is replaced."""
-    from perdure.engines.registration import remove_engine
+    from perdure.engines.roster import remove_engine
 
     asyncio.run(remove_engine(_roster(load_settings()), name))
     if as_json:
@@ -389,9 +392,9 @@ def logs(replica: int, lines: int, ray_address: str) -> None:
 
 
 async def _tail(settings: Settings, replica: int, address: str) -> bytes:
-    from perdure.engines.registration import PoolStatus
     from perdure.errors import NotFound
     from perdure.serving import cluster
+    from perdure.serving.status import PoolStatus
 
     cluster.connect(settings, address, start=False)
     from perdure.serving import manager

@@ -1,6 +1,7 @@
-"""A hosted Anthropic API behind Chat Completions: requests and answers are translated.
+"""A hosted Anthropic API, used through Chat Completions: requests and answers are translated.
 
-No token ids, so its turns say `trainable: false`. Owns the translation both ways, tools included.
+It has no token ids, so its turns say `trainable: false`. Owns the translation in both directions, with
+tools.
 """
 
 import json
@@ -87,7 +88,7 @@ def _tool(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours of one role become one message: all results of a turn must stand together."""
+    """Merge consecutive messages of one role: the API wants all tool results of a turn in one."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         role = "assistant" if message["role"] == "assistant" else "user"

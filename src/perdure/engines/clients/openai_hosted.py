@@ -1,7 +1,7 @@
 """A hosted OpenAI-compatible API: no token ids, so its turns say `trainable: false`.
 
-The agent's request is passed on as it is, under the model name of the settings or of the rollout
-(never the agent's own), our key and our token cap; none of the agent's headers travel.
+The agent's request is passed on unchanged, except for the model name (that of the settings or of the
+rollout, never the agent's), our key and our token cap. None of the agent's headers are sent.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ class OpenAIHosted:
             root += "/v1"
         self._url = f"{root}/chat/completions"
         self._model = model
-        # OpenAI's own newer models refuse the old name, others know only the old one.
+        # OpenAI's own newer models refuse the old name; other servers know only the old one.
         own = (urlsplit(root).hostname or "").endswith("openai.com")
         self._cap_name = "max_completion_tokens" if own else "max_tokens"
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}

@@ -1,8 +1,8 @@
 """SGLang's native endpoint: token ids in; a stream of token ids, logprobs and weight versions out.
 
-Written against SGLang 0.5.23 as released, and never run against its GPU server. Its logprobs are taken
-after temperature and before top-p, top-k and min-p: exact where those are off. Owns one stream of one
-engine, on a `token_server`; a boot is told by its address, for a request names no model.
+Written against the release 0.5.23 of SGLang, and never run against its GPU server. Its logprobs are
+taken after temperature and before top-p, top-k and min-p, so they are exact if those are off. Owns one
+stream of one engine. Requests name no model, so a restart is noticed only by the health check.
 """
 
 import json
@@ -15,14 +15,14 @@ import httpx
 
 from perdure.dialects.base import Refused
 from perdure.engines.clients.token_server import (
-    Ask,
-    Break,
-    Broken,
+    BreakKind,
+    EngineRequest,
+    StreamBroken,
     TokenServer,
     read_events,
     version_spans,
 )
-from perdure.engines.clients.wire import PASSING, UNREADABLE, refusal
+from perdure.engines.clients.wire import TRANSIENT, UNREADABLE, refusal
 from perdure.engines.pool.salvage import Salvage
 from perdure.engines.prompt_ids import PromptIds
 from perdure.types import FinishReason
@@ -39,12 +39,12 @@ SAME = frozenset(
     }
 )
 GRAMMARS: Mapping[str, str] = {"json": "json_schema", "regex": "regex", "grammar": "ebnf"}
-"""Of `structured_outputs`, by SGLang's names."""
+"""Fields of `structured_outputs`, with SGLang's names."""
 NO_ROOM = re.compile(
     r"maximum context length of (?P<context>\d+) tokens.*?(?P<prompt>\d+) tokens from the input",
     re.S,
 )
-"""SGLang refuses a wish that leaves the context, which vLLM shortens."""
+"""SGLang's error if prompt and `max_new_tokens` exceed the context; vLLM shortens the request."""
 
 
 class SglangEngine(TokenServer):
@@ -54,30 +54,30 @@ class SglangEngine(TokenServer):
     route = "/generate"
 
     async def sample(
-        self, ask: Ask, salvage: Salvage, version: Callable[[], int | None]
+        self, ask: EngineRequest, salvage: Salvage, version: Callable[[], int | None]
     ) -> FinishReason:
-        """Stream a completion into `salvage`. `version`: what is known to be loaded, this moment.
+        """Stream a completion into `salvage`. `version`: the policy version known to be loaded now.
 
-        Raises: Broken (what came before it is in `salvage`), Refused.
+        Raises: StreamBroken (the tokens before it are in `salvage`), Refused.
         """
-        wishes = sampling_params(self.name, ask.sampling)
+        options = sampling_params(self.name, ask.sampling)
         try:
-            return await self._stream(ask, wishes, salvage, version)
+            return await self._stream(ask, options, salvage, version)
         except Refused as refused:
             room = _room(str(refused))
-            if room is None or wishes.get("max_new_tokens", 0) <= room:
+            if room is None or options.get("max_new_tokens", 0) <= room:
                 raise
-            return await self._stream(ask, {**wishes, "max_new_tokens": room}, salvage, version)
+            return await self._stream(ask, {**options, "max_new_tokens": room}, salvage, version)
 
     async def _stream(
         self,
-        ask: Ask,
-        wishes: Mapping[str, Any],
+        ask: EngineRequest,
+        options: Mapping[str, Any],
         salvage: Salvage,
         version: Callable[[], int | None],
     ) -> FinishReason:
         headers = {"x-session-id": ask.session_id}
-        async with self._answer(_body(ask, wishes), headers) as answer:
+        async with self._answer(_body(ask, options), headers) as answer:
             return await self._read(answer, salvage, version, ask)
 
     async def _read(
@@ -85,7 +85,7 @@ class SglangEngine(TokenServer):
         response: httpx.Response,
         salvage: Salvage,
         version: Callable[[], int | None],
-        ask: Ask,
+        ask: EngineRequest,
     ) -> FinishReason:
         taken = 0
         try:
@@ -101,8 +101,8 @@ class SglangEngine(TokenServer):
         except Refused:
             raise
         except UNREADABLE as error:
-            raise Broken(Break.LOST, f"a malformed answer: {error!r}") from error
-        raise Broken(Break.LOST, "the stream ended without a finish reason")
+            raise StreamBroken(BreakKind.LOST, f"a malformed answer: {error!r}") from error
+        raise StreamBroken(BreakKind.LOST, "the stream ended without a finish reason")
 
     def _end(self, about: Mapping[str, Any], salvage: Salvage) -> FinishReason | None:
         reason = about.get("finish_reason")
@@ -116,50 +116,58 @@ class SglangEngine(TokenServer):
         return FinishReason(reason["type"])
 
     def _aborted(self, reason: Mapping[str, Any]) -> Exception:
-        """Told to stop, or refused inside the scheduler: then with a status."""
+        """An abort from outside has no status; a refusal by the scheduler has one."""
         status, message = reason.get("status_code"), str(reason.get("message") or "aborted")
-        if isinstance(status, int) and status < 500 and status not in PASSING:
+        if isinstance(status, int) and status < 500 and status not in TRANSIENT:
             return refusal(self.name, status, message, self._key_source)
         if isinstance(status, int):
-            return Broken(Break.BUSY, message[:300])
-        return Broken(Break.ABORTED, "the completion was aborted")
+            return StreamBroken(BreakKind.BUSY, message[:300])
+        return StreamBroken(BreakKind.ABORTED, "the completion was aborted")
 
     def _failed(self, error: object, *, begun: bool) -> Exception:
         told = error if isinstance(error, dict) else {}
         code, message = told.get("code"), str(told.get("message", error))
-        if isinstance(code, int) and 400 <= code < 500 and code not in PASSING and not begun:
+        if isinstance(code, int) and 400 <= code < 500 and code not in TRANSIENT and not begun:
             return refusal(self.name, code, message, self._key_source)
-        return Broken(Break.LOST, f"the engine failed: {message[:300]}")
+        return StreamBroken(BreakKind.LOST, f"the engine failed: {message[:300]}")
 
 
-def sampling_params(name: str, wishes: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's sampling fields by SGLang's names. Raises: Refused for one that SGLang lacks."""
+def sampling_params(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's sampling fields under SGLang's names. Raises: Refused for one that SGLang lacks."""
     found: dict[str, Any] = {"skip_special_tokens": False, "max_new_tokens": None}
-    for field, value in wishes.items():
+    for field, value in options.items():
         if field in RENAMED or field in SAME:
             found[RENAMED.get(field, field)] = value
         elif field == "structured_outputs":
             found |= _grammar(name, value)
         else:
-            raise Refused(400, "engine_refused", f"the engine {name} knows no sampling {field!r}")
+            raise Refused(
+                400,
+                "engine_refused",
+                f"the engine {name} does not support the sampling field {field!r}",
+            )
     return found
 
 
-def _grammar(name: str, wish: Mapping[str, Any]) -> dict[str, Any]:
+def _grammar(name: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
     for kind, ours in GRAMMARS.items():
-        if wish.get(kind) is not None:
-            text = wish[kind]
+        if outputs.get(kind) is not None:
+            text = outputs[kind]
             return {ours: text if isinstance(text, str) else json.dumps(text)}
-    raise Refused(400, "engine_refused", f"the engine {name} cannot follow {sorted(wish)}")
+    raise Refused(
+        400,
+        "engine_refused",
+        f"the engine {name} does not support structured outputs of {sorted(outputs)}",
+    )
 
 
-def _body(ask: Ask, wishes: Mapping[str, Any]) -> bytes:
+def _body(ask: EngineRequest, options: Mapping[str, Any]) -> bytes:
     body = {
         "rid": ask.request_id,
         "session_id": ask.session_id,
         "stream": True,
         "return_logprob": True,
-        "sampling_params": wishes,
+        "sampling_params": options,
     }
     ids = ask.prompt_ids
     known = ids if isinstance(ids, PromptIds) else PromptIds.of(ids)
@@ -168,15 +176,15 @@ def _body(ask: Ask, wishes: Mapping[str, Any]) -> bytes:
 
 
 def new_tokens(about: Mapping[str, Any], taken: int) -> Sequence[Sequence[Any]]:
-    """The entries `[logprob, id, text]` behind the first `taken`, from a chunk that brings what is new
-    or all there is.
+    """The entries `[logprob, id, text]` after the first `taken`. A chunk holds only new entries, or all
+    entries so far.
 
     Raises: ValueError when tokens are missing.
     """
     entries, total = about["output_token_logprobs"], int(about["completion_tokens"])
     first = total - len(entries)
     if not 0 <= first <= taken <= total:
-        raise ValueError(f"{len(entries)} logprobs of {total} sampled tokens, behind {taken}")
+        raise ValueError(f"{len(entries)} logprobs of {total} sampled tokens, after {taken}")
     found: Sequence[Sequence[Any]] = entries[taken - first :]
     return found
 

@@ -1,4 +1,4 @@
-"""SGLang's control routes behind the words that Perdure uses for vLLM's: probes, pause, weights.
+"""SGLang's control routes behind the interface of vLLM's: probes, pause, weights.
 
 Written against SGLang 0.5.23 as released. Owns the translation only.
 """
@@ -20,7 +20,7 @@ from perdure.engines.clients.vllm_control import (
 from perdure.errors import ConfigurationError
 
 PAUSES = {"abort": "abort", "keep": "retract", "wait": "retract"}
-"""`retract` puts running requests back into the queue, and reads their KV anew afterwards."""
+"""`retract` puts running requests back into the queue and recomputes their KV afterwards."""
 
 
 class SglangControl(EngineControl):
@@ -32,9 +32,9 @@ class SglangControl(EngineControl):
         response = await self._send("GET", "/metrics", timeout=self._probe_s)
         return read_sglang_vitals(response.text)
 
-    async def boot(self, model: str, vitals: Vitals) -> str:
-        """Its fenced name; nothing after an update, which renames a server to its new folder."""
-        return await super().boot(model, Vitals())
+    async def start_id(self, model: str, vitals: Vitals) -> str:
+        """Its fenced name; empty after an update, because that renames the server to its new folder."""
+        return await super().start_id(model, Vitals())
 
     async def score(
         self,
@@ -74,7 +74,10 @@ class SglangControl(EngineControl):
         self._path = ""
 
     async def update_weights(self, info: Mapping[str, Any]) -> None:
-        """Remembers the folder: SGLang loads and labels in one call. Raises: ConfigurationError."""
+        """Only remembers the folder: SGLang loads and labels in one call, `finish_update`.
+
+        Raises: ConfigurationError.
+        """
         if "path" not in info:
             raise ConfigurationError("SGLang reads weights from a folder: use FromDisk")
         self._path = str(info["path"])
@@ -84,16 +87,16 @@ class SglangControl(EngineControl):
         await self._send("POST", "/update_weights_from_disk", body, timeout=1800.0)
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """SGLang needs none to read a folder."""
+        """Does nothing: SGLang reads a folder without it."""
 
 
 def read_sglang_vitals(text: str) -> Vitals:
-    """Sums over data-parallel ranks and modes; the KV share is the fullest rank's."""
+    """Sums over data-parallel ranks and modes; the KV share is that of the fullest rank."""
     sums: dict[str, float] = {}
     kv_used = 0.0
     for name, labels, number in SAMPLE.findall(text):
         if re.search(r'tp_rank="[1-9]', labels):
-            continue  # each rank of an engine counts the same requests
+            continue  # every tensor-parallel rank counts the same requests
         try:
             value = float(number)
         except ValueError:
@@ -104,7 +107,7 @@ def read_sglang_vitals(text: str) -> Vitals:
     started = sums.get("process_start_time_seconds")
     kv_tokens = int(sums.get("sglang:max_total_num_tokens", 0))
     return Vitals(
-        boot="" if started is None else f"{started:.2f}",
+        started="" if started is None else f"{started:.2f}",
         running=sums.get("sglang:num_running_reqs", 0.0),
         waiting=sums.get("sglang:num_queue_reqs", 0.0),
         tokens=sums.get("sglang:generation_tokens_total"),

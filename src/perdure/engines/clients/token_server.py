@@ -1,7 +1,7 @@
-"""A server's token endpoint, whatever its dialect: the request, the stream, and how it can break.
+"""What the token endpoints of all servers share: the request, the stream, and how it can break.
 
-Owns the connection and the events on it; what they say is `vllm` and `sglang`, and what follows a
-broken stream is the pool's.
+Owns the connection and its events; `vllm` and `sglang` read their content, and the pool handles a
+broken stream.
 """
 
 import json
@@ -14,38 +14,39 @@ from typing import Any, ClassVar
 import httpx
 
 from perdure.engines.clients.vllm_control import version_number
-from perdure.engines.clients.wire import PASSING, excerpt, refusal, retry_after
+from perdure.engines.clients.wire import TRANSIENT, excerpt, refusal, retry_after
 from perdure.engines.state import root_of
 from perdure.types import VersionSpan
 
 LONGEST_EVENT = 32 << 20
+"""Bytes of one server-sent event, above which the stream is broken."""
 
 
-class Break(StrEnum):
-    """Why a stream ended without an end."""
+class BreakKind(StrEnum):
+    """Why a stream ended without a finish reason."""
 
     LOST = "lost"
-    """The connection, the process or the stream's form: whether it lives must be asked."""
+    """The connection, the process or the stream's format failed: check whether the engine lives."""
     BUSY = "busy"
-    """It answered, and not now."""
+    """It answered that it cannot serve now."""
     ABORTED = "aborted"
-    """It was told to stop: new weights, a drain."""
+    """It was stopped on purpose: new weights, or a drain."""
     FENCED = "fenced"
-    """Another boot answers there, or ours was declared dead."""
+    """Another start answers at its address, or this one was declared dead."""
 
 
-class Broken(Exception):
-    """A stream that ended without a finish reason. What it gave is in the salvage."""
+class StreamBroken(Exception):
+    """A stream that ended without a finish reason. Its tokens are in the salvage."""
 
-    def __init__(self, kind: Break, problem: str, retry_after: float | None = None) -> None:
+    def __init__(self, kind: BreakKind, problem: str, retry_after: float | None = None) -> None:
         super().__init__(problem)
         self.kind = kind
         self.retry_after = retry_after
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request to one engine. `model`: the name this boot serves under."""
+class EngineRequest:
+    """One request to one engine. `model`: the name that this start of it serves."""
 
     model: str
     prompt_ids: Sequence[int]
@@ -54,13 +55,13 @@ class Ask:
     request_id: str
 
     def check_room(self, tokens: int) -> None:
-        """Raises: ValueError when an engine gives more than it was asked for."""
+        """Raises: ValueError if an engine returns more tokens than `max_tokens`."""
         if tokens > self.sampling.get("max_tokens", tokens):
             raise ValueError(f"{tokens} tokens of {self.sampling['max_tokens']}")
 
 
 class TokenServer:
-    """One server's token endpoint: where it is, its key, and what a broken connection means."""
+    """One server's token endpoint: its URL, its key, and what a broken connection means."""
 
     route: ClassVar[str]
 
@@ -73,7 +74,7 @@ class TokenServer:
         api_key: str = "",
         key_source: str = "",
     ) -> None:
-        """`key_source` is named, and never shown, when the key is refused."""
+        """`key_source`: the variable the key came from. An error names it and never shows the key."""
         self.name = name
         self._url = f"{root_of(url)}{self.route}"
         self._client = client
@@ -86,9 +87,9 @@ class TokenServer:
     async def _answer(
         self, body: bytes, headers: Mapping[str, str], *, fence: str = ""
     ) -> AsyncIterator[httpx.Response]:
-        """The stream of one completion. `fence`: a name that another boot does not know.
+        """The stream of one completion. `fence`: a name that only this start of the engine serves.
 
-        Raises: Broken when it does not begin or breaks off, Refused.
+        Raises: StreamBroken if it does not begin or breaks off, Refused.
         """
         try:
             asked = {**self._headers, **headers}
@@ -98,36 +99,36 @@ class TokenServer:
                 await self._check(answer, fence)
                 yield answer
         except httpx.RequestError as error:
-            raise Broken(Break.LOST, f"{type(error).__name__} {error}".strip()) from None
+            raise StreamBroken(BreakKind.LOST, f"{type(error).__name__} {error}".strip()) from None
 
     async def _check(self, response: httpx.Response, fence: str) -> None:
         status = response.status_code
         if status == httpx.codes.OK:
             return
         await response.aread()
-        if status in PASSING:
+        if status in TRANSIENT:
             wait = retry_after(response)
-            raise Broken(Break.BUSY, f"HTTP {status} {excerpt(response)}", wait)
+            raise StreamBroken(BreakKind.BUSY, f"HTTP {status} {excerpt(response)}", wait)
         if status == httpx.codes.NOT_FOUND and fence and fence in response.text:
-            raise Broken(Break.FENCED, f"it no longer serves {fence}")
+            raise StreamBroken(BreakKind.FENCED, f"it no longer serves {fence}")
         raise refusal(self.name, status, response.text, self._key_source)
 
 
 async def read_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events; of a whole JSON answer, that one."""
+    """The JSON objects of a stream of server-sent events, or the one object of a plain JSON answer."""
     rest = b""
     async for data in response.aiter_bytes():
         *events, rest = (rest + data).split(b"\n\n")
         for event in filter(None, map(_object, events)):
             yield event
         if len(rest) > LONGEST_EVENT:
-            raise ValueError("an event without end")
-    if (last := _object(rest)) is not None:  # a whole answer has no blank line behind it
+            raise ValueError(f"an event of more than {LONGEST_EVENT} bytes")
+    if (last := _object(rest)) is not None:  # a plain JSON answer ends without a blank line
         yield last
 
 
 def _object(event: bytes) -> dict[str, Any] | None:
-    """An event's JSON object; None for `[DONE]`, pings and nothing. Raises: ValueError."""
+    """An event's JSON object; None for `[DONE]`, pings and empty events. Raises: ValueError."""
     content = event.removeprefix(b"data:").strip()
     if not content.startswith(b"{"):
         return None
@@ -136,7 +137,7 @@ def _object(event: bytes) -> dict[str, Any] | None:
 
 
 def version_spans(spans: Sequence[dict[str, Any]], length: int) -> list[VersionSpan]:
-    """A label without a number (vLLM's unset label is `default`) names no policy version."""
+    """The spans with a policy version; a label without a number (vLLM's unset `default`) has none."""
     found: list[VersionSpan] = []
     for span in spans:
         number = version_number(span["version"])

@@ -1,8 +1,8 @@
 """vLLM's token endpoint: token ids in; a stream of token ids, logprobs and weight versions out.
 
 The server must run with `--enable-scale-out`, and with `--logprobs-mode processed_logprobs` for
-logprobs of the distribution that was really sampled. Owns one stream of one engine; which engine,
-and what follows a broken stream, is the pool's.
+logprobs of the distribution that was really sampled. Owns one stream of one engine; the pool chooses
+the engine and handles a broken stream.
 """
 
 import json
@@ -15,9 +15,9 @@ import httpx
 
 from perdure.dialects.base import Refused
 from perdure.engines.clients.token_server import (
-    Ask,
-    Break,
-    Broken,
+    BreakKind,
+    EngineRequest,
+    StreamBroken,
     TokenServer,
     read_events,
     version_spans,
@@ -29,7 +29,7 @@ from perdure.engines.prompt_ids import PromptIds
 from perdure.types import FinishReason
 
 MISSING_LOGPROB = -9999.0
-"""vLLM's stand-in for a logprob that is absent, NaN or minus infinity."""
+"""vLLM's placeholder for a logprob that is absent, NaN or minus infinity."""
 FENCED = re.compile(r"-g\d+$")
 DEATH = "EngineDead"
 
@@ -40,11 +40,11 @@ class VllmEngine(TokenServer):
     route = "/inference/v1/generate"
 
     async def sample(
-        self, ask: Ask, salvage: Salvage, version: Callable[[], int | None]
+        self, ask: EngineRequest, salvage: Salvage, version: Callable[[], int | None]
     ) -> FinishReason:
-        """Stream a completion into `salvage`. `version`: what is known to be loaded, this moment.
+        """Stream a completion into `salvage`. `version`: the policy version known to be loaded now.
 
-        Raises: Broken (what came before it is in `salvage`), Refused.
+        Raises: StreamBroken (the tokens before it are in `salvage`), Refused.
         """
         headers = {"x-session-id": ask.session_id, "x-request-id": ask.request_id}
         async with self._answer(_body(ask), headers, fence=ask.model) as answer:
@@ -55,7 +55,7 @@ class VllmEngine(TokenServer):
         response: httpx.Response,
         salvage: Salvage,
         version: Callable[[], int | None],
-        ask: Ask,
+        ask: EngineRequest,
     ) -> FinishReason:
         try:
             async for event in read_events(response):
@@ -65,22 +65,24 @@ class VllmEngine(TokenServer):
         except Refused:
             raise
         except UNREADABLE as error:
-            raise Broken(Break.LOST, f"a malformed answer: {error!r}") from error
-        raise Broken(Break.LOST, "the stream ended without a finish reason")
+            raise StreamBroken(BreakKind.LOST, f"a malformed answer: {error!r}") from error
+        raise StreamBroken(BreakKind.LOST, "the stream ended without a finish reason")
 
     def _take(
         self,
         event: dict[str, Any],
         salvage: Salvage,
         version: Callable[[], int | None],
-        ask: Ask,
+        ask: EngineRequest,
     ) -> FinishReason | None:
-        """One chunk. `[DONE]` ends crashed streams too: only a finish reason is an end."""
+        """One chunk. Only a finish reason ends a completion, because `[DONE]` ends crashed streams too."""
         if "error" in event:
             raise self._failed(event["error"], begun=salvage.part > 0)
-        # A server with several names echoes its first: only a fenced one tells boots apart.
+        # A server with several names echoes the first one, so only a fenced name tells starts apart.
         if FENCED.search(ask.model) and event.get("model") not in (None, ask.model):
-            raise Broken(Break.FENCED, f"{event['model']} answered instead of {ask.model}")
+            raise StreamBroken(
+                BreakKind.FENCED, f"{event['model']} answered instead of {ask.model}"
+            )
         if not event.get("choices"):
             return None
         choice = event["choices"][0]
@@ -94,22 +96,22 @@ class VllmEngine(TokenServer):
             return None
         reason = FinishReason(choice["finish_reason"])
         if reason is FinishReason.ABORT:
-            raise Broken(Break.ABORTED, "the completion was aborted")
+            raise StreamBroken(BreakKind.ABORTED, "the completion was aborted")
         if not salvage.ids:
             raise ValueError("no sampled token")
         return reason
 
     def _failed(self, error: object, *, begun: bool) -> Exception:
-        """In a stream vLLM refuses by an event, behind a 200; it dies by one, too."""
+        """After a 200, vLLM sends an error event both when it refuses a request and when it dies."""
         told = error if isinstance(error, dict) else {}
         code, message = told.get("code"), str(told.get("message", error))
         if isinstance(code, int) and code in REFUSALS and not begun and DEATH not in message:
             return refusal(self.name, code, message, self._key_source)
-        return Broken(Break.LOST, f"the engine failed: {message[:300]}")
+        return StreamBroken(BreakKind.LOST, f"the engine failed: {message[:300]}")
 
 
-def _body(ask: Ask) -> bytes:
-    """The request as JSON; the ids' text is taken over where it is known already."""
+def _body(ask: EngineRequest) -> bytes:
+    """The request as JSON; reuses the JSON text of the ids if it is known."""
     body = {
         "model": ask.model,
         "request_id": ask.request_id,
@@ -136,7 +138,7 @@ def _logprobs(content: list[dict[str, Any]], token_ids: Sequence[int]) -> list[f
 
 
 def _token_id(entry: dict[str, Any]) -> int | None:
-    """vLLM names the token by `token_id`, or in older form by `token: "token_id:N"`."""
+    """vLLM names the token by `token_id`, or in an older form by `token: "token_id:N"`."""
     token_id = entry.get("token_id")
     if token_id is None:
         _, found, number = str(entry.get("token", "")).partition("token_id:")

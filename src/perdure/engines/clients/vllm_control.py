@@ -1,6 +1,6 @@
 """vLLM's own control routes on one engine: probes, metrics, pause, weights.
 
-Only managers and gateways come here, straight to the engine; nothing of it is ever proxied.
+Only managers and gateways call these routes, directly on the engine. The gateway never exposes them.
 """
 
 import errno
@@ -18,21 +18,21 @@ from perdure.engines.state import is_fenced, root_of
 from perdure.errors import Boundary, ControlPlaneError
 
 PROBE_S = 30.0
-"""A loaded engine is slow to answer: one slow answer alone is no verdict."""
+"""Seconds for a probe's answer. Loaded engines are slow, so one slow answer alone proves nothing."""
 REFUSALS = {400, 401, 403, 404, 405, 422}
 PROBE_PROMPT = (1, 2, 3)
 PROBE_SESSION = "perdure-probe"
-OURS = {
+LOCAL_ERRNOS = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM),
     *(errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.ENETUNREACH),
     socket.EAI_AGAIN,
 }
-"""What keeps this process from connecting to anybody: no word on who listens there."""
+"""Errors that keep this process from connecting anywhere, and so say nothing about the engine."""
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{([^}]*)\})?\s+(\S+)", re.MULTILINE)
 
 
 class EngineSilent(ControlPlaneError):
-    """No answer came. `gone`: nobody listens there at all."""
+    """No answer came. `gone`: no process listens at its address."""
 
     boundary = Boundary.ENGINE
 
@@ -42,21 +42,21 @@ class EngineSilent(ControlPlaneError):
 
 
 class EngineRefused(ControlPlaneError):
-    """It answered that what we ask is wrong: a model it does not serve, a key, a missing route."""
+    """It refused our request: a model that it does not serve, a wrong key, or a missing route."""
 
     boundary = Boundary.ENGINE
 
 
 @dataclass(frozen=True)
 class Vitals:
-    """What an engine's /metrics say; None where it does not say."""
+    """What an engine's /metrics report. None = not reported."""
 
-    boot: str = ""
+    started: str = ""
     """Start time of its process, as text."""
     running: float = 0.0
     waiting: float = 0.0
     starved: float = 0.0
-    """Requests that wait for KV room."""
+    """Requests that wait for room in the KV cache."""
     steps: float | None = None
     tokens: float | None = None
     preemptions: float = 0.0
@@ -72,7 +72,7 @@ class Vitals:
 class Scored:
     """One greedy token after a prompt, and its logprob.
 
-    `prompt_logprobs`: of the prompt's own tokens from the second on [P - 1], where asked for.
+    `prompt_logprobs`: those of the prompt's own tokens from the second on, [P - 1], if requested.
     """
 
     token_id: int
@@ -101,17 +101,17 @@ class EngineControl:
         response = await self._send("GET", "/metrics", timeout=self._probe_s)
         return read_vitals(response.text)
 
-    async def boot(self, model: str, vitals: Vitals) -> str:
-        """What tells this boot of the engine from another: its fenced name, or its start time."""
+    async def start_id(self, model: str, vitals: Vitals) -> str:
+        """Identifies this start of the server: its fenced model name, or its process's start time."""
         response = await self._send("GET", "/v1/models", timeout=self._probe_s, absent_ok=True)
         try:
             served = [str(card.get("id", "")) for card in object_of(response).get("data", ())]
         except (TypeError, AttributeError) as error:
             raise self._failed(f"GET /v1/models lists no models: {error!r}") from error
-        return next((name for name in served if is_fenced(model, name)), vitals.boot)
+        return next((name for name in served if is_fenced(model, name)), vitals.started)
 
     async def round_trip(self, model: str, *, timeout_s: float = PROBE_S) -> None:
-        """One sampled token, or an error: what readiness means. Raises: ControlPlaneError."""
+        """Sample one token: the proof of readiness. Raises: ControlPlaneError."""
         await self.score(model, PROBE_PROMPT, timeout_s=timeout_s)
 
     async def score(
@@ -122,7 +122,7 @@ class EngineControl:
         prompt_logprobs: bool = False,
         timeout_s: float = PROBE_S,
     ) -> Scored:
-        """The greedy next token, and what the engine thinks of the prompt's own where asked for.
+        """The greedy next token and its logprob; on request, the logprobs of the prompt's own tokens.
 
         Raises: ControlPlaneError.
         """
@@ -131,7 +131,7 @@ class EngineControl:
             sampling["prompt_logprobs"] = 0
         body = {
             "model": model,
-            "request_id": f"{PROBE_SESSION}-{secrets.token_hex(4)}",  # engines run equal ids twice
+            "request_id": f"{PROBE_SESSION}-{secrets.token_hex(4)}",  # engines run a repeated id again
             "token_ids": list(prompt_ids),
             "sampling_params": sampling,
         }
@@ -157,18 +157,18 @@ class EngineControl:
             raise self._failed(f"sampled no token: {error!r}") from error
 
     async def is_paused(self) -> bool | None:
-        """None where the engine has no such route (not started in vLLM's dev mode)."""
+        """None if the engine has no such route (it was not started in vLLM's dev mode)."""
         response = await self._send("GET", "/is_paused", timeout=self._probe_s, absent_ok=True)
         return object_of(response).get("is_paused")
 
     async def version(self) -> int | None:
-        """The number in its weight label; None where it has none."""
+        """The number in its weight label; None if it has none."""
         response = await self._send("GET", "/weight_info", timeout=self._probe_s, absent_ok=True)
         return version_number(object_of(response).get("weight_version"))
 
     async def pause(self, mode: str) -> None:
-        """`abort` ends requests in flight with what they have, `keep` freezes them. The prefix
-        cache is cleared in both: KV of other weights must not be attended to."""
+        """`abort` ends requests in flight with the tokens they have; `keep` freezes them. Both clear
+        the prefix cache, because KV of the old weights must not be attended to."""
         await self._send("POST", f"/pause?mode={mode}&clear_cache=true", timeout=120.0)
 
     async def resume(self) -> None:
@@ -186,7 +186,7 @@ class EngineControl:
         await self._send("POST", "/finish_weight_update", body, timeout=600.0)
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """Once a boot. Raises: ControlPlaneError."""
+        """Call it once per start of the engine. Raises: ControlPlaneError."""
         body = {"init_info": dict(info)}
         await self._send("POST", "/init_weight_transfer_engine", body, timeout=600.0)
 
@@ -209,7 +209,7 @@ class EngineControl:
                 timeout=httpx.Timeout(timeout, connect=5.0, pool=None),
             )
         except httpx.RequestError as error:
-            gone = isinstance(error, httpx.ConnectError) and not _is_ours(error)
+            gone = isinstance(error, httpx.ConnectError) and not _is_local(error)
             problem = f"{method} {path}: {type(error).__name__} {error}".strip()
             raise EngineSilent(self._told(problem), gone=gone) from None
         if response.is_success or (absent_ok and response.status_code in (404, 405)):
@@ -226,14 +226,15 @@ class EngineControl:
         return ControlPlaneError(self._told(problem), boundary=Boundary.ENGINE)
 
 
-def _is_ours(error: httpx.ConnectError) -> bool:
-    """Of a host's addresses one may be out of reach, as IPv6 often is; one that refuses has spoken."""
+def _is_local(error: httpx.ConnectError) -> bool:
+    """Whether only this process is to blame. Some of a host's addresses may be unreachable, as IPv6
+    often is, but one that refuses the connection proves that the host answered."""
     found = _errnos(error)
-    return bool(found) and found <= OURS
+    return bool(found) and found <= LOCAL_ERRNOS
 
 
 def _errnos(error: BaseException | None) -> set[int]:
-    """Of all that an error came from."""
+    """The errnos of an error and of all its causes."""
     found: set[int] = set()
     while error is not None:
         for one in getattr(error, "exceptions", (error,)):
@@ -243,7 +244,7 @@ def _errnos(error: BaseException | None) -> set[int]:
 
 
 def read_vitals(text: str) -> Vitals:
-    """Sums over the engine's data-parallel ranks; the KV share is the fullest rank's."""
+    """Sums over the engine's data-parallel ranks; the KV share is that of the fullest rank."""
     sums: dict[str, float] = {}
     starved, kv_used, kv_tokens = 0.0, 0.0, 0
     for name, labels, number in SAMPLE.findall(text):
@@ -261,7 +262,7 @@ def read_vitals(text: str) -> Vitals:
             kv_tokens += int(size[1]) if size else 0
     started = sums.get("process_start_time_seconds")
     return Vitals(
-        boot="" if started is None else f"{started:.2f}",
+        started="" if started is None else f"{started:.2f}",
         running=sums.get("vllm:num_requests_running", 0.0),
         waiting=sums.get("vllm:num_requests_waiting", 0.0),
         starved=starved,
@@ -276,7 +277,7 @@ def read_vitals(text: str) -> Vitals:
 
 
 def version_number(label: object) -> int | None:
-    """`step-7` is 7; vLLM's unset label `default` names no version."""
+    """`step-7` is version 7; vLLM's unset label `default` is none."""
     found = re.search(r"\d+$", str(label))
     return int(found[0]) if found else None
 

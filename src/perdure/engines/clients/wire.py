@@ -1,7 +1,7 @@
-"""HTTP to an inference server: one POST that is asked again for a bounded time.
+"""HTTP to an inference server: one POST that is repeated for a bounded time.
 
-Agents see a slow answer instead of an error while an engine restarts. Owns which failures pass
-and which do not; what is asked and how the answer reads belongs to each engine.
+While an engine restarts, agents see a slow answer instead of an error. Owns which failures are
+transient; each engine's client owns the request and reads the answer.
 """
 
 import asyncio
@@ -17,24 +17,24 @@ from perdure.dialects.base import Refused
 from perdure.errors import Boundary, GatewayUnavailable
 
 PATIENCE_S = 120.0
-"""How long one turn keeps asking an engine that cannot be reached."""
+"""Seconds for which one turn repeats a request to an engine that cannot be reached."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 READ_TIMEOUT_S = 900.0
-"""A long completion under load; agents' own clients give up at 600 to 900 s."""
-PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+"""Seconds for a long completion under load; agents' own clients give up after 600 to 900 s."""
+TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 KEY_REFUSED = {401, 403}
 TOO_LONG = ("context length", "context_length_exceeded", "too long", "maximum model length")
-"""How servers say that the prompt leaves no room; the last one is vLLM's token endpoint."""
+"""Phrases by which servers report that the prompt is too long; the last is vLLM's token endpoint."""
 UNREADABLE = (
     *(KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError),
     *(RecursionError, Refused),
 )
-"""What reading an answer of another shape than promised raises."""
+"""What reading an answer of an unexpected shape raises."""
 T = TypeVar("T")
 
 
 def engine_name(kind: str, url: str) -> str:
-    """`vllm 10.0.0.7:8000`: recorded with each turn, without credentials or paths."""
+    """`vllm 10.0.0.7:8000`: recorded with each turn; without credentials or paths."""
     parts = urlsplit(url)
     return f"{kind} {parts.hostname}{f':{parts.port}' if parts.port else ''}"
 
@@ -46,7 +46,8 @@ def new_client() -> httpx.AsyncClient:
 
 
 class Wire:
-    """Posts JSON to one server. `key_source` is named, and never shown, when the key is refused."""
+    """Posts JSON to one server. `key_source`: the variable that the key came from. An error names it
+    and never shows the key."""
 
     def __init__(
         self,
@@ -70,12 +71,12 @@ class Wire:
         read: Callable[[dict[str, Any]], T],
         headers: Mapping[str, str] | None = None,
     ) -> T:
-        """What `read` makes of the JSON object of a 200; what it cannot read is asked again.
+        """What `read` makes of the JSON object of a 200; if it cannot read it, the request is repeated.
 
-        `body` may be JSON already.
+        `body` may be encoded JSON.
 
-        Raises: GatewayUnavailable after `patience_s` without a usable answer; Refused at once when
-        the server says that the request or our key is wrong.
+        Raises: GatewayUnavailable after `patience_s` without a usable answer; Refused at once if the
+        server says that the request or our key is wrong.
         """
         if not isinstance(body, bytes):
             body = json.dumps(body, separators=(",", ":")).encode()
@@ -98,7 +99,7 @@ class Wire:
             )
         except httpx.TransportError as error:
             raise self.unavailable(f"{type(error).__name__} {error}".strip()) from None
-        if response.status_code in PASSING:
+        if response.status_code in TRANSIENT:
             raise self.unavailable(
                 f"HTTP {response.status_code} {excerpt(response)}", retry_after(response)
             )
@@ -127,7 +128,7 @@ class Wire:
 
 
 def refusal(name: str, status: int, text: str, key_source: str = "") -> Refused:
-    """What a server's final no means for the caller."""
+    """What a permanent error of a server means for the caller."""
     if status in KEY_REFUSED:
         hint = f": check the variable {key_source}" if key_source else ""
         return Refused(403, "engine_refused_key", f"the engine {name} answered {status}{hint}")

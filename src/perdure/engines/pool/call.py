@@ -1,6 +1,6 @@
-"""One completion on its way through engines: what it asks, what it has, how long it waits.
+"""One completion on its way through engines: its request, its tokens so far, and its patience.
 
-Owns no engine and no queue; `pool` takes it from one to the next.
+Owns no engine and no queue; `pool` moves the call from engine to engine.
 """
 
 import time
@@ -10,21 +10,21 @@ from functools import cached_property
 from typing import Any
 
 from perdure.engines.base import Completion
-from perdure.engines.clients.token_server import Ask, Broken
+from perdure.engines.clients.token_server import EngineRequest, StreamBroken
 from perdure.engines.clients.wire import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from perdure.engines.pool.leases import Boot
+from perdure.engines.pool.leases import EngineStart
+from perdure.engines.pool.pooled_engine import PooledEngine
 from perdure.engines.pool.salvage import Salvage, resumable
-from perdure.engines.pool.seats import Seat
 from perdure.engines.pool.versions import Versions
 from perdure.engines.prompt_ids import PromptIds
 from perdure.types import FinishReason
 
 MOST_MOVES = 50
-"""Engines that one call may lose before it is given up."""
+"""Engines that one call may lose before it fails."""
 
 
 @dataclass(eq=False)
-class Call:
+class GenerateCall:
     """One completion on its way through engines."""
 
     prompt_ids: Sequence[int]
@@ -33,9 +33,10 @@ class Call:
     request_id: str
     labels: Mapping[str, str]
     salvage: Salvage
-    last: Boot | None = None
-    """Where another process had the session."""
-    seat: Seat | None = None
+    last: EngineStart | None = None
+    """The engine that the session used in another process."""
+    engine: PooledEngine | None = None
+    """Set while an engine is assigned and the call has not continued yet."""
     avoid: set[str] = field(default_factory=set)
     moves: int = 0
     gained: int = 0
@@ -59,8 +60,11 @@ class Call:
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.salvage.ids)
 
-    def ask(self, model: str) -> Ask:
-        """Prompt and salvage, for what is missing. A try's id is its own: engines run equal ids twice."""
+    def ask(self, model: str) -> EngineRequest:
+        """The request for the missing tokens: the prompt, followed by the tokens so far.
+
+        Each try has its own id, because an engine runs a repeated id a second time.
+        """
         held = len(self.salvage.ids)
         sampling, prompt = self.sampling, self.prompt_ids
         if held:
@@ -68,12 +72,12 @@ class Call:
             if "max_tokens" in sampling:
                 sampling = {**sampling, "max_tokens": sampling["max_tokens"] - held}
         request_id = self.request_id if not self.moves else f"{self.request_id}-{self.moves}"
-        return Ask(model, prompt, sampling, self.session_id, request_id)
+        return EngineRequest(model, prompt, sampling, self.session_id, request_id)
 
-    def lost(self, broken: Broken, seat: Seat) -> FinishReason | None:
-        """Take note; the finish reason when nothing was missing but the engine's saying so."""
+    def lost(self, broken: StreamBroken, engine: PooledEngine) -> FinishReason | None:
+        """Note that the stream broke. Returns the finish reason if only that was missing."""
         self.moves += 1
-        self.avoid = {seat.record.name}
+        self.avoid = {engine.record.name}
         self.gained = self.salvage.part
         if not resumable(self.sampling):
             self.salvage.cut()
@@ -84,7 +88,7 @@ class Call:
         return self.ended()
 
     def ended(self) -> FinishReason | None:
-        """The finish reason that nobody said, when nothing more may be sampled."""
+        """The finish reason, if the tokens so far allow no further one."""
         ids = self.salvage.ids
         if ids and ids[-1] in self.sampling.get("stop_token_ids", ()):
             return FinishReason.STOP
@@ -94,20 +98,21 @@ class Call:
 
     @property
     def fit(self) -> int:
-        """Tokens before the first that its group may not be sampled by, whatever was known then."""
+        """Tokens before the first one that is of a version its group may not be sampled by."""
         spans = self.salvage.versions if self.versions.last is not None else ()
         outside = (span.start for span in spans if not self.versions.include(span.version))
         return next(outside, len(self.salvage.ids))
 
     def be_patient(self) -> None:
-        """What it waits for is on its way: patience begins anew."""
+        """Restart patience: what it waits for is on its way."""
         self._since = time.monotonic()
 
     def patience(self, patience_s: float) -> float:
-        """Seconds left without progress."""
+        """Seconds left of `patience_s` without progress."""
         return max(0.0, self._since + patience_s - time.monotonic())
 
     def pause(self, retry_after: float | None) -> float:
+        """Seconds to wait before the next try; doubles each time."""
         pause, self._pause = self._pause, min(self._pause * 2, LONGEST_PAUSE_S)
         return min(max(retry_after or 0.0, pause), LONGEST_PAUSE_S)
 

@@ -1,35 +1,38 @@
-"""The engines that this process knows: what the shared roster says of each, and what its own looks show.
+"""The engines that this process knows: what the shared roster says of each, and what checks show.
 
-Owns following the roster and watching engines. What runs on an engine is in `seats`, which sessions it
-gets in `leases` and `pool`.
+Owns following the roster and checking engines. The calls on an engine are in `pooled_engine`; which
+sessions it gets is in `leases` and `pool`.
 """
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import structlog
 
-from perdure.engines import watch
+from perdure.engines import health
+from perdure.engines.base import DEFAULT_MODEL
 from perdure.engines.clients.sglang import SglangEngine
 from perdure.engines.clients.sglang_control import SglangControl
-from perdure.engines.clients.token_server import Break, Broken
+from perdure.engines.clients.token_server import BreakKind, StreamBroken
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import PROBE_S, EngineControl
 from perdure.engines.clients.wire import engine_name
-from perdure.engines.pool.leases import Leases, Place
-from perdure.engines.pool.seats import Seat
+from perdure.engines.pool.leases import Candidate, Leases
+from perdure.engines.pool.pooled_engine import PooledEngine
 from perdure.engines.roster import Change, Roster, SharedRoster
-from perdure.engines.state import EngineRecord, EngineState, name_of, root_of
+from perdure.engines.state import EngineRecord, EngineSpec, EngineState, name_of, root_of
+from perdure.engines.weights.update import NOTICE_S
 from perdure.errors import PerdureError
 
 HELD_POLL_S = 0.2
-"""How often the roster is read while somebody changes an engine's weights: calls wait for the end."""
-LONGEST_NOTE_S = 5.0
-"""How long a call waits until the store has taken what it saw of an engine."""
+"""Seconds between reads of the roster while an update holds an engine, because calls wait for its end."""
+LONGEST_RECORDING_S = 5.0
+"""Seconds a call waits at most until the store has recorded what the call saw of an engine."""
 SPEAKS: Mapping[str, tuple[type[VllmEngine] | type[SglangEngine], type[EngineControl]]] = {
     "vllm": (VllmEngine, EngineControl),
     "sglang": (SglangEngine, SglangControl),
@@ -38,23 +41,29 @@ SPEAKS: Mapping[str, tuple[type[VllmEngine] | type[SglangEngine], type[EngineCon
 log = structlog.get_logger()
 
 
-class EngineSpec(NamedTuple):
-    """An engine that somebody named: the settings, or a person at the control route."""
+@dataclass(frozen=True)
+class PoolOptions:
+    """How a process uses its engines."""
 
-    url: str
-    weight: float = 1.0
-    kind: Literal["vllm", "sglang"] = "vllm"
-
-
-class Key(NamedTuple):
-    """What engines ask for, and where it comes from: that is named, and never shown, when refused."""
-
-    value: str = ""
-    source: str = ""
+    model: str = DEFAULT_MODEL
+    """The model name that engines of the settings, and engines added later, serve."""
+    api_key: str = ""
+    key_source: str = ""
+    """The variable that `api_key` came from: named in errors, where the key is never shown."""
+    home_key: str = ""
+    """Replaces `api_key` for engines behind an `EngineProxy`; derived from the home's secret."""
+    hang_s: float = 120.0
+    """Seconds without a token after which an engine with calls counts as hung."""
+    patience_s: float = 900.0
+    """Seconds a call waits while no engine is usable; agents' own clients give up then."""
+    poll_s: float = 1.0
+    """Seconds between reads of the roster, and between health checks of an engine."""
+    notice_s: float = NOTICE_S
+    """Seconds between the announcement of a weight update and its first action."""
 
 
 class Fleet:
-    """Seats of all engines, kept up to date. `changed` is called when any of them may have room."""
+    """All engines of this process, kept up to date. Is a `SharedRoster` whose changes it follows."""
 
     def __init__(
         self,
@@ -62,42 +71,37 @@ class Fleet:
         client: httpx.AsyncClient,
         own: Sequence[EngineSpec],
         leases: Leases,
-        changed: Callable[[], None],
+        options: PoolOptions,
         *,
-        model: str,
-        key: Key,
-        guard_key: Key,
-        hang_s: float,
-        poll_s: float,
-        notice_s: float,
+        changed: Callable[[], None],
     ) -> None:
-        """`own`: the engines that the settings name; all others come from the roster. `guard_key`:
-        of those that Perdure guards, in place of `key`. `notice_s`: seconds between the announcement
-        of an update and its first act."""
-        self.seats: dict[str, Seat] = {}
+        """`own`: the engines that the settings name; all others come from the roster. `changed`: is
+        called whenever an engine may have room."""
+        self.engines: dict[str, PooledEngine] = {}
         self._roster = roster
         self._client = client
         self._own = {name_of(spec.url): spec for spec in own}
         self._leases = leases
-        self._told = changed
-        self._model = model
-        self._key, self._guard_key = key, guard_key
-        self._hang_s, self._poll_s, self._notice_s = hang_s, poll_s, notice_s
+        self._changed = changed
+        self._options = options
         self._starting = asyncio.Lock()
         self._turn = asyncio.Lock()
         self._asked = 0.0
-        """When the roster was asked for what is known of it."""
+        """When the roster was requested that this process last followed."""
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Know the engines and watch them. Repeating is harmless. Raises: StoreUnavailable."""
+        """Read the roster and check the engines from now on. Harmless to repeat.
+
+        Raises: StoreUnavailable.
+        """
         async with self._starting:
             if self._following is None:
-                await self.change(self._with_own)
+                await self._change(self._with_own)
                 self._following = asyncio.create_task(self._follow())
 
     async def aclose(self) -> None:
-        tasks = [task for seat in self.seats.values() for task in (seat.watching, seat.noting)]
+        tasks = [task for one in self.engines.values() for task in (one.checking, one.recording)]
         for task in (self._following, *tasks):
             if task is not None:
                 task.cancel()
@@ -109,50 +113,59 @@ class Fleet:
 
     async def change(self, change: Change) -> Roster:
         """Change the roster, and follow it. Raises: StoreUnavailable, and what `change` raises."""
-        async with self._turn:  # one at a time: a slow read must not bring back what was before
+        await self.start()
+        return await self._change(change)
+
+    async def _change(self, change: Change) -> Roster:
+        async with self._turn:  # one at a time: a slow read must not restore an older roster
             asked = time.monotonic()
             roster = await self._roster.change(change)
             self._asked = asked
             self._sync(roster)
         return roster
 
-    def places(self) -> list[Place]:
-        return [seat.place() for seat in self.seats.values() if seat.record.serves]
+    def candidates(self) -> list[Candidate]:
+        return [engine.candidate() for engine in self.engines.values() if engine.record.serves]
 
-    def version_now(self, seat: Seat, begun: EngineRecord) -> int | None:
-        """As the seat knows it; none while the roster cannot be read, for somebody may change it."""
-        fresh = time.monotonic() - self._asked <= self._notice_s
-        return seat.version_now(begun) if fresh else None
+    def version_now(self, engine: PooledEngine, begun: EngineRecord) -> int | None:
+        """The version that samples now. None if the roster was not read lately: another process may
+        be changing it."""
+        fresh = time.monotonic() - self._asked <= self._options.notice_s
+        return engine.version_now(begun) if fresh else None
 
-    async def doubt(self, seat: Seat, generation: int, state: EngineState, reason: str) -> None:
-        """A call showed that this boot of an engine is not what its record says."""
-        record = seat.record
+    async def doubt(
+        self, engine: PooledEngine, generation: int, state: EngineState, reason: str
+    ) -> None:
+        """A call showed that this generation of an engine is not what its record says."""
+        record = engine.record
         if record.serves and record.generation == generation:
-            verdict = watch.Verdict(state, reason)
-            await self._note(seat, lambda roster: watch.apply(roster, record, verdict))
+            finding = health.Finding(state, reason)
+            await self._record(engine, lambda roster: health.apply(roster, record, finding))
 
-    async def relabel(self, seat: Seat, record: EngineRecord, version: int) -> None:
-        """An engine itself said that it has another version than its record, all the time."""
+    async def relabel(self, engine: PooledEngine, record: EngineRecord, version: int) -> None:
+        """An engine reported another version than its record has; the engine is right."""
 
         def relabelled(roster: Roster) -> Roster:
             if roster.get(record.name) != record:
                 return roster
             return roster.having(record.model_copy(update={"version": version}))
 
-        if seat.record == record:
+        if engine.record == record:
             log.warning(
-                "an engine has other weights than known", engine=record.name, version=version
+                "an engine serves another policy version than recorded",
+                engine=record.name,
+                version=version,
             )
-            await self._note(seat, relabelled)
+            await self._record(engine, relabelled)
 
-    async def _note(self, seat: Seat, change: Change) -> None:
-        """What a call saw on its way. Calls that one event broke say the same: the store is told once.
-        They go on without it, too."""
-        if seat.noting is None or seat.noting.done():
-            seat.noting = asyncio.create_task(self._noted(change))
-        await asyncio.wait({seat.noting}, timeout=LONGEST_NOTE_S)
+    async def _record(self, engine: PooledEngine, change: Change) -> None:
+        """Record what a call saw. If one event broke many calls, only the first writes; the others
+        wait for it. A call continues even if the store does not answer."""
+        if engine.recording is None or engine.recording.done():
+            engine.recording = asyncio.create_task(self._recorded(change))
+        await asyncio.wait({engine.recording}, timeout=LONGEST_RECORDING_S)
 
-    async def _noted(self, change: Change) -> None:
+    async def _recorded(self, change: Change) -> None:
         try:
             await self.change(change)
         except PerdureError as error:
@@ -165,7 +178,11 @@ class Fleet:
 
     def _with(self, roster: Roster, spec: EngineSpec) -> Roster:
         known = roster.get(name_of(spec.url))
-        told: dict[str, Any] = {"weight": spec.weight, "model": self._model, "kind": spec.kind}
+        told: dict[str, Any] = {
+            "weight": spec.weight,
+            "model": self._options.model,
+            "kind": spec.kind,
+        }
         if known is not None:
             return roster.having(known.model_copy(update=told))
         record = EngineRecord(
@@ -181,18 +198,19 @@ class Fleet:
     # --- the roster ----------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """See what other processes and people changed; give freed seats to those who wait."""
+        """Pick up what other processes and people changed; offer freed room to waiting calls."""
+        poll_s = self._options.poll_s
         while True:
-            held = any(seat.record.held_by for seat in self.seats.values())
-            await asyncio.sleep(min(self._poll_s, HELD_POLL_S) if held else self._poll_s)
+            held = any(engine.record.held_by for engine in self.engines.values())
+            await asyncio.sleep(min(poll_s, HELD_POLL_S) if held else poll_s)
             try:
                 await self.read()
             except PerdureError as error:
-                log.warning("the roster of engines cannot be read", error=str(error))
-            except Exception:  # without it this process would be blind for ever
-                log.exception("following the roster of engines stumbled")
+                log.warning("cannot read the roster of engines", error=str(error))
+            except Exception:  # if this loop ended, the process would never see a change again
+                log.exception("cannot follow the roster of engines")
             self._leases.expire()
-            self._told()
+            self._changed()
 
     def _sync(self, roster: Roster) -> None:
         wanted = {
@@ -200,38 +218,41 @@ class Fleet:
             for record in roster.engines
             if not record.from_settings or record.name in self._own
         }
-        for name in [name for name in self.seats if name not in wanted]:
-            self._leave(self.seats.pop(name))
+        for name in [name for name in self.engines if name not in wanted]:
+            self._leave(self.engines.pop(name))
         for record in wanted.values():
-            seat = self.seats.get(record.name)
-            if seat is None:
-                self.seats[record.name] = self._new_seat(record)
-            elif seat.record != record:
-                self._become(seat, record)
-        self._told()
+            engine = self.engines.get(record.name)
+            if engine is None:
+                self.engines[record.name] = self._join(record)
+            elif engine.record != record:
+                self._become(engine, record)
+        self._changed()
 
-    def _new_seat(self, record: EngineRecord) -> Seat:
-        key = self._guard_key if record.guarded else self._key
+    def _join(self, record: EngineRecord) -> PooledEngine:
+        options = self._options
+        key, source = options.api_key, options.key_source
+        if record.behind_proxy:
+            key, source = options.home_key, "PERDURE_SECRET"
         name = engine_name(record.kind, record.url)
-        probe_s = min(PROBE_S, self._hang_s)
+        probe_s = min(PROBE_S, options.hang_s)
         speaks, controlled = SPEAKS[record.kind]
-        control = controlled(record.url, self._client, api_key=key.value, probe_s=probe_s)
-        seat = Seat(
+        control = controlled(record.url, self._client, api_key=key, probe_s=probe_s)
+        engine = PooledEngine(
             record,
-            speaks(name, record.url, self._client, api_key=key.value, key_source=key.source),
+            speaks(name, record.url, self._client, api_key=key, key_source=source),
             control,
-            watch.EngineWatch(control, hang_s=self._hang_s),
+            health.HealthCheck(control, hang_s=options.hang_s),
         )
-        seat.watching = asyncio.create_task(self._watch(seat))
-        return seat
+        engine.checking = asyncio.create_task(self._check(engine))
+        return engine
 
-    def _leave(self, seat: Seat) -> None:
-        if seat.watching is not None:
-            seat.watching.cancel()
-        seat.evict(Broken(Break.FENCED, "it was removed"))
+    def _leave(self, engine: PooledEngine) -> None:
+        if engine.checking is not None:
+            engine.checking.cancel()
+        engine.evict(StreamBroken(BreakKind.FENCED, "it was removed"))
 
-    def _become(self, seat: Seat, record: EngineRecord) -> None:
-        before = seat.record
+    def _become(self, engine: PooledEngine, record: EngineRecord) -> None:
+        before = engine.record
         if record.state is not before.state:
             log.info(
                 "engine",
@@ -241,60 +262,59 @@ class Fleet:
                 generation=record.generation,
                 reason=record.reason,
             )
-        seat.become(record, self._hang_s)
+        engine.become(record, self._options.hang_s)
         if record.serves and not before.serves:
-            self._leases.rebalance(self.places(), record.name)
-        seat.kick.set()
+            self._leases.rebalance(self.candidates(), record.name)
+        engine.wake.set()
 
-    # --- the watch -----------------------------------------------------------------------------
+    # --- health checks -------------------------------------------------------------------------
 
-    async def _watch(self, seat: Seat) -> None:
-        """Look at one engine again and again; the roster learns what was seen."""
+    async def _check(self, engine: PooledEngine) -> None:
+        """Check one engine again and again, and record what was found."""
         while True:
             try:
-                await self._look(seat)
+                await self._look(engine)
             except PerdureError as error:
                 log.warning("cannot record an engine's state", error=str(error))
-            except Exception:  # without it nobody would look at this engine again
-                log.exception("the watch of an engine stumbled", engine=seat.record.name)
-            seat.kick.clear()
+            except Exception:  # if this loop ended, the engine would never be checked again
+                log.exception("cannot check an engine", engine=engine.record.name)
+            engine.wake.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(seat.kick.wait(), self._poll_s)
+                await asyncio.wait_for(engine.wake.wait(), self._options.poll_s)
 
-    async def _look(self, seat: Seat) -> None:
-        record = seat.record
+    async def _look(self, engine: PooledEngine) -> None:
+        record = engine.record
         if record.state is EngineState.DRAINING:
-            await self._drained(seat)
+            await self._drained(engine)
             return
-        verdict = await seat.watcher.look(record, seat.load())
-        seat.looked = True
-        seat.capacity.observe(
-            seat.watcher.vitals,
+        finding = await engine.health.look(record, engine.load())
+        engine.checked = True
+        engine.capacity.observe(
+            engine.health.vitals,
             agents=self._leases.agents(record.name),
             mean_context=self._leases.mean_context(record.name),
         )
         if record.serves:
-            seat.evict_stalled(self._hang_s, begun_only=True)
-        if verdict is not None:
-            await self.change(lambda roster: watch.apply(roster, record, verdict))
-        self._told()
+            engine.evict_stalled(self._options.hang_s, begun_only=True)
+        if finding is not None:
+            await self.change(lambda roster: health.apply(roster, record, finding))
+        self._changed()
 
-    async def _drained(self, seat: Seat) -> None:
-        """At its deadline: this process's calls go on elsewhere. Gone when nobody uses it."""
-        record = seat.record
-        left = (record.drain_by or 0.0) - record.since - seat.watcher.waited(record)
+    async def _drained(self, engine: PooledEngine) -> None:
+        """At the deadline, move this process's calls; remove the engine once it has no calls."""
+        record = engine.record
+        left = (record.drain_by or 0.0) - record.since - engine.health.waited(record)
         late = left <= 0 or time.time() >= (record.drain_by or 0.0)  # by whichever clock is ahead
         if late:
-            seat.evict(Broken(Break.ABORTED, "drained"))
+            engine.evict(StreamBroken(BreakKind.ABORTED, "drained"))
         with contextlib.suppress(PerdureError):
-            seat.watcher.vitals = await seat.control.vitals()
-        if late or not (seat.running or seat.watcher.vitals.running):
-            await self.change(lambda roster: _removed(roster, roster.get(record.name)))
+            engine.health.vitals = await engine.control.vitals()
+        if late or not (engine.running or engine.health.vitals.running):
+            await self.change(lambda roster: _removed(roster, record.name))
 
 
-def _removed(roster: Roster, record: EngineRecord | None) -> Roster:
-    """Kept as removed, so that the settings of a gateway that starts do not bring it back."""
+def _removed(roster: Roster, name: str) -> Roster:
+    record = roster.get(name)
     if record is None or record.removed:
         return roster
-    gone = record.to(EngineState.DEAD, "removed", removed=True, held_by="")
-    return roster.having(gone)
+    return roster.having(record.as_removed())

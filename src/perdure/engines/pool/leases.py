@@ -1,8 +1,8 @@
-"""Which engine a session talks to: kept for its KV cache, moved only for a reason.
+"""Which engine a session uses: kept for its KV cache, moved only for a reason.
 
-Owns the table and its rules, and no clock, socket or task. Waiting for room is in `queueing`.
-Processes agree without talking: a group has the same order of engines everywhere (weighted rendezvous
-hashing), and a session that another process served stays where that one had it.
+Owns the leases and their rules, and no clock, socket or task. Waiting for room is in `queueing`.
+Processes agree without messages: a group orders the engines the same way everywhere (weighted
+rendezvous hashing), and a session that another process served stays on that process's engine.
 """
 
 import hashlib
@@ -16,54 +16,55 @@ from typing import NamedTuple
 from perdure.engines.clients.vllm_control import Vitals
 
 LEAST_AGENTS, MOST_AGENTS = 64, 128
-"""Agents of one engine, the range Anyscale reports; KV pressure may lower it below."""
+"""Agents of one engine, the range Anyscale reports; KV pressure may lower it further."""
 KV_SHARE = 0.9
-"""Of the KV cache, what agents' contexts may fill on average."""
+"""Share of the KV cache that agents' contexts may fill on average."""
 IDLE_S = 600.0
-"""A session not called for so long has left."""
+"""Seconds without a call after which a session's lease ends."""
 RECLAIM_S = 60.0
-"""While others wait, one that has been in a tool for so long gives up its place."""
+"""Seconds without a call after which a session loses its lease if others wait for room."""
 OVERLOAD, SLACK = 1.5, 4.0
-"""An engine is overloaded beyond 1.5 x the average and 4 agents."""
+"""An engine is overloaded above 1.5 times the average load plus 4 agents."""
 EVEN = 1.25
-"""How even a pool is made when an engine joins."""
+"""When an engine joins, the others give it sessions until none has over 1.25 times its share."""
 NEAR, FEW = 1.1, 2.0
-"""A group that is new here goes to the first engine of its order that would then have at most 1.1 x
-what the emptiest would, and 2 agents more: views differ between processes, mostly by less. With more,
-two small groups share one of two engines and the other idles."""
+"""A group that is new here goes to the first engine of its order whose load would be at most 1.1
+times that of the emptiest engine, plus 2 agents. Views differ between processes, mostly by less. With
+a larger margin, two small groups share one of two engines and the other idles."""
 HASHED = 1 << 64
 WASTED = 0.5
-"""An engine that finds less than half of what it is asked for in its cache reads prompts again."""
+"""Prefix-cache hit rate below which an engine reads prompts again that it had read before."""
 CUT = 0.75
-"""How many stay of those that do not fit."""
+"""Factor on the number of agents when their contexts do not fit and the cache is wasted."""
 SETTLING = 10
-"""Looks after a cut at which it is not judged: agents leave at the end of their turn, not before."""
+"""Health checks after a cut that do not judge: agents leave at the end of their turn, not before."""
 SATURATED = 0.6
-"""Of the looks, those that find requests waiting inside an engine which has no time left."""
+"""Share of health checks with requests waiting inside, above which an engine has no spare time."""
 MEMORY = 0.95
-"""Of what was counted, from one look to the next: some twenty looks are judged together."""
+"""Weight of earlier counts at each health check: about twenty checks are judged together."""
 
 
 @dataclass
-class Place:
-    """An engine as somewhere to sit."""
+class Candidate:
+    """An engine that could take a session, with its load and its limit."""
 
     name: str
     generation: int
     weight: float = 1.0
     capacity: int = LEAST_AGENTS
     foreign: float = 0.0
-    """Requests on it that are not ours: other gateways' agents."""
+    """Requests of other gateways' agents on it."""
     strict: bool = False
-    """Agents over its capacity wait at their next turn; else only new ones do."""
+    """If more agents than its capacity hold a lease, they wait at their next turn. If False, only
+    new agents wait."""
 
     @property
-    def boot(self) -> "Boot":
-        return Boot(self.name, self.generation)
+    def start(self) -> "EngineStart":
+        return EngineStart(self.name, self.generation)
 
 
-class Boot(NamedTuple):
-    """One generation of an engine."""
+class EngineStart(NamedTuple):
+    """One start of an engine: its name and generation."""
 
     name: str
     generation: int
@@ -71,7 +72,7 @@ class Boot(NamedTuple):
 
 @dataclass
 class Lease:
-    """One session's seat. `context` is its last prompt's length in tokens."""
+    """One session's right to one engine. `context`: its last prompt's length in tokens."""
 
     session: str
     group: str
@@ -80,6 +81,10 @@ class Lease:
     context: int = 0
     last_used: float = 0.0
     busy: int = 0
+
+    @property
+    def start(self) -> EngineStart:
+        return EngineStart(self.engine, self.generation)
 
 
 @dataclass
@@ -106,26 +111,26 @@ class Leases:
         self,
         session: str,
         group: str,
-        places: Collection[Place],
+        candidates: Collection[Candidate],
         avoid: Collection[str] = (),
-        last: Boot | None = None,
+        last: EngineStart | None = None,
     ) -> Lease | None:
-        """The session's lease, kept, moved or new; None when no engine has room.
+        """The session's lease, kept, moved or new; None if no engine has room.
 
-        `avoid`: engines that failed this call just now; used all the same when there is no other.
-        `last`: where another process had the session, after us.
+        `avoid`: engines that just failed this call; used only if there is no other. `last`: the
+        engine that another process used for the session since this one did.
         """
-        usable = [place for place in places if place.name not in avoid] or list(places)
+        usable = [one for one in candidates if one.name not in avoid] or list(candidates)
         lease = self._table.get(session)
         if last is not None and (there := _find(last, usable)) is not None:
             lease = self._lease(session, group, there)
-        at = _find(Boot(lease.engine, lease.generation), usable) if lease is not None else None
+        at = _find(lease.start, usable) if lease is not None else None
         if lease is not None and at is not None and self._is_surplus(lease, at):
             self.release(session)
             lease = None
         if lease is not None and at is not None and not self._should_leave(lease, at, usable):
             return lease
-        # Who holds a seat is never sent to the queue by a move: its engine is gone, not full.
+        # A session that must move never goes back to the queue: its engine is gone, not full.
         chosen = self._choose(session, group, usable, full_ok=lease is not None)
         if chosen is None:
             return None
@@ -133,11 +138,11 @@ class Leases:
             self.moved += 1
         return self._lease(session, group, chosen)
 
-    def _lease(self, session: str, group: str, place: Place) -> Lease:
+    def _lease(self, session: str, group: str, candidate: Candidate) -> Lease:
         before = self._table.get(session)
-        if before is not None and (before.engine, before.generation) == place.boot:
+        if before is not None and before.start == candidate.start:
             return before
-        fresh = Lease(session, group, place.name, place.generation, last_used=self.clock())
+        fresh = Lease(session, group, candidate.name, candidate.generation, last_used=self.clock())
         if before is not None:
             fresh.context, fresh.busy = before.context, before.busy
         self.release(session)
@@ -146,25 +151,26 @@ class Leases:
         return fresh
 
     def _choose(
-        self, session: str, group: str, places: Collection[Place], *, full_ok: bool
-    ) -> Place | None:
-        """Where the group's siblings are; else the first in its order that is not fuller than need be.
+        self, session: str, group: str, candidates: Collection[Candidate], *, full_ok: bool
+    ) -> Candidate | None:
+        """The engine of the group's other sessions; otherwise the one of highest affinity among
+        those close to the least load.
 
-        A session without a group shares its prompt with nobody: it goes where the fewest are.
+        A session without a group shares no prompt, so it goes to the least loaded engine.
         """
-        roomy = [place for place in places if self._has_room(place)] or (
-            list(places) if full_ok else []
+        roomy = [one for one in candidates if self._has_room(one)] or (
+            list(candidates) if full_ok else []
         )
         if not roomy:
             return None
         siblings = self._siblings(group, session)
-        for place in sorted(roomy, key=lambda place: -siblings.get(place.name, 0)):
-            if siblings.get(place.name) and not self._overloaded(place, places):
-                return place
+        for candidate in sorted(roomy, key=lambda one: -siblings.get(one.name, 0)):
+            if siblings.get(candidate.name) and not self._overloaded(candidate, candidates):
+                return candidate
         near, more = (NEAR, FEW) if group else (1.0, 0.0)
-        least = near * min(self._load(place, 1.0) for place in roomy)
-        fitting = [p for p in roomy if self._load(p, 1.0) <= least + more / p.weight]
-        return max(fitting, key=lambda place: affinity(group or session, place))
+        least = near * min(self._load(one, 1.0) for one in roomy)
+        fitting = [one for one in roomy if self._load(one, 1.0) <= least + more / one.weight]
+        return max(fitting, key=lambda one: affinity(group or session, one))
 
     def _siblings(self, group: str, session: str) -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -173,28 +179,28 @@ class Leases:
                 counts[lease.engine] = counts.get(lease.engine, 0) + 1
         return counts
 
-    def _load(self, place: Place, more: float = 0.0) -> float:
-        """Agents for its weight, with so many more."""
-        return (self.agents(place.name) + place.foreign + more) / place.weight
+    def _load(self, candidate: Candidate, more: float = 0.0) -> float:
+        """Agents relative to its weight, with `more` additional ones."""
+        return (self.agents(candidate.name) + candidate.foreign + more) / candidate.weight
 
-    def _has_room(self, place: Place) -> bool:
-        return self.agents(place.name) + place.foreign < place.capacity
+    def _has_room(self, candidate: Candidate) -> bool:
+        return self.agents(candidate.name) + candidate.foreign < candidate.capacity
 
-    def _overloaded(self, place: Place, places: Collection[Place]) -> bool:
-        if len(places) < 2:
+    def _overloaded(self, candidate: Candidate, candidates: Collection[Candidate]) -> bool:
+        if len(candidates) < 2:
             return False
-        total = sum(self._load(other) * other.weight for other in places)
-        average = total / sum(other.weight for other in places)
-        return self._load(place) > OVERLOAD * average + SLACK / place.weight
+        total = sum(self._load(other) * other.weight for other in candidates)
+        average = total / sum(other.weight for other in candidates)
+        return self._load(candidate) > OVERLOAD * average + SLACK / candidate.weight
 
-    def _is_surplus(self, lease: Lease, at: Place) -> bool:
+    def _is_surplus(self, lease: Lease, at: Candidate) -> bool:
         return at.strict and lease.busy == 0 and self.agents(at.name) + at.foreign > at.capacity
 
-    def _should_leave(self, lease: Lease, at: Place, places: Collection[Place]) -> bool:
-        return lease.busy == 0 and self._overloaded(at, places)
+    def _should_leave(self, lease: Lease, at: Candidate, candidates: Collection[Candidate]) -> bool:
+        return lease.busy == 0 and self._overloaded(at, candidates)
 
     def use(self, session: str, context: int) -> None:
-        """A call of this session begins. `context` in tokens."""
+        """A call of this session begins. `context`: tokens."""
         lease = self._table[session]
         lease.busy += 1
         lease.context, lease.last_used = context, self.clock()
@@ -211,17 +217,17 @@ class Leases:
             self._agents[lease.engine] -= 1
 
     def expire(self) -> int:
-        """Forget sessions that have left; how many."""
+        """End the leases of idle sessions; returns how many."""
         return self._drop(self._idle(IDLE_S))
 
-    def reclaim(self, places: Iterable[Place]) -> bool:
-        """Free one seat of an agent that has been away from the engines for long, on one of these."""
-        names = {place.name for place in places}
+    def reclaim(self, candidates: Iterable[Candidate]) -> bool:
+        """End the lease of the session that was idle longest on one of these; False if none was."""
+        names = {one.name for one in candidates}
         idle = [lease for lease in self._idle(RECLAIM_S) if lease.engine in names]
         return bool(self._drop(idle[:1]))
 
     def _idle(self, seconds: float) -> list[Lease]:
-        """The one idle for longest first."""
+        """Leases without a call for `seconds`, the longest idle first."""
         before = self.clock() - seconds
         idle = [x for x in self._table.values() if not x.busy and x.last_used < before]
         return sorted(idle, key=lambda lease: lease.last_used)
@@ -231,60 +237,60 @@ class Leases:
             self.release(lease.session)
         return len(leases)
 
-    def rebalance(self, places: Collection[Place], joined: str) -> int:
-        """An engine joined: give it its share of the sessions; how many. One that generates ends its
-        turn where it is."""
-        target = next(place for place in places if place.name == joined)
-        total = sum(self.agents(place.name) for place in places)
-        weights = sum(place.weight for place in places)
+    def rebalance(self, candidates: Collection[Candidate], joined: str) -> int:
+        """An engine joined: give it its share of the sessions; returns how many. A session with a
+        call in flight finishes it on its old engine."""
+        target = next(one for one in candidates if one.name == joined)
+        total = sum(self.agents(one.name) for one in candidates)
+        weights = sum(one.weight for one in candidates)
         moved = 0
-        for place in places:
-            share = total * place.weight / weights
-            surplus = int(self.agents(place.name) - EVEN * share)
-            for lease in self._movable(place, target)[: max(0, surplus)]:
+        for candidate in candidates:
+            share = total * candidate.weight / weights
+            surplus = int(self.agents(candidate.name) - EVEN * share)
+            for lease in self._movable(candidate, target)[: max(0, surplus)]:
                 self._agents[lease.engine] -= 1
                 self._agents[joined] += 1
-                lease.engine, lease.generation = target.boot
+                lease.engine, lease.generation = target.start
                 moved += 1
         self.moved += moved
         return moved
 
-    def _movable(self, place: Place, target: Place) -> list[Lease]:
-        """Whole groups, those first that prefer the target, as in every process; then small
-        contexts: theirs is the cheapest prefill."""
-        here = [lease for lease in self._table.values() if lease.engine == place.name]
+    def _movable(self, candidate: Candidate, target: Candidate) -> list[Lease]:
+        """Groups that prefer the target come first, the same ones in every process; within them,
+        small contexts first, because they cost the least prefill."""
+        here = [lease for lease in self._table.values() if lease.engine == candidate.name]
 
         def cost(lease: Lease) -> tuple[bool, float, int]:
-            return lease.busy > 0, -_preference(lease.group, target, place), lease.context
+            return lease.busy > 0, -_preference(lease.group, target, candidate), lease.context
 
-        return sorted(here, key=cost) if place is not target else []
+        return sorted(here, key=cost) if candidate is not target else []
 
 
-def affinity(key: str, place: Place) -> float:
-    """How much a group likes an engine. Highest wins: each engine is the first choice of a share of
-    all groups that follows its weight, and one that joins or leaves changes only its own."""
-    digest = hashlib.sha256(f"{key}\0{place.name}".encode()).digest()
+def affinity(key: str, candidate: Candidate) -> float:
+    """A group's preference for an engine; the highest wins. Each engine is the first choice of a
+    share of all groups in proportion to its weight. An engine that joins or leaves changes the first
+    choice of that share only."""
+    digest = hashlib.sha256(f"{key}\0{candidate.name}".encode()).digest()
     uniform = (int.from_bytes(digest[:8], "big") + 0.5) / HASHED
-    return -place.weight / math.log(uniform)
+    return -candidate.weight / math.log(uniform)
 
 
-def _preference(group: str, target: Place, place: Place) -> float:
-    """Sessions without a group have none: of them the small contexts go."""
-    return affinity(group, target) / affinity(group, place) if group else 0.0
+def _preference(group: str, target: Candidate, candidate: Candidate) -> float:
+    """How much the group prefers `target`; 0 for sessions without a group."""
+    return affinity(group, target) / affinity(group, candidate) if group else 0.0
 
 
-def _find(boot: Boot, places: Collection[Place]) -> Place | None:
-    """That engine, in that generation."""
-    return next((place for place in places if place.boot == boot), None)
+def _find(start: EngineStart, candidates: Collection[Candidate]) -> Candidate | None:
+    return next((one for one in candidates if one.start == start), None)
 
 
 @dataclass
 class Capacity:
-    """Agents that an engine may have: from its KV cache, fewer where they waste it, more where it idles.
+    """How many agents an engine may have: by its KV cache, fewer if it thrashes, more if it idles.
 
-    An engine whose agents' contexts do not all fit still gains from each of them while it has time to
-    read some again. Once it has not, each prefill throws out what another agent needs next, and it
-    does little else: then only as many stay as fit.
+    If not all contexts fit, more agents still help while the engine has time to read some prompts
+    again. Once it has no spare time, each prefill evicts what another agent needs next, and it does
+    little else. Then only as many agents stay as fit.
 
     Example:
         capacity = Capacity()
@@ -295,14 +301,14 @@ class Capacity:
     agents: int = LEAST_AGENTS
     _before: Vitals | None = None
     lowered: bool = False
-    """The engine has shown what it cannot bear: whoever is over wait for their next turn."""
+    """The limit was lowered under pressure; agents above it wait at their next turn."""
     _settling: int = 0
     _short: float = 0.0
     _asked: float = 0.0
     _hit: float = 0.0
 
     def observe(self, vitals: Vitals, *, agents: int, mean_context: float) -> None:
-        """One look at the engine, which has so many agents with contexts of so many tokens."""
+        """Adjust to one health check of the engine. `mean_context`: tokens per agent."""
         fits = _fitting(vitals, mean_context)
         pressed = self._is_pressed(vitals, agents * mean_context)
         self._before = vitals
@@ -318,7 +324,7 @@ class Capacity:
             self.agents = min(self.agents + 1, MOST_AGENTS)
 
     def _is_pressed(self, vitals: Vitals, committed: float) -> bool:
-        """It throws KV away that it needs, and has no time for that."""
+        """Whether it thrashes: it evicts KV that it needs again, and has no spare time."""
         before = self._before or vitals
         asked, hit = vitals.cache_queries, vitals.cache_hits
         self._asked = self._asked * MEMORY + max(0.0, asked - before.cache_queries)
@@ -333,7 +339,7 @@ class Capacity:
 
 
 def _fitting(vitals: Vitals, mean_context: float) -> float:
-    """Agents whose contexts fit into the KV cache; 0 where that is not known."""
+    """Agents whose contexts fit into the KV cache; 0 if unknown."""
     if not (vitals.kv_tokens and mean_context):
         return 0.0
     return min(KV_SHARE * vitals.kv_tokens / mean_context, float(MOST_AGENTS))

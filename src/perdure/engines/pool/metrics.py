@@ -1,4 +1,4 @@
-"""What a gateway knows of its engines, for Prometheus: read off the pool when somebody asks."""
+"""What a gateway knows of its engines, for Prometheus: read from the pool at each scrape."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -6,34 +6,37 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from perdure.engines.pool.pool import EnginePool, Seat
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.pool.pooled_engine import PooledEngine
 from perdure.engines.state import EngineState
 
 
 class _Gauge(NamedTuple):
     name: str
     help: str
-    value: Callable[[EnginePool, Seat], float]
+    value: Callable[[EnginePool, PooledEngine], float]
 
 
 GAUGES = (
     _Gauge("agents", "Sessions leased to it.", lambda p, s: p.leases.agents(s.record.name)),
-    _Gauge("capacity", "Sessions it may have.", lambda _, s: s.capacity.agents),
+    _Gauge("capacity", "Sessions it may hold.", lambda _, s: s.capacity.agents),
     _Gauge("calls", "Calls running on it.", lambda _, s: len(s.running)),
-    _Gauge("generation", "Which of its boots serves.", lambda _, s: s.record.generation),
-    _Gauge("policy_version", "Of its weights; -1: not known.", lambda _, s: _version(s)),
-    _Gauge("kv_used", "Share of its KV cache in use.", lambda _, s: s.watcher.vitals.kv_used),
+    _Gauge("generation", "Generation that serves.", lambda _, s: s.record.generation),
+    _Gauge(
+        "policy_version", "Policy version of its weights; -1: unknown.", lambda _, s: _version(s)
+    ),
+    _Gauge("kv_used", "Share of its KV cache in use.", lambda _, s: s.health.vitals.kv_used),
     _Gauge(
         "prefix_hits",
         "Prompt tokens it did not prefill.",
-        lambda _, s: s.watcher.vitals.cache_hits,
+        lambda _, s: s.health.vitals.cache_hits,
     ),
-    _Gauge("prefix_queries", "Prompt tokens.", lambda _, s: s.watcher.vitals.cache_queries),
+    _Gauge("prefix_queries", "Prompt tokens.", lambda _, s: s.health.vitals.cache_queries),
 )
 
 
-def _version(seat: Seat) -> float:
-    return -1 if seat.record.version is None else seat.record.version
+def _version(engine: PooledEngine) -> float:
+    return -1 if engine.record.version is None else engine.record.version
 
 
 class _Collector:
@@ -44,18 +47,20 @@ class _Collector:
         pool, name = self._pool, "perdure_engine_{}".format
         for gauge in GAUGES:
             family = GaugeMetricFamily(name(gauge.name), gauge.help, labels=["engine"])
-            for seat in pool.seats.values():
-                family.add_metric([seat.record.name], gauge.value(pool, seat))
+            for engine in pool.engines.values():
+                family.add_metric([engine.record.name], gauge.value(pool, engine))
             yield family
         states = GaugeMetricFamily(name("state"), "1 for its state.", labels=["engine", "state"])
-        for seat in pool.seats.values():
+        for engine in pool.engines.values():
             for state in EngineState:
-                is_it = float(seat.record.state is state)
-                states.add_metric([seat.record.name, state.value], is_it)
+                is_it = float(engine.record.state is state)
+                states.add_metric([engine.record.name, state.value], is_it)
         yield states
-        yield GaugeMetricFamily(name("waiting_calls"), "Calls without a seat.", pool.waiting)
+        yield GaugeMetricFamily(name("waiting_calls"), "Calls without an engine.", pool.waiting)
         yield GaugeMetricFamily(
-            name("resumed_completions"), "Broken completions that went on elsewhere.", pool.resumed
+            name("resumed_completions"),
+            "Broken completions that another engine continued.",
+            pool.resumed,
         )
         yield GaugeMetricFamily(
             name("salvaged_tokens"),
@@ -68,6 +73,7 @@ class _Collector:
 
 
 def pool_metrics(pool: EnginePool) -> bytes:
+    """Prometheus text of the pool."""
     registry = CollectorRegistry()
     registry.register(_Collector(pool))
     return generate_latest(registry)

@@ -1,6 +1,6 @@
-"""Calls that wait for an engine, in lines that take turns: a large run does not starve a small one.
+"""Calls that wait for an engine, in lines that take turns, so that a large run cannot starve a small one.
 
-Who waits for what is the pool's: of a line, only the first is asked whether it finds room.
+The pool chooses the lines. Only the first call of a line is tried for room.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ class _Waiting(NamedTuple):
 
 
 class FairQueue:
-    """The lines take turns; those of `first` are asked before all others."""
+    """Lines of waiting calls that take turns; lines that were opened with `first` go before the others."""
 
     def __init__(self) -> None:
         self._lines: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
@@ -30,8 +30,10 @@ class FairQueue:
     async def wait(
         self, line: Hashable, attempt: Callable[[], bool], *, owner: str = "", first: bool = False
     ) -> None:
-        """Return when `attempt` succeeded, asked at this call's turn: right behind that of the same
-        owner's last one, if any waits in this line."""
+        """Return once `attempt` succeeded; it is tried at this call's turn.
+
+        The call queues right behind the last call of the same owner in this line, if there is one.
+        """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         turns = self._lines.setdefault(line, deque())
         turns.insert(self._behind(turns, owner), turn)
@@ -56,7 +58,7 @@ class FairQueue:
             self._lines.pop(line, None)
 
     def serve(self) -> None:
-        """Let in whoever finds room now, one of each line after the other."""
+        """Admit the calls that find room now, one per line in turn."""
         served = True
         while served:
             served = False
@@ -65,7 +67,7 @@ class FairQueue:
 
     def _serve_one(self, line: Hashable) -> bool:
         turns = self._lines[line]
-        while turns and turns[0].done():  # given up meanwhile
+        while turns and turns[0].done():  # it was cancelled
             turns.popleft()
         if not turns:
             self._lines.pop(line)
@@ -73,5 +75,5 @@ class FairQueue:
         if not self._waiting[turns[0]].attempt():
             return False
         turns.popleft().set_result(None)
-        self._lines.move_to_end(line)  # the others come first next time
+        self._lines.move_to_end(line)  # the other lines go first next time
         return True

@@ -1,4 +1,4 @@
-"""What has been sampled of a turn so far, by which engine and policy version, token by token."""
+"""The tokens of a turn so far, each with the engine and the policy version that sampled it."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,18 @@ NOT_RESUMABLE: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "logit_bias": ({},),
 }
-"""Sampling fields that look back at what was sampled, with the values at which they do not: salvaged
-tokens would count as prompt, so such a completion is begun anew."""
+"""Sampling fields that depend on the tokens sampled so far, with the values that switch them off. If
+one is in use, a broken completion restarts, because an engine would count salvaged tokens as prompt."""
 
 
 @dataclass
 class Salvage:
-    """A growing completion that outlives the engines that made it. Shapes: ids, logprobs [C].
+    """A growing completion that outlives the engines that sample it. Shapes: ids, logprobs [C].
 
     Example:
         salvage.begin("vllm 10.0.0.7:8000", generation=17)
         salvage.add([5, 6], [-0.1, -0.2], version=3)
-        salvage.report([VersionSpan(version=3, start=0, end=2)])   # only a whole answer has these
+        salvage.report([VersionSpan(version=3, start=0, end=2)])   # engines send these at the end
     """
 
     ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -40,19 +40,19 @@ class Salvage:
     _doubted: int | None = None
     _coming: int | None = None
     reports: int = 0
-    """How often an engine said itself what its versions were."""
+    """How often an engine reported the versions of its tokens."""
     cuts: int = 0
-    """How often something was let go."""
+    """How often tokens were dropped."""
     told: int | None = None
-    """What the engine at work called the version of its newest token."""
+    """The version that the current engine reported for its newest token."""
 
     def begin(self, engine: str, generation: int) -> None:
-        """What follows comes from this engine."""
+        """The tokens that follow come from this engine."""
         self._engine, self._begun = (engine, generation), len(self.ids)
         self.told = None
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
-        """`version`: the one known while these arrived.
+        """`version`: the policy version known to be loaded when these arrived.
 
         Raises: ValueError, TypeError, OverflowError, with nothing added.
         """
@@ -71,7 +71,7 @@ class Salvage:
         self.engines.append(EngineSpan(engine=name, generation=generation, start=start, end=end))
 
     def report(self, spans: Sequence[VersionSpan]) -> None:
-        """The engine's own word on its part of the completion, counted from where it began."""
+        """The versions that the engine reports for its tokens; spans count from its first token."""
         self.reports += bool(spans)
         for span in spans:
             self.told = span.version
@@ -79,29 +79,30 @@ class Salvage:
             self._versions[at] = [span.version] * (span.end - span.start)
 
     def cut(self, length: int = 0) -> None:
-        """Keep so many tokens: what cannot be continued, or trusted, is let go."""
+        """Keep the first `length` tokens and drop the rest."""
         self.cuts += length < len(self.ids)
         del self.ids[length:], self.logprobs[length:], self._versions[length:]
         kept = [span for span in self.engines if span.start < length]
         self.engines = [s.model_copy(update={"end": min(s.end, length)}) for s in kept]
 
     def doubt(self, coming: int | None) -> None:
-        """Somebody begins to give the engine at work version `coming`: what follows may be wrong."""
+        """An update to version `coming` begins: the tokens that follow are unproven."""
         if self._doubted is None:
             self._doubted, self._coming = len(self.ids), coming
 
     def trust(self) -> None:
-        """The new weights are right."""
+        """The new weights are proven."""
         self._doubted = None
 
     def distrust(self) -> None:
-        """The new weights are wrong, or unproven: nothing that they may have sampled is kept."""
+        """The new weights are wrong or unproven: drop every token that they may have sampled."""
         self.cut(self.sure)
         self._doubted = None
 
     @property
     def sure(self) -> int:
-        """Tokens that no doubt is about: those before it, and those the engine called older."""
+        """Tokens that are surely of proven weights: those before the doubt, and those that the engine
+        reported as an older version."""
         if self._doubted is None:
             return len(self.ids)
         unsure = (None, self._coming)
@@ -116,7 +117,8 @@ class Salvage:
         told: int,
         versions: Sequence[VersionSpan],
     ) -> None:
-        """Add what was written down elsewhere: all its engines, and its versions from `told` on."""
+        """Add tokens from the journal. `engines` replace the old spans; `versions` replace those from
+        token `told` on."""
         self.ids.extend(ids)
         self.logprobs.extend(logprobs)
         self.engines = list(engines)
@@ -126,16 +128,16 @@ class Salvage:
 
     @property
     def part(self) -> int:
-        """Tokens of the engine at work."""
+        """Tokens of the current engine."""
         return len(self.ids) - self._begun
 
     @property
     def versions(self) -> list[VersionSpan]:
-        """Runs of one version; tokens whose version nobody knows are in none."""
+        """Runs of one version; tokens of unknown version are in none."""
         return self.versions_of(0, len(self.ids))
 
     def versions_of(self, start: int, end: int) -> list[VersionSpan]:
-        """Those of some of the tokens."""
+        """The version spans of the tokens from `start` to `end`."""
         spans = []
         for version, run in groupby(self._versions[start:end]):
             end = start + len(list(run))
@@ -146,7 +148,7 @@ class Salvage:
 
 
 def resumable(sampling: Mapping[str, Any]) -> bool:
-    """Whether a completion may go on from what was sampled of it."""
+    """Whether a broken completion may continue from its tokens so far."""
     return all(
         sampling.get(name) is None or sampling[name] in neutral
         for name, neutral in NOT_RESUMABLE.items()

@@ -1,6 +1,6 @@
-"""Which policy versions may sample a session: what its group's `max_staleness` comes to.
+"""Which policy versions may sample a session, computed from its group's `max_staleness`.
 
-The labels are set where a rollout's session is opened, and read at every call.
+The labels are set when a rollout opens its session, and read at every call.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ POLICY_VERSION, MAX_STALENESS = "policy_version", "max_staleness"
 
 @dataclass(frozen=True)
 class Versions:
-    """From `first` to `last`, both included; None: whatever is there.
+    """From `first` to `last`, both included. None = any version.
 
     Example:
         Versions.of({"policy_version": "12", "max_staleness": "1"}).include(13)
@@ -30,18 +30,18 @@ class Versions:
         return cls(int(version), int(version) + int(allowed))
 
     def include(self, version: int | None) -> bool:
-        """Whether an engine with this version may sample. One that does not say may not, where it
-        matters."""
+        """Whether an engine with this version may sample. If there are limits, an engine of unknown
+        version may not."""
         if self.first is None or self.last is None:
             return True
         return version is not None and self.first <= version <= self.last
 
     def allow(self, version: int | None) -> bool:
-        """Whether it may, or may when it has been updated: weights never go back."""
+        """Whether it may sample now or after an update; versions only increase."""
         return self.last is None or version is None or version <= self.last
 
     def lacked_by(self, record: EngineRecord) -> str:
-        """For people: what an engine has instead."""
+        """For people: the version that an engine has instead."""
         if self.include(record.version):
             return ""
         has = "no known version" if record.version is None else f"version {record.version}"

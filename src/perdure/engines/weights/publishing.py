@@ -1,8 +1,7 @@
-"""A home's weights for a training loop: publish a version, know what is served, bring back the old.
+"""A home's weights for a training loop: publish a version, read which one is served, restore the old.
 
-Owns what is remembered of the version that is served, so that a restarted trainer, a late engine and
-a failed canary all find it in the store. How engines take weights is in `weights`; the sync twin is
-`publishing_sync`.
+Owns the record of the published version in the store: a restarted trainer, a late engine and a failed
+update read it there. How an engine takes weights is in `update`; the sync twin is `publishing_sync`.
 """
 
 import asyncio
@@ -16,16 +15,16 @@ import httpx
 from perdure.engines.proxy import engine_keys
 from perdure.engines.roster import StoredRoster, roster_key
 from perdure.engines.weights.update import (
-    BY_DEFAULT,
+    DEFAULT_POLICY,
     NOTICE_S,
     Canaries,
-    Canary,
     Checkpoint,
     FromDisk,
     FromStore,
-    Policy,
     Transfer,
     Updated,
+    UpdatePolicy,
+    WeightCanary,
     WeightUpdates,
     downloaded,
 )
@@ -35,7 +34,7 @@ from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.types import Frozen
 
-Source = str | Path | Transfer
+WeightSource = str | Path | Transfer
 """A folder that the engines can read (`/ckpt/8`), a prefix of the store (`checkpoints/8`) or of any
 bucket (`s3://bucket/checkpoints/8`), or a trainer's own transfer."""
 
@@ -45,8 +44,8 @@ class Published(Frozen):
 
     version: int
     source: str = ""
-    """Empty where the trainer's own transfer brought it: nobody else can bring it again."""
-    canaries: tuple[Canary, ...] = ()
+    """Empty if the trainer's own transfer brought it: only the trainer can send it again."""
+    canaries: tuple[WeightCanary, ...] = ()
 
 
 class Weights:
@@ -64,8 +63,8 @@ class Weights:
         into: Path | None = None,
         notice_s: float = NOTICE_S,
     ) -> None:
-        """`into`: where checkpoints of a store are put for engines to read: a folder that their hosts
-        share; a temporary one of this host when absent. `notice_s`: seconds that gateways are given
+        """`into`: where checkpoints of a store are downloaded for engines to read: a folder that their
+        hosts share, by default a temporary one of this host. `notice_s`: seconds that gateways have
         to read the announcement.
 
         Raises: ConfigurationError.
@@ -77,7 +76,7 @@ class Weights:
         self._key = published_key(roster)
         self._into = into
         self._publishing = asyncio.Lock()
-        """Two updates at once would take the engines from each other."""
+        """Serialises updates: two at once would take engines from each other."""
         self._client = httpx.AsyncClient(trust_env=False)
         self._updates = WeightUpdates(
             StoredRoster(self._store, roster),
@@ -97,23 +96,23 @@ class Weights:
         await self._client.aclose()
 
     async def published(self) -> Published | None:
-        """What was published last; None before the first. Raises: StoreUnavailable."""
+        """The version published last; None before the first. Raises: StoreUnavailable."""
         return await read_published(self._store, self._key)
 
     async def publish(
         self,
         version: int,
-        source: Source,
+        source: WeightSource,
         canaries: Canaries,
-        policy: Policy = BY_DEFAULT,
+        policy: UpdatePolicy = DEFAULT_POLICY,
         *,
         previous: Checkpoint | None = None,
     ) -> list[Updated]:
-        """Give every engine that serves this version; repeating it brings only those that lack it.
+        """Load this version into every engine that serves; a repeat updates only those that lack it.
 
-        When an engine's canary fails, or its load, it gets `previous`: by default the version that
-        was published before, from where it came. Engines that were updated keep the new version,
-        those not reached yet the old one, which counts as published still.
+        If an engine's load or canary fails, it gets `previous`: by default the version published
+        before, from its own source. Engines that were updated keep the new version. Those not
+        reached yet keep the old one, which remains the published version.
         Raises: UpdateRefused, ConfigurationError, StoreUnavailable.
         """
         if version < 0:
@@ -124,14 +123,16 @@ class Weights:
     async def _publish(
         self,
         version: int,
-        source: Source,
+        source: WeightSource,
         canaries: Canaries,
-        policy: Policy,
+        policy: UpdatePolicy,
         previous: Checkpoint | None,
     ) -> list[Updated]:
         before = await self.published()
         if before is not None and version < before.version:
-            raise ConfigurationError(f"version {version} is older than {before.version}")
+            raise ConfigurationError(
+                f"version {version} is older than the published version {before.version}"
+            )
         if previous is None and before is not None and before.version != version:
             previous = self._checkpoint(before)
         async with fetched(source, self._settings, self._store, self._into) as transfer:
@@ -142,8 +143,8 @@ class Weights:
         await self._store.put(self._key, found.model_dump_json(indent=1).encode())
         return done
 
-    async def catch_up(self, policy: Policy = BY_DEFAULT) -> list[Updated]:
-        """Give the published version to engines that lack it: replicas that joined since, or restarted.
+    async def catch_up(self, policy: UpdatePolicy = DEFAULT_POLICY) -> list[Updated]:
+        """Load the published version into engines that lack it, because they joined or restarted since.
 
         Raises: UpdateRefused, ConfigurationError (nothing was published, its source is gone, or no
         engine serves), StoreUnavailable.
@@ -152,36 +153,37 @@ class Weights:
             published = await self.published()
             if published is None:
                 raise ConfigurationError(
-                    "nothing was published yet, so there is nothing to catch up with"
+                    "no version was published yet, so there is none to catch up with"
                 )
             version, source = published.version, published.source
             if not source:
                 raise ConfigurationError(
-                    f"version {version} came by the trainer's own transfer: publish it again"
+                    f"version {version} came by the trainer's own transfer, so only the trainer can "
+                    "publish it again"
                 )
             async with fetched(source, self._settings, self._store, self._into) as transfer:
                 return await self._updates.update(version, transfer, published.canaries, policy)
 
     def _checkpoint(self, published: Published) -> Checkpoint | None:
-        """What is loaded when a newer version fails; fetched only then."""
+        """What is loaded if a newer version fails; downloaded only then."""
         source = published.source
         if not source:
             return None
         folder = _folder(source)
         if folder is not None:
             return Checkpoint(published.version, FromDisk(folder), published.canaries)
-        store, prefix = _place(source, self._settings, self._store)
+        store, prefix = _store_of(source, self._settings, self._store)
         transfer = FromStore(store, prefix, into=self._into)
         return Checkpoint(published.version, transfer, published.canaries)
 
 
 def published_key(roster_key: str) -> str:
-    """Where a home keeps what was published, in its store."""
+    """Key of the published version's record in the store."""
     return f"{roster_key.removesuffix('.json')}.weights.json"
 
 
 async def read_published(store: Store, key: str) -> Published | None:
-    """None before the first. Raises: StoreUnavailable."""
+    """None before the first one. Raises: StoreUnavailable."""
     try:
         return Published.model_validate_json((await store.get(key)).data)
     except NotFound:
@@ -190,9 +192,9 @@ async def read_published(store: Store, key: str) -> Published | None:
 
 @asynccontextmanager
 async def fetched(
-    source: Source, settings: Settings, store: Store, into: Path | None = None
+    source: WeightSource, settings: Settings, store: Store, into: Path | None = None
 ) -> AsyncIterator[Transfer]:
-    """Ready to load: what must be fetched is fetched before an engine is paused.
+    """A source ready to load; downloads it now, before an engine is paused, if necessary.
 
     Raises: ConfigurationError, StoreUnavailable.
     """
@@ -202,11 +204,11 @@ async def fetched(
     if (folder := _folder(source)) is not None:
         yield FromDisk(folder)
         return
-    async with downloaded(*_place(str(source), settings, store), into=into) as found:
+    async with downloaded(*_store_of(str(source), settings, store), into=into) as found:
         yield found
 
 
-def _place(source: str, settings: Settings, store: Store) -> tuple[Store, str]:
+def _store_of(source: str, settings: Settings, store: Store) -> tuple[Store, str]:
     """The store and the prefix that a source names."""
     if not source.startswith("s3://"):
         return store, source
@@ -214,10 +216,10 @@ def _place(source: str, settings: Settings, store: Store) -> tuple[Store, str]:
 
 
 def _folder(source: str | Path) -> Path | None:
-    """The folder that a source names; None when it names a place in a store."""
+    """The folder that a source names; None if it names a prefix of a store."""
     path = Path(str(source).removeprefix("file://"))
     return path if path.is_absolute() else None
 
 
-def _name(source: Source) -> str:
+def _name(source: WeightSource) -> str:
     return str(source) if isinstance(source, str | Path) else ""

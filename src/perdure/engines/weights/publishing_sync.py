@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from perdure.engines.weights import publishing
-from perdure.engines.weights.publishing import Published, Source
+from perdure.engines.weights.publishing import Published, WeightSource
 from perdure.engines.weights.update import (
-    BY_DEFAULT,
+    DEFAULT_POLICY,
     NOTICE_S,
     Canaries,
     Checkpoint,
-    Policy,
     Updated,
+    UpdatePolicy,
 )
 from perdure.settings.tree import Settings
 
@@ -38,9 +38,9 @@ class Weights:
     def publish(
         self,
         version: int,
-        source: Source,
+        source: WeightSource,
         canaries: Canaries,
-        policy: Policy = BY_DEFAULT,
+        policy: UpdatePolicy = DEFAULT_POLICY,
         *,
         previous: Checkpoint | None = None,
     ) -> list[Updated]:
@@ -48,7 +48,7 @@ class Weights:
             lambda weights: weights.publish(version, source, canaries, policy, previous=previous)
         )
 
-    def catch_up(self, policy: Policy = BY_DEFAULT) -> list[Updated]:
+    def catch_up(self, policy: UpdatePolicy = DEFAULT_POLICY) -> list[Updated]:
         return self._do(lambda weights: weights.catch_up(policy))
 
     def _do(self, call: Callable[[publishing.Weights], Awaitable[Result]]) -> Result:

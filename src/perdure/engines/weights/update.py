@@ -1,8 +1,8 @@
-"""New weights for running engines: pause, load, finish, resume, and proof that they are what was meant.
+"""New weights for running engines: pause, load, finish, resume, and prove that they are the right ones.
 
-A version label proves nothing: weights can change without it, and a load that says it succeeded can
-leave old tensors behind. So each engine must give the trainer's own logprobs before it serves again.
-How tensors travel is a `Transfer`; engines that read a folder themselves are `FromDisk`.
+A version label proves nothing: weights can change without it, and a load that reports success can
+leave old tensors behind. So each engine must reproduce the trainer's logprobs before it serves again.
+A `Transfer` moves the tensors; `FromDisk` is the one for engines that read a folder themselves.
 """
 
 import asyncio
@@ -22,56 +22,57 @@ from pydantic import Field, FiniteFloat, model_validator
 from perdure.engines.clients.sglang_control import SglangControl
 from perdure.engines.clients.vllm_control import EngineControl, Scored
 from perdure.engines.roster import Roster, SharedRoster
-from perdure.engines.state import ANY_BOOT, EngineRecord, EngineState, is_fenced, name_of
+from perdure.engines.state import ANY_START, EngineRecord, EngineState, name_of
 from perdure.errors import Boundary, ConfigurationError, ControlPlaneError, PerdureError
 from perdure.storage.base import Store
 from perdure.types import Frozen
 
 UPDATE = "update "
-"""How a hold of ours begins, in the roster."""
+"""Prefix of `held_by` while an update holds an engine."""
 TOLERANCE = 0.2
-"""Between the trainer's logprob and the engine's, in bf16; a model half loaded differs by whole
-units, the weights of one small step before may not."""
+"""Allowed difference of the trainer's and the engine's logprob, in bf16. A half-loaded model differs by
+whole units; the weights of one small training step earlier may not differ that much."""
 NOTICE_S = 2.5
-"""What every gateway needs to have read the roster: twice its polling, and a little."""
+"""Seconds from announcement to pause: twice the gateways' polling interval and a margin, so that every
+gateway has read the roster."""
 InFlight = Literal["resubmit", "keep"]
 
 log = structlog.get_logger()
 
 
 class UpdateRefused(PerdureError):
-    """The new weights are not served: the message says which engine showed what."""
+    """The new weights are not served; the message names the engine and what it showed."""
 
     boundary = Boundary.ENGINE
 
 
-class Canary(Frozen):
-    """What the trainer's model of one version says of a fixed prompt.
+class WeightCanary(Frozen):
+    """A fixed prompt, with the token and logprob that the trainer's model of one version predicts.
 
     Example:
-        Canary(prompt_ids=(785, 4573, 13), token_id=151, logprob=-0.73)
+        WeightCanary(prompt_ids=(785, 4573, 13), token_id=151, logprob=-0.73)
     """
 
     prompt_ids: tuple[int, ...] = Field(min_length=1)
     token_id: int
-    """The greedy token that follows: choose prompts with a clear winner."""
+    """The greedy next token; choose prompts for which it is clearly the most likely."""
     logprob: FiniteFloat
     """Its logprob, at temperature 1."""
     prompt_logprobs: tuple[FiniteFloat, ...] = ()
-    """Of each prompt token given those before it, from the second on, teacher-forced: [P - 1].
-    Compared by their mean distance; not compared when empty."""
+    """Teacher-forced logprob of each prompt token from the second on: [P - 1]. Compared by their mean
+    distance; not compared if empty."""
     tolerance: FiniteFloat = Field(TOLERANCE, gt=0)
 
     @model_validator(mode="after")
-    def _one_logprob_per_token(self) -> "Canary":
+    def _one_logprob_per_token(self) -> "WeightCanary":
         given, wanted = len(self.prompt_logprobs), len(self.prompt_ids) - 1
         if given and given != wanted:
             raise ValueError(f"{given} prompt_logprobs for a prompt with {wanted} to compare")
         return self
 
 
-Canaries = Sequence[Canary]
-"""4 to 8 prompts tell more than one: a load can leave some tensors old."""
+Canaries = Sequence[WeightCanary]
+"""Use 4 to 8 prompts: a load can leave some tensors old, and one prompt may not notice."""
 
 
 class Transfer(Protocol):
@@ -83,7 +84,7 @@ class Transfer(Protocol):
     """
 
     async def load(self, control: EngineControl, version: int) -> None:
-        """Raises: PerdureError; the engine is then condemned, for its tensors may be half new."""
+        """Raises: PerdureError. The engine is then condemned, because some of its tensors may be new."""
         ...
 
 
@@ -107,13 +108,13 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Policy:
-    """How an update meets what is in flight.
+class UpdatePolicy:
+    """How an update treats calls in flight, and how many engines it updates together.
 
-    `in_flight`: `resubmit` ends completions with what they have and goes on with them elsewhere, or
-    here after the canary; `keep` freezes them, and they go on with new weights before the canary.
-    `at_once`: engines that are paused together; the others serve on with the old version.
-    Raises: ConfigurationError when that is none.
+    `in_flight`: `resubmit` aborts them, and they continue on another engine, or here after the
+    canaries; `keep` freezes them, and they continue with the new weights before the canaries.
+    `at_once`: engines that are paused together; the others keep serving the old version.
+    Raises: ConfigurationError if it is below 1.
     """
 
     in_flight: InFlight = "resubmit"
@@ -121,15 +122,15 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.at_once < 1:
-            raise ConfigurationError(f"at_once={self.at_once}: an update needs one engine at least")
+            raise ConfigurationError(f"at_once={self.at_once}: an update needs at least one engine")
 
 
-BY_DEFAULT = Policy()
+DEFAULT_POLICY = UpdatePolicy()
 
 
 @dataclass(frozen=True)
 class Updated:
-    """What an update did to one engine. `paused_s`: seconds from pause to the canary's answer."""
+    """One engine after its update. `paused_s`: seconds from the pause to the canaries' answers."""
 
     engine: str
     paused_s: float
@@ -140,7 +141,7 @@ class WeightUpdates:
 
     Example:
         updates = WeightUpdates(roster, client)
-        canary = Canary(prompt_ids=ids, token_id=151, logprob=-0.73)
+        canary = WeightCanary(prompt_ids=ids, token_id=151, logprob=-0.73)
         await updates.update(8, FromDisk(Path("/ckpt/8")), [canary])
     """
 
@@ -153,7 +154,7 @@ class WeightUpdates:
         control_key: str = "",
         notice_s: float = NOTICE_S,
     ) -> None:
-        """`control_key`: of engines that Perdure guards, in place of `api_key`."""
+        """`control_key`: replaces `api_key` for engines behind an `EngineProxy`."""
         self._roster = roster
         self._client = client
         self._api_key, self._control_key = api_key, control_key
@@ -164,28 +165,30 @@ class WeightUpdates:
         version: int,
         source: Transfer,
         canaries: Canaries,
-        policy: Policy = BY_DEFAULT,
+        policy: UpdatePolicy = DEFAULT_POLICY,
         *,
         previous: Checkpoint | None = None,
     ) -> list[Updated]:
-        """Every engine that serves, `policy.at_once` at a time; the first refusal stops it.
+        """Update every engine that serves, `policy.at_once` at a time; the first failure stops it.
 
-        Engines not reached yet keep the old version and serve on; those that become ready meanwhile
-        are reached too. One whose load failed, or whose canary differs, gets `previous` back and must
-        prove that; without it, or when that fails too, it is condemned: it serves again only after a
-        restart. What an updater that died left paused is taken over. Raises: UpdateRefused,
-        ConfigurationError (a lower version, no canary, or no engine serves).
+        Engines not reached yet keep serving the old version. Engines that become ready during the
+        update get it too. If a load fails or a canary differs, the engine gets `previous` and must
+        prove that. Without `previous`, or if that fails too, it is condemned: it serves again only
+        after a restart. Engines that a dead updater left paused are taken over. Raises:
+        UpdateRefused, ConfigurationError (a lower version, no canary, or no engine serves).
         """
         if not canaries:
-            raise ConfigurationError("weights without a canary are not served: give one at least")
+            raise ConfigurationError(
+                "new weights need at least one canary: without it nothing proves that they were loaded"
+            )
         wanted = Checkpoint(version, source, canaries)
         done: list[Updated] = []
         reached: set[tuple[str, int]] = set()
         serving = await self._serving()
         _check(serving, version)
-        while lacking := [e for e in serving if _lacks(e, version) and _boot(e) not in reached]:
+        while lacking := [e for e in serving if _lacks(e, version) and _start(e) not in reached]:
             batch = lacking[: policy.at_once]
-            reached.update(map(_boot, batch))
+            reached.update(map(_start, batch))
             results = await asyncio.gather(
                 *(self._one(engine, wanted, policy, previous) for engine in batch),
                 return_exceptions=True,
@@ -204,7 +207,7 @@ class WeightUpdates:
         self,
         engine: EngineRecord,
         wanted: Checkpoint,
-        policy: Policy,
+        policy: UpdatePolicy,
         previous: Checkpoint | None,
     ) -> Updated:
         name = engine.name
@@ -221,7 +224,7 @@ class WeightUpdates:
         paused_s = time.monotonic() - started
         try:
             await self._roster.change(lambda roster: _released(roster, record, wanted.version))
-        except UpdateRefused as error:  # the other update may be done, and have proven its own
+        except UpdateRefused as error:  # another update may have finished and proven its version
             await self._condemn(record, str(error))
             raise
         log.info(
@@ -230,9 +233,9 @@ class WeightUpdates:
         return Updated(name, paused_s)
 
     async def _notice(self, record: EngineRecord, *, untouched: bool) -> None:
-        """Until no gateway stamps tokens with the old version any more; nothing is done before.
+        """Wait until no gateway labels tokens with the old version any more.
 
-        Raises: UpdateRefused when somebody else took the engine over meanwhile.
+        Raises: UpdateRefused if another update took the engine over meanwhile.
         """
         try:
             await asyncio.sleep(self._notice_s)
@@ -242,24 +245,25 @@ class WeightUpdates:
                 await asyncio.shield(self._let_go(record))
             raise
         if not _is_held(now, record):
-            raise UpdateRefused(f"engine {record.name} was taken over before its update")
+            raise UpdateRefused(
+                f"another update took over engine {record.name} before this one began"
+            )
 
-    async def _load(self, record: EngineRecord, wanted: Checkpoint, policy: Policy) -> None:
+    async def _load(self, record: EngineRecord, wanted: Checkpoint, policy: UpdatePolicy) -> None:
         """Raises: PerdureError."""
-        api_key = self._control_key if record.guarded else self._api_key
+        api_key = self._control_key if record.behind_proxy else self._api_key
         controlled = SglangControl if record.kind == "sglang" else EngineControl
         control = controlled(record.url, self._client, api_key=api_key)
-        served = record.boot if is_fenced(record.model, record.boot) else record.model
-        await load(control, served, wanted, policy.in_flight)
+        await load(control, record.wire_model, wanted, policy.in_flight)
 
     async def _back(
         self,
         record: EngineRecord,
         previous: Checkpoint | None,
-        policy: Policy,
+        policy: UpdatePolicy,
         error: BaseException,
     ) -> None:
-        """The old version again, proven; else the engine may not serve until it was restarted."""
+        """Load the old version and prove it; if that fails, condemn the engine until it restarts."""
         ours = _is_held(await self._roster.read(), record)
         if ours and previous is not None and isinstance(error, PerdureError):
             try:
@@ -269,11 +273,11 @@ class WeightUpdates:
                 )
                 return
             except PerdureError as failure:
-                log.error("the old weights do not come back", error=str(failure))
+                log.error("cannot restore the previous weights", error=str(failure))
         await self._condemn(record, f"{record.held_by}: {error}")
 
     async def _hold(self, name: str, version: int) -> EngineRecord:
-        """Announced before it is done: gateways send nothing new, and stamp no version."""
+        """Announce the update: gateways then send nothing new and label no token with a version."""
         why = f"{UPDATE}{version}, {secrets.token_hex(4)}"
 
         def held(roster: Roster) -> Roster:
@@ -281,7 +285,7 @@ class WeightUpdates:
             if record is None or not (record.serves or _left_paused(record)):
                 raise UpdateRefused(f"engine {name} stopped serving before its update")
             if (record.version or 0) > version:
-                raise UpdateRefused(f"engine {name} has version {record.version} meanwhile")
+                raise UpdateRefused(f"engine {name} got version {record.version} meanwhile")
             changes = {"held_by": why, "coming": version, "since": time.time()}
             return roster.having(record.to(EngineState.PAUSED, why, **changes))
 
@@ -290,7 +294,7 @@ class WeightUpdates:
         return record
 
     async def _let_go(self, record: EngineRecord) -> None:
-        """It was announced and not touched: gateways see that it does not stand still."""
+        """Release an engine that was announced but never paused; gateways find it serving."""
 
         def let_go(roster: Roster) -> Roster:
             if not _is_held(roster, record):
@@ -300,8 +304,11 @@ class WeightUpdates:
         await self._roster.change(let_go)
 
     async def _condemn(self, record: EngineRecord, why: str) -> None:
-        """Also where another update believes to have released it, and ours came in between; one that
-        has it in hand proves it itself."""
+        """Mark the engine failed until it restarts, because its weights are unknown.
+
+        This includes an engine that another update has just released, if our load overlapped. If
+        that update still holds it, leave it: that update proves it.
+        """
 
         def condemned(roster: Roster) -> Roster:
             now = roster.get(record.name)
@@ -309,18 +316,18 @@ class WeightUpdates:
                 return roster
             if now.held_by not in ("", record.held_by):
                 return roster
-            boot = now.boot or ANY_BOOT
-            changes = {"condemned": boot, "held_by": "", "coming": None, "version": None}
+            start_id = now.start_id or ANY_START
+            changes = {"condemned": start_id, "held_by": "", "coming": None, "version": None}
             return roster.having(now.to(EngineState.DEAD, why, **changes))
 
         await self._roster.change(condemned)
 
 
 async def load(control: EngineControl, model: str, wanted: Checkpoint, in_flight: InFlight) -> None:
-    """Pause one engine, give it a version, resume it and ask for every canary. `model`: the name it
+    """Pause one engine, load a version, resume it and ask for every canary. `model`: the name it
     serves under.
 
-    Raises: PerdureError; nobody may be answered by what it has then.
+    Raises: PerdureError; the engine may then have any weights and must not serve.
     """
     await control.pause("abort" if in_flight == "resubmit" else "keep")
     await _begin(control, wanted.version)
@@ -331,7 +338,7 @@ async def load(control: EngineControl, model: str, wanted: Checkpoint, in_flight
 
 
 async def _begin(control: EngineControl, version: int) -> None:
-    """An update that somebody began and left is ended first: the engine knows one at a time."""
+    """Begin an update. If an earlier one was never finished, finish it first: an engine allows one."""
     try:
         await control.start_update()
     except ControlPlaneError:
@@ -339,7 +346,7 @@ async def _begin(control: EngineControl, version: int) -> None:
         await control.start_update()
 
 
-async def _prove(control: EngineControl, model: str, canary: Canary) -> None:
+async def _prove(control: EngineControl, model: str, canary: WeightCanary) -> None:
     """Raises: UpdateRefused."""
     forced = bool(canary.prompt_logprobs)
     scored = await control.score(model, canary.prompt_ids, prompt_logprobs=forced)
@@ -351,7 +358,9 @@ async def _prove(control: EngineControl, model: str, canary: Canary) -> None:
 def _released(roster: Roster, held: EngineRecord, version: int) -> Roster:
     now = roster.get(held.name)
     if now is None or not _is_held(roster, held):
-        raise UpdateRefused(f"engine {held.name} restarted, or was taken over, during its update")
+        raise UpdateRefused(
+            f"engine {held.name} restarted, or another update took it over, during its update"
+        )
     ready = now.to(EngineState.READY, "", held_by="", coming=None, version=version)
     return roster.having(ready)
 
@@ -359,10 +368,10 @@ def _released(roster: Roster, held: EngineRecord, version: int) -> Roster:
 def _is_held(roster: Roster, held: EngineRecord) -> bool:
     """Whether the engine is still as we announced it."""
     now = roster.get(held.name)
-    return now is not None and (_boot(now), now.held_by) == (_boot(held), held.held_by)
+    return now is not None and (_start(now), now.held_by) == (_start(held), held.held_by)
 
 
-def _boot(record: EngineRecord) -> tuple[str, int]:
+def _start(record: EngineRecord) -> tuple[str, int]:
     return record.name, record.generation
 
 
@@ -370,12 +379,14 @@ def _check(serving: Sequence[EngineRecord], version: int) -> None:
     """Raises: ConfigurationError."""
     if not serving:
         raise ConfigurationError(
-            "no engine is ready, so none can take new weights: a gateway finds out which are, from "
-            "its first call on"
+            "no engine is ready, so none can take new weights: engines become ready once a gateway "
+            "has checked them"
         )
     newest = max((e.version for e in serving if e.version is not None), default=version)
     if version < newest:
-        raise ConfigurationError(f"version {version} is older than {newest}, which is served")
+        raise ConfigurationError(
+            f"version {version} is older than version {newest}, which an engine serves"
+        )
 
 
 def _lacks(record: EngineRecord, version: int) -> bool:
@@ -383,12 +394,12 @@ def _lacks(record: EngineRecord, version: int) -> bool:
 
 
 def _left_paused(record: EngineRecord) -> bool:
-    """Held by an update: another one may go on where that one's process ended. If it has not ended,
-    it finds out when it wants to release the engine, and the canaries prove whose weights won."""
+    """Whether an update holds it: a new update may take it over, because the process may be dead. If
+    the process lives, it notices when it releases the engine; the canaries prove whose weights won."""
     return record.state is EngineState.PAUSED and record.held_by.startswith(UPDATE)
 
 
-def _differs(scored: Scored, canary: Canary) -> str | None:
+def _differs(scored: Scored, canary: WeightCanary) -> str | None:
     if scored.token_id != canary.token_id or not (
         abs(scored.logprob - canary.logprob) <= canary.tolerance
     ):
@@ -409,10 +420,10 @@ def _differs(scored: Scored, canary: Canary) -> str | None:
 async def downloaded(
     store: Store, prefix: str, into: Path | None = None
 ) -> AsyncIterator[FromDisk]:
-    """A checkpoint of the store as a folder, while it is needed: `checkpoints/8/`.
+    """A checkpoint of the store, such as `checkpoints/8/`, as a folder inside this context.
 
-    `into`: a folder that the engines of other hosts see too. One file at a time is in memory.
-    Raises: ConfigurationError when nothing lies there, StoreUnavailable.
+    `into`: a folder that engines on other hosts can read too. One file at a time is in memory.
+    Raises: ConfigurationError if the prefix has no object, StoreUnavailable.
     """
     prefix = prefix.strip("/")
     prefix = f"{prefix}/" if prefix else ""
@@ -426,13 +437,13 @@ async def downloaded(
             found = True
         if not found:
             raise ConfigurationError(f"no checkpoint at {store.url}/{prefix}")
-        Path(folder).chmod(0o755)  # an engine may run as somebody else
+        Path(folder).chmod(0o755)  # an engine may run as another user
         yield FromDisk(Path(folder))
 
 
 @dataclass(frozen=True)
 class FromStore:
-    """A checkpoint of the store, fetched when it is loaded: the engine waits for it."""
+    """A checkpoint of the store, downloaded at load time, while the engine is paused."""
 
     store: Store
     prefix: str

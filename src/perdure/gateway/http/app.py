@@ -22,7 +22,8 @@ from perdure.dialects import anthropic, openai_chat, openai_responses
 from perdure.dialects.base import Answer, Call, Dialect, Refused
 from perdure.engines.base import DEFAULT_MODEL
 from perdure.engines.clients.wire import new_client
-from perdure.engines.configured import Engines, check_engine_settings
+from perdure.engines.configured import ConfiguredEngine, check_engine_settings
+from perdure.engines.pool.metrics import pool_metrics
 from perdure.engines.proxy import engine_keys
 from perdure.engines.roster import StoredRoster, roster_key
 from perdure.errors import (
@@ -76,7 +77,7 @@ class Gateway:
     settings: Settings
     secret: bytes
     sessions: Sessions
-    engines: Engines
+    engine: ConfiguredEngine
     metrics: Metrics
     patience: Patience
 
@@ -100,17 +101,17 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with new_client() as client:
             roster, keys = StoredRoster(store, roster_key(secret)), engine_keys(secret)
-            engines = Engines(settings, client, roster, guard_key=keys.data)
+            engine = ConfiguredEngine(settings, client, roster, home_key=keys.data)
             partials = open_partials(settings, store)
-            sessions = Sessions(journal, engines, model_format, store, metrics, partials=partials)
-            app.state.gateway = Gateway(settings, secret, sessions, engines, metrics, patience)
-            following = asyncio.create_task(engines.follow())
+            sessions = Sessions(journal, engine, model_format, store, metrics, partials=partials)
+            app.state.gateway = Gateway(settings, secret, sessions, engine, metrics, patience)
+            following = asyncio.create_task(engine.follow())
             try:
                 yield
             finally:
                 following.cancel()
                 await partials.aclose()
-                await engines.aclose()
+                await engine.pool.aclose()
 
     return Starlette(
         routes=[
@@ -240,7 +241,7 @@ async def _open(request: Request) -> Response:
 async def _get(request: Request) -> Response:
     gateway, session_id = _gateway(request), request.path_params["session_id"]
     summary = await gateway.sessions.get(session_id)
-    if waits := gateway.engines.waits(session_id):
+    if waits := gateway.engine.pool.waits(session_id):
         if summary.waits is not None:  # the agent tries again: its wait began before this call's
             waits = waits.model_copy(update={"since": min(summary.waits.since, waits.since)})
         summary = summary.model_copy(update={"waits": waits})
@@ -249,7 +250,7 @@ async def _get(request: Request) -> Response:
 
 async def _close(request: Request) -> Response:
     summary = await _gateway(request).sessions.close(request.path_params["session_id"])
-    _gateway(request).engines.left(summary.session_id)
+    _gateway(request).engine.pool.left(summary.session_id)
     return Response(summary.model_dump_json(), media_type="application/json")
 
 
@@ -273,12 +274,13 @@ def _control(handler: Handler) -> Handler:
 
 
 async def _healthz(request: Request) -> Response:
-    return JSONResponse({"status": "ok", "engine": _gateway(request).engines.name})
+    return JSONResponse({"status": "ok", "engine": _gateway(request).engine.name})
 
 
 async def _metrics(request: Request) -> Response:
     gateway = _gateway(request)
-    content = gateway.metrics.text() + gateway.engines.metrics()
+    pool = gateway.engine.pool
+    content = gateway.metrics.text() + (pool_metrics(pool) if pool.engines else b"")
     return Response(content, media_type="text/plain; version=0.0.4")
 
 

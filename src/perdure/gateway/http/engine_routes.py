@@ -17,8 +17,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from perdure.dialects.base import Refused
-from perdure.engines.pool.pool import DRAIN_S, EnginePool, EngineSpec
-from perdure.engines.roster import Roster
+from perdure.engines.pool.pool import EnginePool
+from perdure.engines.roster import DRAIN_S, Roster, add_engine, drain_engine, remove_engine
+from perdure.engines.state import EngineSpec
 from perdure.types import Request as Asked
 
 LARGEST = 1 << 16
@@ -49,13 +50,14 @@ def routes(control: Callable[[Handler], Handler]) -> list[Route]:
 
 async def _list(request: Request) -> Response:
     pool = _pool(request)
-    return JSONResponse({"engines": _shown(await pool.roster(), pool), "waiting": pool.waiting})
+    return JSONResponse({"engines": _shown(await pool.fleet.read(), pool), "waiting": pool.waiting})
 
 
 async def _add(request: Request) -> Response:
     asked = await _read(request, AddEngine)
+    pool = _pool(request)
     try:
-        record = await _pool(request).add(EngineSpec(asked.url, asked.weight))
+        record = await add_engine(pool.fleet, EngineSpec(asked.url, asked.weight), pool.model)
     except ValueError as error:
         raise Refused(400, "invalid_value", f"'url': {error}") from None
     return JSONResponse(record.model_dump(mode="json"))
@@ -63,30 +65,30 @@ async def _add(request: Request) -> Response:
 
 async def _drain(request: Request) -> Response:
     asked = await _read(request, DrainEngine)
-    record = await _pool(request).drain(_name(request), deadline_s=asked.deadline_s)
+    record = await drain_engine(_pool(request).fleet, _name(request), asked.deadline_s)
     return JSONResponse(record.model_dump(mode="json"))
 
 
 async def _remove(request: Request) -> Response:
-    await _pool(request).remove(_name(request))
+    await remove_engine(_pool(request).fleet, _name(request))
     return Response(status_code=204)
 
 
 def _shown(roster: Roster, pool: EnginePool) -> list[dict[str, Any]]:
     shown = []
     for record in roster.engines:
-        if record.removed or (record.from_settings and record.name not in pool.seats):
+        if record.removed or (record.from_settings and record.name not in pool.engines):
             continue
-        seat = pool.seats.get(record.name)
+        engine = pool.engines.get(record.name)
         here = {"agents": pool.leases.agents(record.name)}
-        if seat is not None:
-            here |= {"capacity": seat.capacity.agents, "calls": len(seat.running)}
+        if engine is not None:
+            here |= {"capacity": engine.capacity.agents, "calls": len(engine.running)}
         shown.append({**record.model_dump(mode="json"), **here})
     return shown
 
 
 def _pool(request: Request) -> EnginePool:
-    pool: EnginePool = request.app.state.gateway.engines.pool
+    pool: EnginePool = request.app.state.gateway.engine.pool
     return pool
 
 

@@ -11,14 +11,14 @@ import pytest
 
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import EngineControl, EngineSilent
+from perdure.engines.health import HealthCheck, Load
 from perdure.engines.pool.metrics import pool_metrics
 from perdure.engines.pool.pool import EnginePool
+from perdure.engines.pool.pooled_engine import PooledEngine, RunningCall
 from perdure.engines.pool.salvage import Salvage
-from perdure.engines.pool.seats import Running, Seat
 from perdure.engines.pool.versions import Versions
 from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineRecord, EngineState, name_of
-from perdure.engines.watch import EngineWatch, Load
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import FinishReason
 
@@ -43,11 +43,11 @@ def record(url: str, state: EngineState, **fields: object) -> EngineRecord:
     return EngineRecord.model_validate({**given, **fields})
 
 
-def seated(url: str, client: httpx.AsyncClient) -> Seat:
+def seated(url: str, client: httpx.AsyncClient) -> PooledEngine:
     control = EngineControl(url, client)
-    watch = EngineWatch(control, hang_s=1.0)
+    watch = HealthCheck(control, hang_s=1.0)
     ready = record(url, EngineState.READY, version=7)
-    return Seat(ready, VllmEngine("vllm e", url, client), control, watch)
+    return PooledEngine(ready, VllmEngine("vllm e", url, client), control, watch)
 
 
 async def forever() -> FinishReason:
@@ -55,15 +55,15 @@ async def forever() -> FinishReason:
     return FinishReason.STOP
 
 
-def resumed(seat: Seat, *, since_s: float = 0.0) -> Running:
+def resumed(pooled: PooledEngine, *, since_s: float = 0.0) -> RunningCall:
     """A call that brought 40 tokens of another engine, so long ago."""
     salvage = Salvage()
     salvage.begin("vllm other", 1)
     salvage.add(list(range(40)), [-0.1] * 40, version=7)
     salvage.begin("vllm e", 3)
     began = time.monotonic() - since_s
-    call = Running(asyncio.create_task(forever()), salvage, Versions(), began, 40, began)
-    seat.running.add(call)
+    call = RunningCall(asyncio.create_task(forever()), salvage, Versions(), began, 40, began)
+    pooled.running.add(call)
     return call
 
 
@@ -127,7 +127,7 @@ async def test_a_clock_that_was_ahead_leaves_no_engine_alone_for_hours(
     """When it died is another host's time of day; how long it is left alone is not."""
     ahead = time.time() + HOUR_S
     dead = record(engine.url, EngineState.DEAD, since=ahead, not_before=ahead)
-    watch = EngineWatch(EngineControl(engine.url, client), hang_s=5.0)
+    watch = HealthCheck(EngineControl(engine.url, client), hang_s=5.0)
     verdict = await watch.look(dead, Load())
 
     assert verdict is not None
@@ -146,7 +146,7 @@ async def test_a_clock_that_was_behind_ends_no_patience(
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         begun = record(url, state, since=past, held_by=held)
         control = EngineControl(url, client, probe_s=0.05)
-        verdict = await EngineWatch(control, hang_s=5.0).look(begun, Load())
+        verdict = await HealthCheck(control, hang_s=5.0).look(begun, Load())
 
     assert verdict is None or verdict.state is state
 
@@ -155,7 +155,7 @@ async def test_a_refusal_is_forgotten_when_another_process_proved_the_engine(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
     """Else its calls would be refused, instead of waiting, whenever it is full or paused."""
-    watch = EngineWatch(EngineControl(engine.url, client), hang_s=5.0)
+    watch = HealthCheck(EngineControl(engine.url, client), hang_s=5.0)
     engine.control(kind="status", status=404)
     await watch.look(record(engine.url, EngineState.STARTING), Load())
     refused = watch.refused
@@ -172,11 +172,11 @@ async def test_a_resumed_call_may_queue_as_a_new_one_may(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
     """Tokens of the engine that it lost say nothing of this one: after a death many queue here."""
-    seat = seated(engine.url, client)
-    call = resumed(seat, since_s=30.0)
-    seat.evict_stalled(1.0, begun_only=True)
+    pooled = seated(engine.url, client)
+    call = resumed(pooled, since_s=30.0)
+    pooled.evict_stalled(1.0, begun_only=True)
     queued = call.evicted
-    seat.evict_stalled(1.0)
+    pooled.evict_stalled(1.0)
 
     assert (queued, call.evicted is not None) == (None, True)
 
@@ -185,15 +185,15 @@ async def test_each_update_that_a_turn_meets_is_judged_by_itself(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
     """Proof of the first is none of the second."""
-    seat = seated(engine.url, client)
-    call = resumed(seat)
+    pooled = seated(engine.url, client)
+    call = resumed(pooled)
     for version in (8, 9):
         held = f"update {version}"
-        paused = seat.record.to(EngineState.PAUSED, held, held_by=held, coming=version)
-        seat.become(paused, 1.0)
+        paused = pooled.record.to(EngineState.PAUSED, held, held_by=held, coming=version)
+        pooled.become(paused, 1.0)
         call.salvage.add([version], [-0.1], version=None)
         if version == 8:
-            seat.become(paused.to(EngineState.READY, held_by="", coming=None, version=8), 1.0)
+            pooled.become(paused.to(EngineState.READY, held_by="", coming=None, version=8), 1.0)
 
     assert not call.judged.is_set()
     assert call.salvage.sure == 41
@@ -214,8 +214,8 @@ def test_what_an_engine_calls_tokens_is_taken_whole_or_not_at_all() -> None:
 async def test_a_version_that_nobody_knows_is_not_shown_as_zero(client: httpx.AsyncClient) -> None:
     """Versions count from 0: the metric has a number of its own for unknown."""
     pool = EnginePool(LoneRoster(), client)
-    seat = seated("http://10.0.0.7:8000", client)
-    seat.record = seat.record.model_copy(update={"version": None})
-    pool._fleet.seats["10.0.0.7:8000"] = seat
+    pooled = seated("http://10.0.0.7:8000", client)
+    pooled.record = pooled.record.model_copy(update={"version": None})
+    pool.fleet.engines["10.0.0.7:8000"] = pooled
 
     assert b'perdure_engine_policy_version{engine="10.0.0.7:8000"} -1.0' in pool_metrics(pool)

@@ -1,14 +1,14 @@
 """Weights from a folder, for vLLM: `pip install --no-deps perdure` in the engine's environment, then
 `vllm serve ... --weight-transfer-config '{"backend": "perdure-disk"}'`.
 
-Runs inside vLLM and imports nothing else of Perdure. Checked against vLLM 0.32.
+Runs inside vLLM and imports nothing of Perdure. Checked against vLLM 0.32.
 """
 
 # mypy: ignore-errors
 # vLLM is installed with the engines, never with us.
 
 BACKEND = "perdure-disk"
-MODULE = "perdure.serving.vllm_plugin_engine"
+MODULE = "perdure.serving.inside_vllm.from_folder"
 
 
 def register() -> None:
@@ -16,7 +16,7 @@ def register() -> None:
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
-        return  # a vLLM before weight transfer: whoever asks for the backend is told by vLLM
+        return  # a vLLM without weight transfer: it reports itself that the backend is unknown
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, MODULE, "FromFolder")

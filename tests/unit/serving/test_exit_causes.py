@@ -2,8 +2,8 @@
 
 import pytest
 
-from perdure.engines.plan import EnginePlan
-from perdure.serving.verdicts import verdict
+from perdure.serving.exit_causes import exit_cause
+from perdure.serving.plan import EnginePlan
 
 PYDANTIC = "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
 NEEDED = (
@@ -32,7 +32,7 @@ ENDED = "RuntimeError: Engine core initialization failed. See root cause above.\
         (
             f"{PYDANTIC}  Value error, User-specified max_model_len (4000000) is greater than the "
             "derived max_model_len (max_position_embeddings=32768.0 or model_max_length=None in",
-            "--max-model-len 4000000 is more than the 32768 tokens",
+            "--max-model-len 4000000 exceeds the model's maximum of 32768 tokens",
             True,
         ),
         (
@@ -43,7 +43,7 @@ ENDED = "RuntimeError: Engine core initialization failed. See root cause above.\
         ),
         (
             "ValueError: Free memory on device cuda:0 (3.1/79.2 GiB) on startup is less than desired",
-            "something else occupies part of the memory",
+            "another process uses part of the memory",
             False,
         ),
         ("torch.OutOfMemoryError: CUDA out of memory.", "out of GPU memory", True),
@@ -70,7 +70,11 @@ ENDED = "RuntimeError: Engine core initialization failed. See root cause above.\
         ),
         ("RuntimeError: Cannot find any model weights with `/m`", "no weights in m", True),
         ("huggingface_hub.errors.GatedRepoError: 401 Client Error.", "HF_TOKEN", True),
-        ("vllm: error: unrecognized arguments: --wings 3", "no argument --wings 3", True),
+        (
+            "vllm: error: unrecognized arguments: --wings 3",
+            "does not know the argument --wings 3",
+            True,
+        ),
         (
             "vllm serve: error: argument --max-model-len: invalid human_readable_int_or_auto value",
             "refuses argument --max-model-len: invalid",
@@ -85,15 +89,15 @@ ENDED = "RuntimeError: Engine core initialization failed. See root cause above.\
         ("something new\n", "status 3; its last line: something new", False),
     ],
 )
-def test_the_last_words_become_a_verdict(said: str, told: str, final: bool) -> None:
+def test_the_end_of_a_log_becomes_a_cause(said: str, told: str, final: bool) -> None:
     """A start that cannot succeed is told as such, with what to change; any other is tried again."""
-    found = verdict(EnginePlan(model="m"), 3, said)
+    found = exit_cause(EnginePlan(model="m"), 3, said)
 
     assert (told in found.text, found.final) == (True, final), found.text
 
 
 def test_a_kill_names_its_likely_cause() -> None:
     """Nothing in the log explains signal 9; most often the kernel wanted the memory."""
-    found = verdict(EnginePlan(model="m"), 137, "INFO loading\n")
+    found = exit_cause(EnginePlan(model="m"), 137, "INFO loading\n")
 
     assert ("out of memory" in found.text, found.final) == (True, False)

@@ -1,7 +1,7 @@
 """vLLM's side of `perdure.engines.weights.update.FromDisk`: each worker reads a checkpoint folder itself.
 
-Imported by vLLM alone, when the plugin beside it was chosen. `{"path": "/ckpt/8"}` is one update:
-a Hugging Face checkpoint of the model that is served.
+Only vLLM imports it, if `plugin` was chosen as its backend. `{"path": "/ckpt/8"}` is one update: a
+Hugging Face checkpoint of the served model.
 """
 
 # mypy: ignore-errors
@@ -30,7 +30,7 @@ class Folder(WeightTransferUpdateInfo):
 
 
 class FromFolder(WeightTransferEngine[NoInit, Folder]):
-    """vLLM's own loader, in place, into the model that is running."""
+    """Loads in place into the running model, by vLLM's own loader."""
 
     init_info_cls = NoInit
     update_info_cls = Folder

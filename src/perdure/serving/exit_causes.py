@@ -1,26 +1,26 @@
-"""What the last words of an engine server mean: one line for people, and whether to try again.
+"""Why an engine server ended: one line for people, and whether to start it again.
 
-Owns the texts that vLLM 0.32 and SGLang 0.5 end with; `replica` brings the log.
+Owns the messages with which vLLM 0.32 and SGLang 0.5 end; `replica` reads the log.
 """
 
 import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from perdure.engines.plan import EnginePlan
+from perdure.serving.plan import EnginePlan
 
 PORT_TAKEN = "the port was taken meanwhile"
 TAIL_BYTES = 65_536
 
 
-class Verdict(NamedTuple):
-    """Why a start failed. `final`: it would fail the same way again."""
+class ExitCause(NamedTuple):
+    """Why a server ended. `final`: another start would end the same way."""
 
     text: str
     final: bool = False
 
 
-LAST_WORDS: tuple[tuple[str, str, bool], ...] = (
+CAUSES: tuple[tuple[str, str, bool], ...] = (
     (r"address already in use|\[Errno 98\]", PORT_TAKEN, False),
     (
         r"No available memory for the cache blocks",
@@ -39,7 +39,7 @@ LAST_WORDS: tuple[tuple[str, str, bool], ...] = (
     (
         r"max_model_len \((?P<asked>\d+)\) is greater than the derived max_model_len "
         r"\(\w+=(?P<most>\d+)",
-        "--max-model-len {asked} is more than the {most} tokens that the model was made for",
+        "--max-model-len {asked} exceeds the model's maximum of {most} tokens",
         True,
     ),
     (
@@ -49,7 +49,7 @@ LAST_WORDS: tuple[tuple[str, str, bool], ...] = (
     ),
     (
         r"Free memory on device .* is less than|less than desired CPU memory utilization",
-        "something else occupies part of the memory; end it, or lower --gpu-memory-utilization",
+        "another process uses part of the memory; end it, or lower --gpu-memory-utilization",
         False,
     ),
     (
@@ -74,13 +74,13 @@ LAST_WORDS: tuple[tuple[str, str, bool], ...] = (
     (
         r"World size \((?P<asked>\d+)\) is larger than the number of available GPUs "
         r"\((?P<there>\d+)\)",
-        "{asked} GPUs are needed and the replica sees {there}: give it more with "
-        "--gpus-per-replica, or lower the parallel sizes in --vllm-args",
+        "{asked} GPUs are needed and the replica sees {there}: raise --gpus-per-replica, or lower the "
+        "parallel sizes in --vllm-args",
         True,
     ),
     (
         r"Failed to infer device type|No CUDA GPUs are available|NVIDIA driver on your system",
-        "the engine finds no GPU that it can use: check the node's driver, and --gpus-per-replica",
+        "the engine finds no GPU that it can use: check the node's driver and --gpus-per-replica",
         True,
     ),
     (
@@ -98,8 +98,8 @@ LAST_WORDS: tuple[tuple[str, str, bool], ...] = (
         r"RepositoryNotFoundError|is not a local folder and is not a valid model identifier|"
         r"LocalEntryNotFoundError|OfflineModeIsEnabled|HFValidationError|"
         r"ensure the presence of a 'config.json'",
-        "model not found: {model} is no folder with a config.json on the node, and no name that "
-        "the hub could be asked for",
+        "model not found: {model} is no folder with a config.json on the node, and the hub has no such "
+        "model or could not be reached",
         True,
     ),
     (
@@ -109,13 +109,12 @@ LAST_WORDS: tuple[tuple[str, str, bool], ...] = (
     ),
     (
         r"trust[-_]remote[-_]code(=True)?` (?:in LLM|flag)|requires you to execute the config",
-        "the model brings code of its own: where you trust it, add --trust-remote-code to "
-        "--vllm-args",
+        "the model contains its own code: if you trust it, add --trust-remote-code to --vllm-args",
         True,
     ),
     (
         r"error: unrecognized arguments: (?P<detail>.*)",
-        "the server knows no argument {detail}",
+        "the server does not know the argument {detail}",
         True,
     ),
     (r"error: (?P<detail>argument .*)", "the server refuses {detail}", True),
@@ -127,25 +126,25 @@ LAST_WORDS: tuple[tuple[str, str, bool], ...] = (
     ),
     (r"No space left on device", "the node's disk is full", False),
 )
-"""Pattern of the log, verdict, and whether trying again is pointless; first match first. `{a? text}`
-stays where the group `a` matched."""
+"""Pattern in the log, its cause, and whether it is final; the first match counts. `{a? text}` is kept
+only if the group `a` matched."""
 
-CAUSE = re.compile(
+ERROR_LINE = re.compile(
     r"^(?:\([^)]*\) )?(?:ERROR .*?\] )?(?:\w+\.)*\w*(?:Error|Exception): (.+)$", re.M
 )
 NO_CAUSE = "Engine core initialization failed"
 
 
-def verdict(plan: EnginePlan, status: int, tail: str) -> Verdict:
-    """What ended a server, from its exit status and the end of its log."""
-    for pattern, text, final in LAST_WORDS:
+def exit_cause(plan: EnginePlan, status: int, tail: str) -> ExitCause:
+    """Why a server ended, from its exit status and the end of its log."""
+    for pattern, text, final in CAUSES:
         if found := re.search(pattern, tail, re.IGNORECASE):
             said = {name: (value or "").strip() for name, value in found.groupdict().items()}
-            return Verdict(_filled(text, {**said, "model": plan.model}), final)
+            return ExitCause(_filled(text, {**said, "model": plan.model}), final)
     if status == 128 + 9:
-        return Verdict("the server was killed (signal 9): most often the node ran out of memory")
+        return ExitCause("the server was killed (signal 9): most often the node ran out of memory")
     ended = f"signal {status - 128}" if status > 128 else f"status {status}"
-    return Verdict(f"the server ended with {ended}{_last_cause(tail)}")
+    return ExitCause(f"the server ended with {ended}{_last_cause(tail)}")
 
 
 def _filled(text: str, facts: dict[str, str]) -> str:
@@ -156,8 +155,8 @@ def _filled(text: str, facts: dict[str, str]) -> str:
 
 
 def _last_cause(tail: str) -> str:
-    """The last error that says something; servers end with warnings and with what follows from it."""
-    causes = [said for said in CAUSE.findall(tail) if NO_CAUSE not in said]
+    """The last informative error; after it, servers log warnings and consequences."""
+    causes = [said for said in ERROR_LINE.findall(tail) if NO_CAUSE not in said]
     if causes:
         return f": {causes[-1].strip()[:200]}"
     lines = [line for line in tail.splitlines() if line.strip()]

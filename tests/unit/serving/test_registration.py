@@ -2,19 +2,13 @@
 
 import pytest
 
-from perdure.engines.plan import EnginePlan
-from perdure.engines.registration import (
-    Registration,
-    add_engine,
-    drain_engine,
-    lacks,
-    remove_engine,
-)
-from perdure.engines.roster import LoneRoster
-from perdure.engines.state import EngineRecord, EngineState
+from perdure.engines.roster import LoneRoster, add_engine, drain_engine, remove_engine
+from perdure.engines.state import EngineRecord, EngineSpec, EngineState
 from perdure.engines.weights.publishing import Published
 from perdure.engines.weights.update import _left_paused
 from perdure.errors import NotFound
+from perdure.serving.plan import EnginePlan
+from perdure.serving.registration import ReplicaRegistration, lacks
 
 PLAN = EnginePlan(model="m")
 URL = "http://127.0.0.1:8000"
@@ -23,7 +17,7 @@ PUBLISHED = Published(version=8, source="/checkpoints/8")
 
 async def test_a_generation_is_given_once() -> None:
     """Two boots never get the same fencing number, registered or not."""
-    pool = Registration(LoneRoster())
+    pool = ReplicaRegistration(LoneRoster())
 
     given = [await pool.reserve_generation() for _ in range(3)]
 
@@ -34,7 +28,7 @@ async def test_a_replica_joins_under_the_generation_it_was_started_with() -> Non
     """The roster's generation is the one in the name that requests carry."""
     roster = LoneRoster()
 
-    name = await Registration(roster).join(PLAN, URL, 5)
+    name = await ReplicaRegistration(roster).join(PLAN, URL, 5)
 
     record = (await roster.read()).get(name)
     assert record is not None
@@ -42,7 +36,7 @@ async def test_a_replica_joins_under_the_generation_it_was_started_with() -> Non
 
 
 async def joined(roster: LoneRoster, published: Published | None) -> EngineRecord:
-    name = await Registration(roster).join(PLAN, URL, 5, published)
+    name = await ReplicaRegistration(roster).join(PLAN, URL, 5, published)
     record = (await roster.read()).get(name)
     assert record is not None
     return record
@@ -53,7 +47,7 @@ async def test_a_replica_takes_no_session_before_it_has_what_was_published() -> 
     roster = LoneRoster()
     record = await joined(roster, PUBLISHED)
     assert (record.state, lacks(record, PUBLISHED)) == (EngineState.PAUSED, True)
-    pool = Registration(roster)
+    pool = ReplicaRegistration(roster)
     held = await pool.hold(record.name, 5, 8)
     assert held is not None
 
@@ -69,10 +63,10 @@ async def test_a_replica_that_cannot_have_what_was_published_never_serves() -> N
     """Its boot is condemned, with the reason."""
     roster = LoneRoster()
     record = await joined(roster, PUBLISHED)
-    held = await Registration(roster).hold(record.name, 5, 8)
+    held = await ReplicaRegistration(roster).hold(record.name, 5, 8)
     assert held is not None
 
-    await Registration(roster).caught_up(held, "no checkpoint there")
+    await ReplicaRegistration(roster).caught_up(held, "no checkpoint there")
 
     dead = (await roster.read()).get(record.name)
     assert dead is not None
@@ -97,7 +91,7 @@ async def test_a_replica_that_a_trainer_holds_is_not_taken_from_it() -> None:
     update = record.to(EngineState.PAUSED, held_by="update 9, 1234", coming=9)
     await roster.change(lambda now: now.having(update))
 
-    held = await Registration(roster).hold(record.name, 5, 8)
+    held = await ReplicaRegistration(roster).hold(record.name, 5, 8)
 
     assert held is None
     assert not lacks(update, PUBLISHED)
@@ -121,7 +115,7 @@ async def test_a_replica_that_a_trainer_made_newer_meanwhile_keeps_that() -> Non
     newer = record.to(EngineState.READY, version=9)
     await roster.change(lambda now: now.having(newer))
 
-    held = await Registration(roster).hold(record.name, 5, 8)
+    held = await ReplicaRegistration(roster).hold(record.name, 5, 8)
 
     assert held is None
     assert (await roster.read()).get(record.name) == newer
@@ -130,7 +124,7 @@ async def test_a_replica_that_a_trainer_made_newer_meanwhile_keeps_that() -> Non
 async def test_a_late_goodbye_does_not_touch_the_next_boot() -> None:
     """A boot that leaves an address takes only itself out of the pool."""
     roster = LoneRoster()
-    pool = Registration(roster)
+    pool = ReplicaRegistration(roster)
     await pool.join(PLAN, URL, 1)
     name = await pool.join(PLAN, URL, 2)
 
@@ -142,9 +136,9 @@ async def test_a_late_goodbye_does_not_touch_the_next_boot() -> None:
 async def test_a_notice_sets_the_deadline() -> None:
     """A replica on a leaving node takes nothing new, and is known to end at the deadline."""
     roster = LoneRoster()
-    name = await Registration(roster).join(PLAN, URL, 1)
+    name = await ReplicaRegistration(roster).join(PLAN, URL, 1)
 
-    await Registration(roster).drain(name, 1, 1234.0)
+    await ReplicaRegistration(roster).drain(name, 1, 1234.0)
 
     record = (await roster.read()).get(name)
     assert record is not None
@@ -154,9 +148,9 @@ async def test_a_notice_sets_the_deadline() -> None:
 async def test_an_engine_added_again_gets_another_weight() -> None:
     """Adding is safe to repeat: generation and state stay."""
     roster = LoneRoster()
-    first = await add_engine(roster, f"{URL}/v1", "policy", 1.0)
+    first = await add_engine(roster, EngineSpec(f"{URL}/v1"), "policy")
 
-    again = await add_engine(roster, URL, "policy", 3.0)
+    again = await add_engine(roster, EngineSpec(URL, 3.0), "policy")
 
     assert again == first.model_copy(update={"weight": 3.0})
 
@@ -164,10 +158,10 @@ async def test_an_engine_added_again_gets_another_weight() -> None:
 async def test_a_removed_engine_can_be_added_as_a_new_generation() -> None:
     """Out is out: what comes back is fenced from what was there."""
     roster = LoneRoster()
-    first = await add_engine(roster, URL, "policy", 1.0)
+    first = await add_engine(roster, EngineSpec(URL), "policy")
     await remove_engine(roster, first.name)
 
-    again = await add_engine(roster, URL, "policy", 1.0)
+    again = await add_engine(roster, EngineSpec(URL), "policy")
 
     assert (again.generation > first.generation, again.removed) == (True, False)
 
@@ -175,10 +169,10 @@ async def test_a_removed_engine_can_be_added_as_a_new_generation() -> None:
 async def test_a_draining_engine_that_is_added_again_is_taken_back() -> None:
     """Whoever adds it is told that it takes sessions: it does not leave at the old deadline."""
     roster = LoneRoster()
-    first = await add_engine(roster, URL, "policy", 1.0)
+    first = await add_engine(roster, EngineSpec(URL), "policy")
     await drain_engine(roster, first.name, 300.0)
 
-    again = await add_engine(roster, URL, "policy", 1.0)
+    again = await add_engine(roster, EngineSpec(URL), "policy")
 
     assert (again.state, again.drain_by) == (EngineState.STARTING, None)
 

@@ -1,0 +1,193 @@
+"""One health check of one engine: does it answer, is it the same process, does it still sample?
+
+Owns the finding. Health routes prove nothing, because they answer while the scheduler hangs; a token
+and the step counter do. The gateway's pool records the finding and acts on it.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from perdure.engines.clients.vllm_control import EngineControl, EngineRefused, EngineSilent, Vitals
+from perdure.engines.roster import Roster
+from perdure.engines.state import ANY_START, EngineRecord, EngineState, is_fenced
+from perdure.errors import ControlPlaneError
+
+SUSPECT_PROBE_S = 10.0
+"""Seconds that a suspect or dead engine has to sample one token."""
+HELD_S = 3600.0
+"""Seconds after which an update that still holds an engine counts as dead; the engine is condemned."""
+
+
+class Finding(NamedTuple):
+    """The state an engine was found in. `start_id` and `version`: as the engine reports them."""
+
+    state: EngineState
+    reason: str = ""
+    start_id: str = ""
+    version: int | None = None
+
+
+@dataclass
+class Load:
+    """This process's calls on the engine. `progress`: `time.monotonic()` of the newest token, or of
+    the start of the oldest call, whichever is later."""
+
+    in_flight: int = 0
+    progress: float = 0.0
+
+
+class HealthCheck:
+    """Checks one engine again and again, and remembers what this process has seen of it."""
+
+    def __init__(self, control: EngineControl, *, hang_s: float) -> None:
+        self._control = control
+        self._hang_s = hang_s
+        self.vitals = Vitals()
+        self.refused = ""
+        """Why it will never serve as configured: a wrong model name, a wrong key."""
+        self._moved_at = time.monotonic()
+        self._period: object = None
+        self._period_began = 0.0
+
+    def waited(self, record: EngineRecord) -> float:
+        """Seconds since this process first saw it in its present state; hosts' clocks may differ."""
+        if self._period != _period(record):
+            self._period, self._period_began = _period(record), time.monotonic()
+        return time.monotonic() - self._period_began
+
+    async def look(self, record: EngineRecord, load: Load) -> Finding | None:
+        """The state it should change to, or None to leave it as it is."""
+        waited = self.waited(record)
+        match record.state:
+            case EngineState.READY:
+                self.refused = ""  # another process may have proven it
+                return await self._check(record, load)
+            case EngineState.STARTING | EngineState.SUSPECT:
+                return await self._prove(record)
+            case EngineState.DEAD if not record.removed and waited >= record.backoff_s:
+                return await self._prove(record)
+            case EngineState.PAUSED:
+                return await self._paused(record)
+            case _:
+                return None
+
+    async def _check(self, record: EngineRecord, load: Load) -> Finding | None:
+        try:
+            vitals = await self._control.vitals()
+        except EngineSilent as silent:
+            return Finding(EngineState.DEAD if silent.gone else EngineState.SUSPECT, str(silent))
+        except ControlPlaneError:
+            vitals = self.vitals  # without metrics, only its tokens show whether it hangs
+        restarted = self._note(vitals)
+        if restarted or _another_process(record, vitals):
+            return Finding(EngineState.DEAD, "another process answers at its address")
+        if await self._is_paused():
+            return Finding(EngineState.PAUSED, "paused from outside")
+        now = time.monotonic()
+        if load.in_flight and now - max(load.progress, self._moved_at) > self._hang_s:
+            return Finding(
+                EngineState.SUSPECT,
+                f"no token for {self._hang_s:.0f} s while {load.in_flight} calls wait",
+            )
+        return None
+
+    def _note(self, vitals: Vitals) -> bool:
+        """Remember when its counters last moved. True if they fell, which means a restart."""
+        before, self.vitals = self.vitals, vitals
+        if (vitals.steps, vitals.tokens) != (before.steps, before.tokens):
+            self._moved_at = time.monotonic()
+        if before.tokens is None or vitals.tokens is None:
+            return False
+        return vitals.tokens < before.tokens
+
+    async def _prove(self, record: EngineRecord) -> Finding | None:
+        try:
+            return await self._proven(record)
+        except EngineRefused as refused:
+            self.refused = str(refused)
+            return _unchanged(record, refused)
+        except EngineSilent as silent:
+            lost = silent.gone or self.waited(record) > self._hang_s
+            if record.state is EngineState.SUSPECT and lost:
+                return Finding(EngineState.DEAD, str(silent))
+            return _unchanged(record, silent)
+        except ControlPlaneError as error:
+            return _unchanged(record, error)
+
+    async def _proven(self, record: EngineRecord) -> Finding | None:
+        try:
+            vitals = await self._control.vitals()
+        except EngineRefused:
+            vitals = Vitals()
+        start_id = await self._control.start_id(record.model, vitals)
+        if not record.may_return(start_id):
+            return None
+        if await self._is_paused():
+            return Finding(EngineState.PAUSED, "paused from outside", start_id)
+        served = start_id if is_fenced(record.model, start_id) else record.model
+        timeout_s = min(SUSPECT_PROBE_S, self._hang_s)
+        if record.state is EngineState.STARTING:
+            timeout_s = self._hang_s
+        await self._control.round_trip(served, timeout_s=timeout_s)
+        self.refused, self.vitals = "", vitals
+        self._moved_at = time.monotonic()
+        return Finding(EngineState.READY, "", start_id, await self._version())
+
+    async def _paused(self, record: EngineRecord) -> Finding | None:
+        if record.held_by:
+            held = self.waited(record) > HELD_S
+            return Finding(EngineState.DEAD, f"{record.held_by} never ended") if held else None
+        return None if await self._is_paused() else await self._prove(record)
+
+    async def _is_paused(self) -> bool:
+        try:
+            return await self._control.is_paused() is True
+        except ControlPlaneError:
+            return False  # the token probe or the missing progress will show it
+
+    async def _version(self) -> int | None:
+        try:
+            return await self._control.version()
+        except ControlPlaneError:
+            return None
+
+
+def _unchanged(record: EngineRecord, error: Exception) -> Finding | None:
+    """The same state with a new reason; None if the reason is known already."""
+    return None if record.reason == str(error) else Finding(record.state, str(error))
+
+
+def _another_process(record: EngineRecord, vitals: Vitals) -> bool:
+    if is_fenced(record.model, record.start_id):
+        return False  # requests carry the fenced name, and another start answers 404 to it
+    return bool(record.start_id and vitals.started) and record.start_id != vitals.started
+
+
+def apply(roster: Roster, seen: EngineRecord, finding: Finding) -> Roster:
+    """The roster after a finding about `seen`; unchanged if the engine's record moved on since."""
+    now = roster.get(seen.name)
+    if now is None or _period(now) != _period(seen):
+        return roster
+    if finding.state in (EngineState.READY, EngineState.PAUSED):
+        return _came_back(roster, now, finding)
+    condemned = now.start_id or ANY_START
+    held = finding.state is EngineState.DEAD and now.held_by
+    changes = {"condemned": condemned, "held_by": ""} if held else {}
+    return roster.having(now.to(finding.state, finding.reason, **changes))
+
+
+def _period(record: EngineRecord) -> tuple[int, EngineState, float]:
+    """Identifies one stay in one state: an engine that was updated and is ready again has a new one,
+    so a check from before says nothing about it."""
+    return record.generation, record.state, record.since
+
+
+def _came_back(roster: Roster, now: EngineRecord, finding: Finding) -> Roster:
+    """A dead engine that answers, or a restarted one, gets a new generation."""
+    differs = bool(now.start_id and finding.start_id and now.start_id != finding.start_id)
+    if now.state is EngineState.DEAD or differs:
+        now = now.reborn(roster.next_generation, finding.start_id)
+    version = now.version if finding.version is None else finding.version
+    start_id = finding.start_id or now.start_id
+    return roster.having(now.to(finding.state, finding.reason, start_id=start_id, version=version))

@@ -1,0 +1,1 @@
+"""Programs that run inside vLLM, never in a process of Perdure."""

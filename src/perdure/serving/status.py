@@ -1,0 +1,53 @@
+"""What the manager last saw of its replicas, as an object of the store that `perdure` shows."""
+
+from pydantic import Field
+
+from perdure.errors import NotFound
+from perdure.storage.base import Store
+from perdure.types import Frozen
+
+
+class ReplicaStatus(Frozen):
+    """One replica of the plan, as the manager sees it."""
+
+    index: int
+    state: str
+    """`waiting` (for room on a node), `starting`, `ready`, `backing off`, `given up`."""
+    generation: int = 0
+    engine: str = ""
+    """`host:port`; empty until the replica has joined the pool."""
+    node: str = ""
+    log: str = ""
+    reason: str = ""
+
+
+class PoolStatus(Frozen):
+    """What `perdure engines list` shows of the replicas that Ray runs."""
+
+    address: str = ""
+    """Of the Ray cluster."""
+    dashboard: str = ""
+    model: str = ""
+    replicas: tuple[ReplicaStatus, ...] = ()
+    leaving: tuple[ReplicaStatus, ...] = ()
+    at: float = Field(0.0)
+    """Unix seconds."""
+
+    @property
+    def managed(self) -> frozenset[str]:
+        return frozenset(one.engine for one in (*self.replicas, *self.leaving) if one.engine)
+
+
+async def read_status(store: Store, roster_key: str) -> PoolStatus:
+    try:
+        return PoolStatus.model_validate_json((await store.get(_key(roster_key))).data)
+    except NotFound:
+        return PoolStatus()
+
+
+async def write_status(store: Store, roster_key: str, status: PoolStatus) -> None:
+    await store.put(_key(roster_key), status.model_dump_json(indent=1).encode())
+
+
+def _key(roster_key: str) -> str:
+    return f"{roster_key.removesuffix('.json')}.replicas.json"
