@@ -6,11 +6,13 @@ files in `SPREAD` share nothing, so any process takes any of them. `-n 0` runs a
 the other, in one process.
 """
 
+import functools
+import importlib
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
@@ -64,6 +66,27 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if len(paths) == 1 and paths[0].is_file():
         return 0
     return PER_CORE * (os.cpu_count() or 1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _authorities_are_read_once() -> None:
+    """Each httpx client reads all certificate authorities, which takes 20 ms; tests make thousands.
+
+    Clients with the same settings share the TLS context that the first of them made.
+    """
+    default: Any = importlib.import_module("httpx._transports.default")
+    create = default.create_ssl_context
+
+    @functools.cache
+    def shared(trust_env: bool, *_: str | None) -> Any:
+        return create(trust_env=trust_env)
+
+    def context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> Any:
+        if verify is not True or cert is not None:
+            return create(verify, cert, trust_env)
+        return shared(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+    default.create_ssl_context = context
 
 
 @pytest.fixture(scope="session")
