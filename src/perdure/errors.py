@@ -2,7 +2,7 @@
 
 PerdureError
 ├── RetryHere            the call failed, nothing happened, or repeating it is safe: try again here
-│   ├── ControlPlaneError    a provider answered 5xx, or a passing 401; `retry_after` in seconds
+│   ├── ControlPlaneError    a provider answered 5xx, or a transient 401; `retry_after` in seconds
 │   │   └── RateLimited          429: too many creates at a time, or too many sandboxes at once
 │   ├── StoreUnavailable     the store could not be reached
 │   └── GatewayUnavailable   the gateway or every engine behind it could not be reached
@@ -11,14 +11,14 @@ PerdureError
 ├── GiveUp               this rollout cannot succeed as specified: finish it with a status
 │   ├── InstanceError        the row, its environment or its tests are defective (data)
 │   ├── AgentError           the agent could not be installed or launched
-│   └── PolicyTooStale       every engine has newer weights than its group may be sampled by
+│   └── PolicyTooStale       every engine serves newer weights than its group allows
 ├── ActionNeeded         a person must act: stop the run
 │   ├── ConfigurationError   a setting, flag or request field is wrong; the message names it and the fix
 │   └── MissingDependency    a program or package is absent; the message says how to install it
 ├── NoResult                 the run, group or rollout that was waited for ended without a result
-│   └── Cancelled                somebody cancelled it
+│   └── Cancelled                a user cancelled it
 ├── NotFound             no such key, sandbox, instance or run
-└── PreconditionFailed   a conditional write lost to another writer
+└── PreconditionFailed   another writer changed the object before a conditional write
 
 A command that exits non-zero is a value (`ExecStatus`), never an exception. An infrastructure
 failure is never reward 0: it is raised as one of these and ends as `reward: null`.
@@ -71,7 +71,7 @@ class ControlPlaneError(RetryHere):
 
 
 class RateLimited(ControlPlaneError):
-    """429. `limit`: `rate` passes by itself; `concurrency` when one of our sandboxes is killed."""
+    """429. `limit`: `rate` ends after a while; `concurrency` ends once one of our sandboxes is killed."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class OutcomeUnknown(PerdureError):
 
 
 class SandboxLost(PerdureError):
-    """Terminal for this sandbox; the workflow boots a new attempt and keeps the old evidence."""
+    """Final for this sandbox; the workflow boots a new attempt and keeps the old one's files."""
 
     boundary = Boundary.SANDBOX
 
@@ -133,7 +133,7 @@ class MissingDependency(ActionNeeded):
 
 
 class NoResult(PerdureError):
-    """The message says why; Temporal's own error, with all it knows, is the `__cause__`."""
+    """The message says why; Temporal's own error is the `__cause__`."""
 
 
 class Cancelled(NoResult):

@@ -1,7 +1,7 @@
 """What all processes of a home share: its secret, and the sandbox providers it has used.
 
-Session keys, the control token and the name of the engines' roster derive from the secret; how each
-is derived is the business of the room that uses it.
+Session keys, the control token, the engines' keys and the name of their roster derive from the secret.
+The package that uses a key derives it.
 """
 
 import os
@@ -18,10 +18,10 @@ SHORTEST_SECRET = 16
 
 
 def load_secret(settings: Settings) -> bytes:
-    """The secret from which session keys and the control token derive: PERDURE_SECRET where given
-    (many hosts), else a file under the home that the first process creates.
+    """The home's secret: PERDURE_SECRET if set (for many hosts), otherwise a file under the home, which
+    the first process creates.
 
-    Raises: ConfigurationError when it is too short or cannot be read.
+    Raises: ConfigurationError if it is too short or cannot be read.
     """
     given = settings.secret.get_secret_value().strip()
     source = SECRET_VARIABLE
@@ -51,7 +51,7 @@ def _read_or_create(path: Path) -> str:
         file.flush()
         os.fsync(file.fileno())
     try:
-        os.link(draft, path)  # whoever links first has created it; all others read theirs
+        os.link(draft, path)  # the first process to link creates the secret; the others read it
     except FileExistsError:
         pass
     finally:
@@ -60,7 +60,7 @@ def _read_or_create(path: Path) -> str:
 
 
 def remember_sandboxes(home: Path, name: str) -> None:
-    """Note that this home uses provider `name`, where the table does not name it anyway."""
+    """Record that this home uses provider `name`, unless the registry names it."""
     if name not in SANDBOXES:
         folder = home / "providers"
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def remember_sandboxes(home: Path, name: str) -> None:
 
 
 def sandboxes_of(home: Path) -> list[str]:
-    """Every provider that may have sandboxes of this home: the known ones, and those it ever used."""
+    """Every provider that may have sandboxes of this home: those of the registry and those it used."""
     folder = home / "providers"
     used = [unquote(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []
     return [*SANDBOXES, *sorted(used)]

@@ -1,4 +1,4 @@
-"""What a process says about itself: structured log lines, metrics, Temporal's own runtime.
+"""What a process reports about itself: structured log lines, metrics, Temporal's runtime.
 
 Owns names and set-up. Everything logs to stderr, so that stdout stays a command's answer. Temporal's
 SDK and structlog are imported where they are used, so that commands start fast.
@@ -36,11 +36,12 @@ METRICS = {
     "perdure_environment_ms": Metric("counter", "ms", "Agent time outside model calls."),
     "perdure_model_ms": Metric("counter", "ms", "Agent time inside model calls."),
 }
-"""Environment over model time sets how many agents one engine can feed."""
+"""The ratio of environment time to model time sets how many agents one engine can serve."""
 
 
 class WorkerMetrics:
-    """Counts into Temporal's meter: one port serves its metrics and ours. Without one, nothing."""
+    """Counts into Temporal's meter, so that one port serves its metrics and ours. Without a meter it
+    does nothing."""
 
     def __init__(self) -> None:
         self._instruments: dict[str, Any] = {}
@@ -58,7 +59,7 @@ class WorkerMetrics:
         }
 
     def stage(self, stage: str, seconds: float, queued_s: float, cause: str = "") -> None:
-        """One stage is over. `cause`: why it did not succeed; empty = it did."""
+        """One stage ended. `cause`: why it failed; empty if it succeeded."""
         outcome = "failed" if cause else "ok"
         self._call("perdure_stage_seconds", seconds, stage=stage, outcome=outcome)
         self._call("perdure_queue_seconds", max(queued_s, 0.0), stage=stage)
@@ -85,7 +86,7 @@ class WorkerMetrics:
 
 
 metrics = WorkerMetrics()
-"""The process's own; `temporal_runtime` puts a meter behind it."""
+"""The metrics of this process; `temporal_runtime` gives them a meter."""
 
 
 def temporal_runtime(settings: Settings) -> "Runtime":
@@ -103,7 +104,7 @@ def temporal_runtime(settings: Settings) -> "Runtime":
     )
     from temporalio.runtime import Runtime as TemporalRuntime
 
-    # The context is in the record's fields already; in the message it would stand twice.
+    # The record's fields already hold the context, so keep it out of the message.
     workflow.logger.workflow_info_on_message = False
     activity.logger.activity_info_on_message = False
     log_config = LoggingConfig(
@@ -156,14 +157,14 @@ def configure_logging(process: str) -> None:
         )
     )
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
-    # Libraries that tell of every request would drown what happens to rollouts.
+    # These libraries log every request, which would hide the lines about rollouts.
     for noisy in ("httpx", "httpcore", "botocore", "urllib3", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     structlog.contextvars.bind_contextvars(process=process)
 
 
 def bind(run: str, rollout: str, attempt: int) -> AbstractContextManager[None]:
-    """Every line logged inside the block says which rollout it is about."""
+    """Every line logged inside the block names its rollout."""
     import structlog
 
     return structlog.contextvars.bound_contextvars(run=run, rollout=rollout, attempt=attempt)

@@ -73,7 +73,7 @@ async def test_local_write_under_an_object_says_why(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     await store.put("a", b"x")
 
-    with pytest.raises(ConfigurationError, match="cannot lie under another object"):
+    with pytest.raises(ConfigurationError, match="cannot continue another object"):
         await store.put("a/b", b"x")
 
 

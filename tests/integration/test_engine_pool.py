@@ -165,17 +165,17 @@ async def test_another_boot_at_the_same_address_is_a_new_generation(
 async def test_a_fenced_engine_refuses_what_was_meant_for_another_boot(
     processes: Callable[..., EngineProcess], client: httpx.AsyncClient
 ) -> None:
-    """Requests carry the boot's own model name, so that a successor answers 404, not tokens."""
+    """Requests carry the fenced model name, so that the engine's next start answers 404, not tokens."""
     engine = processes("--generation", "7")
     async with opened(client, engine.url) as pool:
         await ready(pool, 1)
         (pooled,) = pool.engines.values()
-        boot = pooled.record.wire_model
+        name = pooled.record.wire_model
         answer = await client.post(
             f"{engine.url}/inference/v1/generate", json={"model": "policy-g6", "token_ids": [1]}
         )
 
-    assert boot == "policy-g7"
+    assert name == "policy-g7"
     assert answer.status_code == 404
 
 

@@ -41,7 +41,7 @@ from tests.integration.engine_calls import (
 from tests.integration.weights_stand import canary, checkpoint, recorded_versions, stand
 
 STUCK_S = 50.0
-"""A guard, shorter than the minute after which idle seats are reclaimed."""
+"""Seconds a test may take: fewer than the minute after which idle leases are reclaimed."""
 
 
 @pytest.fixture
@@ -81,11 +81,12 @@ class Stuck(LoneRoster):
         return await self.change(lambda roster: roster)
 
 
-# --- seats and queues --------------------------------------------------------------------------
+# --- leases and queues -------------------------------------------------------------------------
 
 
 async def test_a_call_cut_by_an_update_does_not_queue_behind_new_sessions(tmp_path: Path) -> None:
-    """Its session has the pooled that they wait for: the engine would idle until it was reclaimed."""
+    """Its session holds the lease that new sessions wait for, so it goes first: otherwise the engine
+    would idle until the lease was reclaimed."""
     async with stand(1, delay_s=0.02) as it:
         (pooled,) = it.pool.engines.values()
         pooled.capacity = Fixed(agents=1)
@@ -102,9 +103,9 @@ async def test_a_call_cut_by_an_update_does_not_queue_behind_new_sessions(tmp_pa
     assert set(recorded_versions(completion)) == {1, 2}
 
 
-async def test_calls_of_one_session_share_its_seat(client: httpx.AsyncClient) -> None:
-    """Harnesses begin with several at once: no other session's wait comes between them, in which the
-    pooled would be idle."""
+async def test_calls_of_one_session_share_its_lease(client: httpx.AsyncClient) -> None:
+    """A harness may begin with several calls at once; no other session's call goes between them,
+    because the lease would idle meanwhile."""
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
         await ready(pool, 1)
         (pooled,) = pool.engines.values()

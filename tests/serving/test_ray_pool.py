@@ -184,7 +184,7 @@ async def test_a_killed_manager_takes_its_replicas_up_again(pool: Pool) -> None:
 
 
 async def test_an_engine_that_gateways_found_dead_is_replaced(pool: Pool) -> None:
-    """The pool's verdict on a hung engine, whose health route still answers, ends that boot."""
+    """If the pool finds an engine hung although its health route answers, the manager ends that start."""
     pool.add_node()
     await pool.apply(replicas=1)
     (first,) = await pool.joined(1)

@@ -111,7 +111,7 @@ async def test_an_agent_on_a_real_engine_leaves_what_vllm_sampled(
     live: Live, agent: str, options: Mapping[str, str]
 ) -> None:
     """vLLM reads every prompt's ids from their text, a second pass gives each sampled token its
-    recorded logprob, and each token says its engine, boot and policy version."""
+    recorded logprob, and each token has its engine, generation and policy version."""
     episode, recorded = await live.rollout(agent, options)
 
     assert len(recorded) >= TURNS

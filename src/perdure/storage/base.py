@@ -15,7 +15,7 @@ MAX_KEY, MAX_NAME = 1024, 255
 
 
 class Stored(NamedTuple):
-    """An object read back: its bytes and the tag to name it by in a conditional write."""
+    """An object that was read: its bytes, and the etag that names this version in a conditional write."""
 
     data: bytes
     etag: str
@@ -24,8 +24,8 @@ class Stored(NamedTuple):
 class Store(Protocol):
     """Objects under `/`-separated keys.
 
-    All methods raise `StoreUnavailable` when the store cannot be reached (repeat the call), and
-    `ConfigurationError` when it refuses us for good (bad credentials, no such bucket).
+    All methods raise `StoreUnavailable` if the store cannot be reached (repeat the call), and
+    `ConfigurationError` if it refuses us permanently (bad credentials, no such bucket).
     """
 
     url: str
@@ -39,12 +39,12 @@ class Store(Protocol):
         """Write atomically and return the new etag.
 
         `if_match`: overwrite only the version with this etag.
-        Raises: PreconditionFailed when another version is there (or none).
+        Raises: PreconditionFailed if the key has another version, or none.
         """
         ...
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Write unless the key exists. True = written; False = somebody was first, nothing changed."""
+        """Write unless the key exists. True = written; False = the key existed, nothing changed."""
         ...
 
     async def exists(self, key: str) -> bool: ...
@@ -54,12 +54,12 @@ class Store(Protocol):
         ...
 
     async def delete(self, key: str) -> None:
-        """Absent = success."""
+        """Deleting an absent key succeeds."""
         ...
 
 
 def check_key(key: str) -> str:
-    """The key itself, if it means the same in every store.
+    """Return the key if every store treats it the same way.
 
     Raises: ConfigurationError naming the key.
     """

@@ -1,4 +1,4 @@
-"""The layout of the store, in one place (DESIGN section 7). Deterministic: no clocks, no uuids."""
+"""Every key of the store, in one place. Keys are deterministic: they contain no time and no uuid."""
 
 from perdure.types import RolloutRequest
 
@@ -27,7 +27,7 @@ def manifest(run_id: str) -> str:
 
 
 def rollouts(run_id: str) -> str:
-    """Prefix of everything that the rollouts of a run left behind."""
+    """Prefix of everything that the rollouts of a run write."""
     return f"runs/{run_id}/rollouts/"
 
 
@@ -53,12 +53,12 @@ def attempt(request: RolloutRequest, attempt: int) -> str:
 
 
 def taking(request: RolloutRequest, number: int) -> str:
-    """Identity of the sandbox booted ahead that an attempt was about to take."""
+    """Identity of the ready sandbox that an attempt was about to take."""
     return f"{attempt(request, number)}/taking.txt"
 
 
 def claim(identity: str) -> str:
-    """Workflow id of the rollout that took a sandbox which was booted ahead."""
+    """Workflow id of the rollout that took this ready sandbox."""
     return f"claims/{identity}"
 
 

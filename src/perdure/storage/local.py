@@ -1,7 +1,7 @@
 """The store in a local folder: one file per key, written whole or not at all.
 
-Safe for many processes on one file system that has hard links and locks. Own files lie in
-`.perdure/` under the root: half-written objects in `tmp`, the locks of conditional writes in `locks`.
+Safe for many processes on one file system that has hard links and locks. Its own files are in
+`.perdure/` under the root: objects being written in `tmp`, locks of writes in `locks`.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ INLINE_READ = 1 << 18
 """Bytes below which reading on the event loop (about 0.05 ms) is cheaper than a thread."""
 LIST_BATCH = 1000
 STALE_TMP_S = 86_400.0
+"""Seconds after which a file in `tmp` counts as left by a killed writer."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
@@ -32,12 +33,12 @@ IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
 class LocalStore:
     """Objects as files under `root`; the etag of an object is the sha256 of its bytes.
 
-    A write is durable when it returns: file and folder entries are fsynced. One limit that S3 does
-    not have: an object cannot lie under another object's key (`a` and `a/b`).
+    A write is durable once it returns: file and folder entries are fsynced. Unlike in S3, one key
+    cannot continue another object's key (`a` and `a/b`).
     """
 
     def __init__(self, root: str | Path) -> None:
-        """Raises: ConfigurationError when the folder cannot be made."""
+        """Raises: ConfigurationError if the folder cannot be created."""
         self.root = Path(root).absolute()
         self.url = self.root.as_uri()
         self._tmp = self.root / OWN / "tmp"
@@ -96,7 +97,7 @@ class LocalStore:
 
     def _put_if_absent(self, key: str, data: bytes) -> bool:
         path = self._path(key)
-        if path.is_file():  # the common repeat costs no write
+        if path.is_file():  # a repeated write is common, and costs nothing here
             return False
         with self._readable_errors(key), self._written(data) as temporary:
             _make_parents(path)
@@ -129,11 +130,11 @@ class LocalStore:
             raise ConfigurationError(f"store key {key!r}: {OWN!r} is the store's own folder")
         return self.root / key
 
-    # -- how it is done ------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------
 
     @contextmanager
     def _written(self, data: bytes) -> Iterator[Path]:
-        """A complete, synced file in `tmp`; removed afterwards if it is still there."""
+        """A complete, synced file in `tmp`; afterwards deleted unless it was renamed."""
         descriptor, name = tempfile.mkstemp(dir=self._tmp)
         try:
             with open(descriptor, "wb", buffering=0) as file:
@@ -149,14 +150,15 @@ class LocalStore:
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Only one writer of this key at a time, across threads and processes; ends with us."""
+        """Hold the key's lock: one writer at a time, across threads and processes. The kernel frees it
+        if this process dies."""
         stripe = hashlib.sha256(key.encode()).hexdigest()[:2]
         with open(self._locks / stripe, "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def _walk(self, prefix: str) -> Iterator[str]:
-        """Keys in the order of their text, which is not the order of a depth-first walk."""
+        """Keys in lexical order, which differs from the order of a depth-first walk."""
         folder, _, _ = prefix.rpartition("/")
         if folder:
             check_key(folder)
@@ -179,7 +181,7 @@ class LocalStore:
                 yield key
 
     def _sweep(self) -> None:
-        """Remove what writers that were killed left half-written, a day ago or longer."""
+        """Delete files that killed writers left in `tmp` more than a day ago."""
         for entry in os.scandir(self._tmp):
             with suppress(FileNotFoundError):
                 if time.time() - entry.stat().st_mtime > STALE_TMP_S:
@@ -192,12 +194,14 @@ class LocalStore:
         except OSError as error:
             reason = f"store {self.root}, {what!r}: {error.strerror}"
             if error.errno in FULL:
-                raise StoreUnavailable(f"{reason}; free space there, the write repeats") from error
+                raise StoreUnavailable(
+                    f"{reason}; free space there: the write is retried"
+                ) from error
             if error.errno in REFUSED:
                 raise ConfigurationError(f"{reason}; give this user write access") from error
             if error.errno in IN_THE_WAY:
                 raise ConfigurationError(
-                    f"{reason}; an object cannot lie under another object's key"
+                    f"{reason}; a key cannot continue another object's key"
                 ) from error
             raise StoreUnavailable(reason) from error
 
@@ -208,7 +212,7 @@ def _read(path: Path) -> Stored:
 
 
 def _make_parents(path: Path) -> None:
-    """Make missing folders durably: each new one is synced into its parent."""
+    """Create missing folders durably: each new one's parent is synced."""
     missing = list(itertools.takewhile(lambda folder: not folder.is_dir(), path.parents))
     for folder in reversed(missing):
         with suppress(FileExistsError):

@@ -1,4 +1,4 @@
-"""The store in an S3 bucket, through boto3 with its own retries off: Temporal repeats, nobody else.
+"""The store in an S3 bucket, through boto3 without its own retries, because Temporal retries.
 
 Needs a server that honours `If-None-Match` and `If-Match` on PutObject, as AWS and current S3
 servers do. Credentials and region come from the AWS_* variables and files.
@@ -50,9 +50,9 @@ class S3Store:
     """Objects under a prefix of a bucket. Etags are S3's, compared as text and never parsed."""
 
     def __init__(self, url: str, endpoint_url: str | None = None) -> None:
-        """`url`: `s3://bucket` or `s3://bucket/prefix`. Nothing is asked of the network yet.
+        """`url`: `s3://bucket` or `s3://bucket/prefix`. Makes no network call yet.
 
-        Raises: ConfigurationError when the URL names no bucket or the AWS_* settings are unusable.
+        Raises: ConfigurationError if the URL names no bucket or the AWS_* settings are unusable.
         """
         self.bucket, _, prefix = url.removeprefix("s3://").rstrip("/").partition("/")
         if not url.startswith("s3://") or not self.bucket:
@@ -141,7 +141,7 @@ class S3Store:
         return page(ContinuationToken=after) if after else page()
 
     async def _read_back(self, key: str) -> Stored | None:
-        """What is there now that the answer to our write was lost. Raises StoreUnavailable."""
+        """The object after a write whose answer was lost; None if absent. Raises: StoreUnavailable."""
         try:
             return await self.get(key)
         except NotFound:
@@ -161,7 +161,7 @@ class S3Store:
             ) from error
 
     def _refusal(self, doing: str, error: sdk.ClientError) -> PerdureError:
-        """What an answer of the server means for whoever called."""
+        """The error to raise for an error answer of the server."""
         code = error.response.get("Error", {}).get("Code", "")
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         said = f"{self.url}: cannot {doing}: {error}"

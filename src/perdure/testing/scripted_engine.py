@@ -337,7 +337,7 @@ class ScriptedEngine:
             return self._sampled(request, body, prompt_ids, fault)
 
     def _serves(self, model: str) -> bool:
-        """A fenced name of another boot is refused, as vLLM refuses a model it does not serve."""
+        """Refuse the fenced name of another start, as vLLM refuses a model it does not serve."""
         fenced = re.search(r"-g(\d+)$", model)
         return fenced is None or self.generation is None or int(fenced[1]) == self.generation
 

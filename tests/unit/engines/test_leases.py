@@ -82,7 +82,7 @@ def test_two_small_groups_do_not_share_one_of_two_engines(leases: Leases, pair: 
 
 
 def test_an_engine_of_another_generation_is_another_engine(leases: Leases) -> None:
-    """A lease on a boot that is over is void."""
+    """A lease on an earlier generation of an engine is void."""
     before = leases.take("s", "", [Candidate("a", 1)])
     after = leases.take("s", "", [Candidate("a", 2)])
 

@@ -5,7 +5,7 @@ from perdure.serving.plan import EnginePlan
 
 
 def test_each_boot_carries_its_generation_in_its_name() -> None:
-    """A request that names the generation is refused by every other boot of the engine."""
+    """A request that names the generation is refused by every other start of the engine."""
     command = command_line(EnginePlan(model="m", gpus_per_replica=8), 17, "10.0.0.7", 8000)
 
     at = command.index("--served-model-name")
@@ -27,7 +27,7 @@ def test_peoples_words_come_last() -> None:
 
 
 def test_sglang_is_named_by_its_boot() -> None:
-    """It serves one name only, which tells this boot from the next."""
+    """It serves one name only, which tells this start from the next."""
     command = command_line(EnginePlan(model="m", server="sglang", gpus_per_replica=8), 17, "h", 1)
 
     assert command[1:3] == ["-m", "sglang.launch_server"]

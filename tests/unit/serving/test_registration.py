@@ -16,7 +16,7 @@ PUBLISHED = Published(version=8, source="/checkpoints/8")
 
 
 async def test_a_generation_is_given_once() -> None:
-    """Two boots never get the same fencing number, registered or not."""
+    """Two starts never get the same fencing number, registered or not."""
     pool = ReplicaRegistration(LoneRoster())
 
     given = [await pool.reserve_generation() for _ in range(3)]
@@ -60,7 +60,7 @@ async def test_a_replica_takes_no_session_before_it_has_what_was_published() -> 
 
 
 async def test_a_replica_that_cannot_have_what_was_published_never_serves() -> None:
-    """Its boot is condemned, with the reason."""
+    """Its start is condemned, with the reason."""
     roster = LoneRoster()
     record = await joined(roster, PUBLISHED)
     held = await ReplicaRegistration(roster).hold(record.name, 5, 8)
@@ -122,7 +122,7 @@ async def test_a_replica_that_a_trainer_made_newer_meanwhile_keeps_that() -> Non
 
 
 async def test_a_late_goodbye_does_not_touch_the_next_boot() -> None:
-    """A boot that leaves an address takes only itself out of the pool."""
+    """A replica that leaves removes only its own generation, not a later one at its address."""
     roster = LoneRoster()
     pool = ReplicaRegistration(roster)
     await pool.join(PLAN, URL, 1)

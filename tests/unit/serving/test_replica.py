@@ -1,4 +1,4 @@
-"""One boot of an engine on its node: what it finds in the folder that it shares."""
+"""One start of an engine on its node: what it finds in the folder that it shares."""
 
 from pathlib import Path
 

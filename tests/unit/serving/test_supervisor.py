@@ -114,7 +114,7 @@ def test_sigterm_ends_the_engine_in_order(supervised: Supervised) -> None:
 
 
 def test_a_killed_supervisor_takes_the_server_along(supervised: Supervised) -> None:
-    """The kernel kills the server when its supervisor is killed: no boot outlives its owner."""
+    """The kernel kills the server when its supervisor is killed: no server outlives its owner."""
     pidfd = supervised.watched[0]
 
     supervised.process.kill()
