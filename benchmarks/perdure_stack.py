@@ -173,7 +173,7 @@ class Stack:
 
     def _is_ready(self) -> bool:
         state = stack_state.read(self.home.settings)
-        return state is not None and state.alive and state.phase == "ready"
+        return state is not None and state.alive and state.status == "ready"
 
 
 def right_answers(document: Mapping[str, Any]) -> int:

@@ -15,7 +15,7 @@ from temporalio.client import WorkflowFailureError
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import ApplicationError, CancelledError
 
-from perdure.cli.runs.standing import standing
+from perdure.cli.runs.steps import current_step
 from perdure.client import names
 from perdure.engines.roster import StoredRoster, add_engine, remove_engine, roster_key
 from perdure.engines.state import EngineSpec, name_of
@@ -307,7 +307,7 @@ async def test_a_rollout_that_waits_for_an_engine_says_so(stack: Stack) -> None:
         request = await stack.start("waits")
 
         async def told() -> bool:
-            return ": waits for an engine since " in await standing(
+            return ": waits for an engine since " in await current_step(
                 stack.client, request.workflow_id
             )
 

@@ -173,7 +173,7 @@ def test_up_again_says_that_it_runs(home: Home) -> None:
     """A second `perdure up` starts nothing and answers with the same stack."""
     again = home.json("up")
 
-    assert (again["started_now"], again["pid"], again["phase"]) == (False, home.state.pid, "ready")
+    assert (again["started_now"], again["pid"], again["status"]) == (False, home.state.pid, "ready")
 
 
 async def test_server_is_set_up_for_rollouts(home: Home, client: Client) -> None:
@@ -235,7 +235,7 @@ def test_interrupted_run_goes_on_and_is_joined(home: Home) -> None:
 
     again = home.perdure(*command)
 
-    assert (process.returncode, "Detached; the run goes on." in told) == (130, True)
+    assert (process.returncode, "Detached; the run continues." in told) == (130, True)
     assert again.stderr.startswith("Joined: ")
     assert "12 rollouts" in again.stdout
 

@@ -1,4 +1,4 @@
-"""How a command reaches Temporal and the store; every call of the client SDK starts here."""
+"""Connects a command to Temporal: to the user's server, else to the stack of this home."""
 
 import contextlib
 
@@ -12,15 +12,15 @@ from perdure.stack.temporal_target import given_address
 from perdure.telemetry import temporal_runtime
 
 
-class Session:
-    """A connection and the links that belong to it."""
+class Connection:
+    """A connection to Temporal, and links to its web UI."""
 
     def __init__(self, perdure: Perdure, ui_url: str) -> None:
         self.perdure = perdure
         self.ui_url = ui_url
 
     def link(self, workflow_id: str) -> str:
-        """The Web UI's page of a workflow; empty when no UI is known."""
+        """The page of a workflow in the web UI; empty when there is no UI."""
         if not self.ui_url:
             return ""
         from urllib.parse import quote
@@ -29,13 +29,13 @@ class Session:
         return f"{self.ui_url}/namespaces/{namespace}/workflows/{quote(workflow_id, safe='')}"
 
 
-async def connect(settings: Settings) -> Session:
+async def connect(settings: Settings) -> Connection:
     """Raises: ConfigurationError when nothing runs here and no address is given."""
     address, ui_url = _target(settings)
-    with contextlib.suppress(RuntimeError):  # a second session of one process
-        # Without this the SDK logs to stdout; its metrics port belongs to the services.
+    with contextlib.suppress(RuntimeError):  # this process has a runtime already
+        # Without it the SDK logs to stdout. Port 0: only services serve metrics.
         Runtime.set_default(temporal_runtime(settings.changed(metrics={"port": 0})))
-    return Session(await Perdure.connect(address), ui_url)
+    return Connection(await Perdure.connect(address), ui_url)
 
 
 def _target(settings: Settings) -> tuple[str | None, str]:

@@ -1,7 +1,7 @@
-"""The `perdure` command: its table of commands, and the one place where failures become exit codes.
+"""The `perdure` command: the table of its commands, and the one place that turns errors into exit codes.
 
-Imports click and nothing else before the command is known, so that `--help` is instant. Exit code
-2: the command line, a setting or the data is wrong; 1: something failed; 130: Ctrl-C.
+Until the command is known it imports only click, so that `--help` is fast. Exit code 2: the command
+line, a setting or the data is wrong; 1: something failed; 130: Ctrl-C.
 """
 
 import importlib
@@ -18,16 +18,19 @@ COMMANDS = {
     "run": ("perdure.cli.commands.run:run", "Run an agent on instances, or join such a run."),
     "status": (
         "perdure.cli.commands.status:status",
-        "What runs here; with a run: every rollout of it.",
+        "The stack and its runs; with RUN: each of its rollouts.",
     ),
     "watch": ("perdure.cli.commands.watch:watch", "Follow a run live."),
-    "show": ("perdure.cli.commands.show:show", "The story of one rollout: stages, grade, patch."),
-    "pause": ("perdure.cli.commands.control:pause", "Start no further rollouts of a run."),
-    "resume": ("perdure.cli.commands.control:resume", "Let a paused run go on."),
+    "show": (
+        "perdure.cli.commands.show:show",
+        "One rollout: stages, attempts, grade, patch, turns.",
+    ),
+    "pause": ("perdure.cli.commands.control:pause", "Start no more rollouts of a run."),
+    "resume": ("perdure.cli.commands.control:resume", "Continue a paused run."),
     "resize": ("perdure.cli.commands.control:resize", "Change how many rollouts are in flight."),
     "cancel": (
         "perdure.cli.commands.control:cancel",
-        "Cancel a run or one rollout; evidence is kept.",
+        "Cancel a run or one rollout; its files are kept.",
     ),
     "export": (
         "perdure.cli.commands.export:export",
@@ -38,20 +41,20 @@ COMMANDS = {
         "Build, import, list and show instances.",
     ),
     "engines": (
-        "perdure.cli.commands.engines:engines",
+        "perdure.cli.commands.engines.group:engines",
         "Start engines on Ray; list, add, drain, remove.",
     ),
     "up": ("perdure.cli.commands.stack:up", "Start Temporal, the gateway and the workers here."),
     "down": ("perdure.cli.commands.stack:down", "Stop everything that `up` started."),
     "doctor": (
         "perdure.cli.commands.doctor:doctor",
-        "What works here, what is missing, and the fix.",
+        "Check this machine: what works, what is missing.",
     ),
     "settings": (
         "perdure.cli.commands.settings:settings",
-        "Every setting, its value and its origin.",
+        "All settings: value and origin.",
     ),
-    "demo": ("perdure.cli.commands.demo:demo", "Real instances, three agents, one table."),
+    "demo": ("perdure.cli.commands.demo:demo", "Run three agents on real instances."),
     "completion": (
         "perdure.cli.commands.completion:completion",
         "Shell completion for bash, zsh, fish.",
@@ -60,7 +63,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Imports a command's module only when that command is called."""
+    """A group that imports a command's module when that command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -118,13 +121,13 @@ def main() -> NoReturn:
     except BrokenPipeError:
         code = code or 1
     if "temporalio" in sys.modules:
-        # The SDK's native threads can crash a Python that is tearing down.
+        # The SDK's native threads can crash Python while it shuts down.
         os._exit(code)
     sys.exit(code)
 
 
 def invoke(args: Sequence[str]) -> int:
-    """Run one command line; return its exit code. Never raises unless PERDURE_DEBUG=1."""
+    """Run one command line and return its exit code. Raises only with PERDURE_DEBUG=1."""
     try:
         code = cli.main(list(args), prog_name="perdure", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -133,7 +136,7 @@ def invoke(args: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:
-        # The reader went away (`| head`): nobody is left to tell.
+        # The reader has ended (`| head`). Python's flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:

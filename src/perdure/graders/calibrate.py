@@ -6,8 +6,7 @@ sandboxes, so that calibration runs in the same kind of sandbox as grading.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from perdure.errors import InstanceError
 from perdure.graders import tampering
@@ -17,34 +16,8 @@ from perdure.graders.judgement import judge_filtered, judge_killed, judge_refusa
 from perdure.graders.patch import filter_patch
 from perdure.graders.swebench import SuiteRun, SwebenchGrader, run_suite, validate_suite
 from perdure.graders.verdict import F2P_PASSES
-from perdure.sandboxes.base import Sandbox
+from perdure.instances.calibrated import Calibrated, CalibrationReport, MakeSandbox
 from perdure.types import Instance, Outcome, TestStatus
-
-MakeSandbox = Callable[[str], Awaitable[Sandbox]]
-"""Purpose (`gold-1`, `nop-1`, ...) -> a fresh sandbox of the instance; it is killed afterwards."""
-
-
-@dataclass(frozen=True)
-class CalibrationReport:
-    """What calibration ran, and its results."""
-
-    runs: int
-    """Runs with the gold patch; the unpatched base is run as often."""
-    fail_to_pass: int
-    pass_to_pass: int
-    unstable: tuple[str, ...] = ()
-    """Tests left out because runs of the same tree disagreed."""
-    dropped_paths: tuple[str, ...] = ()
-    """Files of the gold patch that the filter drops before grading."""
-    longest_run_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Calibrated:
-    """The instance with its lists computed (or proved), and the evidence."""
-
-    instance: Instance
-    report: CalibrationReport
 
 
 async def calibrate(

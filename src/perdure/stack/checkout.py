@@ -1,4 +1,4 @@
-"""Where the root folders (workers/, workflows/, activities/) lie: they are not in the wheel."""
+"""Where the root folders workers/, workflows/ and activities/ are; the wheel does not contain them."""
 
 from pathlib import Path
 
@@ -9,7 +9,8 @@ NEEDED = ("workers/all.py", "workflows/__init__.py", "activities/__init__.py")
 
 
 def find_root() -> Path:
-    """The checkout to run service processes from: here or above, else the editable install's.
+    """The checkout to run service processes from: this folder or one above it, else the folder of the
+    editable install.
 
     Raises: MissingDependency saying how to get one.
     """

@@ -1,4 +1,4 @@
-"""One supervised process: started, kept running with growing pauses, stopped for good.
+"""One supervised process: starts it, restarts it with growing pauses, stops it for good.
 
 A child dies with its supervisor (PDEATHSIG), writes to one log file, and leads its own process
 group, so that Ctrl-C in a terminal reaches only the supervisor.
@@ -20,13 +20,13 @@ from perdure.stack.processes import identify
 from perdure.stack.state import ChildState
 
 LOG_BYTES = 32 << 20
-"""A log that grows over this is moved to `<name>.log.1`."""
+"""A larger log is copied to `<name>.log.1` and truncated."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 STEADY_S = 60.0
-"""After running this long a child has earned a short pause again."""
+"""A child that ran this long is restarted after the first, short pause again."""
 
-# Replaces itself by the real program; asks the kernel first to be told when the parent dies. Not a
-# preexec_fn: the supervisor has threads, and code between fork and exec may deadlock there.
+# Asks the kernel for SIGTERM when the parent dies, then replaces itself with the real program. This
+# is no preexec_fn, because the supervisor has threads: Python code between fork and exec may deadlock.
 _LAUNCH = (
     "import ctypes,os,sys;"
     "ctypes.CDLL(None).prctl(1,15,0,0,0);"
@@ -37,7 +37,7 @@ _LAUNCH = (
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """A process to keep running. `grace_s`: how long it may take to hand over at SIGTERM."""
+    """A process to keep running. `grace_s`: seconds between SIGTERM and SIGKILL."""
 
     name: str
     argv: tuple[str, ...]
@@ -45,11 +45,11 @@ class ChildSpec:
     cwd: Path | None = None
     grace_s: float = 5.0
     inherits: tuple[int, ...] = ()
-    """Descriptors that it gets under the same numbers: listening sockets."""
+    """File descriptors of listening sockets; the child gets them under the same numbers."""
 
 
 class Child:
-    """Call `start`; then the process is restarted until `stop`."""
+    """A process that is restarted whenever it ends, from `start` until `stop`."""
 
     def __init__(self, spec: ChildSpec, logs: Path, changed: Callable[[], None]) -> None:
         self.spec = spec
@@ -57,7 +57,7 @@ class Child:
         self.state: ChildState | None = None
         self.exits = 0
         self.refused = False
-        """It ended because what it was given is wrong, and would do so again."""
+        """It ended with the exit code for wrong settings or arguments: a restart would end the same way."""
         self._changed = changed
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -71,9 +71,9 @@ class Child:
         self._keeper = asyncio.create_task(self._keep(), name=f"keep {self.spec.name}")
 
     async def stop(self) -> None:
-        """SIGTERM, and SIGKILL for what is left after the grace. The process group is gone."""
+        """Send SIGTERM, after `grace_s` SIGKILL; return when the process group is gone."""
         self._stopping = True
-        async with self._spawning:  # one that is being started is stopped, too
+        async with self._spawning:  # wait for a start in progress, then stop that process too
             process = self._process
         if process is not None and process.returncode is None:
             _signal(process.pid, signal.SIGTERM)
@@ -86,18 +86,18 @@ class Child:
             await asyncio.gather(self._keeper, return_exceptions=True)
 
     def kill(self) -> None:
-        """It hangs: end it, so that it is started again."""
+        """Kill a process that hangs; it is then started again."""
         if self._process is not None and self._process.returncode is None:
             _signal(self._process.pid, signal.SIGKILL)
 
     def rotate(self) -> None:
-        """Copy and truncate: the child holds the file open and appends."""
-        with contextlib.suppress(OSError):  # a full disk: it grows on
+        """Copy the log and truncate it: the child keeps the file open and appends to it."""
+        with contextlib.suppress(OSError):  # a full disk: try again later
             if self.log.exists() and self.log.stat().st_size > LOG_BYTES:
                 shutil.copyfile(self.log, self.log.with_suffix(".log.1"))
                 os.truncate(self.log, 0)
 
-    def last_words(self, lines: int = 3) -> str:
+    def log_end(self, lines: int = 3) -> str:
         """The end of its log, for an error message."""
         if not self.log.exists():
             return ""
@@ -150,7 +150,7 @@ class Child:
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE_S)
             self.rotate()
-            # A full disk, or no process to be had: after the next pause it is tried again.
+            # A full disk, or no more processes allowed: try again after the next pause.
             with contextlib.suppress(OSError):
                 await self._spawn(_ending(code))
 

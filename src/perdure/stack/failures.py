@@ -1,4 +1,4 @@
-"""Failures as one line each: what is wrong and what to do, never a traceback."""
+"""Turns an exception into one line that says what is wrong and what to do."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ USAGE, FAILURE = 2, 1
 
 
 def explain(error: Exception) -> tuple[int, str]:
-    """Exit code and line for any exception."""
+    """Exit code and one line for any exception."""
     from pydantic import ValidationError
 
     if isinstance(error, click.ClickException):
@@ -29,7 +29,7 @@ def explain(error: Exception) -> tuple[int, str]:
 
 
 def validation(error: "ValidationError") -> str:
-    """Every wrong field of a model by its dotted name, on one line."""
+    """All wrong fields of a model with their dotted names, on one line."""
     from perdure.types import SLUG
 
     complaints = []

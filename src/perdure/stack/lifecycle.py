@@ -1,4 +1,4 @@
-"""Starting, finding and stopping the stack of a home; commands and tests call these."""
+"""Starts, finds and stops the stack of a home, for commands and tests."""
 
 import asyncio
 import json
@@ -18,24 +18,24 @@ from perdure.stack.processes import stop
 from perdure.stack.state import StackState
 
 STOP_GRACE_S = 60.0
-"""The supervisor needs its workers' hand-over plus Temporal's own end."""
+"""Longer than the workers need to hand over and Temporal needs to end."""
 SAME_HOME_PAUSE_S = 0.1
 
 Say = Callable[[str], None]
 
 
 class StackFailed(PerdureError):
-    """A part did not start; the message has its last words."""
+    """A part did not start; the message ends with the end of its log."""
 
 
 def running(settings: Settings) -> StackState | None:
-    """The stack of this home while its supervisor lives."""
+    """The state of this home's stack; None when no supervisor runs."""
     state = stack_state.read(settings)
     return state if state is not None and state.alive else None
 
 
 def ensure_up(settings: Settings, engine: str, tell: Say) -> tuple[StackState, bool]:
-    """A ready stack, and whether it was started just now.
+    """Wait for a ready stack, starting it if none runs. Returns its state, and whether we started it.
 
     Raises: ConfigurationError, MissingDependency, StoreUnavailable, StackFailed.
     """
@@ -52,7 +52,7 @@ def ensure_up(settings: Settings, engine: str, tell: Say) -> tuple[StackState, b
 
 
 def shut_down(settings: Settings, tell: Say, *, keep_sandboxes: bool = False) -> list[str]:
-    """Stop the supervisor, whatever outlived it, and the sandboxes; return what was stopped."""
+    """Stop the supervisor, children that outlived it, and sandboxes; return the names of all stopped."""
     state = stack_state.read(settings)
     stopped = []
     if state is not None:
@@ -69,7 +69,7 @@ def shut_down(settings: Settings, tell: Say, *, keep_sandboxes: bool = False) ->
 
 
 def _start(settings: Settings, engine: str, tell: Say) -> None:
-    """Spawn the supervisor, detached, and follow its report to the end."""
+    """Spawn a detached supervisor and follow its report until it is ready or has failed."""
     from perdure.stack import preflight as beforehand
 
     beforehand.check(settings, engine)
@@ -101,7 +101,7 @@ def _start(settings: Settings, engine: str, tell: Say) -> None:
             raise failed(f"{event['reason']} (logs: {logs})")
         if event["event"] == "ready":
             return
-    raise StackFailed(f"the supervisor died while starting: see {log}")
+    raise StackFailed(f"the supervisor ended during the start: see {log}")
 
 
 def _events(reader: int) -> Iterator[dict[str, Any]]:
@@ -118,11 +118,11 @@ def relay(event: dict[str, Any], tell: Say) -> None:
 
 
 def _ready(settings: Settings) -> StackState:
-    """The state once it says ready; somebody else may be starting it right now."""
+    """Wait until the state says ready: another `perdure up` may be starting this stack right now."""
     while True:
         state = running(settings)
         if state is None:
             raise StackFailed(f"the stack in {settings.home} stopped: see its logs")
-        if state.phase == "ready":
+        if state.status == "ready":
             return state
         time.sleep(SAME_HOME_PAUSE_S)

@@ -1,4 +1,4 @@
-"""What a stack consists of: the command lines, environments and addresses of its processes."""
+"""What a stack consists of: command line, environment and address of each process."""
 
 import os
 import shutil
@@ -18,25 +18,26 @@ from perdure.stack.children import ChildSpec
 
 SCRIPTED = "scripted:"
 WORKER_GRACE_S = 20.0
-"""Longer than the workers' own: they hand over their activities within ten seconds."""
+"""Longer than the ten seconds in which workers hand over their activities."""
 
 PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL")
-"""Without them a file database is half as fast; with them it still survives kill -9."""
+"""SQLite options that double the speed of a file database; it still survives kill -9."""
 GARBAGE_PERCENT = "400"
-"""The server collects garbage at five times its live memory, not at twice: 100 MB for 5 % CPU."""
+"""GOGC of the server: it collects garbage at five times its live memory, not at twice. That costs
+100 MB of memory and saves 5 % of its CPU."""
 DYNAMIC_CONFIG = (
     "matching.enableFairness=true",
-    # Long polls and searches of one laptop user must not meet limits made for a shared cluster.
+    # The default limits are made for a shared cluster; one user alone exceeds them.
     "frontend.namespaceRPS=5000",
     "frontend.namespaceRPS.visibility=200",
-    # Read our search attributes right after they were registered.
+    # Our search attributes can be used right after their registration.
     "system.forceSearchAttributesCacheRefreshOnRead=true",
 )
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the parts of one stack answer. `temporal_address` None: the user's own Temporal."""
+    """Where each part of a stack answers. `temporal_address` is None when users bring their own server."""
 
     temporal_address: str | None
     temporal_port: int
@@ -61,7 +62,7 @@ class Addresses:
         )
 
     def elsewhere(self, settings: Settings) -> "Addresses":
-        """Other ports for our own Temporal; the gateway's sockets are bound by now, and stay.
+        """The same with other ports for our own Temporal; the gateway's sockets are bound already.
 
         Raises: ConfigurationError when a port that was set is occupied.
         """
@@ -80,7 +81,7 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Plan:
-    """One stack. `engine`: what was asked for with --engine, or empty."""
+    """One stack. `engine`: the value of --engine, or empty."""
 
     settings: Settings
     root: Path
@@ -105,7 +106,7 @@ class Plan:
 
     @property
     def engine_name(self) -> str:
-        """What samples behind the gateway, for people; empty when nothing does."""
+        """The engines behind the gateway, for people; empty when there is none."""
         return self.engine or configured_engine(self.settings)
 
     def temporal(self) -> ChildSpec:
@@ -120,12 +121,12 @@ class Plan:
             argv += ["--dynamic-config-value", value]
         for name, kind in TYPE_NAMES.items():
             argv += ["--search-attribute", f"{name}={kind}"]
-        # The CLI reads TEMPORAL_* and its profile file for a client's sake; the server needs none.
+        # TEMPORAL_* and profile files configure Temporal's clients; the server must not read them.
         env = {"GOGC": GARBAGE_PERCENT, **_without_temporal(os.environ)}
         return ChildSpec("temporal", tuple(argv), env=env, grace_s=10.0)
 
     def gateways(self, listeners: Sequence[int]) -> list[ChildSpec]:
-        """The pool; `listeners` are descriptors of the sockets that all of them accept from."""
+        """All gateway processes. They accept from the same sockets, whose descriptors are `listeners`."""
         shared = ",".join(map(str, listeners))
         specs = []
         for name in gateway_names(self.settings.gateway.processes):
@@ -135,18 +136,18 @@ class Plan:
         return specs
 
     def gateway(self, name: str = "gateway", *arguments: str) -> ChildSpec:
-        """One process; without arguments it binds its own sockets."""
+        """One gateway process; without arguments it binds its own sockets."""
         return self._python(name, "perdure.gateway", *arguments)
 
     def health_socket(self, gateway: str) -> Path:
-        """Where one process of the pool answers alone."""
+        """The unix socket on which only this gateway process answers."""
         return self.home / "run" / f"{gateway}.health"
 
     def worker(self) -> ChildSpec:
         return self._python("worker", "workers.all", grace_s=WORKER_GRACE_S)
 
     def scripted_engine(self) -> ChildSpec | None:
-        """The scripted policy, when that is the engine. Raises: ConfigurationError."""
+        """The scripted policy if --engine names one. Raises: ConfigurationError."""
         if not self.engine.startswith(SCRIPTED):
             return None
         scripts = Path(self.engine.removeprefix(SCRIPTED)).absolute()
@@ -157,7 +158,7 @@ class Plan:
         return self._python("engine", module, "--scripts", str(scripts), "--port", port)
 
     def environment(self) -> dict[str, str]:
-        """What every child sees: these settings, absolute paths and the ports that were chosen."""
+        """The environment of every child: these settings, absolute paths and the chosen ports."""
         env = for_child(self._childrens_settings(), os.environ)
         path = filter(None, [str(self.root), env.get("PYTHONPATH")])
         env |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
@@ -184,7 +185,7 @@ class Plan:
 
 
 def configured_engine(settings: Settings) -> str:
-    """What samples where `--engine` gives nothing; empty when nothing does."""
+    """The engine that settings or *_BASE_URL name, without `--engine`; empty when there is none."""
     hosted = os.environ.get("OPENAI_BASE_URL") or os.environ.get("ANTHROPIC_BASE_URL") or ""
     return settings.engine.url or hosted
 

@@ -1,4 +1,4 @@
-"""Which TCP ports a stack uses: the set ones, else the usual ones, else free ones."""
+"""Chooses a stack's TCP ports: those in the settings, else the defaults, else free ones."""
 
 import socket
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def choose(settings: Settings, path: str, taken: Sequence[int] = (), host: str = LOOPBACK) -> int:
-    """The port of the setting at `path`, or a free one when nobody set it and it is occupied.
+    """The port of the setting at `path`; a free one if that is occupied and only the default.
 
     Raises: ConfigurationError when a port that was set explicitly is occupied.
     """
@@ -27,7 +27,7 @@ def choose(settings: Settings, path: str, taken: Sequence[int] = (), host: str =
 
 
 def check_host(host: str) -> None:
-    """Raises: ConfigurationError when the gateway could listen on no port of it."""
+    """Raises: ConfigurationError when this machine cannot listen on `host`."""
     try:
         free_port(host)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""What would stop a stack, looked at before any part of it starts.
+"""Checks before any part of a stack starts what would make its start fail.
 
-Each look is cheap and raises what the part itself would say, minutes earlier.
+Each check is cheap and raises the error that the part itself would raise minutes later.
 """
 
 import asyncio
@@ -13,12 +13,12 @@ from perdure.stack.temporal_target import given_address
 from perdure.storage.base import open_store
 
 TEMPORAL_S = 10.0
-"""A server of the user's own that was started a moment ago answers by then."""
+"""Seconds to wait for a server of the user's own, which may have been started a moment ago."""
 PAUSE_S = 0.2
 
 
 def check(settings: Settings, engine: str) -> None:
-    """`engine`: what `--engine` gave. Raises: ConfigurationError, MissingDependency, StoreUnavailable."""
+    """`engine`: the value of --engine. Raises: ConfigurationError, MissingDependency, StoreUnavailable."""
     from perdure.engines.configured import check_engine_settings
     from perdure.gateway.rendering.tokenizer_folder import folder_of
 
@@ -35,12 +35,12 @@ def check(settings: Settings, engine: str) -> None:
 
 
 async def write_and_remove(settings: Settings) -> None:
-    """A conditional write, read back and removed: what every step of a rollout does.
+    """Write conditionally, read back and delete, as every stage of a rollout does.
 
     Raises: ConfigurationError, MissingDependency, StoreUnavailable.
     """
     store = open_store(settings)
-    key = f"doctor/{uuid.uuid4().hex}"  # pids of containers are alike
+    key = f"doctor/{uuid.uuid4().hex}"  # a pid would not be unique: containers share them
     await store.put_if_absent(key, b"doctor")
     await store.get(key)
     await store.delete(key)
@@ -59,7 +59,7 @@ async def _temporal_answers(settings: Settings) -> None:
     from perdure.client.connection import connect
     from perdure.telemetry import temporal_runtime
 
-    # Not the process's own, which whoever connects to stay is to choose.
+    # A runtime of its own: the process's default is set by the code that connects for good.
     runtime = temporal_runtime(settings.changed(metrics={"port": 0}))
     end = asyncio.get_running_loop().time() + TEMPORAL_S
     while True:

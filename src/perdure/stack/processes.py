@@ -1,4 +1,4 @@
-"""Found and stopped by identity: a pid alone may be somebody else's by now, with its start time not."""
+"""Stops processes by pid and start time: the kernel may have given the pid alone to another process."""
 
 import contextlib
 import os
@@ -10,15 +10,15 @@ from perdure.sandboxes.host.process import ProcessId
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The process that has this pid now; None when there is none."""
+    """Pid and start time of the process with this pid; None when there is none."""
     started = procfs.started_at(pid)
     return ProcessId(pid, started) if started else None
 
 
 def stop(process: ProcessId, grace_s: float, *, group: bool = True) -> bool:
-    """SIGTERM, then SIGKILL after `grace_s`; return when it is gone. True = it had to be killed.
+    """Send SIGTERM, after `grace_s` SIGKILL; return when the process is gone. True: SIGKILL was needed.
 
-    `group`: signal its whole process group (it leads one).
+    `group`: signal the process group that it leads.
     """
     try:
         descriptor = os.pidfd_open(process.pid)

@@ -1,13 +1,15 @@
-"""Is it up? Asks the thing itself, never the clock: Temporal, its search attributes, its pollers.
+"""Whether a part of the stack is up: each check asks the part itself and trusts no clock.
 
-Each `wait_*` returns when the answer is yes; whoever calls bounds it.
+A `wait_*` returns when the part is up and has no time limit of its own; the caller sets one.
 """
 
 import asyncio
+import http.client
 import socket
 import urllib.error
 import urllib.request
 from datetime import timedelta
+from pathlib import Path
 
 from google.protobuf.duration_pb2 import Duration
 from temporalio.api.enums.v1 import IndexedValueType, TaskQueueType
@@ -27,14 +29,15 @@ from perdure.client.connection import connect
 from perdure.errors import ConfigurationError
 
 PAUSE_S = 0.05
+SOCKET_TIMEOUT_S = 5.0
 RETENTION = timedelta(days=7)
-"""The dev server keeps closed workflows for a day; resuming by id should work for a week."""
+"""By default the dev server keeps closed workflows for a day; resuming by id should work for a week."""
 
 ACTIVITY_QUEUES = (names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE)
 
 
 async def wait_for_temporal(address: str | None) -> Client:
-    """The first connection that is answered."""
+    """Try to connect until the server answers."""
     while True:
         try:
             return await connect(address)
@@ -68,7 +71,7 @@ async def keep_closed_workflows(client: Client) -> None:
 
 
 async def wait_for_pollers(client: Client, pid: int) -> None:
-    """The worker process `pid` of this host polls every queue of ours."""
+    """Return when worker process `pid` of this host polls all our queues."""
     for queue in ACTIVITY_QUEUES:
         await wait_for_poller(client, queue, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, pid)
     queue = names.WORKFLOWS_QUEUE
@@ -76,7 +79,7 @@ async def wait_for_pollers(client: Client, pid: int) -> None:
 
 
 async def wait_for_http(url: str) -> None:
-    """`url` answers 200."""
+    """Return when `url` answers 200."""
     while not await answers(url):
         await asyncio.sleep(PAUSE_S)
 
@@ -86,13 +89,46 @@ async def answers(url: str, timeout_s: float = 5.0) -> bool:
 
 
 def _get(url: str, timeout_s: float) -> bool:
-    # No proxy: these addresses are ours, and loopback as a rule.
+    # No proxy: these are our own addresses, usually loopback.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=timeout_s) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
+
+
+async def wait_for_socket(health: Path) -> None:
+    """Return when the gateway process behind the unix socket `health` answers."""
+    while not await socket_answers(health):
+        await asyncio.sleep(PAUSE_S)
+
+
+async def socket_answers(health: Path) -> bool:
+    """Whether one gateway process answers: each has a unix socket that no other process accepts on."""
+    return await asyncio.to_thread(_get_by_socket, health)
+
+
+def _get_by_socket(health: Path) -> bool:
+    connection = _UnixConnection(health)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("gateway", timeout=SOCKET_TIMEOUT_S)
+        self.path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self.path))
 
 
 async def wait_for_poller(

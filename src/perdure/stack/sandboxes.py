@@ -1,4 +1,4 @@
-"""The sandbox providers of this home, as its workers make them."""
+"""The sandbox providers of a home, configured as its workers configure them."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from perdure.sandboxes.base import SandboxProvider
 from perdure.settings.tree import Settings
 
 LOOK_S = 5.0
-"""An engine that does not say by then what it has is left alone: somebody waits for the end."""
+"""Seconds for a provider to list its sandboxes; `perdure down` does not wait longer."""
 KILL_S = 20.0
-"""For each sandbox."""
+"""Seconds to kill one sandbox."""
 
 
 def provider(settings: Settings, name: str) -> SandboxProvider:
@@ -22,7 +22,7 @@ def provider(settings: Settings, name: str) -> SandboxProvider:
 
 
 def ready_provider(settings: Settings, name: str) -> SandboxProvider:
-    """One that can make sandboxes here. Raises: MissingDependency with the first fix."""
+    """A provider that works on this host. Raises: MissingDependency with the first fix."""
     found = provider(settings, name)
     if problems := found.check():
         raise MissingDependency(problems[0])
@@ -30,20 +30,20 @@ def ready_provider(settings: Settings, name: str) -> SandboxProvider:
 
 
 async def kill_all(settings: Settings, tell: Callable[[str], None]) -> int:
-    """End every sandbox that is bound to this host; return how many were alive.
+    """Kill every sandbox that is bound to this host; return how many were alive.
 
-    `tell` hears which providers could not be asked.
+    `tell` gets a warning for each provider that did not answer.
     """
     killed = 0
     for name in home.sandboxes_of(settings.home.absolute()):
         try:
             found = provider(settings, name)
-        except ConfigurationError as error:  # a dotted path that has moved since
+        except ConfigurationError as error:  # a dotted path whose module has moved
             tell(f"warning: sandboxes left to their time limit: {error}")
             continue
         try:
             killed += await _kill(found) if found.host_bound else 0
-        except PerdureError as error:  # an engine that does not answer keeps them, not the stack
+        except PerdureError as error:  # goes on with the other providers
             tell(f"warning: sandboxes of {name} left to their time limit: {error}")
         except TimeoutError:
             tell(f"warning: sandboxes of {name} left to their time limit: it does not answer")

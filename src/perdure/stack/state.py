@@ -16,7 +16,7 @@ from perdure.settings.tree import Settings
 
 @dataclass(frozen=True)
 class ChildState:
-    """One supervised process. `last_exit`: how the one before it ended, for people."""
+    """One supervised process. `last_exit`: how the process before it ended, for people."""
 
     pid: int
     started: int
@@ -31,9 +31,9 @@ class ChildState:
 
 @dataclass(frozen=True)
 class StackState:
-    """`phase`: starting, ready, stopping, failed."""
+    """`status`: starting, ready or stopping."""
 
-    phase: str
+    status: str
     pid: int
     started: int
     temporal_address: str
@@ -41,7 +41,7 @@ class StackState:
     ui_url: str
     gateway_url: str
     engine: str
-    """What samples behind the gateway, for people."""
+    """The engines behind the gateway, for people."""
     children: Mapping[str, ChildState] = field(default_factory=dict)
 
     @property
@@ -53,7 +53,7 @@ class StackState:
         return self.supervisor.alive
 
     def survivors(self) -> dict[str, ProcessId]:
-        """Supervised processes that still live, by name."""
+        """Supervised processes that still run, by name."""
         return {name: c.process for name, c in self.children.items() if c.process.alive}
 
 
@@ -62,7 +62,7 @@ def run_folder(settings: Settings) -> Path:
 
 
 def read(settings: Settings) -> StackState | None:
-    """What was written last, whether it still runs or not."""
+    """The last state that a supervisor wrote, even if that supervisor has ended."""
     try:
         raw: dict[str, Any] = json.loads((run_folder(settings) / "state.json").read_bytes())
         children = {name: ChildState(**child) for name, child in raw.pop("children").items()}
@@ -72,7 +72,7 @@ def read(settings: Settings) -> StackState | None:
 
 
 def write(settings: Settings, state: StackState) -> None:
-    """Atomically: a reader sees the old one or the new one."""
+    """Write atomically: a reader sees the old state or the new one."""
     folder = run_folder(settings)
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"state.json.{os.getpid()}"

@@ -1,7 +1,7 @@
 """The process behind `perdure up`: starts the parts of a stack, keeps them running, stops them.
 
-`python -m perdure.stack.supervisor [--engine E] [--report-fd N]`. One per home: the first holds a
-lock for as long as it lives. Reports each step as a JSON line on the given descriptor.
+`python -m perdure.stack.supervisor [--engine E] [--report-fd N]`. One per home: it holds a file lock
+until it ends. Reports each step as a JSON line on the given descriptor.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from perdure.errors import ConfigurationError, PerdureError
 from perdure.gateway.http import listeners
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
-from perdure.stack import gateway_pool, readiness
+from perdure.stack import readiness
 from perdure.stack import state as stack_state
 from perdure.stack.checkout import find_root
 from perdure.stack.children import Child, ChildSpec
@@ -38,15 +38,15 @@ from perdure.stack.temporal_target import given_address
 from perdure.telemetry import configure_logging, temporal_runtime
 
 START_LIMIT_S = 120.0
-"""All parts answer within this, or the start has failed."""
-LOOK_EVERY_S = 10.0
+"""Seconds within which all parts must answer; otherwise the start has failed."""
+CHECK_EVERY_S = 10.0
 HANGS_AFTER = 6
-"""A part that fails this many looks in a row is killed and started again."""
+"""A part that fails this many checks in a row is killed and started again."""
 EARLY_EXITS = 3
-"""A part that ends this often before it was ever ready will not become ready."""
+"""A part that ends this often before it was ready makes the start fail."""
 PORT_TRIES = 3
-LAST_WORDS = ("ready", "failed")
-"""Events after which the start is over and the report ends."""
+FINAL_EVENTS = ("ready", "failed")
+"""The report ends with one of these."""
 
 Report = Callable[[dict[str, Any]], None]
 Answer = TypeVar("Answer")
@@ -55,25 +55,25 @@ log = structlog.get_logger("perdure.supervisor")
 
 
 class StartFailed(PerdureError):
-    """A part did not come up; the message holds its last words."""
+    """A part did not start; the message ends with the end of its log."""
 
 
 class Supervisor:
-    """One stack, from the first process to the last."""
+    """One stack, from its first process to its last."""
 
     def __init__(self, plan: Plan, report: Report, listeners: Sequence[int]) -> None:
-        """`listeners`: descriptors of the gateway's sockets; they outlive its processes."""
+        """`listeners`: descriptors of the gateway's sockets, which outlive its processes."""
         self.plan = plan
         self.listeners = listeners
         self.report = report
-        self.phase = "starting"
+        self.status = "starting"
         self.children: dict[str, Child] = {}
         self.client: Client | None = None
         self.namespace = "default"
         self._me = identify(os.getpid())
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Start everything, keep it until `stopping`, stop everything.
+        """Start everything, keep it running until `stopping` is set, stop everything.
 
         Raises: StartFailed, ConfigurationError.
         """
@@ -103,12 +103,12 @@ class Supervisor:
         await self._launch(self.plan.worker())
         for spec in gateways:
             health = self.plan.health_socket(spec.name)
-            await self._answered(spec.name, gateway_pool.wait_for(health))
+            await self._answered(spec.name, readiness.wait_for_socket(health))
         if engine is not None:
             url = f"{self.plan.engine_url}/health"
             await self._answered("engine", readiness.wait_for_http(url))
         await self._answered("worker", self._wait_for_worker())
-        self._move("ready")
+        self._set_status("ready")
         self.report({"event": "ready"})
         log.info("ready", children=list(self.children))
 
@@ -126,11 +126,11 @@ class Supervisor:
         except RPCError as error:
             if address is not None:
                 raise
-            # Somebody else's server: an operator may have to do it (infra/temporal).
+            # The user's own server: it may need an operator (infra/temporal).
             self.report({"event": "warning", "text": f"search attributes: {error}"})
 
     async def _start_own_temporal(self) -> Client:
-        """A port may be taken between the look and the start: then others are chosen."""
+        """Another process may take a port after we checked it; then start again with other ports."""
         for _ in range(PORT_TRIES - 1):
             try:
                 return await self._launch_temporal()
@@ -149,7 +149,7 @@ class Supervisor:
         assert self.client is not None
         child = self.children["worker"]
         while True:
-            # A restarted worker has another pid: ask for the one that lives now.
+            # A restarted worker has another pid: wait for the current one.
             pid = child.state.pid if child.state else 0
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(readiness.wait_for_pollers(self.client, pid), 1.0)
@@ -164,10 +164,10 @@ class Supervisor:
     async def _answered(
         self, name: str, wait: Coroutine[Any, Any, Answer], tries: int = EARLY_EXITS
     ) -> Answer:
-        """What `wait` returns.
+        """Wait for the child called `name` and return what `wait` returns.
 
-        Raises: StartFailed when the child ends again and again instead; ConfigurationError when it
-        refused what it was given.
+        Raises: StartFailed when the child ended `tries` times; ConfigurationError when its settings
+        are wrong.
         """
         waiting = asyncio.create_task(wait)
         try:
@@ -176,28 +176,30 @@ class Supervisor:
                 child = self.children.get(name)
                 if child is None or waiting.done():
                     continue
-                if child.refused and name != "temporal":  # Go crashes with that code, too
-                    raise ConfigurationError(child.last_words(1))
+                if (
+                    child.refused and name != "temporal"
+                ):  # Go programs end with this code when they crash
+                    raise ConfigurationError(child.log_end(1))
                 if child.exits >= tries:
-                    raise StartFailed(f"{name} does not start: {child.last_words(1)}")
+                    raise StartFailed(f"{name} does not start: {child.log_end(1)}")
         finally:
             waiting.cancel()
         self.report({"event": "up", "name": name})
         return waiting.result()
 
     async def _keep(self, stopped: "asyncio.Task[Any]") -> None:
-        """Look at every part now and then; one that hangs is started again."""
-        looks: dict[str, Callable[[], Awaitable[bool]]] = {"temporal": self._temporal_answers}
+        """Check every part now and then; restart one that hangs."""
+        checks: dict[str, Callable[[], Awaitable[bool]]] = {"temporal": self._temporal_answers}
         for name in self._gateways():
-            look = functools.partial(gateway_pool.answers, self.plan.health_socket(name))
-            looks[name] = look
-        failed = dict.fromkeys(looks, 0)
+            check = functools.partial(readiness.socket_answers, self.plan.health_socket(name))
+            checks[name] = check
+        failed = dict.fromkeys(checks, 0)
         while not stopped.done():
-            await asyncio.wait({stopped}, timeout=LOOK_EVERY_S)
+            await asyncio.wait({stopped}, timeout=CHECK_EVERY_S)
             for name, child in self.children.items():
                 child.rotate()
-                if name in looks and not stopped.done():
-                    failed[name] = 0 if await looks[name]() else failed[name] + 1
+                if name in checks and not stopped.done():
+                    failed[name] = 0 if await checks[name]() else failed[name] + 1
                     if failed[name] >= HANGS_AFTER:
                         log.warning("does not answer; starting it again", name=name)
                         failed[name] = 0
@@ -211,9 +213,9 @@ class Supervisor:
             return False
 
     async def _stop(self) -> None:
-        """In the reverse order of their needs: workers hand over while Temporal still answers."""
-        with contextlib.suppress(OSError):  # a full disk leaves nothing running
-            self._move("stopping")
+        """Stop dependents first: workers hand over while Temporal still answers."""
+        with contextlib.suppress(OSError):  # a full disk must not keep anything running
+            self._set_status("stopping")
         for names in (("worker",), (*self._gateways(), "engine"), ("temporal",)):
             found = [self.children[name] for name in names if name in self.children]
             await asyncio.gather(*(child.stop() for child in found))
@@ -222,18 +224,18 @@ class Supervisor:
         return gateway_names(self.plan.settings.gateway.processes)
 
     def _what_is_late(self) -> str:
-        words = {name: child.last_words() for name, child in self.children.items()}
-        told = "\n".join(f"{name}: {text}" for name, text in words.items() if text)
+        logs = {name: child.log_end() for name, child in self.children.items()}
+        told = "\n".join(f"{name}: {text}" for name, text in logs.items() if text)
         return f"not everything answered within {START_LIMIT_S:g} s\n{told}"
 
-    def _move(self, phase: str) -> None:
-        self.phase = phase
+    def _set_status(self, status: str) -> None:
+        self.status = status
         self._write()
 
     def _write(self) -> None:
         plan = self.plan
         state = StackState(
-            phase=self.phase,
+            status=self.status,
             pid=os.getpid(),
             started=self._me.started if self._me else 0,
             temporal_address=plan.addresses.temporal_address or given_address() or "",
@@ -247,7 +249,7 @@ class Supervisor:
 
 
 def stop_survivors(settings: Settings) -> list[str]:
-    """Stop what a killed supervisor left behind; return the names."""
+    """Stop processes that a killed supervisor left running; return their names."""
     state = stack_state.read(settings)
     survivors = state.survivors() if state is not None else {}
     for process in survivors.values():
@@ -257,7 +259,7 @@ def stop_survivors(settings: Settings) -> list[str]:
 
 @contextlib.contextmanager
 def only_one(settings: Settings) -> Iterator[None]:
-    """Hold the home's lock. Raises: ConfigurationError when another supervisor has it."""
+    """Hold the home's lock. Raises: ConfigurationError when another supervisor holds it."""
     folder = stack_state.run_folder(settings)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "supervisor.lock").open("w") as lock:
@@ -269,14 +271,19 @@ def only_one(settings: Settings) -> Iterator[None]:
 
 
 async def supervise(settings: Settings, engine: str, report: Report) -> None:
-    """Run one stack until SIGTERM or SIGINT. Raises: ConfigurationError, StartFailed, ..."""
+    """Run one stack until SIGTERM, SIGINT or SIGHUP. Raises: ConfigurationError, StartFailed, ..."""
     stopping = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
     with only_one(settings):
         left = await asyncio.to_thread(stop_survivors, settings)
         if left:
-            report({"event": "warning", "text": f"stopped what was left behind: {', '.join(left)}"})
+            report(
+                {
+                    "event": "warning",
+                    "text": f"stopped processes of an earlier stack: {', '.join(left)}",
+                }
+            )
         own = given_address() is None
         plan = Plan(
             settings, find_root(), Addresses.choose(settings, own_temporal=own), engine=engine
@@ -292,7 +299,7 @@ async def supervise(settings: Settings, engine: str, report: Report) -> None:
 
 
 def run(engine: str, report: Report) -> int:
-    """Exit code of a whole life; a failed start is reported, then logged."""
+    """Run a stack to its end and return the exit code; a failed start is logged and reported."""
     settings = load_settings()
     configure_logging("supervisor")
     Runtime.set_default(temporal_runtime(settings.changed(metrics={"port": 0})))
@@ -317,10 +324,10 @@ def main() -> int:
 
 
 def _tell(descriptor: int, event: dict[str, Any]) -> None:
-    # Whoever started us may have gone: that does not stop a stack.
+    # The command that started us may have ended, which must not stop the stack.
     with contextlib.suppress(OSError):
         os.write(descriptor, json.dumps(event).encode() + b"\n")
-        if event["event"] in LAST_WORDS:
+        if event["event"] in FINAL_EVENTS:
             os.close(descriptor)
 
 

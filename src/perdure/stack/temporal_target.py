@@ -1,9 +1,9 @@
-"""Which Temporal a command talks to: the user's own, else the stack's, else nobody's."""
+"""Whether users name a Temporal server of their own; without one, commands talk to the stack's."""
 
 from temporalio.envconfig import ClientConfig
 
 
 def given_address() -> str | None:
-    """What TEMPORAL_ADDRESS, TEMPORAL_PROFILE or Temporal's own TOML file name; None = nothing."""
+    """The address in TEMPORAL_ADDRESS, TEMPORAL_PROFILE or Temporal's own TOML file; None: there is none."""
     address: str | None = ClientConfig.load_client_connect_config().get("target_host")
     return address or None

@@ -17,6 +17,9 @@ from perdure.cli.main import COMMANDS, cli, invoke
 from perdure.episodes.episode import EpisodeParts, build_episode
 from perdure.episodes.files import write_episode
 from perdure.errors import ConfigurationError
+from perdure.settings.tree import Settings
+from perdure.stack import state as stack_state
+from perdure.stack.state import StackState
 from perdure.storage.local import LocalStore
 from perdure.types import RolloutRequest, RolloutStatus
 from tests import held_ports
@@ -417,8 +420,8 @@ def test_no_stack_is_started_for_an_agent_without_an_engine(
 
 def test_endpoint_that_does_not_answer_is_named() -> None:
     """A model endpoint nobody listens on is reported with its address."""
-    from perdure.cli.runs.launch import check_engine
     from perdure.errors import GatewayUnavailable
+    from perdure.stack.engines import check_engine
 
     with held_ports.held(1) as (port,):
         url = f"http://127.0.0.1:{port}/v1"
@@ -429,7 +432,7 @@ def test_endpoint_that_does_not_answer_is_named() -> None:
 
 def test_one_engine_of_several_that_answers_will_do() -> None:
     """`URL=WEIGHT,URL` is asked address by address."""
-    from perdure.cli.runs.launch import check_engine
+    from perdure.stack.engines import check_engine
 
     with socket.create_server(("127.0.0.1", 0)) as listening, held_ports.held(1) as (dead,):
         alive = listening.getsockname()[1]
@@ -577,3 +580,25 @@ def test_settings_page_is_the_one_in_the_docs() -> None:
     written = ROOT / "docs" / "settings.md"
 
     assert page() + "\n" == written.read_text()
+
+
+def test_up_in_the_foreground_says_where_everything_answers(
+    perdure: Perdure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor reports inside its event loop, and no engine is configured."""
+
+    def supervise(engine: str, report: Callable[[dict[str, Any]], None]) -> int:
+        state = StackState("ready", 1, 1, "t:1", "default", "http://ui", "http://gateway", engine)
+        stack_state.write(Settings(home=tmp_path / "home"), state)
+
+        async def ready() -> None:
+            report({"event": "ready"})
+
+        asyncio.run(ready())
+        return 0
+
+    monkeypatch.setattr("perdure.stack.supervisor.run", supervise)
+
+    done = perdure("up", "--foreground")
+
+    assert (done.code, "Engine    none: set OPENAI_BASE_URL" in done.stderr) == (0, True)

@@ -1,4 +1,4 @@
-"""`perdure engines` where no cluster and no gateway runs: what it says must be so."""
+"""`perdure engines` without a cluster and without a gateway."""
 
 import asyncio
 import json
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli.commands.engines import any_known, none_ready
 from perdure.cli.main import invoke
 from perdure.engines.roster import Roster, StoredRoster, roster_key
 from perdure.engines.state import EngineRecord, EngineState, name_of
 from perdure.home import load_secret
 from perdure.serving.status import PoolStatus, ReplicaStatus, write_status
 from perdure.settings.tree import Settings
+from perdure.stack.engines import any_added, none_ready
 from perdure.storage.base import open_store
 
 
@@ -25,7 +25,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
 
 
 def seen(settings: Settings, seconds_ago: float) -> None:
-    """A manager of one replica told what it saw."""
+    """Write the status of a manager of one replica."""
     status = PoolStatus(
         replicas=(ReplicaStatus(index=0, state="ready", engine="10.0.0.7:8000"),),
         at=time.time() - seconds_ago,
@@ -38,7 +38,7 @@ def seen(settings: Settings, seconds_ago: float) -> None:
 def test_replicas_of_a_manager_that_is_gone_are_shown_as_the_past(
     settings: Settings, capsys: pytest.CaptureFixture[str], seconds_ago: float, told: bool
 ) -> None:
-    """`ready` was true two hours ago: the list says so, and what starts the manager again."""
+    """If a status is two hours old, the list says so and names the command that starts the manager."""
     seen(settings, seconds_ago)
     invoke(["engines", "list"])
 
@@ -50,7 +50,7 @@ def test_replicas_of_a_manager_that_is_gone_are_shown_as_the_past(
 def test_an_engine_that_is_added_while_it_drains_is_taken_back(
     settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The answer of `add` is true: it takes sessions again."""
+    """As `add` says, the engine takes sessions again."""
     for words in (["add", "http://h:1"], ["drain", "h:1"], ["add", "http://h:1"]):
         invoke(["engines", *words])
     capsys.readouterr()
@@ -61,7 +61,7 @@ def test_an_engine_that_is_added_while_it_drains_is_taken_back(
 
 
 def named_by_settings(settings: Settings, url: str) -> None:
-    """A gateway that its settings gave this engine found it ready, and has gone since."""
+    """Put an engine into the roster that the settings of an ended gateway named."""
 
     def with_it(roster: Roster) -> Roster:
         engine = EngineRecord(
@@ -82,27 +82,27 @@ def test_engines_of_another_gateways_settings_are_told_apart(
     here: str,
     foreign: bool,
 ) -> None:
-    """No gateway started here would ask them: neither `list` nor `run` may count on them."""
+    """No gateway started here would use them, so neither `list` nor `run` counts on them."""
     named_by_settings(settings, "http://h:1")
     monkeypatch.setenv("PERDURE_ENGINE__URL", here)
     invoke(["engines", "list"])
 
-    assert ("of a gateway with other settings" in capsys.readouterr().out) == foreign
-    assert not any_known(settings)
+    assert ("only for a gateway with other settings" in capsys.readouterr().out) == foreign
+    assert not any_added(settings)
 
 
 def test_engines_that_were_added_and_are_not_ready_are_known(settings: Settings) -> None:
-    """`run` goes on, and says that rollouts wait for them."""
+    """`run` continues and says that rollouts wait for an engine."""
     invoke(["engines", "add", "http://h:1"])
 
-    assert (any_known(settings), none_ready(settings)) == (True, True)
+    assert (any_added(settings), none_ready(settings)) == (True, True)
 
 
 def test_an_engine_is_named_by_its_url_too(
     settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What `add` took, `drain` and `remove` take."""
+    """`drain` and `remove` take the URL that `add` took."""
     codes = [invoke(["engines", word, "http://h:1/v1"]) for word in ("add", "drain", "remove")]
 
     assert codes == [0, 0, 0]
-    assert capsys.readouterr().out.splitlines()[-1] == "h:1 is out."
+    assert capsys.readouterr().out.splitlines()[-1] == "h:1 is removed."

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from perdure.cli.runs.request import Options, build, fields_of, instances_of
-from perdure.cli.runs.source import Source
+from perdure.cli.runs.request import RunOptions, build, fields_of, instances_of
+from perdure.cli.runs.selection import Selection
 from perdure.errors import ConfigurationError
 from perdure.storage.local import LocalStore
 
-SOURCE = Source("rows", "rows", ("rows/a-1", "rows/a-2", "rows/b-1"), digest="d1")
-OPTIONS = Options(source="rows.jsonl", agent="oracle")
+SOURCE = Selection("rows", "rows", ("rows/a-1", "rows/a-2", "rows/b-1"), digest="d1")
+OPTIONS = RunOptions(source="rows.jsonl", agent="oracle")
 
 
 def test_same_command_means_the_same_run() -> None:
@@ -56,7 +56,7 @@ def test_assignments_nest_and_read_json() -> None:
 
 def test_agent_is_no_assignment() -> None:
     """`--agent` would win in silence: the line says so."""
-    with pytest.raises(ConfigurationError, match="a run's agent is what --agent says"):
+    with pytest.raises(ConfigurationError, match="set the agent with --agent"):
         fields_of(["agent=nop"], {})
 
 
@@ -88,5 +88,5 @@ async def test_globs_that_leave_nothing_show_what_names_look_like(tmp_path: Path
     """An empty selection is an error that shows real ids."""
     request = build(replace(OPTIONS, include=("z*",)), SOURCE)
 
-    with pytest.raises(ConfigurationError, match="named like a-1, a-2, b-1"):
+    with pytest.raises(ConfigurationError, match="such as a-1, a-2, b-1"):
         await instances_of(LocalStore(str(tmp_path)), request, SOURCE)

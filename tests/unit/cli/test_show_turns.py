@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from perdure.cli.main import invoke
-from perdure.cli.rollouts import story
+from perdure.cli.rollouts import stored
 from perdure.cli.rollouts import turns as show_turns
 from perdure.episodes import turns
 from perdure.errors import NotFound
@@ -163,7 +163,7 @@ def test_an_unreadable_file_is_named(shown: Show) -> None:
 
 async def test_a_running_rollout_is_read_from_the_journal(tmp_path: Path) -> None:
     """Turns that are answered can be read before their session is closed."""
-    name = story.RolloutName("r", "click-1", 0)
+    name = stored.RolloutName("r", "click-1", 0)
     session = identity_of(name.run_id, name.workflow_id, "agent", 1)
     async with (
         ScriptedEngine() as engine,
@@ -176,7 +176,7 @@ async def test_a_running_rollout_is_read_from_the_journal(tmp_path: Path) -> Non
             answer = await http.post("/v1/chat/completions", json=body, headers=headers)
             answer.raise_for_status()
         found = await show_turns.read(
-            gateway.settings, gateway.store, story.Story(name, None), attempt=None
+            gateway.settings, gateway.store, stored.StoredRollout(name, None), attempt=None
         )
 
     assert (found.source, len(found.turns)) == ("journal", 1)
@@ -190,6 +190,6 @@ async def test_a_rollout_without_a_turn_says_so(tmp_path: Path) -> None:
             await show_turns.read(
                 gateway.settings,
                 gateway.store,
-                story.Story(story.RolloutName("r", "click-1", 0), None),
+                stored.StoredRollout(stored.RolloutName("r", "click-1", 0), None),
                 attempt=None,
             )

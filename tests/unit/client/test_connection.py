@@ -55,7 +55,7 @@ def _write_state(home: Path, *, started_later: int = 0) -> None:
     me = identify(os.getpid())
     assert me is not None
     state = StackState(
-        phase="ready",
+        status="ready",
         pid=me.pid,
         started=me.started + started_later,
         temporal_address="127.0.0.1:41233",

@@ -117,14 +117,14 @@ async def test_stopped_child_stays_down(tmp_path: Path) -> None:
     assert (child.state.process.alive, child.exits) == (False, 0)
 
 
-async def test_last_words_come_from_the_log(tmp_path: Path) -> None:
+async def test_the_end_of_the_log_is_read(tmp_path: Path) -> None:
     """What a child said before it died is there to be told."""
     child = child_of("raise SystemExit('no such port')", tmp_path)
     await child.start()
     await until(child, 1)
     await child.stop()
 
-    assert child.last_words(1) == "no such port"
+    assert child.log_end(1) == "no such port"
 
 
 def test_child_dies_with_its_parent(tmp_path: Path) -> None:

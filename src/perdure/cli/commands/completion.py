@@ -1,6 +1,6 @@
-"""Shell completion: the script a shell sources, and what it offers for runs and agents.
+"""Shell completion: the script that a shell sources, and the names it offers.
 
-Offers come from names and folders alone: a Tab key must not import an SDK or open a connection.
+Names come from the registry and from folders: a Tab key imports no SDK and opens no connection.
 """
 
 from pathlib import Path
@@ -49,13 +49,13 @@ def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Co
 
 
 def datasets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Datasets of a local store, else files."""
+    """Datasets of a local store; files if there are none."""
     found = _starting(_folders("instances"), incomplete)
     return found or [CompletionItem(incomplete, type="file")]
 
 
 def _folders(kind: str) -> list[str]:
-    """Names in a store that is a folder; nothing from elsewhere, and nothing on any trouble."""
+    """Names in a local store; none for another store, and none after an error."""
     from pydantic import ValidationError
 
     from perdure.settings.tree import Settings

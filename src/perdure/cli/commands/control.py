@@ -1,4 +1,4 @@
-"""`perdure pause | resume | resize | cancel`: what can be asked of a run while it is open."""
+"""`perdure pause | resume | resize | cancel`: control a run while it is open."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -20,7 +20,7 @@ RUN = click.argument("run_id", metavar="RUN", shell_complete=completion.runs)
 @RUN
 @json_option
 def pause(run_id: str, as_json: bool) -> None:
-    """Start no further rollouts of a run; those in flight finish."""
+    """Start no more rollouts of a run; those in flight finish."""
     _ask(run_id, lambda run: run.pause(), as_json)
 
 
@@ -28,7 +28,7 @@ def pause(run_id: str, as_json: bool) -> None:
 @RUN
 @json_option
 def resume(run_id: str, as_json: bool) -> None:
-    """Let a paused run go on, or one that needed your attention."""
+    """Continue a run that is paused or waits for you."""
     _ask(run_id, lambda run: run.resume(), as_json)
 
 
@@ -37,7 +37,7 @@ def resume(run_id: str, as_json: bool) -> None:
 @click.argument("concurrency", metavar="N", type=click.IntRange(1, 2000))
 @json_option
 def resize(run_id: str, concurrency: int, as_json: bool) -> None:
-    """Keep N rollouts of a run in flight from now on."""
+    """Change how many rollouts of a run are in flight."""
     _ask(run_id, lambda run: run.resize(concurrency), as_json)
 
 
@@ -47,38 +47,38 @@ def resize(run_id: str, concurrency: int, as_json: bool) -> None:
 def cancel(target: str, as_json: bool) -> None:
     """Cancel a run, or one rollout (rollout/RUN/INSTANCE/SAMPLE).
 
-    Agents are killed; each rollout keeps what it had and leaves an episode with status cancelled.
-    Exit code 1: it had ended before; the message says how.
+    Agents are killed. Each rollout keeps its files and leaves an episode with status cancelled.
+    Exit code 1: it had ended already; the message says how.
     """
     settings = load_settings()
 
     async def work() -> None:
         from perdure.cli.connection import connect
 
-        session = await connect(settings)
+        connection = await connect(settings)
         if "/" in target:
             workflow_id = target if target.startswith("rollout/") else f"rollout/{target}"
-            await session.perdure.rollout(workflow_id).cancel()
+            await connection.perdure.rollout(workflow_id).cancel()
         else:
-            await (await session.perdure.run(target)).cancel()
+            await (await connection.perdure.run(target)).cancel()
 
     asyncio.run(work())
     if as_json:
         answer({"cancelled": target})
     else:
-        click.echo(f"{target} is being cancelled: `perdure status` shows the rest.")
+        click.echo(f"{target} is being cancelled: `perdure status` shows when it has ended.")
 
 
 def _ask(
-    run_id: str, question: "Callable[[RunHandle], Awaitable[RunProgress]]", as_json: bool
+    run_id: str, request: "Callable[[RunHandle], Awaitable[RunProgress]]", as_json: bool
 ) -> None:
     settings = load_settings()
 
     async def work() -> "RunProgress":
         from perdure.cli.connection import connect
 
-        session = await connect(settings)
-        return await question(await session.perdure.run(run_id))
+        connection = await connect(settings)
+        return await request(await connection.perdure.run(run_id))
 
     progress = asyncio.run(work())
     if as_json:

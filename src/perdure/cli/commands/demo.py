@@ -1,4 +1,4 @@
-"""`perdure demo`: real instances, three agents, one table; nothing keeps running afterwards."""
+"""`perdure demo`: three agents on real instances, one table. Stops what it started."""
 
 import asyncio
 import base64
@@ -29,11 +29,11 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 @click.option("--keep-running", is_flag=True, help="Leave the stack up at the end.")
 @json_option
 def demo(keep_running: bool, as_json: bool) -> None:
-    """Build real instances from PyPI, run three agents on them, show one table.
+    """Build real instances from PyPI, run three agents on them, print one table.
 
-    oracle applies the known fix, nop does nothing, mini_swe_agent works for real in a sandbox:
-    against your model when OPENAI_BASE_URL or ANTHROPIC_BASE_URL is set, else against a scripted
-    policy that solves one instance, fails one and gives up on one.
+    oracle applies the known fix, nop does nothing, mini_swe_agent really works in a sandbox. It
+    calls your model if OPENAI_BASE_URL or ANTHROPIC_BASE_URL is set, else a scripted policy that
+    solves one instance, fails one and gives up on one.
     """
     settings = load_settings()
     started = time.monotonic()
@@ -71,13 +71,13 @@ def _has_endpoint(settings: Settings) -> bool:
 
 
 async def _run_all(settings: Settings, instances: Sequence[Instance]) -> list[EpisodeRef]:
-    """All agents at once, each its own run, followed together."""
+    """One run per agent, all at the same time, followed together."""
     from perdure.cli.connection import connect
     from perdure.cli.runs import follow, results
     from perdure.storage.base import open_store
     from perdure.types import RunRequest
 
-    session = await connect(settings)
+    connection = await connect(settings)
     stamp = time.strftime("%m%d-%H%M%S")
     refs = tuple(instance.ref for instance in instances)
     requests = [
@@ -89,7 +89,7 @@ async def _run_all(settings: Settings, instances: Sequence[Instance]) -> list[Ep
         )
         for agent in AGENTS
     ]
-    handles = [await session.perdure.start_run(request) for request in requests]
+    handles = [await connection.perdure.start_run(request) for request in requests]
     with follow.shown() as show:
         await asyncio.gather(*(follow.follow(handle, show) for handle in handles))
     store = open_store(settings)
@@ -114,7 +114,7 @@ def _show(settings: Settings, episodes: Sequence[EpisodeRef], ui_url: str, secon
 
 
 def _write_scripts(settings: Settings, instances: Sequence[Instance]) -> Path:
-    """The scripted policy: what a model would say, instance by instance."""
+    """Write the scripted policy: a model's turns for each instance."""
     path = settings.home.absolute() / "run" / "demo-policy.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(scripts(instances), indent=1))
@@ -122,7 +122,7 @@ def _write_scripts(settings: Settings, instances: Sequence[Instance]) -> Path:
 
 
 def scripts(instances: Sequence[Instance]) -> dict[str, Any]:
-    """The smallest fix is made, the next one is missed, the largest is given up."""
+    """The policy makes the smallest fix, misses the next one and gives up on the largest."""
     tries = (_solves, _misses, _gives_up)
     by_size = sorted(instances, key=lambda instance: len(instance.gold_patch))
     return {
@@ -134,7 +134,7 @@ def scripts(instances: Sequence[Instance]) -> dict[str, Any]:
 
 
 def _opening(instance: Instance) -> str:
-    """Text that only this instance's prompt has."""
+    """Text that only this instance's prompt contains."""
     return instance.problem_statement.splitlines()[0]
 
 

@@ -1,6 +1,6 @@
-"""`perdure doctor`: what works here and what is missing, each with its fix.
+"""`perdure doctor`: checks what works on this machine, and names a fix for what does not.
 
-One function per check; a check answers with a Finding and never raises.
+One function per check. A check that raises is reported as missing.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "missing": ("MISSING
 
 @dataclass(frozen=True)
 class Finding:
-    """`level`: ok; note (works, but); missing (something will not work). `fix` names the way out."""
+    """`level`: ok; note (optional, or works with limits); missing (something will not work)."""
 
     name: str
     level: str
@@ -36,7 +36,7 @@ class Finding:
 @click.command()
 @json_option
 def doctor(as_json: bool) -> None:
-    """What works here, what is missing, and the fix. Exit code 1 when something is missing."""
+    """What works here, what is missing, and the fix. Exit code 1: something is missing."""
     settings = load_settings()
     findings = list(examine(settings))
     healthy = all(finding.level != "missing" for finding in findings)
@@ -50,7 +50,7 @@ def doctor(as_json: bool) -> None:
 
 
 def examine(settings: Settings) -> Iterable[Finding]:
-    """Every check, in the order in which a newcomer meets the parts."""
+    """All checks, in the order in which a newcomer meets the parts."""
     checks: list[Callable[[Settings], Finding]] = [
         python, checkout, bubblewrap, podman, docker, apptainer, e2b, daytona, kubernetes, limits, uv, git, disk, store, temporal, port_numbers, gateway,
         tokenizer, engine, ray,
@@ -83,7 +83,7 @@ def bubblewrap(settings: Settings) -> Finding:
 
 
 def podman(settings: Settings) -> Finding:
-    return _containers(settings, "podman", "runs images, and the host's programs without one")
+    return _containers(settings, "podman", "runs images, or without an image the host's programs")
 
 
 def docker(settings: Settings) -> Finding:
@@ -92,7 +92,9 @@ def docker(settings: Settings) -> Finding:
 
 
 def apptainer(settings: Settings) -> Finding:
-    return _containers(settings, "apptainer", "found; Perdure was tested on a double of it only")
+    return _containers(
+        settings, "apptainer", "found; Perdure was tested against a double of it only"
+    )
 
 
 def _containers(settings: Settings, name: str, works: str) -> Finding:
@@ -126,7 +128,9 @@ def daytona(settings: Settings) -> Finding:
 
 def kubernetes(settings: Settings) -> Finding:
     return _containers(
-        settings, "kubernetes", "a cluster is named; Perdure was tested on a double of it only"
+        settings,
+        "kubernetes",
+        "a cluster is configured; Perdure was tested against a double of it only",
     )
 
 
@@ -181,9 +185,9 @@ def temporal(settings: Settings) -> Finding:
         from perdure.stack.plan import temporal_binary
 
         return Finding("temporal", "ok", f"not running; `perdure up` starts {temporal_binary()}")
-    session = asyncio.run(connect(settings))
+    connection = asyncio.run(connect(settings))
     where = given or (state.temporal_address if state else "")
-    return Finding("temporal", "ok", f"{where} answers, {session.ui_url or 'no UI known'}")
+    return Finding("temporal", "ok", f"{where} answers, {connection.ui_url or 'no UI known'}")
 
 
 def port_numbers(settings: Settings) -> Finding:
@@ -217,7 +221,7 @@ def tokenizer(settings: Settings) -> Finding:
 
 
 def engine(settings: Settings) -> Finding:
-    from perdure.cli.runs.launch import check_engine
+    from perdure.stack.engines import check_engine
     from perdure.stack.plan import configured_engine
 
     state = lifecycle.running(settings)

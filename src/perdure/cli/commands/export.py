@@ -1,4 +1,4 @@
-"""`perdure export`: a run's episodes as one file for trainers, graders and spreadsheets."""
+"""`perdure export`: a run's episodes as one file, for trainers, graders and spreadsheets."""
 
 import asyncio
 from dataclasses import asdict
@@ -48,14 +48,14 @@ SUFFIXES = {
     type=click.Choice(["tree", "merge"]),
     default="tree",
     show_default=True,
-    help="How trainers' segments are cut: by recorded ids, or by slime's merge_turns.",
+    help="How segments are cut: by recorded token ids, or by slime's merge_turns.",
 )
 @click.option(
     "--reward-share",
     type=click.Choice(["split", "full", "last"]),
     default="split",
     show_default=True,
-    help="What each of a rollout's K segments gets: 1/K, all of it, or the last one all.",
+    help="Reward of each of K segments: 1/K, all of it, or all of it for the last one.",
 )
 @json_option
 def export(
@@ -72,14 +72,14 @@ def export(
     \b
     preds      predictions of the SWE-bench harness, one patch an instance
     preds-all  the same entries for every graded sample
-    episodes   token arrays: one parquet file, one row a segment
-    jsonl      the readable episodes, one line a rollout
-    sft        the agent's messages with the reward, one line a graded rollout
+    episodes   token arrays: one parquet file, one row per segment
+    jsonl      the readable episodes, one line per rollout
+    sft        the agent's messages with the reward, one line per graded rollout
     slime, skyrl, torchtitan, verl
-               that trainer's own fields; arrays where --out is a .parquet
+               that trainer's own fields; arrays if --out is a .parquet
 
-    What is left out is named on stderr. Exit code 1: the store lost or garbled some of it; the
-    rest is written.
+    stderr names each rollout that is left out. Exit code 1: files of some rollout are lost or
+    unreadable; the other rollouts are written.
     """
     settings = load_settings()
     from perdure.episodes.export import Rules, export_run

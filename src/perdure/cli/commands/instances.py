@@ -1,6 +1,7 @@
-"""`perdure instances`: make, import, list and show the problems that agents work on."""
+"""`perdure instances`: build, import, list and show the problems that agents work on."""
 
 import asyncio
+import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,10 @@ from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 
 if TYPE_CHECKING:
-    from perdure.cli.build import Built
+    from perdure.instances.building import Built
+
+SANDBOX = "bubblewrap"
+"""In which provider's sandboxes environments are built and calibrated."""
 
 
 @click.group()
@@ -23,10 +27,10 @@ def instances() -> None:
 @instances.command()
 @click.argument("dataset", default="first-steps")
 @click.option("-i", "--include", multiple=True, metavar="GLOB", help="Only these instance ids.")
-@click.option("--demo", is_flag=True, help="Only the quick ones that the demo runs.")
+@click.option("--demo", is_flag=True, help="Only the quick ones of `perdure demo`.")
 @click.option("--runs", type=click.IntRange(1, 20), default=3, metavar="N", show_default=True,
-              help="How often gold and base are run; only stable tests are kept.")  # fmt: skip
-@click.option("--rebuild", is_flag=True, help="Build again what the store has.")
+              help="Runs of gold and of base; only stable tests are kept.")  # fmt: skip
+@click.option("--rebuild", is_flag=True, help="Build again those in the store.")
 @json_option
 def build(
     *, dataset: str, include: tuple[str, ...], demo: bool, runs: int, rebuild: bool, as_json: bool
@@ -37,7 +41,7 @@ def build(
     dataset.toml.
 
     Downloads each release pair from PyPI, builds its environment, runs the tests with and without
-    the gold patch, and keeps what is stable. Exit code 1: some pair could not be built.
+    the gold patch, and keeps the stable tests. Exit code 1: a pair could not be built.
     """
     settings = load_settings()
     built = asyncio.run(
@@ -62,15 +66,26 @@ async def build_dataset(
     runs: int = 3,
     rebuild: bool = False,
 ) -> "list[Built]":
-    """Build, telling of each pair as it gets ready. Raises: ConfigurationError, MissingDependency."""
-    from perdure.cli import build as building
+    """Build and report each pair when it is ready. Raises: ConfigurationError, MissingDependency."""
+    from perdure.graders.calibrate import calibrate
+    from perdure.instances import building
     from perdure.instances.release_pairs import load_recipe
+    from perdure.stack.checkout import find_root
+    from perdure.stack.sandboxes import ready_provider
+    from perdure.storage.base import open_store
 
-    recipe = load_recipe(building.recipe_folder(dataset))
+    recipe = load_recipe(building.recipe_folder(dataset, find_root()))
     pairs = building.chosen_pairs(recipe, only, demo=demo)
     say(f"Building {many(len(pairs), 'instance')} of {recipe.name} ...")
     built = []
-    async for one in building.build_all(settings, recipe, pairs, runs=runs, rebuild=rebuild):
+    builder = building.Builder(
+        settings.home.absolute(),
+        open_store(settings),
+        ready_provider(settings, SANDBOX),
+        recipe.name,
+        functools.partial(calibrate, runs=runs),
+    )
+    async for one in building.build_all(builder, pairs, rebuild=rebuild):
         built.append(one)
         say(f"  {_told(one)}")
     return sorted(built, key=lambda one: one.instance_id)
@@ -78,7 +93,9 @@ async def build_dataset(
 
 @instances.command("import")
 @click.argument("source")
-@click.option("--dataset", metavar="NAME", help="Its name in the store; by default the file's.")
+@click.option(
+    "--dataset", metavar="NAME", help="Its name in the store; default: the name of the file."
+)
 @click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="Read at most N rows.")
 @json_option
 def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) -> None:
@@ -86,11 +103,11 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
 
     SOURCE is a .jsonl, .json or .parquet file, or a Hugging Face name owner/name[:split].
 
-    A bad row is named with its number, the field and the fix; the others are kept. Exit code 1:
-    there was a bad row.
+    stderr names each bad row: its number, the field and the fix. The other rows are imported. Exit
+    code 1: there was a bad row.
     """
     settings = load_settings()
-    from perdure.cli.runs.source import check_row
+    from perdure.cli.runs.selection import check_row
     from perdure.instances.rows import import_rows
     from perdure.storage.base import open_store
 
@@ -113,7 +130,7 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
 @click.argument("dataset", required=False, shell_complete=completion.datasets)
 @json_option
 def list_(dataset: str | None, as_json: bool) -> None:
-    """Datasets in the store; with DATASET: its instances."""
+    """The datasets in the store; with DATASET: its instances."""
     settings = load_settings()
     found = asyncio.run(_listed(settings, dataset))
     if as_json:
@@ -129,10 +146,8 @@ def list_(dataset: str | None, as_json: bool) -> None:
 
 @instances.command()
 @click.argument("ref", metavar="DATASET/INSTANCE")
-@click.option("--gold", is_flag=True, help="The gold patch, byte for byte, and nothing else.")
-@click.option(
-    "--tests", is_flag=True, help="The hidden test patch, byte for byte, and nothing else."
-)
+@click.option("--gold", is_flag=True, help="Print only the gold patch, byte for byte.")
+@click.option("--tests", is_flag=True, help="Print only the hidden test patch, byte for byte.")
 @json_option
 def show(ref: str, gold: bool, tests: bool, as_json: bool) -> None:
     """One instance: its problem, environment and grading."""

@@ -1,4 +1,4 @@
-"""`perdure run`: from a source and an agent to graded episodes; again = join."""
+"""`perdure run`: runs an agent on instances; the same command again joins the run."""
 
 import click
 
@@ -6,8 +6,8 @@ from perdure.cli.commands import completion
 from perdure.cli.console import json_option
 
 
-def _the_only(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> str:
-    """Click would take the last one and say nothing."""
+def _only_one(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> str:
+    """Refuse a second --agent: click alone would silently take the last one."""
     if len(given) > 1:
         raise click.BadParameter(f"a run has one, and there are {len(given)}")
     return given[0]
@@ -19,7 +19,7 @@ def _the_only(_context: click.Context, _option: click.Parameter, given: tuple[st
     *("--agent", "-a", "agent"),
     default=["mini_swe_agent"],
     multiple=True,
-    callback=_the_only,
+    callback=_only_one,
     show_default=True,
     metavar="A",
     shell_complete=completion.agents,
@@ -41,8 +41,8 @@ def _the_only(_context: click.Context, _option: click.Parameter, given: tuple[st
     show_default=True,
     help="Rollouts in flight; `perdure resize` changes it later.",
 )
-@click.option("--run-id", metavar="ID", help="Name of the run; by default made from what is asked.")
-@click.option("--new", is_flag=True, help="Another run, even if the same one exists.")
+@click.option("--run-id", metavar="ID", help="Name of the run; default: made from the options.")
+@click.option("--new", is_flag=True, help="Start a new run even if the same one exists.")
 @click.option("-i", "--include", multiple=True, metavar="GLOB", help="Only these instance ids.")
 @click.option("-x", "--exclude", multiple=True, metavar="GLOB", help="Not these instance ids.")
 @click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="At most N instances.")
@@ -57,19 +57,19 @@ def _the_only(_context: click.Context, _option: click.Parameter, given: tuple[st
     "--policy-version",
     type=click.IntRange(0),
     metavar="V",
-    help="Version of the weights that the rollouts are to be sampled by.",
+    help="Version of the weights that must sample the rollouts.",
 )
 @click.option(
     "--max-staleness",
     type=click.IntRange(0),
     metavar="K",
-    help="Refuse engines that are not at version V to V+K.  [default: any]",
+    help="Use only engines at versions V to V+K.  [default: any]",
 )
 @click.option(
     "--budget",
     type=click.FloatRange(0, min_open=True),
     metavar="SECONDS",
-    help="Wall clock of each agent.",
+    help="Time limit of each agent.",
 )
 @click.option(
     *("--set", "assignments"),
@@ -77,9 +77,11 @@ def _the_only(_context: click.Context, _option: click.Parameter, given: tuple[st
     metavar="KEY=VALUE",
     help="Any field of a rollout, e.g. sampling.temperature=0.7.",
 )
-@click.option("--skip-bad-rows", is_flag=True, help="Leave out rows that cannot be used.")
-@click.option("--wait/--detach", default=True, help="Follow the run to its end (default), or not.")
-@click.option("--dry-run", is_flag=True, help="Show what would run, and stop.")
+@click.option("--skip-bad-rows", is_flag=True, help="Leave out unusable rows.")
+@click.option(
+    "--wait/--detach", default=True, help="Follow the run to its end (default), or return."
+)
+@click.option("--dry-run", is_flag=True, help="Print what would run, and stop.")
 @json_option
 def run(
     *,
@@ -92,7 +94,7 @@ def run(
     wait: bool,
     dry_run: bool,
     as_json: bool,
-    **asked: object,
+    **options: object,
 ) -> None:
     """Run an agent on instances; the same command again joins the run.
 
@@ -104,10 +106,10 @@ def run(
     rows.jsonl               a file of rows; also .json and .parquet
     owner/name[:split]       a dataset of the Hugging Face hub
 
-    Ctrl-C leaves the run going. Exit code 1: a rollout failed.
+    Ctrl-C does not stop the run. Exit code 1: a rollout failed.
     """
     from perdure.cli.runs import launch
-    from perdure.cli.runs.request import Options, fields_of
+    from perdure.cli.runs.request import RunOptions, fields_of
     from perdure.client.host_variables import defaults_for
     from perdure.settings.load import load_settings
 
@@ -119,12 +121,12 @@ def run(
         "agent_budget_s": budget,
     }
     given = {name: value for name, value in named.items() if value is not None}
-    fields = defaults_for(fields_of(assignments, given), str(asked["agent"]))
-    options = Options(fields=fields, **asked)  # type: ignore[arg-type]  # click's own names
+    fields = defaults_for(fields_of(assignments, given), str(options["agent"]))
+    asked = RunOptions(fields=fields, **options)  # type: ignore[arg-type]  # click's own names
     settings = load_settings()
     if dry_run:
-        launch.show_plan(settings, options, as_json=as_json)
+        launch.show_plan(settings, asked, as_json=as_json)
         return
-    code = launch.run(settings, options, wait=wait, as_json=as_json)
+    code = launch.run(settings, asked, wait=wait, as_json=as_json)
     if code:
         raise click.exceptions.Exit(code)

@@ -1,4 +1,4 @@
-"""`perdure show`: the story of one rollout, from what it left in the store."""
+"""`perdure show`: one rollout, read from its files in the store."""
 
 import asyncio
 import sys
@@ -12,7 +12,7 @@ from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
 
 if TYPE_CHECKING:
-    from perdure.cli.rollouts.story import AttemptStory, Story
+    from perdure.cli.rollouts.stored import StoredAttempt, StoredRollout
     from perdure.storage.base import Store
 
 PATCH_LINES = 40
@@ -21,20 +21,16 @@ TESTS_SHOWN = 20
 
 @click.command()
 @click.argument("rollout")
-@click.option("--patch", is_flag=True, help="The captured diff, byte for byte, and nothing else.")
-@click.option(
-    "--log", is_flag=True, help="The hidden tests' output, byte for byte, and nothing else."
-)
-@click.option(
-    "--turns", is_flag=True, help="Its trajectory: chains, turns, what is trained and why."
-)
+@click.option("--patch", is_flag=True, help="Print only the captured diff, byte for byte.")
+@click.option("--log", is_flag=True, help="Print only the hidden tests' output, byte for byte.")
+@click.option("--turns", is_flag=True, help="Its chains and turns, and which tokens are trained.")
 @click.option(
     "--attempt",
     type=click.IntRange(1),
     metavar="N",
-    help="With --turns: another than the last one.",
+    help="With --turns: this attempt instead of the last.",
 )
-@click.option("--full", is_flag=True, help="With --turns: every text whole.")
+@click.option("--full", is_flag=True, help="With --turns: all texts in full.")
 @json_option
 def show(
     *,
@@ -46,28 +42,28 @@ def show(
     full: bool,
     as_json: bool,
 ) -> None:
-    """The story of one rollout: stages, attempts, grade, patch.
+    """One rollout: stages, attempts, grade, patch, turns.
 
     ROLLOUT is a workflow id (rollout/RUN/INSTANCE/SAMPLE), RUN/INSTANCE[/SAMPLE], or the beginning
-    of an instance id. Exit code 1: something it left is unreadable; stderr names it.
+    of an instance id. Exit code 1: one of its files is unreadable; stderr names it.
     """
     only_one_of(patch=patch, log=log, turns=turns)
     only_one_of(patch=patch, log=log, json=as_json)
     if (attempt or full) and not turns:
         raise click.UsageError(f"{'--attempt' if attempt else '--full'} goes with --turns")
     settings = load_settings()
-    from perdure.cli.rollouts import story
+    from perdure.cli.rollouts import stored
     from perdure.errors import NotFound
     from perdure.storage.base import open_store
 
     async def work() -> bool:
         store = open_store(settings)
         try:
-            found = await story.read(store, await story.find(store, rollout))
-        except story.Ambiguous:
+            found = await stored.read(store, await stored.find(store, rollout))
+        except stored.Ambiguous:
             raise
         except NotFound:
-            if patch or log or turns or not await _began(settings, rollout, as_json):
+            if patch or log or turns or not await _show_open(settings, rollout, as_json):
                 raise
             return False
         for line in found.damaged:
@@ -89,7 +85,7 @@ def show(
 async def _turns(
     settings: Settings,
     store: "Store",
-    found: "Story",
+    found: "StoredRollout",
     *,
     attempt: int | None,
     full: bool,
@@ -104,7 +100,7 @@ async def _turns(
         show_turns.show(found, trajectory, full=full)
 
 
-async def _raw(store: "Store", found: "Story", which: str) -> bytes:
+async def _raw(store: "Store", found: "StoredRollout", which: str) -> bytes:
     from perdure.errors import NotFound
 
     last = found.last
@@ -118,8 +114,8 @@ async def _raw(store: "Store", found: "Story", which: str) -> bytes:
     return (await store.get(key)).data
 
 
-async def _document(settings: Settings, store: "Store", found: "Story") -> dict[str, Any]:
-    at = "" if found.episode else await _standing(settings, found.name.workflow_id)
+async def _document(settings: Settings, store: "Store", found: "StoredRollout") -> dict[str, Any]:
+    at = "" if found.episode else await _current_step(settings, found.name.workflow_id)
     return {
         "rollout": found.name.workflow_id,
         "folder": f"{store.url}/{found.name.prefix}",
@@ -140,10 +136,10 @@ async def _document(settings: Settings, store: "Store", found: "Story") -> dict[
     }
 
 
-async def _print(settings: Settings, store: "Store", found: "Story") -> None:
+async def _print(settings: Settings, store: "Store", found: "StoredRollout") -> None:
     click.secho(str(found.name), bold=True)
-    open_still = found.episode is None and await _standing(settings, found.name.workflow_id)
-    for label, value in [("status", f"running: {open_still}")] if open_still else _ending(found):
+    open_at = found.episode is None and await _current_step(settings, found.name.workflow_id)
+    for label, value in [("status", f"running: {open_at}")] if open_at else _ending(found):
         click.echo(f"{label:<10}{value}")
     for attempt in found.attempts:
         click.echo(f"attempt {attempt.number} {_steps(attempt)}")
@@ -158,12 +154,12 @@ async def _print(settings: Settings, store: "Store", found: "Story") -> None:
         click.echo(f"{'Web UI':<10}{state.ui_url}/namespaces/{state.namespace}/workflows/{page}")
 
 
-async def _began(settings: Settings, rollout: str, as_json: bool) -> bool:
-    """Tell of a rollout that runs and has left nothing in the store yet; False: none does."""
-    from perdure.cli.rollouts.story import named
+async def _show_open(settings: Settings, rollout: str, as_json: bool) -> bool:
+    """Show a rollout that runs and has no files in the store yet. False: there is none."""
+    from perdure.cli.rollouts.stored import named
 
     name = named(rollout)
-    line = await _standing(settings, name.workflow_id) if name is not None else ""
+    line = await _current_step(settings, name.workflow_id) if name is not None else ""
     if name is None or not line:
         return False
     if as_json:
@@ -174,24 +170,24 @@ async def _began(settings: Settings, rollout: str, as_json: bool) -> bool:
     return True
 
 
-async def _standing(settings: Settings, workflow_id: str) -> str:
-    """Empty where no Temporal server tells: the store's word is enough then."""
+async def _current_step(settings: Settings, workflow_id: str) -> str:
+    """What an open rollout is doing; empty when it is closed or no Temporal server answers."""
     from perdure.cli.connection import connect
-    from perdure.cli.runs.standing import standing
+    from perdure.cli.runs.steps import current_step
     from perdure.errors import PerdureError
 
     try:
-        return await standing((await connect(settings)).perdure.client, workflow_id)
+        return await current_step((await connect(settings)).perdure.client, workflow_id)
     except PerdureError:
         return ""
 
 
-def _ending(found: "Story") -> list[tuple[str, str]]:
+def _ending(found: "StoredRollout") -> list[tuple[str, str]]:
     episode = found.episode
     if episode is None and any("/episode.json is unreadable" in line for line in found.damaged):
         return [("status", "unknown: its episode is unreadable")]
     if episode is None:
-        return [("status", "running, or never finished: `perdure status` tells")]
+        return [("status", "running, or never finished: see `perdure status`")]
     outcome = episode.get("outcome")
     lines = [("status", f"{episode.get('status')}{f', {outcome}' if outcome else ''}")]
     reward = episode.get("reward")
@@ -203,7 +199,7 @@ def _ending(found: "Story") -> list[tuple[str, str]]:
     return lines
 
 
-def _steps(attempt: "AttemptStory") -> str:
+def _steps(attempt: "StoredAttempt") -> str:
     steps = []
     if attempt.sandbox:
         host = f"{attempt.sandbox['provider']} on {attempt.sandbox['host']}"
@@ -223,10 +219,10 @@ def _steps(attempt: "AttemptStory") -> str:
         steps.append(
             f"grade {attempt.grade.outcome.value}{reason} in {attempt.grade.seconds:.1f} s"
         )
-    return "\n          ".join(steps) or "left nothing"
+    return "\n          ".join(steps) or "no files"
 
 
-async def _print_tests(found: "Story") -> None:
+async def _print_tests(found: "StoredRollout") -> None:
     failing = found.failing_tests()
     if failing:
         tests = many(len(failing), "test")
@@ -237,7 +233,7 @@ async def _print_tests(found: "Story") -> None:
             click.echo(f"  ... and {len(failing) - TESTS_SHOWN} more")
 
 
-async def _print_patch(store: "Store", found: "Story") -> None:
+async def _print_patch(store: "Store", found: "StoredRollout") -> None:
     if found.last is None or not found.last.patch or found.last.patch["empty"]:
         return
     text = (await _raw(store, found, "patch")).decode("utf-8", "replace").splitlines()

@@ -15,15 +15,15 @@ from perdure.stack.state import StackState
 
 
 @click.command()
-@click.option("--foreground", is_flag=True, help="Stay here and stop everything at Ctrl-C.")
+@click.option("--foreground", is_flag=True, help="Do not return; Ctrl-C stops everything.")
 @click.option("--engine", default="", metavar="E", help="scripted:FILE, or an engine's URL.")
 @json_option
 def up(foreground: bool, engine: str, as_json: bool) -> None:
     """Start Temporal, the gateway and the workers on this machine.
 
-    Everything lies under the home (PERDURE_HOME, default .perdure): database, logs, results. With
-    TEMPORAL_ADDRESS or a Temporal profile set, that server is used and none is started. Ports that
-    are not set and occupied are replaced by free ones.
+    Database, logs and results are in the home (PERDURE_HOME, default .perdure). If TEMPORAL_ADDRESS
+    or a Temporal profile names a server, that one is used and none is started. If a default port is
+    occupied, a free one is used.
     """
     settings = load_settings()
     if foreground:
@@ -40,12 +40,12 @@ def up(foreground: bool, engine: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--keep-sandboxes", is_flag=True, help="Leave running agents where they are.")
+@click.option("--keep-sandboxes", is_flag=True, help="Leave sandboxes of agents running.")
 @json_option
 def down(keep_sandboxes: bool, as_json: bool) -> None:
-    """Stop everything that `perdure up` started here; data stays.
+    """Stop everything that `perdure up` started here; data is kept.
 
-    Rollouts in flight go on after the next `perdure up`, in a new sandbox.
+    Rollouts in flight continue after the next `perdure up`, each in a new sandbox.
     """
     settings = load_settings()
     stopped = shut_down(settings, say, keep_sandboxes=keep_sandboxes)
@@ -78,10 +78,10 @@ def _run_here(settings: Settings, engine: str) -> None:
 
 def _roster_line(settings: Settings) -> str:
     """Which engines serve when the settings name none."""
-    from perdure.cli.commands.engines import any_known
+    from perdure.stack.engines import any_added
 
-    if any_known(settings):
-        return "those that `perdure engines list` lists"
+    if any_added(settings):
+        return "see `perdure engines list`"
     return "none: set OPENAI_BASE_URL, or `perdure up --engine URL`"
 
 

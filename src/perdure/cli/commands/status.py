@@ -1,4 +1,4 @@
-"""`perdure status`: what runs here, and how a run stands."""
+"""`perdure status`: the stack and its runs, or one run with its rollouts."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("run_id", metavar="[RUN]", required=False, shell_complete=completion.runs)
 @json_option
 def status(run_id: str | None, as_json: bool) -> None:
-    """What runs here; with a run: every rollout of it."""
+    """The stack and its runs; with RUN: each of its rollouts."""
     settings = load_settings()
     asyncio.run(_of_run(settings, run_id, as_json) if run_id else _of_stack(settings, as_json))
 
@@ -27,8 +27,10 @@ def status(run_id: str | None, as_json: bool) -> None:
 async def _of_stack(settings: Settings, as_json: bool) -> None:
     from perdure.cli.connection import connect
 
-    session = await connect(settings)
-    runs = [await _progress(session.perdure, found.id) for found in await session.perdure.runs()]
+    connection = await connect(settings)
+    runs = [
+        await _progress(connection.perdure, found.id) for found in await connection.perdure.runs()
+    ]
     state = lifecycle.running(settings)
     if as_json:
         answer(
@@ -45,7 +47,7 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
             f"{name} (restarted {child.restarts}x: {child.last_exit})" if child.restarts else name
             for name, child in state.children.items()
         )
-        click.echo(f"Stack     {state.phase}: {parts}")
+        click.echo(f"Stack     {state.status}: {parts}")
         if state.ui_url:
             click.echo(f"Web UI    {state.ui_url}")
     for run in runs:
@@ -68,8 +70,8 @@ async def _progress(perdure: Any, workflow_id: str) -> "RunProgress":
 async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
     from perdure.cli.connection import connect
 
-    session = await connect(settings)
-    handle = await session.perdure.run(run_id)
+    connection = await connect(settings)
+    handle = await connection.perdure.run(run_id)
     progress, rollouts = await handle.progress(), await handle.rollouts()
     if as_json:
         document = progress.model_dump(mode="json")
@@ -77,14 +79,14 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
         return
     from perdure.cli.console import print_table
     from perdure.cli.runs import tables, text
-    from perdure.cli.runs.standing import standings
+    from perdure.cli.runs.steps import current_steps
 
     click.echo(text.progress_line(progress))
     print_table(tables.running(rollouts, rows=len(rollouts)))
-    for line in await standings(session.perdure.client, rollouts):
+    for line in await current_steps(connection.perdure.client, rollouts):
         click.echo(line)
-    if session.ui_url:
-        click.echo(f"Web UI    {session.link(f'run/{run_id}')}")
+    if connection.ui_url:
+        click.echo(f"Web UI    {connection.link(f'run/{run_id}')}")
 
 
 def _rollout_document(found: "RolloutInfo") -> dict[str, Any]:

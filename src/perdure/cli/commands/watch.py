@@ -1,4 +1,4 @@
-"""`perdure watch`: follow a run live, from anywhere, any number of times."""
+"""`perdure watch`: follow a run live; any number of terminals may do so."""
 
 import asyncio
 
@@ -13,18 +13,18 @@ from perdure.settings.load import load_settings
 @click.argument("run_id", metavar="RUN", shell_complete=completion.runs)
 @json_option
 def watch(run_id: str, as_json: bool) -> None:
-    """Follow a run to its end; Ctrl-C leaves it going."""
+    """Follow a run to its end; Ctrl-C does not stop the run."""
     settings = load_settings()
     from perdure.cli.connection import connect
     from perdure.cli.runs import launch, results
 
     async def work() -> None:
-        session = await connect(settings)
-        handle = await session.perdure.run(run_id)
+        connection = await connect(settings)
+        handle = await connection.perdure.run(run_id)
         episodes = await launch.to_the_end(settings, handle)
         if as_json:
             answer(results.document(run_id, episodes))
         else:
-            launch.show_results(settings, session, run_id, episodes)
+            launch.show_results(settings, connection, run_id, episodes)
 
     asyncio.run(work())

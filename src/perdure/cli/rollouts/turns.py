@@ -1,7 +1,6 @@
-"""`perdure show ROLLOUT --turns`: a trajectory to read, chain by chain, turn by turn.
+"""`perdure show ROLLOUT --turns`: prints a trajectory chain by chain, turn by turn, or as JSON.
 
-Owns how turns look on a terminal and as JSON. Token ids stay in the store; what is trained is what
-`perdure.episodes.segments` cuts.
+It prints no token ids. Which tokens are trained is decided by `perdure.episodes.segments`.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ from typing import Any
 import click
 
 from perdure.cli.console import many
-from perdure.cli.rollouts.story import Story
+from perdure.cli.rollouts.stored import StoredRollout
 from perdure.episodes import turns as turn_files
 from perdure.episodes.accounting import count_trajectory
 from perdure.episodes.segments import MAIN, cut, untrained
@@ -32,7 +31,7 @@ STYLES = {"thinks": "bright_black", "says": "green", "calls": "yellow", "result"
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The turns of one attempt, as far as they are known, and how they are cut."""
+    """The turns of one attempt that are known so far, and the segments cut from them."""
 
     attempt: int
     source: str
@@ -44,15 +43,17 @@ class Trajectory:
         return cut(self.turns)
 
 
-async def read(settings: Settings, store: Store, story: Story, attempt: int | None) -> Trajectory:
-    """The newest attempt's turns unless one is named. Raises: NotFound."""
-    number = attempt or (story.last.number if story.last else 1)
-    key = f"{story.name.prefix}/attempts/{number}/turns.parquet"
+async def read(
+    settings: Settings, store: Store, rollout: StoredRollout, attempt: int | None
+) -> Trajectory:
+    """The turns of `attempt`, by default the newest. Raises: NotFound."""
+    number = attempt or (rollout.last.number if rollout.last else 1)
+    key = f"{rollout.name.prefix}/attempts/{number}/turns.parquet"
     with contextlib.suppress(NotFound):
         return Trajectory(number, "store", _decoded(key, (await store.get(key)).data))
-    found = await _journaled(settings, store, story, number)
+    found = await _journaled(settings, store, rollout, number)
     if not found:
-        raise NotFound(f"{story.name} has no turns in attempt {number} (yet)")
+        raise NotFound(f"{rollout.name} has no turns in attempt {number} (yet)")
     return Trajectory(number, "journal", found)
 
 
@@ -63,12 +64,14 @@ def _decoded(key: str, data: bytes) -> list[Turn]:
         raise click.ClickException(f"{key} is unreadable: {error}") from error
 
 
-async def _journaled(settings: Settings, store: Store, story: Story, attempt: int) -> list[Turn]:
-    """What a gateway has committed so far: on this host's disk, or copied to the store."""
+async def _journaled(
+    settings: Settings, store: Store, rollout: StoredRollout, attempt: int
+) -> list[Turn]:
+    """Turns that a gateway has committed, on this host's disk or in the store."""
     from perdure.gateway.journal import configured as journal_choice
     from perdure.gateway.journal import turn_record as records
 
-    session = identity_of(story.name.run_id, story.name.workflow_id, "agent", attempt)
+    session = identity_of(rollout.name.run_id, rollout.name.workflow_id, "agent", attempt)
     if not journal_choice.folder(settings).is_dir() and store.url.startswith("file:"):
         return []
     journal = journal_choice.open_journal(settings, store)
@@ -81,11 +84,11 @@ async def _journaled(settings: Settings, store: Store, story: Story, attempt: in
 # --- as JSON ---------------------------------------------------------------------------------
 
 
-def document(story: Story, found: Trajectory) -> dict[str, Any]:
-    """Everything the terminal shows, uncut, and what it is shortened from."""
+def document(rollout: StoredRollout, found: Trajectory) -> dict[str, Any]:
+    """All turns and segments with their full texts."""
     segments = found.segments
     return {
-        "rollout": story.name.workflow_id,
+        "rollout": rollout.name.workflow_id,
         "attempt": found.attempt,
         "source": found.source,
         "counts": count_trajectory(found.turns, segments).model_dump(mode="json"),
@@ -146,9 +149,9 @@ def _parsed(text: str, empty: Any) -> Any:
 # --- for people ------------------------------------------------------------------------------
 
 
-def show(story: Story, found: Trajectory, *, full: bool) -> None:
-    """Chains as a tree: main first, each sub-agent under the chain that started it."""
-    shown = document(story, found)
+def show(rollout: StoredRollout, found: Trajectory, *, full: bool) -> None:
+    """Print the chains as a tree: main first, each sub-agent under the chain that started it."""
+    shown = document(rollout, found)
     _Printer(shown, full=full).everything()
     if not full:
         click.secho("\n--full prints every text whole, --json all of it.", dim=True)
@@ -218,7 +221,7 @@ class _Printer:
         return f", started by {first['parent_chain']}{after}" if first["parent_chain"] else ""
 
     def _cut(self, turn: dict[str, Any], indent: str, *, first: bool) -> None:
-        """Where a segment begins, and why the one before could not go on."""
+        """Print where a segment begins, and why the one before it ended."""
         segment = self.segments.get(turn["segment"])
         if segment is None:
             return
@@ -234,9 +237,9 @@ class _Printer:
         click.secho(f"{indent}{turn['index']:>3}  ", bold=True, nl=False)
         click.echo(f"{_facts(turn)}  ", nl=False)
         trained = turn["untrained"] is None
-        says = "trained" if trained else f"not trained: {turn['untrained']}"
-        click.secho(says, fg=None if trained else "red")
-        for label, text in _said(turn):
+        mark = "trained" if trained else f"not trained: {turn['untrained']}"
+        click.secho(mark, fg=None if trained else "red")
+        for label, text in _messages(turn):
             self._text(label, text, indent)
 
     def _text(self, label: str, text: str, indent: str) -> None:
@@ -273,8 +276,8 @@ def _facts(turn: dict[str, Any]) -> str:
     return " · ".join(fact for fact in facts if fact)
 
 
-def _said(turn: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What came in since the parent turn, and what was answered."""
+def _messages(turn: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The new messages since the parent turn, and the answer, each with a label."""
     for message in turn["new_messages"]:
         label = "result" if message.get("role") == "tool" else str(message.get("role", "?"))
         yield label, str(message.get("content") or "")
@@ -294,14 +297,14 @@ def _calls(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _printable(text: str) -> str:
-    """What a model or a tool wrote must not command the terminal."""
+    """Replace control characters: text of a model or a tool must not control the terminal."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )
 
 
 def _short(text: str, room: int) -> str:
-    """One line: line ends as ⏎, the rest cut and counted."""
+    """One line: each line end becomes ⏎; if the text is cut, its length is added."""
     line = " ⏎ ".join(part for part in text.strip().splitlines() if part.strip())
     if len(line) <= room:
         return line

@@ -1,1 +1,1 @@
-"""From a command line to a run, and from a run to its table."""
+"""What commands share about a run: its request, its progress, its results."""

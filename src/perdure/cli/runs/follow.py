@@ -1,6 +1,6 @@
-"""Following a run to its end: one look at a time, through restarts of the server.
+"""Follows a run to its end, through restarts of the server.
 
-The look is shown live on a terminal, as lines when something changed otherwise.
+On a terminal it shows a live view; elsewhere it prints a line whenever something has changed.
 """
 
 import asyncio
@@ -13,22 +13,22 @@ from temporalio.service import RPCError
 
 from perdure.cli.console import say
 from perdure.cli.runs import tables
-from perdure.cli.runs.standing import FAILED, WAITS, standings
+from perdure.cli.runs.steps import FAILED, WAITS, current_steps
 from perdure.cli.runs.tables import View
 from perdure.cli.runs.text import progress_line
 from perdure.client.api import CODE_FAILS, NO_WORKER, RolloutInfo, RunHandle, RunProgress
 from perdure.errors import ActionNeeded
 
-LOOK_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
 ASK_EVERY_S = 15.0
-"""While nothing finishes, rollouts are asked so often what holds them up."""
+"""While no rollout finishes, ask this often what the oldest ones wait for."""
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 Show = Callable[[View], None]
 
 
 async def follow(run: RunHandle, show: Show) -> RunProgress:
-    """Show the run until it ends; return how it stood then.
+    """Show the run until it ends; return its last progress.
 
     Raises: NoResult, Cancelled; ActionNeeded when the run waits for a person.
     """
@@ -43,8 +43,8 @@ async def follow(run: RunHandle, show: Show) -> RunProgress:
         while not end.done():
             done, trouble = progress.done, ""
             try:
-                now, rollouts = await _look(run)
-                if now.state in (NO_WORKER, CODE_FAILS):  # what was counted before still holds
+                now, rollouts = await _poll(run)
+                if now.state in (NO_WORKER, CODE_FAILS):  # keep the last known counts
                     now = progress.model_copy(update={"state": now.state})
                 progress = now
                 if progress.done != done:
@@ -57,55 +57,55 @@ async def follow(run: RunHandle, show: Show) -> RunProgress:
             at_first = progress.done if at_first is None else at_first
             rate = (progress.done - at_first) / seconds if seconds else 0.0
             show(View(progress, rollouts, seconds, rate, trouble or held_up))
-            _needs_nobody(progress)
-            await asyncio.wait({end}, timeout=LOOK_EVERY_S)
+            _raise_if_it_waits(progress)
+            await asyncio.wait({end}, timeout=POLL_EVERY_S)
         end.result()
     finally:
         end.cancel()
     return await run.progress()
 
 
-async def _look(run: RunHandle) -> tuple[RunProgress, list[RolloutInfo]]:
-    """Lines tell no single rollout; listing them all is the dearest question there is."""
+async def _poll(run: RunHandle) -> tuple[RunProgress, list[RolloutInfo]]:
+    """Only the live view shows single rollouts; elsewhere we save the cost of listing them."""
     return await run.progress(), await run.rollouts() if console.is_terminal else []
 
 
 async def _held_up(run: RunHandle, rollouts: list[RolloutInfo]) -> str:
-    """A step that failed and is tried again, or a wait: of the rollout that has run for longest."""
-    said = await standings(run.perdure.client, rollouts or await run.rollouts())
-    return next((line for line in said if FAILED in line or WAITS in line), "")
+    """Of the longest-running rollouts: a step that failed and is retried, or a wait. Empty: neither."""
+    lines = await current_steps(run.perdure.client, rollouts or await run.rollouts())
+    return next((line for line in lines if FAILED in line or WAITS in line), "")
 
 
-def _needs_nobody(progress: RunProgress) -> None:
+def _raise_if_it_waits(progress: RunProgress) -> None:
     if progress.state == "attention":
         raise ActionNeeded(
             f"run {progress.run_id} waits for you: {progress.attention}; "
-            f"mend it, then `perdure resume {progress.run_id}`"
+            f"fix it, then `perdure resume {progress.run_id}`"
         )
 
 
 @contextlib.contextmanager
 def shown() -> Iterator[Show]:
-    """Where looks go: a live view on a terminal, else a line whenever a run's counts change.
+    """A function that shows a view: live on a terminal, else a line whenever a run's counts change.
 
-    Several runs may be shown at once.
+    It can show several runs at once.
     """
     views: dict[str, View] = {}
     if console.is_terminal:
         with Live(console=console, transient=True, auto_refresh=False) as screen:
 
-            def update(look: View) -> None:
-                views[look.progress.run_id] = look
+            def update(view: View) -> None:
+                views[view.progress.run_id] = view
                 screen.update(Group(*map(tables.live, views.values())), refresh=True)
 
             yield update
         return
     told: dict[str, str] = {}
 
-    def tell(look: View) -> None:
-        line = look.trouble or progress_line(look.progress)
-        if told.get(look.progress.run_id) != line:
-            told[look.progress.run_id] = line
+    def tell(view: View) -> None:
+        line = view.trouble or progress_line(view.progress)
+        if told.get(view.progress.run_id) != line:
+            told[view.progress.run_id] = line
             say(line)
 
     yield tell

@@ -1,4 +1,4 @@
-"""From a command line to a RunRequest: every option checked before anything starts."""
+"""Turns a command line into a RunRequest; checks every option before anything starts."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from perdure import registry
 from perdure.agents.check import check_options
-from perdure.cli.runs.source import SHORT_LIST, Source, chosen
+from perdure.cli.runs.selection import SHORT_LIST, Selection, chosen
 from perdure.errors import ConfigurationError
 from perdure.instances import catalog
 from perdure.storage.base import Store
@@ -19,8 +19,8 @@ from perdure.types import RolloutRequest, RunRequest, slugify
 
 
 @dataclass(frozen=True)
-class Options:
-    """The command line of a run, as given. `fields`: of RolloutRequest."""
+class RunOptions:
+    """The command line of a run. `fields`: fields of RolloutRequest."""
 
     source: str
     agent: str
@@ -36,9 +36,9 @@ class Options:
 
 
 def fields_of(assignments: Sequence[str], named: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """`["sampling.temperature=0.7"]` -> `{"sampling": {"temperature": 0.7}}`, over `named`.
+    """`["sampling.temperature=0.7"]` -> `{"sampling": {"temperature": 0.7}}`, merged into `named`.
 
-    A value is JSON where it parses, else text. Raises: ConfigurationError.
+    A value that does not parse as JSON is text. Raises: ConfigurationError.
     """
     fields: dict[str, Any] = dict(named)
     for assignment in assignments:
@@ -46,7 +46,7 @@ def fields_of(assignments: Sequence[str], named: Mapping[str, JsonValue]) -> dic
         if not equals or not path:
             raise ConfigurationError(f"--set {assignment}: write it as KEY=VALUE")
         if path == "agent":
-            raise ConfigurationError(f"--set {assignment}: a run's agent is what --agent says")
+            raise ConfigurationError(f"--set {assignment}: set the agent with --agent")
         *parents, name = path.split(".")
         target = fields
         for parent in parents:
@@ -57,8 +57,8 @@ def fields_of(assignments: Sequence[str], named: Mapping[str, JsonValue]) -> dic
     return fields
 
 
-def check(options: Options) -> RolloutRequest:
-    """Every name and field of the rollouts, before anything is read or imported; what each is asked.
+def check(options: RunOptions) -> RolloutRequest:
+    """Check all names and fields of the rollouts before any instance is read; return one request.
 
     Raises: ConfigurationError, pydantic.ValidationError.
     """
@@ -70,8 +70,8 @@ def check(options: Options) -> RolloutRequest:
     return rollout
 
 
-def build(options: Options, source: Source) -> RunRequest:
-    """The request of a checked command line. Raises: pydantic.ValidationError (the run's id)."""
+def build(options: RunOptions, source: Selection) -> RunRequest:
+    """The request for a checked command line. Raises: pydantic.ValidationError (the run's id)."""
     short = source.refs is not None and len(source.refs) <= SHORT_LIST
     return RunRequest(
         run_id=options.run_id or _run_id(options, source),
@@ -86,14 +86,14 @@ def build(options: Options, source: Source) -> RunRequest:
     )
 
 
-async def instances_of(store: Store, request: RunRequest, source: Source) -> list[str]:
-    """What the run will select, the way its first activity does it. Raises: ConfigurationError."""
+async def instances_of(store: Store, request: RunRequest, source: Selection) -> list[str]:
+    """The instances that the run's first activity will select. Raises: ConfigurationError."""
     refs = list(source.refs or await catalog.refs(store, source.dataset))
     found = chosen(refs, request.include, request.exclude)[: request.limit]
     if not found:
         some = ", ".join(ref.split("/", 1)[1] for ref in refs[:3])
         raise ConfigurationError(
-            f"--include / --exclude leave no instance of {len(refs)} (they are named like {some})"
+            f"--include / --exclude leave none of {len(refs)} instances (such as {some})"
         )
     return found
 
@@ -103,17 +103,17 @@ def needs_model(agent: str) -> bool:
 
 
 def named_in_phases(rollout: RolloutRequest) -> list[str]:
-    """Providers that only a phase names."""
-    said = rollout.phases
-    return [one.provider for one in (said.boot, said.agent, said.grade) if one.provider]
+    """Sandbox providers that single phases name."""
+    phases = rollout.phases
+    return [one.provider for one in (phases.boot, phases.agent, phases.grade) if one.provider]
 
 
-def _rollout(options: Options) -> dict[str, JsonValue]:
+def _rollout(options: RunOptions) -> dict[str, JsonValue]:
     return {**options.fields, "agent": options.agent}
 
 
-def _run_id(options: Options, source: Source) -> str:
-    """Deterministic, so that the same command joins; `--new` adds the time."""
+def _run_id(options: RunOptions, source: Selection) -> str:
+    """Depends on the options only, so that the same command joins the run; `--new` adds the time."""
     asked = [
         *(source.digest, options.agent, options.samples, options.limit),
         *(list(options.include), list(options.exclude), options.fields),

@@ -1,4 +1,4 @@
-"""A run's episodes, read from the store: the truth, once a rollout has ended."""
+"""A run's results, read from the store."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from perdure.types import EpisodeRef
 
 
 async def episodes(store: Store, run_id: str) -> list[EpisodeRef]:
-    """One reference for each finished rollout, by instance and sample; unreadable ones are named."""
+    """One reference per finished rollout, by instance and sample; stderr names unreadable episodes."""
     found, unreadable = await scan_run(store, run_id)
     for one in unreadable:
         click.echo(f"error: {one}", err=True)

@@ -1,7 +1,6 @@
-"""Building a dataset from its recipe: download, environment, calibration, catalog.
+"""Builds a dataset from its recipe: download, environment, calibration, catalog.
 
-Composes the rooms that each know one step; the sandboxes and environments are the very ones that
-the workers of this home use, so nothing is built twice.
+Sandboxes and environments are those that the workers of this home use, so nothing is built twice.
 """
 
 import asyncio
@@ -15,26 +14,21 @@ from pathlib import Path
 from uuid import uuid4
 
 from perdure.errors import ConfigurationError, InstanceError, NotFound
-from perdure.graders.calibrate import CalibrationReport, calibrate
 from perdure.instances import catalog, release_pairs
+from perdure.instances.calibrated import Calibrate, CalibrationReport
 from perdure.instances.environments import Environments
 from perdure.instances.release_pairs import Pair, Recipe
-from perdure.sandboxes.base import Sandbox, SandboxSpec
-from perdure.settings.tree import Settings
-from perdure.stack.checkout import find_root
-from perdure.stack.sandboxes import ready_provider
-from perdure.storage.base import Store, open_store
+from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
+from perdure.storage.base import Store
 from perdure.types import Instance, Limits
 
-CALIBRATION_RUNS = 3
-SANDBOX = "bubblewrap"
 LIMITS = Limits(memory_mb=4096)
 TTL_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Built:
-    """One pair: its instance, or why there is none. `report` None: it was there already."""
+    """The result for one pair: its instance, or the problem. `report` is None if the instance was kept."""
 
     instance_id: str
     seconds: float
@@ -43,17 +37,17 @@ class Built:
     problem: str = ""
 
 
-def recipe_folder(name: str) -> Path:
-    """A folder with a recipe: as given, or of that name under datasets/.
+def recipe_folder(name: str, root: Path) -> Path:
+    """The folder with a recipe: the path `name`, or `datasets/<name>` of the checkout `root`.
 
-    Raises: ConfigurationError listing the recipes there are.
+    Raises: ConfigurationError with the names of all recipes.
     """
     if (Path(name) / release_pairs.RECIPE_FILE).is_file():
         return Path(name)
-    root = find_root() / "datasets"
-    if (root / name / release_pairs.RECIPE_FILE).is_file():
-        return root / name
-    known = sorted(file.parent.name for file in root.glob(f"*/{release_pairs.RECIPE_FILE}"))
+    datasets = root / "datasets"
+    if (datasets / name / release_pairs.RECIPE_FILE).is_file():
+        return datasets / name
+    known = sorted(file.parent.name for file in datasets.glob(f"*/{release_pairs.RECIPE_FILE}"))
     raise ConfigurationError(
         f"no recipe {name!r}: give one of {', '.join(known)}, or a folder with a "
         f"{release_pairs.RECIPE_FILE}"
@@ -72,18 +66,12 @@ def chosen_pairs(recipe: Recipe, only: Sequence[str], *, demo: bool = False) -> 
 
 
 async def build_all(
-    settings: Settings,
-    recipe: Recipe,
-    pairs: Sequence[Pair],
-    *,
-    runs: int = CALIBRATION_RUNS,
-    rebuild: bool = False,
+    builder: "Builder", pairs: Sequence[Pair], *, rebuild: bool = False
 ) -> AsyncIterator[Built]:
-    """Every pair as it gets ready, as many at a time as there are cores.
+    """Build as many pairs at a time as there are cores; yield each result when it is there.
 
-    Raises: MissingDependency when no sandbox can be made here. A pair's own trouble is a result.
+    A pair that cannot be built is a result with a `problem`, not an exception.
     """
-    builder = Builder(settings, recipe.name, runs)
     slots = asyncio.Semaphore(os.cpu_count() or 1)
 
     async def one(pair: Pair) -> Built:
@@ -97,13 +85,19 @@ async def build_all(
 class Builder:
     """Makes and calibrates the instances of one dataset on this host."""
 
-    def __init__(self, settings: Settings, dataset: str, runs: int) -> None:
-        home = settings.home.absolute()
+    def __init__(
+        self,
+        home: Path,
+        store: Store,
+        provider: SandboxProvider,
+        dataset: str,
+        calibrate: Calibrate,
+    ) -> None:
+        self.store = store
+        self.provider = provider
         self.dataset = dataset
-        self.runs = runs
-        self.store: Store = open_store(settings)
-        self.provider = ready_provider(settings, SANDBOX)
-        self.environments = Environments(home / "environments", self.store, self.provider)
+        self.calibrate = calibrate
+        self.environments = Environments(home / "environments", store, provider)
 
     async def build(self, pair: Pair, *, rebuild: bool) -> Built:
         started = time.monotonic()
@@ -114,7 +108,7 @@ class Builder:
             instance = await release_pairs.build(pair, self.dataset, self.store)
             await self.environments.prepare(instance)
             make = functools.partial(self._sandbox, instance)
-            found = await calibrate(instance, make, runs=self.runs)
+            found = await self.calibrate(instance, make)
             await catalog.save(self.store, found.instance)
         except InstanceError as error:
             return Built(pair.instance_id, time.monotonic() - started, problem=str(error))
@@ -122,7 +116,7 @@ class Builder:
         return Built(pair.instance_id, seconds, found.instance, found.report)
 
     async def _kept(self, pair: Pair) -> Instance | None:
-        """The instance in the store, when the same recipe entry made it."""
+        """The instance in the store, if the same recipe entry built it."""
         try:
             kept = await catalog.load(self.store, f"{self.dataset}/{pair.instance_id}")
         except NotFound:

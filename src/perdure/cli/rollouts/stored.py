@@ -1,4 +1,4 @@
-"""One rollout as the store tells it: its attempts, what each left, and how it ended."""
+"""One rollout as the store has it: its attempts, their files, and its episode."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -37,8 +37,8 @@ class RolloutName:
 
 
 @dataclass(frozen=True)
-class AttemptStory:
-    """What one attempt left. Each part is the checkpoint of one step, or None when it never was."""
+class StoredAttempt:
+    """The files of one attempt. Each field is the checkpoint of one stage, or None if there is none."""
 
     number: int
     sandbox: dict[str, Any] | None = None
@@ -46,19 +46,19 @@ class AttemptStory:
     patch: dict[str, Any] | None = None
     grade: Grade | None = None
     evidence: Sequence[str] = ()
-    """Keys of everything it left."""
+    """Keys of all its files."""
 
 
 @dataclass(frozen=True)
-class Story:
+class StoredRollout:
     name: RolloutName
     episode: dict[str, Any] | None
-    attempts: Sequence[AttemptStory] = field(default_factory=tuple)
+    attempts: Sequence[StoredAttempt] = field(default_factory=tuple)
     damaged: Sequence[str] = ()
-    """What lies there and cannot be read: one line each, with its key."""
+    """One line per unreadable file, with its key."""
 
     @property
-    def last(self) -> AttemptStory | None:
+    def last(self) -> StoredAttempt | None:
         return self.attempts[-1] if self.attempts else None
 
     def failing_tests(self) -> list[str]:
@@ -71,7 +71,7 @@ class Story:
 
 
 class Ambiguous(NotFound):
-    """Several rollouts are called like that."""
+    """Several rollouts match the name."""
 
 
 def named(text: str) -> RolloutName | None:
@@ -85,10 +85,10 @@ def named(text: str) -> RolloutName | None:
 
 
 async def find(store: Store, text: str) -> RolloutName:
-    """The rollout that a person means: a workflow id, `run/instance[/sample]`, or the beginning of
-    an instance id that is unique among all runs.
+    """The rollout with this name: a workflow id, `run/instance[/sample]`, or the beginning of an
+    instance id that matches one rollout of all runs.
 
-    Raises: NotFound saying what there is.
+    Raises: NotFound with the names there are; Ambiguous when several match.
     """
     parts = text.removeprefix("rollout/").strip("/").split("/")
     if len(parts) == 3 and parts[2].isdigit():
@@ -112,8 +112,8 @@ async def find(store: Store, text: str) -> RolloutName:
     raise NotFound(f"no rollout {text!r} in {store.url} ({there})")
 
 
-async def read(store: Store, name: RolloutName) -> Story:
-    """Raises: NotFound when it left nothing."""
+async def read(store: Store, name: RolloutName) -> StoredRollout:
+    """Read a rollout's files. Raises: NotFound when it has none."""
     found = [key async for key in store.list(f"{name.prefix}/")]
     if not found:
         raise NotFound(f"no rollout {name} in {store.url}: `perdure status` lists the runs")
@@ -121,22 +121,22 @@ async def read(store: Store, name: RolloutName) -> Story:
     episode = await reader.episode(f"{name.prefix}/episode.json")
     numbers = sorted({_attempt_of(key, name) for key in found} - {0})
     attempts = [await reader.attempt(name, number) for number in numbers]
-    return Story(name, episode, attempts, tuple(reader.damaged))
+    return StoredRollout(name, episode, attempts, tuple(reader.damaged))
 
 
 class _Reader:
-    """Reads what a rollout left, and goes on where something of it is unreadable."""
+    """Reads the files of a rollout; notes an unreadable one in `damaged` and continues."""
 
     def __init__(self, store: Store, found: Sequence[str]) -> None:
         self.store = store
         self.found = found
         self.damaged: list[str] = []
 
-    async def attempt(self, name: RolloutName, number: int) -> AttemptStory:
+    async def attempt(self, name: RolloutName, number: int) -> StoredAttempt:
         folder = f"{name.prefix}/attempts/{number}/"
         mine = [key for key in self.found if key.startswith(folder)]
         grades = [key for key in mine if _is_grade(key.removeprefix(folder))]
-        return AttemptStory(
+        return StoredAttempt(
             number=number,
             sandbox=await self._json(f"{folder}sandbox.json", "provider", "host", "seconds"),
             agent=await self._json(f"{folder}agent.json", "end", "seconds"),
@@ -150,7 +150,7 @@ class _Reader:
         return episode.model_dump(mode="json") if episode else None
 
     async def _newest_grade(self, keys: Sequence[str]) -> Grade | None:
-        """A rollout that was reset has several; the episode tells of the last one."""
+        """The last grade: a rollout that was reset has several."""
         grades = [await self._read(key, Grade.model_validate_json) for key in keys]
         return grades[-1] if grades else None
 
@@ -166,7 +166,7 @@ class _Reader:
         return await self._read(key, read)
 
     async def _read(self, key: str, read: Callable[[bytes], T]) -> T | None:
-        """None when it is not there, or unreadable."""
+        """None when the file is missing or unreadable."""
         if key not in self.found:
             return None
         try:
@@ -190,7 +190,7 @@ async def _rollouts(store: Store, run_id: str) -> list[RolloutName]:
 
 
 def _is_grade(name: str) -> bool:
-    """A verdict; beside it lie the notes about gradings whose sandbox was lost."""
+    """Whether a file is a grade; gradings whose sandbox was lost leave other files beside it."""
     return name.startswith("grade-") and name.endswith(".json")
 
 

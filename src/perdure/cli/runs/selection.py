@@ -1,4 +1,4 @@
-"""What `perdure run SOURCE` means: a dataset of the store, one instance of it, a file, a hub name."""
+"""The instances that `perdure run SOURCE` names: a dataset, one instance, a file or a hub dataset."""
 
 import hashlib
 import json
@@ -17,12 +17,12 @@ from perdure.types import Instance
 
 FILES = (".jsonl", ".json", ".parquet")
 SHORT_LIST = 200
-"""More references than this do not travel in a request; they lie in the store."""
+"""A longer list of references is put into the store instead of the request."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """A resolved source. `refs` None: the whole dataset. `digest`: what its content depends on."""
+class Selection:
+    """The instances of a source. `refs` None: the whole dataset. `digest` changes with the content."""
 
     label: str
     dataset: str
@@ -31,10 +31,10 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
-async def resolve(store: Store, source: str, *, skip_bad_rows: bool = False) -> Source:
+async def resolve(store: Store, source: str, *, skip_bad_rows: bool = False) -> Selection:
     """Find the instances, importing a file or a hub dataset first.
 
-    Raises: ConfigurationError (nothing there; says what there is), InstanceError (a bad row).
+    Raises: ConfigurationError (no such source; names those there are), InstanceError (a bad row).
     """
     if Path(source).suffix.lower() in FILES:
         return await _import(store, source, skip_bad_rows)
@@ -45,19 +45,19 @@ async def resolve(store: Store, source: str, *, skip_bad_rows: bool = False) -> 
     dataset = source.split("/", 1)[0]
     if await catalog.refs(store, dataset):
         instance = await catalog.load(store, source)
-        return Source(instance.instance_id, dataset, (instance.ref,), instance.ref)
+        return Selection(instance.instance_id, dataset, (instance.ref,), instance.ref)
     return await _import(store, source, skip_bad_rows)
 
 
-async def keep_list(store: Store, run_id: str, source: Source) -> None:
-    """Lay a long list of references where the run looks for it first; a joined run keeps its own."""
+async def keep_list(store: Store, run_id: str, source: Selection) -> None:
+    """Put a long list of references where the run looks for it first; a joined run keeps its list."""
     if source.refs is not None and len(source.refs) > SHORT_LIST:
         listed = json.dumps(list(source.refs), indent=0).encode()
         await store.put_if_absent(keys.run_instances(run_id), listed)
 
 
 def check_row(instance: Instance) -> None:
-    """What the oracle and the grader need is in the row. Raises: InstanceError."""
+    """Check that a row has what the oracle and its grader need. Raises: InstanceError."""
     try:
         git_diff.parse(instance.gold_patch)
     except git_diff.MalformedDiff as error:
@@ -66,10 +66,10 @@ def check_row(instance: Instance) -> None:
     grader.validate(instance)
 
 
-async def _dataset(store: Store, name: str) -> Source:
+async def _dataset(store: Store, name: str) -> Selection:
     if not await catalog.refs(store, name):
         raise ConfigurationError(await _unknown(store, name))
-    return Source(name, name, None, f"dataset:{name}")
+    return Selection(name, name, None, f"dataset:{name}")
 
 
 async def _unknown(store: Store, name: str) -> str:
@@ -82,7 +82,7 @@ async def _unknown(store: Store, name: str) -> str:
     )
 
 
-async def _import(store: Store, source: str, skip_bad_rows: bool) -> Source:
+async def _import(store: Store, source: str, skip_bad_rows: bool) -> Selection:
     report = await import_rows(store, source, validate=check_row)
     if report.problems and not skip_bad_rows:
         raise InstanceError(bad_rows(report))
@@ -92,11 +92,11 @@ async def _import(store: Store, source: str, skip_bad_rows: bool) -> Source:
     content = file.read_bytes() if file.is_file() else source.encode()
     notes = tuple(f"left out: {problem}" for problem in report.problems)
     digest = hashlib.sha256(content).hexdigest()
-    return Source(dataset_name(source), report.dataset, tuple(report.refs), digest, notes)
+    return Selection(dataset_name(source), report.dataset, tuple(report.refs), digest, notes)
 
 
 def bad_rows(report: ImportReport) -> str:
-    """The first problem, how many more there are, and how to go on without those rows."""
+    """An error message: the first problem, how many more there are, and the option that skips them."""
     more = len(report.problems) - 1
     others = f" (and {more} more bad row{'s' if more > 1 else ''})" if more else ""
     leaves = f"--skip-bad-rows leaves {'them' if more else 'it'} out"

@@ -12,10 +12,10 @@ from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from perdure.cli.runs.standing import standing
+from perdure.cli.runs.steps import current_step
 from tests.stack.waiting import until
 
-QUEUE = "standing"
+QUEUE = "current-step"
 WHY = "image 'python:3.11': no such host"
 LACKS = "vllm at 10.0.0.7:8000 is suspect"
 
@@ -90,7 +90,7 @@ async def test_a_step_that_fails_is_told_with_its_reason(client: Client) -> None
     await client.start_workflow(Boots.run, id="rollout/r/i/0", task_queue=QUEUE)
 
     async def failed_once() -> str:
-        line = await standing(client, "rollout/r/i/0")
+        line = await current_step(client, "rollout/r/i/0")
         return line if WHY in line else ""
 
     line = await until(failed_once, "the reason is told")
@@ -104,10 +104,10 @@ async def test_an_agent_that_waits_for_an_engine_is_told_since_when(client: Clie
     await client.start_workflow(Runs.run, id="rollout/r/i/3", task_queue=QUEUE)
 
     async def beaten() -> bool:
-        return LACKS in await standing(client, "rollout/r/i/3")
+        return LACKS in await current_step(client, "rollout/r/i/3")
 
     await until(beaten, "the wait is told")
-    line = await standing(client, "rollout/r/i/3")
+    line = await current_step(client, "rollout/r/i/3")
 
     told = r"run_agent, 3 turns: waits for an engine since \d\d:\d\d:\d\d \([1-9]\d*:\d\d\): "
     assert re.fullmatch(told + re.escape(LACKS), line), line
@@ -125,7 +125,7 @@ async def test_a_wait_that_is_over_hides_no_failure(client: Client) -> None:
         await client.start_workflow(Runs.run, id="rollout/r/i/4", task_queue=QUEUE)
 
         async def failed_once() -> bool:
-            return WHY in await standing(client, "rollout/r/i/4")
+            return WHY in await current_step(client, "rollout/r/i/4")
 
         assert await until(failed_once, "the failure is told")
 
@@ -136,12 +136,12 @@ async def test_a_wait_is_told_in_the_rollouts_own_words(client: Client) -> None:
     await client.start_workflow(Waits.run, id="rollout/r/i/1", task_queue=QUEUE)
 
     async def answered() -> str:
-        line = await standing(client, "rollout/r/i/1")
-        return "" if line.startswith("no worker tells") else line
+        line = await current_step(client, "rollout/r/i/1")
+        return "" if line.startswith("no worker answers") else line
 
     assert await until(answered, "a worker tells") == "waits for its turn"
 
 
 async def test_an_unknown_rollout_stands_nowhere(client: Client) -> None:
     """Nothing is said of what Temporal does not know."""
-    assert await standing(client, "rollout/r/i/2") == ""
+    assert await current_step(client, "rollout/r/i/2") == ""

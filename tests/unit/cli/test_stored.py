@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli.rollouts import story
-from perdure.cli.rollouts.story import RolloutName
+from perdure.cli.rollouts import stored
+from perdure.cli.rollouts.stored import RolloutName
 from perdure.errors import NotFound
 from perdure.storage.local import LocalStore
 from perdure.types import Grade, Outcome, Rewards, TestStatus
@@ -26,28 +26,28 @@ async def store(tmp_path: Path) -> LocalStore:
 )
 async def test_any_unambiguous_name_finds_the_rollout(store: LocalStore, text: str) -> None:
     """A workflow id, a path with or without sample, a unique beginning: all mean the same."""
-    assert await story.find(store, text) == RolloutName("r1", "flask-2", 0)
+    assert await stored.find(store, text) == RolloutName("r1", "flask-2", 0)
 
 
 async def test_ambiguous_name_lists_what_it_may_mean(store: LocalStore) -> None:
     """A beginning that fits several rollouts is refused with their full names."""
     with pytest.raises(NotFound, match=r"'click' means 3 rollouts: r1/click-8.1/0, r2/click-8.1/0"):
-        await story.find(store, "click")
+        await stored.find(store, "click")
 
 
 async def test_a_run_stands_for_its_only_rollout(store: LocalStore) -> None:
     """The name of a run is what people have at hand; with several rollouts they are listed."""
     await store.put("runs/r3/rollouts/jinja-3/0/episode.json", b"{}")
 
-    assert await story.find(store, "r3") == RolloutName("r3", "jinja-3", 0)
+    assert await stored.find(store, "r3") == RolloutName("r3", "jinja-3", 0)
     with pytest.raises(NotFound, match=r"'r1' means 2 rollouts: r1/click-8.1/0, r1/flask-2/0"):
-        await story.find(store, "r1")
+        await stored.find(store, "r1")
 
 
 async def test_wrong_instance_of_a_run_is_answered_with_its_rollouts(store: LocalStore) -> None:
     """The run is right: what it has is at hand."""
     with pytest.raises(NotFound, match=r"run r1 has r1/click-8.1/0, r1/flask-2/0"):
-        await story.find(store, "r1/django")
+        await stored.find(store, "r1/django")
 
 
 async def test_story_names_the_tests_that_should_have_passed(store: LocalStore) -> None:
@@ -61,7 +61,7 @@ async def test_story_names_the_tests_that_should_have_passed(store: LocalStore) 
     key = "runs/r1/rollouts/flask-2/0/attempts/2/grade-abc.json"
     await store.put(key, grade.model_dump_json().encode())
 
-    found = await story.read(store, RolloutName("r1", "flask-2", 0))
+    found = await stored.read(store, RolloutName("r1", "flask-2", 0))
 
     assert [one.number for one in found.attempts] == [1, 2]
     assert found.failing_tests() == ["FAILED t::new", "MISSING t::gone"]
@@ -72,7 +72,7 @@ async def test_notes_about_lost_gradings_are_no_grades(store: LocalStore) -> Non
     key = "runs/r1/rollouts/flask-2/0/attempts/1/grade-abc-lost-1.txt"
     await store.put(key, b"the grading sandbox was lost")
 
-    found = await story.read(store, RolloutName("r1", "flask-2", 0))
+    found = await stored.read(store, RolloutName("r1", "flask-2", 0))
 
     assert (found.attempts[0].grade, key in found.attempts[0].evidence) == (None, True)
     assert [line for line in found.damaged if key in line] == []

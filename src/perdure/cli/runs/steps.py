@@ -1,6 +1,6 @@
-"""What an open rollout is at, as Temporal knows it: a step that fails and is tried again, or a wait.
+"""The current step of an open rollout, as Temporal knows it: running, retried after a failure, waiting.
 
-The store holds what finished; this is the rest.
+The store has the finished steps.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ QUIET = timedelta(seconds=5)
 FAILED = "; the last one: "
 WAITS = ": waits for "
 SHOWN = 5
-"""Of a run: they mostly wait for the same thing."""
+"""Rollouts of a run to show: most wait for the same thing."""
 
 
-async def standing(client: Client, workflow_id: str) -> str:
-    """One line for a rollout that runs; empty when it does not, or nobody knows it."""
+async def current_step(client: Client, workflow_id: str) -> str:
+    """One line for a running rollout; empty when it is closed or unknown."""
     handle = client.get_workflow_handle(workflow_id)
     try:
         described = await handle.describe()
@@ -41,28 +41,28 @@ async def standing(client: Client, workflow_id: str) -> str:
     try:
         state = await handle.query("state", result_type=dict, rpc_timeout=QUIET)
     except (RPCError, WorkflowQueryFailedError):
-        return "no worker tells where it stands: `perdure status`"
+        return "no worker answers: see `perdure status`"
     last = state["story"][-1:] or [state["stage"]]
     return str(last[0])
 
 
 async def _progress(client: Client, step: PendingActivityInfo) -> dict[str, Any]:
-    """What the step told with its last heartbeat (`activities.shell.report`); the server keeps it
-    for the next try, which says nothing of a step that nobody is at."""
+    """What the last heartbeat said (`activities.shell.report`). The server keeps it between two tries,
+    so it counts only while the step is running."""
     if step.state != PendingActivityState.PENDING_ACTIVITY_STATE_STARTED:
         return {}
-    told = await client.data_converter.decode(list(step.heartbeat_details.payloads))
-    return told[0] if told and isinstance(told[0], dict) else {}
+    details = await client.data_converter.decode(list(step.heartbeat_details.payloads))
+    return details[0] if details and isinstance(details[0], dict) else {}
 
 
 def _of_step(step: PendingActivityInfo, progress: dict[str, Any]) -> str:
-    turns, waits, said = progress.get("turns"), progress.get("waits"), step.last_failure.message
+    turns, waits, failed = progress.get("turns"), progress.get("waits"), step.last_failure.message
     line = step.activity_type.name
     line += "" if turns is None else f", {many(turns, 'turn')}"
-    line += f", try {step.attempt}" if said else ""
+    line += f", try {step.attempt}" if failed else ""
     if waits:
         return line + _wait(waits)
-    return line + (f"{FAILED}{said}" if said else "")
+    return line + (f"{FAILED}{failed}" if failed else "")
 
 
 def _wait(waits: dict[str, Any]) -> str:
@@ -72,10 +72,10 @@ def _wait(waits: dict[str, Any]) -> str:
     return f"{WAITS}an engine since {since} ({clock(seconds)}): {waits['reason']}"
 
 
-async def standings(client: Client, rollouts: Sequence[RolloutInfo]) -> list[str]:
-    """Where the oldest open rollouts of a run stand: `calc-1/0: boot_sandbox, try 3; ...`."""
+async def current_steps(client: Client, rollouts: Sequence[RolloutInfo]) -> list[str]:
+    """The current steps of a run's oldest open rollouts: `calc-1/0: boot_sandbox, try 3; ...`."""
     running = [one for one in rollouts if one.execution == "Running"]
     oldest = sorted(running, key=lambda one: -one.seconds)[:SHOWN]
-    said = await asyncio.gather(*(standing(client, one.workflow_id) for one in oldest))
+    lines = await asyncio.gather(*(current_step(client, one.workflow_id) for one in oldest))
     names = [one.workflow_id.removeprefix("rollout/").partition("/")[2] for one in oldest]
-    return [f"{name}: {line}" for name, line in zip(names, said, strict=True) if line]
+    return [f"{name}: {line}" for name, line in zip(names, lines, strict=True) if line]

@@ -1,0 +1,37 @@
+"""What a calibration proves about an instance. `perdure.graders.calibrate` runs one."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from perdure.sandboxes.base import Sandbox
+from perdure.types import Instance
+
+MakeSandbox = Callable[[str], Awaitable[Sandbox]]
+"""Purpose (`gold-1`, `nop-1`, ...) -> a fresh sandbox of the instance; it is killed afterwards."""
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What calibration ran, and its results."""
+
+    runs: int
+    """Runs with the gold patch; the unpatched base is run as often."""
+    fail_to_pass: int
+    pass_to_pass: int
+    unstable: tuple[str, ...] = ()
+    """Tests left out because runs of the same tree disagreed."""
+    dropped_paths: tuple[str, ...] = ()
+    """Files of the gold patch that the filter drops before grading."""
+    longest_run_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The instance with its lists computed (or proved), and the evidence."""
+
+    instance: Instance
+    report: CalibrationReport
+
+
+Calibrate = Callable[[Instance, MakeSandbox], Awaitable[Calibrated]]
+"""Runs gold and base of an instance. Raises: InstanceError when the instance is unfit."""

@@ -1,0 +1,68 @@
+"""Whether there is an engine to sample from: in the settings, or in the roster of this home."""
+
+import asyncio
+import socket
+from urllib.parse import urlsplit
+
+from perdure.engines.roster import StoredRoster, roster_key
+from perdure.engines.state import EngineRecord
+from perdure.errors import ConfigurationError, GatewayUnavailable
+from perdure.home import load_secret
+from perdure.settings.tree import Settings
+from perdure.storage.base import open_store
+
+CONNECT_S = 5.0
+NO_ENGINE = (
+    "{agent} calls a model and no engine is configured: set OPENAI_BASE_URL (or ANTHROPIC_BASE_URL, "
+    "PERDURE_ENGINE__URL), `perdure down` if a stack runs, and give the same command again"
+)
+
+
+def check_engine(engine: str, agent: str) -> None:
+    """Connect to the engines in `URL=WEIGHT,URL`; one that accepts is enough.
+
+    Raises: ConfigurationError when there is none, GatewayUnavailable when none accepts.
+    """
+    if not engine:
+        raise ConfigurationError(NO_ENGINE.format(agent=agent))
+    if not engine.startswith("http"):
+        return  # the scripted policy: the supervisor watches it
+    failed: OSError | None = None
+    for part in engine.split(","):
+        address = urlsplit(part.strip().partition("=")[0])
+        port = address.port or (443 if address.scheme == "https" else 80)
+        try:
+            socket.create_connection((address.hostname or "", port), CONNECT_S).close()
+        except OSError as error:
+            failed = error
+        else:
+            return
+    raise GatewayUnavailable(
+        f"the engine at {engine} cannot be reached ({failed}): start it, or name another one "
+        "and `perdure down` first"
+    ) from failed
+
+
+def home_roster(settings: Settings) -> StoredRoster:
+    """The engines of this home, as gateways, the engine manager and `perdure engines` share them."""
+    return StoredRoster(open_store(settings), home_roster_key(settings))
+
+
+def home_roster_key(settings: Settings) -> str:
+    return roster_key(load_secret(settings))
+
+
+def any_added(settings: Settings) -> bool:
+    """Whether the roster has engines that no gateway's settings named."""
+    return bool(_added(settings))
+
+
+def none_ready(settings: Settings) -> bool:
+    """Whether none of them is ready; a gateway that starts later may still find one ready."""
+    return not any(record.serves for record in _added(settings))
+
+
+def _added(settings: Settings) -> list[EngineRecord]:
+    """Only the gateway whose settings name an engine uses that engine, so those are left out."""
+    roster = asyncio.run(home_roster(settings).read())
+    return [one for one in roster.engines if not one.removed and not one.from_settings]
