@@ -105,7 +105,7 @@ async def test_an_unset_version_label_is_no_version(
 async def test_a_cut_completion_says_length(
     make_token: MakeToken, server: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """Reaching max_tokens is told apart from stopping."""
+    """Reaching max_tokens differs from stopping."""
     completion = await _generate(make_token(server.url, client, 0), max_tokens=3)
 
     assert (completion.finish_reason, len(completion.token_ids)) == ("length", 3)
@@ -133,10 +133,10 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: "-".join(map(str, fault.values())))
-async def test_a_passing_fault_is_asked_again(
+async def test_a_transient_fault_is_retried(
     make_token: MakeToken, server: ScriptedEngine, client: httpx.AsyncClient, fault: dict[str, Any]
 ) -> None:
-    """An engine that fails once costs time, not the turn."""
+    """A fault that passes costs time, not the turn."""
     server.control(**fault, times=1)
 
     completion = await _generate(make_token(server.url, client, 30))
@@ -149,7 +149,7 @@ async def test_a_passing_fault_is_asked_again(
 async def test_a_lasting_fault_is_unavailable(
     make_token: MakeToken, server: ScriptedEngine, client: httpx.AsyncClient, fault: dict[str, Any]
 ) -> None:
-    """Nothing half is ever taken for a completion."""
+    """A partial answer never counts as a completion."""
     server.control(**fault)
 
     with pytest.raises(GatewayUnavailable) as caught:
@@ -157,7 +157,7 @@ async def test_a_lasting_fault_is_unavailable(
     assert caught.value.boundary is Boundary.ENGINE
 
 
-async def test_nobody_listening_is_unavailable(
+async def test_a_refused_connection_is_unavailable(
     make_token: MakeToken, client: httpx.AsyncClient
 ) -> None:
     """A refused connection is the engine's failure, named with its address."""
@@ -168,7 +168,7 @@ async def test_nobody_listening_is_unavailable(
 async def test_a_prompt_too_long_is_refused_for_good(
     make_token: MakeToken, client: httpx.AsyncClient
 ) -> None:
-    """The engine's own context limit reaches the agent in words it knows."""
+    """The engine's context limit reaches the agent as `context_length_exceeded`."""
     async with ScriptedEngine(SCRIPTS, max_model_len=32) as small:
         engine = make_token(small.url, client, 30)
         with pytest.raises(Refused) as caught:
@@ -187,7 +187,7 @@ def _chat(text: str) -> dict[str, Any]:
 async def test_text_and_tool_calls_come_back_as_a_chat_completion(
     make_chat: MakeChat, server: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """Whatever the API's own shape, the caller reads OpenAI's."""
+    """Whatever the API's own shape, the caller gets OpenAI's."""
     answer = await make_chat(server.url, client, 0).chat(_chat("a tool"), session_id="s")
 
     choice = answer["choices"][0]
@@ -205,7 +205,7 @@ async def test_text_and_tool_calls_come_back_as_a_chat_completion(
 async def test_a_refusal_is_final_and_never_shows_the_key(
     client: httpx.AsyncClient, server: ScriptedEngine, status: int
 ) -> None:
-    """A wrong key or model is not asked again, and the message names the variable, not its value."""
+    """A wrong key or model is not retried, and the message names the variable, not its value."""
     server.control(kind="status", status=status)
     engine = CHAT_ENGINES["openai"](server.url, client, 30)
 
@@ -215,8 +215,8 @@ async def test_a_refusal_is_final_and_never_shows_the_key(
     assert ("SOME_API_KEY" in str(caught.value)) == (status == 401)
 
 
-def test_tool_results_of_one_turn_stand_in_one_message() -> None:
-    """Anthropic wants a turn's results together, in a user message behind the tool uses."""
+def test_tool_results_of_one_turn_are_in_one_message() -> None:
+    """Anthropic requires a turn's results together, in one user message after the tool uses."""
     call = {"type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
     messages = [
         {"role": "developer", "content": "Be brief."},

@@ -107,7 +107,7 @@ asyncio.run(main())
 
 
 def test_full_disk_leaves_no_torn_object(tmp_path: Path) -> None:
-    """On a full disk a write says so, leaves nothing of itself, and smaller writes go on."""
+    """On a full disk a write fails with that reason and leaves no file; smaller writes succeed."""
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare to mount a small disk")
     inside = 'mount -t tmpfs -o size=1m none "$1" && exec "$2" -c "$3" "$1"'
@@ -126,7 +126,7 @@ def test_full_disk_leaves_no_torn_object(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "429", "unsent"])
-async def test_s3_trouble_is_asked_once_and_can_be_repeated(s3: S3Server, fault: str) -> None:
+async def test_s3_trouble_is_not_retried_here(s3: S3Server, fault: str) -> None:
     """A busy or unreachable server is StoreUnavailable after one request: Temporal retries."""
     store = S3Store("s3://results", endpoint_url=s3.url)
     s3.fault, before = fault, s3.requests
@@ -178,7 +178,7 @@ async def test_s3_denied_access_names_the_variables(s3: S3Server) -> None:
         await store.put("a", b"x")
 
 
-async def test_s3_nobody_listens(s3: S3Server) -> None:
+async def test_s3_server_that_is_down_is_unavailable(s3: S3Server) -> None:
     """A server that is down is StoreUnavailable: it may come back."""
     with socket.socket() as silent:  # bound, so that nobody else is given the port
         silent.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""An engine and its control routes, as the agent's sandbox sees them: not at all."""
+"""The agent's sandbox reaches no engine and no control route."""
 
 import asyncio
 import shutil
@@ -73,7 +73,7 @@ async def status(box: Sandbox, address: str, route: str, key: str) -> str:
 async def test_a_sandbox_reaches_the_gateway_and_no_engine(
     tmp_path: Path, provider: BubblewrapProvider, socket: Path
 ) -> None:
-    """No route of an engine answers inside; the gateway does, and leads to none of them."""
+    """No route of an engine answers inside; the gateway answers and forwards to none of them."""
     key = session_key(SECRET, "s")
     spec = SandboxSpec(workdir="/testbed", limits=LIMITS, labels=LABELS, gateway=socket)
     async with (

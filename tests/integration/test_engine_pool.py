@@ -33,7 +33,7 @@ from tests.integration.engine_calls import (
 )
 
 HANG_S = 2.0
-"""Where a test waits until a stopped engine is noticed; else none that lives is taken for hung."""
+"""Short, for tests that wait until a stopped engine is noticed; elsewhere long, so that no live engine counts as hung."""
 
 
 class EngineProcess:
@@ -57,7 +57,7 @@ class EngineProcess:
         self.process.send_signal(number)
 
     async def hurry(self, client: httpx.AsyncClient) -> None:
-        """What a test does in the middle of a completion is done: the rest may come at once."""
+        """Send the rest of the completion at once: the test's fault has happened."""
         answer = await client.post(f"{self.url}/control", json={"chunk_delay_s": 0.0})
         answer.raise_for_status()
 
@@ -126,7 +126,7 @@ async def test_a_completion_survives_its_engine(
 async def test_an_engine_that_comes_back_is_a_new_generation(
     processes: Callable[..., EngineProcess], client: httpx.AsyncClient
 ) -> None:
-    """A stopped engine is declared dead and, when it goes on, takes calls under another number."""
+    """A stopped engine is declared dead; once it continues, it takes calls as a new generation."""
     engine = processes()
     async with opened(client, engine.url, hang_s=HANG_S) as pool:
         await ready(pool, 1)
@@ -144,10 +144,10 @@ async def test_an_engine_that_comes_back_is_a_new_generation(
     assert [span.generation for span in completion.engines] == [first, first + 1]
 
 
-async def test_another_boot_at_the_same_address_is_a_new_generation(
+async def test_another_start_at_the_same_address_is_a_new_generation(
     processes: Callable[..., EngineProcess], client: httpx.AsyncClient
 ) -> None:
-    """A restarted engine does not pass for the one before it, though it answers at once."""
+    """A restarted engine is a new generation, although it answers at once."""
     engine = processes()
     port = engine.name.rpartition(":")[2]
     async with opened(client, engine.url) as pool:
@@ -162,7 +162,7 @@ async def test_another_boot_at_the_same_address_is_a_new_generation(
     assert [span.generation for span in completion.engines] == [first + 1]
 
 
-async def test_a_fenced_engine_refuses_what_was_meant_for_another_boot(
+async def test_a_fenced_engine_refuses_requests_for_another_start(
     processes: Callable[..., EngineProcess], client: httpx.AsyncClient
 ) -> None:
     """Requests carry the fenced model name, so that the engine's next start answers 404, not tokens."""
@@ -182,7 +182,7 @@ async def test_a_fenced_engine_refuses_what_was_meant_for_another_boot(
 async def test_an_engine_that_only_says_it_is_healthy_is_not_ready(
     client: httpx.AsyncClient,
 ) -> None:
-    """/health answers 200 while generation hangs: no call is sent there."""
+    """Its /health answers 200 while generation hangs, so no call is sent to it."""
     async with ScriptedEngine(LONG) as hung, ScriptedEngine(LONG) as good:
         hung.control(kind="hang")
         async with opened(client, hung.url, good.url) as pool:
@@ -211,8 +211,8 @@ async def test_all_gateways_of_a_home_follow_one_roster(client: httpx.AsyncClien
     assert completion.engine == f"vllm {name_of(two.url)}"
 
 
-async def test_a_drained_engine_finishes_what_it_has(client: httpx.AsyncClient) -> None:
-    """Before its deadline nothing is moved; nothing new is sent."""
+async def test_a_drained_engine_finishes_its_calls(client: httpx.AsyncClient) -> None:
+    """Until its deadline its calls stay, and no new one is sent to it."""
     async with (
         ScriptedEngine(LONG, chunk_delay_s=0.02) as one,
         ScriptedEngine(LONG, chunk_delay_s=0.02) as two,
@@ -229,7 +229,7 @@ async def test_a_drained_engine_finishes_what_it_has(client: httpx.AsyncClient) 
     assert completion.engine == pooled.client.name != other.engine
 
 
-async def test_a_drain_moves_what_is_left_at_its_deadline(client: httpx.AsyncClient) -> None:
+async def test_a_drain_moves_the_remaining_calls_at_its_deadline(client: httpx.AsyncClient) -> None:
     """At a spot notice's deadline the completion continues at another engine with its sampled
     tokens."""
     async with (
@@ -248,7 +248,7 @@ async def test_a_drain_moves_what_is_left_at_its_deadline(client: httpx.AsyncCli
 
 
 async def test_a_call_waits_for_room_and_is_never_refused(client: httpx.AsyncClient) -> None:
-    """Short of capacity an agent sees a slow answer."""
+    """While engines are full, an agent sees a slow answer."""
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
         await ready(pool, 1)
         (pooled,) = pool.engines.values()
@@ -262,10 +262,10 @@ async def test_a_call_waits_for_room_and_is_never_refused(client: httpx.AsyncCli
     assert first.finish_reason == answered.finish_reason == "stop"
 
 
-async def test_who_waits_for_room_is_told_when_the_engines_are_gone(
+async def test_a_call_that_waits_for_room_fails_once_the_engines_are_gone(
     client: httpx.AsyncClient,
 ) -> None:
-    """Waiting for a full engine has no end, waiting for a dead one has."""
+    """A call waits without a limit for a full engine, and a bounded time for a dead one."""
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url, patience_s=0.2) as pool:
         await ready(pool, 1)
         (pooled,) = pool.engines.values()
@@ -279,8 +279,10 @@ async def test_who_waits_for_room_is_told_when_the_engines_are_gone(
             await waits
 
 
-async def test_what_looks_back_at_sampled_tokens_is_begun_anew(client: httpx.AsyncClient) -> None:
-    """With a penalty, salvage would count as prompt: the whole completion comes from one engine."""
+async def test_a_completion_with_a_penalty_restarts_on_the_next_engine(
+    client: httpx.AsyncClient,
+) -> None:
+    """A penalty would treat salvaged tokens as prompt, so the whole completion comes from one engine."""
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
         await ready(pool, 1)
         engine.control(kind="eof_mid_stream", times=1)
@@ -293,7 +295,7 @@ async def test_what_looks_back_at_sampled_tokens_is_begun_anew(client: httpx.Asy
 
 
 async def test_a_turn_that_ended_is_not_continued(client: httpx.AsyncClient) -> None:
-    """Its stop token came and the finish reason did not: asking on would sample past the end."""
+    """The stop token came without the finish reason; continuing would sample past the end."""
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
         await ready(pool, 1)
         engine.control(kind="done_without_finish", times=1)
@@ -304,7 +306,7 @@ async def test_a_turn_that_ended_is_not_continued(client: httpx.AsyncClient) -> 
 
 
 async def test_a_resumed_turn_is_recorded_with_its_engines(tmp_path: Path) -> None:
-    """What a trainer reads says which engine sampled which tokens."""
+    """The stored turn says which engine sampled which tokens."""
     async with (
         ScriptedEngine(LONG) as engine,
         LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway,
@@ -350,7 +352,7 @@ async def test_engines_are_added_and_removed_with_the_control_token(tmp_path: Pa
 async def test_an_engine_added_at_one_gateway_serves_the_sessions_of_another(
     tmp_path: Path,
 ) -> None:
-    """Two gateways of one home, through the store: no truth of a process alone."""
+    """Two gateways of one home share one roster in the store."""
     async with (
         ScriptedEngine(LONG) as engine,
         LocalGateway(tmp_path) as here,
@@ -389,7 +391,7 @@ async def test_an_engine_added_at_one_gateway_serves_the_sessions_of_another(
 async def test_an_engines_own_routes_are_not_proxied(
     tmp_path: Path, method: str, path: str
 ) -> None:
-    """Neither a session key nor the control token reaches an engine's control through us."""
+    """Neither a session key nor the control token reaches an engine's control routes through the gateway."""
     async with (
         ScriptedEngine(LONG) as engine,
         LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway,

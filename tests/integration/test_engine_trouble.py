@@ -51,7 +51,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 
 class Away(LoneRoster):
-    """A roster whose store may be away."""
+    """A roster whose store may be unavailable."""
 
     away = False
 
@@ -123,7 +123,7 @@ async def test_calls_of_one_session_share_its_lease(client: httpx.AsyncClient) -
 
 
 async def test_a_group_that_waits_for_weights_holds_up_no_other(client: httpx.AsyncClient) -> None:
-    """Of one run: those whom the engine may sample go past those whom it may not."""
+    """Calls of one run that an engine may sample overtake those that wait for other weights."""
     async with (
         ScriptedEngine(LONG, policy_version=1) as engine,
         opened(client, engine.url) as pool,
@@ -138,10 +138,10 @@ async def test_a_group_that_waits_for_weights_holds_up_no_other(client: httpx.As
     assert completion.finish_reason == "stop"
 
 
-async def test_a_seat_given_to_a_call_that_was_just_cancelled_is_free(
+async def test_an_engine_assigned_to_a_call_that_was_just_cancelled_is_given_back(
     client: httpx.AsyncClient,
 ) -> None:
-    """Given and given up in one moment: the session does not count as busy for ever."""
+    """The session does not count as busy for ever."""
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
         await ready(pool, 1)
         (pooled,) = pool.engines.values()
@@ -158,10 +158,10 @@ async def test_a_seat_given_to_a_call_that_was_just_cancelled_is_free(
     assert lease.busy == 0
 
 
-async def test_a_seat_on_an_engine_that_left_at_that_moment_is_not_taken(
+async def test_an_assigned_engine_that_was_just_removed_is_not_used(
     client: httpx.AsyncClient,
 ) -> None:
-    """Removed between the giving and the taking: no request goes there any more."""
+    """It was removed after the assignment and before the call continued; it gets no request."""
     async with (
         ScriptedEngine(LONG) as gone,
         ScriptedEngine(LONG) as other,
@@ -185,10 +185,10 @@ async def test_a_seat_on_an_engine_that_left_at_that_moment_is_not_taken(
 # --- one process's trouble is not an engine's --------------------------------------------------
 
 
-async def test_a_new_boot_is_not_blamed_for_what_its_predecessor_broke(
+async def test_a_new_start_is_not_blamed_for_streams_that_the_old_one_broke(
     client: httpx.AsyncClient,
 ) -> None:
-    """A gateway that learns of death and return at once cuts its streams, and leaves the new one be."""
+    """A gateway that learns of death and return at once cuts the old streams and leaves the new start alone."""
     roster = LoneRoster()
     async with (
         ScriptedEngine(LONG, chunk_delay_s=0.02) as engine,
@@ -213,8 +213,10 @@ async def test_a_new_boot_is_not_blamed_for_what_its_predecessor_broke(
     assert generation == first + 1
 
 
-async def test_a_broken_stream_goes_on_while_the_store_is_away(client: httpx.AsyncClient) -> None:
-    """What cannot be written down about the engine costs no turn."""
+async def test_a_broken_stream_continues_while_the_store_is_unavailable(
+    client: httpx.AsyncClient,
+) -> None:
+    """A turn continues although the engine's failure cannot be recorded."""
     roster = Away()
     async with (
         ScriptedEngine(LONG, chunk_delay_s=0.02) as one,
@@ -257,8 +259,10 @@ async def test_a_store_that_does_not_answer_holds_up_no_broken_stream(
     assert len(completion.engines) > 1
 
 
-async def test_streams_that_one_death_broke_ask_the_store_once(client: httpx.AsyncClient) -> None:
-    """Not one after the other, each for itself: a slow store would keep the last one for minutes."""
+async def test_streams_that_one_death_broke_write_to_the_store_once(
+    client: httpx.AsyncClient,
+) -> None:
+    """If each wrote by itself, a slow store would delay the last one by minutes."""
     roster = Stuck()
     async with (
         ScriptedEngine(LONG) as engine,
@@ -280,8 +284,8 @@ async def test_streams_that_one_death_broke_ask_the_store_once(client: httpx.Asy
     assert (state, times) == (EngineState.SUSPECT, 1)
 
 
-async def test_an_engine_that_talked_nonsense_is_asked_again(client: httpx.AsyncClient) -> None:
-    """The watch of an engine continues for any answer of its routes."""
+async def test_an_engine_that_answers_nonsense_is_checked_again(client: httpx.AsyncClient) -> None:
+    """The health checks of an engine continue, whatever its routes answer."""
 
     class Confused(ScriptedEngine):
         confused = True
@@ -305,8 +309,8 @@ async def test_an_engine_that_talked_nonsense_is_asked_again(client: httpx.Async
             await ready(pool, 1)
 
 
-async def test_a_slow_look_at_the_roster_brings_back_nothing(client: httpx.AsyncClient) -> None:
-    """What was read before a change, and came after it, is not the newer."""
+async def test_a_slow_read_of_the_roster_restores_no_older_state(client: httpx.AsyncClient) -> None:
+    """A read that began before a change and ended after it does not undo the change."""
 
     class Slow(LoneRoster):
         reading, let = asyncio.Event(), asyncio.Event()
@@ -341,8 +345,8 @@ async def test_a_slow_look_at_the_roster_brings_back_nothing(client: httpx.Async
 # --- which weights -----------------------------------------------------------------------------
 
 
-async def test_no_version_is_stamped_while_the_roster_cannot_be_read(tmp_path: Path) -> None:
-    """An update that this gateway cannot see: its tokens get no version, never the old one."""
+async def test_tokens_get_no_version_while_the_roster_cannot_be_read(tmp_path: Path) -> None:
+    """An update may have begun unseen, so tokens get no version instead of the old one."""
     roster = Away()
     async with (
         new_client() as client,
@@ -367,7 +371,7 @@ async def test_no_version_is_stamped_while_the_roster_cannot_be_read(tmp_path: P
 
 
 class Heard:
-    """The way to a roster that is away for others only."""
+    """Reaches a roster that is unavailable to other processes."""
 
     def __init__(self, roster: LoneRoster) -> None:
         self._roster = roster
@@ -382,7 +386,7 @@ class Heard:
 async def test_an_engine_whose_weights_two_updates_fought_over_does_not_serve(
     tmp_path: Path,
 ) -> None:
-    """The one that was overtaken, and loaded all the same, says so: the other's canary was before."""
+    """The update that was overtaken loaded after the other one's canaries, so it condemns the engine."""
     over = asyncio.Event()
 
     class Late(httpx.AsyncHTTPTransport):
@@ -409,7 +413,7 @@ async def test_an_engine_whose_weights_two_updates_fought_over_does_not_serve(
 async def test_an_update_given_up_before_its_first_act_changes_nothing(
     tmp_path: Path, notice_s: float
 ) -> None:
-    """A trainer that is interrupted while gateways are told, or right after: the engine serves on."""
+    """If a trainer is interrupted during the announcement or right after, the engine keeps serving."""
     looked = asyncio.Event()
 
     class Slow(Heard):
@@ -479,7 +483,7 @@ async def test_an_update_that_is_done_does_not_mind_what_becomes_of_its_engines(
 
 
 async def test_an_update_that_a_newer_one_outran_takes_nothing_back(tmp_path: Path) -> None:
-    """Its next engine has the newer version already: it keeps it, and the trainer is told."""
+    """The next engine already has the newer version and keeps it; the older update is refused."""
     async with stand(2) as it:
         first, second = (name_of(engine.url) for engine in it.engines)
 
@@ -500,10 +504,10 @@ async def test_an_update_that_a_newer_one_outran_takes_nothing_back(tmp_path: Pa
     assert versions == {first: 2, second: 3}
 
 
-async def test_weights_that_somebody_else_changed_are_known_from_the_next_turn(
+async def test_weights_changed_from_outside_are_known_from_the_next_turn(
     tmp_path: Path,
 ) -> None:
-    """The engine's own word on its tokens corrects what is known of it, and whom it may sample."""
+    """The version that the engine reports corrects its record, and so which groups it may sample."""
     async with stand(1) as it:
         it.engines[0].control(policy_version=3, weights=3)
         completion = await it.ask()
@@ -513,8 +517,8 @@ async def test_weights_that_somebody_else_changed_are_known_from_the_next_turn(
     assert record.version == 3
 
 
-async def test_a_held_group_keeps_nothing_of_weights_that_nobody_announced(tmp_path: Path) -> None:
-    """Weights were changed without the roster: the group hears of it, even if it began before."""
+async def test_a_held_group_keeps_no_token_of_unannounced_weights(tmp_path: Path) -> None:
+    """Weights were changed without an announcement; the group's call fails, even if it began before."""
     async with stand(1, delay_s=0.02) as it:
         call = it.ask(policy_version="1", max_staleness="0")
         await it.sampling(call)
@@ -523,8 +527,8 @@ async def test_a_held_group_keeps_nothing_of_weights_that_nobody_announced(tmp_p
             await call
 
 
-async def test_a_held_group_takes_over_nothing_of_other_weights() -> None:
-    """A process that was killed before it let them go had written them down, the last one too."""
+async def test_a_held_group_takes_over_no_token_of_other_weights() -> None:
+    """The journal of a killed process may hold tokens of other weights; the successor drops them."""
     async with stand(1) as it:
         whole = await it.ask()
         salvage = Salvage()
@@ -544,7 +548,7 @@ async def test_a_held_group_takes_over_nothing_of_other_weights() -> None:
 
 
 async def test_a_drain_in_the_middle_of_an_update_strands_no_call(tmp_path: Path) -> None:
-    """The engine's new weights can no longer be proven: its calls move to another engine at once."""
+    """Its new weights can no longer be proven, so its calls move to another engine at once."""
     async with stand(2, delay_s=0.02) as it:
         call = it.ask()
         await it.sampling(call)
@@ -562,8 +566,8 @@ async def test_a_drain_in_the_middle_of_an_update_strands_no_call(tmp_path: Path
 # --- control ------------------------------------------------------------------------------------
 
 
-async def test_draining_a_dead_engine_takes_it_out(client: httpx.AsyncClient) -> None:
-    """It has no call to finish, and the caller is told so."""
+async def test_draining_a_dead_engine_removes_it(client: httpx.AsyncClient) -> None:
+    """It has no call to finish, and the answer says so."""
     roster = LoneRoster()
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url, roster=roster) as pool:
         await ready(pool, 1)
@@ -575,7 +579,7 @@ async def test_draining_a_dead_engine_takes_it_out(client: httpx.AsyncClient) ->
 
 
 async def test_clocks_of_other_hosts_end_no_drain_late(client: httpx.AsyncClient) -> None:
-    """A deadline written by a host whose clock is an hour ahead is met by how long it was given."""
+    """A deadline from a host whose clock is an hour ahead is kept by its length."""
     roster = LoneRoster()
     async with (
         ScriptedEngine(LONG, chunk_delay_s=0.05) as one,

@@ -44,7 +44,7 @@ class OnlyOn:
 async def test_every_token_is_recorded_with_the_version_that_sampled_it(
     tmp_path: Path, in_flight: Any
 ) -> None:
-    """An update in the middle of a completion: two versions in one turn, each where it was."""
+    """After an update in the middle of a completion, one turn has two version spans."""
     async with stand(1, delay_s=0.03) as it:
         call = it.ask()
         await it.sampling(call)
@@ -56,7 +56,7 @@ async def test_every_token_is_recorded_with_the_version_that_sampled_it(
     assert set(recorded_versions(completion)) == {1, 2}
 
 
-async def test_a_rolling_update_leaves_an_engine_to_talk_to(tmp_path: Path) -> None:
+async def test_a_rolling_update_leaves_an_engine_that_serves(tmp_path: Path) -> None:
     """While one engine loads, the completion goes on at another; the record names each token's
     version."""
     async with stand(2, delay_s=0.03) as it:
@@ -71,7 +71,7 @@ async def test_a_rolling_update_leaves_an_engine_to_talk_to(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("broken", ["stale", "absent"])
 async def test_weights_that_are_not_the_trainers_are_refused(tmp_path: Path, broken: str) -> None:
-    """A load without effect, or one that failed: the old version serves on, the new one nowhere."""
+    """If a load fails or has no effect, the old version keeps serving and the new one never does."""
     old = Checkpoint(1, checkpoint(tmp_path / "1", 1), [canary(1)])
     new = checkpoint(tmp_path / "2", 2, stale=True) if broken == "stale" else FromDisk(tmp_path)
     async with stand(2) as it:
@@ -86,7 +86,7 @@ async def test_weights_that_are_not_the_trainers_are_refused(tmp_path: Path, bro
 
 
 async def test_a_condemned_engine_serves_again_only_after_a_restart(tmp_path: Path) -> None:
-    """Without the old weights at hand it stays out, however well it answers."""
+    """Without the old weights it stays condemned, even if it answers."""
     async with stand(2) as it:
         with pytest.raises(UpdateRefused, match="trainer's weights"):
             await it.updates.update(2, checkpoint(tmp_path, 2, stale=True), [canary(2)])
@@ -99,8 +99,8 @@ async def test_a_condemned_engine_serves_again_only_after_a_restart(tmp_path: Pa
     assert completion.engine == second.client.name
 
 
-async def test_what_wrong_weights_sampled_is_not_kept(tmp_path: Path) -> None:
-    """Frozen requests go on before the canary: when it fails, their new tokens are let go."""
+async def test_tokens_of_wrong_weights_are_dropped(tmp_path: Path) -> None:
+    """Frozen requests continue before the canary; if it fails, their new tokens are dropped."""
     async with stand(2, delay_s=0.03) as it:
         call = it.ask()
         await it.sampling(call)
@@ -115,8 +115,10 @@ async def test_what_wrong_weights_sampled_is_not_kept(tmp_path: Path) -> None:
     assert set(it.true_versions(completion)) == {1}
 
 
-async def test_wrong_weights_leave_nothing_where_the_old_ones_come_back(tmp_path: Path) -> None:
-    """The same engine serves on with the old version: a frozen request keeps only what that sampled."""
+async def test_tokens_of_wrong_weights_are_dropped_when_the_old_ones_are_restored(
+    tmp_path: Path,
+) -> None:
+    """The engine goes back to the old version, and a frozen request keeps only tokens of that one."""
     old = Checkpoint(1, checkpoint(tmp_path / "1", 1), [canary(1)])
     async with stand(1, delay_s=0.03) as it:
         call = it.ask()
@@ -133,7 +135,7 @@ async def test_wrong_weights_leave_nothing_where_the_old_ones_come_back(tmp_path
 
 
 async def test_no_turn_ends_on_weights_without_proof(tmp_path: Path) -> None:
-    """A frozen request that is finished before the canary is asked waits for its word."""
+    """A frozen request that finishes before the canary waits for its result."""
 
     class AsksLate(httpx.AsyncHTTPTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -158,7 +160,7 @@ async def test_no_turn_ends_on_weights_without_proof(tmp_path: Path) -> None:
 
 
 async def test_a_checkpoint_comes_out_of_the_store(tmp_path: Path) -> None:
-    """S3 or folder: the prefix is on disk for as long as it is needed."""
+    """From S3 or a folder, the prefix is on disk inside the context."""
     store = LocalStore(tmp_path / "store")
     data = json.dumps({"weights": 2}).encode()
     await store.put(f"checkpoints/2/{WEIGHTS_FILE}", data)
@@ -172,7 +174,7 @@ async def test_a_checkpoint_comes_out_of_the_store(tmp_path: Path) -> None:
 
 
 async def test_an_update_is_announced_before_it_is_done(tmp_path: Path) -> None:
-    """The roster says paused, and by whom, before the engine is touched."""
+    """The roster says which update pauses the engine before the engine is paused."""
 
     class Looks(httpx.AsyncHTTPTransport):
         seen: list[str]
@@ -192,7 +194,7 @@ async def test_an_update_is_announced_before_it_is_done(tmp_path: Path) -> None:
 
 
 async def test_a_group_is_not_sampled_by_too_new_a_policy(tmp_path: Path) -> None:
-    """In a rolling update it stays with engines within its staleness; with none left, it is told."""
+    """In a rolling update it stays on engines within its staleness; with none left, it is refused."""
     group = {"policy_version": "1", "max_staleness": "0"}
     async with stand(2) as it:
         # The first takes version 2, the second cannot load it.
@@ -206,7 +208,7 @@ async def test_a_group_is_not_sampled_by_too_new_a_policy(tmp_path: Path) -> Non
     assert set(recorded_versions(allowed)) == {2}
 
 
-async def test_tokens_of_a_version_nobody_knows_are_sampled_again(tmp_path: Path) -> None:
+async def test_tokens_of_an_unknown_version_are_sampled_again(tmp_path: Path) -> None:
     """A token was sampled after an update was announced, and the engine was lost before it told its
     version: the version is not guessed."""
     async with stand(2, delay_s=0.03) as it:

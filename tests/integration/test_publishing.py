@@ -1,4 +1,4 @@
-"""Publishing weights as a training loop does: what the home stores, and what the trainer hears."""
+"""Publishing weights as a training loop does: what the home stores, and what the trainer gets back."""
 
 import asyncio
 import json
@@ -106,8 +106,8 @@ async def home(folder: Path, count: int = 1, delay_s: float = 0.0) -> AsyncItera
                 await engine.__aexit__()
 
 
-async def test_a_failed_version_is_undone_without_being_told_how(tmp_path: Path) -> None:
-    """The store knows the version before, where it came from and what proves it."""
+async def test_a_failed_version_is_replaced_by_the_published_one(tmp_path: Path) -> None:
+    """The store has the earlier version, its source and its canaries."""
     async with home(tmp_path) as it:
         await it.publish(1)
         await it.publish(2)
@@ -125,7 +125,7 @@ async def test_a_failed_version_is_undone_without_being_told_how(tmp_path: Path)
 
 @pytest.mark.parametrize("wrong", ["token_id", "logprob", "prompt_logprobs"])
 async def test_every_part_of_every_canary_counts(tmp_path: Path, wrong: str) -> None:
-    """One of several prompts, one of its figures: the version is not served."""
+    """If one figure of one prompt differs, the version is not served."""
     right = canary(2)
     lies = {
         "token_id": right.token_id + 1,
@@ -142,8 +142,8 @@ async def test_every_part_of_every_canary_counts(tmp_path: Path, wrong: str) -> 
     assert [engine.weights for engine in it.engines] == [1]
 
 
-async def test_an_engine_that_comes_later_is_given_what_was_published(tmp_path: Path) -> None:
-    """A replica that restarts has the first weights again: it catches up, the others go on."""
+async def test_an_engine_that_joins_later_gets_the_published_version(tmp_path: Path) -> None:
+    """A restarted replica has its first weights again; `catch_up` updates only that one."""
     async with home(tmp_path, count=2) as it:
         await it.publish(2)
         late = it.engines[1]
@@ -162,8 +162,8 @@ async def test_an_engine_that_comes_later_is_given_what_was_published(tmp_path: 
     assert [engine.weights for engine in it.engines] == [2, 2]
 
 
-async def test_what_a_dead_trainer_left_paused_is_taken_over(tmp_path: Path) -> None:
-    """Killed between start and finish of its update; its successor publishes, and all goes on."""
+async def test_an_engine_that_a_dead_trainer_left_paused_is_taken_over(tmp_path: Path) -> None:
+    """A trainer died between start and finish of its update; its successor publishes."""
     async with home(tmp_path) as it:
         async with new_client() as client:
             dead = WeightUpdates(it.roster, client, notice_s=0)
@@ -177,8 +177,8 @@ async def test_what_a_dead_trainer_left_paused_is_taken_over(tmp_path: Path) -> 
     assert set(recorded_versions(completion)) == {2}
 
 
-async def test_who_was_overtaken_changes_nothing_more(tmp_path: Path) -> None:
-    """A trainer that comes back from a long sleep finds its engine in other hands, and says so."""
+async def test_an_update_that_was_taken_over_changes_nothing(tmp_path: Path) -> None:
+    """A trainer that slept long finds that another update has its engine, and is refused."""
     async with home(tmp_path) as it, new_client() as client:
         slow = WeightUpdates(it.roster, client, notice_s=0)
         held = await slow._hold(name_of(it.engines[0].url), 2)
@@ -192,7 +192,7 @@ async def test_who_was_overtaken_changes_nothing_more(tmp_path: Path) -> None:
 
 
 async def test_two_calls_at_once_publish_one_after_the_other(tmp_path: Path) -> None:
-    """A trainer repeats an unanswered call: the two calls do not take engines from each other."""
+    """If a trainer repeats an unanswered call, the two calls do not take engines from each other."""
     async with home(tmp_path) as it:
         await asyncio.gather(it.publish(2), it.publish(2))
         (record,) = (await it.roster.read()).engines
@@ -202,13 +202,13 @@ async def test_two_calls_at_once_publish_one_after_the_other(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("wrong", [{"tolerance": float("inf")}, {"logprob": float("nan")}])
 def test_a_canary_that_proves_nothing_is_refused(wrong: dict[str, float]) -> None:
-    """Any weights would pass it, or none."""
+    """Any weights would pass it, or none would."""
     with pytest.raises(ValueError, match="finite number"):
         WeightCanary.model_validate({**canary(1).model_dump(), **wrong})
 
 
 def test_an_update_of_no_engine_at_once_is_refused() -> None:
-    """It would never end."""
+    """Such an update would never end."""
     with pytest.raises(ConfigurationError, match="at_once=0"):
         UpdatePolicy(at_once=0)
 
@@ -227,7 +227,7 @@ async def test_a_version_does_not_go_back(tmp_path: Path) -> None:
 async def test_a_held_group_gets_nothing_from_newer_weights(
     tmp_path: Path, in_flight: InFlight
 ) -> None:
-    """A call that an update meets leaves the engine before it; with no engine left it is refused."""
+    """A call leaves an engine before its update; with no engine left it is refused."""
     async with home(tmp_path, delay_s=0.25) as it:  # longer than a slow disk takes to publish
         await it.publish(1)
         call = it.ask(policy_version=1, max_staleness=0)
@@ -240,7 +240,7 @@ async def test_a_held_group_gets_nothing_from_newer_weights(
 
 
 async def test_a_group_waits_for_engines_that_are_behind(tmp_path: Path) -> None:
-    """Started before its weights are everywhere, it is sampled by them alone."""
+    """A group that starts before its weights are loaded everywhere is sampled only by them."""
     async with home(tmp_path, count=2) as it:
         await it.publish(1)
         call = it.ask(policy_version=2, max_staleness=0)
@@ -251,7 +251,7 @@ async def test_a_group_waits_for_engines_that_are_behind(tmp_path: Path) -> None
 
 
 async def test_a_trainer_without_an_event_loop_publishes_too(tmp_path: Path) -> None:
-    """The same calls without await."""
+    """The sync twin has the same methods without await."""
     async with home(tmp_path) as it:
         folder = tmp_path / "7"
         folder.mkdir()

@@ -31,7 +31,7 @@ TURN = {"content": " ".join(f"word{number}" for number in range(120))}
 
 @dataclass
 class Home:
-    """What a person has: a folder, a cluster's address and the command line."""
+    """What a user has: a folder, a cluster's address and the command line."""
 
     folder: Path
     nodes: RayNodes
@@ -52,7 +52,7 @@ class Home:
         return await read_status(LocalStore(self.settings.store_url), roster_key(self.secret))
 
     async def generations(self) -> list[int]:
-        """Of the replicas that serve."""
+        """Generations of the replicas that serve."""
         return sorted(one.generation for one in (await self.status()).replicas if one.engine)
 
     async def until_generations(self, wanted: list[int]) -> None:

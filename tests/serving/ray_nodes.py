@@ -25,11 +25,11 @@ QUICK = {
     "RAY_health_check_failure_threshold": "10",
     "RAY_agent_register_timeout_ms": "120000",
 }
-"""A lost node is known after ten seconds, and a busy one is not taken for lost."""
+"""A lost node is noticed after ten seconds, and a busy one does not count as lost."""
 
 
 class RayNodes:
-    """A head that may die and come back at the same address, and nodes around it."""
+    """A head that may die and come back at the same address, and its nodes."""
 
     def __init__(self, folder: Path, **head: str) -> None:
         """`head`: further variables of the head, such as where it keeps its tables."""
@@ -54,7 +54,7 @@ class RayNodes:
         return self._start("node", *words, **variables)
 
     def _start(self, name: str, *words: str, **variables: str) -> "subprocess.Popen[bytes]":
-        """Ray gives its own start half a minute, which a busy machine may not have: then again."""
+        """Ray allows its own start half a minute, too little on a busy machine; then start it again."""
         for _ in range(STARTS):
             process, log = self._spawn(name, *words, **variables)
             if _has_started(process, log):
@@ -107,7 +107,7 @@ def _has_started(process: "subprocess.Popen[bytes]", log: Path) -> bool:
 
 
 def _port_below_the_ephemeral() -> int:
-    """No outgoing connection may take it while the head is away."""
+    """A port that no outgoing connection takes while the head is down."""
     while True:
         port = random.randrange(20_000, 30_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a stranger on the network of a Ray cluster can do with an engine: nothing."""
+"""A stranger on the network of a Ray cluster can do nothing with an engine."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 
 async def test_an_engine_of_a_given_cluster_asks_for_keys(home: Home) -> None:
-    """On the node's address a front answers strangers with 401 and a gateway's control call with
+    """On the node's address a proxy answers strangers with 401 and a gateway's control call with
     403; the server itself listens on loopback; the store holds no key."""
     home.nodes.add()
     await home.up_scripted(1)

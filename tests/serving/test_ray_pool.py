@@ -92,7 +92,7 @@ async def test_replicas_spread_and_a_lost_node_costs_no_answer(pool: Pool) -> No
 
 
 async def test_a_killed_actor_leaves_no_engine_behind(pool: Pool) -> None:
-    """SIGKILL of the actor's process ends its server, and the place is filled anew."""
+    """SIGKILL of the actor's process ends its server, and the slot gets a new replica."""
     pool.add_node()
     await pool.apply(replicas=1)
     (first,) = await pool.joined(1)
@@ -105,8 +105,8 @@ async def test_a_killed_actor_leaves_no_engine_behind(pool: Pool) -> None:
     await pool.until(lambda now: now.replicas[0].engine and now.replicas[0].generation > 1)
 
 
-async def test_a_model_that_does_not_fit_is_told_and_not_tried_again(pool: Pool) -> None:
-    """The place is given up with the verdict; the log's end can be read."""
+async def test_a_model_that_does_not_fit_is_reported_and_not_tried_again(pool: Pool) -> None:
+    """The slot is given up with its cause; the log's end can be read."""
     pool.add_node()
     words = "ValueError: No available memory for the cache blocks."
     command = (sys.executable, "-c", f"raise SystemExit({words!r})")
@@ -119,7 +119,7 @@ async def test_a_model_that_does_not_fit_is_told_and_not_tried_again(pool: Pool)
 
 
 async def test_a_replica_without_a_node_says_what_it_lacks(pool: Pool) -> None:
-    """It waits, with the reason in words, and starts when a node comes."""
+    """It waits with a reason, and starts once a node joins."""
     await pool.apply(replicas=1)
     waiting = await pool.until(lambda now: now.replicas and now.replicas[0].reason)
 
@@ -130,7 +130,7 @@ async def test_a_replica_without_a_node_says_what_it_lacks(pool: Pool) -> None:
 
 
 async def test_a_drain_notice_moves_the_replica_before_the_node_goes(pool: Pool) -> None:
-    """A node with a preemption notice gives its sessions up and is replaced by another node."""
+    """Sessions leave a node with a preemption notice, and another node replaces it."""
     leaving = pool.add_node()
     await pool.apply(replicas=1)
     (first,) = await pool.joined(1)
@@ -165,8 +165,8 @@ async def until_another(pool: Pool, manager: int) -> ReplicaStatus:
             await asyncio.sleep(0.1)
 
 
-async def test_a_killed_manager_takes_its_replicas_up_again(pool: Pool) -> None:
-    """Ray starts the manager anew; it finds the replica by name, same generation, same process."""
+async def test_a_restarted_manager_takes_over_its_replicas(pool: Pool) -> None:
+    """Ray restarts the manager, which finds the replica by name: same generation, same process."""
     pool.add_node()
     await pool.apply(replicas=1)
     (first,) = await pool.joined(1)

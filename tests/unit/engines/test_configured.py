@@ -116,7 +116,7 @@ async def test_a_gateway_waits_for_an_engine_that_starts_later(
 async def test_engines_are_known_before_the_first_turn(
     tmp_path: Path, engine: ScriptedEngine, kind: str
 ) -> None:
-    """Who publishes weights to a stack that has just started finds its engines ready."""
+    """A trainer that publishes to a stack that has just started finds its engines ready."""
     async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": kind}) as gateway:
         roster = StoredRoster(gateway.store, roster_key(gateway.secret))
         async with asyncio.timeout(30):
@@ -127,7 +127,7 @@ async def test_engines_are_known_before_the_first_turn(
 async def test_engines_added_to_an_idle_gateway_are_known(
     tmp_path: Path, engine: ScriptedEngine
 ) -> None:
-    """Registered in the roster by somebody else, and looked at without a turn."""
+    """Registered in the roster by another process, and checked without a turn."""
     async with LocalGateway(tmp_path) as gateway, new_client() as client:
         roster = StoredRoster(gateway.store, roster_key(gateway.secret))
         other = EnginePool(roster, client)
@@ -160,10 +160,10 @@ def test_the_secret_is_made_once(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob(".secret.*"))
 
 
-def test_a_given_secret_wins_and_must_be_long(
+def test_a_secret_of_the_settings_is_used_and_must_be_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PERDURE_SECRET serves many hosts; a guessable one is refused."""
+    """PERDURE_SECRET is for many hosts; a short one is refused."""
     monkeypatch.setenv("PERDURE_SECRET", "0123456789abcdef")
     assert load_secret(Settings(home=tmp_path)) == b"0123456789abcdef"
 
@@ -172,7 +172,7 @@ def test_a_given_secret_wins_and_must_be_long(
         load_secret(Settings(home=tmp_path))
 
 
-async def test_engines_that_other_gateways_were_set_to_are_not_waited_for(tmp_path: Path) -> None:
+async def test_engines_of_other_gateways_settings_are_not_waited_for(tmp_path: Path) -> None:
     """A gateway without an engine of its own says at once that none is configured."""
     roster, url = LoneRoster(), "http://127.0.0.1:9"
     theirs = EngineRecord(name="a", url=url, model="m", generation=1, from_settings=True)

@@ -1,4 +1,4 @@
-"""What a look at an engine may conclude, and what of its calls that concerns."""
+"""What a health check concludes, and what that means for the engine's calls."""
 
 import asyncio
 import resource
@@ -73,7 +73,7 @@ def resumed(pooled: PooledEngine, *, since_s: float = 0.0) -> RunningCall:
 async def test_a_process_without_file_descriptors_knows_nothing_of_an_engine(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """It cannot connect to anybody: that is no word on who listens there, and kills no engine."""
+    """It cannot connect anywhere, which says nothing about the engine and must not kill it."""
     control = EngineControl(engine.url, client)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))  # also what is closed now stays closed
@@ -86,8 +86,10 @@ async def test_a_process_without_file_descriptors_knows_nothing_of_an_engine(
     assert not silent.value.gone
 
 
-async def test_nobody_listening_is_death(client: httpx.AsyncClient) -> None:
-    """A refused connection is the host's own word."""
+async def test_a_refused_connection_means_that_the_engine_is_dead(
+    client: httpx.AsyncClient,
+) -> None:
+    """A refused connection proves that the host answers and the engine does not run."""
     with pytest.raises(EngineSilent) as silent:
         await EngineControl("http://127.0.0.1:9", client).is_paused()
 
@@ -97,7 +99,7 @@ async def test_nobody_listening_is_death(client: httpx.AsyncClient) -> None:
 async def test_an_address_out_of_reach_hides_no_refusal_at_the_next(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container's `localhost` is `::1` too, which it cannot reach: the engine is gone all the same."""
+    """A container's `localhost` is also `::1`, which it cannot reach; the engine is gone nevertheless."""
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 9)) for ip in (NOWHERE, LOOPBACK)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
     with pytest.raises(EngineSilent) as silent:
@@ -106,10 +108,10 @@ async def test_an_address_out_of_reach_hides_no_refusal_at_the_next(
     assert silent.value.gone
 
 
-async def test_a_name_that_nobody_resolves_now_is_no_death(
+async def test_a_name_that_cannot_be_resolved_now_is_no_death(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Name servers that are away for a moment are away for all engines at once."""
+    """A name server that fails for a moment fails for all engines at once."""
 
     def away(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
@@ -124,7 +126,7 @@ async def test_a_name_that_nobody_resolves_now_is_no_death(
 async def test_a_clock_that_was_ahead_leaves_no_engine_alone_for_hours(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """When it died is another host's time of day; how long it is left alone is not."""
+    """Its time of death is by another host's clock; the backoff is counted by this one's."""
     ahead = time.time() + HOUR_S
     dead = record(engine.url, EngineState.DEAD, since=ahead, not_before=ahead)
     watch = HealthCheck(EngineControl(engine.url, client), hang_s=5.0)
@@ -140,7 +142,7 @@ async def test_a_clock_that_was_ahead_leaves_no_engine_alone_for_hours(
 async def test_a_clock_that_was_behind_ends_no_patience(
     client: httpx.AsyncClient, state: EngineState, held: str
 ) -> None:
-    """An update, or a suspicion, of this moment, written by a host that is hours behind."""
+    """A host whose clock is hours behind wrote an update, or a suspicion, just now."""
     past = time.time() - 9 * HOUR_S
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -154,7 +156,7 @@ async def test_a_clock_that_was_behind_ends_no_patience(
 async def test_a_refusal_is_forgotten_when_another_process_proved_the_engine(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """Else its calls would be refused, instead of waiting, whenever it is full or paused."""
+    """Otherwise its calls would be refused instead of waiting while it is full or paused."""
     watch = HealthCheck(EngineControl(engine.url, client), hang_s=5.0)
     engine.control(kind="status", status=404)
     await watch.look(record(engine.url, EngineState.STARTING), Load())
@@ -171,7 +173,7 @@ async def test_a_refusal_is_forgotten_when_another_process_proved_the_engine(
 async def test_a_resumed_call_may_queue_as_a_new_one_may(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """Tokens of the engine that it lost say nothing of this one: after a death many queue here."""
+    """Tokens of the engine that it lost prove nothing about this one, where many calls queue after a death."""
     pooled = seated(engine.url, client)
     call = resumed(pooled, since_s=30.0)
     pooled.evict_stalled(1.0, begun_only=True)
@@ -184,7 +186,7 @@ async def test_a_resumed_call_may_queue_as_a_new_one_may(
 async def test_each_update_that_a_turn_meets_is_judged_by_itself(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """Proof of the first is none of the second."""
+    """Proof of the first update does not prove the second."""
     pooled = seated(engine.url, client)
     call = resumed(pooled)
     for version in (8, 9):
@@ -200,7 +202,7 @@ async def test_each_update_that_a_turn_meets_is_judged_by_itself(
 
 
 def test_what_an_engine_calls_tokens_is_taken_whole_or_not_at_all() -> None:
-    """One id that is none: ids and logprobs stay in step, or every later one would be off by one."""
+    """With one invalid id nothing is added; otherwise every later logprob would be off by one."""
     salvage = Salvage()
     salvage.begin("vllm e", 1)
     for ids in ([5, "x"], [5, 1 << 40], [5, -1], [5, 6, 7]):
@@ -211,8 +213,8 @@ def test_what_an_engine_calls_tokens_is_taken_whole_or_not_at_all() -> None:
     assert (list(salvage.ids), list(salvage.logprobs)) == ([5, 6], [-0.1, -0.2])
 
 
-async def test_a_version_that_nobody_knows_is_not_shown_as_zero(client: httpx.AsyncClient) -> None:
-    """Versions count from 0: the metric has a number of its own for unknown."""
+async def test_an_unknown_version_is_not_shown_as_zero(client: httpx.AsyncClient) -> None:
+    """Versions count from 0, so the metric shows -1 for unknown."""
     pool = EnginePool(LoneRoster(), client)
     pooled = seated("http://10.0.0.7:8000", client)
     pooled.record = pooled.record.model_copy(update={"version": None})

@@ -1,4 +1,4 @@
-"""Where sessions sit, who waits, and how many an engine may have."""
+"""Which engine a session gets, which calls wait, and how many agents an engine may have."""
 
 import asyncio
 from collections import Counter
@@ -51,7 +51,7 @@ def test_new_sessions_follow_the_weights(leases: Leases) -> None:
 
 
 def test_a_session_stays_with_its_engine(leases: Leases) -> None:
-    """Its KV cache is there: other engines being emptier is no reason to move."""
+    """Its KV cache is there, so a less loaded engine is no reason to move."""
     places = [Candidate("a", 1), Candidate("b", 2)]
     first = leases.take("s", "", places)
     engines(leases, places, 5)
@@ -61,7 +61,7 @@ def test_a_session_stays_with_its_engine(leases: Leases) -> None:
 
 
 def test_siblings_share_an_engine(leases: Leases) -> None:
-    """Samples of one instance have one prompt: it is prefilled once."""
+    """Samples of one instance share one prompt, which is prefilled once."""
     places = [Candidate("a", 1), Candidate("b", 2)]
 
     groups = [engines(leases, places, 8, group) for group in ("x", "y", "z", "w")]
@@ -72,7 +72,7 @@ def test_siblings_share_an_engine(leases: Leases) -> None:
 
 @pytest.mark.parametrize("pair", [f"{n}{n + 1}" for n in range(0, 8, 2)])
 def test_two_small_groups_do_not_share_one_of_two_engines(leases: Leases, pair: str) -> None:
-    """Whichever engine both would like best: four agents more are enough to go to the other."""
+    """Even if both prefer the same engine, four more agents there send the second group elsewhere."""
     places = [Candidate("a", 1), Candidate("b", 2)]
 
     for group in pair:
@@ -92,7 +92,7 @@ def test_an_engine_of_another_generation_is_another_engine(leases: Leases) -> No
 
 
 def test_a_session_moves_when_its_engine_goes(leases: Leases) -> None:
-    """Even to an engine that is full: who sat is not sent to the queue."""
+    """It moves even to a full engine, because a session with a lease never goes back to the queue."""
     a, b = Candidate("a", 1), Candidate("b", 2, capacity=0)
     leases.take("s", "", [a, b])
     moved = leases.take("s", "", [b])
@@ -109,7 +109,7 @@ def test_nothing_is_leased_beyond_capacity(leases: Leases) -> None:
 
 
 def test_an_idle_agent_gives_up_its_place_to_one_that_waits(leases: Leases, clock: Clock) -> None:
-    """Away in a tool for a minute, not while it generates."""
+    """After a minute in a tool it loses its lease; never while it generates."""
     place = Candidate("a", 1, capacity=2)
     engines(leases, [place], 2)
     leases.use("-1", 100)
@@ -119,8 +119,8 @@ def test_an_idle_agent_gives_up_its_place_to_one_that_waits(leases: Leases, cloc
     assert (leases.get("-0"), leases.reclaim([place])) == (None, False)
 
 
-def test_who_left_is_forgotten(leases: Leases, clock: Clock) -> None:
-    """A session that nobody closed does not hold its place for ever."""
+def test_the_lease_of_an_idle_session_expires(leases: Leases, clock: Clock) -> None:
+    """A session that was never closed does not hold its lease for ever."""
     leases.take("s", "", [Candidate("a", 1)])
     clock.now = IDLE_S + 1
 
@@ -128,7 +128,7 @@ def test_who_left_is_forgotten(leases: Leases, clock: Clock) -> None:
 
 
 def test_an_engine_that_joins_gets_its_share(leases: Leases) -> None:
-    """The cheapest prefills move; sessions that generate are the last to."""
+    """Sessions with the cheapest prefill move first, those that generate last."""
     old, new = Candidate("a", 1), Candidate("b", 2)
     engines(leases, [old], 20)
     leases.use("-3", 10)
@@ -170,7 +170,7 @@ def test_preferences_change_only_for_the_engine_that_joins_or_leaves() -> None:
     assert len(changed) == pytest.approx(1000, abs=100)
 
 
-def test_processes_agree_without_talking() -> None:
+def test_processes_agree_without_messages() -> None:
     """Each of two gateways sees half of each group; no group's prompt is prefilled twice."""
     here, there = Leases(), Leases()
     places = [Candidate("a", 1), Candidate("b", 2)]
@@ -189,7 +189,7 @@ def test_processes_agree_without_talking() -> None:
 
 
 def test_preferences_yield_to_load(leases: Leases) -> None:
-    """However groups like it, no engine gets more than 1.1 x the emptiest, 4 agents and a group."""
+    """Whatever groups prefer, no engine exceeds 1.1 x the emptiest one plus 4 agents and a group."""
     places = [Candidate(name, 1) for name in "abcd"]
     for n in range(64):
         engines(leases, places, 8, f"g{n}")
@@ -198,8 +198,8 @@ def test_preferences_yield_to_load(leases: Leases) -> None:
     assert max(loads) <= 1.1 * (min(loads) + 1) + 4 + 8
 
 
-def test_a_session_is_found_where_another_process_had_it(leases: Leases) -> None:
-    """Its KV cache is there, whatever this process knew before; a start that is over has none."""
+def test_a_session_stays_on_the_engine_that_another_process_used(leases: Leases) -> None:
+    """Its KV cache is there, whatever this process knew; an earlier generation has no cache."""
     places = [Candidate("a", 1), Candidate("b", 2)]
     leases.take("s", "", places)
     found = [
@@ -213,7 +213,7 @@ def test_a_session_is_found_where_another_process_had_it(leases: Leases) -> None
 
 
 def test_processes_move_the_same_groups_to_an_engine_that_joins() -> None:
-    """Those that prefer it, whoever has them: siblings stay together."""
+    """Both move the groups that prefer it, so the sessions of a group stay together."""
     old, new = Candidate("a", 1), Candidate("b", 2)
     processes = [Leases(), Leases()]
     for leases in processes:
@@ -237,7 +237,7 @@ def test_processes_move_the_same_groups_to_an_engine_that_joins() -> None:
 def test_capacity_follows_kv_tokens_and_context(
     kv_tokens: int | None, context: float, agents: int
 ) -> None:
-    """Between 64 and 128 agents while nothing presses."""
+    """Between 64 and 128 agents while there is no KV pressure."""
     capacity = Capacity()
     capacity.observe(Vitals(kv_tokens=kv_tokens), agents=9, mean_context=context)
 
@@ -263,7 +263,7 @@ def watched(
 
 
 def test_an_engine_that_reads_prompts_again_and_again_gets_no_more_agents_than_fit() -> None:
-    """Contexts of agents in tools are lost to others' prompts, and requests queue for it."""
+    """Prompts of others evict the contexts of agents in tools, and requests queue inside the engine."""
     seen = watched(Capacity(), 120, hit_rate=0.05)
 
     assert (seen[0], 18 in seen, min(seen) < 18) == (64, True, True)
@@ -277,12 +277,12 @@ def test_an_engine_that_reads_prompts_again_and_again_gets_no_more_agents_than_f
 def test_contexts_that_do_not_fit_are_no_reason_by_themselves(
     hit_rate: float, starved: int
 ) -> None:
-    """64 stay where their cache serves them, and where the engine can bear to read it again."""
+    """64 stay if the cache serves them, or if the engine has time to read prompts again."""
     assert set(watched(Capacity(), 60, hit_rate, starved=starved)) == {64}
 
 
 def test_an_idle_engine_is_given_more_agents() -> None:
-    """After a cut, and beyond what fits, while they wait: it has time to read a prompt again."""
+    """After a cut, and beyond what fits, because it has time to read a prompt again."""
     capacity = Capacity()
     watched(capacity, 60, hit_rate=0.05)
 
@@ -301,8 +301,8 @@ def test_preemptions_lower_capacity_whatever_fits() -> None:
     assert (seen[19], seen[-1] < 100) == (128, True)
 
 
-def test_whom_an_engine_cannot_bear_waits_at_its_next_turn(leases: Leases) -> None:
-    """Only where the engine has shown it, and never while it generates."""
+def test_agents_above_a_lowered_capacity_wait_at_their_next_turn(leases: Leases) -> None:
+    """Only if the capacity was lowered under pressure, and never while the agent generates."""
     place = Candidate("a", 1, capacity=4)
     engines(leases, [place], 4)
     leases.use("-0", 100)

@@ -1,4 +1,4 @@
-"""The door before an engine, with a scripted engine behind it and a real client in front."""
+"""The authenticating proxy, with a scripted engine behind it and a real client."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ async def status(url: str, method: str, path: str, key: str = "") -> int:
     ],
 )
 async def test_a_gateways_key_opens_no_control_route(method: str, path: str) -> None:
-    """What changes an engine is refused to who may only sample, however the path is written."""
+    """The data key opens no route that changes the engine, however the path is written."""
     async with guarded() as (_, url):
         assert await status(url, method, path, KEYS.data) == 403
 
@@ -69,13 +69,13 @@ async def test_nothing_is_open_without_a_key(path: str) -> None:
 
 
 async def test_the_control_key_opens_control() -> None:
-    """Whoever updates weights pauses the engine through the same door."""
+    """A process that updates weights pauses the engine through the same proxy."""
     async with guarded() as (_, url):
         assert await status(url, "POST", "/pause?mode=abort&clear_cache=true", KEYS.control) == 200
 
 
-async def test_a_pool_samples_through_the_front() -> None:
-    """A gateway that has the home's key gets whole streamed completions of a guarded engine."""
+async def test_a_pool_samples_through_the_proxy() -> None:
+    """A gateway that has the home's key gets whole streamed completions of an engine behind a proxy."""
     turns = {"default": {"turns": [{"content": "Said through the door."}]}}
     async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         engine.control(scripts=turns)
@@ -95,8 +95,8 @@ async def test_a_pool_samples_through_the_front() -> None:
         assert list(completion.token_ids) == list(engine.calls[-1].completion_ids)
 
 
-async def test_an_asker_who_leaves_ends_its_request() -> None:
-    """The engine sees the closed connection, and stops what nobody waits for."""
+async def test_a_client_that_disconnects_ends_its_request() -> None:
+    """The engine sees the closed connection and aborts the request."""
     gone = asyncio.Event()
 
     async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -116,8 +116,8 @@ async def test_an_asker_who_leaves_ends_its_request() -> None:
         await asyncio.wait_for(gone.wait(), 30)
 
 
-async def test_a_second_request_on_the_connection_reaches_nobody() -> None:
-    """A control call behind a sampling call, in one connection, is not forwarded."""
+async def test_a_second_request_on_the_connection_is_not_forwarded() -> None:
+    """A control call after a sampling call on the same connection is not forwarded."""
     seen = bytearray()
     ended = asyncio.Event()
 
@@ -155,13 +155,13 @@ async def test_a_second_request_on_the_connection_reaches_nobody() -> None:
     ],
 )
 def test_a_request_that_two_readers_might_read_differently_is_refused(raw: bytes) -> None:
-    """EngineProxy and engine must agree where a line, a head and a body end."""
+    """Proxy and engine must agree where a line, a head and a body end."""
     with pytest.raises(Rejected):
         read_head(raw)
 
 
 async def test_no_second_request_hides_in_a_head() -> None:
-    """Engines take a bare line feed for a line's end: a gateway's key must not open control by one."""
+    """Engines accept a bare line feed as a line's end; the data key must not open control by one."""
     hidden = b"x: a\n\nPOST /pause HTTP/1.1\nhost: e\ncontent-length: 0\r\n\r\n"
     key = b"authorization: Bearer " + KEYS.data.encode()
     async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False, timeout=30) as client:
@@ -176,8 +176,8 @@ async def test_no_second_request_hides_in_a_head() -> None:
     assert not paused
 
 
-async def test_new_weights_come_through_the_front(tmp_path: Path) -> None:
-    """Who publishes holds the control key; with a gateway's key the update is refused."""
+async def test_new_weights_come_through_the_proxy(tmp_path: Path) -> None:
+    """An update needs the control key; with a gateway's data key it is refused."""
     (tmp_path / "weights.json").write_text(json.dumps({"weights": 7}))
     async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         roster = LoneRoster()

@@ -1,4 +1,4 @@
-"""What an engine may become, and one truth about it for many processes."""
+"""Which changes of state an engine allows, and one roster for many processes."""
 
 import asyncio
 from pathlib import Path
@@ -30,7 +30,7 @@ def record(state: EngineState = READY, **fields: object) -> EngineRecord:
 
 
 def test_a_dead_engine_comes_back_as_a_new_generation() -> None:
-    """Numbers are never given twice, also not to another engine."""
+    """A generation is never given twice, not even to another engine."""
     dead = Roster().having(record(DEAD, start_id="1.0"))
     back = apply(dead, record(DEAD, start_id="1.0"), Finding(READY, start_id="2.0")).get("h:1")
 
@@ -38,8 +38,8 @@ def test_a_dead_engine_comes_back_as_a_new_generation() -> None:
     assert (back.generation, back.state, back.start_id) == (4, READY, "2.0")
 
 
-def test_the_same_boot_keeps_its_generation() -> None:
-    """A suspicion that proves wrong costs nothing."""
+def test_the_same_start_keeps_its_generation() -> None:
+    """A suspicion that proves wrong changes nothing."""
     roster = Roster().having(record(SUSPECT, start_id="1.0"))
     back = apply(roster, record(SUSPECT, start_id="1.0"), Finding(READY, start_id="1.0")).get("h:1")
 
@@ -47,15 +47,15 @@ def test_the_same_boot_keeps_its_generation() -> None:
     assert (back.generation, back.state) == (3, READY)
 
 
-def test_a_stale_verdict_changes_nothing() -> None:
-    """What was seen of an earlier generation says nothing about this one."""
+def test_a_stale_finding_changes_nothing() -> None:
+    """A finding about an earlier generation says nothing about this one."""
     roster = Roster().having(record(READY, generation=4))
 
     assert apply(roster, record(READY), Finding(DEAD, "late news")) == roster
 
 
-def test_a_look_from_before_an_update_changes_nothing() -> None:
-    """Paused then, ready with new weights now: the same generation and state, another time."""
+def test_a_health_check_from_before_an_update_changes_nothing() -> None:
+    """It was updated since: the same generation and state, but a later stay in it."""
     roster = Roster().having(record(READY, since=2.0, version=8))
 
     assert apply(roster, record(READY, since=1.0, version=7), Finding(PAUSED)) == roster
@@ -72,8 +72,8 @@ def test_a_crash_loop_is_left_alone_longer_each_time() -> None:
     assert [backoff_s(n) for n in (1, 2, 3, 4, 99)] == [0.0, 1.0, 2.0, 4.0, 300.0]
 
 
-def test_a_condemned_boot_may_not_return_and_its_successor_may() -> None:
-    """Broken weights end with the process that holds them."""
+def test_a_condemned_start_may_not_return_and_its_successor_may() -> None:
+    """Broken weights are gone once their process has ended."""
     condemned = record(DEAD, start_id="1.0", condemned="1.0")
 
     assert (condemned.may_return("1.0"), condemned.may_return("2.0")) == (False, True)
@@ -99,7 +99,7 @@ async def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None
 
 
 def test_settings_name_many_engines() -> None:
-    """A comma list, weights behind an equals sign."""
+    """A comma-separated list, each with an optional weight after an equals sign."""
     specs = engine_specs("http://a:8000/v1, http://b:8000=2.5")
 
     assert [(name_of(spec.url), spec.weight) for spec in specs] == [
@@ -118,7 +118,7 @@ def test_a_wrong_engine_is_named(tmp_path: Path, url: str) -> None:
 
 
 def test_metrics_of_all_ranks_are_read() -> None:
-    """Sums over engines of one server; KV room by reason; the size of the cache."""
+    """Sums over the ranks of one server; requests that wait for KV room; the size of the cache."""
     vitals = read_vitals(
         "# HELP x\n"
         'vllm:num_requests_running{engine="0",model_name="policy"} 3.0\n'
@@ -133,8 +133,8 @@ def test_metrics_of_all_ranks_are_read() -> None:
     assert vitals.started == "1763700000.00"
 
 
-def test_the_engines_word_wins_over_what_was_known() -> None:
-    """Salvaged tokens carry the version known then; reported ones the engine's, where it began."""
+def test_a_version_that_the_engine_reports_replaces_the_assumed_one() -> None:
+    """Salvaged tokens have the version known when they came; a report of the engine replaces it."""
     salvage = Salvage()
     salvage.begin("a", 1)
     salvage.add([1, 2], [-0.1, -0.2], 7)
@@ -155,7 +155,7 @@ def test_the_engines_word_wins_over_what_was_known() -> None:
 
 
 def test_a_changed_engine_keeps_its_place() -> None:
-    """Lists stay as they were read, and a rolling update goes by the order of joining."""
+    """A changed record keeps its position, so a rolling update goes in the order of joining."""
     first, second = (
         EngineRecord(name=name, url=f"http://{name}", model="policy", generation=1)
         for name in ("a:1", "b:1")

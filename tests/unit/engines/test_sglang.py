@@ -57,7 +57,7 @@ async def test_a_completion_is_what_the_engine_sampled(incremental: bool) -> Non
 
 
 async def test_a_broken_stream_keeps_what_came() -> None:
-    """A connection that ends in the middle is no end, and its tokens can be sent on."""
+    """A connection that ends in the middle breaks the stream; its tokens are kept."""
     async with served() as (engine, face):
         engine.control(kind="eof_mid_stream")
         salvage = Salvage()
@@ -89,8 +89,8 @@ def aborted(**reason: Any) -> dict[str, Any]:
         ({"error": {"code": 500, "message": "scheduler died"}}, BreakKind.LOST),
     ],
 )
-async def test_an_end_that_is_none_says_what_to_do(event: Any, kind: BreakKind | None) -> None:
-    """SGLang says by an event, behind a 200, that it stopped, is full, refuses (None), or dies."""
+async def test_a_stream_that_ends_early_is_told_by_kind(event: Any, kind: BreakKind | None) -> None:
+    """After a 200, an event says that SGLang stopped, is full, refuses (None), or dies."""
 
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, content=b"data: " + json.dumps(event).encode() + b"\n\n")
@@ -164,8 +164,8 @@ async def test_weights_are_loaded_from_a_folder(tmp_path: Path) -> None:
         assert (await control.score("policy-g1", [1, 2, 3])).logprob != before.logprob
 
 
-async def test_its_metrics_tell_room_and_progress() -> None:
-    """Capacity and the hang watch read SGLang's own names."""
+async def test_its_metrics_show_room_and_progress() -> None:
+    """Capacity and the health check read SGLang's own names."""
     async with served() as (engine, face), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         await sample(face)
         vitals = await SglangControl(face.url, client).vitals()
@@ -174,14 +174,14 @@ async def test_its_metrics_tell_room_and_progress() -> None:
         assert vitals.tokens == len(engine.calls[-1].completion_ids)
 
 
-def test_a_wish_that_it_lacks_is_refused_by_name() -> None:
-    """Nothing is dropped silently on the way to another server's fields."""
+def test_a_sampling_field_that_it_lacks_is_refused_by_name() -> None:
+    """No field is dropped silently in the translation."""
     with pytest.raises(Refused, match="sampling field 'best_of'"):
         sampling_params("sglang", {"best_of": 3})
 
 
 def test_fields_get_its_names() -> None:
-    """What vLLM and SGLang call differently means the same."""
+    """Fields that vLLM and SGLang name differently are renamed."""
     found = sampling_params(
         "e", {"max_tokens": 5, "seed": 1, "structured_outputs": {"json": {"type": "object"}}}
     )

@@ -22,13 +22,13 @@ HELD = Versions.of({"policy_version": "12", "max_staleness": "1"})
 def test_a_group_takes_its_version_and_as_many_later_ones(
     version: int | None, included: bool, allowed: bool
 ) -> None:
-    """Older weights, and unknown ones, may come to fit; newer ones never."""
+    """Older and unknown weights may fit after an update; newer ones never."""
     assert (HELD.include(version), HELD.allow(version)) == (included, allowed)
 
 
 @pytest.mark.parametrize("labels", [{}, {"policy_version": "12"}])
 def test_without_a_staleness_any_version_will_do(labels: dict[str, str]) -> None:
-    """A policy version alone is a note."""
+    """A policy version alone restricts nothing."""
     assert Versions.of(labels).include(None)
 
 

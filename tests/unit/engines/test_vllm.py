@@ -55,14 +55,14 @@ async def sampled(
     ids=["whole JSON", "no blank line", "stream"],
 )
 async def test_an_answer_is_read_to_its_end(content: bytes) -> None:
-    """Also where no blank line follows: a server that does not stream sends none."""
+    """Also without a final blank line, which a server that does not stream never sends."""
     salvage, reason = await sampled(content)
 
     assert (list(salvage.ids), reason) == ([5], FinishReason.STOP)
 
 
 async def test_a_torn_event_is_a_broken_stream() -> None:
-    """Half a JSON object at the end is no answer."""
+    """Half a JSON object at the end counts as a broken stream."""
     with pytest.raises(StreamBroken) as broken:
         await sampled(b"data: " + WHOLE[:-9])
 
@@ -80,7 +80,7 @@ async def test_a_torn_event_is_a_broken_stream() -> None:
     ids=["more than asked for", "no token id", "brackets", "brackets in an event"],
 )
 async def test_nonsense_is_a_broken_stream_and_leaves_nothing(content: bytes) -> None:
-    """However an engine loses its mind, the turn goes on elsewhere with what was right."""
+    """Whatever nonsense an engine sends, the turn continues elsewhere with the tokens before it."""
     salvage = Salvage()
     with pytest.raises(StreamBroken) as broken:
         await sampled(content, salvage, max_tokens=1)

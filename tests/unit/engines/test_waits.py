@@ -1,4 +1,4 @@
-"""Whoever watches a session learns that it waits for an engine, since when, and what the engines lack."""
+"""A session's summary says that it waits for an engine, since when, and what the engines lack."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -22,7 +22,7 @@ SCRIPTS = {"default": {"turns": [{"content": "Done."}]}}
 
 
 class One(Capacity):
-    """Room for one agent, whatever is seen of the engine."""
+    """Room for one agent, whatever the health checks show."""
 
     def observe(self, *_: object, **__: object) -> None:
         """Nothing of it counts."""
@@ -46,7 +46,7 @@ async def pool() -> AsyncIterator[EnginePool]:
 
 @pytest.fixture
 def nobody() -> Iterator[str]:
-    """An address where nobody listens, nor comes to meanwhile."""
+    """An address where no process listens during the test."""
     with held_ports.held(1) as (port,):
         yield f"http://127.0.0.1:{port}"
 
@@ -64,7 +64,7 @@ async def until(told: Callable[[], Awaitable[Wait | None]]) -> Wait:
 
 
 async def test_a_call_waits_until_an_engine_comes(pool: EnginePool, engine: ScriptedEngine) -> None:
-    """An empty pool is told as such; with the answer the wait is over."""
+    """The reason says that no engine is registered; with the answer the wait ends."""
 
     async def waits() -> Wait | None:
         return pool.waits("s")
@@ -81,10 +81,10 @@ async def test_a_call_waits_until_an_engine_comes(pool: EnginePool, engine: Scri
     )
 
 
-async def test_a_call_that_finds_no_seat_waits_for_one(
+async def test_a_call_waits_while_every_engine_is_full(
     pool: EnginePool, engine: ScriptedEngine
 ) -> None:
-    """Engines that are ready and full are told from engines that are not ready."""
+    """The reason distinguishes full engines from engines that are not ready."""
     await add_engine(pool.fleet, EngineSpec(engine.url), "policy")
     (pooled,) = pool.engines.values()
     pooled.capacity = One(agents=1)
@@ -108,8 +108,8 @@ async def _call(gateway: LocalGateway, key: str) -> int:
         return (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code
 
 
-async def test_a_wait_stands_in_the_sessions_summary(tmp_path: Path, nobody: str) -> None:
-    """Whoever holds the control token reads which engine is missing, while the call waits."""
+async def test_a_wait_is_in_the_sessions_summary(tmp_path: Path, nobody: str) -> None:
+    """A client with the control token reads which engine is missing while the call waits."""
     async with LocalGateway(tmp_path, engine={"url": nobody, "kind": "vllm"}) as gateway:
         asked = asyncio.ensure_future(_call(gateway, await gateway.open("s")))
 
@@ -125,7 +125,7 @@ async def test_a_wait_stands_in_the_sessions_summary(tmp_path: Path, nobody: str
 async def test_an_answer_of_another_gateway_ends_the_wait(
     tmp_path: Path, nobody: str, engine: ScriptedEngine
 ) -> None:
-    """An agent that tries again may reach another process: the first one hears of it, too."""
+    """An agent that retries may reach another process; the first one ends the wait too."""
     async with (
         LocalGateway(tmp_path, engine={"url": nobody}) as one,
         LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as other,
@@ -140,7 +140,7 @@ async def test_an_answer_of_another_gateway_ends_the_wait(
 async def test_calls_that_no_engine_answered_count_from_the_first(
     tmp_path: Path, nobody: str
 ) -> None:
-    """An agent that is refused tries again: since when is told, until it has an answer or ends."""
+    """An agent that is refused retries; the wait counts from its first try until it has an answer."""
     told: list[Wait | None] = []
     async with LocalGateway(tmp_path, engine={"url": nobody}) as gateway:
         key = await gateway.open("s")

@@ -1,4 +1,4 @@
-"""What the last words of engine servers are taken to mean; the texts are those of vLLM 0.32."""
+"""Which cause the end of an engine server's log gives; the texts are those of vLLM 0.32."""
 
 import pytest
 
@@ -90,14 +90,14 @@ ENDED = "RuntimeError: Engine core initialization failed. See root cause above.\
     ],
 )
 def test_the_end_of_a_log_becomes_a_cause(said: str, told: str, final: bool) -> None:
-    """A start that cannot succeed is told as such, with what to change; any other is tried again."""
+    """A start that can never succeed is final, with what to change; any other is tried again."""
     found = exit_cause(EnginePlan(model="m"), 3, said)
 
     assert (told in found.text, found.final) == (True, final), found.text
 
 
 def test_a_kill_names_its_likely_cause() -> None:
-    """Nothing in the log explains signal 9; most often the kernel wanted the memory."""
+    """The log does not explain signal 9; most often the kernel ran out of memory."""
     found = exit_cause(EnginePlan(model="m"), 137, "INFO loading\n")
 
     assert ("out of memory" in found.text, found.final) == (True, False)

@@ -1,4 +1,4 @@
-"""How replicas enter and leave the shared roster, and their places after deaths."""
+"""How replicas and engines enter, change in and leave the shared roster."""
 
 import pytest
 
@@ -43,7 +43,7 @@ async def joined(roster: LoneRoster, published: Published | None) -> EngineRecor
 
 
 async def test_a_replica_takes_no_session_before_it_has_what_was_published() -> None:
-    """It joins held, is brought the version by its manager, and is ready with that version."""
+    """It joins paused, the manager loads the version into it, and it is ready with that version."""
     roster = LoneRoster()
     record = await joined(roster, PUBLISHED)
     assert (record.state, lacks(record, PUBLISHED)) == (EngineState.PAUSED, True)
@@ -75,7 +75,7 @@ async def test_a_replica_that_cannot_have_what_was_published_never_serves() -> N
 
 
 async def test_what_only_the_trainer_can_bring_is_left_to_it() -> None:
-    """Tensors that it sent itself lie nowhere: a late replica waits for its next update."""
+    """Tensors that the trainer sent itself are stored nowhere, so a late replica waits for its next update."""
     sent = PUBLISHED.model_copy(update={"source": ""})
 
     record = await joined(LoneRoster(), sent)
@@ -85,7 +85,7 @@ async def test_what_only_the_trainer_can_bring_is_left_to_it() -> None:
 
 
 async def test_a_replica_that_a_trainer_holds_is_not_taken_from_it() -> None:
-    """An update in progress and one of the manager's never meet on an engine."""
+    """The manager never loads weights into an engine that an update holds."""
     roster = LoneRoster()
     record = await joined(roster, None)
     update = record.to(EngineState.PAUSED, held_by="update 9, 1234", coming=9)
@@ -101,7 +101,7 @@ async def test_a_replica_that_a_trainer_holds_is_not_taken_from_it() -> None:
 async def test_a_replica_that_serves_an_older_version_is_brought_the_newer(
     version: int | None, behind: bool
 ) -> None:
-    """It joined while the trainer was publishing; one that is ahead is in the trainer's hands."""
+    """It joined while the trainer was publishing; one with a newer version is left to the trainer."""
     record = await joined(LoneRoster(), None)
     serving = record.to(EngineState.READY, version=version)
 
@@ -109,7 +109,7 @@ async def test_a_replica_that_serves_an_older_version_is_brought_the_newer(
 
 
 async def test_a_replica_that_a_trainer_made_newer_meanwhile_keeps_that() -> None:
-    """The manager looked, the trainer published 9: nothing brings the replica back to 8."""
+    """If the trainer publishes 9 after the manager read 8, the replica stays at 9."""
     roster = LoneRoster()
     record = await joined(roster, None)
     newer = record.to(EngineState.READY, version=9)
@@ -121,7 +121,7 @@ async def test_a_replica_that_a_trainer_made_newer_meanwhile_keeps_that() -> Non
     assert (await roster.read()).get(record.name) == newer
 
 
-async def test_a_late_goodbye_does_not_touch_the_next_boot() -> None:
+async def test_a_late_leave_does_not_touch_the_next_start() -> None:
     """A replica that leaves removes only its own generation, not a later one at its address."""
     roster = LoneRoster()
     pool = ReplicaRegistration(roster)
@@ -134,7 +134,7 @@ async def test_a_late_goodbye_does_not_touch_the_next_boot() -> None:
 
 
 async def test_a_notice_sets_the_deadline() -> None:
-    """A replica on a leaving node takes nothing new, and is known to end at the deadline."""
+    """A replica on a leaving node takes no new calls and ends at the deadline."""
     roster = LoneRoster()
     name = await ReplicaRegistration(roster).join(PLAN, URL, 1)
 
@@ -156,7 +156,7 @@ async def test_an_engine_added_again_gets_another_weight() -> None:
 
 
 async def test_a_removed_engine_can_be_added_as_a_new_generation() -> None:
-    """Out is out: what comes back is fenced from what was there."""
+    """An engine that was removed and comes back is fenced from its earlier generation."""
     roster = LoneRoster()
     first = await add_engine(roster, EngineSpec(URL), "policy")
     await remove_engine(roster, first.name)
@@ -167,7 +167,7 @@ async def test_a_removed_engine_can_be_added_as_a_new_generation() -> None:
 
 
 async def test_a_draining_engine_that_is_added_again_is_taken_back() -> None:
-    """Whoever adds it is told that it takes sessions: it does not leave at the old deadline."""
+    """Adding it again cancels the drain, so it does not leave at the old deadline."""
     roster = LoneRoster()
     first = await add_engine(roster, EngineSpec(URL), "policy")
     await drain_engine(roster, first.name, 300.0)
@@ -177,7 +177,7 @@ async def test_a_draining_engine_that_is_added_again_is_taken_back() -> None:
     assert (again.state, again.drain_by) == (EngineState.STARTING, None)
 
 
-async def test_an_unknown_engine_is_told_with_the_fix() -> None:
+async def test_an_unknown_engine_is_refused_with_the_fix() -> None:
     """A wrong name names the command that lists them."""
     with pytest.raises(NotFound, match="engines list"):
         await drain_engine(LoneRoster(), "nobody:1", 1.0)

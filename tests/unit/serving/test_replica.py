@@ -7,7 +7,7 @@ from perdure.serving.replica import KEPT_LOGS, Replica
 
 
 def test_a_log_that_another_replica_removes_meanwhile_ends_no_start(tmp_path: Path) -> None:
-    """Replicas of a node tidy up at the same time: one listed, and gone before the look at it."""
+    """Replicas of a node delete old logs at the same time; a log may vanish after it was listed."""
     for number in range(KEPT_LOGS):
         (tmp_path / f"old-{number}.log").write_text("words\n")
     (tmp_path / "gone.log").symlink_to(tmp_path / "nowhere")

@@ -87,7 +87,7 @@ def test_a_dead_owner_takes_the_whole_engine_along(supervised: Supervised) -> No
 
 
 def test_a_killed_server_takes_its_worker_along(supervised: Supervised) -> None:
-    """An engine core whose API server was killed does not go on holding the device."""
+    """An engine core whose API server was killed releases the device."""
     os.kill(supervised.server, signal.SIGKILL)
 
     assert supervised.gone()
@@ -96,7 +96,7 @@ def test_a_killed_server_takes_its_worker_along(supervised: Supervised) -> None:
 
 @pytest.mark.parametrize("supervised", [0.5], indirect=True)
 def test_a_frozen_worker_is_killed(supervised: Supervised) -> None:
-    """A worker that hears no SIGTERM, as one stuck in a collective, is killed after the grace."""
+    """A worker that ignores SIGTERM, such as one stuck in a collective, is killed after the grace time."""
     os.kill(supervised.worker, signal.SIGSTOP)
 
     supervised.owner_dies()
@@ -141,8 +141,8 @@ def test_a_running_engine_is_no_orphan(supervised: Supervised, tmp_path: Path) -
     assert (ended, supervised.process.poll()) == ([], None)
 
 
-def test_a_note_of_another_process_kills_nobody(tmp_path: Path) -> None:
-    """A pid that was given to somebody else since is left alone."""
+def test_a_note_of_another_process_kills_nothing(tmp_path: Path) -> None:
+    """A pid that now belongs to another process is left alone."""
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     facts = {"group": bystander.pid, "started": 1, "supervisor": 1, "supervisor_started": 1}
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -155,8 +155,8 @@ def test_a_note_of_another_process_kills_nobody(tmp_path: Path) -> None:
     bystander.wait()
 
 
-def test_an_absent_command_is_told(tmp_path: Path) -> None:
-    """What cannot be started ends with 127 and a line that names it."""
+def test_a_missing_command_is_reported(tmp_path: Path) -> None:
+    """A command that cannot be started ends with 127 and a line that names it."""
     done = subprocess.run(
         [
             sys.executable,
