@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +15,6 @@ from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.leases import Capacity
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.pool.pooled_engine import PooledEngine
-from perdure.engines.prompt_ids import PromptIds
 from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineSpec
 
@@ -154,7 +154,7 @@ async def _agent(number: int, job: Job, pool: EnginePool, seen: Seen) -> None:
         for prompt in _prompts(job, first):
             started = loop.time()
             await pool.generate(
-                PromptIds.of([1] * (prompt // GRAIN)),
+                array("i", [1] * (prompt // GRAIN)),
                 {"max_tokens": job.output // GRAIN},
                 session_id=session,
                 request_id=session,

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from renderers.base import Renderer
 
 from perdure.dialects.base import ModelRequest
-from perdure.engines.prompt_ids import PromptIds, ids_text
 from perdure.gateway.canonical import (
     Digests,
     Message,
@@ -29,8 +28,7 @@ from perdure.gateway.journal.turn_record import TurnRecord
 
 MOST_REPEATS = 12
 """How often a recorded answer is repeated: clients retry ten times; a loop goes on for ever."""
-ID_BYTES = 12
-"""What an id weighs as a number and as text."""
+ID_BYTES = 4
 NODE_BYTES = 6144
 """What a turn weighs in memory besides its ids and its text, roughly."""
 
@@ -50,9 +48,6 @@ class Node:
     base: "Node | None"
     rolled: Rolled
     """The digests of its whole request, to be continued by the requests that follow."""
-    text: bytes = b""
-    """JSON of the ids it adds to its base, or of all its ids where it shares only some of those;
-    written when first needed."""
     acknowledged: bool = False
     repeats: int = 0
     children: int = 0
@@ -69,11 +64,6 @@ class Node:
         return [message for part in reversed(parts) for message in part]
 
     @property
-    def extends_base(self) -> bool:
-        """Its prompt starts with everything the base recorded."""
-        return self.base is not None and self.record.kept_ids == self.base.total_length
-
-    @property
     def total_length(self) -> int:
         """Ids of its whole prompt and its completion."""
         return self.record.prompt_length + len(self.record.completion)
@@ -82,17 +72,6 @@ class Node:
     def own_ids(self) -> "array[int]":
         """The ids it does not share with its base."""
         return self.record.prompt + self.record.completion
-
-    def ids_text(self) -> list[bytes]:
-        """JSON of `ids`, as parts to be joined with commas."""
-        parts: list[bytes] = []
-        node: Node | None = self
-        while node is not None:
-            if not node.text:
-                node.text = ids_text(node.own_ids if node.extends_base else node.ids())
-            parts.append(node.text)
-            node = node.base if node.extends_base else None
-        return parts[::-1]
 
     def ids(self) -> "array[int]":
         """Prompt + completion. Shape [P + C]."""
@@ -307,7 +286,7 @@ class Tree:
 
 def bridge(
     renderer: Renderer, node: Node, new: list[Message], tools: list[dict[str, Any]] | None
-) -> PromptIds | Miss:
+) -> "array[int] | Miss":
     """The next prompt: the recorded ids, then only the new messages rendered. Shape [P].
 
     The renderer is shown the end of the recorded prompt, which is all that it looks at.
@@ -326,9 +305,8 @@ def bridge(
     seen = len(tail) + sampled
     if ids[:seen] != tail + completion:
         return Miss("prefix_assert")
-    added = array("i", ids[seen:])
-    held.extend(added)
-    return PromptIds.of(held, b",".join([*node.ids_text(), ids_text(added)]))
+    held.extend(ids[seen:])
+    return held
 
 
 SHOWN_IDS = 64

@@ -16,7 +16,6 @@ import structlog
 from perdure.dialects.base import ModelRequest, Refused
 from perdure.engines.base import ChatEngine, Completion, TokenEngine
 from perdure.engines.configured import ConfiguredEngine
-from perdure.engines.prompt_ids import PromptIds
 from perdure.gateway.answers import Read, hosted_answer, read_completion
 from perdure.gateway.canonical import Message
 from perdure.gateway.chains import Location, Miss, Node, bridge, common_ids
@@ -119,7 +118,7 @@ class TurnMaker:
             engine_seconds=engine_seconds,
         )
 
-    async def _prompt(self, pending: PendingTurn) -> tuple[PromptIds, str | None]:
+    async def _prompt(self, pending: PendingTurn) -> tuple["array[int]", str | None]:
         """The next prompt, and why it is not a bridge (None: it is)."""
         started = time.monotonic()
         try:
@@ -133,7 +132,7 @@ class TurnMaker:
         finally:
             self._metrics.prompt_seconds.observe(time.monotonic() - started)
 
-    async def _bridge(self, pending: PendingTurn) -> PromptIds | Miss:
+    async def _bridge(self, pending: PendingTurn) -> "array[int] | Miss":
         request, at = pending.request, pending.location
         if at.parent is None:
             return Miss(at.miss or "first")
@@ -143,15 +142,15 @@ class TurnMaker:
             return bridge(renderer, at.parent, new, request.tools)
         return await asyncio.to_thread(bridge, renderer, at.parent, new, request.tools)
 
-    async def _render(self, request: ModelRequest) -> PromptIds:
+    async def _render(self, request: ModelRequest) -> "array[int]":
         def ids(messages: list[Message]) -> list[int]:
             found: list[int] = self._format.renderer.render_ids(
                 messages, tools=request.tools, add_generation_prompt=True
             )
             return found
 
-        def render() -> PromptIds:
-            return PromptIds.of(late_system.rendered(request.messages, ids))
+        def render() -> "array[int]":
+            return array("i", late_system.rendered(request.messages, ids))
 
         if _chars(request.messages) < INLINE_CHARS:
             return render()
@@ -182,7 +181,7 @@ class TurnMaker:
 
 
 def _wanted(
-    pending: PendingTurn, turn_id: str, prompt: PromptIds, sampling: dict[str, Any]
+    pending: PendingTurn, turn_id: str, prompt: "array[int]", sampling: dict[str, Any]
 ) -> Wanted:
     tree, digest = pending.awake.tree, pending.location.digests.exact
     name = Name(pending.session.spec.session_id, pending.call_id, turn_id.rpartition("-")[2])

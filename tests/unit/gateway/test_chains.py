@@ -14,8 +14,8 @@ from renderers.qwen35 import Qwen35Renderer
 
 from perdure.dialects.base import Answer, ContextExhausted, ModelRequest, Refused
 from perdure.engines.base import NO_LABELS, Completion, Engine
+from perdure.engines.clients.token_body import body_with_ids
 from perdure.engines.pool.salvage import Salvage
-from perdure.engines.prompt_ids import PromptIds
 from perdure.episodes.segments import cut
 from perdure.episodes.turns import decode
 from perdure.errors import GatewayUnavailable
@@ -72,8 +72,8 @@ class Speaker:
         salvage: Salvage | None = None,
         last: EngineSpan | None = None,
     ) -> Completion:
-        if isinstance(prompt_ids, PromptIds):  # the text that an engine is sent
-            assert json.loads(b"[" + prompt_ids.text + b"]") == list(prompt_ids)
+        sent = json.loads(body_with_ids({"model": "m"}, "ids", prompt_ids))
+        assert sent == {"model": "m", "ids": list(prompt_ids)}
         ids = POLICY.tokens(self.turns.pop(0) if len(self.turns) > 1 else self.turns[0])
         self.seen.append((tuple(prompt_ids), tuple(ids)))
         self.request_ids.append(request_id)

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from perdure.dialects.base import Refused
+from perdure.engines.clients.token_body import body_with_ids
 from perdure.engines.clients.token_server import (
     BreakKind,
     EngineRequest,
@@ -24,7 +25,6 @@ from perdure.engines.clients.token_server import (
 )
 from perdure.engines.clients.wire import TRANSIENT, UNREADABLE, refusal
 from perdure.engines.pool.salvage import Salvage
-from perdure.engines.prompt_ids import PromptIds
 from perdure.types import FinishReason
 
 RENAMED: Mapping[str, str] = {
@@ -169,10 +169,7 @@ def _body(ask: EngineRequest, options: Mapping[str, Any]) -> bytes:
         "return_logprob": True,
         "sampling_params": options,
     }
-    ids = ask.prompt_ids
-    known = ids if isinstance(ids, PromptIds) else PromptIds.of(ids)
-    head = json.dumps(body, separators=(",", ":")).encode().removesuffix(b"}")
-    return b"".join([head, b',"input_ids":[', known.text, b"]}"])
+    return body_with_ids(body, "input_ids", ask.prompt_ids)
 
 
 def new_tokens(about: Mapping[str, Any], taken: int) -> Sequence[Sequence[Any]]:

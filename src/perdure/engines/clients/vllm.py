@@ -5,7 +5,6 @@ logprobs of the distribution that was really sampled. Owns one stream of one eng
 the engine and handles a broken stream.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 
 from perdure.dialects.base import Refused
+from perdure.engines.clients.token_body import body_with_ids
 from perdure.engines.clients.token_server import (
     BreakKind,
     EngineRequest,
@@ -25,7 +25,6 @@ from perdure.engines.clients.token_server import (
 from perdure.engines.clients.vllm_control import REFUSALS
 from perdure.engines.clients.wire import UNREADABLE, refusal
 from perdure.engines.pool.salvage import Salvage
-from perdure.engines.prompt_ids import PromptIds
 from perdure.types import FinishReason
 
 MISSING_LOGPROB = -9999.0
@@ -118,10 +117,7 @@ def _body(ask: EngineRequest) -> bytes:
         "stream": True,
         "sampling_params": {**ask.sampling, "logprobs": 1, "skip_special_tokens": False},
     }
-    ids = ask.prompt_ids
-    known = ids if isinstance(ids, PromptIds) else PromptIds.of(ids)
-    head = json.dumps(body, separators=(",", ":")).encode().removesuffix(b"}")
-    return b"".join([head, b',"token_ids":[', known.text, b"]}"])
+    return body_with_ids(body, "token_ids", ask.prompt_ids)
 
 
 def _logprobs(content: list[dict[str, Any]], token_ids: Sequence[int]) -> list[float]:

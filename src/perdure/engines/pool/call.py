@@ -4,6 +4,7 @@ Owns no engine and no queue; `pool` moves the call from engine to engine.
 """
 
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,6 @@ from perdure.engines.pool.leases import EngineStart
 from perdure.engines.pool.pooled_engine import PooledEngine
 from perdure.engines.pool.salvage import Salvage, resumable
 from perdure.engines.pool.versions import Versions
-from perdure.engines.prompt_ids import PromptIds
 from perdure.types import FinishReason
 
 MOST_MOVES = 50
@@ -68,7 +68,7 @@ class GenerateCall:
         held = len(self.salvage.ids)
         sampling, prompt = self.sampling, self.prompt_ids
         if held:
-            prompt = PromptIds.of([*prompt, *self.salvage.ids])
+            prompt = array("i", prompt) + self.salvage.ids
             if "max_tokens" in sampling:
                 sampling = {**sampling, "max_tokens": sampling["max_tokens"] - held}
         request_id = self.request_id if not self.moves else f"{self.request_id}-{self.moves}"
