@@ -1,1 +1,1 @@
-"""The temporal shells: each calls the library once and writes one checkpoint."""
+"""The temporal shells: each makes one call into `perdure.rollouts`."""

@@ -18,8 +18,8 @@ import structlog
 from temporalio import activity
 from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
-from activities.messages import WORKER_EVICTED
 from perdure.errors import OutcomeUnknown, PerdureError, RetryHere
+from perdure.rollouts.messages import WORKER_EVICTED
 from perdure.telemetry import bind, metrics
 
 log = structlog.get_logger("perdure.activity")
@@ -165,12 +165,6 @@ def _of_cancellation() -> BaseException:
             category=ApplicationErrorCategory.BENIGN,
         )
     return asyncio.CancelledError()
-
-
-def cancelled_by_user() -> bool:
-    """Inside `except CancelledError`: a person or the workflow asked, so the work must be undone."""
-    details = activity.cancellation_details()
-    return details is not None and details.cancel_requested
 
 
 def _of_failure(error: PerdureError) -> ApplicationError:

@@ -22,11 +22,11 @@ from temporalio.client import (
 from temporalio.service import RPCError
 from temporalio.worker import Worker
 
-from activities.hosts import host_of
 from perdure import home
 from perdure.client import names
 from perdure.client.connection import connect
 from perdure.errors import PerdureError
+from perdure.home import host_of
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 from perdure.telemetry import configure_logging, metrics, temporal_runtime
@@ -72,7 +72,7 @@ def _workers(
         workers.append(workflow_worker(client))
     others = [stage for stage in stages if stage != "workflows"]
     if others:
-        from activities.services import Services
+        from perdure.rollouts.services import Services
         from workers.queues import activity_worker, queues
 
         services = Services(settings)
@@ -86,7 +86,7 @@ async def _count_sandboxes(settings: Settings, stages: Sequence[str]) -> None:
     """Keep the gauge of live sandboxes of this host up to date, where somebody scrapes it."""
     if "agent" not in stages or not settings.metrics.port:
         return
-    from activities.services import Services
+    from perdure.rollouts.services import Services
 
     services = Services(settings)
     while True:

@@ -8,7 +8,7 @@ from typing import Any
 from temporalio.client import Client
 from temporalio.worker import PollerBehaviorAutoscaling, Worker
 
-from activities.admission import ClosedHolders, EndReady
+from activities.account_holders import ClosedHolders, EndReady
 from activities.boot_sandbox import BootSandbox
 from activities.capture_diff import CaptureDiff
 from activities.destroy_sandbox import DestroySandbox
@@ -16,9 +16,9 @@ from activities.emit_episode import EmitEpisode
 from activities.grade import GradeInFreshSandbox
 from activities.run_agent import RunAgent
 from activities.runs import Runs
-from activities.services import Services
 from activities.sweep_sandboxes import SweepSandboxes
 from perdure.client import names
+from perdure.rollouts.services import Services
 
 # A spot notice gives 30 s or more; activities hand over at once, so this is only the last bound.
 GRACE = timedelta(seconds=10)

@@ -11,8 +11,8 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, FailureError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.messages import Asked, ReadyPermit, Refused, Taken
     from perdure.client import names
+    from perdure.rollouts.messages import Asked, ReadyPermit, Refused, Taken
     from perdure.sandboxes.permits import Account, AccountState, PermitRequest
     from workflows import policies
 

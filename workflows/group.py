@@ -7,9 +7,9 @@ from typing import Any
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.messages import GroupResult
     from perdure.client import names
     from perdure.client import search_attributes as attributes
+    from perdure.rollouts.messages import GroupResult
     from perdure.types import EpisodeRef, GroupRequest, RolloutStatus
     from workflows.children import play_rollout
     from workflows.failures import parse, was_dropped

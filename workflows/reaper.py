@@ -5,8 +5,8 @@ from typing import Any
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.messages import SweepRequest, Swept
     from perdure.client import names
+    from perdure.rollouts.messages import SweepRequest, Swept
     from workflows import policies
 
 

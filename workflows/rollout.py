@@ -14,7 +14,9 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.messages import (
+    from perdure.client import names
+    from perdure.errors import Boundary
+    from perdure.rollouts.messages import (
         SANDBOX_LOST,
         WORKER_EVICTED,
         AgentRun,
@@ -24,8 +26,6 @@ with workflow.unsafe.imports_passed_through():
         Ending,
         GradedPatch,
     )
-    from perdure.client import names
-    from perdure.errors import Boundary
     from perdure.types import AgentEnd, EpisodeRef, Failure, RolloutRequest, RolloutStatus
     from workflows import policies
     from workflows.failures import failure_of, parse, stop_if_cancelled, type_of, was_dropped

@@ -13,9 +13,9 @@ from temporalio import workflow
 from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
-    from activities.messages import PreparedRun, RunStatus, RunSummary, ShardRequest
     from perdure.client import names
     from perdure.client import search_attributes as attributes
+    from perdure.rollouts.messages import PreparedRun, RunStatus, RunSummary, ShardRequest
     from perdure.types import RolloutRequest, RolloutStatus, RunRequest
     from workflows import policies
     from workflows.failures import parse, stop_if_cancelled, was_dropped

@@ -11,8 +11,8 @@ from typing import Any
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from activities.messages import AgentRun, Booted, Captured, GradedPatch
     from perdure.client import search_attributes as attributes
+    from perdure.rollouts.messages import AgentRun, Booted, Captured, GradedPatch
     from perdure.types import EpisodeRef, Failure, RolloutRequest, RolloutStatus
 
 

@@ -8,9 +8,9 @@ from temporalio import workflow
 from temporalio.exceptions import FailureError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
-    from activities.messages import ACTION_NEEDED, Page, PageRequest
     from perdure.client import names
     from perdure.client import search_attributes as attributes
+    from perdure.rollouts.messages import ACTION_NEEDED, Page, PageRequest
     from perdure.types import EpisodeRef, GroupRequest, RolloutStatus, RunRequest
     from workflows import policies
     from workflows.children import play_rollout, summary_of

@@ -16,9 +16,8 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from activities.admission import ReadyPermits
-from activities.ready import ReadySandboxes
 from perdure import registry
+from perdure.rollouts.ready import ReadySandboxes, Unmetered
 from perdure.sandboxes.base import SandboxProvider, SandboxSpec
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
@@ -52,7 +51,7 @@ async def _measure(name: str, folder: Path, rounds: int) -> dict[str, list[float
         Settings(home=home, sandbox={"ready": READY}), LocalStore(str(home / "store")), {}
     )
     times: dict[str, list[float]] = {"booted": [], "ready": []}
-    free = ReadyPermits(name, "", None)
+    free = Unmetered()
     try:
         for number in range(rounds):
             ready.refill(provider, spec, free)

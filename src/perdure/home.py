@@ -1,11 +1,13 @@
-"""What all processes of a home share: its secret, and the sandbox providers it has used.
+"""What all processes of a home share: its host name, its secret, the sandbox providers it has used.
 
 Session keys, the control token, the engines' keys and the name of their roster derive from the secret.
 The package that uses a key derives it.
 """
 
+import hashlib
 import os
 import secrets
+import socket
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -15,6 +17,15 @@ from perdure.settings.tree import Settings
 
 SECRET_VARIABLE = "PERDURE_SECRET"
 SHORTEST_SECRET = 16
+
+
+def host_of(settings: Settings) -> str:
+    """`<hostname>-<six hex digits of the home>`: two homes of one machine have two names.
+
+    Local sandboxes can only be reached through the home that made them.
+    """
+    home = hashlib.sha256(str(settings.home.absolute()).encode()).hexdigest()[:6]
+    return f"{socket.gethostname()}-{home}"
 
 
 def load_secret(settings: Settings) -> bytes:

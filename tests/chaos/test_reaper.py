@@ -14,11 +14,11 @@ from temporalio.client import (
 )
 from temporalio.testing import ActivityEnvironment
 
-from activities.hosts import host_of
-from activities.messages import SweepRequest, Swept
-from activities.services import Services
 from activities.sweep_sandboxes import SweepSandboxes
 from perdure.client import names
+from perdure.home import host_of
+from perdure.rollouts.messages import SweepRequest, Swept
+from perdure.rollouts.services import Services
 from tests.stack.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

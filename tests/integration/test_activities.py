@@ -6,15 +6,16 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities import checkpoints
-from activities.grade import MAX_LOST, GradeInFreshSandbox
-from activities.messages import Attempt, SweepRequest
-from activities.services import Services
+from activities.grade import GradeInFreshSandbox
 from activities.sweep_sandboxes import SweepSandboxes
 from perdure import home
 from perdure.graders.base import Graded
 from perdure.instances import catalog
 from perdure.instances.release_pairs import archive
+from perdure.rollouts import checkpoints
+from perdure.rollouts.grade import MAX_LOST
+from perdure.rollouts.messages import Attempt, SweepRequest
+from perdure.rollouts.services import Services
 from perdure.sandboxes.agent_user import SYSTEM_PATH
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.local import LocalProvider

@@ -7,12 +7,12 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
 from activities.boot_sandbox import BootSandbox
-from activities.messages import Attempt
 from activities.runs import Runs
-from activities.services import Services
 from perdure.client.api import Perdure
 from perdure.errors import ConfigurationError
 from perdure.instances import catalog
+from perdure.rollouts.messages import Attempt
+from perdure.rollouts.services import Services
 from perdure.settings.tree import Settings
 from perdure.types import (
     GroupRequest,

@@ -12,7 +12,8 @@ from temporalio.activity import ActivityCancellationDetails
 from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
-from activities import making
+from activities.this_try import ThisTry
+from perdure.rollouts.create_sandbox import create_sandbox, killed_at_the_end
 from perdure.sandboxes import reaper
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest import service
@@ -61,7 +62,7 @@ class Bench:
         return made
 
     async def make(self) -> None:
-        await making.make(self.provider, SPEC, ID)
+        await create_sandbox(ThisTry(), self.provider, SPEC, ID)
 
 
 @pytest.fixture
@@ -150,7 +151,8 @@ async def test_a_late_grading_kills_nothing_of_the_next(
     """A sandbox that is worked in ends with its try, unless another try may have one of its name."""
 
     async def grade() -> None:
-        async with making.ending(await making.make(bench.provider, SPEC, ID)):
+        sandbox = await create_sandbox(ThisTry(), bench.provider, SPEC, ID)
+        async with killed_at_the_end(ThisTry(), sandbox):
             bench.environment.cancel(why)
             await asyncio.Event().wait()
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.admission import ReadyPermits
-from activities.boot_sandbox import BootRecord, BootSandbox
-from activities.messages import Attempt
-from activities.ready import MARK, ReadySandboxes, give_way
-from activities.services import Services
+from activities.this_try import ThisTry
 from perdure.client import names
+from perdure.rollouts.boot import BootRecord, take_ready
+from perdure.rollouts.job import Job
+from perdure.rollouts.messages import Attempt
+from perdure.rollouts.ready import MARK, ReadySandboxes, Unmetered, give_way
+from perdure.rollouts.services import Services
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.permits import AccountState
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
@@ -152,7 +153,7 @@ async def permits(stack: Stack) -> int:
 async def test_a_try_that_died_after_it_took_one_leaves_it_to_the_next(tmp_path: Path) -> None:
     """The next try of the attempt, in another worker, has the same sandbox; another attempt has not."""
     settings = Settings(home=tmp_path / "home", sandbox={"ready": 1})
-    store, free = LocalStore(str(tmp_path / "store")), ReadyPermits("local", "", None)
+    store, free = LocalStore(str(tmp_path / "store")), Unmetered()
     provider = LocalProvider(settings.home.absolute())
     spec = SandboxSpec("/testbed", labels={"run": "r1"})
     died, after = ReadySandboxes(settings, store, {}), ReadySandboxes(settings, store, {})
@@ -172,7 +173,7 @@ async def test_a_try_that_died_after_it_took_one_leaves_it_to_the_next(tmp_path:
 async def test_one_gives_way_or_is_taken_never_both(tmp_path: Path) -> None:
     """A claim in the store decides: what a rollout has taken is not ended, what is ended not taken."""
     settings = Settings(home=tmp_path / "home", sandbox={"ready": 2})
-    store, free = LocalStore(str(tmp_path / "store")), ReadyPermits("local", "", None)
+    store, free = LocalStore(str(tmp_path / "store")), Unmetered()
     provider = LocalProvider(settings.home.absolute())
     spec = SandboxSpec("/testbed", labels={"run": "r1"})
     ready = ReadySandboxes(settings, store, {})
@@ -196,15 +197,13 @@ async def test_a_later_try_takes_none_that_it_had_not_taken_before(tmp_path: Pat
     provider = services.provider("local")
     spec = SandboxSpec("/testbed", labels={"run": "r1"})
     request = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", sandbox="local")
-    services.ready.refill(provider, spec, ReadyPermits("local", "", None))
+    services.ready.refill(provider, spec, Unmetered())
     await services.ready.filled()
     found = []
     for number in (2, 1):
         environment.info = replace(environment.info, attempt=number)
-        find = BootSandbox(services).ready_one
-        found.append(
-            await environment.run(find, Attempt(request=request, attempt=1), provider, spec)
-        )
+        job = await Job.of(services, Attempt(request=request, attempt=1), ThisTry())
+        found.append(await environment.run(take_ready, job, spec))
     await services.close()
     taken = await provider.list()
     for box in taken:

@@ -27,12 +27,12 @@ from temporalio.client import (
 )
 from temporalio.service import RPCError
 
-from activities.hosts import host_of
-from activities.messages import SweepRequest, Swept
 from perdure.client import names
 from perdure.client.api import Perdure
 from perdure.episodes.episode import Episode
 from perdure.episodes.files import read_episode
+from perdure.home import host_of
+from perdure.rollouts.messages import SweepRequest, Swept
 from perdure.sandboxes.base import identity_of
 from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider

@@ -5,7 +5,7 @@ from typing import Any
 
 from temporalio import activity
 
-from activities.messages import AgentRun
+from perdure.rollouts.messages import AgentRun
 from perdure.types import AgentEnd
 from tests.stack.waiting import PATIENCE_S
 

@@ -20,9 +20,9 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.exceptions import ApplicationError, TemporalError
 from temporalio.worker import Worker
 
-from activities.messages import AgentRun, Asked, Booted, Captured, ReadyPermit, Taken
 from perdure.client import names
 from perdure.client.api import Perdure
+from perdure.rollouts.messages import AgentRun, Asked, Booted, Captured, ReadyPermit, Taken
 from perdure.sandboxes.permits import AccountState
 from perdure.types import AccountCaps, AgentEnd, GroupRequest, RolloutRequest, RunRequest
 from tests.workflows import dev_server

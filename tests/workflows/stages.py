@@ -10,7 +10,8 @@ from temporalio import activity
 from temporalio.client import Client
 from temporalio.worker import Worker
 
-from activities.messages import (
+from perdure.client import names
+from perdure.rollouts.messages import (
     AgentRun,
     Attempt,
     Booted,
@@ -23,7 +24,6 @@ from activities.messages import (
     ReadyPermit,
     RunSummary,
 )
-from perdure.client import names
 from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutStatus, RunRequest
 from workers.orchestration import checking_runner, workflow_worker
 

@@ -10,11 +10,11 @@ from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-import activities.admission
+import activities.this_try
 import workflows.account
-from activities.admission import ClosedHolders
-from activities.messages import Asked, ReadyPermit, Taken
+from activities.account_holders import ClosedHolders
 from perdure.client import names
+from perdure.rollouts.messages import Asked, ReadyPermit, Taken
 from perdure.sandboxes.permits import AccountState, Permit, PermitRequest
 from perdure.types import AccountCaps
 from tests.stack.waiting import until
@@ -163,7 +163,7 @@ async def test_a_keeper_goes_on_where_nobody_can_look_up_its_holders(
         looked.append(workflow_id)
         raise ApplicationError("the server is away", non_retryable=True)
 
-    monkeypatch.setattr(activities.admission, "is_open", fail)
+    monkeypatch.setattr(activities.this_try, "is_open", fail)
     first, second = holders
     await ask(client, first)
     await holding(client, first)

@@ -5,8 +5,8 @@ from collections import Counter
 from temporalio.api.history.v1 import History
 from temporalio.client import Client
 
-from activities.messages import Asked
 from perdure.client import names
+from perdure.rollouts.messages import Asked
 from perdure.types import AccountCaps
 from tests.stack.waiting import until
 from tests.workflows import dev_server

@@ -7,8 +7,8 @@ import pytest
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 
 import workflows.rollout
-from activities.messages import Attempt, Booted, Captured
 from perdure.client import names
+from perdure.rollouts.messages import Attempt, Booted, Captured
 from perdure.types import EpisodeRef, RolloutStatus
 from tests.stack.waiting import until
 from tests.workflows.stages import Stages

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from temporalio.client import Client
 
-from activities.messages import Ending
 from perdure.client.api import GroupHandle, Perdure
 from perdure.client.collect import FinishedGroup, collect, tokens_with_signal
+from perdure.rollouts.messages import Ending
 from perdure.types import EpisodeRef, GroupRequest, Outcome, RolloutRequest, RolloutStatus
 from tests.workflows.gate import Gate
 from tests.workflows.stages import Stages

@@ -13,9 +13,9 @@ from temporalio import activity, workflow
 from temporalio.client import Client
 from temporalio.worker import Worker
 
-from activities.messages import AgentRun
 from perdure.client import names
 from perdure.client.api import Perdure
+from perdure.rollouts.messages import AgentRun
 from perdure.types import GroupRequest, RolloutRequest, RunRequest
 from tests.workflows.stages import Stages
 from workers.orchestration import workflow_worker

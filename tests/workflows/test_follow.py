@@ -7,10 +7,10 @@ import pytest
 from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 
-from activities.messages import Booted
 from perdure.cli.runs import follow
 from perdure.cli.runs.tables import View
 from perdure.client.api import Perdure
+from perdure.rollouts.messages import Booted
 from perdure.types import RunRequest
 from tests.workflows.stages import Stages
 

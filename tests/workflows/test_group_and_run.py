@@ -8,9 +8,9 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowFailureError
 from temporalio.exceptions import ApplicationError
 
-from activities.messages import AgentRun, PreparedRun
 from perdure.client.api import Perdure
 from perdure.errors import Cancelled, NoResult, NotFound
+from perdure.rollouts.messages import AgentRun, PreparedRun
 from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RolloutStatus, RunRequest
 from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.gate import Gate

@@ -16,9 +16,9 @@ from temporalio.client import (
 )
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.messages import AgentRun
 from perdure.client.api import GroupHandle, Perdure
 from perdure.client.connection import DATA_CONVERTER
+from perdure.rollouts.messages import AgentRun
 from perdure.types import GroupRequest, RolloutRequest, RunRequest
 from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows import dev_server

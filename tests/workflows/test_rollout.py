@@ -9,11 +9,11 @@ from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 from temporalio.exceptions import ApplicationError, CancelledError
 
 import workflows.story
-from activities.messages import AgentRun, Booted, Ending
 from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure
 from perdure.errors import NotFound
+from perdure.rollouts.messages import AgentRun, Booted, Ending
 from perdure.types import AgentEnd, EpisodeRef, RolloutRequest, RolloutStatus
 from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.stages import Stages

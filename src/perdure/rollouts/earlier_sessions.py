@@ -1,6 +1,6 @@
 """Which earlier attempt of a rollout a new one replays.
 
-Owns the choice alone: opening is `run_agent`'s, replaying the gateway's.
+Owns the choice alone: `agent_session` opens the session, the gateway replays.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from perdure.gateway.control import GatewayControl
 async def most_recorded(gateway: GatewayControl, session_ids: Sequence[str]) -> str | None:
     """The session that recorded the most turns, the later one of two; None when none has any.
 
-    `session_ids`: those of the earlier attempts, oldest first. An attempt that died while it booted
-    has no session, and one that died while it replayed holds less than the one it replayed.
+    `session_ids`: those of the earlier attempts, oldest first. An attempt that was lost while it
+    booted has no session. One that was lost while it replayed holds less than what it replayed.
 
     Raises: GatewayUnavailable.
     """

@@ -1,4 +1,4 @@
-"""One durable result per activity and attempt: first writer wins, later ones read it back."""
+"""One durable result per stage and attempt: the first writer wins, later ones read it back."""
 
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ async def read(store: Store, key: str, model: type[Model]) -> Model | None:
 
 
 async def write(store: Store, key: str, result: Model) -> Model:
-    """Store `result` unless another attempt was first; return what is stored either way."""
+    """Store `result` unless another try was first; return what is stored either way."""
     if await store.put_if_absent(key, result.model_dump_json(indent=1).encode()):
         return result
     winner = await read(store, key, type(result))

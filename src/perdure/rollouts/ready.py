@@ -1,7 +1,8 @@
-"""Sandboxes booted ahead of the rollouts that will want them: bounded, short-lived, used once.
+"""Ready sandboxes: booted ahead of the rollouts that will use them; bounded, short-lived, used once.
 
-A worker keeps them for the specs it has booted lately and hands each to one rollout at most. What a
-killed worker leaves ends at its own deadline; who took one is in the store, for the reaper.
+A worker keeps them for the specs it has booted lately and gives each to one rollout at most. Those
+that a killed worker leaves end at their own deadline. The store says which rollout took one, so
+that the reaper can tell whether it still has an owner.
 """
 
 import asyncio
@@ -26,23 +27,50 @@ from perdure.storage.base import Store
 log = structlog.get_logger("perdure.ready")
 
 LIFE_S = 600.0
-"""A ready sandbox that nobody takes ends after so long, by its provider or the reaper. So does one
-whose taker died before it said so: whoever uses one renews it."""
+"""A ready sandbox that no rollout takes ends after this time, by its provider or the reaper. So does
+one whose rollout's worker died just after it took it. A rollout that uses one extends its life."""
 LEAST_LEFT_S = 60.0
+"""A ready sandbox with less time left is not given to a rollout."""
 MARK = "-ready-"
+"""Part of the identity of every sandbox that was booted ahead."""
 OWNER = "ready/"
-"""Begins the `rollout` label of a sandbox that was booted for nobody yet."""
+"""Begins the `rollout` label of a sandbox that no rollout has taken yet."""
 
 GIVEN_WAY = b"given way"
-"""In the place of a rollout: it is being ended for somebody who waits."""
+"""Content of a claim, in place of a rollout's id: the sandbox is being ended for a rollout that
+waits for a permit."""
 
 
 class Permits(Protocol):
-    """Slots of the provider's account, by the identity of the sandbox."""
+    """Permits of the provider's account for ready sandboxes, by the identity of the sandbox."""
 
-    async def reserve(self, identity: str) -> bool: ...
-    async def stands(self, identity: str) -> None: ...
+    async def reserve(self, identity: str) -> bool:
+        """A permit that no rollout waits for; False: none is free."""
+        ...
+
+    async def is_up(self, identity: str) -> None:
+        """The sandbox exists now."""
+        ...
+
+    async def refused(self, identity: str, error: RateLimited) -> None:
+        """The provider answered 429 to its create."""
+        ...
+
+    async def release(self, identity: str) -> None:
+        """The sandbox is gone."""
+        ...
+
+
+class Unmetered:
+    """Permits of a provider without an account: there is always one."""
+
+    async def reserve(self, identity: str) -> bool:
+        return True
+
+    async def is_up(self, identity: str) -> None: ...
+
     async def refused(self, identity: str, error: RateLimited) -> None: ...
+
     async def release(self, identity: str) -> None: ...
 
 
@@ -66,18 +94,18 @@ class ReadySandboxes:
         self._each = min(settings.sandbox.ready, self._most)
         self._store = store
         self._labels = labels
-        self._shelves: dict[str, deque[_Ready]] = {}
-        """By spec, the one used last at the end."""
+        self._kept: dict[str, deque[_Ready]] = {}
+        """By key of the spec; the spec used last is at the end."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._one_at_a_time = asyncio.Lock()
 
     async def take(
         self, provider: SandboxProvider, spec: SandboxSpec, rollout: str, taking: str
     ) -> Sandbox | None:
-        """A sandbox of this spec that nobody has used, now this rollout's; None: boot one.
+        """An unused sandbox of this spec, which is now this rollout's; None: boot one.
 
-        It lives for LIFE_S from now. `refill` is to be called when the rollout has what it needs.
-        `taking`: key of the store that tells the next try what this one took, if it dies.
+        It lives for LIFE_S from now. Call `refill` when the rollout has recorded its sandbox.
+        `taking`: key in the store that tells the next try what this one took, if this one dies.
         """
         if not self._each:
             return None
@@ -85,7 +113,7 @@ class ReadySandboxes:
         return found or await self._take(spec_key(provider, spec), rollout, taking)
 
     def refill(self, provider: SandboxProvider, spec: SandboxSpec, permits: Permits) -> None:
-        """Boot more like this one in the background, as far as `permits` has slots to spare."""
+        """Boot more of this spec in the background, as far as `permits` has free permits."""
         if not self._each:
             return
         key = spec_key(provider, spec)
@@ -97,17 +125,17 @@ class ReadySandboxes:
         await asyncio.gather(*self._tasks.values())
 
     async def close(self) -> None:
-        """None is left."""
+        """Kill all that are kept."""
         for task in list(self._tasks.values()):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        for shelf in self._shelves.values():
-            await self._end(shelf)
+        for queue in self._kept.values():
+            await self._end(queue)
 
     async def taken_before(
         self, provider: SandboxProvider, rollout: str, taking: str
     ) -> Sandbox | None:
-        """The one that an earlier try had taken, when it died."""
+        """The sandbox that an earlier try had taken before it died."""
         if not self._each:
             return None
         identity = await taken_by(self._store, rollout, taking)
@@ -122,10 +150,10 @@ class ReadySandboxes:
         return sandbox
 
     async def _take(self, key: str, rollout: str, taking: str) -> Sandbox | None:
-        shelf = self._shelves.pop(key, deque())
-        self._shelves[key] = shelf
-        while shelf:
-            ready = shelf.popleft()
+        queue = self._kept.pop(key, deque())
+        self._kept[key] = queue
+        while queue:
+            ready = queue.popleft()
             if ready.until - time.time() < LEAST_LEFT_S:
                 await ready.end()
                 continue
@@ -133,36 +161,36 @@ class ReadySandboxes:
                 await self._store.put(taking, ready.sandbox.identity.encode())
                 claim = keys.claim(ready.sandbox.identity)
                 if not await self._store.put_if_absent(claim, rollout.encode()):
-                    continue  # it gives way to somebody who waits
+                    continue  # it is being ended for a rollout that waits
                 await ready.sandbox.touch(LIFE_S)
             except SandboxLost:
                 await ready.permits.release(ready.sandbox.identity)
                 await self.forget(ready.sandbox.identity)
                 continue
-            except BaseException:  # nobody else will ever find it
+            except BaseException:  # no other code would find it again
                 await asyncio.shield(ready.end())
                 raise
             return ready.sandbox
-        self._shelves.pop(key, None)
+        self._kept.pop(key, None)
         return None
 
     async def forget(self, identity: str) -> None:
-        """It is killed: nobody need know any more who took it."""
+        """The sandbox is killed: the store need not say any more which rollout took it."""
         if MARK not in identity:
-            return  # it was booted for its rollout
+            return  # it was not booted ahead
         await self._store.delete(keys.claim(identity))
 
     async def _fill(
         self, key: str, provider: SandboxProvider, spec: SandboxSpec, permits: Permits
     ) -> None:
         try:
-            while len(self._shelves.get(key, ())) < self._each:
+            while len(self._kept.get(key, ())) < self._each:
                 async with self._one_at_a_time:
                     await self._make_room(key)
                     ready = await self._boot(key, provider, spec, permits)
                 if ready is None:
                     return
-                self._shelves.setdefault(key, deque()).append(ready)
+                self._kept.setdefault(key, deque()).append(ready)
         except RateLimited:
             log.info("account full: no sandbox is booted ahead", provider=provider.name)
         except PerdureError as error:
@@ -173,7 +201,7 @@ class ReadySandboxes:
     async def _boot(
         self, key: str, provider: SandboxProvider, spec: SandboxSpec, permits: Permits
     ) -> _Ready | None:
-        """None: the account has no slot to spare."""
+        """None: the account has no free permit."""
         identity = f"p-{key}{MARK}{uuid4().hex[:12]}"
         labels = {**self._labels, "run": "ready", "rollout": owner(identity)}
         until = time.time() + LIFE_S
@@ -185,31 +213,31 @@ class ReadySandboxes:
         except RateLimited as error:
             await permits.refused(identity, error)
             raise
-        except BaseException:  # a create that failed may have left one, until its deadline
+        except BaseException:  # a failed create may have left a sandbox, which its deadline ends
             await asyncio.shield(permits.release(identity))
             raise
         try:
-            await permits.stands(identity)
+            await permits.is_up(identity)
         except BaseException:
             await asyncio.shield(ready.end())
             raise
         return ready
 
     async def _make_room(self, key: str) -> None:
-        """The spec that was not asked for longest gives way."""
-        while sum(map(len, self._shelves.values())) >= self._most:
-            oldest = next((k for k, shelf in self._shelves.items() if shelf and k != key), None)
+        """End those of the spec that was used least recently."""
+        while sum(map(len, self._kept.values())) >= self._most:
+            oldest = next((k for k, queue in self._kept.items() if queue and k != key), None)
             if oldest is None:
                 return
-            await self._end(self._shelves.pop(oldest))
+            await self._end(self._kept.pop(oldest))
 
-    async def _end(self, shelf: deque[_Ready]) -> None:
-        while shelf:
-            await shelf.popleft().end()
+    async def _end(self, queue: deque[_Ready]) -> None:
+        while queue:
+            await queue.popleft().end()
 
 
 def spec_key(provider: SandboxProvider, spec: SandboxSpec) -> str:
-    """Digest of all that makes one sandbox differ from another, but whose it is and until when."""
+    """Digest of all fields in which sandboxes differ, without owner and deadline."""
     parts = [
         *(provider.name, spec.workdir, str(spec.tree), spec.image, str(spec.gateway)),
         *(sorted(spec.env.items()), spec.limits.model_dump(mode="json"), spec.network.value),
@@ -224,7 +252,7 @@ def owner(identity: str) -> str:
 
 
 async def give_way(store: Store, provider: SandboxProvider, identity: str) -> bool:
-    """End one that stands ready, whichever worker keeps it. False: a rollout was quicker."""
+    """End a ready sandbox, whichever worker keeps it. False: a rollout took it first."""
     claim = keys.claim(identity)
     if not await store.put_if_absent(claim, GIVEN_WAY):
         with contextlib.suppress(NotFound):
@@ -236,7 +264,7 @@ async def give_way(store: Store, provider: SandboxProvider, identity: str) -> bo
 
 
 async def taken_by(store: Store, rollout: str, taking: str) -> str | None:
-    """Identity of the sandbox booted ahead that is this rollout's by the word under `taking`."""
+    """Identity of the ready sandbox that this rollout took, as the store has it under `taking`."""
     try:
         identity = (await store.get(taking)).data.decode()
     except NotFound:
@@ -245,7 +273,7 @@ async def taken_by(store: Store, rollout: str, taking: str) -> str | None:
 
 
 async def owner_of(store: Store, rollout: str) -> str | None:
-    """Who took the sandbox with this `rollout` label; None while it stands ready."""
+    """The rollout that took the sandbox with this `rollout` label; None: no rollout has yet."""
     try:
         stored = await store.get(keys.claim(rollout.removeprefix(OWNER)))
     except NotFound:

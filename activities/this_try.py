@@ -1,0 +1,46 @@
+"""What a stage may ask of Temporal: about this try of its activity, and about workflows."""
+
+from temporalio import activity
+from temporalio.client import WorkflowExecutionStatus
+from temporalio.service import RPCError, RPCStatusCode
+
+from activities.accounts import TemporalAccounts
+from activities.shell import report
+
+
+class ThisTry:
+    """`perdure.rollouts.job.Try`, answered by the activity that runs now."""
+
+    accounts = TemporalAccounts()
+
+    @property
+    def number(self) -> int:
+        return activity.info().attempt
+
+    def is_cancelled_on_purpose(self) -> bool:
+        details = activity.cancellation_details()
+        return details is not None and details.cancel_requested
+
+    def is_superseded(self) -> bool:
+        details = activity.cancellation_details()
+        return details is not None and not (details.cancel_requested or details.worker_shutdown)
+
+    async def workflow_may_be_open(self) -> bool:
+        try:
+            return await is_open(activity.info().workflow_id or "")
+        except RPCError:
+            return True  # the reaper asks again
+
+    def report(self, **progress: object) -> None:
+        report(**progress)
+
+
+async def is_open(workflow_id: str) -> bool:
+    """Asked from the server itself, because its visibility store lags behind."""
+    try:
+        described = await activity.client().get_workflow_handle(workflow_id).describe()
+    except RPCError as error:
+        if error.status is RPCStatusCode.NOT_FOUND:
+            return False
+        raise
+    return described.status is WorkflowExecutionStatus.RUNNING

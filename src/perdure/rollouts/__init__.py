@@ -1,0 +1,1 @@
+"""The stages of a rollout, without Temporal: the activities call them."""

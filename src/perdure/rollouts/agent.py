@@ -1,0 +1,140 @@
+"""The agent stage: start the agent once, detached, and watch it; any worker may take over."""
+
+import asyncio
+import contextlib
+import signal
+import time
+
+from perdure.agents.base import EXEC_ID
+from perdure.errors import NotFound, PerdureError, PolicyTooStale, SandboxLost
+from perdure.gateway.base import SessionSummary
+from perdure.rollouts import evidence
+from perdure.rollouts.agent_session import AgentSession, session_of
+from perdure.rollouts.boot import attach
+from perdure.rollouts.job import Job
+from perdure.rollouts.messages import AgentRun
+from perdure.rollouts.reach_gateway import GatewayRoute, reached
+from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox
+from perdure.telemetry import metrics
+
+CHECKPOINT = "agent.json"
+
+WATCH_S = 5.0
+"""Seconds between two looks of the watch: heartbeat details, the sandbox's lease, the turn count."""
+KILLED_S = 10.0
+"""Seconds to wait for a killed agent to be gone."""
+REASON_LIMIT = 300
+"""Characters: a pool may have many engines, each with its own reason."""
+
+
+async def run_agent(job: Job) -> AgentRun:
+    """Raises: SandboxLost; PolicyTooStale; GatewayUnavailable; ConfigurationError."""
+    return await job.once(CHECKPOINT, AgentRun, _run)
+
+
+async def _run(job: Job) -> AgentRun:
+    sandbox = await attach(job)
+    session = session_of(job)
+    try:
+        opened = await session.open() if session is not None else None
+        async with reached(job, session, sandbox) as route:
+            await _start_once(job, session, sandbox, route.url)
+            if opened is not None:
+                _report(job, opened)
+            status = await _watch(job, session, sandbox, route)
+        return await _conclude(job, session, sandbox, status)
+    except asyncio.CancelledError:
+        if job.this_try.is_cancelled_on_purpose():
+            await asyncio.shield(_abort(job, session, sandbox))
+        raise
+    except SandboxLost:
+        with contextlib.suppress(PerdureError):  # some providers still have what it printed
+            await evidence.keep(
+                job, await evidence.collect(sandbox, ExecStatus(ExecState.LOST), artifacts=())
+            )
+        raise
+
+
+async def _start_once(
+    job: Job, session: AgentSession | None, sandbox: Sandbox, url: str | None
+) -> None:
+    try:
+        await sandbox.poll(EXEC_ID)
+        return  # an earlier try of this stage started it: only watch
+    except NotFound:
+        pass
+    launch = job.agent.launch(job.task(gateway_url=url, session_key=session.key if session else ""))
+    for path, content in launch.files.items():
+        await sandbox.put(path, content)
+    await sandbox.start(
+        EXEC_ID,
+        launch.argv,
+        env=launch.env,
+        cwd=launch.cwd or sandbox.workdir,
+        timeout_s=job.request.agent_budget_s,
+    )
+
+
+async def _watch(
+    job: Job, session: AgentSession | None, sandbox: Sandbox, route: GatewayRoute
+) -> ExecStatus:
+    ttl_s = job.services.settings.sandbox.ttl_s
+    renewed = time.monotonic()
+    while True:
+        status = await sandbox.wait(EXEC_ID, WATCH_S)
+        if status.done:
+            break
+        route.check()
+        if time.monotonic() - renewed > ttl_s / 4:
+            renewed = time.monotonic()
+            await sandbox.touch(ttl_s)
+        if session is not None:
+            summary = await session.look()
+            _report(job, summary)
+            if summary.too_stale:  # this attempt gets no verdict, whatever the agent does next
+                await sandbox.signal(EXEC_ID, signal.SIGKILL)
+                status = await sandbox.wait(EXEC_ID, KILLED_S)
+                break
+    if status.state is ExecState.LOST or status.cause == "sandbox":
+        raise SandboxLost(f"sandbox {sandbox.identity} died while the agent was running")
+    return status
+
+
+async def _conclude(
+    job: Job, session: AgentSession | None, sandbox: Sandbox, status: ExecStatus
+) -> AgentRun:
+    summary = await session.close() if session is not None else None
+    found = await evidence.collect(
+        sandbox, status, job.agent.artifacts, turns=summary.turns if summary else 0
+    )
+    await evidence.keep(job, found)
+    if summary is not None and summary.too_stale:
+        raise PolicyTooStale(summary.too_stale)
+    if summary is not None:
+        metrics.agent_time(status.seconds or 0.0, summary.engine_seconds)
+    end = job.agent.classify(found)
+    return AgentRun(
+        end=end,
+        turns=found.turns,
+        tokens=summary.tokens if summary else 0,
+        seconds=round(status.seconds or 0.0, 3),
+        detail=evidence.detail(end, found),
+    )
+
+
+async def _abort(job: Job, session: AgentSession | None, sandbox: Sandbox) -> None:
+    """A person cancelled: kill the agent, keep what it left behind."""
+    try:
+        await sandbox.signal(EXEC_ID, signal.SIGKILL)
+        status = await sandbox.wait(EXEC_ID, KILLED_S)
+        run = await _conclude(job, session, sandbox, status)
+        await job.write(CHECKPOINT, run.model_copy(update={"detail": "cancelled"}))
+    except PerdureError:
+        return  # evidence of a cancelled agent is optional; its sandbox is destroyed either way
+
+
+def _report(job: Job, session: SessionSummary) -> None:
+    """Turns so far, and what the agent waits for, beside the pending activity in the Web UI."""
+    waits = session.waits
+    shown = {"since": round(waits.since), "reason": waits.reason[:REASON_LIMIT]} if waits else None
+    job.this_try.report(turns=session.turns, waits=shown)

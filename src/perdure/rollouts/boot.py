@@ -1,0 +1,212 @@
+"""The boot stage: refuse bad input, prepare the environment, boot the agent's sandbox."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from perdure.episodes.files import read_episode
+from perdure.errors import InstanceError, NotFound, RateLimited, SandboxLost
+from perdure.graders import patch
+from perdure.graders.patch import BASE_GIT
+from perdure.instances.environments import Prepared
+from perdure.rollouts.create_sandbox import create_sandbox
+from perdure.rollouts.job import Job
+from perdure.rollouts.messages import AgentRun, Booted
+from perdure.rollouts.ready import taken_by
+from perdure.sandboxes import phases
+from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
+from perdure.storage import keys
+from perdure.types import EpisodeRef, Frozen, RolloutStatus
+
+CHECKPOINT = "sandbox.json"
+
+
+class BootRecord(Frozen):
+    """`sandbox.json`: which sandbox an attempt had, and where."""
+
+    identity: str
+    provider: str
+    host: str
+    booted_at: float
+    seconds: float
+    base_git: str = ""
+    """The pristine git directory inside the sandbox, against which its diff is taken."""
+
+
+async def boot(job: Job) -> Booted:
+    done = await _finished(job)
+    expires_at = job.request.expires_at
+    if done is not None or (expires_at is not None and time.time() > expires_at):
+        await job.agent_sandbox.admission.release()
+        return Booted(done=done, expired=done is None)
+    uri = f"{job.services.store.url}/{keys.rollout_of(job.request)}"
+    while (earlier := await job.read(CHECKPOINT, BootRecord)) is not None:
+        if await _is_captured(job):
+            return Booted(uri=uri, attempt=job.attempt)
+        if await _may_live(job, earlier):
+            return _booted(job, uri, earlier)
+        # Its sandbox is gone and it left no diff: evidence, not a start. The same holds for every
+        # attempt of an earlier workflow of this rollout that was cancelled or terminated.
+        job = job.next_attempt()
+    record = await _boot_sandbox(job)
+    if record is None:
+        return Booted(uri=uri, waits_for=job.agent_step)
+    return _booted(job, uri, record)
+
+
+async def sandbox_of(job: Job) -> str:
+    """Identity of the sandbox that this attempt's agent has, or would have."""
+    record = await job.read(CHECKPOINT, BootRecord)
+    if record is not None:
+        return record.identity
+    taking = keys.taking(job.request, job.attempt)
+    taken = await taken_by(job.services.store, job.request.workflow_id, taking)
+    return taken or job.agent_identity
+
+
+async def attach(job: Job) -> Sandbox:
+    """The sandbox of this attempt's agent. Raises: SandboxLost."""
+    identity = await sandbox_of(job)
+    try:
+        return await job.agent_sandbox.provider.attach(identity)
+    except NotFound as error:
+        raise SandboxLost(f"sandbox {identity} is gone") from error
+
+
+async def take_ready(job: Job, spec: SandboxSpec) -> Sandbox | None:
+    """A sandbox that was booted ahead.
+
+    A later try takes only the one that an earlier try had taken: that earlier try may instead have
+    begun to create the sandbox of the attempt's own identity.
+    """
+    ready, provider = job.services.ready, job.agent_sandbox.provider
+    rollout, taking = job.request.workflow_id, keys.taking(job.request, job.attempt)
+    if job.this_try.number > 1:
+        return await ready.taken_before(provider, rollout, taking)
+    return await ready.take(provider, spec, rollout, taking)
+
+
+def _booted(job: Job, uri: str, record: BootRecord) -> Booted:
+    host = record.host if job.agent_sandbox.provider.host_bound else None
+    return Booted(uri=uri, attempt=job.attempt, host=host)
+
+
+async def _finished(job: Job) -> EpisodeRef | None:
+    """The episode of a graded rollout; one that failed or was cancelled is worth another try."""
+    episode = await read_episode(job.services.store, job.request)
+    if episode is None or episode.status is not RolloutStatus.GRADED:
+        return None
+    return episode.ref(job.services.store.url)
+
+
+async def _is_captured(job: Job) -> bool:
+    """The agent is done and its diff is in the store: the attempt needs no sandbox any more."""
+    run = await job.read("agent.json", AgentRun)
+    done = run is not None and not run.end.is_error()
+    return done and await job.services.store.exists(job.key("patch.json"))
+
+
+async def _may_live(job: Job, record: BootRecord) -> bool:
+    provider = job.agent_sandbox.provider
+    if provider.host_bound and record.host != job.services.host:
+        return True  # only that host can tell, and the agent stage runs there
+    try:
+        await provider.attach(record.identity)
+    except (NotFound, SandboxLost):
+        return False
+    return True
+
+
+async def _boot_sandbox(job: Job) -> BootRecord | None:
+    """None: the account has not granted this rollout a sandbox yet."""
+    started = time.time()
+    _refuse_what_cannot_run(job)
+    plan = job.agent_sandbox
+    prepared = await job.prepared(plan)
+    spec = _spec(job, prepared, await job.agent.install(job.services.tools))
+    taken = await take_ready(job, spec)
+    sandbox = taken or await _create_own(job, spec)
+    if sandbox is None:
+        return None
+    try:
+        if taken is None:
+            await plan.admission.started()
+        else:
+            await plan.admission.took(taken.identity, job.agent_step)
+        base_git = BASE_GIT if prepared.tree else await patch.prepare_capture(sandbox)
+        record = await _record(job, sandbox, started, base_git)
+    except BaseException:
+        if taken is not None:  # the next try finds a sandbox of the attempt's own identity only
+            await asyncio.shield(taken.kill())
+        raise
+    if record.identity != sandbox.identity:  # another try was first
+        await asyncio.shield(sandbox.kill())
+    elif taken is not None:
+        await taken.touch(spec.ttl_s)
+    job.services.ready.refill(plan.provider, spec, plan.admission.ahead())
+    return record
+
+
+async def _create_own(job: Job, spec: SandboxSpec) -> Sandbox | None:
+    """None: the account has not granted it yet."""
+    plan = job.agent_sandbox
+    if plan.admission.metered and job.permit != job.agent_step:
+        await plan.admission.ask(job.agent_step)
+        return None
+    try:
+        async with plan.admission.starting():
+            return await create_sandbox(job.this_try, plan.provider, spec, job.agent_identity)
+    except RateLimited:
+        if not plan.admission.metered:
+            raise
+        # An account workflow that heard of the refusal has queued the rollout already.
+        await plan.admission.ask(job.agent_step)
+        return None
+
+
+async def _record(job: Job, sandbox: Sandbox, started: float, base_git: str) -> BootRecord:
+    now = time.time()
+    record = BootRecord(
+        identity=sandbox.identity,
+        provider=job.agent_sandbox.provider.name,
+        host=job.services.host,
+        booted_at=now,
+        seconds=now - started,
+        base_git=base_git,
+    )
+    return await job.write(CHECKPOINT, record)
+
+
+def _refuse_what_cannot_run(job: Job) -> None:
+    """Every mistake in the row or the options is named before anything boots."""
+    services = job.services
+    try:
+        instance = job.instance
+    except NotFound as error:
+        raise InstanceError(str(error)) from error
+    services.grader(instance.grading.protocol).validate(instance)
+    phases.check(job.request, instance, services.provider)
+    services.reach(job.agent_sandbox.place.provider)
+    job.agent.launch(job.task(gateway_url="http://127.0.0.1", session_key=""))
+
+
+def _spec(job: Job, prepared: Prepared, tools: Sequence[Mount]) -> SandboxSpec:
+    services, place = job.services, job.agent_sandbox.place
+    by_socket = job.agent.needs_model and services.reach(place.provider) == "socket"
+    return SandboxSpec(
+        workdir=prepared.workdir,
+        tree=prepared.tree,
+        image=prepared.image,
+        mounts=(*prepared.mounts, *tools, *_pristine_git(prepared)),
+        env=prepared.env,
+        limits=place.limits,
+        network=place.network,
+        gateway=services.settings.gateway_socket if by_socket else None,
+        labels=job.labels("agent"),
+        ttl_s=services.settings.sandbox.ttl_s,
+    )
+
+
+def _pristine_git(prepared: Prepared) -> tuple[Mount, ...]:
+    """The agent owns its own `.git`; the diff is taken against this one."""
+    return (Mount(prepared.tree / ".git", BASE_GIT),) if prepared.tree else ()

@@ -1,0 +1,70 @@
+"""The capture stage: take the diff as bytes, then end the agent's sandbox."""
+
+import hashlib
+import signal
+
+from perdure.agents.base import EXEC_ID
+from perdure.graders import patch
+from perdure.rollouts.boot import BootRecord, attach, sandbox_of
+from perdure.rollouts.grade import needs_tests
+from perdure.rollouts.job import Job
+from perdure.rollouts.messages import AgentRun, Captured
+from perdure.types import PatchRef
+
+CHECKPOINT = "patch.json"
+
+
+async def capture(job: Job) -> Captured:
+    """Raises: SandboxLost."""
+    found = await job.once(CHECKPOINT, PatchRef, _take)
+    # At once: the grading's sandbox needs the room.
+    identity = await sandbox_of(job)
+    await job.agent_sandbox.provider.kill(identity)
+    await job.services.ready.forget(identity)
+    return Captured(
+        size=found.size,
+        files=found.files,
+        empty=found.empty,
+        too_large=found.too_large,
+        waits_for=await _hand_over(job, found),
+    )
+
+
+async def _take(job: Job) -> PatchRef:
+    sandbox = await attach(job)
+    # No process of the agent may race the capture.
+    await sandbox.signal(EXEC_ID, signal.SIGKILL)
+    boot = await job.read("sandbox.json", BootRecord)
+    captured = await patch.capture(sandbox, boot.base_git if boot else None)
+    key, store = job.key("patch.diff"), job.services.store
+    if not await store.put_if_absent(key, captured.data):
+        captured = captured.with_data((await store.get(key)).data)
+    return PatchRef(
+        key=key,
+        sha256=hashlib.sha256(captured.data).hexdigest(),
+        size=len(captured.data),
+        empty=not captured.data,
+        files=captured.files,
+        ignored_files=captured.ignored_files,
+        too_large=captured.too_large,
+    )
+
+
+async def _hand_over(job: Job, patch: PatchRef) -> str:
+    """The agent's permit goes to the grading, or back. Returns the step to wait for, if any."""
+    agents, gradings = job.agent_sandbox.admission, job.grade_sandbox.admission
+    if not (agents.metered or gradings.metered):
+        return ""
+    needed = gradings.metered and await _will_be_tested(job, patch)
+    if not needed or gradings.account != agents.account:
+        await agents.release()
+    if not needed:
+        return ""
+    await gradings.ask(job.grade_step)
+    return job.grade_step
+
+
+async def _will_be_tested(job: Job, patch: PatchRef) -> bool:
+    run = await job.read("agent.json", AgentRun)
+    failed = run is None or run.end.is_error()
+    return not failed and needs_tests(job, patch)

@@ -1,0 +1,57 @@
+"""Creates the sandbox of a stage, and leaves it alone if a later try of the stage may own it.
+
+When the heartbeats of a try come too late, Temporal starts another one, and both know the sandbox
+by the same identity. The first hears of it afterwards, and must not kill the second's sandbox.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from perdure.errors import PerdureError
+from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
+
+
+class Supersession(Protocol):
+    """What decides whether a cancelled try may kill its sandbox: see `job.Try`."""
+
+    def is_superseded(self) -> bool: ...
+
+    async def workflow_may_be_open(self) -> bool: ...
+
+
+async def create_sandbox(
+    this_try: Supersession, provider: SandboxProvider, spec: SandboxSpec, identity: str
+) -> Sandbox:
+    """`provider.create`; a try that is cancelled leaves nothing, or what another try may own."""
+    creating = asyncio.ensure_future(provider.create(spec, identity))
+    try:
+        return await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        superseded = this_try.is_superseded()
+        if not superseded:
+            creating.cancel()
+        while not creating.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([creating])
+        created = not creating.cancelled() and creating.exception() is None
+        if created and not (superseded and await this_try.workflow_may_be_open()):
+            with contextlib.suppress(PerdureError):  # then the reaper kills it
+                await asyncio.shield(provider.kill(identity))
+        raise
+
+
+@asynccontextmanager
+async def killed_at_the_end(this_try: Supersession, sandbox: Sandbox) -> AsyncIterator[None]:
+    """Kill the sandbox in the end, unless another try may have one of the same identity."""
+    is_anothers = False
+    try:
+        yield
+    except asyncio.CancelledError:
+        is_anothers = this_try.is_superseded() and await this_try.workflow_may_be_open()
+        raise
+    finally:
+        if not is_anothers:
+            await asyncio.shield(sandbox.kill())

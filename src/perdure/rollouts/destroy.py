@@ -1,0 +1,31 @@
+"""Where an attempt ends early: end its sandboxes, give their permits back, keep its turns."""
+
+import contextlib
+
+from perdure.errors import NotFound
+from perdure.rollouts.agent_session import session_of
+from perdure.rollouts.boot import CHECKPOINT, sandbox_of
+from perdure.rollouts.job import Job, SandboxPlan
+
+
+async def destroy(job: Job) -> None:
+    identity = await sandbox_of(job)
+    await _kill(job.agent_sandbox, identity)
+    await job.services.ready.forget(identity)
+    await _kill(job.grade_sandbox, job.grade_identity)
+    await _close_session(job)
+
+
+async def _kill(plan: SandboxPlan, identity: str) -> None:
+    await plan.provider.kill(identity)
+    await plan.admission.release()
+
+
+async def _close_session(job: Job) -> None:
+    """Its turns are evidence: the watcher that should have closed it may be dead."""
+    if not await job.services.store.exists(job.key(CHECKPOINT)):
+        return  # the agent never started, so there is no session, and perhaps no gateway
+    session = session_of(job)
+    if session is not None:
+        with contextlib.suppress(NotFound):  # the sandbox was booted and the agent not started
+            await session.close()

@@ -1,0 +1,98 @@
+"""The episode stage: gather what the other stages left in the store into one episode."""
+
+import time
+
+from perdure.episodes import segments, turns
+from perdure.episodes.episode import AttemptSummary, EpisodeParts, build_episode
+from perdure.episodes.files import read_episode, write_episode
+from perdure.errors import NotFound
+from perdure.instances import catalog
+from perdure.rollouts import checkpoints
+from perdure.rollouts import grade as grading
+from perdure.rollouts.boot import BootRecord
+from perdure.rollouts.messages import AgentRun, Ending
+from perdure.storage import keys
+from perdure.storage.base import Store
+from perdure.telemetry import metrics
+from perdure.types import EpisodeRef, Grade, Instance, PatchRef, RolloutStatus, Turn
+
+
+async def emit_episode(store: Store, ending: Ending) -> EpisodeRef:
+    """Needs only the store, so that a rollout whose configuration is wrong has its episode too."""
+    earlier = await read_episode(store, ending.request)
+    if earlier and earlier.provenance.workflow_run_id == ending.workflow_run_id:
+        return earlier.ref(store.url)
+    parts = await _gather(store, ending)
+    cut = segments.cut(list(parts.turns))
+    episode = await write_episode(store, build_episode(parts, cut), cut)
+    outcome = episode.outcome.value if episode.outcome else ""
+    metrics.rollout(episode.agent, episode.status.value, outcome, episode.sampled_tokens)
+    return episode.ref(store.url)
+
+
+async def _gather(store: Store, ending: Ending) -> EpisodeParts:
+    attempts = [await _attempt(store, ending, number) for number in range(1, ending.attempts + 1)]
+    last = attempts[-1] if attempts else None
+    folder = keys.attempt(ending.request, ending.attempts)
+    grade = await _grade(store, ending, folder)
+    turns_key = f"{folder}/turns.parquet"
+    taken = await _turns(store, turns_key)
+    stages = dict(last.seconds) if last else {}
+    if grade is not None:
+        stages["grade"] = round(grade.seconds, 3)
+    return EpisodeParts(
+        request=ending.request,
+        status=ending.status,
+        started_at=ending.started_at,
+        finished_at=time.time(),
+        attempts=attempts,
+        instance=await _instance(store, ending),
+        turns=taken,
+        turns_key=turns_key if taken else None,
+        agent_end=last.agent_end if last else None,
+        patch=await checkpoints.read(store, f"{folder}/patch.json", PatchRef),
+        grade=grade,
+        failure=ending.failure,
+        stage_seconds=stages,
+        evictions=ending.evictions,
+        workflow_run_id=ending.workflow_run_id,
+    )
+
+
+async def _grade(store: Store, ending: Ending, folder: str) -> Grade | None:
+    if ending.status is not RolloutStatus.GRADED:
+        return None
+    key = f"{folder}/{grading.checkpoint(ending.workflow_run_id)}"
+    return await checkpoints.read(store, key, Grade)
+
+
+async def _attempt(store: Store, ending: Ending, number: int) -> AttemptSummary:
+    folder = keys.attempt(ending.request, number)
+    boot = await checkpoints.read(store, f"{folder}/sandbox.json", BootRecord)
+    run = await checkpoints.read(store, f"{folder}/agent.json", AgentRun)
+    timed = [("boot", boot.seconds if boot else 0.0), ("agent", run.seconds if run else 0.0)]
+    return AttemptSummary(
+        attempt=number,
+        provider=boot.provider if boot else "",
+        host=boot.host if boot else "",
+        agent_end=run.end if run else None,
+        turns=run.turns if run else 0,
+        tokens=run.tokens if run else 0,
+        agent_detail=run.detail if run else "",
+        seconds={name: round(seconds, 3) for name, seconds in timed if seconds},
+        evidence=tuple([key async for key in store.list(f"{folder}/")]),
+    )
+
+
+async def _turns(store: Store, key: str) -> list[Turn]:
+    try:
+        return turns.decode((await store.get(key)).data)
+    except NotFound:
+        return []
+
+
+async def _instance(store: Store, ending: Ending) -> Instance | None:
+    try:
+        return await catalog.load(store, ending.request.instance)
+    except NotFound:
+        return None

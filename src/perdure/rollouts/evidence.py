@@ -1,0 +1,57 @@
+"""What an agent left behind in its sandbox: its output and its files, kept in the store."""
+
+from perdure.agents.base import EXEC_ID, Evidence
+from perdure.errors import NotFound
+from perdure.rollouts.job import Job
+from perdure.sandboxes.base import ExecStatus, Sandbox
+from perdure.types import AgentEnd
+
+TAIL = 4 << 20
+"""Bytes of each of the agent's output streams that are kept."""
+ARTIFACT_LIMIT = 64 << 20
+"""Bytes of one file of the agent's."""
+
+
+async def collect(
+    sandbox: Sandbox, status: ExecStatus, artifacts: tuple[str, ...], turns: int = 0
+) -> Evidence:
+    """Raises: SandboxLost."""
+    return Evidence(
+        status=status,
+        stdout_tail=(await sandbox.output(EXEC_ID, "stdout"))[-TAIL:],
+        stderr_tail=(await sandbox.output(EXEC_ID, "stderr"))[-TAIL:],
+        files=await _files(sandbox, artifacts),
+        turns=turns,
+    )
+
+
+async def _files(sandbox: Sandbox, paths: tuple[str, ...]) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for path in paths:
+        try:
+            found[path] = await sandbox.get(path, limit=ARTIFACT_LIMIT)
+        except NotFound:
+            continue
+    return found
+
+
+async def keep(job: Job, evidence: Evidence) -> None:
+    """Into the attempt's `agent/` folder; what an earlier try kept there stays."""
+    kept = {"stdout.log": evidence.stdout_tail, "stderr.log": evidence.stderr_tail}
+    kept |= {path.rsplit("/", 1)[-1]: data for path, data in evidence.files.items()}
+    for name, data in kept.items():
+        if data:
+            await job.services.store.put_if_absent(job.key(f"agent/{name}"), data)
+
+
+def detail(end: AgentEnd, evidence: Evidence) -> str:
+    """How the agent ended and its last line of output; empty where it ended well."""
+    if end in (AgentEnd.FINISHED, AgentEnd.GAVE_UP):
+        return ""
+    status = evidence.status
+    how = f"{status.state.value}" + (
+        f" by {status.cause}" if status.cause else f" {status.code}" if status.code else ""
+    )
+    last = (evidence.stderr_tail or evidence.stdout_tail).strip().splitlines()[-1:]
+    line = last[0][-200:].decode("utf-8", "replace") if last else ""
+    return f"{how}; {line}" if line else how

@@ -1,0 +1,128 @@
+"""The grade stage: the hidden tests, in a fresh sandbox that no agent has touched."""
+
+import time
+
+from perdure.errors import Boundary, GiveUp, NotFound, RetryHere, SandboxLost
+from perdure.graders.base import Graded
+from perdure.rollouts.create_sandbox import create_sandbox, killed_at_the_end
+from perdure.rollouts.job import Job
+from perdure.rollouts.messages import GradedPatch
+from perdure.sandboxes.base import SandboxSpec
+from perdure.types import Grade, Outcome, PatchRef, Rewards
+
+MAX_LOST = 3
+"""Grading sandboxes that may be lost: tests that end their sandbox do so every time."""
+
+
+class GradingSandboxesLost(GiveUp):
+    """Every sandbox of this grading was lost: the rollout ends as failed, without a reward."""
+
+    boundary = Boundary.SANDBOX
+
+
+async def grade(job: Job) -> GradedPatch:
+    """Raises: NotFound where no diff was captured; RetryHere; GradingSandboxesLost."""
+    found = await job.once(checkpoint(job.workflow_run_id), Grade, _grade)
+    await job.grade_sandbox.admission.release()
+    return GradedPatch(
+        outcome=found.outcome,
+        reward=found.reward,
+        seconds=round(found.seconds, 3),
+        reason=found.reason[:200],
+    )
+
+
+def checkpoint(workflow_run_id: str) -> str:
+    return f"grade-{_generation(workflow_run_id)}.json"
+
+
+def needs_tests(job: Job, patch: PatchRef) -> bool:
+    """Whether a sandbox is booted for the verdict at all."""
+    if patch.too_large or not patch.empty:
+        return not patch.too_large
+    if job.request.grade_empty_patch is not None:
+        return job.request.grade_empty_patch
+    return bool(getattr(job.agent, "grade_empty_patch", False))
+
+
+def _generation(workflow_run_id: str) -> str:
+    """Differs after a reset, so that a reset workflow grades again.
+
+    The end of the run id: its beginning is the time, and equal for a minute.
+    """
+    return workflow_run_id[-8:] or "0"
+
+
+async def _grade(job: Job) -> Grade:
+    patch = await job.read("patch.json", PatchRef)
+    if patch is None:
+        raise NotFound(f"no captured patch at {job.key('patch.json')}")
+    if not needs_tests(job, patch):
+        if patch.too_large:
+            return _without_tests(patch, Outcome.APPLY_FAILED, "patch_too_large")
+        return _without_tests(patch, Outcome.EMPTY_PATCH, "the agent changed nothing")
+    store = job.services.store
+    data = (await store.get(patch.key)).data
+    started = time.monotonic()
+    graded = await _run_tests(job, data)
+    log_key = job.key(f"tests-{_generation(job.workflow_run_id)}.log")
+    await store.put_if_absent(log_key, graded.log)
+    if graded.junit is not None:
+        await store.put_if_absent(log_key.removesuffix(".log") + ".xml", graded.junit)
+    return graded.grade.model_copy(
+        update={
+            "log_key": log_key,
+            "patch_sha256": patch.sha256,
+            "seconds": time.monotonic() - started,
+        }
+    )
+
+
+async def _run_tests(job: Job, patch: bytes) -> Graded:
+    instance, plan = job.instance, job.grade_sandbox
+    timeout_s = job.request.grade_timeout_s or instance.grading.timeout_s
+    try:
+        # A sandbox that an earlier try has used is not fresh.
+        await plan.provider.kill(job.grade_identity)
+        spec = await _spec(job, timeout_s)
+        async with plan.admission.starting():
+            sandbox = await create_sandbox(job.this_try, plan.provider, spec, job.grade_identity)
+        async with killed_at_the_end(job.this_try, sandbox):
+            await plan.admission.started()
+            grader = job.services.grader(instance.grading.protocol)
+            return await grader.grade(sandbox, instance, patch, timeout_s=timeout_s)
+    except SandboxLost as error:
+        raise await _lost(job, error) from error
+
+
+async def _spec(job: Job, timeout_s: float) -> SandboxSpec:
+    plan = job.grade_sandbox
+    prepared = await job.prepared(plan)
+    return SandboxSpec(
+        workdir=prepared.workdir,
+        tree=prepared.tree,
+        image=prepared.image,
+        mounts=prepared.mounts,
+        env=prepared.env,
+        limits=plan.place.limits,
+        network=plan.place.network,
+        labels=job.labels("grade"),
+        ttl_s=max(job.services.settings.sandbox.ttl_s, timeout_s + 600),
+    )
+
+
+async def _lost(job: Job, error: SandboxLost) -> RetryHere | GradingSandboxesLost:
+    """Counted in the store: Temporal's tries also count workers that were told to stop."""
+    store = job.services.store
+    prefix = job.key(f"grade-{_generation(job.workflow_run_id)}-lost-")
+    number = 1 + len([key async for key in store.list(prefix)])
+    await store.put_if_absent(f"{prefix}{number}.txt", f"{error}\n".encode())
+    if number < MAX_LOST:
+        return RetryHere(f"the grading sandbox was lost: {error}", boundary=Boundary.SANDBOX)
+    return GradingSandboxesLost(f"{number} grading sandboxes were lost, the last one: {error}")
+
+
+def _without_tests(patch: PatchRef, outcome: Outcome, reason: str) -> Grade:
+    return Grade(
+        outcome=outcome, reason=reason, rewards=Rewards(binary=0.0), patch_sha256=patch.sha256
+    )

@@ -1,0 +1,203 @@
+"""One attempt of a rollout, resolved once: what every stage needs, handed on and never asked again.
+
+Owns the names and places of an attempt; what is done with them is the stages' business.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeVar
+
+from pydantic import BaseModel
+
+from perdure.agents.base import Agent, AgentTask
+from perdure.errors import NotFound
+from perdure.instances import catalog
+from perdure.instances.environments import Prepared
+from perdure.rollouts import checkpoints
+from perdure.rollouts.admission import Accounts, Admission
+from perdure.rollouts.messages import Attempt
+from perdure.rollouts.services import Services
+from perdure.sandboxes import phases
+from perdure.sandboxes.base import SandboxProvider, identity_of
+from perdure.sandboxes.phases import Place
+from perdure.storage import keys
+from perdure.types import Instance, RolloutRequest
+
+Model = TypeVar("Model", bound=BaseModel)
+
+SandboxPurpose = Literal["agent", "grade"]
+
+
+class Try(Protocol):
+    """Temporal's try of the activity that runs a stage: the only thing a stage knows of Temporal."""
+
+    @property
+    def number(self) -> int:
+        """1 for the first try; each retry counts one more."""
+        ...
+
+    @property
+    def accounts(self) -> Accounts: ...
+
+    def is_cancelled_on_purpose(self) -> bool:
+        """Inside `except CancelledError`: a person or the workflow cancelled, so undo the work."""
+        ...
+
+    def is_superseded(self) -> bool:
+        """Inside `except CancelledError`: neither the workflow nor the worker's end cancelled it.
+
+        Its heartbeats came too late, so Temporal may have started another try of the activity.
+        """
+        ...
+
+    async def workflow_may_be_open(self) -> bool:
+        """False only when the server says that the workflow is closed."""
+        ...
+
+    def report(self, **progress: object) -> None:
+        """Show these values in the Web UI with the next heartbeat."""
+        ...
+
+
+@dataclass(frozen=True)
+class SandboxPlan:
+    """Where the sandbox of one purpose is made, and the permit it needs."""
+
+    place: Place
+    provider: SandboxProvider
+    admission: Admission
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt of one rollout with all that its stages need."""
+
+    services: Services
+    this_try: Try
+    request: RolloutRequest
+    attempt: int
+    workflow_run_id: str
+    permit: str
+    """The step for which the account has granted a sandbox; empty: none yet."""
+    row: Instance | NotFound
+    """The instance, or the error that says how to get it."""
+    environment: Place
+    agent_sandbox: SandboxPlan
+    grade_sandbox: SandboxPlan
+
+    @classmethod
+    async def of(cls, services: Services, attempt: Attempt, this_try: Try) -> "Job":
+        """Raises: ConfigurationError; InstanceError where the stored row is no instance."""
+        request = attempt.request
+        row: Instance | NotFound
+        try:
+            row = await catalog.load(services.store, request.instance)
+        except NotFound as error:
+            row = error
+        known = row if isinstance(row, Instance) else None
+
+        def plan(purpose: SandboxPurpose) -> SandboxPlan:
+            place = phases.place(request, known, purpose)
+            return SandboxPlan(
+                place=place,
+                provider=services.provider(place.provider),
+                admission=Admission.of(services, place.provider, request, this_try.accounts),
+            )
+
+        return cls(
+            services=services,
+            this_try=this_try,
+            request=request,
+            attempt=attempt.attempt,
+            workflow_run_id=attempt.workflow_run_id,
+            permit=attempt.permit,
+            row=row,
+            environment=phases.place(request, known, "boot"),
+            agent_sandbox=plan("agent"),
+            grade_sandbox=plan("grade"),
+        )
+
+    def next_attempt(self) -> "Job":
+        return replace(self, attempt=self.attempt + 1)
+
+    @property
+    def instance(self) -> Instance:
+        """Raises: NotFound naming the instance and how to get it."""
+        if isinstance(self.row, NotFound):
+            raise self.row
+        return self.row
+
+    @property
+    def agent(self) -> Agent:
+        """Raises: ConfigurationError for an unknown name."""
+        return self.services.agent(self.request.agent)
+
+    @property
+    def agent_identity(self) -> str:
+        """The sandbox that the agent stage boots; also the id of the attempt's gateway session."""
+        return self.session_of(self.attempt)
+
+    @property
+    def grade_identity(self) -> str:
+        return identity_of(self.request.run_id, self.request.workflow_id, "grade", self.attempt)
+
+    def session_of(self, attempt: int) -> str:
+        return identity_of(self.request.run_id, self.request.workflow_id, "agent", attempt)
+
+    @property
+    def agent_step(self) -> str:
+        """The step whose permit the agent's sandbox needs."""
+        return f"{self.attempt}-agent"
+
+    @property
+    def grade_step(self) -> str:
+        return f"{self.attempt}-grade"
+
+    def labels(self, purpose: SandboxPurpose) -> dict[str, str]:
+        return {
+            "app": "perdure",
+            "run": self.request.run_id,
+            "rollout": self.request.workflow_id,
+            "attempt": str(self.attempt),
+            "purpose": purpose,
+            "owner": self.services.host,
+        }
+
+    def key(self, name: str) -> str:
+        """Of a file that this attempt leaves in the store."""
+        return f"{keys.attempt(self.request, self.attempt)}/{name}"
+
+    async def read(self, name: str, model: type[Model]) -> Model | None:
+        """The checkpoint of this attempt, or None when the step has not been done."""
+        return await checkpoints.read(self.services.store, self.key(name), model)
+
+    async def write(self, name: str, result: Model) -> Model:
+        """Store the checkpoint unless another try was first; return what is stored."""
+        return await checkpoints.write(self.services.store, self.key(name), result)
+
+    async def once(
+        self, name: str, model: type[Model], work: Callable[["Job"], Awaitable[Model]]
+    ) -> Model:
+        """The checkpoint of this attempt; where there is none, `work` is done and stored."""
+        done = await self.read(name, model)
+        return done if done is not None else await self.write(name, await work(self))
+
+    async def prepared(self, plan: SandboxPlan) -> Prepared:
+        """The instance's environment, built where need be, for a sandbox of this plan."""
+        environments = self.services.environments(plan.place.provider, self.environment.provider)
+        return await environments.prepare(
+            self.instance, limits=self.environment.limits, network=self.environment.network
+        )
+
+    def task(self, *, gateway_url: str | None, session_key: str) -> AgentTask:
+        request, instance = self.request, self.instance
+        return AgentTask(
+            instance=instance,
+            workdir=instance.environment.workdir,
+            gateway_url=gateway_url,
+            session_key=session_key,
+            model=request.model,
+            sampling=request.sampling,
+            budget_s=request.agent_budget_s,
+            options=request.agent_options,
+        )

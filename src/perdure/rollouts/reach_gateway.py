@@ -1,0 +1,92 @@
+"""The agent's way to the gateway, checked from inside the sandbox before the agent starts.
+
+Part of the agent stage: the process that watches the agent also serves its relay.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import cast
+
+from perdure.agents.base import EXEC_ID
+from perdure.errors import NotFound
+from perdure.rollouts.agent_session import AgentSession
+from perdure.rollouts.job import Job
+from perdure.sandboxes.base import Sandbox
+from perdure.sandboxes.relay.choice import Reach, open_from_inside, unreachable
+from perdure.sandboxes.relay.relay import CARRIERS, CarrierName, Relay, exec_id_of
+
+
+@dataclass(frozen=True)
+class GatewayRoute:
+    """`url`: the gateway as the agent sees it; None: the agent calls no model.
+
+    `check` raises the error that ended the route, if one did.
+    """
+
+    url: str | None
+    check: Callable[[], None] = lambda: None
+
+
+@asynccontextmanager
+async def reached(
+    job: Job, session: AgentSession | None, sandbox: Sandbox
+) -> AsyncIterator[GatewayRoute]:
+    """Raises: ConfigurationError naming the setting if no route works; GatewayUnavailable."""
+    if session is None:
+        yield GatewayRoute(None)
+        return
+    url = job.services.settings.gateway_base_url
+    reach = await _reach(job, sandbox, url)
+    if reach in ("socket", "url"):
+        yield GatewayRoute(sandbox.gateway_url if reach == "socket" else url)
+        return
+    relay = Relay(
+        sandbox,
+        cast(CarrierName, reach),
+        gateway_url=url,
+        session_key=session.key,
+        output_mb=job.agent_sandbox.place.limits.output_mb,
+        near=job.agent_sandbox.provider.sees_host,
+    )
+    async with relay:
+        yield GatewayRoute(relay.url, relay.check)
+
+
+async def _reach(job: Job, sandbox: Sandbox, url: str) -> Reach:
+    """A relay that runs already stays; otherwise the configured choice.
+
+    For `auto`, a relay replaces a URL that does not open from inside.
+    """
+    if (running := await _running_carrier(sandbox)) is not None:
+        return running
+    reach = job.services.reach(job.agent_sandbox.place.provider)
+    if sandbox.gateway_url is not None:  # it was booted with the socket, under earlier settings
+        return "socket"
+    if reach != "url" or await _started(sandbox):
+        return reach
+    reason = await open_from_inside(sandbox, url)
+    if not reason:
+        return reach
+    if job.services.settings.gateway.reach != "auto":
+        raise unreachable(sandbox, url, reason)
+    return "dial" if job.agent_sandbox.provider.dials else "stdio"
+
+
+async def _running_carrier(sandbox: Sandbox) -> Reach | None:
+    """The carrier with which an earlier watcher served this sandbox."""
+    for name in CARRIERS:
+        try:
+            await sandbox.poll(exec_id_of(name, 1))
+        except NotFound:
+            continue
+        return name
+    return None
+
+
+async def _started(sandbox: Sandbox) -> bool:
+    try:
+        await sandbox.poll(EXEC_ID)
+    except NotFound:
+        return False
+    return True

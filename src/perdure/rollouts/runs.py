@@ -1,0 +1,92 @@
+"""The bookkeeping of a run: lists its instances, hands out pages of them, writes the manifest."""
+
+import fnmatch
+import json
+
+from perdure.agents.check import check_options
+from perdure.episodes.accounting import count
+from perdure.episodes.files import scan_run
+from perdure.episodes.manifest import build_manifest
+from perdure.errors import ConfigurationError, NotFound
+from perdure.instances import catalog
+from perdure.rollouts.messages import Page, PageRequest, PreparedRun, RunSummary
+from perdure.rollouts.services import Services
+from perdure.sandboxes import phases
+from perdure.storage import keys
+from perdure.storage.base import Store
+from perdure.types import RunRequest
+
+
+async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
+    rollout = run.rollout_request("any/instance")
+    check_options(rollout.agent, rollout.agent_options)
+    phases.check(rollout, None, services.provider)
+    store = services.store
+    refs = await _select(store, run)
+    key = keys.run_instances(run.run_id)
+    if not await store.put_if_absent(key, json.dumps(refs, indent=0).encode()):
+        refs = json.loads((await store.get(key)).data)  # a joined run keeps its first list
+    resolved = {
+        "request": run.model_dump(mode="json"),
+        "settings": services.settings.model_dump(mode="json"),
+        "instances": len(refs),
+    }
+    await store.put_if_absent(keys.run(run.run_id), json.dumps(resolved, indent=1).encode())
+    return PreparedRun(total=len(refs), uri=f"{store.url}/runs/{run.run_id}")
+
+
+async def _select(store: Store, run: RunRequest) -> list[str]:
+    if run.dataset is not None:
+        refs = await catalog.refs(store, run.dataset)
+        if not refs:
+            raise ConfigurationError(
+                f"dataset '{run.dataset}' has no instances in {store.url}:"
+                " run `perdure instances build` or `perdure instances import` first"
+            )
+    else:
+        refs = list(run.instances)
+    chosen = [ref for ref in refs if _wanted(ref.split("/", 1)[1], run)]
+    if not chosen:
+        raise ConfigurationError(
+            f"no instance is left of {len(refs)}: check include {list(run.include)}"
+            f" and exclude {list(run.exclude)}"
+        )
+    ids = [ref.split("/", 1)[1] for ref in chosen]
+    if len(set(ids)) != len(ids):
+        raise ConfigurationError("two datasets of this run share an instance_id: use two runs")
+    return chosen[: run.limit]
+
+
+async def load_page(store: Store, request: PageRequest) -> Page:
+    stored = await store.get(keys.run_instances(request.run_id))
+    return Page(instances=tuple(json.loads(stored.data)[request.start : request.stop]))
+
+
+async def finish_run(store: Store, run: RunRequest) -> RunSummary:
+    episodes, unreadable = await scan_run(store, run.run_id)
+    manifest = build_manifest(run.run_id, episodes)
+    manifest["unreadable"] = [one.key for one in unreadable]
+    data = json.dumps(manifest, indent=1).encode()
+    key = keys.manifest(run.run_id)
+    try:
+        await store.put(key, data, if_match=(await store.get(key)).etag)
+    except NotFound:
+        await store.put_if_absent(key, data)
+    graded = [e for e in episodes if e.reward is not None]
+    return RunSummary(
+        run_id=run.run_id,
+        uri=f"{store.url}/{key}",
+        rollouts=len(episodes),
+        graded=len(graded),
+        resolved=sum(e.outcome == "resolved" for e in graded),
+        mean_reward=(
+            round(sum(e.reward or 0.0 for e in graded) / len(graded), 4) if graded else None
+        ),
+        by_status=count(e.status.value for e in episodes),
+        by_outcome=count(e.outcome.value for e in graded if e.outcome is not None),
+    )
+
+
+def _wanted(instance_id: str, run: RunRequest) -> bool:
+    included = not run.include or any(fnmatch.fnmatch(instance_id, g) for g in run.include)
+    return included and not any(fnmatch.fnmatch(instance_id, g) for g in run.exclude)

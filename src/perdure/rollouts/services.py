@@ -1,0 +1,120 @@
+"""What the stages are built with: one of each per worker process, made once."""
+
+import functools
+from pathlib import Path
+
+from perdure import home, registry
+from perdure.agents.base import Agent
+from perdure.errors import ConfigurationError, PerdureError
+from perdure.gateway.control import GatewayControl
+from perdure.graders.base import Grader
+from perdure.home import host_of, load_secret
+from perdure.instances.environments import Environments
+from perdure.rollouts.ready import ReadySandboxes
+from perdure.sandboxes.base import SandboxProvider
+from perdure.sandboxes.relay.choice import Reach, choose_reach
+from perdure.settings.tree import Settings
+from perdure.storage.base import Store, open_store
+from perdure.types import AccountCaps
+
+
+class Services:
+    """Parts that all stages of a process share; each is made when it is first used."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.host = host_of(settings)
+        self.home: Path = settings.home.absolute()
+        self.tools: Path = self.home / "tools"
+        self._providers: dict[str, SandboxProvider] = {}
+        self._environments: dict[tuple[str, str], Environments] = {}
+        self._agents: dict[str, Agent] = {}
+        self._graders: dict[str, Grader] = {}
+
+    @functools.cached_property
+    def store(self) -> Store:
+        return open_store(self.settings)
+
+    @functools.cached_property
+    def ready(self) -> ReadySandboxes:
+        labels = {"app": "perdure", "owner": self.host}
+        return ReadySandboxes(self.settings, self.store, labels)
+
+    @functools.cached_property
+    def gateway(self) -> GatewayControl:
+        return GatewayControl(self.settings.gateway_base_url, load_secret(self.settings))
+
+    async def close(self) -> None:
+        """End the sandboxes that this process booted ahead."""
+        if "ready" in self.__dict__:
+            await self.ready.close()
+
+    def provider(self, name: str) -> SandboxProvider:
+        """Raises: ConfigurationError for an unknown name."""
+        if name not in self._providers:
+            provider: SandboxProvider = registry.load("sandbox", registry.SANDBOXES, name)(
+                self.home
+            )
+            caps = self.settings.sandbox.caps.get(name)
+            provider.waits_at_caps = caps is None and provider.account_caps is None
+            home.remember_sandboxes(self.home, name)
+            self._providers[name] = provider
+        return self._providers[name]
+
+    def providers_used(self) -> list[SandboxProvider]:
+        """Those that may have sandboxes of this home, without those that are not configured."""
+        found = []
+        for name in home.sandboxes_of(self.home):
+            try:
+                found.append(self.provider(name))
+            except PerdureError:
+                continue
+        return found
+
+    def caps(self, name: str) -> AccountCaps | None:
+        """Caps of this provider's account; None where nothing is metered.
+
+        Raises: ConfigurationError for caps of a provider that has no account.
+        """
+        provider, caps = self.provider(name), self.settings.sandbox.caps.get(name)
+        if caps is not None and provider.host_bound:
+            raise ConfigurationError(
+                f"sandbox.caps names {name!r}, whose sandboxes are bound to a host and not to an "
+                "account: set slots.boot and slots.grade of its workers instead"
+            )
+        return caps or provider.account_caps
+
+    def reach(self, sandbox: str) -> Reach:
+        """How sandboxes of this provider reach the gateway. Raises: ConfigurationError."""
+        settings = self.settings
+        return choose_reach(
+            settings.gateway.reach, self.provider(sandbox), settings.gateway_base_url
+        )
+
+    def environments(self, sandbox: str, builder: str = "") -> Environments:
+        """Environments for sandboxes of one provider.
+
+        `builder`: the provider that builds them. Empty: the same one where it runs on this host,
+        else bubblewrap, which builds here what is then uploaded.
+        """
+        runs_on = self.provider(sandbox)
+        if not builder:
+            builder = sandbox if runs_on.sees_host else "bubblewrap"
+        key = sandbox, builder
+        if key not in self._environments:
+            self._environments[key] = Environments(
+                self.home / "environments", self.store, self.provider(builder), runs_on=runs_on
+            )
+        return self._environments[key]
+
+    def agent(self, name: str) -> Agent:
+        """Raises: ConfigurationError for an unknown name."""
+        if name not in self._agents:
+            self._agents[name] = registry.load("agent", registry.AGENTS, name)()
+        return self._agents[name]
+
+    def grader(self, protocol: str) -> Grader:
+        """Raises: ConfigurationError for an unknown name."""
+        if protocol not in self._graders:
+            self._graders[protocol] = registry.load("grader", registry.GRADERS, protocol)()
+        return self._graders[protocol]
