@@ -35,10 +35,12 @@ class BootRecord(Frozen):
 
 async def boot(job: Job) -> Booted:
     done = await _finished(job)
-    expires_at = job.request.expires_at
-    if done is not None or (expires_at is not None and time.time() > expires_at):
+    if done is not None:
         await job.agent_sandbox.admission.release()
-        return Booted(done=done, expired=done is None)
+        return Booted(done=done)
+    if job.request.expires_at is not None and time.time() > job.request.expires_at:
+        await job.agent_sandbox.admission.release()
+        return Booted(expired=True)
     uri = f"{job.services.store.url}/{keys.rollout_of(job.request)}"
     while (earlier := await job.read(CHECKPOINT, BootRecord)) is not None:
         if await _is_captured(job):
@@ -87,8 +89,9 @@ async def take_ready(job: Job, spec: SandboxSpec) -> Sandbox | None:
 
 
 def _booted(job: Job, uri: str, record: BootRecord) -> Booted:
-    host = record.host if job.agent_sandbox.provider.host_bound else None
-    return Booted(uri=uri, attempt=job.attempt, host=host)
+    if job.agent_sandbox.provider.host_bound:
+        return Booted(uri=uri, attempt=job.attempt, host=record.host)
+    return Booted(uri=uri, attempt=job.attempt)  # a field that is not set stays out of the history
 
 
 async def _finished(job: Job) -> EpisodeRef | None:
