@@ -11,7 +11,7 @@ from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.guest.retries import Conflict, Missing
 from perdure.sandboxes.providers.kubernetes import pods
 from perdure.sandboxes.providers.kubernetes.client import CommandOutput
-from perdure.sandboxes.providers.kubernetes.failures import Refused, typed
+from perdure.sandboxes.providers.kubernetes.failures import ErrorAnswer, typed
 from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
 
 pytest.importorskip("aiohttp")
@@ -49,7 +49,7 @@ PREEMPTED = condition("DisruptionTarget", "True", "PreemptionByScheduler", "for 
 )
 def test_how_a_pod_stands(said: dict[str, Any], state: str, why: str) -> None:
     """Its phase, its container's state and who disrupted it, in the cluster's own words."""
-    assert pods.standing(said) == (state, why)
+    assert pods.state_of(said) == (state, why)
 
 
 def test_containers_that_the_cluster_adds_are_not_asked() -> None:
@@ -58,7 +58,7 @@ def test_containers_that_the_cluster_adds_are_not_asked() -> None:
     proxy = {"name": "istio-proxy", "state": {"running": {}}}
     said["status"]["containerStatuses"].insert(0, proxy)
 
-    assert pods.standing(said) == ("over", "OOMKilled")
+    assert pods.state_of(said) == ("over", "OOMKilled")
 
 
 def test_a_pod_that_is_being_deleted_is_going_whatever_its_phase() -> None:
@@ -66,7 +66,7 @@ def test_a_pod_that_is_being_deleted_is_going_whatever_its_phase() -> None:
     said = pod("Running", state={"running": {}}, conditions=PREEMPTED)
     said["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
 
-    assert pods.standing(said) == ("going", "PreemptionByScheduler: for p2")
+    assert pods.state_of(said) == ("going", "PreemptionByScheduler: for p2")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_each_refusal_means(
     status: int, reason: str, message: str, kind: type[PerdureError]
 ) -> None:
     """The status and its reason decide: asked again, queued, adopted, or a person's to correct."""
-    found = typed(Refused(status, reason, message, None), "create", key_works=True)
+    found = typed(ErrorAnswer(status, reason, message, None), "create", key_works=True)
 
     assert type(found) is kind
 

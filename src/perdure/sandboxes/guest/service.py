@@ -7,21 +7,31 @@ import asyncio
 import contextlib
 import os
 from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 from uuid import uuid4
 
 import structlog
 
-from perdure.errors import ConfigurationError, PerdureError
+from perdure.errors import (
+    ConfigurationError,
+    ControlPlaneError,
+    OutcomeUnknown,
+    PerdureError,
+    RateLimited,
+)
 from perdure.sandboxes import images
-from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
+from perdure.sandboxes.base import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
 from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.guest.interpreters import with_interpreters
+from perdure.sandboxes.guest.retries import again
 
 CALLED_OFF_S = 5.0
 """Seconds that a cancelled create may take to end. After that its outcome is unknown."""
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -64,6 +74,30 @@ class ServiceProvider(SandboxProvider):
                 await self.kill(identity)
         except (PerdureError, TimeoutError) as error:
             log.warning("sandbox left to the reaper", identity=identity, reason=str(error))
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
+        return [] if self._is_unused else await self._list(labels or {})
+
+    @property
+    def _is_unused(self) -> bool:
+        """This host never made a sandbox here, so there is nothing to sweep."""
+        return not self.root.exists() and self.scope_variable not in os.environ
+
+    @abstractmethod
+    async def _list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
+        """As `list`, for a service that may have sandboxes of ours."""
+
+    async def _make_by(self, ask: Callable[[], Awaitable[T]], identity: str) -> T:
+        """Call `ask` until it has made the sandbox or its failure is not transient.
+
+        Raises: RateLimited; OutcomeUnknown when the answer to a create may have been lost.
+        """
+        try:
+            return await again(ask, wait_at_caps=self.waits_at_caps)
+        except RateLimited:
+            raise
+        except ControlPlaneError as error:
+            raise OutcomeUnknown(f"{error}; it is looked up by identity {identity!r}") from error
 
     def _check_spec(self, spec: SandboxSpec) -> None:
         if spec.gateway is not None:

@@ -1,6 +1,6 @@
 """The Daytona SDK's client, one per event loop.
 
-Only the asynchronous client is used: the synchronous one sends a command again after a drop.
+Only the asynchronous client is used: the synchronous one repeats a command after a lost connection.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ _clients = {}
 async def client() -> "AsyncDaytona":
     """This loop's client, made at the first call and closed with the loop.
 
-    Raises: ConfigurationError when a `.env` file here would say what the environment does not.
+    Raises: ConfigurationError when the SDK would read a setting from a `.env` file here.
     """
     environment = {name: os.environ.get(name, "") for name in NAMES}
     loop = asyncio.get_running_loop()
     place = (loop, environment["DAYTONA_API_URL"], environment["DAYTONA_API_KEY"])
     if place not in _clients:
-        await asyncio.to_thread(_import)  # takes seconds, in which heartbeats must go on
+        await asyncio.to_thread(_import)  # it takes seconds, and heartbeats must go on
     if place not in _clients:
         made = _make(environment)
         closing = _close_with_loop(made, place)
@@ -46,7 +46,7 @@ async def client() -> "AsyncDaytona":
 
 
 def _import() -> None:
-    """Models are built here, once: two first uses at a time see them half built."""
+    """Build the models here, once: two concurrent first uses would see incomplete ones."""
     import daytona
     import daytona_api_client_async as api
     import daytona_toolbox_api_client_async as toolbox
@@ -71,7 +71,7 @@ def _make(environment: Mapping[str, str]) -> "AsyncDaytona":
         jwt_token=environment["DAYTONA_JWT_TOKEN"] or None,
         organization_id=environment["DAYTONA_ORGANIZATION_ID"] or None,
         target=environment["DAYTONA_TARGET"] or None,
-        use_deprecated_polling=True,  # no event socket: what it tells is asked for by us anyway
+        use_deprecated_polling=True,  # no event socket: we poll anyway
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -90,7 +90,7 @@ async def _close_with_loop(
 
 
 def unread_file(folder: Path) -> str:
-    """The SDK reads `.env` of the working folder, which anybody's checkout may have: why not here."""
+    """Why the SDK must not run here: it would read a setting from the working folder's `.env`."""
     for name in (".env", ".env.local"):
         try:
             lines = (folder / name).read_text().splitlines()
@@ -100,7 +100,7 @@ def unread_file(folder: Path) -> str:
             found = re.match(r"\s*(?:export\s+)?(DAYTONA_[A-Z_]+)\s*=", line)
             if found and found[1] not in os.environ:
                 return (
-                    f"{found[1]} stands in {folder / name}, which the Daytona SDK would read: "
-                    "export it in the worker's environment, or remove it there"
+                    f"{found[1]} is set in {folder / name}, which the Daytona SDK would read: "
+                    "export it in the worker's environment, or remove it from that file"
                 )
     return ""

@@ -1,4 +1,4 @@
-"""Failures of the Daytona SDK, typed by what to do next."""
+"""Turns the Daytona SDK's errors into ours, by what to do next."""
 
 import re
 import time
@@ -10,23 +10,24 @@ from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, 
 from perdure.sandboxes.guest.retries import Conflict, Missing
 
 REFUSAL_PASSES_S = 6.5
-"""The proxy caches a refused key for 5 s: asking sooner meets the cached refusal."""
+"""Seconds to wait after a refused key that has worked: the proxy caches the refusal for 5 s."""
 RELEASE_S = 10.0
-"""Between tries to boot while the account's quota is in use."""
+"""Seconds between tries to boot while the account's quota is used up."""
 QUOTA = re.compile(r"Total \w+ limit exceeded|quota", re.IGNORECASE)
 NOT_NOW = re.compile(r"valid state|is not running|in progress|failed to convert exit code")
 
 
 def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
-    """The failure as one of ours. `key_works`: the API key was accepted before.
+    """The failure as one of our errors. `key_works`: the API key was accepted before.
 
-    Raises: `error` itself, when it is none of the service's."""
+    Raises: `error` itself, if it does not come from the service.
+    """
     import daytona
 
     if isinstance(error, PerdureError):
         return error
     if not isinstance(error, daytona.DaytonaError | OSError):  # TimeoutError is an OSError
-        raise error  # ours
+        raise error
     said = f"Daytona: {what}: {type(error).__name__}: {error}"[:500]
     status = getattr(error, "status_code", None)
     match error:
@@ -58,7 +59,7 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
 
 
 def _refused(said: str) -> PerdureError:
-    """400 and 422 say in words whether they are about the request or about the moment."""
+    """For 400 and 422, whose text says whether the request is wrong or only too early."""
     if QUOTA.search(said):
         return RateLimited(said, limit="concurrency", retry_after=RELEASE_S)
     if NOT_NOW.search(said):
@@ -67,7 +68,7 @@ def _refused(said: str) -> PerdureError:
 
 
 def _by_status(status: int) -> Any:
-    """Uploads fail by the base class, whatever their status."""
+    """The SDK's class for a status: failed uploads raise its base class."""
     import daytona
 
     return {
@@ -81,7 +82,7 @@ def _by_status(status: int) -> Any:
 
 
 def retry_after(headers: Mapping[str, Any]) -> float | None:
-    """Seconds, from `Retry-After` or one with the name of a throttler behind it; a date as well."""
+    """Seconds, from `Retry-After` or `Retry-After-<throttler>`; their value may be a date."""
     for name, value in headers.items():
         if name.lower().startswith("retry-after"):
             text = str(value).strip()

@@ -1,7 +1,7 @@
 """The `daytona` provider: sandboxes of Daytona or a service that speaks its protocol, by its SDK.
 
-An identity is the sandbox's name, so a second create meets the first. Commands run under the guest
-program (`guest`), whose records survive every lost answer; exit codes of the service are hints.
+The identity is part of the sandbox's name, so a second create finds the first sandbox. The guest
+program runs commands and keeps their records. The service's exit codes are only hints.
 """
 
 import asyncio
@@ -24,7 +24,6 @@ from perdure.errors import (
     ConfigurationError,
     ControlPlaneError,
     NotFound,
-    OutcomeUnknown,
     PerdureError,
     RateLimited,
 )
@@ -53,11 +52,11 @@ T = TypeVar("T")
 
 REQUEST_S = 60.0
 UPLOAD_BYTES_PER_S = 1_000_000
-"""The slowest link that a large upload is waited for on."""
+"""The slowest link for which the time-out of an upload is still long enough."""
 QUEUE_MINUTES = 5
-"""How long the service may look for a place to run it."""
+"""Minutes that the service may look for a machine to run it on."""
 LEAST_DISK_GIB = 3
-"""The service's own default: an image takes room as well."""
+"""The service's default. The image needs disk too."""
 LOOK_S = 0.2
 GONE = frozenset({"destroying", "destroyed"})
 ENDED = frozenset(
@@ -66,23 +65,23 @@ ENDED = frozenset(
         "stopped", "stopping",
     }
 )  # fmt: skip
-"""No sandbox of ours comes back from these: nobody but the service stops one."""
+"""States from which our sandboxes do not come back: only the service stops one."""
 PATIENCE_S = {"pulling_snapshot": 300.0, "building_snapshot": 900.0, "pending_build": 900.0}
-"""So long may a boot stand still in one state, its `updatedAt` too."""
+"""State -> seconds that a boot may stay in it without a change of `updatedAt`."""
 STARTING_S = 60.0
-"""The same in any other state."""
+"""The same for all other states."""
 BOOT_S = 1800.0
 SILENT_S = 180.0
-"""A daemon that answered 502 for so long, in a sandbox said to be started, is dead."""
+"""Seconds of 502 answers after which the daemon of a started sandbox counts as dead."""
 OWN = "perdure_"
 IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
 SNAPSHOT = "snapshot:"
-"""Before `environment.image`: the name of a snapshot of the account, not of an image."""
+"""Prefix of an `environment.image` that names a snapshot of the account instead of an image."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """How long one call may take. Where to and as whom: the environment, by name."""
+    """How long one call may take. The environment names the service and the account."""
 
     request_s: float = REQUEST_S
 
@@ -96,7 +95,7 @@ class DaytonaSandbox(GuestSandbox):
         self.provider, self.sdk = provider, sdk
 
     async def touch(self, ttl_s: float) -> None:
-        """The hard end, and the idle timer, which sees our calls but no running process."""
+        """Set the deadline and the idle timer. The timer sees our calls, but no running process."""
         minutes = _minutes(ttl_s)
         await self._call("set_ttl", lambda: self.sdk.set_ttl(minutes, self._request_s))
         if (self.sdk.auto_stop_interval or 0) < minutes:
@@ -111,7 +110,7 @@ class DaytonaSandbox(GuestSandbox):
         await self.provider.kill(self.identity)
 
     async def dial(self, port: int) -> PortStream:
-        """Through the service's proxy, which knows the port by host name and the caller by token."""
+        """Through the service's proxy: the host name names the port, the token the caller."""
         link = await self._call("preview", lambda: self.sdk.get_preview_link(port, self._request_s))
         url = urlsplit(link.url)
         host, secure = url.hostname or "", url.scheme == "https"
@@ -163,7 +162,7 @@ class DaytonaSandbox(GuestSandbox):
         return await again(lambda: self._once(what, call))
 
     async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Raises SandboxLost only where the control plane says so too: proxies err."""
+        """Raises SandboxLost only if the control plane agrees, because proxies may be wrong."""
         try:
             done = await call()
         except Exception as error:
@@ -181,7 +180,7 @@ class DaytonaSandbox(GuestSandbox):
 
 
 class DaytonaProvider(ServiceProvider):
-    """`DAYTONA_API_KEY` and the like say which account; `PERDURE_DAYTONA__SCOPE` which deployment,
+    """`DAYTONA_API_KEY` and the like name the account; `PERDURE_DAYTONA__SCOPE` which deployment,
     where several hosts share one or several deployments share an account."""
 
     name = "daytona"
@@ -189,7 +188,7 @@ class DaytonaProvider(ServiceProvider):
     dials = True
     limits = frozenset({"output_mb"})  # a snapshot has the others
     account_caps = AccountCaps(creates_per_s=5, starting=32)
-    """What the smallest account may do; its quota is found out by being refused."""
+    """What the smallest account allows. Refusals show its quota."""
 
     def __init__(self, home: Path) -> None:
         super().__init__(home)
@@ -218,17 +217,19 @@ class DaytonaProvider(ServiceProvider):
 
     async def attach(self, identity: str) -> Sandbox:
         check_identity(identity)
-        sdk = await self._find(identity, made=True)
+        sdk = await self._find(identity, expected=True)
         if sdk is None:
             raise NotFound(f"no daytona sandbox {identity!r}")
         return DaytonaSandbox(self, await self._started(sdk, identity), identity)
 
-    async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
-        if self.check() and not self.root.exists():
-            return []  # not set up, and never used from here: nothing to sweep
+    @property
+    def _is_unused(self) -> bool:
+        return bool(self.check()) and not self.root.exists()
+
+    async def _list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
         from daytona import ListSandboxesQuery
 
-        query = ListSandboxesQuery(labels={**(labels or {}), f"{OWN}scope": self._scope})
+        query = ListSandboxesQuery(labels={**labels, f"{OWN}scope": self._scope})
 
         async def found() -> Sequence[Any]:
             service, seconds = await client(), self.connection.request_s
@@ -240,7 +241,7 @@ class DaytonaProvider(ServiceProvider):
                 provider=self.name,
                 alive=_state(sdk) not in ENDED,
                 created=_time(sdk.created_at) or 0.0,
-                # the service ends it by its own clock: what it still has has not expired
+                # the service's clock decides: what it still has has not expired
                 expires=max(_time(sdk.auto_destroy_at) or math.inf, time.time() + 1),
                 labels={
                     name: value
@@ -266,7 +267,7 @@ class DaytonaProvider(ServiceProvider):
     # -- making -----------------------------------------------------------------------------------
 
     async def _create(self, spec: SandboxSpec, identity: str) -> DaytonaSandbox:
-        """Made or adopted. What stands still on its way is deleted, and its identity is lost."""
+        """Make or adopt it. A boot that makes no progress is deleted, and its identity is lost."""
         own = self._labels(spec, identity)
         sdk = await self._find(identity) or await self._make(spec, identity, own)
         if sdk.labels.get(f"{OWN}spec") != own[f"{OWN}spec"]:
@@ -281,26 +282,21 @@ class DaytonaProvider(ServiceProvider):
     async def _make(
         self, spec: SandboxSpec, identity: str, own: Mapping[str, str]
     ) -> "AsyncSandbox":
-        """Whatever the answer was, the name says whether it was made."""
+        """Create it. After a lost answer, a look by name shows whether it was made."""
 
         async def ask() -> "AsyncSandbox":
             try:
                 return await self._ask(spec, identity, own)
             except RateLimited:
-                raise  # nothing was made; if it was, its name will be taken
+                raise  # nothing was made; otherwise the next create finds the name taken
             except (Conflict, ControlPlaneError) as error:
                 if (found := await self._find(identity)) is not None:
                     return found
-                if isinstance(error, Conflict):  # one of this name is just going away
+                if isinstance(error, Conflict):  # one of this name is being deleted
                     raise ControlPlaneError(str(error)) from error
                 raise
 
-        try:
-            return await again(ask, wait_at_caps=self.waits_at_caps)
-        except RateLimited:
-            raise
-        except ControlPlaneError as error:
-            raise OutcomeUnknown(f"{error}; it is looked up by identity {identity!r}") from error
+        return await self._make_by(ask, identity)
 
     async def _ask(
         self, spec: SandboxSpec, identity: str, own: Mapping[str, str]
@@ -321,7 +317,8 @@ class DaytonaProvider(ServiceProvider):
             ) from error
 
     async def _started(self, sdk: "AsyncSandbox", identity: str) -> "AsyncSandbox":
-        """Raises: SandboxLost when it ended, failed or stands still; the stuck one is deleted."""
+        """Wait until it has started. Raises: SandboxLost when it ended, failed or makes no progress; then
+        it is deleted."""
         began = moved = time.monotonic()
         seen = ("", "")
         while (state := _state(sdk)) != "started":
@@ -330,9 +327,11 @@ class DaytonaProvider(ServiceProvider):
                 seen, moved = (state, sdk.updated_at or ""), now
             stuck = now - moved > PATIENCE_S.get(state, STARTING_S) or now - began > BOOT_S
             if stuck or state in ENDED:
-                with contextlib.suppress(PerdureError):  # it may refuse; then the reaper comes
+                with contextlib.suppress(
+                    PerdureError
+                ):  # if the service refuses, the reaper deletes it
                     await self.kill(identity)
-                why = f"it stood still in {state}" if stuck else f"{state}: {sdk.error_reason}"
+                why = f"it made no progress in {state}" if stuck else f"{state}: {sdk.error_reason}"
                 raise lost(self.name, identity, f"({why})")
             await asyncio.sleep(LOOK_S)
             found = await self._find(identity)
@@ -352,7 +351,7 @@ class DaytonaProvider(ServiceProvider):
         }
 
     def _name(self, identity: str) -> str:
-        """Names are the account's, identities a deployment's."""
+        """Unique in the account, which several deployments may share."""
         return f"{identity}-{hashlib.sha256(self._scope.encode()).hexdigest()[:8]}"
 
     def _check_spec(self, spec: SandboxSpec) -> None:
@@ -372,22 +371,22 @@ class DaytonaProvider(ServiceProvider):
         """Raises: Missing."""
         return await again(lambda: self._once("get", lambda: self._look(id_or_name)))
 
-    async def _find(self, identity: str, *, made: bool = False) -> "AsyncSandbox | None":
-        """By name, which needs no list. `made`: it should be there.
+    async def _find(self, identity: str, *, expected: bool = False) -> "AsyncSandbox | None":
+        """Look it up by name. `expected`: it should exist, so one 404 is not enough.
 
-        Raises: SandboxLost when it ended and its name stays.
+        Raises: SandboxLost when it has ended and still has its name.
         """
         name = self._name(identity)
         try:
-            sdk = await (confirmed(lambda: self._get(name)) if made else self._get(name))
+            sdk = await (confirmed(lambda: self._get(name)) if expected else self._get(name))
         except Missing:
             return None
         if sdk.queue_timed_out_at or sdk.spot_evicted_at:
-            raise lost(self.name, identity, "(the service found no place for it, or took it back)")
+            raise lost(self.name, identity, "(the service found no machine for it, or evicted it)")
         return None if _state(sdk) in GONE else sdk
 
     async def lives(self, sandbox_id: str, *, silent: bool) -> bool:
-        """As the control plane says; but a daemon `silent` for too long is dead whatever it says."""
+        """What the control plane says; but a daemon that was `silent` for too long is dead."""
         try:
             sdk = await confirmed(lambda: self._get(sandbox_id))
         except Missing:
@@ -408,7 +407,8 @@ class DaytonaProvider(ServiceProvider):
 
 
 def _params(spec: SandboxSpec) -> Any:
-    """A tree comes by upload into a snapshot; without one, the image is what is booted."""
+    """The parameters of a create. A tree is uploaded into a snapshot; without one, the image is
+    booted."""
     from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams, Resources
 
     minutes = _minutes(spec.ttl_s)

@@ -1,7 +1,7 @@
-"""The `docker` program as the provider calls it: one process a call, every failure typed.
+"""Calls of the `docker` program, one process each, with typed failures.
 
-Its exit codes 125, 126 and 127 may be the client's or the command's, so only what it printed counts.
-`DOCKER_HOST`, contexts and TLS are the program's own business.
+Its exit codes 125, 126 and 127 may come from the client or from the command, so only what it printed
+decides. The program itself reads `DOCKER_HOST`, contexts and TLS settings.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ OUT_OF_PIDS = ("resource temporarily unavailable", "can't start new thread", "ca
 
 
 class CliOutput(NamedTuple):
-    """What a call printed; its exit code is a hint."""
+    """What a call printed. Its exit code is only a hint."""
 
     code: int
     out: bytes
@@ -58,7 +58,9 @@ async def call(
                 f"docker {what or arguments[0]} took more than {seconds:.0f} s"
             ) from None
         finally:
-            if process.returncode is None:  # the engine goes on; this client does not
+            if (
+                process.returncode is None
+            ):  # this ends the client; the engine may carry the call out
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await asyncio.shield(process.wait())
@@ -66,7 +68,7 @@ async def call(
 
 
 async def done(*arguments: str, seconds: float, what: str = "") -> str:
-    """What a call that succeeded printed. Raises: `typed`."""
+    """What a successful call printed. Raises: the errors of `typed`."""
     said = await call(*arguments, seconds=seconds, what=what)
     if said.code:
         raise typed(what or arguments[0], said.err or f"exit code {said.code}")
@@ -74,7 +76,7 @@ async def done(*arguments: str, seconds: float, what: str = "") -> str:
 
 
 def typed(what: str, said: str) -> PerdureError:
-    """The failure as one of ours, by the engine's words: its client has no other codes."""
+    """The failure as one of our errors, from the engine's message: its client has no error codes."""
     words = said.lower()
     line = f"docker {what}: {said[-400:]}"
     if any(word in words for word in NOT_HERE):
@@ -93,13 +95,13 @@ def typed(what: str, said: str) -> PerdureError:
 
 
 def objects(printed: bytes) -> list[dict[str, Any]]:
-    """What `inspect` printed; what vanished meanwhile is not among it."""
+    """What `inspect` printed, without objects that have vanished."""
     found = json.loads(printed or b"[]")
     return [entry for entry in found if isinstance(entry, dict)]
 
 
 def is_on_this_host() -> bool:
-    """Without a call: the engine's address is a unix socket, of whatever host or machine it is."""
+    """Whether the engine's address is a unix socket. It does not call the engine."""
     if address := os.environ.get("DOCKER_HOST"):
         return address.startswith("unix:")
     return _context() in ("", "default") or not _is_remote(_context())
@@ -116,7 +118,7 @@ def _context() -> str:
 
 
 def _is_remote(context: str) -> bool:
-    """Contexts lie in folders named by digests: each is read."""
+    """Reads every context, because their folders are named by digests."""
     folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
     for path in folder.glob("contexts/meta/*/meta.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
 """The `docker` provider: containers of a Docker engine, on this host or behind `DOCKER_HOST`.
 
-An identity is the container's name, so an engine makes it once. Commands and their durable records
-are the guest's (`guested`); folders of this host are bound where the engine sees them, else uploaded.
+The identity is part of the container's name, so an engine makes it once. The guest program runs
+commands and keeps their records. Folders of this host are bound if the engine sees them, or uploaded.
 """
 
 import asyncio
@@ -49,12 +49,12 @@ BOOT_S = 300.0
 LABEL = "perdure"
 LISTED_AT_ONCE = 8
 IMAGE_STAYS_S = 60.0
-"""How soon a name that came to mean another image is noticed."""
+"""Seconds for which the id found for an image name is trusted."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A container of ours as `inspect` shows it."""
+    """One of our containers, as `inspect` shows it."""
 
     name: str
     state: str
@@ -106,13 +106,13 @@ class DockerSandbox(ContainerSandbox):
         if await process.stdout.readline() != b"connected\n":
             process.stdin.close()
             await process.wait()
-            raise ConnectionRefusedError(f"nobody answers at port {port} of the sandbox")
+            raise ConnectionRefusedError(f"no process answers at port {port} of the sandbox")
         return PortStream(process.stdout, process.stdin)
 
     # -- how the guest is reached -----------------------------------------------------------------
 
     async def _print(self, what: str, command: str, extra_s: float) -> str:
-        """A shell reads the line first: everybody on this host can read the arguments of `docker`."""
+        """A shell reads the line from standard input: every user of this host can list arguments."""
         argv, given = ("sh", "-c", 'line=$(cat) && eval "$line"'), command.encode()
         said = await self._exec(*argv, what=what, seconds=REQUEST_S + extra_s, given=given)
         return said.out.decode("utf-8", "replace")
@@ -153,8 +153,8 @@ class DockerSandbox(ContainerSandbox):
 
 
 class DockerProvider(ServiceProvider):
-    """`DOCKER_HOST` or Docker's context says which engine. Its sandboxes have no network but by a
-    relay, unless `PERDURE_DOCKER__NETWORK` names one of the engine's."""
+    """`DOCKER_HOST` or Docker's context says which engine. Its sandboxes have no network, so that model
+    calls need a relay, unless `PERDURE_DOCKER__NETWORK` names one of the engine's."""
 
     name = "docker"
     dials = True
@@ -165,9 +165,9 @@ class DockerProvider(ServiceProvider):
         self.host_bound = cli.is_on_this_host()
         self._asked: DockerEngine | None = None
         self._ids: dict[str, tuple[float, str]] = {}
-        """Of images by name, and until when to trust it."""
+        """Image name -> until when to trust it, and the image's id."""
         self._variables: dict[str, Mapping[str, str]] = {}
-        """Of images, by id."""
+        """Image id -> the variables it sets."""
 
     @property
     def sees_host(self) -> bool:
@@ -204,9 +204,7 @@ class DockerProvider(ServiceProvider):
             raise NotFound(f"no docker sandbox {identity!r}")
         return await self._adopt(found)
 
-    async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
-        if not self.root.exists() and self.scope_variable not in os.environ:
-            return []  # never used from here: nothing to sweep
+    async def _list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
         few = asyncio.Semaphore(LISTED_AT_ONCE)
 
         async def info(found: Found) -> SandboxInfo:
@@ -222,7 +220,7 @@ class DockerProvider(ServiceProvider):
                 labels=own["labels"],
             )
 
-        wanted = (labels or {}).items()
+        wanted = labels.items()
         found = [one for one in await self._ours() if wanted <= one.own["labels"].items()]
         return await asyncio.gather(*map(info, found))
 
@@ -245,7 +243,7 @@ class DockerProvider(ServiceProvider):
         return box
 
     async def _make(self, spec: SandboxSpec, identity: str) -> Found:
-        """Made or found: the engine knows whether the name is taken, and is not asked before."""
+        """Create the container; if the engine says that its name is taken, look it up."""
         name = self._name(identity)
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         engine = await self._engine()
@@ -254,27 +252,27 @@ class DockerProvider(ServiceProvider):
         try:
             command = run_command(spec, name, image, labels, engine)
             await cli.done(*command, seconds=BOOT_S, what="run")
-        except Conflict:  # another creator was quicker: both have the same one
+        except Conflict:  # another creator was quicker: both use its container
             return await again(lambda: self._made(name))
-        except Missing as error:  # killed before its start
+        except Missing as error:  # it was killed before it started
             raise self.lost(identity, error) from error
         except ConfigurationError:
             await self.kill(identity)
             raise
         except ControlPlaneError as error:
-            self._ids.clear()  # one of them may be of an image that is gone
+            self._ids.clear()  # one may be the id of an image that is gone
             raise await self._half_made(identity, error) from error
         return Found(name, "running", labels, out_of_memory=False)
 
     async def _made(self, name: str) -> Found:
-        """The name is taken a moment before there is a container of it."""
+        """The engine reserves a name shortly before its container can be found."""
         found = await self._find(name)
         if found is None:
             raise ControlPlaneError(f"docker container {name} is not there after its create")
         return found
 
     async def _half_made(self, identity: str, error: ControlPlaneError) -> Exception:
-        """A container that was made and did not start says why; it is not to be adopted later."""
+        """Kill a container that was created but did not start, so that no create adopts it later."""
         found = await self._find(self._name(identity))
         if found is not None and found.state == "created":
             await self.kill(identity)
@@ -283,7 +281,9 @@ class DockerProvider(ServiceProvider):
         return error
 
     async def _adopt(self, found: Found) -> DockerSandbox:
-        if found.state == "created":  # its creator died, or is about to start it: harmless twice
+        if (
+            found.state == "created"
+        ):  # its creator died or is about to start it; starting twice does no harm
             try:
                 await cli.done("start", found.name, seconds=BOOT_S)
             except (Conflict, Missing) as error:
@@ -317,7 +317,7 @@ class DockerProvider(ServiceProvider):
     # -- images -----------------------------------------------------------------------------------
 
     async def _present(self, name: str) -> str:
-        """The id of the image that the engine has under this name now, or a moment ago."""
+        """The id of the image of this name. Pulls it if the engine does not have it."""
         until, found = self._ids.get(name, (0.0, ""))
         if time.monotonic() > until:
             found = await again(
@@ -384,7 +384,7 @@ class DockerProvider(ServiceProvider):
         return found is not None and found.is_running
 
     async def make_room(self, name: str) -> None:
-        """Commands that fork without end have left no process for the guest that is to end them."""
+        """Raise the pids limit, so that the guest can end commands that fork without end."""
         said = await cli.call(
             *("container", "inspect", "--format", "{{.HostConfig.PidsLimit}}", name),
             seconds=REQUEST_S,
@@ -394,7 +394,7 @@ class DockerProvider(ServiceProvider):
             await cli.call("update", "--pids-limit", more, name, seconds=REQUEST_S)
 
     async def _deadline(self, found: Found) -> float | None:
-        """By the file that the guest writes, fetched without starting anything inside."""
+        """The deadline in the file that the guest writes, read without starting a process inside."""
         if not found.is_running:
             return None
         said = await cli.call("cp", f"{found.name}:{DEADLINE}", "-", seconds=REQUEST_S)

@@ -15,22 +15,22 @@ from perdure.sandboxes.providers.docker import cli
 NETWORK_VARIABLE = "PERDURE_DOCKER__NETWORK"
 RUNTIME_VARIABLE = "PERDURE_DOCKER__RUNTIME"
 SPARE_PIDS = 32
-"""Above the commands' own: the guest answers although they have used up theirs."""
+"""Added to the pids limit, so that the guest can run when commands have used up the limit."""
 NO_FILES = 20000
 
 
 @dataclass(frozen=True)
 class DockerEngine:
-    """What the engine can do, asked once."""
+    """What the engine can do. It is asked once."""
 
     binds: bool
-    """It sees this host's folders under their names."""
+    """It sees this host's folders under the same paths."""
     limits: Mapping[str, str]
-    """Limit -> mechanism, as far as it has one."""
+    """Limit -> the mechanism that enforces it, or `none`."""
 
 
 def engine_of(info: Mapping[str, Any], *, here: bool) -> DockerEngine:
-    """`info`: what `docker info` says. A kernel and a name of this host's: then so are its folders."""
+    """`info`: what `docker info` says. With this host's kernel and name, the engine sees its folders."""
     own = os.uname()
     same = (info.get("Name"), info.get("KernelVersion")) == (own.nodename, own.release)
     version = f"cgroup v{info.get('CgroupVersion') or 1}"
@@ -43,7 +43,8 @@ def engine_of(info: Mapping[str, Any], *, here: bool) -> DockerEngine:
 
 
 def agent_user() -> str:
-    """The worker's ids, so that what it alone may read can be read where it is bound; never root's."""
+    """The worker's ids, so that commands can read bound files that only the worker may read; never
+    root's."""
     return f"{os.getuid()}:{os.getgid()}" if os.getuid() else "1000:1000"
 
 
@@ -56,7 +57,7 @@ def run_command(
     owner = ROOT if spec.image else agent_user()
     folders = [HOME, *([] if spec.image else ["/tmp"])]
     if not spec.image and any(mount.target.startswith("/root/") for mount in spec.mounts):
-        folders.append("/root")  # the image's own is closed to others than root
+        folders.append("/root")  # only root can enter the image's own /root
     if spec.tree is not None or spec.image is None:
         folders.append(spec.workdir)
     limits = spec.limits

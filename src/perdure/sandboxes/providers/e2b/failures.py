@@ -1,4 +1,4 @@
-"""Failures of the E2B SDK, typed by what to do next. The SDK's own retries are off."""
+"""Turns the E2B SDK's errors into ours, by what to do next. The SDK's own retries are off."""
 
 import re
 
@@ -6,13 +6,13 @@ from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, 
 from perdure.sandboxes.guest.retries import Conflict, Missing
 
 REFUSAL_PASSES_S = 6.5
-"""E2B's and other proxies cache a refused key for 5 s: asking sooner meets the cached refusal."""
+"""Seconds to wait after a refused key that has worked: proxies cache the refusal for 5 s."""
 RELEASE_S = 10.0
-"""Between tries to boot while the account's sandboxes are all in use."""
+"""Seconds between tries to boot while the account has as many sandboxes as it may."""
 
 
 def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
-    """The failure as one of ours. `key_works`: the API key was accepted before."""
+    """The failure as one of our errors. `key_works`: the API key was accepted before."""
     import httpx
     from e2b import exceptions as e2b
 
@@ -27,7 +27,7 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
         case e2b.RateLimitException():
             if "concurrent" in str(error):
                 return RateLimited(said, limit="concurrency", retry_after=RELEASE_S)
-            return RateLimited(said, retry_after=1.0)  # the SDK keeps Retry-After to itself
+            return RateLimited(said, retry_after=1.0)  # the SDK hides Retry-After
         case e2b.SandboxNotRunningException() | e2b.NotFoundException():
             return Missing(said)
         case e2b.NotEnoughSpaceException():
@@ -40,7 +40,7 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
 
 
 def _by_status(error: Exception, said: str) -> PerdureError:
-    """What the SDK has no class for says its status in its text."""
+    """For errors without a class in the SDK: their text begins with the status."""
     found = re.match(r"(\d{3}):", str(error))
     status = getattr(error, "status_code", None) or (int(found[1]) if found else None)
     if status == 403 or "permission_denied" in str(error).lower():

@@ -1,11 +1,12 @@
 """The `e2b` provider: sandboxes of E2B or a service that speaks its protocol, through its SDK.
 
-An identity is the idempotency key of its create and stands in the metadata. Commands run under the
-guest program (`guest`), whose records survive every lost answer. Trees and mounts are uploaded.
+The identity is the idempotency key of the create, and is in the metadata. The guest program runs
+commands and keeps their records, so lost answers do no harm. Trees and mounts are uploaded.
 """
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import math
 import os
@@ -24,7 +25,6 @@ from perdure.errors import (
     NotFound,
     OutcomeUnknown,
     PerdureError,
-    RateLimited,
     SandboxLost,
 )
 from perdure.sandboxes import images
@@ -52,23 +52,23 @@ T = TypeVar("T")
 
 REQUEST_S = 60.0
 MOST_KEYS = 8
-"""Idempotency keys tried for one identity: a killed sandbox's key is spent."""
+"""Idempotency keys to try for one identity: the key of a killed sandbox cannot be used again."""
 LIST_LAG_S = 2.0
-"""A sandbox may be missing from the list for so long after its create."""
+"""Seconds for which a new sandbox may be missing from the list."""
 DAEMON_GONE_S = 60.0
-"""A sandbox of which its proxy says for so long that it is not there, or that nothing listens inside,
-is dead, whatever its state."""
+"""Seconds after which a sandbox counts as dead, whatever its state, if the proxy denies that it
+exists or that anything listens in it."""
 UNREACHABLE_S = 600.0
-"""So is one that does not answer for so long, for reasons that nobody names."""
+"""The same if it does not answer for an unknown reason."""
 SILENT_S = 5.0
-"""What a command's stream may add to its time limit, which the service should have kept."""
+"""Seconds past a command's time limit until we stop waiting. The service should have ended it."""
 OWN = "perdure_"
 TEMPLATE = re.compile(r"[a-z0-9][a-z0-9_-]*(?:/[a-z0-9][a-z0-9_-]*)?(?::[A-Za-z0-9._-]+)?")
 
 
 @dataclass(frozen=True)
 class Connection:
-    """How to call: everything by name from the environment, read by the SDK itself."""
+    """Options of every call. The SDK reads the key and the URLs from the environment."""
 
     request_s: float = REQUEST_S
 
@@ -91,7 +91,7 @@ class E2BSandbox(GuestSandbox):
         await self._call(
             "set_timeout",
             lambda: self.sdk.set_timeout(math.ceil(ttl_s), **self.provider.connection.options),
-            inside=False,
+            in_sandbox=False,
         )
 
     async def kill(self) -> None:
@@ -115,7 +115,9 @@ class E2BSandbox(GuestSandbox):
             from e2b import CommandExitException
 
             try:
-                async with asyncio.timeout(seconds + SILENT_S):  # a silent stream never ends
+                async with asyncio.timeout(
+                    seconds + SILENT_S
+                ):  # a stream without data never ends by itself
                     done = await self.sdk.commands.run(
                         command, user="root", timeout=seconds, request_timeout=seconds, cwd="/"
                     )
@@ -131,13 +133,17 @@ class E2BSandbox(GuestSandbox):
 
         return await self._once(what, run)
 
-    async def _call(self, what: str, call: Callable[[], Awaitable[T]], *, inside: bool = True) -> T:
-        return await again(lambda: self._once(what, call, inside=inside))
+    async def _call(
+        self, what: str, call: Callable[[], Awaitable[T]], *, in_sandbox: bool = True
+    ) -> T:
+        return await again(lambda: self._once(what, call, in_sandbox=in_sandbox))
 
-    async def _once(self, what: str, call: Callable[[], Awaitable[T]], *, inside: bool = True) -> T:
-        """Raises SandboxLost only where the control plane says so too, or nothing answers for long.
+    async def _once(
+        self, what: str, call: Callable[[], Awaitable[T]], *, in_sandbox: bool = True
+    ) -> T:
+        """Raises SandboxLost only if the control plane agrees, or nothing has answered for long.
 
-        `inside`: the sandbox itself answers, not its service.
+        `in_sandbox`: the sandbox answers this call, rather than the service.
         """
         try:
             done = await call()
@@ -148,18 +154,18 @@ class E2BSandbox(GuestSandbox):
             if isinstance(found, Missing | Conflict | ControlPlaneError):
                 if not await self.provider.exists(self.sdk.sandbox_id):
                     raise lost("e2b", self.identity) from error
-                if inside:
+                if in_sandbox:
                     self._condemn_the_silent(found)
                 if not isinstance(found, ControlPlaneError):
                     raise ControlPlaneError(str(found)) from error
             raise found from error
-        if inside:
+        if in_sandbox:
             self.has_answered = True
             self.provider.silences.broken(self.sdk.sandbox_id)
         return done
 
     def _condemn_the_silent(self, found: PerdureError) -> None:
-        """Its service says that it runs. Raises: SandboxLost."""
+        """Give up a sandbox that runs, according to its service. Raises: SandboxLost."""
         was_denied = isinstance(found, Missing) or "port is not open" in str(found)
         limit_s = DAEMON_GONE_S if was_denied else UNREACHABLE_S
         if self.provider.silences.lasts(self.sdk.sandbox_id) > limit_s:
@@ -169,13 +175,13 @@ class E2BSandbox(GuestSandbox):
 
 
 class E2BProvider(ServiceProvider):
-    """`E2B_API_KEY` and the SDK's other variables say which account; `PERDURE_E2B__SCOPE` which
+    """`E2B_API_KEY` and the SDK's other variables name the account; `PERDURE_E2B__SCOPE` which
     deployment, where several hosts share one or several deployments share an account."""
 
     name = "e2b"
     limits = frozenset({"output_mb"})  # the template has the others
     account_caps = AccountCaps(creates_per_s=5, starting=16)
-    """What a paying account may do; how many sandboxes at once is found out by being refused."""
+    """What a paid account allows. Refusals show how many live sandboxes it allows."""
     scope_variable = "PERDURE_E2B__SCOPE"
 
     def __init__(self, home: Path) -> None:
@@ -220,20 +226,22 @@ class E2BProvider(ServiceProvider):
             raise NotFound(f"no e2b sandbox {identity!r}")
         return box
 
-    async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
-        if self.check() and not self.root.exists():
-            return []  # not set up, and never used from here: nothing to sweep
+    @property
+    def _is_unused(self) -> bool:
+        return bool(self.check()) and not self.root.exists()
+
+    async def _list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
         return [
             SandboxInfo(
                 identity=info.metadata[f"{OWN}identity"],
                 provider=self.name,
                 alive=info.state.value == "running",
                 created=info.started_at.timestamp(),
-                # the service ends it by its own clock: what it calls running has not expired
+                # the service's clock decides: what it calls running has not expired
                 expires=max(info.end_at.timestamp(), time.time() + 1),
                 labels={k: v for k, v in info.metadata.items() if not k.startswith(OWN)},
             )
-            for info in await self._find(labels or {})
+            for info in await self._find(labels)
         ]
 
     async def kill(self, identity: str) -> None:
@@ -258,33 +266,25 @@ class E2BProvider(ServiceProvider):
         return box
 
     async def _make(self, spec: SandboxSpec, identity: str) -> E2BSandbox:
-        """Under the first key that is not spent; creators that race walk the same keys."""
+        """Create under the first usable key. Creators that race use the same keys in the same order."""
         own = self._metadata(spec, identity)
         for number in range(MOST_KEYS):
             key = f"{self._scope}-{identity}-{number}"
             try:
-                sdk = await again(
-                    lambda key=key: self._ask(spec, own, key),  # type: ignore[misc]
-                    wait_at_caps=self.waits_at_caps,
-                )
-            except Conflict:  # made by another request, or its fate is unknown to the service
+                ask = functools.partial(self._ask, spec, own, key)
+                sdk = await self._make_by(ask, identity)
+            except Conflict:  # another request made it, or the service does not know its outcome
                 await asyncio.sleep(LIST_LAG_S)
                 if not (found := await self._find({f"{OWN}identity": identity})):
                     continue
                 box = await self._connect(found[0].sandbox_id, identity, found[0].metadata)
                 await box.set_up(spec)
                 return box
-            except RateLimited:
-                raise
-            except ControlPlaneError as error:
-                raise OutcomeUnknown(
-                    f"{error}; it is looked up by identity {identity!r}"
-                ) from error
             self._remember(identity, sdk.sandbox_id)
             box = E2BSandbox(self, sdk, identity, own)
             try:
                 await box.set_up(spec)
-            except SandboxLost:  # the key of one that is gone, or so early that it looks like it
+            except SandboxLost:  # the key of a killed one, or a new one that is not visible yet
                 if box.has_answered:
                     raise
                 await self._kill(sdk.sandbox_id)
@@ -335,7 +335,7 @@ class E2BProvider(ServiceProvider):
     # -- finding ----------------------------------------------------------------------------------
 
     async def _find(self, wanted: Mapping[str, str]) -> "Sequence[Any]":
-        """Ours, the oldest first: of two with one identity all take the same."""
+        """Our sandboxes, oldest first: if two have one identity, every caller takes the same."""
         from e2b import AsyncSandbox, SandboxQuery
 
         query = SandboxQuery(metadata={**wanted, f"{OWN}scope": self._scope})
@@ -373,7 +373,7 @@ class E2BProvider(ServiceProvider):
         return await confirmed(lambda: again(lambda: self._once("get_info", info)))
 
     async def _known(self, identity: str) -> E2BSandbox | None:
-        """The one this host made, though the list may not show it yet. Raises: SandboxLost."""
+        """The sandbox this host made, even if the list does not show it yet. Raises: SandboxLost."""
         sandbox_id = _noted(self._hint(identity))
         if sandbox_id is None:
             return None
@@ -427,7 +427,7 @@ class E2BProvider(ServiceProvider):
 
 
 def _noted(hint: Path) -> str | None:
-    """Another process may kill the sandbox, and forget it, at any moment."""
+    """The noted sandbox id; None if another process has killed the sandbox and removed the note."""
     try:
         return hint.read_text()
     except FileNotFoundError:
@@ -435,8 +435,8 @@ def _noted(hint: Path) -> str | None:
 
 
 def _template(spec: SandboxSpec) -> str:
-    """A tree comes by upload into the default template; without one, the image is the template,
-    unless routing tags lead to it."""
+    """The template to boot. A tree is uploaded into the default one. Without a tree it is the image,
+    unless routing tags lead to that."""
     if spec.tree is None and spec.image is not None and not images.routing_tags(spec.image):
         return spec.image
     return os.environ.get("PERDURE_E2B__TEMPLATE") or "base"

@@ -10,15 +10,15 @@ from perdure.sandboxes.providers.kubernetes import failures, pods
 from perdure.sandboxes.providers.kubernetes.pods import Pod
 
 BOOT_S = 1500.0
-"""Below a boot's own time limit; a large image is pulled for long."""
+"""Seconds for the whole boot. Below the boot activity's time limit; a large image takes long."""
 ROOM_S = 300.0
-"""So long may a cluster take to find, or add, a node."""
+"""Seconds that the cluster may take to find or add a node."""
 LARGER_S = 900.0
-"""So long may it take to add one of a kind that it has not, where no node is large enough."""
+"""Seconds that it may take to add a larger node, if none is large enough."""
 PULL_S = 120.0
-"""So long is a pull tried whose failure may pass."""
+"""Seconds to wait while pulls fail for a reason that may be transient."""
 STUCK_S = 30.0
-"""So long may a container not be made, for reasons that a node thinks passing."""
+"""Seconds to wait while the node reports a transient container error."""
 
 
 class BootWait:
@@ -31,7 +31,7 @@ class BootWait:
         self._cause = ""
 
     def judged(self, pod: Pod) -> PerdureError | None:
-        """Why to give it up, or None."""
+        """The error with which to give the pod up, or None."""
         found = pods.obstacle(pod)
         kind = found.kind if found is not None else ""
         if kind != self._kind:
@@ -52,7 +52,7 @@ class BootWait:
         return self._no_node(found, lasts)
 
     def _judged_image(self, pod: Pod, found: pods.Obstacle, lasts: float) -> PerdureError | None:
-        """The back-off between two pulls hides why the last one failed."""
+        """Keeps the last failure: during the back-off between two pulls the pod does not show it."""
         if found.reason != "ImagePullBackOff" or not self._cause:
             self._cause = f"{found.reason}: {found.message}"
         image = pod["spec"]["containers"][0]["image"]
@@ -67,8 +67,8 @@ class BootWait:
         said = f"no node takes sandbox {self.identity!r}: {found.message}"
         if pods.fits_nowhere(found):
             return ConfigurationError(
-                f"{said}; it would fit on none of them alone: ask for less (limits: memory_mb, cpus, "
-                "disk_mb), or add larger nodes"
+                f"{said}; even an empty node is too small for it: ask for less (limits: memory_mb, "
+                "cpus, disk_mb), or add larger nodes"
             )
         if pods.lacks_room(found):
             return RateLimited(said, limit="concurrency", retry_after=failures.RELEASE_S)

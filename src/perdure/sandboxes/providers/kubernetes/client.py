@@ -1,7 +1,7 @@
 """The Kubernetes API as the provider calls it: five calls on pods, and commands in them.
 
-Owns the client (one per event loop, by `KUBECONFIG` or from within the cluster), the WebSocket of a
-command, and what each failure means. Answers are plain JSON: no version of the API is assumed.
+Owns the client (one per event loop, by `KUBECONFIG` or from within the cluster) and the WebSocket of
+a command. Answers are read as plain JSON, whatever the API's version.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ T = TypeVar("T")
 CONTEXT_VARIABLE = "PERDURE_KUBERNETES__CONTEXT"
 CONTAINER = "sandbox"
 PROTOCOL = "v4.channel.k8s.io"
-"""Every cluster in use speaks it. What it lacks, the end of standard input, is never needed here."""
+"""Every cluster in use speaks it. It cannot end standard input, which is not needed here."""
 STDIN, STDOUT, STDERR, STATUS = 0, 1, 2, 3
 PIECE = 32 << 10
 PAGE = 500
 
 
 class CommandOutput(NamedTuple):
-    """What a command printed. `status`: the API's word on its end; None when the socket was cut."""
+    """What a command printed. `status`: how it ended, by the API; None if the socket was cut."""
 
     out: bytes
     err: bytes
@@ -36,7 +36,7 @@ class CommandOutput(NamedTuple):
 
     @property
     def code(self) -> int | None:
-        """The exit code, where there is one."""
+        """The exit code, if there is one."""
         if self.status is None:
             return None
         if self.status.get("status") == "Success":
@@ -54,7 +54,7 @@ class CommandOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class PodApi:
-    """Calls on the pods of one namespace. Each may take `request_s`."""
+    """Calls on the pods of one namespace. Each may take `request_s` seconds."""
 
     api: Any
     sockets: Any
@@ -68,7 +68,7 @@ class PodApi:
         return await self._json(_core(self.api).read_namespaced_pod, name, self.namespace)
 
     async def delete(self, name: str, grace_s: int) -> dict[str, Any]:
-        """What runs in it has `grace_s` to end; 0: it is forgotten without asking its node."""
+        """Its processes get `grace_s` seconds to end; 0: the API removes it without its node."""
         call = _core(self.api).delete_namespaced_pod
         return await self._json(call, name, self.namespace, grace_period_seconds=grace_s)
 
@@ -99,7 +99,7 @@ class PodApi:
     async def run(
         self, name: str, argv: Sequence[str], given: Sequence[bytes | Path], seconds: float
     ) -> CommandOutput:
-        """A command in the pod, to its end. It must know how much of `given` is its own: standard
+        """Run a command in the pod to its end. It must know the length of `given`, because its standard
         input does not end.
 
         Raises: TimeoutError; aiohttp's and the system's errors.
@@ -132,7 +132,7 @@ class PodApi:
         return CommandOutput(bytes(said[STDOUT]), bytes(said[STDERR]), status)
 
     async def _json(self, call: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Raises: Refused; TimeoutError; aiohttp's errors."""
+        """Raises: ErrorAnswer; TimeoutError; aiohttp's errors."""
         async with asyncio.timeout(self.request_s):
             answer = await call(*arguments, _preload_content=False, **options)
             async with answer:
@@ -144,7 +144,7 @@ class PodApi:
 
 
 def _core(client: Any) -> Any:
-    """Its types say the decoded answers, which we do not ask for."""
+    """Untyped: its types describe decoded answers, but we read raw ones."""
     from kubernetes_asyncio.client import CoreV1Api
 
     return CoreV1Api(client)
@@ -166,26 +166,26 @@ async def _send(socket: Any, given: Sequence[bytes | Path]) -> None:
 
 @dataclass
 class _Clients:
-    """Of one event loop and one cluster; both read the same credentials at each call."""
+    """The clients of one event loop and cluster. Both read the same credentials at each call."""
 
     api: Any
     sockets: Any
     closing: AsyncIterator[None]
     reading: asyncio.Lock
-    read_anew_at: float
+    last_read_at: float
 
 
 _clients: dict[tuple[Any, ...], _Clients] = {}
 
 
 async def pod_api(namespace: str, request_s: float) -> PodApi:
-    """With this loop's clients, made at the first call and closed with the loop.
+    """Calls by this loop's clients, which are made at the first call and closed with the loop.
 
-    Raises: ConfigurationError when nothing says which cluster.
+    Raises: ConfigurationError when no cluster is configured.
     """
     place = _place()
     if place not in _clients:
-        await asyncio.to_thread(_import)  # takes seconds, in which heartbeats must go on
+        await asyncio.to_thread(_import)  # it takes seconds, and heartbeats must go on
         configuration = await _configuration()
         if place not in _clients:
             await _make(configuration, place)
@@ -194,21 +194,20 @@ async def pod_api(namespace: str, request_s: float) -> PodApi:
 
 
 async def renew_credentials() -> None:
-    """Tokens of a kubeconfig's programs last for minutes; calls under way go on.
+    """Read the credentials again: a kubeconfig program's tokens last minutes. Running calls go on.
 
     Raises: ConfigurationError when they cannot be read.
     """
     found = _clients[_place()]
     async with found.reading:
-        if (
-            time.monotonic() - found.read_anew_at > failures.REFUSAL_PASSES_S / 2
-        ):  # of many that were refused, one
+        # of many calls that were refused, only the first reads them
+        if time.monotonic() - found.last_read_at > failures.REFUSAL_PASSES_S / 2:
             await _read_credentials(found.api.configuration)
-            found.read_anew_at = time.monotonic()
+            found.last_read_at = time.monotonic()
 
 
 def configured() -> str:
-    """The files that say which cluster; empty within one. Raises: ConfigurationError."""
+    """The kubeconfig files; empty when running in a cluster. Raises: ConfigurationError."""
     if named := os.environ.get("KUBECONFIG"):
         return named
     own = Path("~/.kube/config").expanduser()
@@ -217,7 +216,7 @@ def configured() -> str:
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return ""
     raise ConfigurationError(
-        "nothing says which Kubernetes cluster: set KUBECONFIG, or run the worker within the cluster"
+        "no Kubernetes cluster is configured: set KUBECONFIG, or run the worker within the cluster"
     )
 
 
@@ -236,13 +235,13 @@ async def _configuration() -> Any:
     from kubernetes_asyncio.client import Configuration
 
     made = Configuration()
-    made.connection_pool_maxsize = 0  # a command that is waited for holds one: no limit
+    made.connection_pool_maxsize = 0  # no limit: each running command holds a connection
     await _read_credentials(made)
     return made
 
 
 async def _read_credentials(made: Any) -> None:
-    """Into what the clients look at."""
+    """Read the credentials into the configuration that the clients use."""
     from kubernetes_asyncio import config
 
     files = configured()
@@ -252,11 +251,11 @@ async def _read_credentials(made: Any) -> None:
             await config.load_kube_config(files, context, made, persist_config=False)
         else:
             config.load_incluster_config(made)  # type: ignore[no-untyped-call]  # left so
-    except Exception as error:  # a file that is no kubeconfig breaks its reader in any way
+    except Exception as error:  # for a wrong file, the reader raises any error
         raise _unreadable(error) from error
     if made.proxy and not str(made.proxy).startswith(("http://", "https://")):
-        raise ConfigurationError(  # without the URL, which may hold a password
-            "proxy-url of KUBECONFIG must begin with http:// or https://; no other proxy is spoken to"
+        raise ConfigurationError(  # the URL is not shown, because it may hold a password
+            "proxy-url of KUBECONFIG must begin with http:// or https://; no other kind of proxy is supported"
         )
 
 
@@ -273,7 +272,7 @@ async def _make(configuration: Any, place: tuple[Any, ...]) -> None:
 
     try:
         api, sockets = ApiClient(configuration), WsApiClient(configuration)
-    except (OSError, ValueError) as error:  # its certificates are read here
+    except (OSError, ValueError) as error:  # the certificates are read here
         raise _unreadable(error) from error
     client: Any = sockets.rest_client
     client.pool_manager = _Session(client)
@@ -283,7 +282,7 @@ async def _make(configuration: Any, place: tuple[Any, ...]) -> None:
 
 
 class _Session:
-    """Opens sockets the way that the client's other calls go, of which it tells the sockets nothing."""
+    """Opens sockets with the client's proxy and TLS name, which the client itself does not pass on."""
 
     def __init__(self, client: Any) -> None:
         self._session = client.pool_manager

@@ -11,27 +11,27 @@ from perdure.sandboxes.guest.retries import Conflict, Missing
 
 ROLE = "infra/k8s/sandboxes.yaml"
 REFUSAL_PASSES_S = 2.0
-"""After a 401 of credentials that worked: they are read anew, and may just be renewed."""
+"""Seconds to wait after a 401 for credentials that have worked; they are read again meanwhile."""
 RELEASE_S = 10.0
-"""Between tries to boot while a quota is used up."""
+"""Seconds between tries to boot while a quota is used up."""
 
 
-class Refused(Exception):
-    """An answer that is no success."""
+class ErrorAnswer(Exception):
+    """An answer with an error status."""
 
     def __init__(self, status: int, reason: str, message: str, retry_after: float | None) -> None:
         super().__init__(f"{status} {reason}: {message}")
         self.status, self.reason, self.retry_after = status, reason, retry_after
 
 
-def refused_of(status: int, text: str, headers: Mapping[str, str]) -> Refused:
+def refused_of(status: int, text: str, headers: Mapping[str, str]) -> ErrorAnswer:
     said: Mapping[str, Any] = {}
     with contextlib.suppress(ValueError):
         said = json.loads(text)
     if not isinstance(said, dict):
         said = {}
     message = str(said.get("message") or text[:200])
-    return Refused(status, said.get("reason") or "", message, _seconds(headers))
+    return ErrorAnswer(status, said.get("reason") or "", message, _seconds(headers))
 
 
 def _seconds(headers: Mapping[str, str] | None) -> float | None:
@@ -40,9 +40,9 @@ def _seconds(headers: Mapping[str, str] | None) -> float | None:
 
 
 def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
-    """The failure as one of ours. `key_works`: the credentials were accepted before.
+    """The failure as one of our errors. `key_works`: the credentials were accepted before.
 
-    Raises: `error` itself, when it is none of the API's.
+    Raises: `error` itself, if it does not come from the API.
     """
     import aiohttp
 
@@ -50,12 +50,12 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
         return error
     said = f"Kubernetes: {what}: {str(error) or type(error).__name__}"[:600]
     match error:
-        case Refused():
+        case ErrorAnswer():
             return _by_status(error.status, said, error, key_works=key_works)
         case aiohttp.WSServerHandshakeError():
-            if error.status == 400:  # of the moment: a pod that has not begun, or is over
+            if error.status == 400:  # transient: the pod has not started yet, or has ended
                 return ControlPlaneError(said)
-            answer = Refused(error.status, "", error.message, _seconds(error.headers))
+            answer = ErrorAnswer(error.status, "", error.message, _seconds(error.headers))
             return _by_status(error.status, said, answer, key_works=key_works)
         case aiohttp.ClientConnectorCertificateError() | ssl.SSLCertVerificationError():
             return ConfigurationError(f"{said}; correct the certificate authority of KUBECONFIG")
@@ -64,7 +64,7 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
     raise error
 
 
-def _by_status(status: int, said: str, answer: Refused, *, key_works: bool) -> PerdureError:
+def _by_status(status: int, said: str, answer: ErrorAnswer, *, key_works: bool) -> PerdureError:
     match status:
         case 401:
             if key_works:
@@ -72,10 +72,10 @@ def _by_status(status: int, said: str, answer: Refused, *, key_works: bool) -> P
             return ConfigurationError(f"{said}; give KUBECONFIG credentials that the cluster takes")
         case 403:
             return _forbidden(said)
-        case 404:  # the API's own; else a proxy's, which tells nothing about the pod
+        case 404:  # from the API; a proxy's 404 says nothing about the pod
             return Missing(said) if answer.reason == "NotFound" else ControlPlaneError(said)
         case 409:
-            # the other Conflict is two writers of a quota, which passes
+            # the other Conflict, two writers of a quota, is transient
             return Conflict(said) if answer.reason == "AlreadyExists" else ControlPlaneError(said)
         case 429:
             return RateLimited(said, retry_after=answer.retry_after or 1.0)

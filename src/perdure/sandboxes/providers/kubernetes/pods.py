@@ -1,6 +1,6 @@
-"""What a sandbox is to Kubernetes: the pod that is asked for, and how one stands.
+"""Builds the pod of a sandbox, and reads a pod's state.
 
-Pure: JSON in, JSON or words out. Who asks, waits and deletes is the provider.
+Pure functions on JSON. The provider makes the calls.
 """
 
 import json
@@ -26,16 +26,16 @@ POD_FIELDS = frozenset(
         "schedulerName", "tolerations",
     }
 )  # fmt: skip
-"""What the cluster's owner may say. All else is the sandbox's, or its walls."""
+"""Fields of the pod that the cluster's owner may set. The others belong to the sandbox's isolation."""
 SCOPE, IDENTITY, NETWORK = "perdure.scope", "perdure.identity", "perdure.network"
 SPEC, EXPIRES = "perdure.spec", "perdure.expires"
 LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 OUTER_S = 7 * 86400
-"""No pod runs longer. Kubernetes lets `activeDeadlineSeconds` only be lowered, so the deadline that
-`touch` moves is kept by the first process inside; this one ends what has lost even that."""
+"""Seconds after which Kubernetes ends any pod. `activeDeadlineSeconds` can only be lowered, so the first
+process inside enforces the deadline that `touch` moves; this one is the last resort."""
 GRACE_S = 1
 STAYS = {"karpenter.sh/do-not-disrupt": "true"}
-"""Other autoscalers leave a pod without a controller where it is anyway."""
+"""For Karpenter. Other autoscalers do not move a pod without a controller."""
 AGENT = "1000:1000"
 
 
@@ -101,7 +101,7 @@ def _container(spec: SandboxSpec, image: str) -> dict[str, Any]:
 
 
 def cluster_fields() -> dict[str, Any]:
-    """What the JSON file of `PERDURE_KUBERNETES__POD_FILE` adds to each pod.
+    """The fields that the JSON file of `PERDURE_KUBERNETES__POD_FILE` adds to each pod.
 
     Raises: ConfigurationError naming the file and what is wrong in it.
     """
@@ -126,46 +126,46 @@ def annotation(pod: Mapping[str, Any], name: str) -> str:
     return str((pod["metadata"].get("annotations") or {}).get(name, ""))
 
 
-# -- how it stands --------------------------------------------------------------------------------
+# -- its state --------------------------------------------------------------------------------
 
 
 NEVER_BEGAN = ("StartError", "ContainerCannotRun")
-"""How `Standing.why` begins where no process has run in the container. What others say of its end may
-be a command's own words: it can write the file that they are read from."""
+"""How `PodState.why` begins if no process has run in the container. Other reasons may be forged: a
+command can write the file that they are read from."""
 NOWHERE = re.compile(r"preemption: 0/(\d+) nodes are available: \1 Preemption is not helpful")
 
 
-class Standing(NamedTuple):
-    """`coming`: made, not up yet. `going`: being deleted, by whomever. `over`: it ended."""
+class PodState(NamedTuple):
+    """`coming`: made, but not up yet. `going`: being deleted. `over`: it has ended."""
 
     state: Literal["coming", "up", "going", "over"]
     why: str = ""
 
 
 class Obstacle(NamedTuple):
-    """What a pod waits for, where it is more than time."""
+    """Why a pod does not come up."""
 
     kind: Literal["node", "image", "container"]
     reason: str
     message: str
 
 
-def standing(pod: Mapping[str, Any]) -> Standing:
+def state_of(pod: Mapping[str, Any]) -> PodState:
     status = pod.get("status") or {}
     phase = status.get("phase", "Pending")
     if pod["metadata"].get("deletionTimestamp"):
-        return Standing("going", _disruption(status) or "it is being deleted")
+        return PodState("going", _disruption(status) or "it is being deleted")
     if phase == "Succeeded":
-        return Standing("over", "its time was over")
+        return PodState("over", "its time was over")
     ended = _container_state(status).get("terminated")
     if phase == "Failed" or ended:
-        return Standing("over", _failure(status, ended or {}))
+        return PodState("over", _failure(status, ended or {}))
     running = phase == "Running" and "running" in _container_state(status)
-    return Standing("up" if running else "coming", _disruption(status))
+    return PodState("up" if running else "coming", _disruption(status))
 
 
 def _failure(status: Mapping[str, Any], ended: Mapping[str, Any]) -> str:
-    """Evicted, OOMKilled, DeadlineExceeded, Preempting, NodeLost and the like, in its own words."""
+    """Evicted, OOMKilled, DeadlineExceeded, Preempting, NodeLost and the like, as the API reports it."""
     reasons = [status.get("reason"), ended.get("reason"), _disruption(status)]
     messages = [status.get("message"), ended.get("message")]
     reason = next((one for one in reasons if one), "Failed")
@@ -174,7 +174,7 @@ def _failure(status: Mapping[str, Any], ended: Mapping[str, Any]) -> str:
 
 
 def _disruption(status: Mapping[str, Any]) -> str:
-    """Who took it away: preemption, eviction, a taint, the collector of a lost node's pods."""
+    """What removed it: preemption, eviction, a taint, or the collector of a lost node's pods."""
     for condition in status.get("conditions") or ():
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
             return f"{condition.get('reason')}: {condition.get('message', '')}".strip()
@@ -182,7 +182,7 @@ def _disruption(status: Mapping[str, Any]) -> str:
 
 
 def obstacle(pod: Mapping[str, Any]) -> Obstacle | None:
-    """Why a pod that is coming does not come, as far as anything says so."""
+    """Why a `coming` pod is not up, as far as its status shows it."""
     status = pod.get("status") or {}
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable":
@@ -197,7 +197,7 @@ def obstacle(pod: Mapping[str, Any]) -> Obstacle | None:
 
 
 def _container_state(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the sandbox: a cluster may add containers of its own, such as a mesh's."""
+    """Of the sandbox's container: a cluster may add others, such as a service mesh's."""
     statuses = status.get("containerStatuses") or ()
     ours: Mapping[str, Any] = next((one for one in statuses if one.get("name") == CONTAINER), {})
     state: Mapping[str, Any] = ours.get("state") or {}
@@ -205,11 +205,10 @@ def _container_state(status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def lacks_room(found: Obstacle) -> bool:
-    """No node is free; as against: no node may run it, however long one waits."""
+    """No node has room now, in contrast to: no node may ever run it."""
     return "Insufficient" in found.message or "Too many pods" in found.message
 
 
 def fits_nowhere(found: Obstacle) -> bool:
-    """A node that has too little for it would have too little without any other pod: so says the
-    scheduler of Kubernetes 1.34 on. Older ones do not tell."""
+    """Even an empty node is too small for it. Schedulers before Kubernetes 1.34 do not report that."""
     return "Insufficient" in found.message and NOWHERE.search(found.message) is not None

@@ -1,8 +1,8 @@
 """The `kubernetes` provider: one bare pod a sandbox, in a namespace of any cluster.
 
-An identity is the pod's name, so the API makes it once. Commands and their durable records are the
-guest's (`guested`), which every order reaches by the pod's exec socket, on standard input: nothing
-of it stands in a URL. What a pod is and how it stands is said in `kubernetes_pods`.
+The identity is part of the pod's name, so the API makes it once. The guest program runs commands and
+keeps their records. Orders reach it over the pod's exec socket, on standard input, so that no URL
+shows them. `pods` builds the pod and reads its state.
 """
 
 import asyncio
@@ -25,7 +25,6 @@ from perdure.errors import (
     ControlPlaneError,
     InstanceError,
     NotFound,
-    OutcomeUnknown,
     PerdureError,
     RateLimited,
 )
@@ -54,14 +53,15 @@ NAMESPACE = "perdure-sandboxes"
 IMAGE_VARIABLE = "PERDURE_KUBERNETES__IMAGE"
 REQUEST_S = 60.0
 UPLOAD_BYTES_PER_S = 1_000_000
-"""The slowest link that a large upload is waited for on."""
+"""The slowest link for which the time-out of an upload is still long enough."""
 LOOK_S = (0.1, 1.0)
+"""The first and the longest pause between two looks at a pod, in seconds."""
 GONE_S = 30.0
-"""A pod that is still there so long after its delete has a node that does not answer."""
+"""Seconds after a delete until a pod that is still there is removed without its node."""
 SILENT_S = 600.0
-"""A pod said to run whose commands cannot be reached for so long is lost."""
+"""Seconds without an answer after which a running pod counts as lost."""
 CLOSED_S = 10.0
-"""A network plugin may take so long to close a new pod."""
+"""Seconds that the network plugin may take to close a new pod's network."""
 LOOK = """
 import json, os, socket, sys
 reached = None
@@ -74,12 +74,12 @@ if sys.argv[1] == "closed" and os.environ.get("KUBERNETES_SERVICE_HOST"):
         reached = False
 print("\\nperdure-answer:" + json.dumps({"env": dict(os.environ), "reached": reached}))
 """
-"""From inside: the image's variables, and whether the one address that each pod is told answers."""
+"""Runs inside: prints the image's variables, and whether the API server's address answers."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """How long one call may take. Where to and as whom: the environment, by name."""
+    """How long one call may take. The environment names the cluster and the account."""
 
     request_s: float = REQUEST_S
 
@@ -108,8 +108,8 @@ class KubernetesSandbox(ContainerSandbox):
         await super().set_up(spec)
 
     async def _look(self, spec: SandboxSpec) -> Mapping[str, str]:
-        """The image's variables. Raises: ConfigurationError when its network should be closed and
-        is not."""
+        """The image's variables. Raises: ConfigurationError when the network should be closed but is
+        open."""
         proven = spec.network is Network.HOST or self.provider.network_is_closed
         command = f"python3 -I -c {shlex.quote(LOOK)} {'any' if proven else 'closed'}"
         end = time.monotonic() + CLOSED_S
@@ -119,8 +119,8 @@ class KubernetesSandbox(ContainerSandbox):
             await asyncio.sleep(LOOK_S[1])
         if not proven and found["reached"] is None:
             raise ConfigurationError(
-                f"sandbox {self.identity!r} is told no KUBERNETES_SERVICE_HOST, so nobody knows "
-                "whether its network is closed: run sandboxes on nodes whose kubelet sets it"
+                f"KUBERNETES_SERVICE_HOST is not set in sandbox {self.identity!r}, so it cannot be "
+                "checked that its network is closed: run sandboxes on nodes whose kubelet sets it"
             )
         if not proven:
             self.provider.network_is_closed = True
@@ -130,14 +130,14 @@ class KubernetesSandbox(ContainerSandbox):
     # -- how the guest is reached -----------------------------------------------------------------
 
     async def _print(self, what: str, command: str, extra_s: float) -> str:
-        """A shell reads the line first: in the URL it would stand in the cluster's audit log."""
+        """A shell reads the line from standard input: a URL would show it in the cluster's audit log."""
         given = command.encode()
         argv = ["sh", "-c", 'line=$(head -c "$1") && eval "$line"', "sh", str(len(given))]
         said = await self._exec(what, argv, [given], self.provider.connection.request_s + extra_s)
         return said.out.decode("utf-8", "replace")
 
     async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
-        """The line first, then the data: `dd` takes no byte of what follows."""
+        """Send the line, then the data. `dd` reads the line without a byte of the data."""
         size = len(data) if isinstance(data, bytes) else data.stat().st_size
         line = '(umask 077; mkdir -p "${2%/*}" && head -c "$3" >"$2") && ' + command
         given = line.encode()
@@ -150,7 +150,7 @@ class KubernetesSandbox(ContainerSandbox):
     async def _exec(
         self, what: str, argv: Sequence[str], given: Sequence[bytes | Path], seconds: float
     ) -> client.CommandOutput:
-        """Raises: SandboxLost where the API says so too, or nothing answers for long."""
+        """Raises: SandboxLost if the API agrees, or nothing has answered for long."""
         try:
             said = await self.provider.run(what, self.name, argv, given, seconds)
         except (Missing, ControlPlaneError) as error:
@@ -165,7 +165,7 @@ class KubernetesSandbox(ContainerSandbox):
             raise self._lacking(lacks_programs(self.identity, said.words))
         await self._check_lives(None)
         raise ControlPlaneError(
-            f"Kubernetes: {what}: its socket or its command broke: {said.words}"
+            f"Kubernetes: {what}: the socket or the command broke: {said.words}"
         )
 
     async def _check_lives(self, error: PerdureError | None) -> None:
@@ -173,7 +173,7 @@ class KubernetesSandbox(ContainerSandbox):
         pod = await again(lambda: self.provider.find(self.identity))
         if pod is None or pod["metadata"]["uid"] != self.uid:
             raise lost("kubernetes", self.identity) from error
-        now = pods.standing(pod)
+        now = pods.state_of(pod)
         if now.state in ("going", "over"):
             raise lost("kubernetes", self.identity, f"({now.why})") from error
         if error is not None and self.provider.silences.lasts(self.uid) > SILENT_S:
@@ -189,14 +189,14 @@ class KubernetesProvider(ServiceProvider):
     scope_variable = "PERDURE_KUBERNETES__SCOPE"
     limits = frozenset({"memory_mb", "cpus", "disk_mb", "output_mb"})  # a node bounds processes
     account_caps = AccountCaps(starting=32)
-    """What a namespace's quota or the nodes hold is found out by being refused."""
+    """Refusals show how many pods the namespace's quota and the nodes allow."""
 
     def __init__(self, home: Path) -> None:
         super().__init__(home)
         self.connection = Connection()
         self.silences = Silences()
         self.network_is_closed = False
-        """Seen from inside, once."""
+        """A sandbox has seen that it cannot reach the API server."""
         self._key_works = False
 
     @property
@@ -239,12 +239,10 @@ class KubernetesProvider(ServiceProvider):
             raise NotFound(f"no kubernetes sandbox {identity!r}")
         return KubernetesSandbox(self, await self._up(pod, identity))
 
-    async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
-        if not self.root.exists() and self.scope_variable not in os.environ:
-            return []  # never used from here: nothing to sweep
+    async def _list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
         selector = f"{pods.SCOPE}={self._scope}"
         found = await again(lambda: self._call("list", lambda it: it.listed(selector)))
-        wanted = (labels or {}).items()
+        wanted = labels.items()
         infos = [self._info(pod) for pod in found if pods.annotation(pod, pods.SPEC)]
         return [info for info in infos if wanted <= info.labels.items()]
 
@@ -252,7 +250,7 @@ class KubernetesProvider(ServiceProvider):
         return SandboxInfo(
             identity=pods.annotation(pod, pods.IDENTITY),
             provider=self.name,
-            alive=pods.standing(pod).state in ("coming", "up"),
+            alive=pods.state_of(pod).state in ("coming", "up"),
             created=_time(pod["metadata"]["creationTimestamp"]),
             expires=float(pods.annotation(pod, pods.EXPIRES) or 0),
             labels=json.loads(pods.annotation(pod, pods.SPEC))["labels"],
@@ -268,7 +266,7 @@ class KubernetesProvider(ServiceProvider):
             await self._gone(name, pod["metadata"]["uid"])
 
     async def _gone(self, name: str, uid: str) -> None:
-        """Its node has ended it; or the node does not answer, and the API forgets it.
+        """Wait until its node has ended it. If the node does not answer, delete it without the node.
 
         Raises: Missing when it is gone.
         """
@@ -296,14 +294,14 @@ class KubernetesProvider(ServiceProvider):
         return box
 
     async def _settled(self, identity: str) -> Pod | None:
-        """The pod of this name, unless it is just going away: then its name is free in a moment."""
+        """The pod of this name. Raises: ControlPlaneError while one of this name is being deleted."""
         pod = await self.find(identity)
-        if pod is not None and pods.standing(pod).state == "going":
+        if pod is not None and pods.state_of(pod).state == "going":
             raise ControlPlaneError(f"pod {self._name(identity)} is still being deleted")
         return pod
 
     async def _make(self, spec: SandboxSpec, identity: str) -> Pod:
-        """Whatever the answer was, the name says whether it was made."""
+        """Create the pod. After a lost answer, a look by name shows whether it was made."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         wanted = self._pod(spec, identity)
 
@@ -320,15 +318,12 @@ class KubernetesProvider(ServiceProvider):
                 raise ControlPlaneError(str(error)) from error
             except RateLimited as error:
                 if error.limit == "concurrency" and (found := await self._settled(identity)):
-                    return found  # a quota is looked at before the name: this one may fill it
+                    return (
+                        found  # the quota is checked before the name: this pod may be what fills it
+                    )
                 raise
 
-        try:
-            return await again(ask, wait_at_caps=self.waits_at_caps)
-        except RateLimited:
-            raise
-        except ControlPlaneError as error:
-            raise OutcomeUnknown(f"{error}; it is looked up by identity {identity!r}") from error
+        return await self._make_by(ask, identity)
 
     def _pod(self, spec: SandboxSpec, identity: str) -> Pod:
         wanted = spec.image or os.environ.get(IMAGE_VARIABLE) or IMAGE
@@ -350,12 +345,12 @@ class KubernetesProvider(ServiceProvider):
         )
 
     async def _up(self, pod: Pod, identity: str) -> Pod:
-        """Once it runs. Raises: SandboxLost when it ended; what cannot come up is deleted."""
+        """Wait until it runs. Raises: SandboxLost when it ended. A pod that cannot come up is deleted."""
         wait = BootWait(identity)
         pause = LOOK_S[0]
-        while (now := pods.standing(pod)).state == "coming":
+        while (now := pods.state_of(pod)).state == "coming":
             if (reason := wait.judged(pod)) is not None:
-                with contextlib.suppress(PerdureError):  # the API may refuse; then the reaper comes
+                with contextlib.suppress(PerdureError):  # if the API refuses, the reaper deletes it
                     await self.kill(identity)
                 raise reason
             await asyncio.sleep(pause)
@@ -372,7 +367,7 @@ class KubernetesProvider(ServiceProvider):
         return pod
 
     def _name(self, identity: str) -> str:
-        """Names are the namespace's, identities a deployment's. A name begins with a letter."""
+        """Unique in the namespace, which several deployments may share. It begins with a letter."""
         return f"perdure-{identity}-{hashlib.sha256(self._scope.encode()).hexdigest()[:8]}"
 
     # -- calls ------------------------------------------------------------------------------------
@@ -385,7 +380,7 @@ class KubernetesProvider(ServiceProvider):
             return None
 
     async def renew(self, identity: str, name: str, ttl_s: float) -> None:
-        """What the first process inside keeps to already is said to whoever lists."""
+        """Update the annotation, so that `list` shows the deadline that the pod's first process enforces."""
         until = {pods.EXPIRES: str(time.time() + ttl_s)}
         try:
             await again(lambda: self._call("patch", lambda it: it.annotate(name, until)))
@@ -414,7 +409,7 @@ class KubernetesProvider(ServiceProvider):
         return done
 
     async def _renew_credentials(self, why: str) -> None:
-        """Raises: ControlPlaneError, as the login they come from has worked before."""
+        """Raises: ControlPlaneError when they cannot be read: they were valid before, so try again."""
         try:
             await client.renew_credentials()
         except ConfigurationError as error:
@@ -431,7 +426,7 @@ class KubernetesProvider(ServiceProvider):
 
 
 def _of_image(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Without what Kubernetes and we add, and what a user's own is."""
+    """Without the variables of Kubernetes, ours, and those of a user or a shell."""
     ours = ("KUBERNETES_", "PERDURE_")
     shell = ("HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHLVL", "USER", "_")
     return {
