@@ -113,7 +113,7 @@ class Bench:
                     way,
                     gateway_url=self.gateway.url,
                     session_key=key,
-                    near=self.provider.sees_host,
+                    reads_are_cheap=self.provider.sees_host,
                 )
                 url = (await stack.enter_async_context(relay)).url
             yield sandbox, url, key

@@ -127,7 +127,7 @@ class Stand:
 
     @asynccontextmanager
     async def relay(self, carrier: CarrierName, **options: Any) -> AsyncIterator[Relay]:
-        options = {"gateway_url": self.gateway.url, "near": True, **options}
+        options = {"gateway_url": self.gateway.url, "reads_are_cheap": True, **options}
         relay = Relay(self.sandbox, carrier, session_key=self.key, **options)
         async with relay:
             self.port = int(relay.url.rsplit(":", 1)[1])

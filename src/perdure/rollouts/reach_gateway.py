@@ -47,7 +47,7 @@ async def reached(
         gateway_url=url,
         session_key=session.key,
         output_mb=job.agent_sandbox.place.limits.output_mb,
-        near=job.agent_sandbox.provider.sees_host,
+        reads_are_cheap=job.agent_sandbox.provider.sees_host,
     )
     async with relay:
         yield GatewayRoute(relay.url, relay.check)

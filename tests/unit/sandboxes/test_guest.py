@@ -208,7 +208,7 @@ async def test_tree_is_unpacked_as_it_was_packed(
     (tree / "link").symlink_to("/etc/hostname")
     (tree / "open").touch()
     (tree / "open").chmod(0o666)
-    await box._unpack(tree, str(target), owned=True)
+    await box._unpack(tree, str(target), agent_owned=True)
 
     assert (os.readlink(target / "link"), (target / "open").stat().st_mode & 0o777) == (
         "/etc/hostname",

@@ -213,7 +213,7 @@ class GuestSandbox(Sandbox):
             if mount.target in begun["missing"]:
                 await self._bring(mount)
         if spec.tree is not None and spec.workdir in begun["missing"]:
-            await self._unpack(spec.tree, spec.workdir, owned=True)
+            await self._unpack(spec.tree, spec.workdir, agent_owned=True)
         await self._guest("ready", **settings)
 
     def _settings(self, spec: SandboxSpec) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class GuestSandbox(Sandbox):
 
     async def _bring(self, mount: Mount) -> None:
         if mount.source.is_dir():
-            await self._unpack(mount.source, mount.target, owned=False)
+            await self._unpack(mount.source, mount.target, agent_owned=False)
         else:
             mode = mount.source.stat().st_mode & 0o777
             await self.put(mount.target, mount.source, mode=mode)
@@ -258,9 +258,9 @@ class GuestSandbox(Sandbox):
         """Machine -> system-call filter, if the provider makes plain containers."""
         return None
 
-    async def _unpack(self, folder: Path, target: str, *, owned: bool) -> None:
+    async def _unpack(self, folder: Path, target: str, *, agent_owned: bool) -> None:
         packed = await asyncio.to_thread(pack, folder, self._packs)
-        order = {"target": target, "sha256": packed.sha256, "owned": owned}
+        order = {"target": target, "sha256": packed.sha256, "agent_owned": agent_owned}
         await again(lambda: self._deliver("unpack", packed.path, **order))
 
     async def _deliver(self, op: str, data: bytes | Path, **order: Any) -> None:

@@ -1,7 +1,7 @@
-"""How the lines of a relay inside a sandbox reach this host, and the pieces of answers go back.
+"""How lines of the relay inside a sandbox reach this host, and pieces of answers go back.
 
 Three carriers of one protocol: `stdio` reads the relay's standard output by offset, `file` reads a
-file, `dial` connects to the relay's port. Nothing read here is trusted.
+file, `dial` connects to the relay's port. All that they read is untrusted.
 """
 
 import asyncio
@@ -20,54 +20,54 @@ from perdure.sandboxes.base import Sandbox
 LARGEST_LINE = 160 << 10
 LARGEST_BODY = 32 << 20
 LARGEST_LOG = 64 << 20
-"""Bytes after which a relay is started afresh: far more than an honest one ever says."""
+"""Bytes after which a new relay is started. An honest relay writes far less."""
 READ = 1 << 20
 POLLS_PER_S = 500.0
-"""Of all relays of this process together; a provider of sandboxes was seen to allow 833."""
+"""For all relays of this process together. A sandbox service was seen to allow 833."""
 LONGEST_PAUSE_S = 0.5
 NEAR_PAUSE_S, FAR_PAUSE_S = 0.005, 0.05
-"""The shortest pause where looking is a system call, and where it is a request."""
-STAND_S = 5.0
-"""How long one reading waits inside the sandbox, where that is possible."""
+"""The shortest pause between two reads in seconds: if a read is a system call, if it is a request."""
+READ_WAIT_S = 5.0
+"""Seconds that one read waits in the sandbox, if the sandbox `waits_inside`."""
 LOOK_S = 2.0
-"""How often a silent relay is asked whether it lives."""
+"""Seconds between two looks whether a silent relay still runs."""
 SILENCE_S = 45.0
-"""A dialled relay speaks every 15 s; one silent for this long is dialled again."""
+"""Seconds of silence after which a relay is dialled again. It sends something every 15 s."""
 
 JsonObject = dict[str, Any]
 T = TypeVar("T")
 
 
 class Heard(NamedTuple):
-    """A line of the relay, and the body that came with it."""
+    """A line of the relay, and the body that came with it, if any."""
 
     line: JsonObject
     body: bytes | None = None
 
 
 class Carrier(Protocol):
-    """One relay process, for as long as it runs."""
+    """The connection to one relay process, while that runs."""
 
     name: ClassVar[str]
 
     def batches(self) -> AsyncIterator[list[Heard]]:
-        """The first batch is everything said so far, so that what is done already is not begun.
+        """The first batch is all lines so far, so that requests that are done already are not started.
 
-        Ends when the relay's process has.
+        Ends when the relay's process has ended.
         """
         ...
 
-    async def fetch(self, call_id: str) -> bytes | None:
-        """A body that did not come with its line; None when it is gone."""
+    async def fetch(self, request_id: str) -> bytes | None:
+        """A body that did not come with its line; None if it is gone."""
         ...
 
     async def answer(self, head: JsonObject, body: bytes) -> None:
-        """Hand over one piece. Repeating it is safe; what is lost on the way is asked for again."""
+        """Hand over one piece. It may be repeated; the relay asks again for what was lost."""
         ...
 
 
 class Lines:
-    """Cuts bytes into lines, each a JSON object of bounded size; anything else is dropped."""
+    """Cuts bytes into lines. Each must be a JSON object of bounded size; others are dropped."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -99,7 +99,7 @@ def as_object(line: bytes) -> JsonObject | None:
 
 
 class Pace:
-    """At most so many polls a second, however many relays this process serves."""
+    """Limits the polls per second of all relays of this process."""
 
     def __init__(self, per_second: float) -> None:
         self._step = 1 / per_second
@@ -116,22 +116,24 @@ _pace = Pace(POLLS_PER_S)
 
 
 class LogCarrier:
-    """`stdio` and `file`: a log read by offset, answers put into a folder."""
+    """`stdio` and `file`: reads a log by offset and puts answers into a folder."""
 
     name: ClassVar[str] = "log"
 
-    def __init__(self, sandbox: Sandbox, exec_id: str, spool: str, *, near: bool) -> None:
+    def __init__(
+        self, sandbox: Sandbox, exec_id: str, spool: str, *, reads_are_cheap: bool
+    ) -> None:
         self._sandbox = sandbox
         self._exec_id = exec_id
         self._spool = spool
-        self._shortest = NEAR_PAUSE_S if near else FAR_PAUSE_S
+        self._shortest = NEAR_PAUSE_S if reads_are_cheap else FAR_PAUSE_S
         self._nudged = asyncio.Event()
         self._numbers = itertools.count()
         self._sender = uuid4().hex[:8]
 
     @property
-    def _stands(self) -> bool:
-        """A reading returns when there is something: no pause is needed between two."""
+    def _waits_inside(self) -> bool:
+        """A read waits until there is something, so no pause is needed between two."""
         return False
 
     async def _read(self, offset: int) -> bytes:
@@ -151,25 +153,25 @@ class LogCarrier:
             if batch or first:
                 yield batch
                 batch, first, pause = [], False, self._shortest
-            elif self._stands or time.monotonic() - looked > LOOK_S:
+            elif self._waits_inside or time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
                 if (await _patiently(lambda: self._sandbox.poll(self._exec_id))).done:
                     return
-            if not self._stands:
+            if not self._waits_inside:
                 pause = await self._rest(pause)
 
     async def _rest(self, pause: float) -> float:
-        """How long to wait next time: a little longer, or short again after an answer."""
+        """Wait. Returns the next pause: a little longer, or the shortest after an answer."""
         self._nudged.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._nudged.wait(), pause)
             return self._shortest
         return min(pause * 1.3, LONGEST_PAUSE_S)
 
-    async def fetch(self, call_id: str) -> bytes | None:
+    async def fetch(self, request_id: str) -> bytes | None:
         try:
             return await _patiently(
-                lambda: self._sandbox.get(f"{self._spool}/body/{call_id}", 0, LARGEST_BODY + 1)
+                lambda: self._sandbox.get(f"{self._spool}/body/{request_id}", 0, LARGEST_BODY + 1)
             )
         except NotFound:
             return None
@@ -182,20 +184,20 @@ class LogCarrier:
 
 
 class StdioCarrier(LogCarrier):
-    """The provider keeps what the relay prints."""
+    """The relay prints its lines; the provider keeps its output."""
 
     name: ClassVar[str] = "stdio"
 
     @property
-    def _stands(self) -> bool:
+    def _waits_inside(self) -> bool:
         return self._sandbox.waits_inside
 
     async def _read(self, offset: int) -> bytes:
-        return await self._sandbox.next_output(self._exec_id, offset, READ, wait_s=STAND_S)
+        return await self._sandbox.next_output(self._exec_id, offset, READ, wait_s=READ_WAIT_S)
 
 
 class FileCarrier(LogCarrier):
-    """The last resort: files are all the provider needs to carry."""
+    """The last resort: it needs only files."""
 
     name: ClassVar[str] = "file"
 
@@ -207,7 +209,7 @@ class FileCarrier(LogCarrier):
 
 
 async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
-    """Every call of a relay may be repeated; one that keeps failing for a minute is the watch's."""
+    """Repeat a call while it fails. After a minute, raise its error."""
     pause, until = 0.2, time.monotonic() + 60
     while True:
         try:
@@ -220,13 +222,13 @@ async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
 
 
 _CUT = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
-"""Or it says what no relay says: whoever listens there may be hostile."""
+"""The connection broke, or it sent what no relay sends: the process there may be hostile."""
 
 
 class DialCarrier:
-    """One connection into the sandbox, made again whenever it breaks.
+    """One connection into the sandbox, made again when it breaks.
 
-    Refused while a later watcher is connected; then it asks again, ever more rarely.
+    The relay refuses it while a later watcher is connected. Then it tries again, at growing pauses.
     """
 
     name: ClassVar[str] = "dial"
@@ -238,9 +240,9 @@ class DialCarrier:
         self._token = token
         self._offset = 0
         self._ticket = 0
-        """Given by the relay at the first connection: a later watcher's is higher, and wins."""
+        """The relay gives it at the first connection. The watcher with the highest ticket stays connected."""
         self._unheard: list[Heard] = []
-        """Read, and not yet handed on; a connection that breaks does not lose it."""
+        """Read, but not handed on yet. They survive a broken connection."""
         self._writer: asyncio.StreamWriter | None = None
 
     async def batches(self) -> AsyncIterator[list[Heard]]:
@@ -253,7 +255,7 @@ class DialCarrier:
                 async for batch in self._read(reader, size):
                     yield batch
             except (*_CUT, NotFound, RetryHere, OutcomeUnknown):
-                pass  # not up yet, or cut: asked below whether it lives
+                pass  # not up yet, or cut; the poll below tells whether it still runs
             finally:
                 self._hang_up()
             if (await _patiently(lambda: self._sandbox.poll(self._exec_id))).done:
@@ -262,7 +264,7 @@ class DialCarrier:
             pause = min(pause * 1.5, 5.0)
 
     async def _connect(self) -> tuple[asyncio.StreamReader, int]:
-        """The stream, and how much of the log it begins with."""
+        """The stream, and the size of the log at the connection."""
         port = int(await self._sandbox.get(f"{self._spool}/port", 0, 16))
         if not 0 < port < 65536:
             raise ValueError("no port")
@@ -300,7 +302,7 @@ class DialCarrier:
                 line = await reader.readexactly(length)
                 body = await reader.readexactly(body_length) if body_length else None
             if not offset:
-                continue  # it lives, and has nothing to say
+                continue  # it only shows that it is alive
             if not self._offset < offset <= LARGEST_LOG:
                 raise ValueError("the log goes backwards, or never ends")
             self._offset = offset
@@ -312,17 +314,17 @@ class DialCarrier:
             self._writer.close()
             self._writer = None
 
-    async def fetch(self, call_id: str) -> bytes | None:
+    async def fetch(self, request_id: str) -> bytes | None:
         try:
             return await _patiently(
-                lambda: self._sandbox.get(f"{self._spool}/body/{call_id}", 0, LARGEST_BODY + 1)
+                lambda: self._sandbox.get(f"{self._spool}/body/{request_id}", 0, LARGEST_BODY + 1)
             )
         except NotFound:
             return None
 
     async def answer(self, head: JsonObject, body: bytes) -> None:
         if self._writer is None:
-            return  # sent again once dialled
+            return  # sent again after the next connection
         data = json.dumps({**head, "size": len(body)}, separators=(",", ":")).encode() + b"\n"
         self._writer.write(data + body)
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""How a sandbox reaches the gateway: chosen from the setting and the provider, refused before a boot.
+"""Chooses how a sandbox reaches the gateway, from the setting and the provider, before the boot.
 
-Owns the choice and the look from inside; the relays themselves are `relay`'s.
+Also checks the URL from inside. `relay` runs the relays.
 """
 
 import ipaddress
@@ -31,8 +31,8 @@ echo "neither python3, curl nor wget is there to open it with" >&2; exit 1
 def choose_reach(wanted: Reach, provider: SandboxProvider, gateway_url: str) -> Reach:
     """What `wanted` means for sandboxes of this provider; `auto` becomes one of the others.
 
-    `auto`: the unix socket on this host, the URL where it is no address of this host alone, else
-    the relay by `dial` where the provider can, else by `stdio`.
+    `auto`: the unix socket if the sandbox sees this host; the URL if other hosts can open it; a relay
+    by `dial` if the provider can, or by `stdio`.
     Raises: ConfigurationError naming the setting and the fix.
     """
     relay: Reach = "dial" if provider.dials else "stdio"
@@ -60,7 +60,7 @@ def choose_reach(wanted: Reach, provider: SandboxProvider, gateway_url: str) -> 
 
 
 async def open_from_inside(sandbox: Sandbox, gateway_url: str) -> str:
-    """One look at the gateway with the sandbox's own eyes; empty, or why it failed."""
+    """Open the gateway from inside the sandbox once. Empty, or why it failed."""
     argv = ["sh", "-c", _OPEN, "sh", f"{gateway_url}/healthz"]
     result = await sandbox.exec(argv, timeout=OPEN_S)
     if result.status.ok:

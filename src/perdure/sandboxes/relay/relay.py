@@ -1,8 +1,8 @@
-"""The host's side of a relay: model calls of a sandbox that cannot reach the gateway, carried to it.
+"""The host's side of a relay: carries model requests of a sandbox that cannot reach the gateway.
 
-Starts the relay inside (`relay_program`), hears its calls through a carrier, asks the gateway and
-hands the answers back. All that must survive this process lies in the sandbox and in the gateway's
-journal: another worker makes the same `Relay` and goes on.
+Starts the relay inside (`relay_program`), hears its requests through a carrier, asks the gateway and
+hands the answers back. All that must survive this process is in the sandbox and in the gateway's
+journal, so another worker makes the same `Relay` and goes on.
 """
 
 import asyncio
@@ -44,18 +44,18 @@ CARRIERS: tuple[CarrierName, ...] = ("dial", "stdio", "file")
 
 PORT = 18001
 AT_ONCE = 32
-"""Calls of one sandbox that are at the gateway at a time."""
-MOST_CALLS = 128
-"""Calls of one sandbox that are remembered; an honest relay has half as many."""
+"""Requests of one sandbox that wait for the gateway at a time."""
+MOST_REQUESTS = 128
+"""Requests of one sandbox that are kept at a time. An honest relay has at most half as many."""
 MOST_STARTS = 20
 READY_S = 60.0
 FLUSH_S = 0.25
-"""A part of an answer waits this long for more, because each piece costs a call to the provider."""
+"""Seconds that a part of an answer waits for more: each piece costs a request to the provider."""
 LARGEST_ANSWER = 64 << 20
 GATEWAY_RETURNS_S = 30.0
-"""A gateway that restarts keeps its callers waiting this long, then they are told 503."""
+"""Seconds that requests wait for a gateway that restarts; then they are answered with 503."""
 
-_CALL_ID = re.compile(r"[0-9a-f]{32}")
+_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _METHOD = re.compile(r"[A-Z]{1,10}")
 _PATH = re.compile(r"/(v1/[!-~]{0,4000}|api/hello|healthz)?")
 _HOP = {
@@ -73,8 +73,8 @@ _FIND_PYTHON = (
 log = structlog.get_logger()
 
 
-class _Call:
-    """One request of the agent: its answer is asked for once, and kept until it has arrived."""
+class _AgentRequest:
+    """One request of the agent. The gateway is asked once; the answer is kept until it has arrived."""
 
     def __init__(self, heard: Heard) -> None:
         self.heard = heard
@@ -84,11 +84,11 @@ class _Call:
 
 
 class Relay:
-    """Serves one sandbox from entering to leaving; leaving stops serving, not the relay inside.
+    """Serves one sandbox while it is entered. Leaving it does not end the relay inside.
 
     Example:
         async with Relay(sandbox, "stdio", gateway_url=url, session_key=key) as relay:
-            ...  # relay.url is the gateway, as the sandbox's commands see it
+            ...  # relay.url is the gateway's address inside
             relay.check()
 
     Raises on entering: ConfigurationError when the image has no Python 3.8 or later, AgentError,
@@ -103,18 +103,18 @@ class Relay:
         gateway_url: str,
         session_key: str,
         output_mb: int = 64,
-        near: bool = False,
+        reads_are_cheap: bool = False,
         again_s: float = 30.0,
     ) -> None:
-        """`near`: looking into the sandbox costs a system call, not a request. `output_mb`: the
-        sandbox's own limit, of which the relay uses a part. `again_s`: how soon the relay asks
-        again for an answer that does not come."""
+        """`reads_are_cheap`: a read from the sandbox is a system request, not a request. `output_mb`: the
+        sandbox's limit, of which the relay uses a part. `again_s`: seconds after which the relay
+        asks again for an answer."""
         self.url = ""
         self._sandbox = sandbox
         self._name = carrier
         self._key = session_key
         self._token = hashlib.sha256(f"relay:{session_key}".encode()).hexdigest()
-        self._near = near
+        self._reads_are_cheap = reads_are_cheap
         self._inline = min(8 << 20, output_mb << 18)
         self._again_s = again_s
         self._spool = f"/tmp/.perdure-{sandbox.identity}"
@@ -125,7 +125,7 @@ class Relay:
             trust_env=False,
         )
         self._slots = asyncio.Semaphore(AT_ONCE)
-        self._calls: dict[str, _Call] = {}
+        self._requests: dict[str, _AgentRequest] = {}
         self._carrier: Carrier
         self._port = 0
         self._ready = asyncio.Event()
@@ -168,7 +168,7 @@ class Relay:
         await self._gateway.aclose()
 
     def check(self) -> None:
-        """Raises what ended the serving, if anything did."""
+        """Raise the error that ended the serving, if one did."""
         if self._serving.done():
             self._serving.result()
 
@@ -190,7 +190,7 @@ class Relay:
         )
 
     async def _newest(self) -> int:
-        """The relay that an earlier watcher left running, or the first."""
+        """The number of the relay that an earlier watcher left running, or 1."""
         for number in range(1, MOST_STARTS + 1):
             try:
                 await self._sandbox.poll(exec_id_of(self._name, number + 1))
@@ -209,14 +209,18 @@ class Relay:
         await sandbox.start(exec_id, argv, env={"PERDURE_RELAY_TOKEN": self._token}, cwd="/")
         match self._name:
             case "stdio":
-                self._carrier = StdioCarrier(sandbox, exec_id, self._spool, near=self._near)
+                self._carrier = StdioCarrier(
+                    sandbox, exec_id, self._spool, reads_are_cheap=self._reads_are_cheap
+                )
             case "file":
-                self._carrier = FileCarrier(sandbox, exec_id, self._spool, near=self._near)
+                self._carrier = FileCarrier(
+                    sandbox, exec_id, self._spool, reads_are_cheap=self._reads_are_cheap
+                )
             case "dial":
                 self._carrier = DialCarrier(sandbox, exec_id, self._spool, token=self._token)
 
     async def _explain_early_end(self, number: int) -> None:
-        """One that never spoke will not speak next time either."""
+        """Raise if it never wrote a line: then the next one would not either."""
         if self._port:
             log.warning("relay ended, started again", sandbox=self._sandbox.identity, number=number)
             return
@@ -231,16 +235,16 @@ class Relay:
             "address that the sandbox can open"
         )
 
-    # -- calls ----------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------
 
     def _hear(self, batch: Iterable[Heard]) -> None:
         batch = list(batch)
         done = {
             heard.line.get("done") for heard in batch if isinstance(heard.line.get("done"), str)
         }
-        for call_id in done:
-            if (call := self._calls.pop(str(call_id), None)) is not None:
-                call.task.cancel()
+        for request_id in done:
+            if (request := self._requests.pop(str(request_id), None)) is not None:
+                request.task.cancel()
         for heard in batch:
             line = heard.line
             if isinstance(line.get("port"), int) and 0 < line["port"] < 65536:
@@ -248,33 +252,35 @@ class Relay:
             elif "healthy" in line and self._port:
                 self._ready.set()
             elif "dialled" in line:
-                self._send_again(list(self._calls))
+                self._send_again(list(self._requests))
             elif isinstance(line.get("again"), str):
                 self._send_again([line["again"]])
-            elif is_call(line) and line["id"] not in done:
+            elif is_request(line) and line["id"] not in done:
                 self._take(heard)
 
     def _take(self, heard: Heard) -> None:
-        call_id = heard.line["id"]
-        if call_id in self._calls or len(self._calls) >= MOST_CALLS:
+        request_id = heard.line["id"]
+        if request_id in self._requests or len(self._requests) >= MOST_REQUESTS:
             return
-        call = self._calls[call_id] = _Call(heard)
-        call.task = asyncio.create_task(self._answer(call))
+        request = self._requests[request_id] = _AgentRequest(heard)
+        request.task = asyncio.create_task(self._answer(request))
 
-    def _send_again(self, call_ids: list[str]) -> None:
-        """What was recorded, not what a second generation would give."""
-        for call_id in call_ids:
-            call = self._calls.get(call_id)
-            if call is not None and call.task.done():
-                call.task = asyncio.create_task(self._resend(call))
-            elif call is not None and call.pieces:
-                call.task = asyncio.create_task(self._resend(call, call.task))
+    def _send_again(self, request_ids: list[str]) -> None:
+        """Send the recorded answers again; the model is not asked again."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None and request.task.done():
+                request.task = asyncio.create_task(self._resend(request))
+            elif request is not None and request.pieces:
+                request.task = asyncio.create_task(self._resend(request, request.task))
 
-    async def _resend(self, call: _Call, first: "asyncio.Task[None] | None" = None) -> None:
+    async def _resend(
+        self, request: _AgentRequest, first: "asyncio.Task[None] | None" = None
+    ) -> None:
         try:
             if first is not None:
                 await first
-            for head, body in [*call.pieces]:
+            for head, body in [*request.pieces]:
                 await self._carrier.answer(head, body)
         except asyncio.CancelledError:
             if first is not None:
@@ -282,17 +288,17 @@ class Relay:
             raise
 
     def _forget(self) -> None:
-        for call in self._calls.values():
-            call.task.cancel()
-        self._calls.clear()
+        for request in self._requests.values():
+            request.task.cancel()
+        self._requests.clear()
 
-    async def _answer(self, call: _Call) -> None:
+    async def _answer(self, request: _AgentRequest) -> None:
         try:
             async with self._slots:
-                body = await self._body(call.heard)
+                body = await self._body(request.heard)
                 if body is not None:
-                    await self._ask(call, body)
-        except PerdureError as error:  # the serving meets it too, and says so
+                    await self._ask(request, body)
+        except PerdureError as error:  # the serving task meets it too, and raises it
             log.warning("an answer could not be handed over", error=str(error))
 
     async def _body(self, heard: Heard) -> bytes | None:
@@ -304,27 +310,27 @@ class Relay:
         body = heard.body or await self._carrier.fetch(heard.line["id"])
         return None if body is None or len(body) > LARGEST_BODY else body
 
-    async def _ask(self, call: _Call, body: bytes) -> None:
-        """Ask until the gateway has begun to answer: it knows a request that it was asked before."""
-        line, attempt = call.heard.line, uuid4().hex[:8]
+    async def _ask(self, request: _AgentRequest, body: bytes) -> None:
+        """Ask until the gateway has begun to answer. It recognises a repeated request."""
+        line, try_id = request.heard.line, uuid4().hex[:8]
         if not _PATH.fullmatch(line["path"]) or ".." in line["path"]:
-            return await self._tell(call, attempt, 404, f"no route {line['path'][:100]}")
+            return await self._tell(request, try_id, 404, f"no route {line['path'][:100]}")
         until = asyncio.get_running_loop().time() + GATEWAY_RETURNS_S
         while True:
             try:
-                request = self._gateway.build_request(
+                http_request = self._gateway.build_request(
                     line["method"], line["path"], headers=self._headers(line), content=body
                 )
-                return await self._pass_on(call, attempt, request)
+                return await self._pass_on(request, try_id, http_request)
             except httpx.TransportError as error:
-                if call.pieces:
-                    return await self._send(call, attempt, {"broken": True, "end": True}, b"")
+                if request.pieces:
+                    return await self._send(request, try_id, {"broken": True, "end": True}, b"")
                 if asyncio.get_running_loop().time() > until:
-                    return await self._tell(call, attempt, 503, f"no gateway: {error!r}")
+                    return await self._tell(request, try_id, 503, f"no gateway: {error!r}")
                 await asyncio.sleep(0.1)
 
     def _headers(self, line: JsonObject) -> list[tuple[str, str]]:
-        """The agent's own, without any key but this session's."""
+        """The agent's headers, without keys other than this session's."""
         return [
             (name, value)
             for name, value in line["headers"]
@@ -335,8 +341,10 @@ class Relay:
         given = value.removeprefix("Bearer ").removeprefix("bearer ").strip()
         return hmac.compare_digest(given.encode("utf-8", "replace"), self._key.encode())
 
-    async def _pass_on(self, call: _Call, attempt: str, request: httpx.Request) -> None:
-        response = await self._gateway.send(request, stream=True)
+    async def _pass_on(
+        self, request: _AgentRequest, try_id: str, http_request: httpx.Request
+    ) -> None:
+        response = await self._gateway.send(http_request, stream=True)
         try:
             head: JsonObject = {
                 "status": response.status_code,
@@ -358,45 +366,47 @@ class Relay:
                         part, waiting = waiting.result(), None
                         held += part
                         if not part:
-                            return await self._send(call, attempt, {**head, "end": True}, held)
+                            return await self._send(request, try_id, {**head, "end": True}, held)
                         if len(held) < 1 << 20:
                             continue
                 except asyncio.CancelledError:
                     if waiting is not None:
                         waiting.cancel()
                     raise
-                await self._send(call, attempt, head, held)
+                await self._send(request, try_id, head, held)
                 head, held = {}, b""
         finally:
             await response.aclose()
 
-    async def _tell(self, call: _Call, attempt: str, status: int, message: str) -> None:
+    async def _tell(self, request: _AgentRequest, try_id: str, status: int, message: str) -> None:
         body = httpx.Response(status, json={"error": {"type": "relay", "message": message}})
         headers = [["content-type", "application/json"]]
         if status == 503:
             headers.append(["retry-after", "5"])
         head = {"status": status, "headers": headers, "end": True}
-        await self._send(call, attempt, head, body.content)
+        await self._send(request, try_id, head, body.content)
 
-    async def _send(self, call: _Call, attempt: str, head: JsonObject, body: bytes) -> None:
-        call.size += len(body)
-        if call.size > LARGEST_ANSWER:
+    async def _send(
+        self, request: _AgentRequest, try_id: str, head: JsonObject, body: bytes
+    ) -> None:
+        request.size += len(body)
+        if request.size > LARGEST_ANSWER:
             head, body = {"broken": True, "end": True}, b""
-        whole = {"id": call.heard.line["id"], "try": attempt, "seq": len(call.pieces), **head}
-        call.pieces.append((whole, body))
+        whole = {"id": request.heard.line["id"], "try": try_id, "seq": len(request.pieces), **head}
+        request.pieces.append((whole, body))
         await self._carrier.answer(whole, body)
 
 
 def exec_id_of(carrier: str, number: int) -> str:
-    """Under which a sandbox's n-th relay runs."""
+    """The exec id of a sandbox's n-th relay."""
     return f"relay-{carrier}-{number}"
 
 
-def is_call(line: JsonObject) -> bool:
-    """A request as the relay words it; whatever else a hostile sandbox says is no call."""
+def is_request(line: JsonObject) -> bool:
+    """Whether the line is a request as the relay writes it. A hostile sandbox may write anything."""
     headers = line.get("headers")
     return (
-        _matches(_CALL_ID, line.get("id"))
+        _matches(_REQUEST_ID, line.get("id"))
         and _matches(_METHOD, line.get("method"))
         and isinstance(line.get("path"), str)
         and isinstance(line.get("size", 0), int)

@@ -1,7 +1,7 @@
-"""Runs as the first process of a container: reaps what is orphaned, and ends at the deadline.
+"""Runs as the first process of a container: reaps orphans, and exits at the deadline.
 
-Given to the container's Python as text, with the seconds it has and where the guest writes how long
-it may go on; standard library only. With it everything in the container ends, whoever is alive.
+The container's Python gets it as text, with the seconds until the deadline and the file in which the
+guest renews it. Standard library only. When it exits, everything in the container ends.
 """
 
 import os
@@ -10,24 +10,24 @@ import sys
 import time
 
 TICK_S = 0.5
-NOBODY = 64999
-"""Owns the guest's records: the container's root, without capabilities, cannot enter their folder."""
+RECORDS_OWNER = 64999
+"""User id that owns the guest's records, so that root without capabilities cannot enter their folder."""
 
 
 def main(seconds: float, deadline: str) -> None:
     end = time.monotonic() + seconds
     folder = os.path.dirname(deadline)
     os.chmod(folder, 0o700)
-    if os.geteuid() == 0:  # who is not root here keeps it from nobody: all run as the same user
-        os.chown(folder, NOBODY, NOBODY)
+    if os.geteuid() == 0:  # otherwise all processes run as one user, and no owner would help
+        os.chown(folder, RECORDS_OWNER, RECORDS_OWNER)
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     while time.monotonic() < end:
         reap()
         try:
             with open(deadline) as file:
-                end = float(file.read().split()[1])  # this kernel's monotonic clock, as ours
+                end = float(file.read().split()[1])  # on the same monotonic clock as ours
         except (OSError, ValueError, IndexError):
-            pass  # nobody has renewed it yet
+            pass  # not renewed yet
         time.sleep(TICK_S)
 
 

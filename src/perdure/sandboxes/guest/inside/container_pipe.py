@@ -1,4 +1,4 @@
-"""Joins its two standard streams with a port of the container's own loopback. Standard library only."""
+"""Connects its standard streams to a port on the container's loopback. Standard library only."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ def main(port: int) -> None:
 def send(connected: socket.socket) -> None:
     while True:
         data = os.read(0, 1 << 16)
-        if not data:  # the host has gone: so does this
+        if not data:  # the host has closed the connection
             os._exit(0)
         connected.sendall(data)
 

@@ -35,8 +35,8 @@ BRINGING = ("begin", "place", "ready", "unpack")
 
 
 def answer(argument: str) -> str:
-    """What is printed for one order. `call:` has it in base64; `order:` names a file that holds it,
-    where it is too long for a command line."""
+    """What is printed for one order: `call:` and the order in base64 or, if it is too long for a
+    command line, `order:` and the name of a file that holds it."""
     name, _, encoded = argument.partition(":")
     data = base64.b64decode(encoded)
     if name == "order":
@@ -54,16 +54,18 @@ def answer(argument: str) -> str:
 
 
 def refusal(op: str, code: int | None) -> str:
-    """What commands have used up is nobody's mistake; too small a disk for what we bring is."""
+    """The kind of refusal. Commands may use up processes (busy) or the disk (full); a disk too small
+    for what we bring is a configuration error (os)."""
     if code in files.PASSING:
         return "busy"
     return "full" if code in FULL and op not in BRINGING else "os"
 
 
 def begin(targets: list[str], settings: Answer | None) -> Answer:
-    """The first step of the set-up, and the last where nothing of `targets` is missing.
+    """The first step of the set-up, and the last if none of `targets` is missing.
 
-    `settings`: the order of `ready`, unless it comes in a call of its own."""
+    `settings`: the order of `ready`, unless it comes in a call of its own.
+    """
     if os.path.exists(files.state("ready")):
         return {"ready": True}
     missing = [target for target in targets if not unpacked(target)]
@@ -73,9 +75,9 @@ def begin(targets: list[str], settings: Answer | None) -> Answer:
     return {"ready": True}
 
 
-def unpack(staged: str, target: str, sha256: str, owned: bool) -> Answer:
-    """Unpack an uploaded archive at `target`, once. `owned`: it belongs to the agent."""
-    import tarfile  # late, as others here: few calls need it
+def unpack(staged: str, target: str, sha256: str, agent_owned: bool) -> Answer:
+    """Unpack an uploaded archive at `target`, once. `agent_owned`: it belongs to the agent."""
+    import tarfile  # imported late: few calls need it
 
     with files.locked("setup"):
         done = files.state("unpacked", hashlib.sha256(target.encode()).hexdigest())
@@ -84,11 +86,13 @@ def unpack(staged: str, target: str, sha256: str, owned: bool) -> Answer:
                 os.unlink(staged)
             return {}
         files.verify(staged, sha256)
-        files.make_folder(target, owned)
+        files.make_folder(target, agent_owned)
         with tarfile.open(staged) as tar:
-            tar.extraction_filter = lambda member, path: member  # ours: Python 3.14 would change it
+            tar.extraction_filter = lambda member, path: (
+                member
+            )  # the archive is ours; Python 3.14's default filter would change it
             for member in tar:
-                member.uid, member.gid = files.owner() if owned else (0, 0)
+                member.uid, member.gid = files.owner() if agent_owned else (0, 0)
                 member.uname = member.gname = ""
                 tar.extract(member, target, numeric_owner=True)
         os.unlink(staged)
@@ -97,7 +101,7 @@ def unpack(staged: str, target: str, sha256: str, owned: bool) -> Answer:
 
 
 def unpacked(target: str) -> bool:
-    """Also where the template brings it and will not have it written."""
+    """Whether it is there, also as a read-only folder that the template brings."""
     if os.path.exists(files.state("unpacked", hashlib.sha256(target.encode()).hexdigest())):
         return True
     return os.path.isdir(target) and bool(os.listdir(target)) and not os.access(target, os.W_OK)
@@ -106,9 +110,9 @@ def unpacked(target: str) -> bool:
 def ready(
     workdir: str, home: str, env: dict[str, str], output: int, seal: dict[str, str] | None = None
 ) -> Answer:
-    """The last step of the set-up: what every later command needs to know.
+    """The last step of the set-up: save what every later command needs.
 
-    `seal`: commands get no capability and the system-call filter of this machine, if it has one.
+    `seal`: commands get no capability, and the system-call filter of this machine if it has one.
     """
     with files.locked("setup"):
         for path in (workdir, home):
@@ -120,7 +124,7 @@ def ready(
 
 
 def touch(ttl: float) -> Answer:
-    """The sandbox ends so many seconds from now, where its first process keeps to it."""
+    """The sandbox ends `ttl` seconds from now, if its first process enforces that."""
     files.replace(files.state("deadline"), f"{time.time() + ttl} {time.monotonic() + ttl}".encode())
     return {}
 

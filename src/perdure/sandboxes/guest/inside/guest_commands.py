@@ -42,7 +42,7 @@ def start(  # noqa: PLR0917
     stdin: str | None,
     timeout: float | None,
 ) -> Answer:
-    """Start once; a known id is left alone, a known id with other argv refused."""
+    """Start once. A known id is left alone; with another argv it is refused."""
     folder = files.state("execs", exec_id)
     if not os.path.isdir(folder):
         draft = files.state("execs", "." + str(os.getpid()) + os.urandom(4).hex())
@@ -64,7 +64,7 @@ def start(  # noqa: PLR0917
 
 
 def run(seconds: float, **order: Any) -> Answer:
-    """Start, wait a while, and bring the beginning of its output: one call for a short command."""
+    """Start, wait, and return the beginning of its output: one call for a short command."""
     start(**order)
     found = dict(wait(order["exec_id"], seconds))
     if found["state"] != "running":
@@ -82,12 +82,12 @@ def poll(exec_id: str) -> Answer:
             return {"state": "running"}
         if process is None and not abandoned(folder):
             return {"state": "running"}
-        found = records.result_of(folder)  # it may have been told in between
+        found = records.result_of(folder)  # it may have been written since
     return found or {"state": "lost"}
 
 
 def wait(exec_id: str, seconds: float) -> Answer:
-    """Poll in here, where it costs nothing, until it is over or `seconds` have passed."""
+    """Poll in the sandbox, where it is cheap, until it is over or `seconds` have passed."""
     finish, pause = time.monotonic() + seconds, 0.001
     while True:
         found = poll(exec_id)
@@ -99,7 +99,7 @@ def wait(exec_id: str, seconds: float) -> Answer:
 
 
 def abandoned(folder: str) -> bool:
-    """Never launched, and never will be from now on: the guard is ours."""
+    """Whether it can never start. We make the pid file, so that no supervisor can."""
     if time.time() - os.stat(folder).st_mtime < supervisor.LAUNCH_GRACE_S:
         return False
     try:
@@ -111,7 +111,7 @@ def abandoned(folder: str) -> bool:
 
 
 def send_signal(exec_id: str, signum: int) -> Answer:
-    """To the whole tree. SIGKILL also ends what a finished command left running."""
+    """Signal the whole tree. SIGKILL also ends what a finished command left running."""
     folder = records.known(exec_id)
     process = records.process_of(folder)
     over = records.result_of(folder) is not None
@@ -145,7 +145,7 @@ def tree(folder: str, process: tuple[int, str]) -> list[int]:
 
 
 def output(exec_id: str, stream: str, offset: int, limit: int, seconds: float = 0.0) -> Answer:
-    """Stands for up to so many seconds while nothing is there yet, and something may come."""
+    """A byte range of an output. Waits up to `seconds` while there is none and some may come."""
     finish, pause = time.monotonic() + seconds, 0.004
     while time.monotonic() < finish and records.size(records.known(exec_id), stream) <= offset:
         if poll(exec_id)["state"] != "running":

@@ -1,14 +1,14 @@
-"""Runs inside a remote sandbox, at every call: hands the order to the guest that lives there, if any.
+"""Runs inside a remote sandbox, at every call: hands the order to the resident guest, if there is one.
 
-The *resident* is a process that has `guest` loaded and forks for each order, which costs a tenth of
-a new interpreter's start with all imports. It is never needed: where it is missing, dead, silent or
-of another version, the caller carries the order out itself, which `guest` allows at any time, and
-leaves a new resident behind. Standard library only, Python 3.7 or later.
+The *resident* is a process that has loaded `guest` and forks for each order, in a tenth of the time
+that a new interpreter takes to start. It is optional: if it is missing, dead, silent or of another
+version, the caller carries the order out itself, which `guest` allows at any time, and starts a new
+resident. Standard library only, Python 3.7 or later.
 """
 
 import sys
 
-TYPE_CHECKING = False  # as in `typing`, whose import would be the longest part of a call
+TYPE_CHECKING = False  # importing `typing` would take most of a call's time
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
@@ -18,12 +18,12 @@ DOOR = FOLDER + "/door"
 LOCK = FOLDER + "/door.lock"
 TAKEN = b"+"
 TAKEN_S = 5.0
-"""A resident that does not take an order for so long is replaced."""
+"""Seconds after which a resident that does not take an order is replaced."""
 LARGEST_ORDER = 1 << 20
 
 
 def main() -> None:
-    """The order is `sys.argv[1]`, where the caller has put it; its answer is printed."""
+    """Carry out the order in `sys.argv[1]`, and print the answer."""
     try:
         answer = _asked(sys.argv[1])
     except TimeoutError:
@@ -45,10 +45,11 @@ def _print(answer: str) -> None:
 
 
 def _asked(order: str) -> "str | None":
-    """The resident's answer; None where the order must be carried out here, perhaps once more.
+    """The resident's answer. None: carry the order out here, even if that repeats it.
 
-    Raises: TimeoutError when it does not even take the order."""
-    import _socket  # the module above it takes longer to import than the answer does
+    Raises: TimeoutError when the resident does not take the order.
+    """
+    import _socket  # importing `socket` takes longer than the answer
 
     door = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     try:
@@ -76,8 +77,9 @@ def _asked(order: str) -> "str | None":
 # -- the resident ---------------------------------------------------------------------------------
 
 
-def _leave_resident(answer: "Callable[[str], str]", born: object, silent: bool) -> None:
-    """Returns when it can be asked, or is not to be. `silent`: the one that is there does not answer."""
+def _leave_resident(answer: "Callable[[str], str]", born: object, replace_silent: bool) -> None:
+    """Start a resident, and return when it listens or is not needed. `replace_silent`: kill one that
+    does not answer."""
     import os
     import select
 
@@ -88,7 +90,7 @@ def _leave_resident(answer: "Callable[[str], str]", born: object, silent: bool) 
             os.close(reading)
             os.setsid()
             if os.fork() == 0:
-                _reside(answer, born, silent, writing)
+                _reside(answer, born, replace_silent, writing)
         finally:
             os._exit(0)
     os.close(writing)
@@ -97,7 +99,7 @@ def _leave_resident(answer: "Callable[[str], str]", born: object, silent: bool) 
     os.close(reading)
 
 
-def _reside(answer: "Callable[[str], str]", born: object, silent: bool, told: int) -> None:
+def _reside(answer: "Callable[[str], str]", born: object, replace_silent: bool, told: int) -> None:
     import os
     import socket
 
@@ -106,7 +108,7 @@ def _reside(answer: "Callable[[str], str]", born: object, silent: bool, told: in
         os.dup2(null, fd)
     os.chdir("/")
     os.umask(0o022)
-    lock = _hold_lock(silent)
+    lock = _hold_lock(replace_silent)
     if lock is None:
         return
     if os.path.exists(DOOR):
@@ -117,16 +119,16 @@ def _reside(answer: "Callable[[str], str]", born: object, silent: bool, told: in
     os.close(told)
     import signal
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who answer
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the processes that answer
     while True:
         connection, _ = listener.accept()
         if _version() != born:
             os.unlink(DOOR)
-            os.close(lock)  # before its caller is let go, who leaves another behind
+            os.close(lock)  # before this caller goes on, because it starts the next one
             return
         try:
             pid = os.fork()
-        except OSError:  # no process left: the caller may have better luck
+        except OSError:  # no process left; the caller tries it itself
             pid = -1
         if pid == 0:
             try:
@@ -150,8 +152,10 @@ def _serve(connection: "socket.socket", answer: "Callable[[str], str]") -> None:
     connection.sendall(answer(order.decode().strip()).encode())
 
 
-def _hold_lock(silent: bool) -> "int | None":
-    """One resident at a time: where one is, there is no need of another, unless it is silent."""
+def _hold_lock(replace_silent: bool) -> "int | None":
+    """Take the lock that one resident holds at a time. None: another holds it.
+
+    `replace_silent`: kill the one that holds it first."""
     import fcntl
     import os
     import signal
@@ -161,7 +165,7 @@ def _hold_lock(silent: bool) -> "int | None":
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        if not silent:
+        if not replace_silent:
             return None
         holder = os.read(lock, 100).split()
         if len(holder) == 2 and processes.alive((int(holder[0]), holder[1].decode())):
@@ -176,7 +180,7 @@ def _hold_lock(silent: bool) -> "int | None":
 
 
 def _version() -> object:
-    """Of the programs as they lie there now."""
+    """The version of the installed programs."""
     import os
 
     found = [entry for entry in os.scandir(FOLDER) if entry.name.endswith(".py")]

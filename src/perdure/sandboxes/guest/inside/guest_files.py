@@ -1,4 +1,4 @@
-"""The guest's files: the sandbox's, verified and put in place by rename, and its own records.
+"""Files of the sandbox, verified and put in place by rename, and files of the guest itself.
 
 Runs inside a remote sandbox beside `guest`. Standard library only, Python 3.7 or later.
 """
@@ -35,7 +35,7 @@ class Refused(Exception):
 def place(
     path: str, sha256: str, mode: int, data: str | None = None, staged: str | None = None
 ) -> Answer:
-    """Verified bytes appear at `path`, by rename. `staged`: where an upload lies, else `data`."""
+    """Put verified bytes at `path`, by rename: those of the uploaded file `staged`, or else `data`."""
     path = os.path.join(meta()["workdir"] if os.path.exists(state("ready")) else "/", path)
     if staged is not None and not os.path.exists(staged):
         verify(path, sha256)  # an earlier call did it, and its answer was lost
@@ -63,7 +63,7 @@ def place(
 
 
 def bring(staged: str, draft: str) -> None:
-    """By rename where both lie on one disk, else by a copy."""
+    """Rename or, if they are on two disks, copy."""
     try:
         os.rename(staged, draft)
     except OSError as error:
@@ -89,7 +89,7 @@ def read(path: str, offset: int, limit: int) -> Answer:
 
 
 def read_file(path: str, offset: int, limit: int) -> Answer:
-    """What cannot be opened for its own sake is missing: the agent decides what lies there."""
+    """Refuses what cannot be opened as missing, because the agent decides what is there."""
     try:
         return read(path, offset, limit)
     except OSError as error:
@@ -111,7 +111,7 @@ def verify(path: str, sha256: str) -> None:
 
 
 def owner() -> tuple[int, int]:
-    """uid and gid of the agent: as said, else the template's user `user`, or whoever runs this."""
+    """uid and gid of the agent: PERDURE_OWNER, else this process's own; for root, those of `user`."""
     said = os.environ.get("PERDURE_OWNER")
     if said:
         uid, _, gid = said.partition(":")
@@ -130,16 +130,16 @@ def give(path: str) -> None:
         os.lchown(path, *owner())
 
 
-def make_folder(path: str, owned: bool) -> None:
-    """With its parents; what is new belongs to the agent where `owned`."""
+def make_folder(path: str, agent_owned: bool) -> None:
+    """Make it and its parents. `agent_owned`: new folders belong to the agent."""
     if os.path.isdir(path):
         return
-    make_folder(os.path.dirname(path), False if path.count("/") < 3 else owned)
+    make_folder(os.path.dirname(path), False if path.count("/") < 3 else agent_owned)
     try:
         os.mkdir(path, 0o755)
     except FileExistsError:
         return
-    if owned:
+    if agent_owned:
         give(path)
 
 
@@ -157,7 +157,7 @@ def meta() -> Answer:
 
 
 def replace(path: str, data: bytes) -> None:
-    """Whole or not at all."""
+    """Write the whole file, by rename."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     draft = path + "." + os.urandom(4).hex()
     with open(draft, "wb") as file:
@@ -166,7 +166,7 @@ def replace(path: str, data: bytes) -> None:
 
 
 class locked:
-    """One set-up step at a time; the kernel frees the lock of a dead one."""
+    """One set-up step at a time. The kernel frees the lock when its process dies."""
 
     def __init__(self, name: str) -> None:
         os.makedirs(STATE, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The guest's view of processes: who lives, who descends from whom, and their end.
+"""Finds and kills processes of the sandbox.
 
 Runs inside a remote sandbox beside `guest`. Standard library only, Python 3.7 or later.
 """
@@ -12,7 +12,7 @@ import time
 
 
 def slaughter(pid: int) -> None:
-    """Kill all below `pid`; what they fork meanwhile is met in the next round."""
+    """Kill every descendant of `pid`, in rounds: the next one meets what forked during this one."""
     while True:
         pids = below(pid)
         if not pids:
@@ -57,7 +57,7 @@ def marked(marker: str) -> list[int]:
 
 
 def stat_of(pid: object) -> list[str] | None:
-    """Fields after the name: state, parent, ...; None when it is gone."""
+    """Fields after the name: state, parent, ...; None if it is gone."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()

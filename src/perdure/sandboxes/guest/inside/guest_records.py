@@ -56,7 +56,7 @@ def result_of(folder: str) -> Answer | None:
 
 
 def claim(folder: str, cause: str) -> None:
-    """The first cause stays."""
+    """Write why it is killed. The first cause stays."""
     try:
         with open(os.path.join(folder, "cause"), "x") as file:
             file.write(cause)

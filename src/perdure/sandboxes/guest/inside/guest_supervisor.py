@@ -40,16 +40,18 @@ OOM_COUNTS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_
 
 
 def launch(folder: str) -> None:
-    """Fork a supervisor; of several that race, one makes the pid file and lives."""
+    """Fork a supervisor. If several race, only the one that makes the pid file goes on."""
     reading, writing = os.pipe()
-    if os.fork() == 0:  # an orphan soon, as its parent only answers for it
+    if os.fork() == 0:  # it outlives its parent, which only answers the order
         try:
             os.setsid()
             supervise(folder)
         finally:
             os._exit(0)
     os.close(writing)
-    select.select([reading], [], [], LAUNCH_GRACE_S)  # closed by all: one of them has the guard
+    select.select(
+        [reading], [], [], LAUNCH_GRACE_S
+    )  # closed once one supervisor has made the pid file
     os.close(reading)
 
 
@@ -64,11 +66,11 @@ def supervise(folder: str) -> None:
     os.chdir("/")
     import ctypes
 
-    # whatever it leaves behind, in whatever session, becomes this process's child
+    # orphans of the command, in any session, become children of this process
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.write(guard, f"{os.getpid()} {processes.start_time(os.getpid())}\n".encode())
-    os.closerange(3, MOST_FILES)  # those of whoever called, too
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # waited for in `watch`
+    os.closerange(3, MOST_FILES)  # the caller's too
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # `watch` waits for it
     order, settings, began, ooms = (
         records.order_of(folder),
         files.meta(),
@@ -125,7 +127,8 @@ def become(folder: str, order: Answer, settings: Answer) -> None:
 
 
 def bound_capabilities() -> None:
-    """Nothing that this process becomes has any, not even as root. It is killed before the guest."""
+    """No program that this process executes gets capabilities, even as root. Out of memory, it is
+    killed before the guest."""
     import ctypes
 
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -136,7 +139,7 @@ def bound_capabilities() -> None:
 
 
 def shed_privileges(filters: dict[str, str]) -> None:
-    """For good, on this process and all that it starts."""
+    """Drop capabilities and filter system calls, irrevocably, for this process and its children."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -165,8 +168,8 @@ def fail(what: str, error: OSError, code: int) -> NoReturn:
 def watch(  # noqa: PLR0917
     folder: str, child: int, began: float, ooms: int, timeout: float | None, output: int
 ) -> None:
-    """Until nothing of the command is left: its result is told as soon as its first process ends."""
-    told = False
+    """Write the result when the first process ends, and go on until no process of it is left."""
+    written = False
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -174,14 +177,14 @@ def watch(  # noqa: PLR0917
             return
         if pid == child:
             cut(folder, output)
-            tell(folder, status, time.monotonic() - began, ooms)
-            told = True
+            write_result(folder, status, time.monotonic() - began, ooms)
+            written = True
         if pid:
             continue
         if max(records.size(folder, "out"), records.size(folder, "err")) > output:
             end(folder, "output")
             cut(folder, output)
-        if not told and timeout is not None and time.monotonic() - began > timeout:
+        if not written and timeout is not None and time.monotonic() - began > timeout:
             end(folder, "timeout")
         signal.sigtimedwait({signal.SIGCHLD}, TICK_S)
 
@@ -191,7 +194,7 @@ def end(folder: str, cause: str) -> None:
     processes.slaughter(os.getpid())
 
 
-def tell(folder: str, status: int, seconds: float, ooms: int) -> None:
+def write_result(folder: str, status: int, seconds: float, ooms: int) -> None:
     cause = records.cause_of(folder)
     result: Answer = {"seconds": seconds}
     if os.WIFEXITED(status) and cause != "output":

@@ -1,8 +1,8 @@
 """Runs inside a sandbox that cannot reach the gateway: an HTTP server on its loopback for the agent.
 
-Says each request as one line of an append-only log (its standard output or a file), and takes the
-answer's pieces as files or from a host that dialled in. One file, standard library, Python 3.8+,
-because it runs in other people's images. Started by `perdure.sandboxes.relay.relay`.
+Writes each request as one line of an append-only log (its standard output or a file), and takes the
+answer's pieces as files or from a host that has dialled in. One file, standard library, Python 3.8+,
+because it runs in images of any kind. Started by `perdure.sandboxes.relay.relay`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 LARGEST_BODY = 32 << 20
 INLINE = 48 << 10
-"""Bytes of a request that travel in its line; larger ones lie in a file beside the log."""
-MOST_CALLS = 64
-"""Calls under way at once; one more is told to come back."""
+"""Bytes up to which a request's body is in its line. A larger one is in a file beside the log."""
+MOST_REQUESTS = 64
+"""Requests at a time. One more is answered with 503."""
 BEAT_S = 15.0
-"""A dialled connection that has nothing to say says so this often."""
+"""Seconds between two signs of life on a dialled connection without data."""
 TOO_LARGE = f"a request may have at most {LARGEST_BODY} bytes"
 DIAL_PATH = "/.perdure-relay"
 HOP = {
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Log:
-    """Append-only lines. A byte offset into it is all that a reader needs to resume."""
+    """Append-only lines. To resume, a reader needs only its byte offset."""
 
     def __init__(self, descriptor: int, path: str) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class Log:
 
     @property
     def size(self) -> int:
-        """Bytes, also of what others wrote into it."""
+        """In bytes, with what other processes wrote into it."""
         return os.fstat(self._descriptor).st_size
 
     def say(self, **fields: Any) -> None:
@@ -65,8 +65,8 @@ class Log:
             self.grown.notify_all()
 
 
-class Call:
-    """One request of the agent and the pieces of its answer, each delivered once and in order."""
+class AgentRequest:
+    """One request of the agent and the pieces of its answer, delivered once and in order."""
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
@@ -77,8 +77,8 @@ class Call:
         self._complete = False
 
     def take(self, head: dict[str, Any], body: bytes) -> None:
-        """Duplicates are dropped. A second host that answers what the first began breaks it off:
-        the agent asks again, and the gateway knows the request."""
+        """Take a piece. Duplicates are dropped. If a second host answers what the first has begun, the
+        answer is broken off: the agent asks again, and the gateway recognises the request."""
         if self._complete:
             return
         if head["try"] != self._try:
@@ -98,60 +98,67 @@ class Call:
 
 
 class Relay:
-    """What the agent's connections, the inbox and a dialled host share."""
+    """State shared by the agent's connections, the inbox and a dialled host."""
 
     def __init__(self, spool: str, log: Log, inline_budget: int, again_s: float) -> None:
         self.spool = spool
         self.log = log
         self.again_s = again_s
         self.token = os.environ.get("PERDURE_RELAY_TOKEN", "")
-        self.calls: dict[str, Call] = {}
+        self.open_requests: dict[str, AgentRequest] = {}
         self.dialled: object | None = None
         self._tickets = 0
         self._budget = inline_budget
         self._lock = threading.Lock()
         self._waiting = threading.Event()
 
-    def open(self, method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> Call:
-        """Raises: BlockingIOError when too many calls are under way."""
-        call = Call()
+    def open(
+        self, method: str, path: str, headers: list[tuple[str, str]], body: bytes
+    ) -> AgentRequest:
+        """Raises: BlockingIOError when too many requests are open."""
+        request = AgentRequest()
         with self._lock:
-            if len(self.calls) >= MOST_CALLS:
+            if len(self.open_requests) >= MOST_REQUESTS:
                 raise BlockingIOError
-            self.calls[call.id] = call
+            self.open_requests[request.id] = request
             inline = len(body) <= min(INLINE, self._budget)
             self._budget -= len(body) if inline else 0
-        fields: dict[str, Any] = {"id": call.id, "method": method, "path": path, "headers": headers}
+        fields: dict[str, Any] = {
+            "id": request.id,
+            "method": method,
+            "path": path,
+            "headers": headers,
+        }
         if inline:
             fields["body"] = base64.b64encode(body).decode()
         else:
-            with open(self.body_file(call.id), "wb") as file:
+            with open(self.body_file(request.id), "wb") as file:
                 file.write(body)
             fields["size"] = len(body)
         self.log.say(**fields)
         self._waiting.set()
-        return call
+        return request
 
-    def close(self, call: Call) -> None:
+    def close(self, request: AgentRequest) -> None:
         with self._lock:
-            self.calls.pop(call.id, None)
-            if not self.calls:
+            self.open_requests.pop(request.id, None)
+            if not self.open_requests:
                 self._waiting.clear()
-        self.log.say(done=call.id)
+        self.log.say(done=request.id)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.body_file(call.id))
+            os.unlink(self.body_file(request.id))
 
-    def body_file(self, call_id: str) -> str:
-        return os.path.join(self.spool, "body", call_id)
+    def body_file(self, request_id: str) -> str:
+        return os.path.join(self.spool, "body", request_id)
 
     def take(self, head: dict[str, Any], body: bytes) -> None:
         with self._lock:
-            call = self.calls.get(head["id"])
-            if call is not None:
-                call.take(head, body)
+            request = self.open_requests.get(head["id"])
+            if request is not None:
+                request.take(head, body)
 
     def watch_inbox(self) -> None:
-        """Costs nothing while no call is under way."""
+        """Poll the folder of pieces, but only while a request is open."""
         inbox = os.path.join(self.spool, "in")
         while True:
             self._waiting.wait()
@@ -175,10 +182,10 @@ class Relay:
         return bool(names)
 
     def admit(self, host: object, ticket: int) -> int:
-        """The ticket of a host that dials in, 0 at its first time; the one before is cut off.
+        """Admit a host that dials in, and cut off the one before. `ticket`: 0 at its first time.
 
-        Of two that watch at once the later keeps the connection, else they would cut each other
-        off for ever. Raises: BlockingIOError while a later one is connected.
+        If two hosts watch at once, the later one keeps the connection; otherwise they would cut each
+        other off for ever. Raises: BlockingIOError while a later one is connected.
         """
         with self.log.grown:
             if ticket and ticket < self._tickets and self.dialled is not None:
@@ -189,7 +196,7 @@ class Relay:
             return ticket or self._tickets
 
     def check(self, port: int) -> None:
-        """The whole way once: through our own listener, the host and the gateway, and back."""
+        """Make one round trip: through our own listener and the host to the gateway, and back."""
         while True:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             try:
@@ -231,13 +238,13 @@ class Handler(BaseHTTPRequestHandler):
         headers = [(k, v) for k, v in self.headers.items() if k.lower() not in HOP]
         relay = self.server.relay
         try:
-            call = relay.open(self.command, self.path, headers, body)
+            request = relay.open(self.command, self.path, headers, body)
         except BlockingIOError:
-            return self._refuse(503, f"more than {MOST_CALLS} calls under way")
+            return self._refuse(503, f"more than {MOST_REQUESTS} requests at a time")
         try:
-            self._answer(relay, call)
+            self._answer(relay, request)
         finally:
-            relay.close(call)
+            relay.close(request)
 
     do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = do_OPTIONS = do_PATCH = forward
 
@@ -260,9 +267,9 @@ class Handler(BaseHTTPRequestHandler):
             if not size:
                 return body
 
-    def _answer(self, relay: Relay, call: Call) -> None:
-        """The first piece decides the form: whole with a length, or in chunks as they come."""
-        piece = self._next(relay, call)
+    def _answer(self, relay: Relay, request: AgentRequest) -> None:
+        """The first piece decides the form: complete with a length, or in chunks as they arrive."""
+        piece = self._next(relay, request)
         if piece is None:
             return
         head, body = piece
@@ -273,22 +280,23 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.wfile.write(_head(head, [("Transfer-Encoding", "chunked")]) + _chunk(body))
         while not head.get("end"):
-            piece = self._next(relay, call)
+            piece = self._next(relay, request)
             if piece is None:
                 return
             head, body = piece
             self.wfile.write(_chunk(body) + (b"0\r\n\r\n" if head.get("end") else b""))
 
-    def _next(self, relay: Relay, call: Call) -> Piece | None:
-        """None when the answer is broken off or the agent has gone: then the connection is cut."""
+    def _next(self, relay: Relay, request: AgentRequest) -> Piece | None:
+        """The next piece. None if the answer is broken off or the agent has hung up: close the
+        connection."""
         while True:
             try:
-                piece = call.pieces.get(timeout=relay.again_s)
+                piece = request.pieces.get(timeout=relay.again_s)
             except queue.Empty:
                 if self._hung_up():
                     piece = None
                 else:
-                    relay.log.say(again=call.id)
+                    relay.log.say(again=request.id)
                     continue
             if piece is None or piece[0].get("broken"):
                 self.close_connection = True
@@ -343,7 +351,7 @@ class Handler(BaseHTTPRequestHandler):
                 relay.dialled = None
 
     def _tell(self, relay: Relay, offset: int, me: object) -> None:
-        """Frames: `OFFSET-AFTER LENGTH BODY-LENGTH`, the log's line, the body that lay in a file."""
+        """Send frames: `OFFSET-AFTER LENGTH BODY-LENGTH`, the log's line, the body from its file."""
         try:
             with open(relay.log.path, "rb") as log:
                 log.seek(offset)
@@ -375,7 +383,7 @@ def _chunk(body: bytes) -> bytes:
 
 
 def _frame(relay: Relay, offset: int, line: bytes) -> bytes:
-    """Without a line for what others wrote into our log."""
+    """One frame. What other processes wrote into our log is left out."""
     try:
         fields, body = json.loads(line), b""
         if "size" in fields:
@@ -383,14 +391,14 @@ def _frame(relay: Relay, offset: int, line: bytes) -> bytes:
                 contextlib.suppress(FileNotFoundError),
                 open(relay.body_file(str(fields["id"])), "rb") as file,
             ):
-                body = file.read()  # else answered long ago
+                body = file.read()  # if the file is gone, it was answered long ago
     except (ValueError, TypeError, KeyError, RecursionError, OSError):
         return b"%d 0 0\n" % offset
     return b"%d %d %d\n%s%s" % (offset, len(line), len(body), line, body)
 
 
 def listen(port: int, remembered: str) -> Server:
-    """At the port we had before, else the wanted one, else any."""
+    """Listen at the port of the relay before this one; if there was none, at `port`, or at any."""
     try:
         with open(remembered) as file:
             wanted = [int(file.read())]
@@ -412,7 +420,7 @@ def main() -> None:
     parser.add_argument("--inline-budget", type=int, default=8 << 20)
     parser.add_argument("--again-s", type=float, default=30.0)
     options = parser.parse_args()
-    for name in ("body", "in"):  # what an earlier relay held: its agent's connections died with it
+    for name in ("body", "in"):  # an earlier relay's: its connections ended with it
         shutil.rmtree(os.path.join(options.spool, name), ignore_errors=True)
         os.makedirs(os.path.join(options.spool, name))
     descriptor = 1
