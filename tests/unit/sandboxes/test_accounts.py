@@ -1,4 +1,4 @@
-"""Names of provider accounts: whoever shares caps shares a name, and no secret is in it."""
+"""Names of provider accounts: providers that share caps share a name, and it contains no secret."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def test_each_key_is_an_account(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Two keys queue apart, one key queues with itself, and the name does not tell the key."""
+    """Each key has its own queue, and the account's name does not show the key."""
     names = []
     for key in ("key-one", "key-two", "key-one"):
         monkeypatch.setenv(variable, key)

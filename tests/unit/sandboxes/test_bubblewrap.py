@@ -1,7 +1,7 @@
 """What bubblewrap promises beyond the contract: isolation, hard limits, and nothing left behind."""
 
 import asyncio
-import concurrent.futures.thread  # noqa: F401  # not importable later, as nobody
+import concurrent.futures.thread  # noqa: F401  # an ordinary user cannot import it later
 import multiprocessing
 import os
 import shutil
@@ -169,7 +169,7 @@ async def test_missing_mount_is_named(provider: BubblewrapProvider, tmp_path: Pa
 async def test_environment_does_not_reach_host_programs(
     box: NamespaceSandbox, tmp_path: Path
 ) -> None:
-    """LD_PRELOAD for the command is not obeyed by the host's programs that lead into the sandbox."""
+    """The host's programs that enter the sandbox ignore a command's LD_PRELOAD."""
     result = await box.exec(["true"], env={"LD_PRELOAD": str(tmp_path / "none.so")})
 
     assert result.stderr.count(b"cannot be preloaded") == 1
@@ -187,7 +187,7 @@ async def test_this_python_runs_inside(box: NamespaceSandbox) -> None:
 
 @pytest.mark.parametrize("target", ["0", "-1"])
 async def test_agent_may_kill_all_it_sees(box: NamespaceSandbox, target: str) -> None:
-    """`kill -9` of its group or of everybody ends the command, not the sandbox or its keeper."""
+    """`kill -9` of its process group or of all processes ends the command, not the sandbox."""
     first = await box.exec(f"kill -9 {target}; exit 3")
     second = await box.exec(["true"])
 
@@ -195,7 +195,7 @@ async def test_agent_may_kill_all_it_sees(box: NamespaceSandbox, target: str) ->
 
 
 async def test_orphans_are_reaped(box: NamespaceSandbox) -> None:
-    """Processes whose parents are gone leave no zombies that would use up the pid limit."""
+    """Orphans leave no zombies, which would use up the pid limit."""
     await box.exec("for i in $(seq 20); do setsid -f true; done")
     seen = await out(box, "while grep -slq '^State:.Z' /proc/[0-9]*/status; do :; done; echo none")
 
@@ -208,7 +208,7 @@ async def test_orphans_are_reaped(box: NamespaceSandbox) -> None:
 async def test_killed_zygote_is_started_again(
     provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
-    """kill -9 of what keepers are forked from: old sandboxes work on, and new ones boot."""
+    """After kill -9 of the zygote, old sandboxes work on and new ones boot."""
     (zygote,) = keeper_client._zygotes
     os.kill(zygote.pid, signal.SIGKILL)
     assert await ended(ProcessId(zygote.pid, started_at(zygote.pid)), 60)
@@ -220,7 +220,7 @@ async def test_killed_zygote_is_started_again(
 
 
 async def test_killed_launcher_is_replaced(box: NamespaceSandbox) -> None:
-    """kill -9 of the launcher: running commands still report, and the next one starts."""
+    """After kill -9 of the launcher, running commands still report and the next one starts."""
     await box.start("long", ["bash", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"])
     keeper = box.box.keeper
     assert keeper is not None
@@ -239,14 +239,14 @@ def children_of(pid: int) -> list[int]:
 
 
 async def test_commands_inherit_three_descriptors(box: NamespaceSandbox) -> None:
-    """A command has its three streams and nothing else of the keeper's or the launcher's."""
+    """A command has its three streams and no other descriptor of the keeper or the launcher."""
     seen = await out(box, "exec ls /proc/self/fd")
 
     assert seen.split() == ["0", "1", "2", "3"]  # the last is the folder that ls reads
 
 
 async def test_commands_start_with_default_signals(box: NamespaceSandbox) -> None:
-    """No signal with a name is ignored or blocked, whatever the worker and the keeper do."""
+    """A command ignores or blocks no signal, even if the worker or the keeper does."""
     seen = await out(box, "exec grep -E '^Sig(Blk|Ign):' /proc/self/status")
     named = [int(mask, 16) & 0x7FFFFFFF for mask in seen.split()[1::2]]
 
@@ -262,7 +262,7 @@ async def test_script_without_interpreter_runs(box: NamespaceSandbox) -> None:
 
 
 async def test_agent_cannot_flood_the_keepers_pipe(box: NamespaceSandbox) -> None:
-    """What pid 1 reads from is the agent's to write; the sandbox stays, and stays reaped."""
+    """The agent can write to pid 1's input. The sandbox lives on, and orphans are still reaped."""
     await box.exec("echo x >/proc/1/fd/0; exec 3>/proc/1/fd/0; echo y >&3")
     result = await box.exec(["true"])
 
@@ -272,7 +272,7 @@ async def test_agent_cannot_flood_the_keepers_pipe(box: NamespaceSandbox) -> Non
 async def test_killed_keeper_takes_its_helpers_along(
     provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
-    """kill -9 of the keeper ends launcher, forwarder and holder at once, without anybody's help."""
+    """kill -9 of the keeper ends its launcher, forwarder and holder at once."""
     keeper = box.box.keeper
     assert keeper is not None
     helpers = [ProcessId(pid, started_at(pid)) for pid in children_of(keeper.pid)]
@@ -285,10 +285,10 @@ async def test_killed_keeper_takes_its_helpers_along(
 
 
 async def test_expired_sandbox_ends_by_itself(provider: BubblewrapProvider) -> None:
-    """At its deadline a sandbox and its commands are gone, with no worker and no reaper alive."""
+    """At its deadline a sandbox and its commands end, without a worker or a reaper."""
     box = await provider.create(SPEC, "expires")
     await box.start("long", ["sleep", "infinity"])
-    await box.touch(0.5)  # not from the start: a slow host would boot for longer
+    await box.touch(0.5)  # set after the boot, which may take longer on a slow host
 
     status = await box.wait("long", timeout_s=60)
 
@@ -298,7 +298,7 @@ async def test_expired_sandbox_ends_by_itself(provider: BubblewrapProvider) -> N
 
 
 async def test_first_deadline_is_the_specs(provider: BubblewrapProvider) -> None:
-    """Also a sandbox that nobody renews has an end."""
+    """A sandbox that is never renewed ends too."""
     async with await provider.create(replace(SPEC, ttl_s=600), "first"):
         (info,) = await provider.list()
 
@@ -308,7 +308,7 @@ async def test_first_deadline_is_the_specs(provider: BubblewrapProvider) -> None
 async def test_a_kernel_without_cgroup_kill_ends_commands_and_sandboxes(
     provider: BubblewrapProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where only cgroup v1 is to be had, what is to be killed is killed one by one."""
+    """With cgroup v1 alone, processes are killed one by one."""
     found = cgroups._hierarchies()
     if "freezer" not in found.v1:
         pytest.skip("no writable freezer cgroup here")
@@ -323,7 +323,7 @@ async def test_a_kernel_without_cgroup_kill_ends_commands_and_sandboxes(
 async def test_sandbox_without_its_folder_ends_by_itself(
     provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
-    """Whoever removes a home by hand leaves no sandbox running in it."""
+    """After its home is removed by hand, no sandbox is left running."""
     keeper = box.box.keeper
     assert keeper is not None
 
@@ -335,7 +335,7 @@ async def test_sandbox_without_its_folder_ends_by_itself(
 async def test_a_sandbox_that_ends_by_itself_leaves_its_folder_alone(
     provider: BubblewrapProvider,
 ) -> None:
-    """At its deadline its processes, cgroups and mounts go at once; the folder is the reaper's."""
+    """At its deadline its processes, cgroups and mounts go at once; the reaper removes the folder."""
     box = await provider.create(SPEC, "alone")
     await box.start("long", ["sleep", "600"])
     await box.touch(0.5)
@@ -381,7 +381,7 @@ async def test_fork_bomb_is_bounded(box: NamespaceSandbox) -> None:
 async def test_dead_holder_ends_every_command(
     provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
-    """kill -9 of the holder: running commands are killed(sandbox) at once, new ones are lost."""
+    """After kill -9 of the holder, running commands are killed(sandbox) at once and new ones lost."""
     await box.start("long", ["bash", "-c", "echo inside; exec sleep 600"])
     while await box.output("long") != b"inside\n":
         await asyncio.sleep(0.01)
@@ -397,7 +397,7 @@ async def test_dead_holder_ends_every_command(
 
 
 async def test_holder_that_dies_slowly_is_known_as_the_cause(box: NamespaceSandbox) -> None:
-    """What it takes along ends before it does itself: those commands were not killed one by one."""
+    """Commands that die with the holder count as killed by the end of the sandbox."""
     await box.start("long", ["bash", "-c", "echo inside; exec sleep 600"])
     while await box.output("long") != b"inside\n":
         await asyncio.sleep(0.01)
@@ -413,7 +413,7 @@ async def test_holder_that_dies_slowly_is_known_as_the_cause(box: NamespaceSandb
 
 @contextmanager
 def visited(holder: int) -> Iterator[None]:
-    """A process in its pid namespace, at whose end nobody looks meanwhile: for so long it cannot end."""
+    """Keep a process of its pid namespace unreaped: until then the holder cannot exit."""
     inside, is_inside = os.pipe()
     over, is_over = os.pipe()
     if (parent := os.fork()) == 0:
@@ -494,26 +494,26 @@ def _create(provider: BubblewrapProvider) -> None:
 
 
 def leftovers(provider: BubblewrapProvider, identity: str) -> list[str]:
-    """Everything on this host that still bears the sandbox's name."""
+    """Everything on this host that still has the sandbox's name."""
     box = provider.root / identity
     processes = [str(pid) for pid in marked(f"PERDURE_BOX={box}".encode())]
     mounts = [
         line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(box) in line
     ]
     own = cgroups.group_name(box)
-    # os.walk passes over folders that go meanwhile; Path.rglob raises
+    # os.walk skips folders that vanish meanwhile; Path.rglob raises
     groups = [where for where, _, _ in os.walk("/sys/fs/cgroup") if os.path.basename(where) == own]
     folders = [str(box)] if box.exists() else []
     return processes + mounts + groups + folders
 
 
 def open_to_others() -> bool:
-    """An ordinary user can only run what lies in folders that they may enter."""
+    """An ordinary user can only run programs in folders that they may enter."""
     return _may_be_entered(Path(__file__).resolve()) and python_for_others() is not None
 
 
 def python_for_others() -> Path | None:
-    """This Python, or the system's of the same version where this one lies in a closed home."""
+    """This Python or, if it is in a closed home folder, the system's of the same version."""
     for candidate in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         path = Path(candidate).resolve()
         if path.exists() and _may_be_entered(path):
@@ -557,7 +557,7 @@ def test_works_without_root(script: str, expected: str) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="then the whole suite runs without root")
 @pytest.mark.skipif(not open_to_others(), reason="this checkout is closed to other users")
 def test_deadline_without_cgroups() -> None:
-    """Where no cgroup can be had, a timeout still ends children in sessions of their own."""
+    """Without cgroups, a time-out still ends children in sessions of their own."""
 
     async def run(home: Path) -> bytes:
         script = "setsid -f flock lock sleep 600; until ! flock -n lock true; do :; done; sleep 600"

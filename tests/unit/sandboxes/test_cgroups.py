@@ -38,14 +38,14 @@ def test_v1_with_empty_v2_uses_both(tmp_path: Path) -> None:
 
 
 def test_nothing_writable_enforces_nothing() -> None:
-    """Without writable cgroups the plan is empty, and so are its claims."""
+    """Without writable cgroups the plan is empty and claims to enforce nothing."""
     made = plan(BOX, LIMITS, Hierarchies())
 
     assert (made.folders, made.exec_groups, dict(made.enforced)) == ((), None, {})
 
 
 def test_equal_identities_of_two_homes_differ() -> None:
-    """Two homes on one host that hold the same identity never share a group."""
+    """The same identity in two homes of one host never shares a group."""
     other = Path("/home/y/sandboxes/bubblewrap/one")
 
     assert cgroups.group_name(BOX) != cgroups.group_name(other)

@@ -13,7 +13,7 @@ SIZE = sum(map(len, LINES))
 
 
 class CutRelay:
-    """Says one frame to each connection, then hangs up; as a sandbox, it hands out connections."""
+    """Sends one frame to each connection, then hangs up. It also plays the sandbox that is dialled."""
 
     def __init__(self, frames: list[bytes]) -> None:
         self.port = 0
@@ -51,7 +51,7 @@ async def first_batch(*frames: bytes) -> list[Any]:
 
 
 async def test_a_cut_before_the_first_batch_loses_no_line() -> None:
-    """What was read before the connection broke is handed on with what the next one brings."""
+    """Lines read before the connection broke are handed on with those of the next connection."""
     first = b"%d %d 0\n%s" % (len(LINES[0]), len(LINES[0]), LINES[0])
     second = b"%d %d 0\n%s" % (SIZE, len(LINES[1]), LINES[1])
 
@@ -59,7 +59,7 @@ async def test_a_cut_before_the_first_batch_loses_no_line() -> None:
 
 
 async def test_garbage_at_the_end_of_the_log_holds_nothing_back() -> None:
-    """A line that the relay does not repeat still counts as read: the calls before it are heard."""
+    """A line that is no JSON object still counts as read, and requests before it are handed on."""
     frames = b"%d %d 0\n%s" % (len(LINES[0]), len(LINES[0]), LINES[0]) + b"%d 0 0\n" % SIZE
 
     assert await first_batch(frames) == [{"port": 1}]

@@ -1,4 +1,4 @@
-"""How an exec folder reads: every state by its files, and no other way."""
+"""The state of a command follows from the files in its folder."""
 
 import os
 import time
@@ -20,7 +20,7 @@ def record(tmp_path: Path) -> ExecRecord:
 
 
 def own_line() -> str:
-    """The first line of a command that runs: this very process."""
+    """The first line of a running command: this process."""
     return f"{os.getpid()} {started_at(os.getpid())} - 0 100.0\n"
 
 
@@ -48,21 +48,21 @@ def test_result_is_read_as_the_keeper_wrote_it(
 
 
 def test_seconds_are_those_between_start_and_end(record: ExecRecord) -> None:
-    """How long it ran is what the keeper measured, whoever reads it and when."""
+    """The duration is what the keeper measured, whenever it is read."""
     (record.path / "pid").write_text(f"{own_line()}exit 0 oom=0 101.5\n")
 
     assert record.status().seconds == 1.5
 
 
 def test_half_written_result_is_not_over(record: ExecRecord) -> None:
-    """Until its last byte is there a result does not count."""
+    """An incomplete result does not count."""
     (record.path / "pid").write_text(f"{own_line()}exit 1")
 
     assert record.status() == ExecStatus(ExecState.RUNNING)
 
 
 def test_dead_without_result_is_lost(record: ExecRecord) -> None:
-    """A process that is gone, or a later one with its pid, and no result: lost."""
+    """Without a result, a command is lost if its process is gone or a later one has its pid."""
     pid, started, *rest = own_line().split()
     (record.path / "pid").write_text(f"{pid} {int(started) - 1} {' '.join(rest)}\n")
 
@@ -70,7 +70,7 @@ def test_dead_without_result_is_lost(record: ExecRecord) -> None:
 
 
 def test_never_picked_up_is_lost_for_good(record: ExecRecord) -> None:
-    """Once a command was declared lost in its launch, its guard is taken: it can never run."""
+    """A command that was declared lost at its launch can never run: its guard is taken."""
     long_ago = time.time() - LAUNCH_GRACE_S - 1
     os.utime(record.path, (long_ago, long_ago))
     states = [record.status().state for _ in range(2)]

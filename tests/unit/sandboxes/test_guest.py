@@ -65,13 +65,13 @@ class Folder(GuestSandbox):
         return int((self.folder / "door.lock").read_text().split()[0])
 
     async def kill_resident(self) -> None:
-        """Until it is gone: it would not be replaced while it holds its lock."""
+        """Wait until it has gone, because it is not replaced while it holds its lock."""
         resident = ProcessId(self.resident, started_at(self.resident))
         os.kill(resident.pid, signal.SIGKILL)
         assert await ended(resident, 60)
 
     def edit(self, old: str, new: str) -> None:
-        """The program of another version of ours."""
+        """Install the program of another version."""
         path = self.folder / "guest_door.py"
         text = path.read_text()
         assert old in text
@@ -90,7 +90,7 @@ async def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 async def test_one_resident_answers_for_the_guest(box: Folder) -> None:
-    """A command's supervisor is forked off the resident, which stays; no argument tells an order."""
+    """The resident forks a command's supervisor and stays. No process's arguments show an order."""
     first = box.resident
     await box.start("long", ["sleep", "600"], user="root")
     supervisor = (box.folder / "execs/long/pid").read_text().split()[0]
@@ -102,7 +102,7 @@ async def test_one_resident_answers_for_the_guest(box: Folder) -> None:
 
 
 async def test_killed_resident_is_replaced(box: Folder) -> None:
-    """An order that finds the resident dead is carried out all the same, and leaves another."""
+    """An order that finds the resident dead is carried out, and starts another resident."""
     first = box.resident
     await box.kill_resident()
     said = await box.say("dead")
@@ -111,7 +111,7 @@ async def test_killed_resident_is_replaced(box: Folder) -> None:
 
 
 async def test_silent_resident_is_replaced(box: Folder) -> None:
-    """A resident that stands still costs one order some seconds and no order its answer."""
+    """A stopped resident delays one order by some seconds; no order loses its answer."""
     box.edit("settimeout(TAKEN_S)", "settimeout(0.2)")
     await box.say("edited")
     silent = box.resident
@@ -122,7 +122,7 @@ async def test_silent_resident_is_replaced(box: Folder) -> None:
 
 
 async def test_resident_of_another_version_is_replaced(box: Folder) -> None:
-    """A guest that was installed anew answers by its new text, whatever was resident before."""
+    """After an update the new guest answers, even if the old one was resident."""
     first = box.resident
     box.edit(TAKEN_S, "TAKEN_S = 6.0")
     said = await box.say("new")
@@ -131,7 +131,7 @@ async def test_resident_of_another_version_is_replaced(box: Folder) -> None:
 
 
 async def test_sandbox_of_older_code_is_driven_on(box: Folder) -> None:
-    """What older code set up, with another guest, answers to ours, and what it had started goes on."""
+    """A sandbox set up with another version of the guest answers, and its commands go on."""
     await box.start("long", ["sh", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"])
     await box.kill_resident()
     for path in box.folder.glob("guest*.py"):
@@ -144,7 +144,7 @@ async def test_sandbox_of_older_code_is_driven_on(box: Folder) -> None:
 
 
 async def test_the_same_guest_is_left_alone(box: Folder) -> None:
-    """A set-up that finds this very guest there keeps its resident."""
+    """A set-up that finds the same guest keeps its resident."""
     first = box.resident
     await box.set_up(SandboxSpec(box.workdir))
 
@@ -155,7 +155,7 @@ async def test_the_same_guest_is_left_alone(box: Folder) -> None:
     "made", ["ln -s odd odd", "python3 -c 'import socket; socket.socket(1).bind(\"odd\")'"]
 )
 async def test_what_cannot_be_opened_is_not_found(box: Folder, made: str) -> None:
-    """An agent that leaves a loop or a socket where its log is looked for has left no log."""
+    """If there is a link loop or a socket in place of the agent's log, the log counts as missing."""
     await box.exec(made, check=True)
 
     with pytest.raises(NotFound):
@@ -170,14 +170,14 @@ def _lease(file: BinaryIO) -> None:
 
 
 async def test_what_cannot_be_opened_just_now_is_waited_for(box: Folder) -> None:
-    """A passing refusal of the system is no missing file: it is asked again."""
+    """A transient error of the system does not count as a missing file: the read is repeated."""
     await box.put("leased", b"here")
     with (Path(box.workdir) / "leased").open("rb+") as file:
 
         def give_back(*_: object) -> None:
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
-        before = signal.signal(signal.SIGIO, give_back)  # somebody opens it, and is refused
+        before = signal.signal(signal.SIGIO, give_back)  # the signal tells that a read was refused
         try:
             _lease(file)
             found = await box.get("leased")
@@ -190,7 +190,7 @@ async def test_what_cannot_be_opened_just_now_is_waited_for(box: Folder) -> None
 async def test_tree_is_unpacked_as_it_was_packed(
     box: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modes and links that lead anywhere arrive, though Python 3.14 would filter them by default."""
+    """Modes and links to any path arrive, although Python 3.14 filters them by default."""
     if not hasattr(tarfile, "data_filter"):
         pytest.skip("this Python's tarfile knows no filters")
     python = tmp_path / "bin/python3"
@@ -217,7 +217,7 @@ async def test_tree_is_unpacked_as_it_was_packed(
 
 
 async def test_command_outlives_the_resident(box: Folder) -> None:
-    """What runs is not the resident's to lose: its end is told after the resident's."""
+    """A command survives the resident: its result is reported after the resident's end."""
     await box.start(
         "long", ["sh", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"], user="root"
     )

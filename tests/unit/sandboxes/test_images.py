@@ -44,12 +44,12 @@ def test_mirror(monkeypatch: pytest.MonkeyPatch, setting: str, name: str, pulled
     ],
 )
 def test_refused_pull(said: str, kind: type[PerdureError]) -> None:
-    """An image that is not there ends its instance; a registry that is not there is waited for."""
+    """A missing image fails its instance; an unreachable registry is tried again."""
     assert type(images.refused("a/b:1", said)) is kind
 
 
 def test_pull_limit_is_waited_for() -> None:
-    """A registry that counts pulls is not asked again at once."""
+    """After a rate limit a registry is not asked again at once."""
     error = images.refused("a/b:1", "429 Too Many Requests")
 
     assert isinstance(error, ControlPlaneError)
@@ -57,7 +57,7 @@ def test_pull_limit_is_waited_for() -> None:
 
 
 async def test_one_pull_for_all_who_wait(tmp_path: Path) -> None:
-    """Eight who want an image at once pull it once, and all get what was pulled."""
+    """Eight callers that want an image at once pull it once, and all get it."""
     here: list[str] = []
 
     async def find(name: str) -> str | None:
@@ -74,7 +74,7 @@ async def test_one_pull_for_all_who_wait(tmp_path: Path) -> None:
 
 
 def test_map_names_what_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image stands for a provider's own template or snapshot where the map says so."""
+    """The map replaces an image by a provider's own template or snapshot."""
     path = tmp_path / "map.json"
     path.write_text(json.dumps({"a:1": {"e2b": "a-1", "daytona": "snapshot:a-1"}, "b:1": "b:2"}))
     monkeypatch.setenv(images.MAP_VARIABLE, str(path))

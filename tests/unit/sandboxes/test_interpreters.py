@@ -1,4 +1,4 @@
-"""The interpreter of a virtual environment goes where the environment goes, and carries little."""
+"""A virtual environment is sent with its interpreter, and only with the needed part of it."""
 
 import subprocess
 import sys
@@ -57,7 +57,7 @@ def test_what_a_mount_brings_is_not_brought_twice(prefix: Path, tmp_path: Path) 
 
 
 def test_the_systems_own_is_not_brought(tmp_path: Path) -> None:
-    """/usr is the sandbox's own affair."""
+    """An interpreter in /usr is not sent."""
     mounts = (environment_on(Path("/usr"), tmp_path / "tool"),)
 
     assert with_interpreters(mounts) == mounts
@@ -75,7 +75,7 @@ def test_a_packed_interpreter_leaves_what_was_installed_beside_it(
 
 
 def test_a_packed_environment_keeps_what_is_installed(tmp_path: Path) -> None:
-    """Only interpreters are cut."""
+    """Only interpreters are sent in part."""
     venv.create(tmp_path / "environment", with_pip=False)
     packages = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "environment")})
     Path(packages, "tool.py").touch()
@@ -86,7 +86,7 @@ def test_a_packed_environment_keeps_what_is_installed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.base_prefix.startswith("/usr"), reason="this Python is the system's")
 def test_a_packed_interpreter_runs(tmp_path: Path) -> None:
-    """What is left of ours starts elsewhere and has its standard library."""
+    """The part of our interpreter that is sent starts elsewhere and has its standard library."""
     packed = pack(Path(sys.base_prefix), tmp_path / "packs")
     with tarfile.open(packed.path) as archive:
         archive.extractall(tmp_path / "elsewhere", filter="fully_trusted")

@@ -1,4 +1,4 @@
-"""What pods say of themselves, and what may be said of them, without any cluster."""
+"""Reads the state of pods, and builds them, without a cluster."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_how_a_pod_stands(said: dict[str, Any], state: str, why: str) -> None:
 
 
 def test_containers_that_the_cluster_adds_are_not_asked() -> None:
-    """A mesh's proxy comes first by its name, and runs on when the sandbox has ended."""
+    """A service mesh's proxy comes first by its name, and runs on when the sandbox has ended."""
     said = pod("Running", state=OOM)
     proxy = {"name": "istio-proxy", "state": {"running": {}}}
     said["status"]["containerStatuses"].insert(0, proxy)
@@ -80,7 +80,7 @@ def test_a_pod_that_is_being_deleted_is_going_whatever_its_phase() -> None:
 def test_a_pod_file_cannot_open_walls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
 ) -> None:
-    """Only where and how a pod is placed may be given; the file and the field are named."""
+    """The file may set only where and how a pod is placed; the error names the file and the field."""
     (tmp_path / "pod.json").write_text(text)
     monkeypatch.setenv(pods.POD_VARIABLE, str(tmp_path / "pod.json"))
 
@@ -90,7 +90,7 @@ def test_a_pod_file_cannot_open_walls(
 
 
 def test_a_pod_file_adds_to_every_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tolerations and the runtime class of this cluster stand in what is asked for."""
+    """A pod has the tolerations and the runtime class that the cluster's file gives."""
     wanted = {"runtimeClassName": "gvisor", "tolerations": [{"operator": "Exists"}]}
     (tmp_path / "pod.json").write_text(json.dumps(wanted))
     monkeypatch.setenv(pods.POD_VARIABLE, str(tmp_path / "pod.json"))
@@ -118,7 +118,7 @@ def test_a_pod_file_adds_to_every_pod(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_each_refusal_means(
     status: int, reason: str, message: str, kind: type[PerdureError]
 ) -> None:
-    """The status and its reason decide: asked again, queued, adopted, or a person's to correct."""
+    """The status and its reason decide: repeat, queue, adopt, or a configuration error."""
     found = typed(ErrorAnswer(status, reason, message, None), "create", key_works=True)
 
     assert type(found) is kind
@@ -134,5 +134,5 @@ def test_what_each_refusal_means(
     ],
 )
 def test_a_commands_end_is_read_as_the_api_says_it(status: Any, code: int | None) -> None:
-    """A cut socket and an API that failed are no exit codes."""
+    """A cut socket and a failed API call give no exit code."""
     assert CommandOutput(b"", b"", status).code == code

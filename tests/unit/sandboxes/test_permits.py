@@ -1,4 +1,4 @@
-"""The rules by which permits of a provider account are given out, on a clock of the test."""
+"""The rules that grant permits of a provider account, on the test's clock."""
 
 import heapq
 from collections import Counter
@@ -47,12 +47,12 @@ class Service:
         self.account, self.live, self.rate = account, live, rate
         self.work_s = work_s
         self.others = others
-        """What others have of the account, by the time."""
+        """How many sandboxes others have, by time."""
         self.after: float | None = 10.0 if work_s < 10 else None
         self.created: list[float] = []
         self.refusals: list[float] = []
         self.full_at = 0.0
-        """When it first held as many as it takes."""
+        """When it first held as many as the account allows."""
         self.most = self.up = 0
         self.now = 0.0
         self._later: list[tuple[float, int, Callable[[], None]]] = []
@@ -84,7 +84,7 @@ class Service:
         self.account.release(holder)
 
     def run(self) -> None:
-        """Until nobody waits or holds."""
+        """Run until no request waits and no permit is held."""
         while not self.account.empty:
             for holder in names(self.account, self.now):
                 self.create(holder)
@@ -97,7 +97,7 @@ class Service:
 
 
 def test_a_herd_of_500_never_meets_caps_that_are_known() -> None:
-    """500 at once, 20 live and 5 creates a second: all served, no refusal, the slots kept full."""
+    """500 requests at once, 20 live and 5 creates a second: all are served, none is refused."""
     herd = account()
     for number in range(500):
         ask(herd, f"h{number}")
@@ -108,7 +108,7 @@ def test_a_herd_of_500_never_meets_caps_that_are_known() -> None:
 
 
 def test_a_herd_finds_out_caps_that_nobody_named() -> None:
-    """Nothing is known at first: all are served, and few of the creates are refused."""
+    """Without known caps all are served, and few creates are refused."""
     herd = account()
     for number in range(500):
         ask(herd, f"h{number}", caps=AccountCaps(starting=16))
@@ -120,7 +120,7 @@ def test_a_herd_finds_out_caps_that_nobody_named() -> None:
 
 
 def test_what_others_give_back_is_used_within_seconds() -> None:
-    """Others had 18 of 20 for ten minutes: once they have left, the account is full again after the
+    """Others held 18 of 20 slots for ten minutes. After they leave, the account is full again after the
     next try and a few boots, not after a minute for each sandbox."""
     crowded = account()
     for number in range(60):
@@ -135,7 +135,7 @@ def test_what_others_give_back_is_used_within_seconds() -> None:
 
 
 def test_an_account_that_stays_crowded_is_asked_once_a_minute() -> None:
-    """Others keep what they have: one create in a minute is refused, and never several at once."""
+    """While others keep their slots, one create per minute is refused, and never several at once."""
     crowded = account()
     for number in range(12):
         ask(crowded, f"h{number}", caps=AccountCaps(starting=16))
@@ -148,7 +148,7 @@ def test_an_account_that_stays_crowded_is_asked_once_a_minute() -> None:
 
 
 def test_a_recovery_that_goes_too_far_is_refused_a_few_times() -> None:
-    """Some came back, not all: what is tried beyond is a few sandboxes, not the whole herd."""
+    """If others free only some slots, a few more sandboxes are tried at once, not all that wait."""
     crowded = account()
     for number in range(60):
         ask(crowded, f"h{number}", caps=AccountCaps())
@@ -162,7 +162,7 @@ def test_a_recovery_that_goes_too_far_is_refused_a_few_times() -> None:
 
 
 def test_runs_share_an_account_and_each_is_served_in_order() -> None:
-    """A small run that comes late gets every other slot; within a run the first is served first."""
+    """A small run that comes late gets every other slot; within a run the oldest request is first."""
     shared = account()
     for number in range(6):
         ask(shared, f"big{number}", run="big", caps=AccountCaps(live=4))
@@ -173,7 +173,7 @@ def test_runs_share_an_account_and_each_is_served_in_order() -> None:
 
 
 def test_a_herd_without_caps_is_granted_in_portions() -> None:
-    """More than may be told at a time: the rest is granted at once afterwards, not forgotten."""
+    """Grants above the limit per call follow in the next call; none is forgotten."""
     herd = account()
     for number in range(MOST_GRANTS + 1):
         ask(herd, f"h{number}", caps=AccountCaps())
@@ -200,7 +200,7 @@ def test_an_account_of_one_sandbox_serves_rollouts_that_need_two() -> None:
 
 
 def test_a_slot_is_kept_for_the_grading_of_its_rollout() -> None:
-    """Who has a slot is granted its next sandbox at once, though the account is full and others wait."""
+    """A holder gets its next sandbox at once, although the account is full and others wait."""
     full = account()
     ask(full, "first", caps=AccountCaps(live=1))
     names(full, 0.0)
@@ -212,7 +212,7 @@ def test_a_slot_is_kept_for_the_grading_of_its_rollout() -> None:
 
 
 def test_asking_again_takes_no_second_slot() -> None:
-    """An ask that is repeated because its answer was lost is granted again, on the same slot."""
+    """A request repeated after a lost answer is granted again, on the same slot."""
     one = account()
     ask(one, "a", caps=AccountCaps(live=2))
     names(one, 0.0)
@@ -222,7 +222,7 @@ def test_asking_again_takes_no_second_slot() -> None:
 
 
 def test_a_refusal_puts_the_wish_back_at_the_front() -> None:
-    """Refused for concurrency: the slot is given back, and nobody is tried before one is released."""
+    """After a refusal for concurrency the slot is free, and no create follows until one is released."""
     learned = account()
     for name in ("a", "b", "c"):
         ask(learned, name, caps=AccountCaps(starting=2))
@@ -236,7 +236,7 @@ def test_a_refusal_puts_the_wish_back_at_the_front() -> None:
 
 
 def test_more_is_tried_a_while_after_a_refusal() -> None:
-    """What others used of the account comes back: one sandbox more is tried after a pause."""
+    """Some time after a refusal one more sandbox is tried, because others may have freed a slot."""
     learned = account()
     for name in ("a", "b"):
         ask(learned, name, caps=AccountCaps())
@@ -248,7 +248,7 @@ def test_more_is_tried_a_while_after_a_refusal() -> None:
 
 
 def test_retry_after_is_waited_for() -> None:
-    """After a refusal for its rate, nobody starts a sandbox before the named time, and then slower."""
+    """After a refusal for the rate, no sandbox starts before the named time, and then more slowly."""
     slowed = account()
     for number in range(4):
         ask(slowed, f"h{number}", caps=AccountCaps(creates_per_s=10))
@@ -261,7 +261,7 @@ def test_retry_after_is_waited_for() -> None:
 
 
 def test_a_restart_forgets_nothing() -> None:
-    """Who waits, who holds, and what was learned outlive the keeper."""
+    """Requests, permits and learned limits survive a restart of the workflow."""
     before = account()
     for number in range(5):
         ask(before, f"h{number}", caps=AccountCaps(starting=3))
@@ -275,7 +275,7 @@ def test_a_restart_forgets_nothing() -> None:
 
 
 def test_a_restart_does_not_put_off_the_look_at_holders() -> None:
-    """A keeper that restarts more often than it looks still finds out who was terminated."""
+    """A workflow that restarts often still checks which holders were terminated."""
     before = account()
     ask(before, "a")
     state = before.state()
@@ -284,8 +284,8 @@ def test_a_restart_does_not_put_off_the_look_at_holders() -> None:
 
 
 def test_a_sandbox_that_came_up_ungranted_counts() -> None:
-    """Its worker died after a refusal, and the next one made it all the same: it has a slot now, and
-    waits for none."""
+    """The worker died after a refusal, and the next one made the sandbox: it holds a slot and does
+    not wait."""
     one = account()
     for name in ("a", "b"):
         ask(one, name, caps=AccountCaps(live=1))
@@ -299,8 +299,7 @@ def test_a_sandbox_that_came_up_ungranted_counts() -> None:
 
 
 def test_a_sandbox_that_came_up_in_spite_of_a_refusal_wishes_for_nothing() -> None:
-    """A grading tries again by itself: what it has meanwhile is not granted once more, for a start
-    that nobody makes."""
+    """A grading that retries by itself is not granted a second permit for a sandbox that it has."""
     account = Account(AccountState(caps=AccountCaps(starting=1)), 0.0)
     caps = account.caps
     account.ask("a", "r", "1-agent", caps)
@@ -326,7 +325,7 @@ def stocked(standing: int, caps: AccountCaps) -> Account:
 
 
 def test_a_sandbox_booted_ahead_counts_like_any_other() -> None:
-    """Two stand ready on an account of three: one slot is left, and the next waits."""
+    """Two sandboxes are booted ahead on an account of three: one slot is left, and the next waits."""
     one = stocked(2, AccountCaps(live=3))
     for name in ("a", "b"):
         ask(one, name, caps=AccountCaps(live=3))
@@ -335,7 +334,7 @@ def test_a_sandbox_booted_ahead_counts_like_any_other() -> None:
 
 
 def test_nothing_is_booted_ahead_where_somebody_waits() -> None:
-    """A slot or a start that a rollout waits for is never spent on one that may come."""
+    """A slot for which a rollout waits is never used to boot ahead."""
     slow = stocked(0, AccountCaps(creates_per_s=10))
     names(slow, 0.0)
     slow.reserve("ready/0", "e2b", 0.0)
@@ -346,7 +345,7 @@ def test_nothing_is_booted_ahead_where_somebody_waits() -> None:
 
 
 def test_whoever_takes_one_has_its_slot() -> None:
-    """A ready sandbox's permit passes on: its taker holds one, waits for none, and gives it back."""
+    """The permit of a sandbox booted ahead passes to the rollout that takes it."""
     one = stocked(1, AccountCaps(live=1))
     ask(one, "a", caps=AccountCaps(live=1))
     one.hand_over("ready/0", "a", "r", "1-agent")
@@ -357,7 +356,7 @@ def test_whoever_takes_one_has_its_slot() -> None:
 
 
 def test_ready_ones_give_way_on_a_full_account() -> None:
-    """As many as wait and no more, and only where the account is full; the slot goes to who waits."""
+    """On a full account, as many sandboxes booted ahead are ended as requests wait, and no more."""
     one = stocked(3, AccountCaps(live=3))
     before = one.to_end(0.0)
     ask(one, "a", caps=AccountCaps(live=3))
@@ -368,7 +367,7 @@ def test_ready_ones_give_way_on_a_full_account() -> None:
 
 
 def test_one_that_boots_gives_way_only_when_it_is_late() -> None:
-    """Nobody ends what its worker is about to finish; a dead worker's does not hold a slot for long."""
+    """A sandbox that is booting ahead is not ended; one of a dead worker soon is."""
     one = Account(AccountState(caps=AccountCaps(live=1)), 0.0)
     one.reserve("ready/0", "e2b", 0.0)
     ask(one, "a", caps=AccountCaps(live=1))
@@ -380,7 +379,7 @@ def test_one_that_boots_gives_way_only_when_it_is_late() -> None:
 
 
 def test_a_refused_boot_ahead_is_no_wish() -> None:
-    """429 for a sandbox that nobody asked for: its slot is free, and nobody waits."""
+    """After a 429 for a sandbox booted ahead its slot is free, and no request waits."""
     one = Account(AccountState(), 0.0)
     one.reserve("ready/0", "e2b", 0.0)
     one.refused("ready/0", "concurrency", None, 0.0)
@@ -389,7 +388,7 @@ def test_a_refused_boot_ahead_is_no_wish() -> None:
 
 
 def test_what_a_dead_worker_booted_ahead_is_forgotten() -> None:
-    """Its provider has ended it by then; the keeper does not outlive it, nor looks up its holder."""
+    """An old permit for a sandbox booted ahead is dropped, because its provider has ended it."""
     one = stocked(1, AccountCaps(live=5))
     unchecked = one.longest_unchecked(10)
     names(one, AHEAD_S + 1)
@@ -398,7 +397,7 @@ def test_what_a_dead_worker_booted_ahead_is_forgotten() -> None:
 
 
 def test_a_restart_keeps_the_pause() -> None:
-    """A Retry-After is waited for by the next keeper too."""
+    """A Retry-After also holds after a restart of the workflow."""
     before = account()
     for number in range(2):
         ask(before, f"h{number}", caps=AccountCaps(creates_per_s=10))

@@ -1,4 +1,4 @@
-"""The reaper ends what nobody owns, and nothing else. Real sandboxes of the `local` provider."""
+"""The reaper kills sandboxes without an owner, and no others. It uses real `local` sandboxes."""
 
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -52,7 +52,7 @@ async def test_young_orphan_is_kept(provider: LocalProvider) -> None:
 
 
 async def test_expired_is_killed_though_owned(provider: LocalProvider) -> None:
-    """A sandbox that nobody touched until its deadline goes, whoever owns it."""
+    """A sandbox past its deadline goes, even if its owner is alive."""
     await boot(provider, "owned", OWNED)
     report = await sweep([provider], is_open, grace_s=600, now=time.time() + HOUR + 1)
 

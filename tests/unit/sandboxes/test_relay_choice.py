@@ -1,4 +1,4 @@
-"""How sandboxes reach the gateway: chosen by what their provider can, refused with the fix."""
+"""How a sandbox reaches the gateway depends on its provider; an error names the fix."""
 
 from pathlib import Path
 
@@ -56,7 +56,8 @@ def test_auto_takes_the_nearest_way(
 
 @pytest.mark.parametrize("url", UNROUTABLE)
 def test_an_address_of_this_host_alone_is_refused(tmp_path: Path, url: str) -> None:
-    """Loopback, unspecified and socket addresses given to a sandbox elsewhere: field and fix named."""
+    """A sandbox elsewhere cannot open a loopback, unspecified or socket address: the error names
+    field and fix."""
     with pytest.raises(ConfigurationError, match=r"gateway.url .* PERDURE_GATEWAY__URL"):
         choose_reach("url", Remote(tmp_path), url)
 
@@ -83,7 +84,7 @@ async def test_an_address_that_does_not_open_inside_is_named(tmp_path: Path) -> 
 
 
 def test_endless_lines_are_dropped_and_the_next_is_read() -> None:
-    """A line without end costs bounded memory, and only itself."""
+    """A line without end uses bounded memory, and later lines are read."""
     lines = Lines()
     for _ in range(64):
         lines.feed(b"x" * LARGEST_LINE)

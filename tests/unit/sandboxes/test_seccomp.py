@@ -66,10 +66,10 @@ def test_filter_decides(machine: str, call: str, arguments: tuple[int, ...], exp
 
 @pytest.mark.parametrize(("machine", "foreign"), [("x86_64", "i386"), ("aarch64", "x86_64")])
 def test_other_architectures_get_no_call(machine: str, foreign: str) -> None:
-    """Numbers of another table mean other calls, so none is let through."""
+    """Calls of another architecture have other numbers, so all are refused."""
     assert verdict(machine, 1, audit=AUDIT[foreign]) == errno.ENOSYS
 
 
 def test_x32_numbers_get_no_call() -> None:
-    """The third table of x86_64 is told by a bit of the number, not by the architecture."""
+    """x32 calls on x86_64 are recognised by a bit of their number."""
     assert verdict("x86_64", 0x40000000 | 1) == errno.ENOSYS
