@@ -1,4 +1,4 @@
-"""What only Daytona does to a sandbox when it fails; the rest stands in `test_service_faults`."""
+"""Failures that only Daytona has. `test_service_faults` tests the others."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 async def test_fault_while_a_boot_is_watched_leaks_nothing(
     bench: Bench, fault: dict[str, Any]
 ) -> None:
-    """The SDK gives up its create at one bad look at the boot; the sandbox is found and used."""
+    """The SDK gives up a create after one failed look at the boot; the sandbox is found and used."""
     bench.server.settings["boot_s"] = 0.5
     bench.inject(LOOK, skip=1, **fault)
     async with bench.box() as box:
@@ -49,7 +49,7 @@ async def test_fault_while_a_boot_is_watched_leaks_nothing(
 
 
 async def test_refused_name_is_adopted(bench: Bench) -> None:
-    """409: whoever made the sandbox of this name, it is ours and is taken."""
+    """409: a sandbox of this name is ours, whichever worker made it, and is adopted."""
     async with bench.box() as box:
         await box.write_file("mark", b"one")
         bench.inject(LOOK, status=404)  # a look that comes too early sees nothing
@@ -59,7 +59,7 @@ async def test_refused_name_is_adopted(bench: Bench) -> None:
 
 
 async def test_another_spec_under_the_same_identity_is_refused(bench: Bench) -> None:
-    """An identity stands for one spec: another one is named as a mistake, and nothing changes."""
+    """An identity has one spec: another spec is a configuration error, and nothing changes."""
     async with bench.box():
         with pytest.raises(ConfigurationError, match="another image"):
             await bench.provider.create(replace(SPEC, workdir="/elsewhere"), ID)
@@ -79,7 +79,7 @@ async def test_slow_boot_is_waited_for(bench: Bench) -> None:
 async def test_boot_that_stands_still_is_condemned(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """A boot in which nothing moves is deleted in time: a new generation may be tried."""
+    """A boot without progress is deleted in time, so that a new generation may be tried."""
     bench.hurry()
     monkeypatch.setattr(daytona, "STARTING_S", 0.5)
     monkeypatch.setattr(daytona, "PATIENCE_S", {})
@@ -93,7 +93,7 @@ async def test_boot_that_stands_still_is_condemned(
 async def test_stuck_sandbox_that_cannot_be_deleted_is_left_to_the_reaper(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A delete refused for the state is asked again; later, when it may, it is deleted."""
+    """A delete that is refused because of the state is repeated until it succeeds."""
     bench.hurry()
     monkeypatch.setattr(daytona, "STARTING_S", 0.5)
     bench.inject(CREATE, state="creating")
@@ -106,7 +106,7 @@ async def test_stuck_sandbox_that_cannot_be_deleted_is_left_to_the_reaper(
 
 @pytest.mark.parametrize("state", ["error", "build_failed"])
 async def test_failed_boot_is_lost(bench: Bench, state: str) -> None:
-    """A boot that the service gave up is lost with its reason, and nothing of it stays."""
+    """A boot that the service gave up is lost with its reason, and nothing of it is left."""
     bench.inject(CREATE, state=state)
     with pytest.raises(SandboxLost, match=f"injected {state}"):
         await bench.provider.create(SPEC, ID)
@@ -115,7 +115,7 @@ async def test_failed_boot_is_lost(bench: Bench, state: str) -> None:
 
 
 async def test_quota_taken_by_others_is_waited_for(bench: Bench) -> None:
-    """The account's quota is full until somebody releases: then the create succeeds."""
+    """While the account's quota is full a create waits; when a sandbox ends, it succeeds."""
     bench.server.settings.update(max_cpu=1.0, others_cpu=1.0)
     creating = asyncio.create_task(bench.provider.create(SPEC, ID))
     while len(bench.asked("POST /api/sandbox")) < 2:
@@ -131,7 +131,7 @@ async def test_quota_taken_by_others_is_waited_for(bench: Bench) -> None:
 async def test_full_quota_is_said_to_be_refused(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A quota that stays full is an error to wait with, of which nothing was made."""
+    """A quota that stays full is RateLimited, and nothing was made."""
     impatient(monkeypatch, 0.5)
     bench.server.settings["max_cpu"] = 0.0
 
@@ -141,7 +141,7 @@ async def test_full_quota_is_said_to_be_refused(
 
 
 async def test_creates_are_paced_as_the_service_asks(bench: Bench) -> None:
-    """`Retry-After` of the throttler is waited for before the create is asked again."""
+    """A create is repeated only after the throttler's `Retry-After`."""
     bench.inject(CREATE, status=429, headers={"Retry-After-sandbox-create": "2"})
     async with bench.box():
         first, second = bench.asked("POST /api/sandbox")
@@ -152,7 +152,7 @@ async def test_creates_are_paced_as_the_service_asks(bench: Bench) -> None:
 async def test_env_file_of_the_folder_is_no_setting(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What only a `.env` says is refused by name, for the SDK would obey whoever wrote that file."""
+    """A setting that only a `.env` file has is refused by name, because the SDK would use it."""
     (tmp_path / ".env").write_text("DAYTONA_TARGET=elsewhere\n")
     monkeypatch.chdir(tmp_path)
 
@@ -164,7 +164,7 @@ async def test_env_file_of_the_folder_is_no_setting(
 
 @pytest.mark.parametrize("how", ["empty", "absent", "unreadable"])
 async def test_an_exit_code_that_lies_changes_no_result(bench: Bench, how: str) -> None:
-    """An exit code that is empty, absent or not yet readable makes no failure a success."""
+    """An empty, absent or not yet readable exit code never turns a failure into a success."""
     async with bench.box() as box:
         bench.inject(EXEC, exit_code=how, times=2)
         result = await box.exec("echo ran >>count; echo out; exit 7")
@@ -187,7 +187,7 @@ async def test_proxy_that_denies_a_living_sandbox_is_asked_again(bench: Bench) -
 async def test_dead_daemon_of_a_started_sandbox_is_lost(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """502 for a long time, while the service says started: the daemon is dead, and so is the box."""
+    """After 502 for a long time the daemon counts as dead, although the service says started."""
     monkeypatch.setattr(daytona, "SILENT_S", 0.5)
     async with bench.box() as box:
         bench.inject(EXEC, status=502, times=None)
@@ -200,7 +200,7 @@ async def test_dead_daemon_of_a_started_sandbox_is_lost(
 
 
 async def test_sandbox_that_nobody_uses_ends_by_itself(bench: Bench) -> None:
-    """The idle timer does not see processes: a busy sandbox that nobody asks ends, and is deleted."""
+    """The idle timer sees only calls: a busy sandbox without calls ends and is deleted."""
     async with bench.box() as box:
         await box.start("busy", ["sleep", "600"])
         bench.server.settings["minute_s"] = 0.1
@@ -212,7 +212,7 @@ async def test_sandbox_that_nobody_uses_ends_by_itself(bench: Bench) -> None:
 
 
 async def test_wrong_clock_of_the_service_changes_no_lifetime(bench: Bench) -> None:
-    """A service an hour behind calls what it still has alive, and nobody here calls it expired."""
+    """A sandbox that the service still has is alive, even if the service's clock is an hour behind."""
     bench.server.settings["clock_offset_s"] = -3600.0
     async with bench.box() as box:
         await box.touch(600)
@@ -238,7 +238,7 @@ async def test_wrong_clock_of_the_service_changes_no_lifetime(bench: Bench) -> N
 def test_retry_after_is_read_in_all_its_forms(
     headers: dict[str, str], seconds: float | None
 ) -> None:
-    """Seconds, dates and throttlers' own headers are waits; anything else is none."""
+    """Seconds, dates and throttlers' own headers give a wait; other values give none."""
     assert retry_after(headers) == seconds
 
 

@@ -1,4 +1,4 @@
-"""The Daytona double speaks to the unmodified SDK what our own provider does not ask of it."""
+"""The Daytona double answers the unmodified SDK also in what our provider does not use."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -65,7 +65,7 @@ async def test_session_is_one_shell(sandbox: Any) -> None:
 
 
 async def test_logs_are_followed_to_the_end(sandbox: Any) -> None:
-    """A follower hears both streams apart, and the end of the command ends it."""
+    """A follower gets both streams apart, and ends with the command."""
     await sandbox.process.create_session("s")
     command = await run(sandbox, "echo one; sleep 0.2; echo two >&2")
     heard: list[tuple[str, str]] = []
@@ -77,7 +77,7 @@ async def test_logs_are_followed_to_the_end(sandbox: Any) -> None:
 
 
 async def test_code_that_is_just_being_written_ends_no_follower(sandbox: Any) -> None:
-    """Between the making of a command's code and its writing there is a moment: nobody stumbles."""
+    """A command's code file is empty for a moment before it is written: no reader fails."""
     await sandbox.process.create_session("s")
     command = await run(sandbox, ': >"${BASH_SOURCE%/*}/code"; sleep 0.2; echo one')
     heard: list[str] = []

@@ -30,12 +30,12 @@ class TestDocker(SandboxContract):
     def provider(
         self, tmp_path: Path, docker_engine: str, monkeypatch: pytest.MonkeyPatch
     ) -> DockerProvider:
-        """Patient: 64 at once are some hundred starts of programs, which a slow host takes minutes for."""
+        """With long time-outs: 64 sandboxes start some hundred programs, minutes on a slow host."""
         monkeypatch.setattr("perdure.sandboxes.providers.docker.provider.REQUEST_S", 300.0)
         return DockerProvider(tmp_path / "home")
 
     async def test_one_that_nobody_touches_ends_too(self, provider: DockerProvider) -> None:
-        """Its first deadline is that of its spec, though whoever made it never says a word again."""
+        """Its first deadline is the spec's, also if its creator never renews it."""
         async with self.box(provider, replace(self.spec(), ttl_s=10)) as box:
             with pytest.raises(SandboxLost):
                 await asyncio.wait_for(_used_for_ever(box), 60)
@@ -45,7 +45,7 @@ class TestDocker(SandboxContract):
     ) -> None:
         """A boot is a run and a set-up; a command, an upload and a kill are one call each."""
         async with self.box(provider):
-            pass  # what the engine and the image are like is asked once
+            pass  # the engine and the image are inspected once
         log, docker = tmp_path / "log", tmp_path / "docker"
         docker.write_text(f'#!/bin/sh\necho "$1" >>{log}\nexec {program("docker")} "$@"\n')
         docker.chmod(0o755)
@@ -59,8 +59,8 @@ class TestDocker(SandboxContract):
     async def test_no_argument_tells_a_variable(
         self, provider: DockerProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A session's key stands in no argument of `docker`, nor of what it starts in the container:
-        the host lists both to all its users."""
+        """A session's key is in no argument of `docker` or of what it starts in the container: every
+        user of the host can list both."""
         log, docker = tmp_path / "log", tmp_path / "docker"
         docker.write_text(f'#!/bin/sh\necho "$@" >>{log}\nexec {program("docker")} "$@"\n')
         docker.chmod(0o755)
@@ -80,7 +80,7 @@ class TestDocker(SandboxContract):
     async def test_command_that_breaks_the_sandbox_costs_it_alone(
         self, provider: DockerProvider
     ) -> None:
-        """One in which a command has removed Python is lost; its image is not blamed."""
+        """A sandbox in which a command has removed Python is lost; its image is not blamed."""
         async with self.box(provider, replace(self.spec(), image=IMAGE, tree=None)) as box:
             await box.exec("rm $(command -v python3)", check=True)
 

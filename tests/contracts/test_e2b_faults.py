@@ -1,4 +1,4 @@
-"""What only E2B does to a sandbox when it fails; the rest stands in `test_service_faults`."""
+"""Failures that only E2B has. `test_service_faults` tests the others."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 @pytest.mark.parametrize("how", ["cut", "no_end", "empty_end", "unavailable"])
 async def test_a_stream_that_lies_changes_no_result(bench: Bench, how: str) -> None:
-    """A stream that is cut, or ends without or with an empty end, makes no failure a success."""
+    """A stream that is cut, or has no or an empty end, never turns a failure into a success."""
     async with bench.box() as box:
         bench.inject(EXEC, stream=how, times=2)
         result = await box.exec("echo ran >>count; echo out; exit 7")
@@ -68,7 +68,7 @@ async def test_conflict_about_the_key_ends_with_one_sandbox(bench: Bench, word: 
 async def test_sandbox_that_dies_in_its_set_up_is_not_made_again(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """Once it has lived its end is somebody's will, or a loss: no second one is paid for unseen."""
+    """After a sandbox has answered, its end is reported: no second one is made silently."""
     (tmp_path / "tree").mkdir()
     bench.inject(E2B.upload, kill=True)
     with pytest.raises(SandboxLost):
@@ -78,7 +78,7 @@ async def test_sandbox_that_dies_in_its_set_up_is_not_made_again(
 
 
 async def test_command_that_breaks_the_sandbox_costs_it_alone(bench: Bench) -> None:
-    """A sandbox in which a command has done away with Python is lost; its template is not blamed."""
+    """A sandbox in which a command has removed Python is lost; its template is not blamed."""
     async with bench.box() as box:
         await box.exec("echo PATH=/nowhere >/home/user/.bash_profile", user="root", check=True)
 
@@ -113,8 +113,8 @@ async def test_proxy_that_denies_a_living_sandbox_is_asked_again(bench: Bench) -
 async def test_sandbox_that_its_proxy_denies_for_long_is_lost(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that died while the service calls it running costs a minute, not the ten of a
-    network that is silent."""
+    """A machine that died while the service calls it running is given up after a minute, not after
+    the ten of a silent network."""
     monkeypatch.setattr(e2b, "DAEMON_GONE_S", 0.3)
     async with bench.box() as box:
         body = {"sandboxId": "i1", "message": "The sandbox was not found", "code": 502}

@@ -102,7 +102,7 @@ async def refused(bench: Bench) -> PerdureError:
     ],
 )
 async def test_create_survives_a_passing_fault(bench: Bench, fault: str, when: str) -> None:
-    """However the answer of a create is lost, one pod is made, and none is left after it."""
+    """If the answer to a create is lost, one pod is made, and none is left after it."""
     if fault == "black hole":
         bench.hurry()
     bench.inject(CREATE, when=when, **PASSING[fault])
@@ -113,7 +113,7 @@ async def test_create_survives_a_passing_fault(bench: Bench, fault: str, when: s
 
 
 async def test_rights_that_are_missing_are_named(bench: Bench) -> None:
-    """403 of RBAC stops the run, in the cluster's own words and with the file that cures it."""
+    """A 403 of RBAC stops the run. The error has the cluster's message and names the file to apply."""
     said = 'pods is forbidden: User "worker" cannot create resource "pods"'
     bench.inject(CREATE, status=403, body={"reason": "Forbidden", "message": said})
     error = await refused(bench)
@@ -131,7 +131,7 @@ async def test_credentials_that_never_worked_are_refused(bench: Bench, tmp_path:
 
 
 async def test_credentials_that_were_renewed_are_read_again(bench: Bench) -> None:
-    """Tokens of a cloud's login last for minutes: after a 401 the file is looked at anew."""
+    """Tokens of a cloud's login last minutes: after a 401 the file is read again."""
     path = bench.server.kubeconfig
     known = json.loads(path.read_text())
     known["users"][0]["user"]["token"] = "renewed"
@@ -156,7 +156,7 @@ async def test_credentials_that_were_renewed_are_read_again(bench: Bench) -> Non
 async def test_a_file_that_is_no_kubeconfig_is_named(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, fields: Any
 ) -> None:
-    """However it is broken, no retry mends it: the user hears at once which variable to correct."""
+    """A broken kubeconfig is not retried: the error names the variable to correct at once."""
     known = json.loads(bench.server.kubeconfig.read_text())
     known["clusters"][0]["cluster"] |= {"server": "https://127.0.0.1:1", **fields}
     (tmp_path / "broken").write_text(text or json.dumps(known))
@@ -169,7 +169,7 @@ async def test_a_file_that_is_no_kubeconfig_is_named(
 async def test_every_call_goes_by_the_kubeconfigs_proxy(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sockets of commands, too: nobody but the proxy knows where the cluster is."""
+    """Commands' sockets use the proxy too: only the proxy can reach the cluster."""
     known = json.loads(bench.server.kubeconfig.read_text())
     cluster = known["clusters"][0]["cluster"]
     async with _proxy_of(cluster["server"]) as url:
@@ -203,7 +203,7 @@ async def _proxy_of(server: str) -> AsyncIterator[str]:
 async def test_a_proxy_that_is_not_spoken_to_is_refused(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No retry makes it one: the field is named, and its password is not."""
+    """A wrong proxy URL is not retried. The error names the field, without the password."""
     known = json.loads(bench.server.kubeconfig.read_text())
     known["clusters"][0]["cluster"]["proxy-url"] = "socks5://me:password@127.0.0.1:1"
     (tmp_path / "socks").write_text(json.dumps(known))
@@ -215,7 +215,7 @@ async def test_a_proxy_that_is_not_spoken_to_is_refused(
 
 
 async def test_a_login_that_fails_for_a_moment_is_tried_again(bench: Bench, tmp_path: Path) -> None:
-    """The program that renews a token asks a cloud, which may not answer just then."""
+    """If the program that renews a token fails for a moment, the call is repeated."""
     path, flag = bench.server.kubeconfig, tmp_path / "failed-once"
     script = (
         f"test -e {flag} || {{ touch {flag}; echo no answer >&2; exit 1; }}; cat {tmp_path}/said"
@@ -237,7 +237,7 @@ async def test_a_login_that_fails_for_a_moment_is_tried_again(bench: Bench, tmp_
 async def test_a_quota_is_waited_for_or_told(
     bench: Bench, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A namespace that is full is no wrong request: another sandbox has to end first."""
+    """A full namespace is RateLimited, not a configuration error: another sandbox has to end first."""
     impatient(monkeypatch, 3.0)
     bench.provider.waits_at_caps = waits
     bench.server.settings["max_pods"] = 0
@@ -268,7 +268,7 @@ async def test_a_quota_that_our_own_pod_fills_refuses_it_nothing(bench: Bench) -
 async def test_a_pod_that_no_node_takes_is_deleted(
     bench: Bench, said: str, kind: type[PerdureError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Want of room is waited for by whoever queues; a taint is a person's to see."""
+    """Too little room is RateLimited, so that callers queue; a taint is a configuration error."""
     monkeypatch.setattr(boot_wait, "ROOM_S", 0.3)
     bench.inject(CREATE, state="Unschedulable", body=said)
     error = await refused(bench)
@@ -279,7 +279,7 @@ async def test_a_pod_that_no_node_takes_is_deleted(
 async def test_a_pod_that_is_larger_than_every_node_is_a_persons_to_see(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No sandbox that ends makes room for it: once no larger node has come, waiting is over."""
+    """If even an empty node is too small, waiting ends when no larger node has come."""
     monkeypatch.setattr(boot_wait, "ROOM_S", 0.0)
     monkeypatch.setattr(boot_wait, "LARGER_S", 0.3)
     bench.inject(CREATE, state="Unschedulable", body=FITS_NOWHERE)
@@ -306,7 +306,7 @@ async def test_a_node_may_come_late(bench: Bench) -> None:
 
 @pytest.mark.parametrize("reason", ["ErrImagePull", "InvalidImageName"])
 async def test_an_image_that_is_not_there_ends_its_instance(bench: Bench, reason: str) -> None:
-    """No retry cures it, and the pod is gone."""
+    """It is not retried, and the pod is deleted."""
     bench.inject(CREATE, state=reason)
     error = await refused(bench)
 
@@ -316,7 +316,7 @@ async def test_an_image_that_is_not_there_ends_its_instance(bench: Bench, reason
 async def test_an_image_without_python_ends_its_instance(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first process that cannot be started tells of the image."""
+    """If the first process cannot start, the error blames the image."""
     from perdure.testing import kubernetes_server
 
     said = 'exec: "python3": executable file not found in $PATH'
@@ -331,7 +331,7 @@ async def test_an_image_without_python_ends_its_instance(
 async def test_an_image_without_shell_tools_ends_its_instance(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So does the first look inside, before any command has run."""
+    """If the first look inside fails before a command has run, the error blames the image."""
     _without_programs(bench, monkeypatch)
     error = await refused(bench)
 
@@ -342,7 +342,7 @@ async def test_an_image_without_shell_tools_ends_its_instance(
 async def test_a_command_that_breaks_its_sandbox_costs_it_alone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is missing once commands have run is no fault of the image."""
+    """A program that is missing after commands have run is not blamed on the image."""
     async with bench.box() as box:
         _without_programs(bench, monkeypatch)
         with pytest.raises(SandboxLost, match="removed"):
@@ -350,7 +350,7 @@ async def test_a_command_that_breaks_its_sandbox_costs_it_alone(
 
 
 async def test_the_words_of_a_pod_that_ended_blame_no_image(bench: Bench) -> None:
-    """Its commands can write what the cluster says of its end."""
+    """Commands can forge the message with which the cluster reports the end."""
     bench.inject(CREATE, state="Evicted", body="sh: python3: not found")
     error = await refused(bench)
 
@@ -370,7 +370,7 @@ def _without_programs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_registry_that_is_down_is_another_matter(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node tries again for a while; then so does whoever asked."""
+    """The node retries for a while; then the caller does."""
     monkeypatch.setattr(boot_wait, "PULL_S", 0.3)
     bench.inject(CREATE, state="ErrImagePull", body="dial tcp: i/o timeout")
     error = await refused(bench)
@@ -381,7 +381,7 @@ async def test_a_registry_that_is_down_is_another_matter(
 async def test_a_network_that_is_open_is_refused(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cluster that does not enforce the policy gets no agent: the sandbox sees it from inside."""
+    """A cluster that does not enforce the policy is refused: the sandbox checks it from inside."""
     monkeypatch.setattr(kubernetes, "CLOSED_S", 0.1)
     bench.server.settings["open_network"] = 1.0
     error = await refused(bench)
@@ -393,7 +393,7 @@ async def test_a_network_that_is_open_is_refused(
 async def test_a_network_that_cannot_be_looked_at_is_refused(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pod that is told no address of the cluster has proven nothing."""
+    """Without the API server's address inside, it cannot be checked that the network is closed."""
     box_of = type(bench.server)._box
 
     def untold(self: Any, *given: Any) -> SandboxSpec:
@@ -411,7 +411,7 @@ async def test_a_network_that_cannot_be_looked_at_is_refused(
 
 @pytest.mark.parametrize("call", [READ, DELETE])
 async def test_a_proxys_404_is_no_word_on_a_pod(bench: Bench, call: str) -> None:
-    """Only the API's own answer says that a pod is gone: else one that lives would be left alone."""
+    """Only the API's own 404 means that a pod is gone; a proxy's does not."""
     box = await bench.provider.create(SPEC, ID)
     bench.inject(call, status=404, body="<html>default backend</html>")
     await (await bench.provider.attach(ID)).exec("true")
@@ -461,7 +461,7 @@ async def test_a_command_runs_once_whatever_happens_to_its_socket(
 
 @pytest.mark.parametrize("how", ["cut", "no_end", "truncated"])
 async def test_a_socket_that_lies_changes_no_result(bench: Bench, how: str) -> None:
-    """One that is cut at once, tells no end, or loses half of the output makes no failure a success."""
+    """A socket that is cut, tells no end, or loses output never turns a failure into a success."""
     async with bench.box() as box:
         bench.inject(EXEC, stream=how, times=2)
         result = await box.exec("echo ran >>count; echo out; exit 7")
@@ -490,8 +490,8 @@ async def test_a_pod_that_is_taken_away_is_lost_with_the_reason(
 async def test_a_node_that_is_silent_for_long_is_gone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The API calls the pod running; after so long without an answer it is condemned, and its kill
-    does not wait for the node."""
+    """A running pod that has not answered for long is lost, and its kill does not wait for the
+    node."""
     monkeypatch.setattr(kubernetes, "SILENT_S", 0.3)
     monkeypatch.setattr(kubernetes, "GONE_S", 0.3)
     async with bench.box() as box:
@@ -513,7 +513,7 @@ async def test_upload_cut_short_is_sent_again(bench: Bench, tmp_path: Path) -> N
 
 
 async def test_no_order_stands_in_a_url(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What servers keep in their logs says of an upload where it is staged and how long it is."""
+    """Of an upload, server logs show only its path and its length."""
     with_input, sent = bench.server._with_input, []
 
     async def noted(box: Any, exec_id: str, argv: Any) -> Any:
@@ -532,7 +532,7 @@ async def test_no_order_stands_in_a_url(bench: Bench, monkeypatch: pytest.Monkey
 
 
 async def test_a_list_that_lags_hides_nothing_from_its_owner(bench: Bench) -> None:
-    """Creates, attaches and kills go by name, which no list has to know."""
+    """Create, attach and kill go by name and need no list."""
     bench.server.settings["list_lag_s"] = 3600.0
     async with bench.box() as box:
         await box.write_file("mark", b"first")

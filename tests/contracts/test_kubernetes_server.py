@@ -1,4 +1,4 @@
-"""The double of Kubernetes as others see it: unmodified kubectl, restarts, the API's own rules."""
+"""The Kubernetes double with other clients: unmodified kubectl, restarts, the API's own rules."""
 
 import asyncio
 import json
@@ -114,7 +114,7 @@ async def test_a_pod_outlives_its_server(server: Any, tmp_path: Path) -> None:
 
 
 async def test_the_active_deadline_is_only_lowered(server: Any) -> None:
-    """As with the real API: what would give a pod more time is refused with its field."""
+    """As in the real API, an update that gives a pod more time is refused and names the field."""
     await made(server)
     ends = []
     for seconds in (700, 500):

@@ -293,7 +293,7 @@ async def test_later_of_two_watchers_keeps_the_line(stand: Stand) -> None:
 
 
 async def test_earlier_watcher_serves_again_when_the_later_has_gone(stand: Stand) -> None:
-    """Cut off is not given up: when nobody else is connected the earlier watcher goes on."""
+    """A watcher that was cut off goes on when no other is connected."""
     async with stand.relay("dial") as earlier:
         refused = _second_try(earlier)
         async with stand.relay("dial"):
@@ -390,7 +390,7 @@ async def test_control_routes_are_out_of_reach(stand: Stand, carrier: CarrierNam
 
 
 async def test_only_its_own_key_opens_the_gateway(stand: Stand, carrier: CarrierName) -> None:
-    """The valid key of another session is as good as none."""
+    """The valid key of another session is not passed on."""
     other = await stand.gateway.open("s-2")
     async with stand.relay(carrier):
         [(status, _)] = await stand.ask(key=other)
@@ -399,7 +399,7 @@ async def test_only_its_own_key_opens_the_gateway(stand: Stand, carrier: Carrier
 
 
 async def test_garbage_in_the_log_is_dropped(stand: Stand, carrier: CarrierName) -> None:
-    """What hostile code writes into the log costs it nothing but its own calls."""
+    """Hostile code that writes into the log harms only its own requests."""
     async with stand.relay(carrier):
         log = f"/tmp/.perdure-{IDENTITY}/log-{exec_id_of(carrier, 1)}"
         if carrier == "stdio":

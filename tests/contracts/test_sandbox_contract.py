@@ -32,7 +32,7 @@ class TestLocal(SandboxContract):
 
 
 async def test_sandbox_whose_folder_went_away_is_lost(tmp_path: Path) -> None:
-    """Another process may kill it between two steps of ours: that is a loss, no missing file."""
+    """If another process kills it between two steps of ours, that is SandboxLost, not a missing file."""
     box = await LocalProvider(tmp_path / "home").create(SandboxSpec("/testbed"), "one")
     assert isinstance(box, LocalSandbox)
     folder = box.box.path.rename(tmp_path / "taken")

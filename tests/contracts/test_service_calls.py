@@ -1,4 +1,4 @@
-"""How many requests each step of a sandbox costs: whoever is far from the service waits for each."""
+"""How many requests each step of a sandbox needs: far from the service, each takes long."""
 
 import re
 from collections.abc import AsyncIterator

@@ -75,7 +75,7 @@ async def bench(
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("fault", PASSING)
 async def test_create_survives_a_passing_fault(bench: Bench, fault: str, when: str) -> None:
-    """However the answer of a create is lost, one sandbox is made, and none is left after it."""
+    """If the answer to a create is lost, one sandbox is made, and none is left after it."""
     if fault == "black hole":
         bench.hurry()
     bench.inject(bench.service.create, when=when, **PASSING[fault])
@@ -88,7 +88,7 @@ async def test_create_survives_a_passing_fault(bench: Bench, fault: str, when: s
 async def test_create_whose_outcome_stays_unknown_says_so(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When no answer ever comes the type says look by identity; kill then finds what was made."""
+    """A create without an answer is OutcomeUnknown; kill then finds what was made."""
     impatient(monkeypatch, 0.5)
     bench.inject(bench.service.create, when="after", reset=True, times=None)
     if bench.service.look_up:  # nor can it be looked up
@@ -142,7 +142,7 @@ async def test_refusal_that_stays_needs_a_person(bench: Bench, tmp_path: Path, s
 
 
 async def test_unknown_image_is_named(bench: Bench) -> None:
-    """404 on create is an image that is not there: the message says where it is named."""
+    """404 on create means a missing image: the error says where it is named."""
     bench.inject(bench.service.create, status=404, times=None)
 
     with pytest.raises(ConfigurationError, match=bench.service.image):
@@ -194,7 +194,7 @@ async def test_state_that_is_just_changing_is_waited_out(bench: Bench) -> None:
 
 
 async def test_list_behind_a_lost_proxy_is_asked_again(bench: Bench) -> None:
-    """A list is never missing: its 404 is a proxy's whose service is not there yet."""
+    """A list cannot be missing: its 404 comes from a proxy and is transient."""
     async with bench.box():
         bench.inject(bench.service.list, status=404)
         found = await bench.provider.list()
@@ -203,7 +203,7 @@ async def test_list_behind_a_lost_proxy_is_asked_again(bench: Bench) -> None:
 
 
 async def test_sandbox_that_reads_do_not_show_yet_is_attached(bench: Bench) -> None:
-    """One 404 of a sandbox that was made may be a read behind its create: it is no loss."""
+    """One 404 of a new sandbox may be a lagging read, and is no loss."""
     async with bench.box() as box:
         await box.write_file("mark", b"one")
         bench.inject(r"GET /(api/sandbox|sandboxes)/", status=404)
@@ -213,7 +213,7 @@ async def test_sandbox_that_reads_do_not_show_yet_is_attached(bench: Bench) -> N
 
 
 async def test_refused_key_is_waited_out(bench: Bench) -> None:
-    """A 401 that the proxy caches passes: it is not asked again before the cache forgets."""
+    """A cached 401 is transient: the call is repeated only after the proxy's cache has expired."""
     async with bench.box() as box:
         bench.inject(bench.service.execute, status=401, refuse_for_s=0.5)
         bench.server.faults.log.clear()
@@ -260,7 +260,7 @@ async def test_lasting_outage_is_tried_again_later(
 async def test_disk_that_a_command_filled_costs_the_sandbox_alone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no command can be recorded any more the sandbox is lost; no person is asked for."""
+    """If no command can be recorded any more, the sandbox is lost; it is no configuration error."""
     small = LIMITS.model_copy(update={"disk_mb": 16})
     monkeypatch.setattr(importlib.import_module(bench.service.server), "LIMITS", small)
     async with bench.box() as box:

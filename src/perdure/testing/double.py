@@ -45,7 +45,7 @@ class Refusal(Exception):
 
 
 class Guests(BubblewrapProvider):
-    """Bubblewrap boxes whose root may be written, as a virtual machine's may."""
+    """Bubblewrap boxes with a writable root folder, like that of a virtual machine."""
 
     def command(self, spec: SandboxSpec, box: Box) -> list[str]:
         argv = super().command(spec, box)
@@ -159,7 +159,7 @@ class Double:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         with contextlib.suppress(PerdureError):
-            await self.expire()  # nobody comes back for what is over already
+            await self.expire()  # what is over already cannot be used any more
 
     async def _expire_for_ever(self) -> None:
         while True:
@@ -168,7 +168,7 @@ class Double:
             await asyncio.sleep(0.5)
 
     async def _truth(self, request: web.Request) -> web.Response:
-        """What exists, whatever `list` says."""
+        """What exists, even if `list` does not show it."""
         return web.json_response(self.sandboxes.all())
 
     async def _set(self, request: web.Request) -> web.Response:
@@ -180,7 +180,7 @@ class Double:
         return web.json_response(self.settings)
 
     async def store(self, box: Sandbox, path: str, source: Any) -> None:
-        """An upload, through a file of the host so that none lies in memory."""
+        """An upload, through a file of the host so that it is never whole in memory."""
         draft = self.sandboxes.folder / f".upload-{uuid4().hex}"
         read = source.read_chunk if hasattr(source, "read_chunk") else source.read
         try:

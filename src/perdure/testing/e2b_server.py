@@ -119,7 +119,7 @@ class E2BServer(Double):
             self.keys.write(key, known)
         if key not in self._creating:
             self._creating[key] = asyncio.create_task(self._boot(known["id"], body))
-        try:  # whoever asks, and goes away, the sandbox is made
+        try:  # the sandbox is made even if the client goes away
             record = await asyncio.shield(self._creating[key])
         finally:
             if key in self._creating and self._creating[key].done():
@@ -243,7 +243,7 @@ class E2BServer(Double):
         return record
 
     async def _expiring(self, app: web.Application) -> AsyncIterator[None]:
-        # what was being made when the last server was killed is made, whoever asked for it
+        # finish what was being made when the last server was killed
         half_made = [r["id"] for r in self.sandboxes.all() if r["state"] == "creating"]
         making = [asyncio.create_task(self._boot(identity, {})) for identity in half_made]
         async for _ in super()._expiring(app):
@@ -334,7 +334,7 @@ class E2BServer(Double):
     async def _reattach(self, request: web.Request) -> web.StreamResponse:
         record, box = await self._guest(request)
         pid = _selected(record, json.loads((await request.read())[5:]))
-        offsets = await _sizes(box, pid)  # what nobody heard is lost
+        offsets = await _sizes(box, pid)  # output without a reader is lost
         return await self._stream(request, box, record["id"], pid, offsets)
 
     async def _stream(

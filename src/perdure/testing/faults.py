@@ -1,4 +1,4 @@
-"""Faults by rule, for servers that play somebody else's service: what to break, where, how often.
+"""Faults by rule, for servers that play a service: what to break, where, how often.
 
 A rule either replaces the work (`before`) or loses its answer (`after`: the one that finds leaks
 and double execution). Rules and their counts lie on disk, so a restarted server goes on failing.
@@ -54,7 +54,7 @@ class Rule:
     hang: bool = False
     """Accept, and never answer."""
     refuse_for_s: float = 0.0
-    """A status met once stays the answer to this caller for so long: negative caching."""
+    """Seconds for which a status stays the answer to this caller: negative caching."""
     kill: bool = False
     """The sandbox that the request is about dies."""
     stream: Literal["", "cut", "no_end", "empty_end", "unavailable", "silent", "truncated"] = ""

@@ -77,7 +77,7 @@ class SandboxContract:
     bounds_memory: bool = True
     """`Limits.memory_mb` holds; False where memory belongs to the image or template."""
     shortest_life_s: float | None = 1.0
-    """A sandbox that is renewed for so long ends soon afterwards; None where that takes minutes."""
+    """A sandbox renewed for this many seconds ends soon after them; None if that takes minutes."""
     large_file_mb: int = 200
     at_once: int = 64
     """Sandboxes made, used and killed at the same time."""
@@ -125,19 +125,19 @@ class SandboxContract:
             await provider.kill(identity)
 
     async def test_attach_finds_it(self, provider: SandboxProvider) -> None:
-        """attach returns a working handle of a sandbox somebody else created."""
+        """attach returns a working handle of a sandbox that another caller created."""
         async with self.box(provider) as box:
             again = await provider.attach(box.identity)
 
             assert (again.identity, again.workdir) == (box.identity, box.workdir)
 
     async def test_attach_to_nothing_is_not_found(self, provider: SandboxProvider) -> None:
-        """An identity that never was is NotFound, not lost."""
+        """An identity that was never used is NotFound, not lost."""
         with raises(NotFound):
             await provider.attach(fresh_identity())
 
     async def test_kill_under_a_watch_is_told(self, provider: SandboxProvider) -> None:
-        """Whoever waits for a command of a sandbox that is killed hears that the sandbox is over."""
+        """A wait for a command is told when its sandbox is killed."""
         async with self.box(provider) as box:
             await box.start("long", LONG)
             waiting = asyncio.create_task(box.wait("long", timeout_s=60))
@@ -150,7 +150,7 @@ class SandboxContract:
             assert cause == "sandbox"
 
     async def test_kill_is_idempotent(self, provider: SandboxProvider) -> None:
-        """Killing twice, or what never was, is success; afterwards nothing is listed."""
+        """Killing twice, or a sandbox that never was, succeeds; afterwards nothing is listed."""
         async with self.box(provider) as box:
             await box.kill()
             await provider.kill(box.identity)
@@ -196,7 +196,7 @@ class SandboxContract:
             assert 3000 < info.expires - info.created < 4200
 
     async def test_ends_by_itself(self, provider: SandboxProvider) -> None:
-        """At its deadline a sandbox is over, though nobody sweeps."""
+        """A sandbox ends at its deadline without a sweep."""
         if self.shortest_life_s is None:
             return
         async with self.box(provider) as box:
@@ -220,7 +220,7 @@ class SandboxContract:
         assert said == [b"%d\n" % number for number in range(self.at_once)]
 
     async def test_port_inside_is_reached_or_refused(self, provider: SandboxProvider) -> None:
-        """Where a provider dials, a request goes to a port inside and back; elsewhere it says so."""
+        """If a provider dials, a port inside answers a request; otherwise dial is refused."""
         async with self.box(provider) as box:
             if not provider.dials:
                 with raises(ConfigurationError):
@@ -258,13 +258,13 @@ class SandboxContract:
             assert ends == [(ExecState.KILLED, signum, None) for signum in (9, 15, 2, 13)]
 
     async def test_unknown_exec_id_is_not_found(self, provider: SandboxProvider) -> None:
-        """Polling what was never started is NotFound, not lost."""
+        """Polling a command that was never started is NotFound, not lost."""
         async with self.box(provider) as box:
             with raises(NotFound):
                 await box.poll("never")
 
     async def test_second_start_runs_nothing(self, provider: SandboxProvider) -> None:
-        """However often and however concurrently an exec id is started, it runs once."""
+        """An exec id runs once, however often it is started, also concurrently."""
         async with self.box(provider) as box:
             argv = ["bash", "-c", "echo ran >>count"]
             await asyncio.gather(*(box.start("once", argv) for _ in range(5)))
@@ -316,7 +316,7 @@ class SandboxContract:
             assert (result.status.ok, b"no-such-program" in result.stderr) == (False, True)
 
     async def test_users(self, provider: SandboxProvider) -> None:
-        """Commands run as the agent unless another user is named; one that is not there is refused."""
+        """Commands run as the agent unless another user is named; an unknown user is refused."""
         async with self.box(provider) as box:
             own, named = await box.exec("id -u"), await box.exec("id -u", user="agent")
 
@@ -412,7 +412,7 @@ class SandboxContract:
             assert (status.code, await box.output("orphan")) == (5, b"went\n")
 
     async def test_deadline_needs_no_worker(self, provider: SandboxProvider) -> None:
-        """A command's timeout is enforced though the worker that asked for it is dead."""
+        """A command's time-out is enforced even if the worker that set it is dead."""
         async with self.box(provider) as box:
             await _start_elsewhere(provider, box.identity, "orphan", LONG, timeout_s=0.5)
 
@@ -423,7 +423,7 @@ class SandboxContract:
     async def test_output_is_readable_by_offset_while_it_grows(
         self, provider: SandboxProvider
     ) -> None:
-        """A watcher reads what is there, and later only what is new."""
+        """A watcher reads the output so far, and later only what is new."""
         async with self.box(provider) as box:
             script = "printf one; until [ -e go ]; do sleep 0.01; done; printf two"
             await box.start("grow", ["bash", "-c", script])
@@ -436,7 +436,7 @@ class SandboxContract:
     async def test_output_that_is_not_there_yet_is_waited_for(
         self, provider: SandboxProvider
     ) -> None:
-        """A reader who can wait inside gets what is written later; others what is there, nothing."""
+        """If the sandbox waits inside, a read returns what is written later; otherwise nothing yet."""
         async with self.box(provider) as box:
             script = "until [ -e go ]; do sleep 0.01; done; printf one; exec sleep 600"
             await box.start("late", ["bash", "-c", script])
@@ -448,7 +448,7 @@ class SandboxContract:
             assert await heard == (b"one" if box.waits_inside else b"")
 
     async def test_streams_are_separate_bytes(self, provider: SandboxProvider) -> None:
-        """stdout and stderr come apart, as the bytes they were."""
+        """stdout and stderr are kept apart, byte for byte."""
         async with self.box(provider) as box:
             result = await box.exec(r"printf '\xff\0out'; printf '\xfeerr' >&2")
 
@@ -543,7 +543,7 @@ class SandboxContract:
             assert (await box.exec("ls -A d; cat d/f")).stdout == b"f\nnew"
 
     async def test_missing_file_is_not_found(self, provider: SandboxProvider) -> None:
-        """Reading what is not there is NotFound, never empty bytes."""
+        """Reading a missing file is NotFound, never empty bytes."""
         async with self.box(provider) as box:
             with raises(NotFound):
                 await box.get("nothing")
@@ -574,7 +574,7 @@ class SandboxContract:
             assert "why" in shown
 
     async def test_async_with_kills(self, provider: SandboxProvider) -> None:
-        """Leaving `async with` ends the sandbox, whatever happened inside."""
+        """Leaving `async with` kills the sandbox."""
         identity = fresh_identity()
         async with await provider.create(self.spec(), identity) as box:
             await box.exec(["true"])

@@ -298,7 +298,7 @@ def test_a_sandbox_that_came_up_ungranted_counts() -> None:
     assert (later, names(one, 60.0)) == ([], ["b"])
 
 
-def test_a_sandbox_that_came_up_in_spite_of_a_refusal_wishes_for_nothing() -> None:
+def test_a_sandbox_that_came_up_in_spite_of_a_refusal_needs_no_second_permit() -> None:
     """A grading that retries by itself is not granted a second permit for a sandbox that it has."""
     account = Account(AccountState(caps=AccountCaps(starting=1)), 0.0)
     caps = account.caps
@@ -315,7 +315,7 @@ def test_a_sandbox_that_came_up_in_spite_of_a_refusal_wishes_for_nothing() -> No
 
 
 def stocked(standing: int, caps: AccountCaps) -> Account:
-    """An account with that many sandboxes booted ahead, and nobody who waits."""
+    """An account with this many sandboxes booted ahead, and no waiting request."""
     one = Account(AccountState(caps=caps), 0.0)
     for number in range(standing):
         assert one.has_room(0.0)
@@ -378,7 +378,7 @@ def test_one_that_boots_gives_way_only_when_it_is_late() -> None:
     assert (early, len(late), list(one.permits)) == ([], 1, ["ready/0"])
 
 
-def test_a_refused_boot_ahead_is_no_wish() -> None:
+def test_a_refused_boot_ahead_queues_no_request() -> None:
     """After a 429 for a sandbox booted ahead its slot is free, and no request waits."""
     one = Account(AccountState(), 0.0)
     one.reserve("ready/0", "e2b", 0.0)
