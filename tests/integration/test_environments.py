@@ -124,7 +124,7 @@ async def test_two_processes_build_once(home: Home) -> None:
 
 
 async def test_killed_build_is_built_again(home: Home) -> None:
-    """kill -9 in the middle of a build leaves nothing that the next one could trip over."""
+    """After kill -9 in the middle of a build the next build works."""
     started = home.pipe("started")
     instance = await home.instance(
         "echo x >> $UV_CACHE_DIR/builds",
@@ -155,7 +155,7 @@ async def test_prepared_twice_is_built_once(home: Home) -> None:
 
 
 async def test_build_output_belongs_to_the_base(home: Home) -> None:
-    """What the install wrote into the repository is committed: it is no edit of the agent's."""
+    """Files that the install wrote into the repository are committed, so they are no edit of the agent."""
     instance = await home.instance("mkdir thing.egg-info && echo x > thing.egg-info/PKG-INFO")
     prepared = await home.environments.prepare(instance)
     spec = SandboxSpec(prepared.workdir, prepared.tree, mounts=prepared.mounts, env=prepared.env)
@@ -172,7 +172,7 @@ async def test_build_output_belongs_to_the_base(home: Home) -> None:
 
 
 async def test_base_commit_is_the_same_on_every_worker(home: Home, tmp_path: Path) -> None:
-    """Two workers that never met build the same base commit."""
+    """Two workers without a common store build the same base commit."""
     other = Home(tmp_path / "elsewhere")
     commits = []
     for worker in (home, other):
@@ -183,7 +183,7 @@ async def test_base_commit_is_the_same_on_every_worker(home: Home, tmp_path: Pat
 
 
 async def test_install_lines_share_one_shell(home: Home) -> None:
-    """What one line exports, the next one sees, as in the scripts that rows come from."""
+    """A variable that one install line exports is set in the next, as in the scripts of the rows."""
     instance = await home.instance("export COLOUR=red", "echo $COLOUR > colour.txt")
     prepared = await home.environments.prepare(instance)
 
@@ -206,8 +206,8 @@ async def test_failing_install_shows_its_end(home: Home) -> None:
     assert b"never" not in log.read_bytes()
 
 
-async def test_absent_python_is_named(home: Home) -> None:
-    """A row that wants an interpreter this machine lacks says so, and downloads nothing."""
+async def test_a_missing_python_is_named(home: Home) -> None:
+    """If this machine lacks a row's interpreter, the error says so and nothing is downloaded."""
     instance = await home.instance("true")
     wanted = instance.environment.model_copy(update={"python": "3.2"})
 
@@ -218,7 +218,7 @@ async def test_absent_python_is_named(home: Home) -> None:
 
 
 async def test_local_sandbox_refuses_install_lines(home: Home) -> None:
-    """Without isolation there is no /opt/perdure/venv to install into; the message says what is."""
+    """Without isolation there is no /opt/perdure/venv to install into; the error names bubblewrap."""
     environments = Environments(home.folder / "e", home.store, LocalProvider(home.folder))
 
     with pytest.raises(ConfigurationError, match="bubblewrap instead of local"):

@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 ENDED_WITHIN_MS = 60_000
 
 SLOW = "sleep 1; "
-"""Work, not waiting: grading a sample takes long enough to be interrupted."""
+"""CPU work that makes grading a sample long enough to be interrupted."""
 ENDLESS = "sleep 600"
 
 
@@ -97,7 +97,7 @@ class Home:
 
 
 def ended(process: ProcessId) -> bool:
-    """It is gone, or goes within a bound that only something broken reaches."""
+    """Wait until the process has ended; the limit is reached only if something is broken."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -169,7 +169,7 @@ async def client(home: Home) -> Client:
     return await connect(home.state.temporal_address)
 
 
-def test_up_again_says_that_it_runs(home: Home) -> None:
+def test_a_second_up_finds_the_running_stack(home: Home) -> None:
     """A second `perdure up` starts nothing and answers with the same stack."""
     again = home.json("up")
 
@@ -210,8 +210,8 @@ def test_run_prints_one_document(home: Home) -> None:
     }
 
 
-def test_show_tells_the_story_and_gives_the_patch_byte_for_byte(home: Home) -> None:
-    """`perdure show` knows how a rollout ended, and --patch prints nothing but the diff."""
+def test_show_prints_the_rollout_and_its_patch_byte_for_byte(home: Home) -> None:
+    """`perdure show` says how a rollout ended, and --patch prints only the diff."""
     run_id = home.json("run", "sums/add", "--agent", "oracle", "--wait")["run_id"]
 
     told = home.perdure("show", f"{run_id}/add")
@@ -222,8 +222,8 @@ def test_show_tells_the_story_and_gives_the_patch_byte_for_byte(home: Home) -> N
     assert patch.startswith("diff --git a/calc.py")
 
 
-def test_interrupted_run_goes_on_and_is_joined(home: Home) -> None:
-    """Ctrl-C leaves a run going and says how to come back; the same command joins it."""
+def test_an_interrupted_run_continues_and_is_joined(home: Home) -> None:
+    """Ctrl-C does not stop a run and says how to follow it again; the same command joins it."""
     command = ("run", "sums/add-slowly", "--agent", "oracle", "-n", "12", "-c", "1")
     with home.start(*command) as process:
         assert process.stderr is not None
@@ -259,7 +259,7 @@ def test_runs_can_be_listed_exported_and_cancelled(home: Home) -> None:
 
 
 def test_cancelling_a_finished_rollout_changes_nothing(home: Home) -> None:
-    """Exit code 1 and one line that says how it had ended, for a rollout and for a run."""
+    """Cancelling a closed rollout or run exits with 1 and one line that says how it ended."""
     run_id = home.json("run", "sums/add", "--agent", "oracle", "--wait")["run_id"]
 
     rollout = home.perdure("cancel", f"{run_id}/add/0")
@@ -271,7 +271,7 @@ def test_cancelling_a_finished_rollout_changes_nothing(home: Home) -> None:
 
 
 def test_worker_serves_temporals_metrics_and_ours(home: Home) -> None:
-    """One port of the worker answers for Temporal's SDK and for Perdure."""
+    """One port of the worker serves the metrics of Temporal's SDK and of Perdure."""
     with urllib.request.urlopen(f"http://127.0.0.1:{home.metrics_port}/metrics") as answer:
         text = answer.read().decode()
 
@@ -279,7 +279,7 @@ def test_worker_serves_temporals_metrics_and_ours(home: Home) -> None:
 
 
 def test_killed_part_is_started_again(home: Home) -> None:
-    """kill -9 of the gateway: the supervisor starts another one, and says so."""
+    """After kill -9 of the gateway the supervisor starts another one, and its state says why."""
     before = home.state.children["gateway"]
     os.kill(before.pid, signal.SIGKILL)
     assert ended(before.process)
@@ -336,8 +336,8 @@ def test_two_homes_run_side_by_side(home: Home, other: Home) -> None:
     assert mine.ui_url != theirs.ui_url
 
 
-def test_killed_supervisor_leaves_nothing(other: Home) -> None:
-    """kill -9 of the supervisor takes its parts along; `up` works again."""
+def test_a_killed_supervisor_leaves_no_process(other: Home) -> None:
+    """After kill -9 of the supervisor its children end, and `up` works again."""
     killed = other.state
     os.kill(killed.pid, signal.SIGKILL)
     left = [name for name, c in killed.children.items() if not ended(c.process)]
@@ -346,9 +346,9 @@ def test_killed_supervisor_leaves_nothing(other: Home) -> None:
     assert other.perdure("up").returncode == 0
 
 
-def test_run_outlives_down_and_up(home: Home, other: Home) -> None:
-    """`down` in the middle of a run leaves no sandbox and no process, but the other stack; after the
-    next `up` the run is finished."""
+def test_a_run_survives_down_and_up(home: Home, other: Home) -> None:
+    """`down` in the middle of a run ends its sandboxes and processes and not those of another stack;
+    after the next `up` the run finishes."""
     provider = BubblewrapProvider(other.path)
     command = ("run", "sums/add", "-a", "tests.slow_oracle:SlowOracle", "-n", "4", "-c", "2")
     run_id = other.json(*command, "--detach")["run_id"]

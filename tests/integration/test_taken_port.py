@@ -1,4 +1,4 @@
-"""A port that is taken between the look and the start: the stack comes up on another one."""
+"""If a port is taken between the check and the start, the stack uses another one."""
 
 import socket
 from pathlib import Path

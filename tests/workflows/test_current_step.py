@@ -1,4 +1,4 @@
-"""What `perdure show` and `perdure status` say of a rollout that is open, on a real server."""
+"""What `perdure show` and `perdure status` say about an open rollout, on a real server."""
 
 import asyncio
 import re
@@ -40,7 +40,7 @@ async def lost_agent() -> None:
 
 @workflow.defn
 class Runs:
-    """Its agent waits for an engine."""
+    """A rollout whose agent waits for an engine."""
 
     @workflow.run
     async def run(self) -> None:
@@ -52,7 +52,7 @@ class Runs:
 
 @workflow.defn
 class Boots:
-    """Its sandbox cannot be made; tried again for ever."""
+    """A rollout whose sandbox cannot be created; Temporal retries for ever."""
 
     @workflow.run
     async def run(self) -> None:
@@ -61,7 +61,7 @@ class Boots:
 
 @workflow.defn
 class Waits:
-    """Waits for an account."""
+    """A rollout that waits for a permit of an account."""
 
     @workflow.run
     async def run(self) -> None:
@@ -85,8 +85,8 @@ async def worker(client: Client) -> AsyncIterator[None]:
 
 
 @pytest.mark.usefixtures("worker")
-async def test_a_step_that_fails_is_told_with_its_reason(client: Client) -> None:
-    """The step, the try and the last failure stand in one line."""
+async def test_a_failing_step_is_shown_with_its_reason(client: Client) -> None:
+    """One line has the step, the number of the try and the last failure."""
     await client.start_workflow(Boots.run, id="rollout/r/i/0", task_queue=QUEUE)
 
     async def failed_once() -> str:
@@ -99,8 +99,8 @@ async def test_a_step_that_fails_is_told_with_its_reason(client: Client) -> None
 
 
 @pytest.mark.usefixtures("worker")
-async def test_an_agent_that_waits_for_an_engine_is_told_since_when(client: Client) -> None:
-    """How far it is, since when it waits and what the engines lack, from its last heartbeat."""
+async def test_a_wait_for_an_engine_is_shown_with_its_start(client: Client) -> None:
+    """The last heartbeat gives the turns, the start of the wait and why no engine serves it."""
     await client.start_workflow(Runs.run, id="rollout/r/i/3", task_queue=QUEUE)
 
     async def beaten() -> bool:
@@ -113,8 +113,8 @@ async def test_an_agent_that_waits_for_an_engine_is_told_since_when(client: Clie
     assert re.fullmatch(told + re.escape(LACKS), line), line
 
 
-async def test_a_wait_that_is_over_hides_no_failure(client: Client) -> None:
-    """The last heartbeat of a try that failed says nothing of the next: the failure is told."""
+async def test_a_past_wait_does_not_hide_a_failure(client: Client) -> None:
+    """Between two tries the old heartbeat does not count; the line has the failure."""
     async with Worker(
         client,
         task_queue=QUEUE,
@@ -131,8 +131,8 @@ async def test_a_wait_that_is_over_hides_no_failure(client: Client) -> None:
 
 
 @pytest.mark.usefixtures("worker")
-async def test_a_wait_is_told_in_the_rollouts_own_words(client: Client) -> None:
-    """Without a step under way, its newest line is the answer."""
+async def test_a_wait_of_the_workflow_is_shown(client: Client) -> None:
+    """Without a pending activity, the workflow's newest line is shown."""
     await client.start_workflow(Waits.run, id="rollout/r/i/1", task_queue=QUEUE)
 
     async def answered() -> str:
@@ -142,6 +142,6 @@ async def test_a_wait_is_told_in_the_rollouts_own_words(client: Client) -> None:
     assert await until(answered, "a worker tells") == "waits for its turn"
 
 
-async def test_an_unknown_rollout_stands_nowhere(client: Client) -> None:
-    """Nothing is said of what Temporal does not know."""
+async def test_an_unknown_rollout_has_no_step(client: Client) -> None:
+    """For an unknown rollout the line is empty."""
     assert await current_step(client, "rollout/r/i/2") == ""

@@ -1,4 +1,4 @@
-"""What a person who waits for a run is told."""
+"""What `perdure run` and `watch` print while a run is open."""
 
 import asyncio
 from typing import Any
@@ -18,7 +18,7 @@ from tests.workflows.stages import Stages
 async def test_a_step_that_keeps_failing_is_named(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While nothing finishes, the waiting line says which step fails and what it said last."""
+    """While no rollout finishes, the line names the failing step and its last error."""
     monkeypatch.setattr(follow, "ASK_EVERY_S", 0.0)
     told: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The command line as a person meets it: fast help, one-line errors, one JSON document."""
+"""The command line as a person uses it: help, one-line errors, one JSON document."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ from tests.paths import ROOT
 
 @dataclass(frozen=True)
 class Done:
-    """What a command line came to."""
+    """Exit code and output of a command line."""
 
     code: int
     stdout: str
@@ -49,7 +49,7 @@ Perdure = Callable[..., Done]
 def perdure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Perdure:
-    """The command in an empty folder, with none of our variables but those a test sets."""
+    """The command in an empty folder, without our variables except those that a test sets."""
     for name in os.environ:
         if name.startswith(("PERDURE_", "TEMPORAL_")):
             monkeypatch.delenv(name)
@@ -175,16 +175,16 @@ def test_unknown_agent_lists_the_known_ones(tmp_path: Path, perdure: Perdure) ->
 
 
 def test_second_agent_is_refused(tmp_path: Path, perdure: Perdure) -> None:
-    """None is dropped in silence: a run has one."""
+    """A run has one agent, so a second --agent is refused."""
     done = perdure("run", str(rows(tmp_path)), "-a", "oracle", "-a", "nop")
 
-    assert "a run has one, and there are 2" in done.error
+    assert "give one agent, not 2" in done.error
 
 
 def test_unknown_variable_is_named_with_the_one_that_was_meant(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mistyped PERDURE_ variable is no silent default."""
+    """A misspelt PERDURE_ variable is refused instead of ignored."""
     monkeypatch.setenv("PERDURE_SLOTS__AGNT", "3")
 
     done = perdure("settings")
@@ -194,7 +194,7 @@ def test_unknown_variable_is_named_with_the_one_that_was_meant(
 
 
 def test_bad_value_in_the_file_names_file_and_key(tmp_path: Path, perdure: Perdure) -> None:
-    """perdure.toml is blamed by name, with the key and what is wrong with its value."""
+    """The error names perdure.toml, the key and what is wrong with its value."""
     (tmp_path / "perdure.toml").write_text("[slots]\nagent = 0\n")
 
     done = perdure("settings")
@@ -214,19 +214,19 @@ def test_bad_value_in_the_file_names_file_and_key(tmp_path: Path, perdure: Perdu
         ),
     ],
 )
-def test_bad_object_in_a_variable_is_blamed_on_the_variable(
+def test_a_bad_object_in_a_variable_names_the_variable(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch, value: str, said: str
 ) -> None:
-    """Not on a file that may not even exist."""
+    """The error names the variable, not a file that may not exist."""
     monkeypatch.setenv("PERDURE_SANDBOX__CAPS", value)
 
     assert perdure("settings").error.startswith(f"error: {said}")
 
 
-def test_caps_of_a_provider_by_dotted_path_are_taken(
+def test_caps_of_a_provider_by_dotted_path_are_accepted(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It need not be importable where the command is called: the workers make its sandboxes."""
+    """Only workers must be able to import it, because they create the sandboxes."""
     monkeypatch.setenv("PERDURE_SANDBOX__CAPS", '{"ours.boxes:Provider": {"live": 1}}')
 
     assert perdure("settings").code == 0
@@ -240,10 +240,10 @@ def test_caps_of_a_provider_by_dotted_path_are_taken(
         ("PERDURE_CONFIG", "perdrue.toml", "there is no such file"),
     ],
 )
-def test_a_setting_that_cannot_be_meant_is_refused(
+def test_an_impossible_value_of_a_setting_is_refused(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
 ) -> None:
-    """Nobody waits for an address that is none, and no file is missed in silence."""
+    """A wrong address and a missing file are errors before anything starts."""
     monkeypatch.setenv(variable, value)
 
     assert perdure("settings").error.startswith(f"error: {variable}={value!r}: {said}")
@@ -251,18 +251,18 @@ def test_a_setting_that_cannot_be_meant_is_refused(
 
 @pytest.mark.parametrize("name", ["/rows.csv", "./rows.csv", "sub/rows.csv"])
 def test_file_of_another_kind_is_no_dataset(tmp_path: Path, perdure: Perdure, name: str) -> None:
-    """It says which files are rows, and asks no hub."""
+    """The error says which file types are rows, and no hub is asked."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/rows.csv").touch()
 
     said = perdure("run", name, "--agent", "oracle").error
-    assert said == f"error: {name} is no file of rows: give a .jsonl, .json, .parquet file"
+    assert said == f"error: {name} is not a file of rows: give a .jsonl, .json, .parquet file"
 
 
 def test_store_of_an_unknown_kind_is_refused(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No folder of that name takes the results in its place."""
+    """An unknown scheme is an error, not the name of a folder."""
     monkeypatch.setenv("PERDURE_STORE", "gs://bucket/x")
 
     said = perdure("instances", "list").error
@@ -270,7 +270,7 @@ def test_store_of_an_unknown_kind_is_refused(
 
 
 def test_listing_an_unknown_dataset_says_what_there_is(perdure: Perdure) -> None:
-    """A misspelt name is no empty dataset."""
+    """A misspelt dataset is an error, not an empty list."""
     done = perdure("instances", "list", "nope")
 
     assert (done.code, "no dataset 'nope'" in done.error) == (1, True)
@@ -283,7 +283,7 @@ def test_listing_an_unknown_dataset_says_what_there_is(perdure: Perdure) -> None
 def test_wrong_engine_is_refused_before_anything_starts(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch, kind: str, engine: str, said: str
 ) -> None:
-    """No server is booted to find out."""
+    """The error comes before a server is started."""
     monkeypatch.setenv("PERDURE_ENGINE__KIND", kind)
     monkeypatch.setattr("perdure.stack.lifecycle.find_root", Path)
 
@@ -313,10 +313,10 @@ def test_wrong_engine_is_refused_before_anything_starts(
         ("TEMPORAL_ADDRESS", "127.0.0.1:1", "no Temporal server answers at 127.0.0.1:1: "),
     ],
 )
-def test_what_the_gateway_would_refuse_stops_no_started_stack(
+def test_settings_that_the_gateway_would_refuse_start_no_stack(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
 ) -> None:
-    """What is wrong is one line and exit code 2, and no process was started to find it out."""
+    """The error is one line with exit code 2, and no process was started."""
     Path("taken").touch()
     Path("model").mkdir()
     Path("model/tokenizer.json").write_text(
@@ -333,7 +333,7 @@ def test_what_the_gateway_would_refuse_stops_no_started_stack(
 
 
 def test_bad_field_of_a_rollout_is_named(tmp_path: Path, perdure: Perdure) -> None:
-    """--set with a misspelt field says which one, and starts nothing."""
+    """A misspelt field in --set is named, and nothing starts."""
     done = perdure("run", str(rows(tmp_path)), "--set", "sampling.temprature=1")
 
     assert done.error == "error: sampling.temprature: there is no such field"
@@ -353,7 +353,7 @@ def test_bad_field_of_a_rollout_is_named(tmp_path: Path, perdure: Perdure) -> No
 def test_wrong_phase_is_named_before_anything_starts(
     phase: str, said: str, tmp_path: Path, perdure: Perdure
 ) -> None:
-    """What a phase cannot have is refused by its field with exit code 2, and starts nothing."""
+    """A wrong value of a phase is refused with the name of its field; nothing starts."""
     done = perdure("run", str(rows(tmp_path)), "-a", "oracle", "--set", f"phases.{phase}")
 
     assert (done.code, done.error.startswith(f"error: {said}")) == (2, True)
@@ -379,7 +379,7 @@ def test_dry_run_says_where_agent_and_grader_run(tmp_path: Path, perdure: Perdur
 def test_wrong_agent_option_is_named_before_anything_starts(
     option: str, said: str, more: tuple[str, ...], tmp_path: Path, perdure: Perdure
 ) -> None:
-    """An agent's own options are checked with the rest; the line lists what it takes."""
+    """A wrong option of an agent is refused, and the error lists its options."""
     done = perdure("run", str(rows(tmp_path)), "--set", f"agent_options.{option}", *more)
 
     assert (done.code, done.error.startswith(f"error: {said}")) == (2, True)
@@ -388,7 +388,7 @@ def test_wrong_agent_option_is_named_before_anything_starts(
 
 
 def test_weights_are_named_on_the_command_line(tmp_path: Path, perdure: Perdure) -> None:
-    """The version of a run and how much newer ones may be, or which of both is missing."""
+    """--policy-version and --max-staleness reach the request; one of them without the other is named."""
     ask = ("run", str(rows(tmp_path)), "-a", "oracle", "--dry-run", "--json")
     done = perdure(*ask, "--policy-version", "12", "--max-staleness", "1")
     half = perdure(*ask, "--max-staleness", "1")
@@ -408,7 +408,7 @@ def test_without_a_stack_the_next_command_is_named(tmp_path: Path, perdure: Perd
 def test_no_stack_is_started_for_an_agent_without_an_engine(
     tmp_path: Path, perdure: Perdure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is missing is told at once, and nothing is left running."""
+    """A missing engine is an error before a stack is started."""
     for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
 
@@ -419,7 +419,7 @@ def test_no_stack_is_started_for_an_agent_without_an_engine(
 
 
 def test_endpoint_that_does_not_answer_is_named() -> None:
-    """A model endpoint nobody listens on is reported with its address."""
+    """The error names the address of an engine that refuses connections."""
     from perdure.errors import GatewayUnavailable
     from perdure.stack.engines import check_engine
 
@@ -430,8 +430,8 @@ def test_endpoint_that_does_not_answer_is_named() -> None:
             check_engine(url, "mini_swe_agent")
 
 
-def test_one_engine_of_several_that_answers_will_do() -> None:
-    """`URL=WEIGHT,URL` is asked address by address."""
+def test_one_answering_engine_of_several_is_enough() -> None:
+    """Of `URL=WEIGHT,URL` one engine that accepts is enough."""
     from perdure.stack.engines import check_engine
 
     with socket.create_server(("127.0.0.1", 0)) as listening, held_ports.held(1) as (dead,):
@@ -441,28 +441,30 @@ def test_one_engine_of_several_that_answers_will_do() -> None:
 
 
 def test_json_is_one_document_on_stdout(tmp_path: Path, perdure: Perdure) -> None:
-    """--json leaves nothing but the answer on stdout, whatever else is told."""
+    """With --json, stdout has only the answer; everything else goes to stderr."""
     done = perdure("run", str(rows(tmp_path)), "-a", "oracle", "--dry-run", "--json")
 
     assert json.loads(done.stdout)["rollouts"] == 17
 
 
 def test_json_errors_are_one_document_too(tmp_path: Path, perdure: Perdure) -> None:
-    """A program that asked for JSON gets its error as JSON."""
+    """With --json, an error is a JSON document too."""
     done = perdure("show", "nothing", "--json")
 
     assert json.loads(done.stdout)["error"].startswith("no rollout 'nothing'")
 
 
 def test_unknown_rollout_is_answered_with_the_runs_there(tmp_path: Path, perdure: Perdure) -> None:
-    """Without a stack, too: the store knows them."""
+    """The list comes from the store, so no stack is needed."""
     rollouts(tmp_path)
 
     assert perdure("show", "nothing").error.endswith("(runs there: r)")
 
 
-def test_wrong_run_id_is_told_what_it_may_hold(tmp_path: Path, perdure: Perdure) -> None:
-    """In words, not as a pattern."""
+def test_a_wrong_run_id_is_refused_with_the_allowed_characters(
+    tmp_path: Path, perdure: Perdure
+) -> None:
+    """The error describes the allowed characters and shows no regular expression."""
     done = perdure("run", str(rows(tmp_path)), "-a", "oracle", "--run-id", "a b", "--dry-run")
 
     assert done.error.startswith("error: run_id: letters, digits, '.', '_' and '-' only")
@@ -471,7 +473,7 @@ def test_wrong_run_id_is_told_what_it_may_hold(tmp_path: Path, perdure: Perdure)
 def test_tracebacks_are_shown_on_request_only(
     perdure: Perdure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PERDURE_DEBUG=1 is the only way to a traceback."""
+    """Only PERDURE_DEBUG=1 shows a traceback."""
     assert perdure("run", "none.jsonl").code == 2
 
     monkeypatch.setenv("PERDURE_DEBUG", "1")
@@ -484,7 +486,7 @@ PIECE = "runs/r/rollouts/a-1/0"
 
 
 def rollouts(folder: Path, **left: str) -> None:
-    """Rollouts a-1 and b-1 of run r in the store: a-1 left just these pieces, b-1 its episode."""
+    """Store rollouts a-1 and b-1 of run r: a-1 with just these files, b-1 with its episode."""
     request = RolloutRequest(run_id="r", instance="d/b-1", agent="oracle")
     parts = EpisodeParts(request, RolloutStatus.CANCELLED, started_at=0.0, finished_at=1.0)
     asyncio.run(write_episode(LocalStore(folder / "home/store"), build_episode(parts, ()), ()))
@@ -497,7 +499,7 @@ def rollouts(folder: Path, **left: str) -> None:
 def test_export_names_an_unreadable_episode_and_writes_the_rest(
     tmp_path: Path, perdure: Perdure
 ) -> None:
-    """A torn episode.json is one line on stderr and exit code 1; the other rollouts are there."""
+    """An unreadable episode.json is one line on stderr and exit code 1; the others are written."""
     rollouts(tmp_path, episode="{torn")
 
     done = perdure("export", "r", "--format", "jsonl", "--out", "out.jsonl")
@@ -507,8 +509,8 @@ def test_export_names_an_unreadable_episode_and_writes_the_rest(
     assert json.loads(Path("out.jsonl").read_text())["instance"] == "d/b-1"
 
 
-def test_export_as_json_names_the_damage_too(tmp_path: Path, perdure: Perdure) -> None:
-    """With --json the damage stands in the document, and the exit code tells of it."""
+def test_export_as_json_names_unreadable_files_too(tmp_path: Path, perdure: Perdure) -> None:
+    """With --json, the document names the unreadable file, and the exit code is 1."""
     rollouts(tmp_path, episode="{torn")
 
     done = perdure("export", "r", "--format", "jsonl", "--json")
@@ -522,7 +524,7 @@ def test_export_as_json_names_the_damage_too(tmp_path: Path, perdure: Perdure) -
 def test_show_names_what_is_unreadable_and_shows_the_rest(
     piece: str, text: str, tmp_path: Path, perdure: Perdure
 ) -> None:
-    """Any torn piece is one line on stderr and exit code 1; the rest of the story is told."""
+    """Each unreadable file is one line on stderr and exit code 1; the other files are shown."""
     sandbox = '{"provider": "local", "host": "here", "seconds": 1.0}'
     rollouts(tmp_path, **{"attempts__1__sandbox": sandbox, piece: text})
 
@@ -543,15 +545,17 @@ def test_show_names_what_is_unreadable_and_shows_the_rest(
         (("--full",), "--full goes with --turns"),
     ],
 )
-def test_show_drops_no_flag_in_silence(perdure: Perdure, flags: tuple[str, ...], said: str) -> None:
-    """What two flags each want alone on stdout, or a flag that does nothing, is refused by name."""
+def test_show_refuses_flags_that_exclude_each_other(
+    perdure: Perdure, flags: tuple[str, ...], said: str
+) -> None:
+    """Two flags that both fill stdout, and a flag without effect, are refused by name."""
     done = perdure("show", "r/a-1", *flags)
 
     assert (done.code, said in done.stderr) == (2, True)
 
 
 def test_instances_show_prints_one_thing_byte_for_byte(perdure: Perdure) -> None:
-    """--gold and --tests are two files; neither is dropped in silence."""
+    """--gold and --tests are two files, so both together are refused."""
     done = perdure("instances", "show", "d/a-1", "--gold", "--tests")
 
     assert "--gold and --tests exclude each other" in done.error

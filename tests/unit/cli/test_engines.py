@@ -35,7 +35,7 @@ def seen(settings: Settings, seconds_ago: float) -> None:
 
 
 @pytest.mark.parametrize(("seconds_ago", "told"), [(5.0, False), (7200.0, True)])
-def test_replicas_of_a_manager_that_is_gone_are_shown_as_the_past(
+def test_an_old_status_of_replicas_is_marked_as_old(
     settings: Settings, capsys: pytest.CaptureFixture[str], seconds_ago: float, told: bool
 ) -> None:
     """If a status is two hours old, the list says so and names the command that starts the manager."""
@@ -47,7 +47,7 @@ def test_replicas_of_a_manager_that_is_gone_are_shown_as_the_past(
     assert ("120 min ago" in said, "engines up" in said) == (told, told)
 
 
-def test_an_engine_that_is_added_while_it_drains_is_taken_back(
+def test_adding_an_engine_ends_its_drain(
     settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As `add` says, the engine takes sessions again."""
@@ -98,7 +98,7 @@ def test_engines_that_were_added_and_are_not_ready_are_known(settings: Settings)
     assert (any_added(settings), none_ready(settings)) == (True, True)
 
 
-def test_an_engine_is_named_by_its_url_too(
+def test_an_engine_can_be_named_by_its_url(
     settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`drain` and `remove` take the URL that `add` took."""

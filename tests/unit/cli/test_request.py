@@ -1,4 +1,4 @@
-"""From options to a request: run ids that join, fields that nest, selections that match."""
+"""Options become a request: run ids that join, nested fields, selected instances."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ OPTIONS = RunOptions(source="rows.jsonl", agent="oracle")
 
 
 def test_same_command_means_the_same_run() -> None:
-    """Repeating a command joins its run; how much of it is in flight changes nothing."""
+    """The same command has the same run id, with any concurrency."""
     again = replace(OPTIONS, concurrency=64)
 
     assert build(OPTIONS, SOURCE).run_id == build(again, SOURCE).run_id
@@ -29,19 +29,19 @@ def test_same_command_means_the_same_run() -> None:
     ids=str,
 )  # fmt: skip
 def test_another_command_means_another_run(change: dict[str, Any]) -> None:
-    """Whatever changes the result changes the run's id."""
+    """Each option that changes the result changes the run id."""
     assert build(replace(OPTIONS, **change), SOURCE).run_id != build(OPTIONS, SOURCE).run_id
 
 
 def test_changed_rows_mean_another_run() -> None:
-    """A file whose content changed is not joined to the run of the old content."""
+    """A file with changed content does not join the run of the old content."""
     changed = replace(SOURCE, digest="d2")
 
     assert build(OPTIONS, changed).run_id != build(OPTIONS, SOURCE).run_id
 
 
 def test_assignments_nest_and_read_json() -> None:
-    """`--set a.b=1` nests; values are JSON where they parse, else text."""
+    """`--set a.b=1` nests; a value that does not parse as JSON is text."""
     fields = fields_of(
         ["sampling.temperature=0.7", "model=m-1", "limits.cpus=4"], {"sandbox": "local"}
     )
@@ -54,20 +54,20 @@ def test_assignments_nest_and_read_json() -> None:
     }
 
 
-def test_agent_is_no_assignment() -> None:
-    """`--agent` would win in silence: the line says so."""
+def test_the_agent_cannot_be_assigned() -> None:
+    """`--set agent=` would be ignored, so it is refused."""
     with pytest.raises(ConfigurationError, match="set the agent with --agent"):
         fields_of(["agent=nop"], {})
 
 
 def test_assignment_without_a_value_is_refused() -> None:
-    """`--set key` says how to write it."""
+    """`--set key` without a value is refused with the right form."""
     with pytest.raises(ConfigurationError, match="write it as KEY=VALUE"):
         fields_of(["model"], {})
 
 
 def test_long_lists_stay_out_of_the_request() -> None:
-    """Thousands of references lie in the store, not in a workflow's input."""
+    """Thousands of references go into the store, not into a workflow's input."""
     refs = tuple(f"rows/a-{n}" for n in range(201))
 
     request = build(OPTIONS, replace(SOURCE, refs=refs))
@@ -76,7 +76,7 @@ def test_long_lists_stay_out_of_the_request() -> None:
 
 
 async def test_globs_select_instances(tmp_path: Path) -> None:
-    """--include and --exclude match instance ids, and --limit cuts what is left."""
+    """--include and --exclude match instance ids; --limit then cuts the list."""
     options = replace(OPTIONS, include=("a-*", "b-*"), exclude=("*-2",), limit=2)
 
     found = await instances_of(LocalStore(str(tmp_path)), build(options, SOURCE), SOURCE)
@@ -84,7 +84,7 @@ async def test_globs_select_instances(tmp_path: Path) -> None:
     assert found == ["rows/a-1", "rows/b-1"]
 
 
-async def test_globs_that_leave_nothing_show_what_names_look_like(tmp_path: Path) -> None:
+async def test_globs_that_match_nothing_show_some_names(tmp_path: Path) -> None:
     """An empty selection is an error that shows real ids."""
     request = build(replace(OPTIONS, include=("z*",)), SOURCE)
 

@@ -1,4 +1,4 @@
-"""`perdure show --turns`: a trajectory on a terminal and as JSON, from real turns files and journals."""
+"""`perdure show --turns`: a trajectory as text and as JSON, from real turns files and journals."""
 
 import json
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def shown(
 
 
 def test_the_head_counts_what_is_trained_and_what_is_not(shown: Show) -> None:
-    """Turns, chains, segments and the tokens that are left out, by reason."""
+    """The head counts turns, chains, segments, and untrained tokens by reason."""
     head = shown().splitlines()[:3]
 
     assert head == [
@@ -89,8 +89,8 @@ def test_the_head_counts_what_is_trained_and_what_is_not(shown: Show) -> None:
     ]
 
 
-def test_each_turn_says_its_size_its_origin_and_its_use(shown: Show) -> None:
-    """Prompt, new part and sample; how the prompt was made; trained or the reason why not."""
+def test_each_turn_shows_its_tokens_its_rendering_and_its_training(shown: Show) -> None:
+    """Each turn shows its token counts, how its prompt was made, and whether it is trained or why not."""
     text = shown()
 
     assert "  3  prompt 6 (+1) → 1 · logprob -0.50 · stop · vllm-0 · 0.00 s · bridged" in text
@@ -98,7 +98,7 @@ def test_each_turn_says_its_size_its_origin_and_its_use(shown: Show) -> None:
 
 
 def test_messages_are_cut_to_the_width_and_counted(shown: Show) -> None:
-    """One line a text, no wider than the terminal, with the length of what was cut."""
+    """Each text is one line, no wider than the terminal; if it is cut, its length follows."""
     lines = shown().splitlines()
 
     (task,) = [line for line in lines if line.lstrip().startswith("user")]
@@ -107,14 +107,14 @@ def test_messages_are_cut_to_the_width_and_counted(shown: Show) -> None:
 
 
 def test_full_prints_every_text_whole(shown: Show) -> None:
-    """Nothing is cut when asked so."""
+    """--full cuts no text."""
     text = shown("--full")
 
     assert text.count("Take care.") == 60
     assert "characters" not in text
 
 
-def test_what_a_tool_wrote_does_not_command_the_terminal(shown: Show) -> None:
+def test_output_of_a_tool_cannot_control_the_terminal(shown: Show) -> None:
     """Escape sequences in recorded text are shown as replacement characters; no colour in a pipe."""
     text = shown()
 
@@ -123,7 +123,7 @@ def test_what_a_tool_wrote_does_not_command_the_terminal(shown: Show) -> None:
 
 
 def test_answers_show_reasoning_and_calls(shown: Show) -> None:
-    """Thought, text and tool calls are apart."""
+    """Reasoning, text and tool calls have lines of their own."""
     text = shown()
 
     assert "thinks   Look first" in text
@@ -131,8 +131,8 @@ def test_answers_show_reasoning_and_calls(shown: Show) -> None:
     assert "says     Done." in text
 
 
-def test_sub_agents_stand_under_the_chain_that_started_them(shown: Show) -> None:
-    """The tree of chains is visible by indentation."""
+def test_sub_agents_are_shown_under_the_chain_that_started_them(shown: Show) -> None:
+    """A sub-agent's chain is indented under the chain that started it."""
     lines = shown().splitlines()
 
     assert "━━ main" in lines
@@ -140,12 +140,12 @@ def test_sub_agents_stand_under_the_chain_that_started_them(shown: Show) -> None
 
 
 def test_a_new_segment_says_why(shown: Show) -> None:
-    """Where a chain was broken, the reason the gateway recorded stands there."""
+    """Where a new segment begins, the reason that the gateway recorded is shown."""
     assert "┌ segment 2 final (new: restart): prompt 2, response 1, trained 1" in shown()
 
 
 def test_json_holds_everything_but_the_ids(shown: Show) -> None:
-    """Texts whole, counts, segments, and the reason each turn is not trained."""
+    """The JSON has full texts, counts, segments, and why a turn is not trained."""
     document = json.loads(shown("--json"))
     by_index = {one["index"]: one for one in document["turns"]}
 
@@ -157,12 +157,12 @@ def test_json_holds_everything_but_the_ids(shown: Show) -> None:
 
 
 def test_an_unreadable_file_is_named(shown: Show) -> None:
-    """A torn turns file is one line with its key."""
+    """An unreadable turns file is one line with its key."""
     assert f"{ATTEMPT}/turns.parquet is unreadable" in shown(data=b"PAR1 torn")
 
 
 async def test_a_running_rollout_is_read_from_the_journal(tmp_path: Path) -> None:
-    """Turns that are answered can be read before their session is closed."""
+    """Answered turns can be read before their session is closed."""
     name = stored.RolloutName("r", "click-1", 0)
     session = identity_of(name.run_id, name.workflow_id, "agent", 1)
     async with (
@@ -184,7 +184,7 @@ async def test_a_running_rollout_is_read_from_the_journal(tmp_path: Path) -> Non
 
 
 async def test_a_rollout_without_a_turn_says_so(tmp_path: Path) -> None:
-    """Nothing sampled yet is a message, not an empty page."""
+    """Without turns the command says so."""
     async with LocalGateway(tmp_path) as gateway:
         with pytest.raises(NotFound, match="has no turns in attempt 1"):
             await show_turns.read(

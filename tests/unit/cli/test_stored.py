@@ -1,4 +1,4 @@
-"""Finding a rollout by the little a person types, and telling what it left."""
+"""Finding a rollout by a short name, and reading its files."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from perdure.types import Grade, Outcome, Rewards, TestStatus
 
 @pytest.fixture
 async def store(tmp_path: Path) -> LocalStore:
-    """Run r1 with two instances, run r2 with one of them twice."""
+    """Run r1 with two instances, and run r2 with two samples of one of them."""
     store = LocalStore(str(tmp_path))
     for name in ("r1/rollouts/click-8.1/0", "r1/rollouts/flask-2/0", "r2/rollouts/click-8.1/0",
                  "r2/rollouts/click-8.1/1"):  # fmt: skip
@@ -25,18 +25,18 @@ async def store(tmp_path: Path) -> LocalStore:
     "text", ["rollout/r1/flask-2/0", "r1/flask-2/0", "r1/flask-2", "r1/fla", "flask-2", "fla"]
 )
 async def test_any_unambiguous_name_finds_the_rollout(store: LocalStore, text: str) -> None:
-    """A workflow id, a path with or without sample, a unique beginning: all mean the same."""
+    """A workflow id, a path with or without sample, and a unique beginning all find it."""
     assert await stored.find(store, text) == RolloutName("r1", "flask-2", 0)
 
 
 async def test_ambiguous_name_lists_what_it_may_mean(store: LocalStore) -> None:
-    """A beginning that fits several rollouts is refused with their full names."""
+    """A beginning that matches several rollouts is refused, and the error lists them."""
     with pytest.raises(NotFound, match=r"'click' means 3 rollouts: r1/click-8.1/0, r2/click-8.1/0"):
         await stored.find(store, "click")
 
 
-async def test_a_run_stands_for_its_only_rollout(store: LocalStore) -> None:
-    """The name of a run is what people have at hand; with several rollouts they are listed."""
+async def test_a_run_names_its_only_rollout(store: LocalStore) -> None:
+    """A run's name finds its only rollout; if it has several, the error lists them."""
     await store.put("runs/r3/rollouts/jinja-3/0/episode.json", b"{}")
 
     assert await stored.find(store, "r3") == RolloutName("r3", "jinja-3", 0)
@@ -45,13 +45,13 @@ async def test_a_run_stands_for_its_only_rollout(store: LocalStore) -> None:
 
 
 async def test_wrong_instance_of_a_run_is_answered_with_its_rollouts(store: LocalStore) -> None:
-    """The run is right: what it has is at hand."""
+    """If only the run exists, the error lists its rollouts."""
     with pytest.raises(NotFound, match=r"run r1 has r1/click-8.1/0, r1/flask-2/0"):
         await stored.find(store, "r1/django")
 
 
-async def test_story_names_the_tests_that_should_have_passed(store: LocalStore) -> None:
-    """Failing, erroring and missing tests of both lists are told; passing ones are not."""
+async def test_failing_tests_are_those_that_should_have_passed(store: LocalStore) -> None:
+    """Failing, erroring and missing tests of both lists are listed; passing ones are not."""
     grade = Grade(
         outcome=Outcome.UNRESOLVED,
         rewards=Rewards(binary=0.0),
@@ -67,8 +67,8 @@ async def test_story_names_the_tests_that_should_have_passed(store: LocalStore) 
     assert found.failing_tests() == ["FAILED t::new", "MISSING t::gone"]
 
 
-async def test_notes_about_lost_gradings_are_no_grades(store: LocalStore) -> None:
-    """What a lost grading sandbox left beside the verdict is evidence, and no damage."""
+async def test_files_of_lost_gradings_are_no_grades(store: LocalStore) -> None:
+    """Files of a lost grading sandbox count as evidence and not as damage."""
     key = "runs/r1/rollouts/flask-2/0/attempts/1/grade-abc-lost-1.txt"
     await store.put(key, b"the grading sandbox was lost")
 

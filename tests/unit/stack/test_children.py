@@ -1,4 +1,4 @@
-"""A supervised process on a host that has run out of something."""
+"""A supervised process on a host with a full disk or without free processes."""
 
 import asyncio
 import errno
@@ -14,7 +14,7 @@ PATIENCE_S = 120.0
 
 
 async def killed(child: Child) -> ChildState:
-    """What is started again in its place."""
+    """Kill a child and return the state of the process that replaces it."""
     assert child.state is not None
     before = child.state.restarts
     os.kill(child.state.pid, signal.SIGKILL)
@@ -24,8 +24,8 @@ async def killed(child: Child) -> ChildState:
     return child.state
 
 
-async def test_a_full_disk_ends_no_keeping(tmp_path: Path) -> None:
-    """A restart that cannot be written down is not the last one."""
+async def test_a_full_disk_does_not_end_the_restarts(tmp_path: Path) -> None:
+    """If the state cannot be written after a restart, the child is restarted again later."""
     full = False
 
     def changed() -> None:

@@ -1,4 +1,4 @@
-"""Processes that are kept running, found again and stopped: real ones, with real signals."""
+"""Supervised processes are restarted, found and stopped: real processes, real signals."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(
 
 
 def spawn(program: str) -> "subprocess.Popen[bytes]":
-    """A Python that has said `up`, leading its own group."""
+    """A Python process that leads its own group and has printed `up`."""
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
     )
@@ -31,7 +31,7 @@ def spawn(program: str) -> "subprocess.Popen[bytes]":
     return process
 
 
-def test_another_process_under_the_same_pid_is_not_ours() -> None:
+def test_another_process_with_the_same_pid_is_not_ours() -> None:
     """A pid with another start time is not alive, and is never signalled."""
     ours = identify(os.getpid())
     assert ours is not None
@@ -41,7 +41,7 @@ def test_another_process_under_the_same_pid_is_not_ours() -> None:
 
 
 def test_process_that_ignores_sigterm_is_killed() -> None:
-    """After the grace comes SIGKILL, and the answer says so."""
+    """A process that ignores SIGTERM gets SIGKILL, and `stop` returns True."""
     with spawn(STUBBORN) as process:
         identity = identify(process.pid)
         assert identity is not None
@@ -52,7 +52,7 @@ def test_process_that_ignores_sigterm_is_killed() -> None:
 
 
 async def until(child: Child, exits: int) -> None:
-    """The child has been started again `exits` times."""
+    """Wait until the child has ended and been restarted `exits` times."""
     while child.state is None or child.state.restarts < exits:
         await asyncio.sleep(0.01)
 
@@ -63,7 +63,7 @@ def child_of(program: str, folder: Path) -> Child:
 
 
 async def test_child_that_dies_is_started_again(tmp_path: Path) -> None:
-    """A killed child comes back under another pid, and how it ended is on record."""
+    """A killed child is restarted with another pid, and its state says how it ended."""
     child = child_of("import signal; signal.pause()", tmp_path)
     await child.start()
     try:
@@ -83,7 +83,7 @@ async def test_child_that_dies_is_started_again(tmp_path: Path) -> None:
 async def test_child_that_refuses_its_settings_is_told_apart(
     tmp_path: Path, code: int, refused: bool
 ) -> None:
-    """Exit code 2 says that a person must act: another start would end the same way."""
+    """After exit code 2 a child counts as refused: a restart would end the same way."""
     child = child_of(f"raise SystemExit({code})", tmp_path)
     await child.start()
     await until(child, 1)
@@ -93,7 +93,7 @@ async def test_child_that_refuses_its_settings_is_told_apart(
 
 
 async def test_a_part_that_refuses_its_settings_ends_the_start(tmp_path: Path) -> None:
-    """No further try is waited for: its words are told, as a mistake to be mended."""
+    """The start fails at once with the child's own message, as a configuration error."""
     plan = Plan(Settings(home=tmp_path), tmp_path, Addresses(None, 0, 0, 1, 2))
     supervisor = Supervisor(plan, lambda event: None, [])
     child = child_of("import sys; print('no such tokenizer'); sys.exit(2)", tmp_path)
@@ -107,7 +107,7 @@ async def test_a_part_that_refuses_its_settings_ends_the_start(tmp_path: Path) -
 
 
 async def test_stopped_child_stays_down(tmp_path: Path) -> None:
-    """Stopping ends the process and nobody starts it again."""
+    """A stopped child ends and is not restarted."""
     child = child_of("import signal; signal.pause()", tmp_path)
     await child.start()
     assert child.state is not None
@@ -118,7 +118,7 @@ async def test_stopped_child_stays_down(tmp_path: Path) -> None:
 
 
 async def test_the_end_of_the_log_is_read(tmp_path: Path) -> None:
-    """What a child said before it died is there to be told."""
+    """The last lines of a child's log can be shown in an error."""
     child = child_of("raise SystemExit('no such port')", tmp_path)
     await child.start()
     await until(child, 1)
@@ -128,7 +128,7 @@ async def test_the_end_of_the_log_is_read(tmp_path: Path) -> None:
 
 
 def test_child_dies_with_its_parent(tmp_path: Path) -> None:
-    """kill -9 of a supervisor leaves no child behind."""
+    """After kill -9 of a supervisor its children end."""
     says = tmp_path / "says"
     os.mkfifo(says)
     child = f"import os, signal; open({str(says)!r}, 'w').write(str(os.getpid())); signal.pause()"
@@ -150,7 +150,7 @@ def test_child_dies_with_its_parent(tmp_path: Path) -> None:
 
 
 def signal_of_end(descriptor: int) -> bool:
-    """The process behind a pidfd has ended."""
+    """Whether the process of a pidfd has ended."""
     import select
 
     poll = select.poll()
@@ -162,7 +162,7 @@ def signal_of_end(descriptor: int) -> bool:
 
 
 def test_occupied_port_is_replaced_unless_it_was_set() -> None:
-    """A default that is taken gives way; an explicit choice is an error naming the variable."""
+    """An occupied default port is replaced; an occupied port that a user set is an error."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -179,10 +179,10 @@ def test_occupied_port_is_replaced_unless_it_was_set() -> None:
             ports.choose(chosen, "temporal.ui_port")
 
 
-def test_paths_count_from_where_the_command_was_called(
+def test_relative_paths_start_in_the_folder_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The processes of a stack run in the checkout's folder, and find the caller's files."""
+    """Children run in the checkout's folder, so paths of the caller are made absolute."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/tokenizer.json").touch()
     monkeypatch.chdir(tmp_path)

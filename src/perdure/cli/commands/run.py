@@ -9,7 +9,7 @@ from perdure.cli.console import json_option
 def _only_one(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> str:
     """Refuse a second --agent: click alone would silently take the last one."""
     if len(given) > 1:
-        raise click.BadParameter(f"a run has one, and there are {len(given)}")
+        raise click.BadParameter(f"give one agent, not {len(given)}")
     return given[0]
 
 

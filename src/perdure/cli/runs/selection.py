@@ -39,7 +39,7 @@ async def resolve(store: Store, source: str, *, skip_bad_rows: bool = False) -> 
     if Path(source).suffix.lower() in FILES:
         return await _import(store, source, skip_bad_rows)
     if source.startswith(("/", ".", "~")) or Path(source).is_file():
-        raise ConfigurationError(f"{source} is no file of rows: give a {', '.join(FILES)} file")
+        raise ConfigurationError(f"{source} is not a file of rows: give a {', '.join(FILES)} file")
     if "/" not in source:
         return await _dataset(store, source)
     dataset = source.split("/", 1)[0]
