@@ -1,1 +1,1 @@
-"""Measured promises: what a rollout costs, and what a crash costs, beside the peers."""
+"""Measured promises: what a rollout and a crash cost, compared with the peers."""

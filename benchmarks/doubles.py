@@ -1,7 +1,7 @@
 """Doubles of sandbox services, each a process of its own, for benchmarks that call them.
 
-Owns starting, counting and clearing away; what they play is `perdure.testing`'s. As a program it is
-such a double whose boxes share this host's network: what a call costs that needs no relay.
+Owns starting, counting and cleaning up; the doubles themselves are in `perdure.testing`. Run as a
+program, it is such a double whose sandboxes share this host's network: a call then needs no relay.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Service:
 
     @contextmanager
     def environment(self) -> Iterator[None]:
-        """This process's SDKs find it where the service would be."""
+        """Point the SDKs of this process at the double instead of the service."""
         before = {name: os.environ.get(name) for name in self.variables()}
         os.environ |= self.variables()
         try:
@@ -53,7 +53,7 @@ class Service:
         self._control("DELETE", "rules")
 
     def calls(self) -> int:
-        """Of both planes, since they were forgotten."""
+        """Calls of both planes since `forget_calls`."""
         return len(self._control("GET", "log"))
 
     def _control(self, method: str, name: str) -> Any:
@@ -64,7 +64,7 @@ class Service:
 
 @asynccontextmanager
 async def serving(name: str, state: Path, *, networked: bool = False) -> AsyncIterator[Service]:
-    """Raises what the process printed when it does not answer."""
+    """Start the double; stop it and its sandboxes at the end. Raises an error if it does not answer."""
     service = Service(name, f"http://127.0.0.1:{ports.free_port()}")
     program = ["benchmarks.doubles", name] if networked else [f"perdure.testing.{name}_server"]
     argv = [sys.executable, "-m", *program, "--state", str(state)]
@@ -86,7 +86,7 @@ async def _clear_away(guests: Guests) -> None:
 
 
 class NetworkedGuests(Guests):
-    """Its boxes share this host's network, whatever was asked for."""
+    """Its sandboxes share this host's network, whatever their spec says."""
 
     def command(self, spec: SandboxSpec, box: Box) -> list[str]:
         return super().command(replace(spec, network=Network.HOST), box)

@@ -1,6 +1,6 @@
 """The model that every side talks to: one scripted engine in a process of its own.
 
-Its CPU is counted apart. As a program it serves; `Endpoint` is the harness's handle on it.
+Its CPU is counted separately. Run as a program, it serves; `Endpoint` controls such a process.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Calls(NamedTuple):
 
 
 class TimedEngine(ScriptedEngine):
-    """Also says when the first call came and when the last one was answered."""
+    """Also records when the first call came and when the last one was answered."""
 
     first = 0.0
     last = 0.0
@@ -90,11 +90,11 @@ class Endpoint:
         assert process.stdout is not None
         url = process.stdout.readline().decode().strip()
         if not url:
-            raise RuntimeError("the endpoint did not start; its complaint is above")
+            raise RuntimeError("the endpoint did not start; its error is above")
         return cls(process, meter, url)
 
     def reset(self, **control: Any) -> None:
-        """Zero the counts; `control` as the engine's /control, e.g. latency_s, scripts."""
+        """Reset the counts; `control`: fields of the engine's /control, such as latency_s or scripts."""
         self._ask("/reset", {})
         if control:
             self._ask("/control", control)

@@ -1,7 +1,7 @@
 """CPU seconds of everything one command starts: children, daemons and commands that live 5 ms.
 
-A control group counts exactly, where this process may make one; elsewhere a reaper process adopts
-every orphan, and the kernel adds up what it has waited for. Wall time is left to the callers.
+If this process may create a control group, that counts exactly. Otherwise a reaper process adopts
+every orphan, and the kernel sums the CPU of the children it waited for. Callers measure wall time.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ sys.exit(code if code >= 0 else 128 - code)
 
 @dataclass
 class Meter:
-    """Counts the CPU of what `popen` and `run` start. Close it when all of that has ended.
+    """Counts the CPU of processes that `popen` and `run` start. Close it once all of them have ended.
 
     Example:
         with Meter.open("harbor", folder) as meter:
@@ -59,7 +59,7 @@ class Meter:
 
     @property
     def how(self) -> str:
-        """How it counts, for the report."""
+        """The method of counting, for the report."""
         return "control group" if self.group else "waited-for children and /proc"
 
     def popen(self, argv: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
@@ -73,7 +73,7 @@ class Meter:
         return process
 
     def run(self, argv: Sequence[str], log: Path, **options: Any) -> int:
-        """Run to the end; both outputs go to `log`. The exit code."""
+        """Run to the end; both outputs go to `log`. Returns the exit code."""
         with log.open("ab") as file:
             process = self.popen(
                 argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **options
@@ -90,7 +90,7 @@ class Meter:
         )
 
     def pids(self) -> list[int]:
-        """What still lives of all that was started."""
+        """Processes that were started and still run."""
         if self.group is None:
             return [p for pid, _ in self._reapers for p in _tree(pid) if p != pid]
         found: list[int] = []
@@ -100,7 +100,7 @@ class Meter:
         return found
 
     def close(self) -> None:
-        """Forget the group; whatever still runs in it is given a moment to end."""
+        """Remove the group, after giving its processes 5 s to end."""
         if self.group is None:
             return
         deadline = time.monotonic() + 5
@@ -115,13 +115,13 @@ class Meter:
 
 
 def own_seconds(pid: int) -> float:
-    """User plus system time of one process, without its children; 0 when it is gone."""
+    """User plus system time of one process, without its children; 0 if it has ended."""
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / TICKS if fields else 0.0
 
 
 def command_of(pid: int) -> str:
-    """Its command line, for reports; empty when it is gone."""
+    """Its command line, for reports; empty if it has ended."""
     with contextlib.suppress(OSError):
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
         return raw.replace(b"\0", b" ").decode("utf-8", "replace").strip()
@@ -129,12 +129,12 @@ def command_of(pid: int) -> str:
 
 
 def name_of(pid: int) -> str:
-    """What it calls itself; empty when it is gone."""
+    """The process's own name; empty if it has ended."""
     return _status(pid).get("Name", "")
 
 
 def parent_of(pid: int) -> int:
-    """0 when it is gone."""
+    """Its parent; 0 if it has ended."""
     return int(_status(pid).get("PPid", "0"))
 
 
@@ -163,7 +163,7 @@ def _make_group(name: str) -> tuple[Path | None, Path | None]:
         group.mkdir()
         leaf = group / "main"
         leaf.mkdir()
-        # Sandboxes make their own groups below the first one that hands controllers down: ours.
+        # Sandboxes create their groups below the first group that delegates controllers, which is ours.
         with contextlib.suppress(OSError):
             (group / "cgroup.subtree_control").write_text("+cpu +memory +pids")
         return group, leaf
@@ -221,7 +221,7 @@ def _tree(root: int) -> list[int]:
 
 
 def _tree_seconds(root: int) -> float:
-    """Living processes, and what each has waited for."""
+    """Running processes, and the CPU of the children each has waited for."""
     return sum(map(_with_waited_for, _tree(root)))
 
 
@@ -231,7 +231,7 @@ def _with_waited_for(pid: int) -> float:
 
 
 def kill_all(pids: Iterable[int], signum: int) -> None:
-    """Signal every one that still lives."""
+    """Signal every process that still runs."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)

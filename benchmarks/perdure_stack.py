@@ -1,6 +1,6 @@
 """Perdure's side of a comparison: the whole laptop stack, started, used and stopped by its own CLI.
 
-Every process of it runs under one meter: Temporal's server, gateway, worker, supervisor, sandboxes.
+All of its processes run under one meter: Temporal's server, gateway, worker, supervisor, sandboxes.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ PERDURE = (sys.executable, "-m", "perdure.cli.main")
 START_LIMIT_S = 120.0
 DATASET = "toy"
 EMPTY = "perdure.toml"
-"""Settings of the home: none, whatever stands in the folder that a benchmark is started from."""
+"""An empty settings file, so that the folder a benchmark is started from has no effect."""
 
 
 def _free_ports() -> dict[str, str]:
-    """Away from the default ones: another stack may be running on this machine."""
+    """Not the default ports, because another stack may be running on this machine."""
     names = ("PERDURE_TEMPORAL__PORT", "PERDURE_TEMPORAL__UI_PORT", "PERDURE_GATEWAY__PORT")
     return {name: str(free_port()) for name in names}
 
@@ -102,7 +102,7 @@ class Stack:
 
     @classmethod
     def start(cls, home: Home, meter: Meter) -> "Stack":
-        """`perdure up`, until it is ready. Raises: RuntimeError with the supervisor's words."""
+        """`perdure up`, until it is ready. Raises: RuntimeError with the supervisor's message."""
         log = home.folder / "up.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         (home.folder / EMPTY).touch()
@@ -134,7 +134,7 @@ class Stack:
         return found
 
     def run(self, arguments: list[str], log: Path) -> dict[str, Any]:
-        """`perdure run toy ARGUMENTS --json`: its document. Raises: RuntimeError."""
+        """Run `perdure run toy ARGUMENTS --json`; returns its document. Raises: RuntimeError."""
         argv = [*PERDURE, "run", DATASET, *arguments, "--json"]
         with log.open("ab") as file:
             process = self.meter.popen(
@@ -152,14 +152,14 @@ class Stack:
         return document
 
     def split(self) -> dict[str, float]:
-        """CPU seconds so far, by part; `sandboxes` is all that is short-lived or not ours."""
+        """CPU seconds so far, by part; `sandboxes` is the rest: short-lived or foreign processes."""
         state = self.state()
         parts = {name: own_seconds(child.pid) for name, child in state.children.items()}
         parts["supervisor"] = own_seconds(state.pid)
         return parts | {"sandboxes": self.meter.seconds() - sum(parts.values())}
 
     def stop(self) -> None:
-        """`perdure down`, as at SIGTERM."""
+        """Run `perdure down`, which also happens at SIGTERM."""
         os.kill(self.state().pid, signal.SIGTERM)
         self._process.wait()
 

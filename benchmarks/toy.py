@@ -1,7 +1,7 @@
 """The common job: a repository of two files, one wrong sign, one hidden test, a script of turns.
 
 Every side gets the same repository, the same bubblewrap flags, the same commands and the same test;
-each in the form that its own documentation asks for.
+each in the form that its own documentation requires.
 """
 
 import io
@@ -20,7 +20,7 @@ STATEMENT = "add(2, 3) returns -1. Make `add` in calc.py return the sum of its a
 DONE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 PYTHON = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else "python3"
-"""What runs the hidden test, and the small agent's loop: the same file in every sandbox."""
+"""The Python that runs the hidden test and the small agent's loop: the same file in every sandbox."""
 
 FIX = (
     "ls -la && cat calc.py",
@@ -43,7 +43,7 @@ SANDBOX_PATH = "/usr/local/bin:/usr/sbin:/usr/bin:/bin"
 
 
 def commands(turns: int) -> tuple[str, ...]:
-    """The script of `turns` turns: idle ones first, then the four that fix the bug."""
+    """A script of `turns` turns: idle ones first, then the four that fix the bug."""
     return ("true",) * (turns - len(FIX)) + FIX
 
 
@@ -87,7 +87,7 @@ def make_repository(folder: Path) -> Path:
 
 
 def bwrap_flags(repository: Path) -> list[str]:
-    """What the peers' sandboxes are made of: reference flags, the repository at /repo."""
+    """The bubblewrap command of the peers' sandboxes: the reference flags, the repository at /repo."""
     flags = ["--unshare-user-try", "--unshare-pid", "--unshare-net"]
     for path in ("/usr", "/bin", "/lib", "/lib64", "/etc"):
         if Path(path).exists():

@@ -1,1 +1,1 @@
-"""How much of what was sampled is trained, beside slime: see docs/benchmarks.md."""
+"""What share of the sampled tokens is trained, compared with slime: see docs/benchmarks.md."""

@@ -1,9 +1,9 @@
-"""How much of what was sampled is trained, and in how many samples; beside slime.
+"""What share of the sampled tokens is trained, and in how many samples, compared with slime.
 
     python -m benchmarks.capture [RECORDING.json ...] [--slime CHECKOUT] [--live RUN ...] [--json]
 
 Recorded Claude Code sessions go through both gateways with the same answers, sampled token for
-token. `--live` adds the episodes of a run in the store that the settings name, whatever its agent.
+token. `--live` adds the episodes of a run in the store of the settings, whatever its agent.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
     arguments = _arguments()
     recordings = arguments.recordings or sorted(RECORDINGS.glob("*.json"))
     if not recordings and not arguments.live:
-        sys.exit("no recordings here: name their files, or a run of this store with --live RUN")
+        sys.exit("no recordings: name their files, or a run of this store with --live RUN")
     rows = [_ours(recording) for recording in recordings]
     rows += [row for run_id in arguments.live for row in asyncio.run(_live(run_id))]
     try:
@@ -57,7 +57,7 @@ def _ours(recording: Path) -> Row:
 
 
 async def _live(run_id: str) -> list[Row]:
-    """Every rollout of a run: what real agents caused to be sampled."""
+    """Every rollout of a run, by real agents."""
     episodes = await read_run(open_store(Settings()), run_id)
     return [
         _row(f"{e.agent} {e.instance_id} #{e.sample_index}", "Perdure", _counts(e.trajectory))

@@ -14,7 +14,7 @@ from perdure.types import Turn
 
 
 class Speaker(Policy):
-    """The policy of a scripted engine: says what it is told to say next."""
+    """The policy of a scripted engine that samples the answers it is given, in order."""
 
     def __init__(self) -> None:
         super().__init__(load_tokenizer("qwen3"), {})
@@ -25,7 +25,7 @@ class Speaker(Policy):
 
 
 async def captured(recording: Path, home: Path) -> list[Turn]:
-    """The turns that the gateway left in its store."""
+    """The turns that the gateway wrote to its store."""
     session, speaker, name = Session(read(recording)), Speaker(), recording.stem
     async with ScriptedEngine() as engine:
         engine.policy = speaker

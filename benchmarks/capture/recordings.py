@@ -1,7 +1,7 @@
-"""Recorded Claude Code sessions as a script: requests to send, answers to be sampled for them.
+"""Recorded Claude Code sessions as a script: the requests to send, and the answers to sample.
 
 A recording is `{client, scenario, requests: [{headers, body, resp}]}`; `resp` is `{blocks, stop}`, or
-null where the client got an error, and then the request is sent to nobody.
+null if the client got an error, and then the request is not sent.
 """
 
 import json
@@ -48,7 +48,7 @@ def read(path: Path) -> list[Exchange]:
 
 @dataclass
 class Session:
-    """A recording on the wire: later requests carry the tool-use ids that this server minted."""
+    """A recording on the wire: later requests carry the tool-use ids that this server made."""
 
     exchanges: list[Exchange]
     minted: dict[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Session:
 
 
 def answer_ids(blocks: list[dict[str, Any]]) -> list[int]:
-    """An answer as the model would have sampled it, its closing token included."""
+    """An answer as the model would have sampled it, with its closing token."""
 
     def joined(kind: str) -> str:
         return "".join(block[kind] for block in blocks if block["type"] == kind)

@@ -31,7 +31,7 @@ PLAYER = Path(__file__).with_name("slime_player.py")
 
 
 class Slime:
-    """Raises: Unavailable, from the constructor, when repository or environment cannot be had."""
+    """Raises: Unavailable, from the constructor, if the repository or the environment is unavailable."""
 
     def __init__(self, root: Path, checkout: Path | None) -> None:
         self.checkout = checkout or _cloned(root / f"slime-{COMMIT}")

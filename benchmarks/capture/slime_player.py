@@ -2,9 +2,9 @@
 
     slime_player.py <exchanges.json>  ->  {"sampled": .., "trained": .., "samples": .., "tokens": ..}
 
-Slime's adapter, routing tree and sample builder are its own. Replaced are the engine (says the
-recorded answer) and the output parser (SGLang's; here it reads without a mistake), and torch and ray
-are empty modules: slime's types only name them.
+Adapter, routing tree and sample builder are slime's own. The engine is replaced by one that samples
+the recorded answer, and SGLang's output parser by one that makes no mistakes. torch and ray are empty
+modules, because slime's types only name them.
 """
 
 import asyncio

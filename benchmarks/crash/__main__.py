@@ -1,7 +1,7 @@
 """`python -m benchmarks.crash`: kill -9 in the middle, the documented way back, then count.
 
-Killed are the peer's runner, and every process of Perdure's: supervisor, Temporal's server, gateway,
-worker, command line. Calls are counted where they are paid for, at the endpoint.
+It kills the peer's runner, and every process of Perdure: supervisor, Temporal's server, gateway,
+worker, command line. Calls are counted at the endpoint, where they are paid for.
 """
 
 import argparse

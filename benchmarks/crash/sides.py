@@ -19,12 +19,12 @@ RUN = "crash"
 PAUSE_S = 0.02
 LIMIT_S = 300.0
 SETTLE_S = 5.0
-"""What is being cleaned up gets this long before it counts as left behind."""
+"""Seconds that clean-up may take before something counts as left behind."""
 
 
 @dataclass(frozen=True)
 class Crash:
-    """What is run, and when it is killed. `at`: share of all calls."""
+    """The job, and when it is killed. `at`: share of all calls."""
 
     rollouts: int
     turns: int
@@ -39,7 +39,7 @@ class Crash:
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """Of the side's own: sandbox folders, mounts, control groups, processes."""
+    """The side's own sandbox folders, mounts, control groups and processes."""
 
     folders: int
     mounts: int
@@ -57,7 +57,7 @@ class LeftBehind:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the crash cost. `calls`: bought in both halves together."""
+    """What the crash cost. `calls`: model calls of both halves together."""
 
     side: str
     rollouts: int
@@ -69,7 +69,7 @@ class Outcome:
     right: int
     left_behind: LeftBehind
     attempts_lost: int = 0
-    """Sandboxes that rollouts had to give up."""
+    """Sandboxes that rollouts lost."""
 
     @property
     def bought_again(self) -> int:
@@ -123,7 +123,7 @@ class CrashedPerdure:
         )
 
     def _warm_up(self, crash: Crash) -> None:
-        """Environment and agent are built once per host, before anything is measured."""
+        """Build environment and agent, once per host, before anything is measured."""
         self._home.add_instances(toy.make_tree(self._folder / "tree"), crash.rollouts)
         self._endpoint.reset(latency_s=0.0)
         with Meter.open("crash-warm", self._folder / "meter-warm") as meter:
@@ -150,7 +150,7 @@ class CrashedPerdure:
         return len(list((self._home.folder / "store/runs" / RUN).glob("rollouts/*/*/episode.json")))
 
     def _left_behind(self, crash: Crash, stack: Stack, meter: Meter) -> LeftBehind:
-        """While the stack still runs: `perdure down` would sweep."""
+        """Count while the stack still runs, because `perdure down` would sweep."""
         state = stack.state()
         ours = {state.pid, *(child.pid for child in state.children.values())}
         ours.add(stack.pid)
@@ -168,7 +168,8 @@ class CrashedPerdure:
 
 
 def _is_left(pid: int, ours: Collection[int]) -> bool:
-    """Alive, not of the stack, and not a living worker's zygote, which boots its next sandboxes."""
+    """Processes that run, and are neither of the stack nor a running worker's zygote, which
+    boots its next sandboxes."""
     zygote = name_of(pid) == "perdure-zygote" and parent_of(pid) in ours
     return pid not in ours and not zygote and bool(command_of(pid))
 
@@ -227,7 +228,7 @@ class CrashedPeer:
 
 
 def _wait_for_calls(endpoint: Endpoint, crash: Crash, runner: "subprocess.Popen[bytes]") -> int:
-    """Until the share of calls is bought. Raises: RuntimeError when the runner ends before."""
+    """Wait until that share of the calls was made. Raises: RuntimeError if the runner ends before."""
     deadline = time.monotonic() + LIMIT_S
     while (calls := endpoint.calls().total) < crash.at * crash.ideal_calls:
         if runner.poll() is not None or time.monotonic() > deadline:
@@ -242,7 +243,7 @@ def _mounts_below(folder: Path) -> int:
 
 
 def _groups(run_id: str, crash: Crash) -> int:
-    """Control groups named for this run's sandboxes, wherever the host keeps them."""
+    """Control groups named after this run's sandboxes, anywhere on the host."""
     names = set()
     for name in toy.instance_ids(crash.rollouts):
         rollout = f"rollout/{run_id}/{name}/0"

@@ -1,8 +1,8 @@
 """`python -m benchmarks.flaky`: the same rollouts on an E2B that fails 0, 5 and 20 % of all calls.
 
-The real SDK talks to the double of `perdure.testing`; oracle rollouts, each with a sandbox for the
-agent and one for the grader. Shares take turns within a round. Sandboxes are counted where they are
-made. A call that meets a fault is refused, answered late, or done with its answer lost.
+The real SDK calls the double of `perdure.testing`. Rollouts are the oracle's, each with a sandbox for
+the agent and one for the grader. Shares take turns within a round. The double counts sandboxes. A call
+that meets a fault is refused, answered late, or executed with its answer lost.
 """
 
 import argparse
@@ -41,14 +41,14 @@ MENU: tuple[dict[str, Any], ...] = (
     {"match": EVERY_CALL, "reset": True, "when": "after"},
     {"match": EVERY_CALL, "delay_s": 2.0},
 )
-"""Each is met by an equal part of the share."""
+"""Each fault gets an equal part of the share."""
 LIES: tuple[dict[str, Any], ...] = (
     *({"match": COMMAND, "stream": how} for how in ("cut", "no_end", "empty_end", "truncated")),
     {"match": COMMAND, "twice": True},
     {"match": UPLOAD, "upload": "missing"},
     {"match": UPLOAD, "upload": "short"},
 )
-"""Met on top, each by a twentieth of the share: calls that succeed and lie."""
+"""Additional faults, each for a twentieth of the share: wrong answers to calls that succeed."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Slice:
 
 
 class Service:
-    """The double in a process of its own, and what it says is true."""
+    """The double in its own process, and its counts."""
 
     def __init__(self, state: Path, port: int) -> None:
         self.state, self.url = state, f"http://127.0.0.1:{port}"
@@ -75,7 +75,7 @@ class Service:
 
     def break_share(self, share: float) -> None:
         rules = [{**rule, "probability": share / 20} for rule in LIES]
-        for number, rule in enumerate(MENU):  # the first that is met is the only one
+        for number, rule in enumerate(MENU):  # only the first fault that a call meets counts
             part = share / len(MENU)
             rules.append({**rule, "probability": part / (1 - number * part)})
         self._call("DELETE", "rules")
@@ -86,7 +86,7 @@ class Service:
         return len(self._call("GET", "log")), sum(r["hits"] for r in self._call("GET", "rules"))
 
     def made(self) -> int:
-        """Sandboxes since it was started for the first time."""
+        """Sandboxes that it has created since its first start."""
         return len(list((self.state / "keys").glob("*.json")))
 
     def living(self) -> int:
@@ -117,7 +117,7 @@ def service(folder: Path, seed: int) -> Iterator[Service]:
 
 @dataclass(frozen=True)
 class BrokenHome(Home):
-    """A home whose workers find the double where E2B would be."""
+    """A home whose workers use the double instead of E2B."""
 
     service: Service = field(kw_only=True)
 
@@ -198,8 +198,10 @@ def _table(slices: Sequence[Slice], shares: Sequence[float]) -> list[str]:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.flaky")
-    parser.add_argument("--rollouts", type=int, default=100, help="at each share")
-    parser.add_argument("--rounds", type=int, default=2, help="in which the shares take turns")
+    parser.add_argument("--rollouts", type=int, default=100, help="rollouts at each share")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="rounds in which the shares take turns"
+    )
     parser.add_argument("--shares", type=_shares, default=(0.0, 0.05, 0.2))
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)

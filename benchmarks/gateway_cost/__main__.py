@@ -1,11 +1,11 @@
-"""CPU one model call costs the gateway at 2k to 128k tokens of history.
+"""CPU that one model call costs the gateway, at 2k to 128k tokens of history.
 
     python -m benchmarks.gateway_cost [--slime CHECKOUT] [--turns N] [--json]
 
 One conversation grows turn by turn through every size, over HTTP, with an engine that answers at
-once: Perdure as it ships (journal included), and slime's current adapter in an environment of its
-own. Then the prompt alone, bridged and rendered in full. All with one tokenizer. Then what each token
-costs that an engine streams.
+once: Perdure as it ships, with its journal, and slime's current adapter in an environment of its own.
+Then the prompt alone, bridged and rendered in full. All use one tokenizer. Then the cost of each token
+that an engine streams.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.peers.environments import Unavailable
 
 SIZES = (2_000, 16_000, 64_000, 128_000)
 FLAT, CHEAPER = 1.5, 30.0
-"""The aims: cost at 128k over cost at 16k; full rendering over cost at 128k."""
+"""The aims: at most this cost at 128k over 16k; at least this cost of full rendering over bridging."""
 
 BRIDGED, FULL = "prompt alone, bridged", "prompt alone, in full"
 
@@ -59,7 +59,7 @@ async def _grow(
     engine: InstantEngine,
     options: argparse.Namespace,
 ) -> Costs:
-    """Median CPU ms of the server's processes a turn, at each size."""
+    """Median CPU ms per turn of the server's processes, at each size."""
     found: Costs = {}
     async with (
         side as serving,
@@ -108,7 +108,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slime", type=Path, metavar="CHECKOUT")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--rounds", type=int, default=3, help="of streams")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of streams")
     parser.add_argument("--environments", type=Path, default=Path(".perdure/bench/environments"))
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()

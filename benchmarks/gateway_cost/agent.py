@@ -1,4 +1,4 @@
-"""A coding agent's side of the wire: Claude Code's form of request, files read one after another."""
+"""A coding agent's requests, in Claude Code's form: it reads files one after another."""
 
 import json
 import random
@@ -9,9 +9,9 @@ import httpx
 
 TOOL_COUNT = 6
 TURN_TOKENS = 1500
-"""What one tool result adds, roughly, while the history grows."""
+"""Tokens that one tool result adds, roughly, while the history grows."""
 SHORT_TOKENS = 300
-"""What it adds while a size is measured."""
+"""Tokens that it adds while a size is measured."""
 
 
 class Agent:
@@ -42,13 +42,13 @@ class Agent:
         return json.dumps(request).encode()
 
     async def turn(self, *, short: bool = False) -> None:
-        """One call; its answer and a tool result join the history."""
+        """One call; adds its answer and a tool result to the history."""
         answer = await self._client.post("/v1/messages", content=self.body(), headers=self._headers)
         answer.raise_for_status()
         self.heard(answer.json()["content"], short=short)
 
     def heard(self, content: list[dict[str, Any]], *, short: bool = False) -> None:
-        """An answer and what the tools say to it join the history."""
+        """Add an answer and its tool results to the history."""
         said = self._file(SHORT_TOKENS if short else TURN_TOKENS)
         calls = [block["id"] for block in content if block["type"] == "tool_use"]
         results = [

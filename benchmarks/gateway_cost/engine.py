@@ -1,6 +1,6 @@
-"""An engine that answers at once, in vLLM's and in SGLang's words, in this process.
+"""An engine in this process that answers at once, in vLLM's and in SGLang's format.
 
-Its own CPU is not measured; only what it is sent and what it answers matter.
+Its own CPU is not measured; only its requests and answers matter.
 """
 
 import asyncio

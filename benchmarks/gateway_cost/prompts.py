@@ -33,7 +33,7 @@ Costs = dict[int, float]
 
 
 class Instant:
-    """An engine in this process that always says the same."""
+    """An engine in this process that always answers the same."""
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
@@ -87,7 +87,7 @@ async def measure(answer_ids: list[int], sizes: Sequence[int], turns: int) -> tu
 
 
 def _timed_prompts(sessions: Sessions) -> list[float]:
-    """CPU ms of finding what each request continues and of building its prompt."""
+    """CPU ms of finding the turn that each request continues, and of building its prompt."""
     spent: list[float] = []
     maker = sessions._maker
     build = maker._prompt
@@ -111,7 +111,7 @@ async def _turn(sessions: Sessions, agent: Agent, *, short: bool = False) -> Mod
 
 
 def _render(model_format: Any, request: ModelRequest) -> float:
-    """The tokenizer's memory of texts is emptied: among many rollouts no history stays in it."""
+    """Empty the tokenizer's cache of texts: among many rollouts it would hold no history."""
     model_format.tokenizer._cached.cache_clear()
     started = time.process_time()
     model_format.renderer.render_ids(

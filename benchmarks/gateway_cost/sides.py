@@ -1,4 +1,4 @@
-"""The servers that are measured, each a process of its own; their CPU as the kernel counts it."""
+"""The measured servers, each in its own process; the kernel counts their CPU."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ class Serving(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def perdure(home: Path, engine_url: str) -> AsyncIterator[Serving]:
-    """The gateway as it ships, journal and fsync included."""
+    """The gateway as it ships, with journal and fsync."""
     ours = {
         "PERDURE_HOME": str(home),
         "PERDURE_GATEWAY__PORT": "0",

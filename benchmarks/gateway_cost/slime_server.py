@@ -2,9 +2,9 @@
 
     slime_server.py <engine url>
 
-Adapter, routing tree and HTTP are slime's own. The tokenizer is the one Perdure uses, behind the two
-methods that slime asks of it. SGLang's parsers are absent, so the output goes through slime's own
-fallback parser, which is cheaper; torch and ray are empty modules, which its types only name.
+Adapter, routing tree and HTTP are slime's own. The tokenizer is Perdure's, behind the two methods that
+slime calls. SGLang's parsers are absent, so slime's own fallback parser, which is cheaper, reads the
+output. torch and ray are empty modules, because slime's types only name them.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""CPU of a streamed token: what the gateway pays for each event of an engine that sends one a token.
+"""CPU of a streamed token: what each event costs the gateway if an engine sends one event per token.
 
-Many calls at once, each at the pace of a loaded engine; the same calls again with every token in the
-last event. The difference is what streaming costs, keeping what has been sampled included.
+Many calls run at once, each at the pace of a loaded engine; then the same calls with every token in
+the last event. The difference is the cost of streaming, with the journal of sampled tokens.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ WORDS = "I read the file, and now I look at the next one to find where it is cal
 
 
 class Streamed(NamedTuple):
-    """CPU microseconds a token, by how the engine sends them; and what one more event costs."""
+    """CPU microseconds per token, by how the engine sends them, and the cost of one more event."""
 
     one_by_one: float
     all_at_the_end: float
@@ -40,7 +40,7 @@ class Streamed(NamedTuple):
 
 
 class PacedEngine(InstantEngine):
-    """Samples `TOKENS_PER_S` in each call; says so token by token, or when it is done."""
+    """Samples `TOKENS_PER_S` in each call, and sends each token at once, or all at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def _event(ids: Sequence[int], reason: str | None) -> bytes:
 
 
 async def measure(home: Path, rounds: int) -> Streamed:
-    """Both ways in turns, on one gateway; medians."""
+    """Both ways in turn, on one gateway; medians."""
     spent: dict[bool, list[float]] = {True: [], False: []}
     async with (
         PacedEngine() as engine,

@@ -1,11 +1,11 @@
 """`python -m benchmarks.gateway_load`: one gateway process between many agents and their engines.
 
-The engines are scripted ones with a second's latency, all in one process, so many that nobody waits
-for a seat; the agents are plain HTTP clients here. In each round every session makes one more call of
-a long history through the gateway, and the same number of calls with as many tokens goes to the
-engines directly; calls start evenly spread over the round, 16 a second. Reported: the latency that
-the gateway adds, its CPU per turn beyond what it takes at rest, and its memory once many idle
-sessions have come on top.
+The engines are scripted, with a second's latency, all in one process, and enough of them that no call
+waits for room. The agents are plain HTTP clients in this process. In each round every session makes
+one more call with a long history through the gateway. As many calls with as many tokens go to the
+engines directly. Calls start evenly spread over the round, 16 a second. Reported: the latency that the
+gateway adds, its CPU per turn above its CPU at rest, and its memory with many additional idle
+sessions.
 """
 
 import argparse
@@ -38,9 +38,9 @@ LATENCY_S = 1.0
 CALLS_PER_S = 16.0
 OPENED_AT_ONCE = 16
 CALL_S = 60.0
-"""A call without an answer for so long waits for something, and its figures would say nothing."""
+"""Seconds without an answer after which the benchmark stops, because its figures mean nothing."""
 PATIENCE = 4
-"""How many times as long as on an idle host it may all take."""
+"""Allowed duration, as a multiple of that on an idle host."""
 SCRIPT = {
     "default": {
         "turns": [
@@ -57,7 +57,7 @@ RESULT = "line of a file that the agent reads\n" * 20
 
 
 class Stuck(Exception):
-    """It does not go on; what was being done, and what the gateway said last."""
+    """The benchmark is stuck; the message has its stage and the gateway's last log lines."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Session:
 
 @dataclass
 class Load:
-    """The processes under load, and what is asked of them."""
+    """The processes under load, and the calls to them."""
 
     history: str
     engine_urls: list[str]
@@ -97,7 +97,7 @@ class Load:
 
     def stuck(self, problem: str) -> Stuck:
         said = self.gateway_log.read_text()[-2000:]
-        return Stuck(f"{problem} ({self.stage}); the gateway's last words:\n{said}")
+        return Stuck(f"{problem} ({self.stage}); the gateway's last log lines:\n{said}")
 
     async def session(self, name: str, text: str) -> Session:
         """Open a session and make its first call, whose prompt is rendered in full."""
@@ -108,7 +108,7 @@ class Load:
         return session
 
     async def call(self, session: Session) -> float:
-        """One more turn through the gateway; its seconds."""
+        """Make one more turn through the gateway; returns its seconds."""
         headers = {"authorization": f"Bearer {session.key}", "content-type": "application/json"}
         body, url = session.body(), f"{self.gateway_url}/v1/chat/completions"
         answer, seconds = await self._timed(url, body, headers)
@@ -132,7 +132,7 @@ class Load:
 
 
 async def _spread(calls: Sequence[Callable[[], Awaitable[float]]]) -> list[float]:
-    """Start the calls evenly, whatever the earlier ones do; their seconds."""
+    """Start the calls evenly, without waiting for earlier ones; returns their seconds."""
 
     async def one(number: int, call: Callable[[], Awaitable[float]]) -> float:
         await asyncio.sleep(number / CALLS_PER_S)
@@ -163,7 +163,7 @@ async def _level(load: Load, sessions: int, rounds: int) -> Level:
 async def _charged(
     load: Load, calls: Sequence[Callable[[], Awaitable[float]]]
 ) -> tuple[list[float], float, float]:
-    """The calls' seconds; the gateway's CPU meanwhile, and how long that was."""
+    """The calls' seconds, the gateway's CPU meanwhile, and the duration."""
     before, since = own_seconds(load.gateway_pid), time.perf_counter()
     seconds = await _spread(calls)
     return seconds, own_seconds(load.gateway_pid) - before, time.perf_counter() - since
@@ -181,7 +181,7 @@ async def _opened(load: Load, name: str, count: int, text: str) -> list[Session]
 
 
 def _text(tokens: int) -> str:
-    """About so many tokens of text that looks like tool output."""
+    """About that many tokens of text that looks like tool output."""
     tokenizer = load_tokenizer("qwen3")
     line = "    result = compute_value(index, {n})  # step {n} of the loop\n"
     sample = "".join(line.format(n=n) for n in range(1000))
@@ -243,7 +243,7 @@ async def _url(log: Path, process: "subprocess.Popen[bytes]") -> str:
 
 
 def _expected_s(options: argparse.Namespace) -> float:
-    """Seconds that waiting for engines takes; on an idle host little comes to it."""
+    """Seconds that the engines' latency takes; an idle host adds little."""
     opened: int = sum(options.sessions) + options.idle
     rounds = sum(2 * (count / CALLS_PER_S + LATENCY_S) for count in options.sessions)
     expected: float = opened / OPENED_AT_ONCE * LATENCY_S + options.rounds * rounds
@@ -284,7 +284,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=30_000, help="history of a busy session")
-    parser.add_argument("--idle", type=int, default=1000, help="sessions that come on top")
+    parser.add_argument("--idle", type=int, default=1000, help="additional idle sessions")
     parser.add_argument("--idle-tokens", type=int, default=30_000, help="history of each of them")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """Scripted engines on ports of one process: as many as the sessions in front of them need.
 
-A gateway gives an engine at most 128 agents; the next one waits until one of them leaves. Here nobody
-is to wait for a pooled: what is measured is the gateway, not its queue.
+A gateway gives an engine at most 128 agents, and the next one waits. Here no agent may wait, because
+the gateway is measured and not its queue.
 
     python -m benchmarks.gateway_load.engines --count 14 --scripts scripts.json --latency 1.0
 """
@@ -17,14 +17,14 @@ from perdure.engines.pool.leases import LEAST_AGENTS
 from perdure.testing.scripted_engine import ScriptedEngine
 
 AGENTS = LEAST_AGENTS * 3 // 2
-"""Sessions of one engine: between what it has at once and what it may get, for calls made straight at
-it take seats, too."""
+"""Sessions per engine: between its first and its largest limit, because direct calls count as load
+too."""
 KV_TOKENS = 1 << 23
-"""128 contexts of 30k tokens fit twice over."""
+"""Tokens: twice as many as 128 contexts of 30k tokens need."""
 
 
 def needed(sessions: int) -> int:
-    """How many engines."""
+    """The number of engines for that many sessions."""
     return max(1, math.ceil(sessions / AGENTS))
 
 

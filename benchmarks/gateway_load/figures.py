@@ -1,4 +1,4 @@
-"""What was measured, as the numbers that are told."""
+"""Turns measurements into the reported numbers."""
 
 import statistics
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ class Level:
     direct: list[list[float]] = field(default_factory=list)
     through: list[list[float]] = field(default_factory=list)
     cpu_s_per_turn: list[float] = field(default_factory=list)
-    """Beyond what it takes at rest."""
+    """CPU above that at rest."""
     rest_cpu: list[float] = field(default_factory=list)
-    """CPU seconds a second while nobody calls it: it looks at its engines."""
+    """CPU seconds per second without calls, for its health checks."""
 
     def added(self, percent: int) -> list[float]:
-        """Seconds per round that a percentile grew by."""
+        """Growth of a percentile in each round, in seconds."""
         pairs = zip(self.direct, self.through, strict=True)
         return [_percentile(t, percent) - _percentile(d, percent) for d, t in pairs]
 

@@ -1,1 +1,1 @@
-"""What a rollout costs: rollouts a minute, CPU seconds each, beside the peers in the same minutes."""
+"""What a rollout costs: rollouts per minute and CPU seconds each, compared with the peers."""

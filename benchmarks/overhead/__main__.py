@@ -1,7 +1,7 @@
 """`python -m benchmarks.overhead`: the common job on Perdure and its peers, round after round.
 
-Sides take turns within each round, in an order that rotates, so that other load on the machine
-meets everybody alike; medians over the rounds are reported.
+Sides take turns within each round, in a rotating order, so that other load on the machine affects all
+of them alike. The report has medians over the rounds.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The smallest agent that calls a model: isolates Perdure's own cost from that of a harness.
 
-mini-swe-agent in the sandbox pays its imports in every rollout, which its own batch runner pays
-once; this one starts in some 15 ms. By dotted path: `benchmarks.overhead.bash_agent:BashAgent`.
+mini-swe-agent in the sandbox imports its packages in every rollout; its own batch runner does so once.
+This one starts in about 15 ms. By dotted path: `benchmarks.overhead.bash_agent:BashAgent`.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class BashAgent:
         return (Mount(folder, TARGET),)
 
     def launch(self, task: AgentTask) -> Launch:
-        """Raises: ConfigurationError on any option, or without a gateway."""
+        """Raises: ConfigurationError for any option, or without a gateway."""
         options.parse(self.name, options.NoOptions, task.options)
         if task.gateway_url is None:
             raise ConfigurationError(f"{self.name} needs a gateway")

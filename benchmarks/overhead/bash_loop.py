@@ -1,8 +1,8 @@
-"""Inside the sandbox: ask the model, run its bash call, tell it the output, until it submits.
+"""Inside the sandbox: call the model, run its bash call, send it the output, until it submits.
 
 usage: python3 -I -S bash_loop.py PORT SUBMIT_LINE       (BENCH_KEY, BENCH_MODEL, BENCH_PROMPT)
 
-One kept-alive connection, and no import that `json` does not need: its start is what is measured.
+It uses one kept-alive connection and imports only what `json` needs, because its start is measured.
 """
 
 import _socket
@@ -47,7 +47,7 @@ def main(port: int, submit_line: str) -> int:
 
 
 class Gateway:
-    """One connection, made again when it breaks: a gateway that restarts loses nobody."""
+    """One connection, reopened if it breaks, so that a restarting gateway loses no agent."""
 
     def __init__(self, port: int) -> None:
         self.port = port

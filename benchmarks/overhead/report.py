@@ -27,10 +27,10 @@ def line(sample: Sample) -> str:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one sample, in comparable terms. Rates are graded rollouts a minute."""
+    """One sample in comparable terms. Rates are graded rollouts per minute."""
 
     rate: float
-    """Without what is paid once: for Perdure while its stack runs, for a peer without its start."""
+    """The rate without one-time costs: for Perdure while its stack runs, for a peer without its start."""
     rate_with_start: float
     cpu: float
     cpu_with_start: float
@@ -52,14 +52,14 @@ class Report:
         }
 
     def text(self) -> str:
-        """Markdown, as docs/benchmarks.md keeps it."""
+        """The Markdown table of docs/benchmarks.md."""
         parts = [machine(), "", *self._table(), ""]
         parts += [*self._ratios(), "", *self._splits()]
         parts += [f"Skipped: {reason}" for reason in self.skipped]
         return "\n".join(parts)
 
     def _cells(self) -> list[tuple[str, int]]:
-        """Sides and sizes larger than the one that only measures the start."""
+        """Sides and sizes, without the size that only measures the start."""
         seen = dict.fromkeys((s.side, s.rollouts) for s in self.samples)
         return [cell for cell in seen if cell[1] > 1]
 
@@ -100,7 +100,7 @@ class Report:
         return rows
 
     def _ratios(self) -> list[str]:
-        """Ours to each peer's, of the same round."""
+        """Our figure over each peer's, in the same round."""
         lines = []
         for ours, size in self._cells():
             if not ours.startswith("Perdure"):
@@ -122,7 +122,7 @@ class Report:
         return median(of(self._figures(a)) / of(self._figures(b)) for a, b in pairs)
 
     def _splits(self) -> list[str]:
-        """Where Perdure's CPU goes, milliseconds a rollout."""
+        """Perdure's CPU by part, in milliseconds per rollout."""
         rows = []
         for side, size in self._cells():
             samples = [s for s in self._of(side, size) if s.split]
@@ -138,7 +138,7 @@ class Report:
 
 
 def machine() -> str:
-    """What it ran on, in one line."""
+    """The machine, in one line."""
     load = os.getloadavg()[0]
     return (
         f"{os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()},"

@@ -1,4 +1,4 @@
-"""One side of the comparison: runs the common job once and says what it cost."""
+"""One side of the comparison: runs the common job once and measures its cost."""
 
 import shutil
 import time
@@ -16,7 +16,7 @@ from benchmarks.perdure_stack import Home, Stack, right_answers
 
 @dataclass(frozen=True)
 class Size:
-    """How much is asked: `workers` rollouts at a time, each model call `latency_s` long."""
+    """The size of a job: `workers` rollouts at a time, each model call takes `latency_s`."""
 
     rollouts: int
     workers: int
@@ -25,7 +25,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Sample:
-    """One run of one side. Seconds; `cpu` is of every process, the endpoint's is apart."""
+    """One run of one side, in seconds. `cpu`: all processes except the endpoint."""
 
     side: str
     rollouts: int
@@ -37,7 +37,7 @@ class Sample:
     wall: float
     cpu: float
     grading_wall: float
-    """Of the harness, for a peer that does not grade."""
+    """Seconds that the harness grades, for a peer that does not."""
     grading_cpu: float
     endpoint_cpu: float
     window: float
@@ -49,7 +49,7 @@ class Sample:
 class Side(Protocol):
     largest: int
     is_service: bool
-    """Its start is measured in every sample, and needs no run of one rollout."""
+    """Whether every sample measures its start, so that no run of one rollout is necessary."""
 
     def measure(self, size: Size) -> Sample: ...
 
@@ -57,7 +57,7 @@ class Side(Protocol):
 class PerdureSide:
     """The laptop stack, started for each sample; environments and tools were built before.
 
-    Its start includes a first rollout, in which gateway and worker load what they load once.
+    Its start includes a first rollout, in which gateway and worker do their one-time loading.
     """
 
     is_service = True
@@ -81,7 +81,7 @@ class PerdureSide:
         self._runs = 0
 
     def warm_up(self, instances: int) -> None:
-        """Build what is built once per host: the environment, the agent's program."""
+        """Build what each host needs once: the environment and the agent's program."""
         tree = toy.make_tree(self._folder / "tree")
         self._home.add_instances(tree, instances)
         self.measure(Size(1, 1, 0.0))
@@ -180,7 +180,7 @@ class PeerSide:
         )
 
     def _grade(self, job: Job) -> tuple[int, float, float]:
-        """How many are right, and what grading them apart took; nothing for a peer that grades."""
+        """How many are right, and the wall and CPU seconds of grading here; 0 for a peer that grades."""
         if self._peer.grades:
             return self._peer.verdicts(job).resolved, 0.0, 0.0
         with Meter.open(f"grade-{self._runs}", job.folder / "grading-meter") as meter:

@@ -1,1 +1,1 @@
-"""Whether transformers gives the recorded tokens the logprobs that were recorded for them."""
+"""Whether transformers computes the recorded logprobs for the recorded tokens."""

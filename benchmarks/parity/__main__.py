@@ -1,10 +1,10 @@
-"""`python -m benchmarks.parity`: what rollouts record, scored again by transformers.
+"""`python -m benchmarks.parity`: recorded tokens of rollouts, scored again by transformers.
 
-A real vLLM samples conversations through the gateway, greedily and by chance; then transformers, in an
-environment of its own, reads exactly the recorded ids, in the dtype that was served and in float32.
-Reported: how far its logprobs are from the recorded ones, what that does to a trainer's importance
-ratios, whether it would have taken the same greedy ids, and tokens a second of both and of the engine
-alone. `--device cuda` does all of it on a GPU; without one that is reported as not run.
+A real vLLM samples conversations through the gateway, greedily and at random. Then transformers, in an
+environment of its own, reads exactly the recorded ids, in the served dtype and in float32. Reported:
+how far its logprobs are from the recorded ones, the effect on a trainer's importance ratios, whether
+its greedy ids agree, and tokens per second of both and of the engine alone. `--device cuda` runs all
+of it on a GPU; without a GPU it is reported as not run.
 """
 
 import argparse

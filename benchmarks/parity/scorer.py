@@ -1,4 +1,4 @@
-"""What transformers makes of recorded ids: `python scorer.py MODEL DTYPE DEVICE < REQUEST > ANSWER`.
+"""Scores recorded ids with transformers: `python scorer.py MODEL DTYPE DEVICE < REQUEST > ANSWER`.
 
 Runs in an environment that has transformers (vLLM's own has); nothing in Perdure imports it. REQUEST
 and ANSWER are JSON objects, described in `scoring.py`.
@@ -16,7 +16,7 @@ import transformers
 
 
 def scored(model, turn, temperature):
-    """Of each recorded id: its logprob, the likeliest id in its place, and how far that is ahead."""
+    """For each recorded id: its logprob, the most likely id there, and the difference of their logits."""
     prompt, completion = turn["prompt"], torch.tensor(turn["completion"], device=model.device)
     ids = torch.tensor([[*prompt, *turn["completion"]]], device=model.device)
     found = model(ids, logits_to_keep=len(completion) + 1).logits[0, :-1].float()
@@ -31,7 +31,7 @@ def scored(model, turn, temperature):
 
 
 def generated(model, prompts, tokens):
-    """Seconds of one greedy batch, padded on the left, prompts included; after one that only warms up."""
+    """Seconds of one greedy batch with its prompts, padded on the left, after one for warming up."""
     longest = max(map(len, prompts))
     filler = model.config.pad_token_id or 0
     ids = [[filler] * (longest - len(prompt)) + prompt for prompt in prompts]
@@ -57,8 +57,10 @@ def synchronize(model):
 
 def main():
     name, dtype, device = sys.argv[1:]
-    torch.set_num_threads(1)  # as many as the engine on CPU has
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no answer
+    torch.set_num_threads(1)  # as many threads as the engine has on CPU
+    with contextlib.redirect_stdout(
+        sys.stderr
+    ):  # libraries print too, which must not mix with the answer
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
         model.to(device).eval()
         asked = json.load(sys.stdin)

@@ -1,4 +1,4 @@
-"""Recorded turns handed to transformers, in an environment of its own, and what it says of them.
+"""Sends recorded turns to transformers, in an environment of its own, and reads its scores.
 
 REQUEST to `scorer.py`: `turns` (prompt, completion, temperature) and `batches` (prompts, tokens).
 ANSWER: `turns`, in the same order, as `Scored`; `generate_s`, seconds of each batch; what ran.
@@ -23,15 +23,15 @@ class Scored:
     """A forward pass over one turn. Shapes: all [C]."""
 
     logprobs: list[float]
-    """Of the recorded ids, at the turn's temperature."""
+    """Logprobs of the recorded ids, at the turn's temperature."""
     likeliest: list[int]
     behind: list[float]
-    """By how much the recorded id's logit is lower than the likeliest one's."""
+    """Difference of the recorded id's logit from the highest one."""
 
 
 @dataclass(frozen=True)
 class Transformers:
-    """Everything that one start of transformers said, in one dtype."""
+    """The answer of one start of transformers, in one dtype."""
 
     dtype: str
     device: str
@@ -45,7 +45,7 @@ class Transformers:
 async def score(
     played: Sequence[Played], job: Job, *, python: Path, model: Path, dtype: str, device: Device
 ) -> Transformers:
-    """Raises: RuntimeError with the end of its log when transformers fails."""
+    """Raises: RuntimeError with the end of its log if transformers fails."""
     batches = _batches(played[0], job)
     asked = {"turns": [_turn(t, job, p) for p in played for t in p.recorded], "batches": batches}
     said = await _run([str(python), str(SCORER), str(model), dtype, device], asked)
@@ -64,7 +64,7 @@ def _turn(turn: Turn, job: Job, played: Played) -> dict[str, Any]:
     return {
         "prompt": list(turn.prompt_ids),
         "completion": list(turn.completion_ids),
-        # An engine gives a greedy token the logprob that it has at temperature 1.
+        # An engine reports a greedy token's logprob at temperature 1.
         "temperature": job.temperature_of(played.mode) or 1.0,
     }
 

@@ -1,4 +1,4 @@
-"""What the harness asks of a peer: run the common job, run it again after a crash."""
+"""What a peer must do for the harness: run the common job, and resume it after a crash."""
 
 import subprocess
 import tempfile
@@ -14,7 +14,7 @@ from benchmarks.measuring import Meter
 
 @dataclass(frozen=True)
 class Job:
-    """One batch. `folder` is this run's own: outputs, temporary files, logs."""
+    """One batch. `folder`: for this run's outputs, temporary files and logs."""
 
     folder: Path
     repository: Path
@@ -28,13 +28,13 @@ class Job:
 
     @property
     def temporary(self) -> Path:
-        """Where the peer's sandboxes live, so that what is left behind can be counted."""
+        """Folder of the peer's sandboxes, to count what it leaves behind."""
         return self.folder / "tmp"
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What a batch yielded: how many results, how many of them right."""
+    """The results of a batch: how many, and how many are right."""
 
     finished: int
     resolved: int
@@ -43,14 +43,14 @@ class Verdicts:
 class Peer(Protocol):
     name: ClassVar[str]
     grades: ClassVar[bool]
-    """False: the harness grades its patches apart."""
+    """False: the harness grades its patches."""
 
     def prepare(self, job: Job) -> None:
         """Write the inputs."""
         ...
 
     def command(self, job: Job, *, again: bool = False) -> tuple[list[str], dict[str, str]]:
-        """The command line and its environment; `again`: the documented way to resume."""
+        """The command line and its environment. `again`: the documented way to resume."""
         ...
 
     def patches(self, job: Job) -> Mapping[str, str]:
@@ -58,13 +58,13 @@ class Peer(Protocol):
         ...
 
     def verdicts(self, job: Job) -> Verdicts:
-        """By the peer's own grading."""
+        """The results of the peer's own grading."""
         ...
 
 
 @dataclass
 class Grading:
-    """The hidden test in a fresh bubblewrap, 8 at a time: for peers that do not grade."""
+    """Run the hidden test in a fresh bubblewrap, 8 at a time, for peers that do not grade."""
 
     repository: Path
     folder: Path

@@ -1,4 +1,4 @@
-"""One Python environment per peer, made by uv, never in our lock; reused while its pins hold.
+"""One Python environment per peer, made by uv outside our lock; reused while its pins are the same.
 
 A peer that cannot be installed is skipped with the reason, and the report says so.
 """
@@ -17,7 +17,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Pinned:
-    """What a peer's environment holds. `pythons`: versions that it accepts, best first."""
+    """The packages of a peer's environment. `pythons`: versions that it accepts, best first."""
 
     name: str
     packages: tuple[str, ...]
@@ -27,7 +27,7 @@ class Pinned:
 def environment(pinned: Pinned, root: Path) -> Path:
     """The environment's folder; its programs are in `bin/`.
 
-    Raises: Unavailable naming what was tried.
+    Raises: Unavailable with what was tried.
     """
     digest = hashlib.sha256(repr(pinned).encode()).hexdigest()[:10]
     folder = root / f"{pinned.name}-{digest}"
@@ -45,7 +45,7 @@ def environment(pinned: Pinned, root: Path) -> Path:
 
 
 def _interpreters(versions: tuple[str, ...]) -> Iterator[str]:
-    """Installed ones first, hidden ones of pyenv too; then what uv can download."""
+    """Installed Pythons first, also those of pyenv; then versions that uv can download."""
     for version in versions:
         if found := shutil.which(f"python{version}"):
             yield found
@@ -55,7 +55,7 @@ def _interpreters(versions: tuple[str, ...]) -> Iterator[str]:
 
 
 def _make(folder: Path, python: str, packages: tuple[str, ...]) -> str | None:
-    """None when it worked, else why not, in one line."""
+    """None if it worked, otherwise the reason in one line."""
     commands = (
         ["uv", "venv", "-q", "--python", python, str(folder)],
         ["uv", "pip", "install", "-q", "--python", str(folder / "bin" / "python"), *packages],

@@ -1,7 +1,7 @@
 """What slime's adapter needs around it: imported inside slime's environment, before slime.
 
-torch and ray are empty modules, which slime's types only name; the tokenizer is the one Perdure uses,
-behind the two methods that slime asks of it.
+torch and ray are empty modules, because slime's types only name them. The tokenizer is Perdure's,
+behind the two methods that slime calls.
 """
 
 import sys
@@ -27,7 +27,7 @@ from perdure.gateway.rendering.tokenizers import load_tokenizer  # noqa: E402
 
 
 class ChatTokenizer:
-    """Qwen3's vocabulary and template, as slime asks a Hugging Face tokenizer for them."""
+    """Qwen3's vocabulary and template, with the methods that slime calls on a Hugging Face tokenizer."""
 
     def __init__(self) -> None:
         self._tokenizer = load_tokenizer("qwen3")
@@ -36,7 +36,7 @@ class ChatTokenizer:
     def apply_chat_template(
         self, messages: Any, *, tools: Any, tokenize: bool, add_generation_prompt: bool
     ) -> list[int]:
-        self._tokenizer._cached.cache_clear()  # among many rollouts no history stays in it
+        self._tokenizer._cached.cache_clear()  # among many rollouts this cache would hold no history
         rendered = self._renderer.render_ids(
             messages, tools=tools, add_generation_prompt=add_generation_prompt
         )

@@ -1,9 +1,9 @@
 """`python -m benchmarks.preemption`: what a killed engine, or a killed gateway, costs in tokens and time.
 
-Two scripted engines as processes, with a modelled token time and a prefill that costs time; agents
-take turns, all at once. In the middle of the run one engine, or one of two gateways, gets signal 9.
-Tokens are those that left an engine, by its own log; what was recorded is what agents got. The plain
-side talks to one engine each and asks the other one again when it breaks.
+Two scripted engines run as processes, with a modelled time per token and for prefill. All agents run
+their turns at once. In the middle of the run one engine, or one of two gateways, gets signal 9. Tokens
+sent are counted by each engine's log; tokens recorded are those that agents got. On the plain side an
+agent uses one engine and repeats a broken call at the other one.
 """
 
 import argparse
@@ -34,9 +34,9 @@ class Job:
     agents: int = 16
     turns: int = 6
     tokens: int = 240
-    """Length of a completion, about."""
+    """Approximate length of a completion in tokens."""
     opening: int = 2000
-    """Tokens of an agent's first prompt, about."""
+    """Approximate length of an agent's first prompt in tokens."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Crowd:
     turns: int = 0
     recorded: int = 0
     errors: int = 0
-    """Answers that were none: an error status, a broken connection."""
+    """Failed answers: an error status or a broken connection."""
     failed: int = 0
     """Agents that gave up."""
 
@@ -56,13 +56,13 @@ class Result:
     side: str
     sampled: int
     again: int
-    """Tokens that left an engine and are in nobody's answer, or twice."""
+    """Tokens that an engine sent and that are in no answer, or were sent twice."""
     errors: int
     failed: int
     first_token_s: tuple[float, float]
-    """p50 and p95 of undisturbed turns: from the engine's hearing of it."""
+    """p50 and p95 seconds to the first token of undisturbed turns, from the request's arrival at the engine."""
     resumed_s: tuple[float, float]
-    """Of turns that were broken: from the kill to the first token elsewhere."""
+    """The same of broken turns, from the kill to the first token elsewhere."""
     broken: int
 
     @property
@@ -88,7 +88,9 @@ async def side(name: str, job: Job) -> Result:
 async def _in_the_middle(job: Job, crowd: Crowd, kill: Callable[[], None]) -> None:
     while crowd.turns < job.agents * job.turns * 0.4:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(job.tokens / 100)  # half a turn: those that began just now are in it
+    await asyncio.sleep(
+        job.tokens / 100
+    )  # half a turn, so that calls which began just now are running
     await asyncio.to_thread(kill)
 
 
@@ -113,7 +115,7 @@ async def _through_gateway(stand: Stand, job: Job, crowd: Crowd) -> None:
 
 
 async def _agent(url: str, key: str, job: Job, number: int, crowd: Crowd) -> None:
-    """As an SDK does: the identical body again after an error."""
+    """Repeat the identical body after an error, as an SDK does."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": _opening(job, number // 4)}]
     headers = {"authorization": f"Bearer {key}"}
     await asyncio.sleep(random.Random(number).uniform(0, job.tokens / 50))
@@ -146,7 +148,7 @@ async def _patiently(
 
 
 async def _plain(stand: Stand, job: Job, crowd: Crowd) -> None:
-    """Each agent at one engine; after a break it asks the other one, from the beginning."""
+    """Each agent uses one engine; after a break it repeats the whole call at the other one."""
     async with httpx.AsyncClient(timeout=600) as client:
         targets = [VllmEngine(url, url, client) for url in stand.engine_urls]
         await asyncio.gather(*(_plain_agent(targets, job, n, crowd) for n in range(job.agents)))
@@ -199,7 +201,9 @@ def _result(name: str, stand: Stand, crowd: Crowd) -> Result:
 def _resumed(stand: Stand, name: str, cut: set[str]) -> list[float]:
     """Seconds from the kill to the first token of each broken turn's next try."""
     after = [one for one in stand.sampled() if one.arrived >= stand.killed_at > 0 and one.first]
-    if name == "gateway killed":  # the repeated call is a new request: the first of its session
+    if (
+        name == "gateway killed"
+    ):  # the repeated call is a new request, the first of its session there
         firsts: dict[str, float] = {}
         broken = {name.rpartition("-")[0] for name in _unfinished(stand, cut)}
         for one in sorted(after, key=lambda one: one.arrived):

@@ -1,4 +1,4 @@
-"""A scripted engine in a process of its own, whose counts outlive it: a line per request and chunk.
+"""A scripted engine in its own process that logs a line per request and chunk, so that counts survive it.
 
 python -m benchmarks.preemption.engine --port 0 --log engine.log --scripts scripts.json
 """
@@ -17,7 +17,7 @@ from perdure.testing.scripted_engine import CHUNK, ScriptedEngine
 
 
 class LoggedEngine(ScriptedEngine):
-    """Writes `request_id arrived`, then `request_id time tokens` for each chunk that left."""
+    """Writes `request_id arrived`, then `request_id time tokens` for each chunk sent."""
 
     def __init__(self, log: Path, scripts: dict[str, Any], **options: Any) -> None:
         super().__init__(scripts, **options)

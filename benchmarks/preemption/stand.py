@@ -1,4 +1,4 @@
-"""The processes of one side: two engines, and gateways in front of them; any may be killed."""
+"""The processes of one side: two engines, and gateways before them; any may be killed."""
 
 import asyncio
 import json
@@ -29,12 +29,12 @@ class Sampled(NamedTuple):
 
 @dataclass
 class Stand:
-    """Two engines and so many gateways, under a folder."""
+    """Two engines and `gateways` gateways, in one folder."""
 
     folder: Path
     gateways: int
     tokens: int
-    """Length of a completion, about."""
+    """Approximate length of a completion in tokens."""
     engine_urls: list[str] = field(default_factory=list)
     url: str = ""
     killed_at: float = 0.0
@@ -67,13 +67,13 @@ class Stand:
             self._listener.close()
 
     def kill_engine(self) -> None:
-        """The one that has sampled more."""
+        """The engine that has sampled more."""
         busier = max(range(2), key=lambda number: self._log(number).stat().st_size)
         self.killed_at = time.time()
         self._engines[busier].kill()
 
     def kill_gateway(self) -> None:
-        """And start another one, as `perdure up` does."""
+        """Kill it and start another one, as `perdure up` does."""
         self.killed_at = time.time()
         self._gateways[0].kill()
         self._gateways[0].wait()

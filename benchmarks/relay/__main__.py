@@ -2,11 +2,11 @@
 
     python -m benchmarks.relay [--providers NAMES] [--calls N] [--idle-sandboxes N] [--idle-s S] [--json]
 
-All ways in turns, in one run, with one gateway and an engine that answers at once; calls of 60 kB (a
-history of some 15k tokens). Sandboxes are bubblewrap's, and those of the E2B and Daytona doubles,
-each a process of its own. `url` is the gateway's own port, called from a sandbox that shares the
-host's network: what the others of the same provider are compared with. CPU at rest is that of the
-host's side alone, this process; gateway and engine run in it too, and are measured with `url`.
+All ways take turns in one run, with one gateway and an engine that answers at once. Calls have 60 kB
+(a history of about 15k tokens). Sandboxes are those of bubblewrap and of the E2B and Daytona doubles,
+each a process of its own. `url` calls the gateway's own port from a sandbox that shares the host's
+network; the other ways of the same provider are compared with it. CPU at rest is that of this process,
+the host's side. Gateway and engine run in it too, and `url` measures them.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from perdure.testing.scripted_engine import ScriptedEngine
 PROVIDERS = ("bubblewrap", *doubles.SERVICES)
 PAD = 60_000
 SETTLE_S = 3.0
-"""Until the pauses of a relay have grown to their longest."""
+"""Seconds until the polling pauses of an idle relay have reached their maximum."""
 
 CLIENT = """
 import http.client, json, sys, time
@@ -56,16 +56,16 @@ print(json.dumps(taken))
 
 
 class Idle(NamedTuple):
-    """What one sandbox costs in which no agent calls."""
+    """The cost of one sandbox without calls."""
 
     cpu_ms_a_minute: float
-    """Of this process."""
+    """CPU of this process."""
     calls_a_second: float | None
-    """To the provider; None where it is this host."""
+    """Calls to the provider; None if it is this host."""
 
 
 class Bench:
-    """One provider, with the gateway that all share; every measurement has sandboxes of its own."""
+    """One provider, with the gateway that all share; every measurement creates its own sandboxes."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Bench:
         socket: Path,
         services: Sequence[doubles.Service],
     ) -> None:
-        """`services`: of a double the closed one, and the one that shares the host's network."""
+        """`services`: for a double, the isolated one and the one that shares the host's network."""
         self.provider, self.gateway, self.socket = provider, gateway, socket
         self._services = services
         self._numbers = itertools.count()
@@ -86,7 +86,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _service(self, way: str) -> Iterator[doubles.Service | None]:
-        """That which the provider finds in the environment meanwhile."""
+        """Set the environment in which the provider finds its service."""
         if not self._services:
             yield None
             return
@@ -243,7 +243,7 @@ def _options() -> argparse.Namespace:
         default=list(PROVIDERS),
         help=f"of {','.join(PROVIDERS)}",
     )
-    parser.add_argument("--calls", type=int, default=30, help="of each way, a round")
+    parser.add_argument("--calls", type=int, default=30, help="calls of each way per round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--idle-sandboxes", type=int, default=10)
     parser.add_argument("--idle-s", type=float, default=8.0)
@@ -256,7 +256,7 @@ def _quantiles(values: list[float]) -> tuple[float, float]:
 
 
 def _to(url: str) -> Any:
-    """The gateway's port as a unix socket: one more hop, of this process, than the real one has."""
+    """The gateway's port as a unix socket; this adds one hop in this process to the real path."""
     port = int(url.rsplit(":", 1)[1])
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,8 +1,8 @@
 """`python -m benchmarks.replay`: sandboxes are killed half way; how much is sampled again?
 
-Each agent runs undisturbed, then with every first sandbox killed with signal 9, once with commands
-that always print the same and once with one that prints the time. Whatever is not replayed is
-bought again; without replay that is all that the lost sandboxes had bought.
+Each agent runs undisturbed, then with every first sandbox killed by signal 9: once with commands that
+always print the same, and once with one that prints the time. Turns that are not replayed are sampled
+again; without replay that would be all turns of the lost sandboxes.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measured(options: argparse.Namespace, folder: Path) -> Iterator[Result]:
-    """One stack for all, so that environment and agents are built before anything is measured."""
+    """One stack for all, so that environment and agents are built before measuring."""
     script = HARNESSES[options.agents[0]].script(options.turns, None)
     with (
         Endpoint.start(folder / "endpoint", script) as endpoint,

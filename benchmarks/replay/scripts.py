@@ -1,4 +1,4 @@
-"""What the model says and does: the toy bug, looked at for many turns, in each agent's own tools."""
+"""The model's script: it inspects the toy bug for many turns, with each agent's own tools."""
 
 from typing import Any, NamedTuple
 
@@ -13,9 +13,9 @@ LOOKS = (
     "git status --short",
     "wc -l calc.py README.md",
 )
-"""Say the same in every sandbox."""
+"""Commands that print the same in every sandbox."""
 CLOCK = "date +%s.%N"
-"""Says something else in every sandbox, as test runners and `ls -l` do."""
+"""A command that prints something different in every sandbox, as test runners and `ls -l` do."""
 FIX = "sed -i 's/return a - b/return a + b/' calc.py"
 CHECK = f"{toy.PYTHON} -B -c 'from calc import add; assert add(2, 3) == 5'"
 THOUGHT = "Before I change the sign I want to be sure that nothing else depends on it. Step {}."
@@ -29,7 +29,7 @@ def call(tool: str, say: str, **arguments: Any) -> Turn:
 
 
 class Harness(NamedTuple):
-    """An agent, its shell tool and that tool's argument; what it fixes the file with, and its end."""
+    """An agent: its shell tool, that tool's argument, how it fixes the file, and how it ends."""
 
     agent: str
     shell: str
@@ -39,7 +39,7 @@ class Harness(NamedTuple):
     end: Turn
 
     def script(self, turns: int, clock_at: int | None) -> dict[str, Any]:
-        """`turns` turns; the one at `clock_at` looks at the clock (None: none does)."""
+        """`turns` turns; the one at `clock_at` prints the time (None: no turn does)."""
         commands = [LOOKS[n % len(LOOKS)] for n in range(turns - 4)]
         if clock_at is not None:
             commands[clock_at - 1] = CLOCK

@@ -1,6 +1,6 @@
-"""One run through the whole stack, its sandboxes killed or not; then who bought which tokens.
+"""One run through the whole stack, with or without killed sandboxes; then which tokens were sampled.
 
-Tokens bought are counted by the engine itself, by session: one session is one sandbox.
+The engine counts sampled tokens by session, and one session is one sandbox.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ RECORDING_ENDED = "the recording ended"
 
 @dataclass(frozen=True)
 class Job:
-    """`kill_at`: the turn after which each sandbox is killed; None = it lives."""
+    """`kill_at`: the turn after which each sandbox is killed; None = none is killed."""
 
     name: str
     run_id: str
@@ -58,18 +58,18 @@ class Result:
     before_loss: int
     """Sampled for sandboxes that were lost."""
     after_loss: int
-    """Sampled for those that went to the end."""
+    """Sampled for sandboxes that completed."""
     replayed: int
     episode: int
-    """Tokens of the trajectories that count."""
+    """Tokens of the final trajectories."""
     ends: dict[str, int]
     """Why replay ended, and in how many rollouts."""
     ended_at: tuple[int | None, ...]
-    """The first turn sampled afresh, by rollout."""
+    """The first turn that was sampled again, by rollout."""
 
     @property
     def share(self) -> float:
-        """Of what was sampled before the loss, what was not sampled again."""
+        """Share of the tokens sampled before the loss that were not sampled again."""
         return self.replayed / self.before_loss if self.before_loss else 0.0
 
     @property
@@ -107,7 +107,7 @@ def measure(home: Home, stack: Stack, endpoint: Endpoint, job: Job) -> Result:
 
 
 def _kill_each(home: Home, endpoint: Endpoint, job: Job, running: "Future[dict[str, Any]]") -> int:
-    """SIGKILL to what holds each first sandbox, once its session has had that many turns."""
+    """SIGKILL the keeper of each first sandbox once its session has had that many turns."""
     if job.kill_at is None:
         return 0
     killed: set[str] = set()
@@ -137,7 +137,7 @@ def _session(episode: Episode, attempt: int) -> str:
 
 
 async def _end(home: Home, episode: Episode) -> str:
-    """Why the successor's replay ended: what its first fresh request has that no recorded one had."""
+    """Why the successor's replay ended: how its first new request differs from the recorded ones."""
     lost, final = [await _turns(home, episode, n) for n in (1, len(episode.attempts))]
     at = episode.trajectory.replay_ended_at
     if episode.trajectory.replayed_turns == len(lost):
@@ -154,7 +154,7 @@ async def _turns(home: Home, episode: Episode, attempt: int) -> Sequence[Turn]:
 
 
 def _difference(one: Turn, other: Turn) -> str:
-    """The first line in which two prompts differ, their numbers taken out."""
+    """The first line in which two prompts differ, without its numbers."""
     read = load_tokenizer("qwen3").decode
     texts = [VOLATILE.sub("*", read(list(turn.prompt_ids))) for turn in (one, other)]
     before, after = (text.splitlines() for text in texts)

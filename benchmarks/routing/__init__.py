@@ -1,1 +1,1 @@
-"""Which engine a session's next turn goes to, by how much of its prompt that engine still knows."""
+"""Prefix-cache hits of the gateway's choice of engines, compared with other routers."""

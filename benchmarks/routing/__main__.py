@@ -1,14 +1,14 @@
-"""`python -m benchmarks.routing`: prefix-cache hits of the gateway's leases beside other routings.
+"""`python -m benchmarks.routing`: prefix-cache hits of the gateway's leases and of other routers.
 
-`two gateways` are two processes' worth of leases: each call of a session goes to either, as connections
-do. `--router PATH` adds vLLM's own router (the package vllm-router, in an environment of its own) in
-front of the same engines, with each policy that tells sessions, prompts or loads apart by itself;
-`kv_aware` would have to be told by the engines' KV events, which modelled caches do not send.
+`two gateways` have separate leases; each call of a session goes to either, as connections do.
+`--router PATH` adds vLLM's own router (the package vllm-router, in an environment of its own) before
+the same engines, with each policy that uses sessions, prompts or loads. Its policy `kv_aware` needs KV
+events of the engines, which modelled caches do not send.
 
-Two scripted engines with a modelled prefix cache (blocks of 128 tokens, LRU) and a prefill that costs
-time, one prompt after the other. Sessions come in groups with one opening prompt, all at once, and
-take turns; each turn's prompt is all of the last one, its completion and a tool's result. Reusable is
-what one engine with an endless cache would have hit in the same order of calls.
+Two scripted engines have a modelled prefix cache (blocks of 128 tokens, LRU) and prefill one prompt
+after the other, which takes time. Sessions come in groups with one opening prompt, all at once. Each
+turn's prompt is the last prompt, its completion and a tool's result. Reusable are the tokens that one
+engine with an unlimited cache would have hit in the same order of calls.
 """
 
 import argparse
@@ -73,12 +73,12 @@ class Job:
 class Result:
     side: str
     hit_rate: float
-    """Of all prompt tokens."""
+    """Share of all prompt tokens."""
     of_reusable: float
-    """Hits over what an endless cache would have hit."""
+    """Hits over those of an unlimited cache."""
     seconds: float
     busiest: float
-    """Calls of the busier engine over those of both."""
+    """Share of the calls that the busier engine got."""
 
 
 async def side(name: str, job: Job, router: Path | None) -> Result:
@@ -127,7 +127,7 @@ async def _leased(pools: list[EnginePool]) -> Route:
             session_id=session,
             request_id=session,
             labels={"group": group},
-            # What a gateway reads in the session's journal, where another wrote the last turn.
+            # A gateway reads this in the session's journal if another one wrote the last turn.
             last=before[1] if before is not None and before[0] is not pool else None,
         )
         newest[session] = (pool, completion.engines[-1])
@@ -138,9 +138,9 @@ async def _leased(pools: list[EnginePool]) -> Route:
 
 @contextlib.asynccontextmanager
 async def _router(program: Path, policy: str, urls: list[str]) -> AsyncIterator[str]:
-    """vLLM's router in front of the engines, once it is healthy.
+    """vLLM's router before the engines, once it is healthy.
 
-    Raises: RuntimeError when it ends or is not ready within `ROUTER_START_S`.
+    Raises: RuntimeError if it ends or is not ready within `ROUTER_START_S`.
     """
     ports = [_free_port(), _free_port()]
     process = subprocess.Popen(
@@ -171,7 +171,7 @@ async def _answers(process: "subprocess.Popen[bytes]", url: str) -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """It waits for open connections, which nobody needs any more."""
+    """Terminate it; kill it after 10 s, because it waits for connections that are no longer used."""
     process.terminate()
     try:
         process.wait(10)
@@ -186,7 +186,7 @@ def _free_port() -> int:
 
 
 def _plain(name: str, urls: list[str], client: httpx.AsyncClient) -> Route:
-    """What a router that knows no sessions does, or one that hashes them."""
+    """The choice of a router that ignores sessions, or of one that hashes them."""
     targets = [VllmEngine(url, url, client) for url in urls]
     turns = cycle(targets)
 
@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--router", type=Path, help="the program vllm-router")
     parser.add_argument("--sides", default="leases,two gateways,hash,round robin")
     parser.add_argument(
-        "--limit", type=float, default=600.0, help="seconds after which a side is given up"
+        "--limit", type=float, default=600.0, help="seconds after which a side is stopped"
     )
     for name, value in asdict(Job()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.sandbox [--providers NAMES] [--parallel COUNTS] [--rounds N] [--json]
 
-Beside each provider, in turns within each round, its plain tool does the same work: `bwrap` with the
-same flags running `true`, the `podman` and `docker` command lines, the E2B and Daytona SDKs against
-the same double (whose boxes run on this host too). `x plain` is our overhead.
+Within each round, each provider and its plain tool do the same work in turn: `bwrap` with the same
+flags running `true`, the `podman` and `docker` command lines, the E2B and Daytona SDKs against the
+same double, whose sandboxes run on this host too. `x plain` is our overhead.
 """
 
 import argparse
@@ -23,10 +23,10 @@ from benchmarks.scratch import scratch_folder
 
 PROVIDERS = ("bubblewrap", "podman", "docker", "e2b", "daytona")
 AIM_MS = {BOOT: 30.0, EXEC: 8.0}
-"""Of bubblewrap, alone."""
+"""Aims in ms, for one bubblewrap sandbox at a time."""
 FILE_BYTES = 16 << 20
 MOST_FILES = 32
-"""At once, as each lies in this host's memory."""
+"""Largest number at once, because each file is in this host's memory."""
 
 Row = dict[str, Any]
 
@@ -55,7 +55,7 @@ async def main() -> None:
 
 
 class Bench:
-    """The times of one pair at one number of boxes, which only one side has at a time."""
+    """The times of one pair at one number of sandboxes; only one side runs at a time."""
 
     def __init__(self, sides: Pair, file: Path) -> None:
         self._sides, self._file = sides, file
@@ -77,7 +77,7 @@ class Bench:
         await self._timed(side, KILL, [side.kill(box) for box in boxes])
 
     async def _timed(self, side: Side, step: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:
-        """What came of those that succeeded; all are started at once."""
+        """The results of those that succeeded; all start at once."""
 
         async def one(call: Awaitable[Any]) -> Any:
             start = time.perf_counter()
@@ -91,7 +91,7 @@ class Bench:
         return [done for done in found if not isinstance(done, BaseException)]
 
     def rows(self, provider: str, count: int) -> list[Row]:
-        """One for each step: ours, the plain tool's where it has that step, and their ratio."""
+        """One row per step: our time, the plain tool's if it has that step, and their ratio."""
         for side, errors in self.failed.items():
             if errors:
                 print(f"{side.name}, {count}: {len(errors)} failed: {errors[0]}", file=sys.stderr)
@@ -149,7 +149,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--parallel", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32]
     )
-    parser.add_argument("--rounds", type=int, default=128, help="boxes of each side, in all")
+    parser.add_argument("--rounds", type=int, default=128, help="sandboxes of each side in total")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser.parse_args()
 

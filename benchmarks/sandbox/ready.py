@@ -1,8 +1,8 @@
-"""What a rollout waits for its sandbox: booted for it, or taken from those that stand ready.
+"""How long a rollout waits for its sandbox: booted on demand, or taken from the ready ones.
 
     python -m benchmarks.sandbox.ready [--rounds N] [--provider bubblewrap|e2b] [--json]
 
-In turns, in one run. `e2b` is the real SDK against the double, whose boxes run on this host too.
+Both take turns in one run. `e2b` is the real SDK against the double, whose sandboxes run on this host.
 """
 
 import argparse

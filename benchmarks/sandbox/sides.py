@@ -1,7 +1,7 @@
-"""Who is measured: a provider of ours, and beside it the plain tool doing the same work.
+"""The measured sides: a provider of ours, and the plain tool that does the same work.
 
-Every side boots to its first command's end, runs `true`, takes a file of 16 MB and kills. What is
-timed, in which order and how many at once is `__main__`'s.
+Every side boots until its first command has ended, runs `true`, writes a file of 16 MB and kills.
+`__main__` does the timing, the order and the number at once.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class Unavailable(Exception):
 
 
 class Side(ABC):
-    """Makes boxes of one kind; what a box is, only the side itself knows."""
+    """Makes sandboxes of one kind; the type of a sandbox is the side's own."""
 
     name: str
     steps: Sequence[str] = STEPS
@@ -45,7 +45,7 @@ class Side(ABC):
 
     @abstractmethod
     async def exec(self, box: Any) -> None:
-        """Run `true` to its end. Raises when it failed."""
+        """Run `true` to its end. Raises an error if it failed."""
 
     @abstractmethod
     async def put(self, box: Any, file: Path) -> None: ...
@@ -55,12 +55,12 @@ class Side(ABC):
 
 
 Pair = tuple[Side, Side]
-"""Ours, and the plain tool."""
+"""Our provider and the plain tool."""
 
 
 @asynccontextmanager
 async def pair(name: str, folder: Path) -> AsyncIterator[Pair]:
-    """Ready and warm. Raises: Unavailable."""
+    """A pair, ready and warm. Raises: Unavailable."""
     folder.mkdir()
     async with contextlib.AsyncExitStack() as stack:
         if name in doubles.SERVICES:
@@ -80,7 +80,8 @@ async def pair(name: str, folder: Path) -> AsyncIterator[Pair]:
 
 
 def _spec(name: str, folder: Path) -> SandboxSpec:
-    """Local providers lay an overlay on a tree; services would pack and upload it, which is no boot."""
+    """Only local providers mount an overlay on a tree; services would pack and upload it, which is not
+    part of a boot."""
     if name not in ("bubblewrap", "podman"):
         return SandboxSpec("/testbed", labels=LABELS)
     tree = folder / "tree"
@@ -103,7 +104,7 @@ def _plain(name: str, ours: "Ours", box: Any, folder: Path) -> Side:
             return PlainE2B()
         case "daytona":
             return PlainDaytona()
-    raise Unavailable(f"there is no plain tool to set beside {name}")
+    raise Unavailable(f"there is no plain tool to compare {name} with")
 
 
 class Ours(Side):
@@ -130,7 +131,7 @@ class Ours(Side):
 
 
 class PlainBubblewrap(Side):
-    """`bwrap` with the same flags running `true`: no overlay, no limits, and nothing lives on."""
+    """`bwrap` with the same flags running `true`: no overlay, no limits, and no process that stays."""
 
     name = "plain bwrap"
     steps = (BOOT, EXEC)
@@ -138,7 +139,7 @@ class PlainBubblewrap(Side):
     def __init__(self, provider: Any, spec: SandboxSpec, box: Box, folder: Path) -> None:
         argv = BubblewrapProvider.command(provider, spec, box)
         flags = argv[: argv.index("--")]
-        for flag in ("--info-fd", "--seccomp"):  # descriptors that a keeper would hold
+        for flag in ("--info-fd", "--seccomp"):  # file descriptors that a keeper would hold
             at = flags.index(flag)
             del flags[at : at + 2]
         for name in ("tmp", "home", "shm", "tree", "dev"):
@@ -168,10 +169,12 @@ class PlainEngine(Side):
     """A container engine's own command line: `run --detach`, `exec`, `rm --force`."""
 
     def __init__(self, name: str, program: Sequence[str], container: Sequence[str]) -> None:
-        """`container`: flags, image and command of one that stays."""
+        """`container`: flags, image and command of a container that keeps running."""
         self.name = f"plain {name}"
         self._program, self._container = program, container
-        self._at_once = ("--time", "0") if name == "podman" else ()  # docker's `rm` has no grace
+        self._at_once = (
+            ("--time", "0") if name == "podman" else ()
+        )  # docker's `rm` has no grace period
         self._numbers = itertools.count()
 
     async def boot(self) -> str:
@@ -184,7 +187,7 @@ class PlainEngine(Side):
         await self._call("exec", box, "true")
 
     async def put(self, box: str, file: Path) -> None:
-        # `cp` reaches no tmpfs
+        # `cp` cannot write into a tmpfs
         await self._call("exec", "--interactive", box, "sh", "-c", f"cat >{TARGET}", given=file)
 
     async def kill(self, box: str) -> None:
@@ -205,7 +208,7 @@ class PlainEngine(Side):
 
 
 def _plain_podman(provider: Any, spec: SandboxSpec, box: Box, folder: Path) -> PlainEngine:
-    """The flags of our containers over plain folders; sleeping instead of kept."""
+    """The flags of our containers on plain folders; they sleep instead of having a keeper."""
     argv = PodmanProvider.command(provider, spec, box)
     at = argv.index("run")
     flags = argv[at + 1 : argv.index("--rootfs")]
@@ -224,7 +227,7 @@ def _plain_podman(provider: Any, spec: SandboxSpec, box: Box, folder: Path) -> P
 
 @contextlib.contextmanager
 def _docker_engine() -> Iterator[None]:
-    """That of the environment where it is named with its image, else one of our own."""
+    """The environment's image if it is named with one, otherwise our own."""
     if "DOCKER_HOST" in os.environ and "PERDURE_DOCKER__IMAGE" in os.environ:
         yield
         return
@@ -265,7 +268,7 @@ class PlainE2B(Side):
 
 
 class PlainDaytona(Side):
-    """With the SDK's polling, as ours: the double plays no event socket."""
+    """With the SDK's polling, as ours, because the double has no event socket."""
 
     name = "plain daytona SDK"
 

@@ -1,1 +1,1 @@
-"""How many agents one engine bears: the gateway's real pool, an engine whose time is modelled."""
+"""How many agents one engine can serve: the gateway's real pool with a modelled engine."""

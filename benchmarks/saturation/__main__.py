@@ -1,8 +1,8 @@
 """`python -m benchmarks.saturation`: throughput and turn times against the agents of one engine.
 
-The engine is a model of vLLM's scheduler whose steps take what `vllm_cpu.json` says (a real vLLM on
-CPU, by `python -m benchmarks.saturation.fit`), made as fast as the ratio of tool time asks for. The
-pool, its leases, queue and capacity are the gateway's own; the clock is virtual.
+The engine is a model of vLLM's scheduler. Its steps take the time in `vllm_cpu.json` (a real vLLM on
+CPU, by `python -m benchmarks.saturation.fit`), scaled to the given ratio of tool time. The pool, its
+leases, queue and capacity are the gateway's own; the clock is virtual.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from benchmarks.saturation import clock, law
 from benchmarks.saturation.agents import Job, Result, play
 
 POLICIES = ("adaptive", "fixed 64", "fixed 128")
-HEAD = ("policy", "agents", "busy", "tokens", "p50", "p95", "hits", "preempted", "seats")
+HEAD = ("policy", "agents", "busy", "tokens", "p50", "p95", "hits", "preempted", "limit")
 ROW = "{:10} {:>6} {:>6} {:>7} {:>7} {:>7} {:>6} {:>9} {:>6}"
 
 
@@ -71,7 +71,7 @@ def _row(result: Result) -> str:
         f"{result.p95_s:.2f}",
         f"{result.hits:.0%}",
         result.preemptions,
-        result.seats,
+        result.limit,
     )
 
 

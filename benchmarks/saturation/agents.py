@@ -1,4 +1,4 @@
-"""Agents of one engine through the gateway's real pool: sampling and tools in turns, in virtual time."""
+"""Agents of one engine through the gateway's real pool: they sample and use tools in virtual time."""
 
 import asyncio
 import math
@@ -20,9 +20,10 @@ from perdure.engines.state import EngineSpec
 
 URL = "http://engine:8000"
 BATCHED = 3.0
-"""An engine does about so many turns at once in the time of one."""
+"""Turns that an engine can do at once in about the time of one."""
 SPREAD = 1.5
-"""Of a tool's time, log-normal: half of the calls take a third of the mean, one in 50 seven times."""
+"""Sigma of a tool's log-normal time: half of the calls take under a third of the mean, one in 50 over
+seven times."""
 
 
 @dataclass(frozen=True)
@@ -31,57 +32,57 @@ class Job:
 
     agents: int
     context: int = 8000
-    """Of a rollout, on average over its turns."""
+    """Mean context of a rollout, over its turns."""
     kv_tokens: int = 1_200_000
     ratio: float = 20.0
-    """Seconds in tools per second that the engine needs for a turn, undisturbed."""
+    """Seconds in tools per second that the engine needs for an undisturbed turn."""
     opening: int = 2000
     turns: int = 40
     output: int = 208
     tool_s: float = 5.0
     fresh: bool = False
-    """All agents begin a rollout at the same time, as a run does; else each is somewhere in one."""
+    """Whether all agents begin a rollout at once, as in a run; otherwise each is at a random turn."""
     cycles: int = 24
-    """Turns of each agent that are measured, at least, after half as many that are not."""
+    """Least number of measured turns per agent, after half as many for warming up."""
 
     @property
     def growth(self) -> int:
-        """From one turn's prompt to the next one's."""
+        """Growth of the prompt from one turn to the next."""
         return max(self.output + GRAIN, 2 * (self.context - self.opening) // self.turns)
 
     @property
     def alone_s(self) -> float:
-        """The engine's time for a turn that nothing disturbs."""
+        """The engine's seconds for an undisturbed turn."""
         return self.tool_s / self.ratio
 
     @property
     def cycle_s(self) -> float:
-        """A turn and its tool, also where the engine has far too many agents."""
+        """Seconds of a turn and its tool, even if the engine has far too many agents."""
         return self.tool_s + self.alone_s * max(1.0, self.agents / BATCHED)
 
     def law(self, measured: Law) -> Law:
-        """The measured engine, made as fast as the ratio asks for; its shape stays."""
+        """The law of the measured engine, scaled to the ratio; its shape stays the same."""
         alone = measured.step(prompt=self.growth, pairs=self.growth * self.context)
         alone += self.output * measured.step(sequences=1, context=self.context)
         return measured.faster(alone * self.ratio / self.tool_s)
 
 
 class Fixed(Capacity):
-    """A number of agents that stays."""
+    """A fixed number of agents."""
 
     def __init__(self, agents: int) -> None:
         super().__init__(agents=agents)
 
     def observe(self, *_: object, **__: object) -> None:
-        """Whatever the engine says."""
+        """Ignore the engine's metrics."""
 
 
 @dataclass
 class Seen:
-    """What the agents saw while it was measured."""
+    """What the agents saw during the measurement."""
 
     seconds: list[float] = field(default_factory=list)
-    """From an agent's request to its answer, waiting for a pooled included."""
+    """Seconds from an agent's request to its answer, with the wait for room."""
     rollouts: int = 0
 
 
@@ -95,18 +96,18 @@ class Result:
     """Share of the time in which the engine computes."""
     sampled_per_s: float
     alone_per_s: float
-    """What the engine samples when it has one agent without tools."""
+    """The engine's tokens per second for one agent without tools."""
     hits: float
-    """Of the prompt tokens, those that needed no prefill."""
+    """Share of the prompt tokens that needed no prefill."""
     preemptions: int
     p50_s: float
     p95_s: float
-    seats: int
+    limit: int
     """Capacity at the end."""
 
     @property
     def gain(self) -> float:
-        """Throughput in units of one agent that never waits for a tool."""
+        """Throughput in units of one agent that uses no tool."""
         return self.sampled_per_s / self.alone_per_s
 
 
@@ -144,7 +145,7 @@ async def _ready(pool: EnginePool, policy: str) -> PooledEngine:
 
 
 async def _agent(number: int, job: Job, pool: EnginePool, seen: Seen) -> None:
-    """One rollout after the other."""
+    """Run one rollout after the other."""
     source = random.Random(number)
     first = 0 if job.fresh else source.randrange(job.turns)
     await asyncio.sleep(source.uniform(0, job.tool_s))
@@ -189,5 +190,5 @@ def _result(
         preemptions=during.preemptions,
         p50_s=ordered[len(ordered) // 2],
         p95_s=ordered[int(len(ordered) * 0.95)],
-        seats=capacity.agents,
+        limit=capacity.agents,
     )

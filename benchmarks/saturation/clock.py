@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class _Leap(selectors.DefaultSelector):
-    """Waits for nothing: the time that it was to wait has passed."""
+    """A selector that does not wait: it advances the virtual clock by the time to wait."""
 
     now = 0.0
 
@@ -28,6 +28,6 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, by a clock that starts at 0 and never waits."""
+    """Like `asyncio.run`, with a clock that starts at 0 and never waits."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(main)

@@ -1,8 +1,8 @@
-"""An engine in virtual time: vLLM's scheduler on the law's clock, behind the routes that a gateway asks.
+"""An engine in virtual time: vLLM's scheduler with modelled step times, behind the routes a gateway calls.
 
-Continuous batching with chunked prefill, a KV cache whose idle part is a prefix cache (least recently
-used goes first), admission only where the whole prompt fits, preemption of the newest by recomputing.
-Tokens are counted, not made: one id on the wire stands for GRAIN tokens.
+It has continuous batching with chunked prefill, and a KV cache whose idle part is a prefix cache
+(LRU). It admits a request only if the whole prompt fits, and preempts the newest by recomputation.
+Tokens are counted, not sampled: one id on the wire represents GRAIN tokens.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ BUDGET = 8192
 """Tokens of one step, prefill included (`--max-num-batched-tokens`)."""
 MOST_SEQUENCES = 256
 STRIDE = 16
-"""Decode steps taken at once while nothing else is to be done: none of them would differ."""
+"""Decode steps simulated at once while no prompt waits, because they would all be the same."""
 
 
 @dataclass(eq=False)
@@ -31,19 +31,19 @@ class Work:
     prompt: int
     output: int
     held: int = 0
-    """Of the KV cache."""
+    """Tokens of the KV cache."""
     made: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def missing(self) -> int:
-        """To be prefilled before it decodes; after a preemption also what it had sampled."""
+        """Tokens to prefill before it decodes; after a preemption also those it had sampled."""
         return max(0, self.prompt + self.made - self.held)
 
 
 @dataclass
 class Counters:
-    """What /metrics tells, and what the benchmark reads."""
+    """The counters of /metrics and of the benchmark."""
 
     busy_s: float = 0.0
     steps: int = 0
@@ -66,7 +66,7 @@ class ModelledEngine:
         self._running: list[Work] = []
         self._waiting: deque[Work] = deque()
         self._idle: OrderedDict[str, int] = OrderedDict()
-        """Tokens of each session that nothing runs on and nobody has overwritten."""
+        """Cached tokens of each session without a running request."""
         self._used = 0
         self._kept = 0
         self._wake = asyncio.Event()
@@ -110,7 +110,7 @@ class ModelledEngine:
         return max(1, min(STRIDE, *(work.output - work.made for work in decoding)))
 
     def _decode(self, decoding: list[Work], steps: int) -> bool:
-        """Room for the next tokens of each; the newest make way where there is none."""
+        """Make room for the next tokens of each request; if there is none, preempt the newest ones."""
         preempted = False
         for work in decoding:
             while work in self._running and not self._take(work, steps):
@@ -121,7 +121,7 @@ class ModelledEngine:
         return preempted
 
     def _prefill_running(self, room: int) -> tuple[int, float]:
-        """Go on with prompts that are half read."""
+        """Continue prompts that are partly prefilled."""
         read, pairs = 0, 0.0
         for work in self._running:
             part = min(work.missing, room - read)
@@ -131,7 +131,7 @@ class ModelledEngine:
         return read, pairs
 
     def _admit(self, room: int) -> tuple[int, float]:
-        """The oldest that waits, and the next, as long as whole prompts fit."""
+        """Admit waiting requests in order while whole prompts fit."""
         read, pairs = 0, 0.0
         while self._waiting and read < room and len(self._running) < MOST_SEQUENCES:
             work = self._waiting[0]
@@ -140,7 +140,7 @@ class ModelledEngine:
                 break
             self._waiting.popleft()
             self._running.append(work)
-            # The last token of a prompt is always read: its logits are what is sampled from.
+            # The last token of a prompt is always computed, because its logits are sampled from.
             kept = self._idle.pop(work.session, 0)
             self._kept -= kept
             work.held = cached = min(kept, whole - 1)
@@ -163,7 +163,7 @@ class ModelledEngine:
         return True
 
     def _overwrite(self, tokens: int) -> None:
-        """The end of the session that was left longest ago."""
+        """Evict from the end of the least recently used session."""
         session, kept = next(iter(self._idle.items()))
         gone = min(tokens, kept)
         self._kept -= gone

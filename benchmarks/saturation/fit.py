@@ -1,10 +1,10 @@
-"""`python -m benchmarks.saturation.fit --url URL --worker PID`: the time law of a running vLLM, into
-the file that the benchmark reads.
+"""`python -m benchmarks.saturation.fit --url URL --worker PID`: fits the step times of a running
+vLLM and writes the file that the benchmark reads.
 
-Counted is the CPU of the one-threaded worker process, so that other load on the host hardly matters;
-on a quiet host it is the wall time, but for what the server adds between steps. Decode: so many
-streams at once, their prompts cached. Prefill: a prompt that no cache knows, for one token. Start the
-engine with `--max-model-len 32768` and one OMP thread.
+It counts the CPU of the one-threaded worker process, so that other load on the host hardly matters. On
+a quiet host that is the wall time without the server's time between steps. Decode: several streams at
+once with cached prompts. Prefill: an uncached prompt, for one token. Start the engine with
+`--max-model-len 32768` and one OMP thread.
 """
 
 import argparse
@@ -28,15 +28,17 @@ BATCHES = (1, 8, 32)
 CONTEXTS = (256, 4096)
 LENGTHS = (512, 2048, 8192, 16_384)
 TOKENS = 128
-"""Sampled by each stream."""
+"""Tokens that each stream samples."""
 
 
 class Measured:
-    """One engine, asked directly."""
+    """One engine, called directly."""
 
     def __init__(self, url: str, worker: int, client: httpx.AsyncClient) -> None:
         self._url, self._worker, self._client = url, worker, client
-        self._random = random.Random(time.time_ns())  # no prompt is cached from an earlier fit
+        self._random = random.Random(
+            time.time_ns()
+        )  # so that no prompt is cached from an earlier fit
 
     async def decode(self, streams: int, context: int) -> Decode:
         prompts = [self._prompt(context) for _ in range(streams)]
@@ -71,7 +73,7 @@ class Measured:
 
 
 async def measure(url: str, worker: int, rounds: int) -> dict[str, object]:
-    """The fastest of each point over the rounds, for other load only adds to it, and the law of them."""
+    """The fastest time of each point, because other load only adds, and the law fitted to them."""
     async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
         engine = Measured(url, worker, client)
         await engine.decode(1, 256)  # an engine's first request is slow

@@ -1,4 +1,4 @@
-"""How long one step of an engine takes. Owns the law and its fit; who measures is `fit`."""
+"""How long one step of an engine takes. Owns the law and its fit; `fit` does the measuring."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 FITTED = Path(__file__).parent / "vllm_cpu.json"
-"""What `python -m benchmarks.saturation.fit` wrote, with its date, host and command."""
+"""The output of `python -m benchmarks.saturation.fit`, with its date, host and command."""
 
 
 class Decode(NamedTuple):
@@ -29,7 +29,7 @@ class Prefill(NamedTuple):
 
 @dataclass(frozen=True)
 class Law:
-    """Seconds of one step: a sum over what is in it.
+    """Seconds of one step: a sum over the work in it.
 
     Example:
         Law(0.01, 0.004, 1e-7, 4e-5, 1e-9).step(sequences=8, context=32_000)    # 0.0452
@@ -37,13 +37,13 @@ class Law:
 
     per_step: float
     per_sequence: float
-    """Each sequence that decodes: its sampling, its share of the matrices."""
+    """Seconds per decoding sequence: its sampling and its share of the matrices."""
     per_context: float
-    """Each token of KV that a decoding sequence reads."""
+    """Seconds per token of KV that a decoding sequence reads."""
     per_prompt: float
-    """Each token that is prefilled."""
+    """Seconds per prefilled token."""
     per_pair: float
-    """Each pair of a prefilled token and one before it: attention."""
+    """Seconds per pair of a prefilled token and an earlier one, for attention."""
 
     def step(
         self, *, sequences: int = 0, context: int = 0, prompt: int = 0, pairs: float = 0.0
@@ -62,7 +62,7 @@ class Law:
 
 
 def fitted(decodes: Sequence[Decode], prefills: Sequence[Prefill]) -> Law:
-    """Least squares of relative errors; no coefficient is below 0."""
+    """Least squares of relative errors, with no coefficient below 0."""
     steps = [(1.0, d.batch, d.batch * d.context) for d in decodes]
     per_step, per_sequence, per_context = _solved(steps, [d.step_s for d in decodes])
     alone = per_step + per_sequence
@@ -72,7 +72,7 @@ def fitted(decodes: Sequence[Decode], prefills: Sequence[Prefill]) -> Law:
 
 
 def _solved(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Columns whose coefficient would be negative are left out, the worst one first."""
+    """Leave out columns whose coefficient would be negative, the most negative first."""
     matrix = np.array(rows) / np.array(values)[:, None]
     kept = list(range(matrix.shape[1]))
     while True:

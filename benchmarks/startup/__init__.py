@@ -1,1 +1,1 @@
-"""What the command line costs before it answers: CPU seconds of the quick commands, nearly all imports."""
+"""CPU seconds of the quick commands before they answer; nearly all of it is imports."""

@@ -1,8 +1,8 @@
 """`python -m benchmarks.startup`: CPU seconds of the commands that people call all day.
 
-A stack runs in a scratch home and has finished one rollout. Each round calls every command once,
-beside a bare Python and beside the two imports that `status` cannot do without, so that other load
-on the machine meets all of them alike.
+A stack runs in a scratch home and has finished one rollout. Each round calls every command once, and
+also a bare Python and the two imports that `status` needs, so that other load on the machine affects
+all of them alike.
 """
 
 import argparse
@@ -25,12 +25,12 @@ RUN = "startup"
 BARE = "python -c pass"
 IMPORTS = "python -c 'import temporalio.client, pydantic'"
 LIMITS = {"--help": 0.3, "show": 0.8, "status": 0.8}
-"""CPU seconds that are the aim, by command."""
+"""The aim in CPU seconds, by command."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """CPU seconds of one command line, one number a round."""
+    """CPU seconds of one command line, one number per round."""
 
     name: str
     seconds: Sequence[float]
@@ -66,7 +66,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _commands() -> dict[str, list[str]]:
-    """Each command line by the name it has in the table."""
+    """Command lines by their name in the table."""
     perdure = {
         "--help": ["--help"],
         "run --help": ["run", "--help"],
@@ -95,7 +95,7 @@ def _measure(environment: Mapping[str, str], folder: Path, rounds: int) -> list[
 
 
 def _cpu_seconds(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> float:
-    """User plus system time of one process and its threads. Raises: RuntimeError when it fails."""
+    """User plus system time of one process and its threads. Raises: RuntimeError if it fails."""
     with log.open("ab") as file:
         process = subprocess.Popen(
             argv, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file

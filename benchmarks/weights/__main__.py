@@ -1,9 +1,9 @@
 """`python -m benchmarks.weights`: the pause that requests in flight see while weights are updated.
 
-Sessions sample all the time through a gateway's pool; every few seconds one update goes over the
-engines, first announced, then loaded, proven by its canaries and served. The largest gap between two
-chunks of a completion during an update is set against the largest in the same run without one, and
-each token's recorded version against the weights that sampled it.
+Sessions sample without a break through a gateway's pool. Every few seconds one update visits the
+engines: announced, loaded, proven by its canaries, served. The largest gap between two chunks of a
+completion during an update is compared with the largest without one in the same run. Each token's
+recorded version is compared with the weights that sampled it.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SIDES: tuple[InFlight, ...] = ("resubmit", "keep")
 
 @dataclass(frozen=True)
 class Job:
-    """Seconds, and tokens of a completion. `load`: modelled, of scripted engines only."""
+    """Seconds, and tokens of a completion. `load`: the modelled load time of scripted engines."""
 
     sessions: int = 32
     updates: int = 3
@@ -54,14 +54,14 @@ class Result:
     engines: int
     in_flight: InFlight
     quiet_ms: float
-    """Largest gap of all completions while nothing was updated."""
+    """Largest gap of all completions outside updates."""
     usual_ms: float
     """Median of each completion's largest gap during an update."""
     worst_ms: float
     ratio: float
-    """Worst during an update over largest without."""
+    """The worst gap during an update over the largest without one."""
     stopped_ms: float
-    """Median time that an engine stood still, canaries included."""
+    """Median seconds that an engine was paused, with its canaries."""
     tokens: int
     versions_right: float
     both: int
@@ -70,7 +70,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Stand:
-    """Engines behind a gateway's pool, and what updates them."""
+    """Engines behind a gateway's pool, and the updates of their weights."""
 
     kind: Kind
     side: Side
@@ -91,7 +91,7 @@ async def engines(kind: Kind, count: int, job: Job, folder: Path) -> AsyncIterat
 
 
 async def measure(kind: Kind, count: int, job: Job) -> list[Result]:
-    """Both ways on the same engines, one after the other; versions count on."""
+    """Both modes on the same engines, one after the other; version numbers continue."""
     with scratch_folder("perdure-bench-", keep=False) as folder:
         async with engines(kind, count, job, folder) as side, new_client() as client:
             roster = LoneRoster()
@@ -112,7 +112,7 @@ async def measure(kind: Kind, count: int, job: Job) -> list[Result]:
 
 
 async def _under_load(stand: Stand, in_flight: InFlight, job: Job, *, first: int) -> Result:
-    """`first`: the version that is served when it begins."""
+    """`first`: the version that is served at the start."""
     side, pool = stand.side, stand.pool
     completions: list[Completion] = []
     over = asyncio.Event()
@@ -132,7 +132,7 @@ async def _under_load(stand: Stand, in_flight: InFlight, job: Job, *, first: int
     quiet: list[tuple[float, float]] = []
     busy: list[tuple[float, float]] = []
     updated: list[Updated] = []
-    # What a trainer computes while the old version is sampled; not while gaps are measured.
+    # A trainer computes these while the old version samples, so do it before gaps are measured.
     canaries = {
         version: await side.canaries(version)
         for version in range(first + 1, first + job.updates + 1)
@@ -140,7 +140,7 @@ async def _under_load(stand: Stand, in_flight: InFlight, job: Job, *, first: int
     async with Chunks(pool).watched() as chunks, asyncio.TaskGroup() as tasks:
         for number in range(job.sessions):
             tasks.create_task(session(f"s{number}"))
-        await asyncio.sleep(job.quiet)  # all have begun
+        await asyncio.sleep(job.quiet)  # all sessions have begun
         for version, proof in canaries.items():
             started = time.monotonic()
             await asyncio.sleep(job.quiet)
@@ -149,7 +149,7 @@ async def _under_load(stand: Stand, in_flight: InFlight, job: Job, *, first: int
                 version, side.source(version), proof, UpdatePolicy(in_flight=in_flight)
             )
             while not all(pooled.record.version == version for pooled in pool.engines.values()):
-                await asyncio.sleep(0.01)  # the gateway learns that they serve again
+                await asyncio.sleep(0.01)  # until the gateway has seen that they serve again
             busy.append((quiet[-1][1], time.monotonic()))
         over.set()
     calm = [gap for gaps in chunks.gaps(quiet) for gap in gaps if not _meets(gap, busy)]
@@ -179,7 +179,7 @@ def _meets(gap: Gap, spans: list[tuple[float, float]]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weights", description=__doc__)
     parser.add_argument("--engine", choices=("scripted", "vllm"), default="scripted")
-    parser.add_argument("--engines", default="1,2", help="how many, of scripted ones")
+    parser.add_argument("--engines", default="1,2", help="numbers of scripted engines")
     parser.add_argument("--json", action="store_true")
     for name, value in asdict(Job()).items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
@@ -192,7 +192,7 @@ def main() -> None:
     results = [one for count in numbers for one in asyncio.run(measure(kind, count, job))]
     if not all(one.both for one in results):
         print(
-            "no completion saw an update in some rows: more --tokens make longer ones",
+            "in some rows no completion met an update: raise --tokens to make completions longer",
             file=sys.stderr,
         )
     if as_json:

@@ -1,6 +1,6 @@
 """When each completion's tokens came, and the gaps between them.
 
-A gateway answers whole; so this looks at what every completion in flight holds, each `LOOK_S`.
+A gateway answers only whole completions, so this reads those in flight every `LOOK_S` seconds.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ class Gap(NamedTuple):
 @dataclass
 class _Seen:
     salvage: Salvage
-    """Kept, so that its identity is not given to another."""
+    """Kept alive, so that no other object gets its `id`."""
     tokens: int
     at: float
     gaps: list[Gap] = field(default_factory=list)
 
 
 class Chunks:
-    """What arrived of every completion of a pool, while it is watched."""
+    """The arrival of tokens in every completion of a pool, inside `watched`."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
@@ -68,12 +68,12 @@ class Chunks:
         if seen is None:
             self._seen[id(salvage)] = _Seen(salvage, tokens, now)
         elif tokens != seen.tokens:
-            if seen.tokens:  # what comes before the first token is no gap between chunks
+            if seen.tokens:  # the time before the first token is no gap between chunks
                 seen.gaps.append(Gap(seen.at, now))
             seen.tokens, seen.at = tokens, now
 
     def gaps(self, windows: Iterable[tuple[float, float]]) -> list[list[Gap]]:
-        """Of each completion that had any: its gaps that meet one of these spans of time."""
+        """For each completion with such gaps: its gaps that overlap one of these time windows."""
         spans = list(windows)
         found = (
             [gap for gap in seen.gaps if any(gap.meets(*span) for span in spans)]

@@ -1,4 +1,4 @@
-"""The engines that take new weights, what stands for a version, and how its tokens are told."""
+"""The engines that get new weights, the weights of a version, and how its tokens are recognised."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,8 @@ from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logpro
 
 CANARIES = 4
 BF16 = 0.02
-"""As far as vLLM's logprobs of the small random models are from those of transformers, and more; the
-other model's are 0.3 away on average."""
+"""More than vLLM's logprobs of the small random models differ from those of transformers. The other
+model's differ by 0.3 on average."""
 TOKENIZER = load_tokenizer("qwen3")
 PROMPT = (
     *TOKENIZER.encode_plain("The repository is small, and the fault is smaller."),
@@ -38,13 +38,13 @@ class Side(Protocol):
     async def canaries(self, version: int) -> list[WeightCanary]: ...
 
     async def wrong(self, completions: Sequence[Completion]) -> int:
-        """Tokens whose recorded version is not the one that sampled them, or is not recorded."""
+        """Tokens whose recorded version is missing, or is not the one that sampled them."""
         ...
 
 
 @dataclass(frozen=True)
 class Slow:
-    """A checkpoint that takes its time to be read."""
+    """A checkpoint that takes `seconds` longer to load."""
 
     source: FromDisk
     seconds: float
@@ -104,12 +104,13 @@ async def scripted(
 
 @dataclass
 class Vllm:
-    """One real server on CPU, two random models in turns; transformers tells whose a token is."""
+    """One real server on CPU that serves two random models in turn; transformers tells which of them
+    sampled a token."""
 
     urls: list[str]
     sampling: dict[str, Any]
     said: dict[int, list[WeightCanary]] = field(default_factory=dict)
-    """By version modulo 2."""
+    """Keyed by the version modulo 2."""
 
     def _folder(self, version: int) -> Path:
         return VLLM / ("model" if version % 2 else "model-2")
@@ -118,7 +119,7 @@ class Vllm:
         return FromDisk(self._folder(version))
 
     async def canaries(self, version: int) -> list[WeightCanary]:
-        """Where one token is clearly the likeliest: of two that tie in bf16, vLLM may take the other."""
+        """Prompts with a clearly most likely token: of two that tie in bf16, vLLM may choose the other."""
         if version % 2 not in self.said:
             prompts = [PROMPT[n:] for n in range(8)]
             found = await asyncio.to_thread(_scored, self._folder(version), prompts)
@@ -128,7 +129,8 @@ class Vllm:
         return self.said[version % 2]
 
     async def wrong(self, completions: Sequence[Completion]) -> int:
-        """Their logprob is the other model's. On some tokens two models all but agree: those are right."""
+        """Tokens whose logprob is the other model's. Where the two models nearly agree, a token counts as
+        right."""
         whole = [[*PROMPT, *one.token_ids] for one in completions]
         odd = await asyncio.to_thread(_scored, self._folder(1), whole)
         even = await asyncio.to_thread(_scored, self._folder(2), whole)
@@ -159,7 +161,7 @@ def _scored(model: Path, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any
 
 @contextlib.asynccontextmanager
 async def vllm(folder: Path, *, tokens: int) -> AsyncIterator[Vllm]:
-    """What `make test-vllm` installed. Raises: RuntimeError when it did not, or the server ends."""
+    """The server that `make test-vllm` installed. Raises: RuntimeError if it is missing or ends."""
     if not (VLLM / "model-2/model.safetensors").exists():
         raise RuntimeError("no vLLM here: run `make test-vllm` first")
     flags = ("--weight-transfer-config", json.dumps({"backend": "perdure-disk"}))
@@ -168,7 +170,7 @@ async def vllm(folder: Path, *, tokens: int) -> AsyncIterator[Vllm]:
 
 
 def recorded(completion: Completion) -> list[int]:
-    """Shape [C]; -1 where no span says."""
+    """The version of each token; -1 if unknown. Shape [C]."""
     versions = [-1] * len(completion.token_ids)
     for span in completion.versions:
         versions[span.start : span.end] = [span.version] * (span.end - span.start)
