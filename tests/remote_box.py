@@ -1,4 +1,4 @@
-"""A bubblewrap sandbox that passes for one elsewhere, so that tests need no service for it.
+"""A bubblewrap sandbox that plays one elsewhere, so that tests need no service.
 
 Named by its dotted path, `tests.remote_box:RemoteBox`. It has no network, and gets no socket.
 """
@@ -9,6 +9,6 @@ NAME = "tests.remote_box:RemoteBox"
 
 
 class RemoteBox(BubblewrapProvider):
-    """Keeps bubblewrap's name: its sandboxes lie where a test looks for what is left."""
+    """Keeps bubblewrap's name, so that its sandboxes are where a test looks for leftovers."""
 
     host_bound = False

@@ -31,12 +31,12 @@ HURRY_S = 1.0
 
 @dataclass(frozen=True)
 class Service:
-    """What differs from one to the next where the same thing fails. Requests as `Rule.match`."""
+    """What differs between services whose failures are tested alike. Requests as `Rule.match`."""
 
     name: str
     provider: Callable[[Path], ServiceProvider]
     variables: Callable[[str], Mapping[str, str]]
-    """By which its SDK finds the double at a URL."""
+    """The variables by which its SDK finds the double at a URL."""
     failures: ModuleType
     create: str
     execute: str
@@ -44,11 +44,11 @@ class Service:
     list: str
     key: str
     image: str
-    """What names the image of a sandbox that asks for none."""
+    """The variable that names the image of a sandbox without one."""
     look_up: str = ""
-    """By which a create whose answer is lost is looked for; empty where the create is repeated."""
+    """The request that looks up a create whose answer was lost; empty if the create is repeated."""
     connection: Callable[[float], Any] | None = None
-    """Of its providers, by the seconds after which a call that is not answered is given up."""
+    """Makes a provider's connection, by the seconds after which a call without an answer is given up."""
 
     @property
     def server(self) -> str:
@@ -95,7 +95,7 @@ SERVICES = (E2B, DAYTONA)
 async def serving(
     service: Service, folder: Path, patch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Any, str]]:
-    """Its double (server, url), where the SDK will look; no box of it lives longer."""
+    """Run the double (server, url) where the SDK finds it, and end its sandboxes afterwards."""
     pytest.importorskip(service.name)
     pytest.importorskip("aiohttp")
     if missing := BubblewrapProvider(folder).check():
@@ -109,7 +109,7 @@ async def serving(
 
 
 class Bench:
-    """A provider, its double, and what the double says is true."""
+    """A provider, its double, and the double's true state."""
 
     def __init__(self, service: Service, provider: ServiceProvider, server: Any) -> None:
         self.service, self.provider, self.server = service, provider, server
@@ -118,8 +118,8 @@ class Bench:
         self.server.faults.add([{"match": match, **rule}])
 
     def hurry(self) -> None:
-        """For tests in which a call is never answered: that one is given up sooner. All others
-        take the time that this host needs."""
+        """For tests in which a call is never answered: give that call up sooner. All others may take
+        the time that this host needs."""
         faults = self.server.faults
 
         class Hurried(type(self.provider.connection)):  # type: ignore[misc]
@@ -134,12 +134,12 @@ class Bench:
 
     @property
     def live(self) -> list[str]:
-        """Also what is being made; not what is already being destroyed."""
+        """With sandboxes that are being made, without those that are being destroyed."""
         records = self.server.sandboxes.all()
         return [record["id"] for record in records if record.get("state") != "destroying"]
 
     def asked(self, match: str) -> list[float]:
-        """When requests like this came."""
+        """The times of matching requests."""
         return [entry["at"] for entry in self.server.faults.log if match in entry["line"]]
 
     @asynccontextmanager

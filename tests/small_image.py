@@ -1,4 +1,4 @@
-"""A root folder of a few tens of MB from this host's own programs: an image where no registry is."""
+"""A root folder of some tens of MB from this host's programs: an image without a registry."""
 
 import shutil
 import subprocess
@@ -27,7 +27,7 @@ FOLDERS = ("dev", "etc", "home", "opt", "proc", "root", "run", "sys", "tmp", "us
 
 @cache
 def why_not() -> str:
-    """Empty, or why this host's programs make no image."""
+    """Empty, or why this host's programs cannot make an image."""
     if not Path("/usr/bin/python3").exists():
         return "no /usr/bin/python3 to make an image of"
     return ""
@@ -64,10 +64,10 @@ def write_root(root: Path) -> Path:
 
 
 def _write_library(python: Path, library: Path, root: Path) -> None:
-    """Compiled and in one file, where Python looks first: engines without overlays copy each file."""
+    """The standard library, compiled, in one zip: engines without overlays copy each file."""
     target = root / str(library).lstrip("/")
     (target / "lib-dynload").mkdir(parents=True)
-    shutil.copy(library / "os.py", target)  # by which Python knows its folder
+    shutil.copy(library / "os.py", target)  # by which Python finds its library
     for extension in (library / "lib-dynload").glob("*.so"):
         shutil.copy(extension, target / "lib-dynload")
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +91,7 @@ def write_archive(root: Path, archive: Path) -> Path:
 
 
 def _wheels_need() -> set[Path]:
-    """What compiled wheels expect of every Linux."""
+    """Libraries that compiled wheels expect on every Linux."""
     listed = subprocess.check_output(["/sbin/ldconfig", "-p"], text=True).splitlines()
     paths = (line.rpartition(" => ")[2] for line in listed)
     return {Path(path) for path in paths if Path(path).name in WHEELS_NEED}
@@ -107,7 +107,7 @@ def _libraries(programs: Iterable[Path]) -> set[Path]:
 
 
 def _copy(path: Path, root: Path) -> None:
-    """To the same place in a root whose /bin and /lib are links into /usr."""
+    """The same path in a root whose /bin and /lib are links into /usr."""
     parts = str(path).lstrip("/")
     target = root / (parts if parts.startswith("usr/") else f"usr/{parts}")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""E2B over TLS and HTTP/2, as it is: the real SDK against the double behind its front."""
+"""E2B over TLS and HTTP/2, as in production: the real SDK against the double."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ SPEC = SandboxSpec("/testbed", limits=Limits(output_mb=1), ttl_s=300)
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """One for all: the SDK reads the file once."""
+    """One certificate for all tests: the SDK reads the file once."""
     return Authority.of(tmp_path_factory.mktemp("authority"))
 
 
@@ -35,11 +35,8 @@ async def server(
     if missing := BubblewrapProvider(tmp_path).check():
         pytest.skip(missing[0])
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
-    for kept in (
-        "_transports",
-        "_pools",
-        "_httpx_transports",
-    ):  # of tests before this one, which trust less
+    for kept in ("_transports", "_pools", "_httpx_transports"):
+        # made by earlier tests, which trust other certificates
         monkeypatch.setattr(f"e2b.api.client_async.{kept}", {})
     monkeypatch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
     async with (
@@ -76,7 +73,7 @@ async def test_commands_and_files_over_h2(provider: E2BProvider) -> None:
 async def test_server_that_goes_away_costs_nothing(
     provider: E2BProvider, server: object, when: str
 ) -> None:
-    """GOAWAY at each kind of call, seen to or not: one sandbox, one run, one whole file."""
+    """After a GOAWAY at any call, handled or not, there is one sandbox, one run, one whole file."""
     faults = server.faults  # type: ignore[attr-defined]
     faults.add([{"match": "POST /v2/sandboxes$", "goaway": True, "when": when}])
     async with await provider.create(SPEC, ID) as box:

@@ -1,7 +1,7 @@
-"""Passes for the `apptainer` program where there is none: its documented command lines, nothing else.
+"""Plays the `apptainer` program on hosts without it: its documented command lines, nothing else.
 
 `write_program(folder)` puts it on a PATH. Instances are bubblewrap sandboxes over an overlay that it
-mounts; an unknown command or option is refused as cobra does. It is no proof that Apptainer does so.
+mounts; an unknown command or option is refused as cobra does. The real Apptainer may behave differently.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _build(given: argparse.Namespace) -> None:
-    """Of `docker://NAME`: the folder `$APPTAINER_DOUBLE_IMAGES/NAME` in a registry's place."""
+    """The image of `docker://NAME`: `$APPTAINER_DOUBLE_IMAGES/NAME` instead of a registry."""
     name = given.source.removeprefix("docker://")
     images = os.environ.get("APPTAINER_DOUBLE_IMAGES")
     if name == given.source or images is None:
@@ -148,7 +148,7 @@ def _start(given: argparse.Namespace) -> None:
 
 
 def _wait_until_up(pid: int, process: "subprocess.Popen[bytes]") -> None:
-    """bubblewrap tells the pid before the root folder is in place."""
+    """Wait for the root folder: bubblewrap reports the pid before it is in place."""
     while True:
         if process.poll() is not None:
             _fail(f"container creation failed: exit code {process.returncode}")
@@ -200,7 +200,7 @@ def _ended(pid: int, seconds: float) -> bool:
 
 
 def _exec(given: argparse.Namespace) -> None:
-    """In a folder's own namespaces, or those of a running instance."""
+    """Run it in new namespaces over a folder, or in those of a running instance."""
     name = given.image.removeprefix("instance://")
     if name == given.image:
         command = [*_bwrap(given, info=None)[:-3], *given.argv]
@@ -217,14 +217,14 @@ def _exec(given: argparse.Namespace) -> None:
 
 
 def _variables(image: Path) -> dict[str, str]:
-    """Of `.singularity.d/env/90-environment.sh`, lines `export NAME=value`."""
+    """The image's variables: lines `export NAME=value` in `.singularity.d/env/90-environment.sh`."""
     path = image / ".singularity.d/env/90-environment.sh"
     lines = path.read_text().splitlines() if path.exists() else []
     return dict(line.removeprefix("export ").split("=", 1) for line in lines)
 
 
 def _bwrap(given: argparse.Namespace, *, info: int | None) -> list[str]:
-    """Ends with what it runs: three words."""
+    """The arguments of bwrap. The last three are the program that it runs."""
     root = f"{given.overlay}/merged" if given.overlay else str(given.image)
     session = Path(given.workdir or "/nonexistent")
     command = [
@@ -254,7 +254,7 @@ def _bwrap(given: argparse.Namespace, *, info: int | None) -> list[str]:
 
 
 def _in_mounts(given: argparse.Namespace, command: list[str]) -> list[str]:
-    """The overlay in a mount namespace of its own, which ends with the instance."""
+    """Mount the overlay in a mount namespace of its own, which ends with the instance."""
     if not given.overlay:
         return command
     over = Path(given.overlay)
@@ -273,7 +273,7 @@ def _folder() -> Path:
 
 
 def _read(name: str) -> dict[str, Any] | None:
-    """An instance that lives."""
+    """A running instance."""
     try:
         record: dict[str, Any] = json.loads((_folder() / name).read_text())
         os.kill(record["pid"], 0)

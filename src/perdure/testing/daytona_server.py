@@ -3,9 +3,9 @@
     python -m perdure.testing.daytona_server --state DIR --port 3986
     export DAYTONA_API_URL=http://127.0.0.1:3986/api DAYTONA_API_KEY=dtn_0
 
-Kill it and start it again on the same DIR: it forgets nothing, and its sandboxes live on. Faults
-are posted to `/__control/rules` (see `faults.Rule`). Not played: PTY, pause, snapshots, volumes, git,
-events, building of images.
+Kill it and start it again on the same DIR: it keeps its state, and its sandboxes live on. Post
+faults to `/__control/rules` (see `faults.Rule`). Not played: PTY, pause, snapshots, volumes, git,
+events, image builds.
 """
 
 import asyncio
@@ -214,7 +214,7 @@ class DaytonaServer(Double):
         return web.json_response(self._shown({**record, "state": "destroying"}, request))
 
     async def _end(self, identity: str) -> None:
-        """What is cut off half way is ended by the next look."""
+        """Delete it. If this is interrupted, the next look goes on."""
         self._change(identity, state="destroying")
         await self.guests.kill(identity)
         self.sandboxes.remove(identity)
@@ -225,7 +225,7 @@ class DaytonaServer(Double):
         return web.json_response(self._shown({**record, "state": "stopped"}, request))
 
     async def _halt(self, record: Mapping[str, Any]) -> None:
-        """Nothing of it runs afterwards; its disk stays, unless it is to be deleted at once."""
+        """End its processes. Its disk stays, unless it is deleted at once."""
         if record["autodelete"] == 0:
             await self._end(record["id"])
             return
@@ -255,7 +255,7 @@ class DaytonaServer(Double):
         return web.json_response({"url": _proxy(request)})
 
     async def expire(self) -> None:
-        """By its hard time to live, or idle: API calls are activity, processes inside are not."""
+        """End what has outlived its time or is idle. API calls count as activity, processes do not."""
         now, minute = time.time(), self.settings["minute_s"] or 60
         for record in self.sandboxes.all():
             idle = now - record["activity"] > record["autostop"] * minute
@@ -364,7 +364,7 @@ class DaytonaServer(Double):
         return web.json_response([await self._told(box, record, s) for s in record["sessions"]])
 
     async def _open_session(self, request: web.Request) -> web.StreamResponse:
-        """One shell that reads its commands from a pipe: `exit` ends it, and no code comes after."""
+        """One shell that reads its commands from a pipe. After `exit`, no command gets a code."""
         record, box = await self._guest(request)
         session = (await request.json())["sessionId"]
         if session in record["sessions"]:
@@ -389,7 +389,7 @@ class DaytonaServer(Double):
         return {"sessionId": session, "commands": commands}
 
     async def _close_session(self, request: web.Request) -> web.StreamResponse:
-        """With everything it started, `nohup` and `setsid` included."""
+        """End it with all that it started, `nohup` and `setsid` included."""
         record, box = await self._guest(request)
         session = _session_of(record, request)
         await box.signal(_shell(session), 9)
@@ -427,7 +427,7 @@ class DaytonaServer(Double):
         )
 
     async def _code(self, box: NamespaceSandbox, session: str, command: str) -> int | None:
-        """Read as the daemon does: a file made and not yet written is an error."""
+        """Read the code as the daemon does: an empty file is an error."""
         try:
             said = await box.get(f"{_folder(session, command)}/code")
         except NotFound:
@@ -590,7 +590,7 @@ class DaytonaServer(Double):
             task.cancel()
 
     async def _preview(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection to a port inside, as the proxy makes it: known by host name and token."""
+        """One connection to a port inside, as the proxy makes it, by host name and token."""
         task = asyncio.current_task()
         assert task is not None
         self._piping.add(task)

@@ -1,7 +1,7 @@
 """What doubles of sandbox services share: real boxes, records that outlive the server, faults, clocks.
 
-A double adds its service's routes and words. Everything lies in one folder: kill the server, start
-it again on that folder, and it goes on.
+A double adds its service's routes and messages. All state is in one folder: after a kill, a server on
+the same folder goes on.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LIMITS = Limits(memory_mb=4096, cpus=2, pids=1024, disk_mb=4096, output_mb=512)
 
 
 class Refusal(Exception):
-    """An answer other than the wanted one."""
+    """An answer with an error status."""
 
     def __init__(
         self, status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
@@ -53,7 +53,7 @@ class Guests(BubblewrapProvider):
         return argv[:at] + argv[at + 2 :]
 
     async def found(self, identity: str) -> NamespaceSandbox | None:
-        """The box of this name, while it lives."""
+        """The box of this name, if it is alive."""
         try:
             box = await self.attach(identity)
         except (NotFound, SandboxLost):
@@ -63,7 +63,7 @@ class Guests(BubblewrapProvider):
 
 
 class Records:
-    """One JSON file each, replaced whole."""
+    """One JSON file per record, replaced by rename."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -105,11 +105,11 @@ class Double:
         raise NotImplementedError
 
     async def expire(self) -> None:
-        """End what the service would have ended by now."""
+        """End the sandboxes that the service would have ended by now."""
         raise NotImplementedError
 
     def too_many_creates(self) -> bool:
-        """More within a second than `creates_per_s`; else this one is counted."""
+        """Whether there were more creates in this second than `creates_per_s`; if not, count this one."""
         now, most = time.monotonic(), self.settings["creates_per_s"]
         while self._created and self._created[0] < now - 1:
             self._created.popleft()
@@ -147,7 +147,7 @@ class Double:
         return middleware
 
     async def _own_time(self, request: web.Request, response: web.StreamResponse) -> None:
-        """A service whose clock is wrong says so in each answer."""
+        """A service with a wrong clock shows it in each answer."""
         if offset := self.settings["clock_offset_s"]:
             response.headers["Date"] = format_datetime(
                 datetime.now(UTC) + timedelta(seconds=offset), usegmt=True
@@ -211,7 +211,7 @@ class Double:
 
 
 def run(double: type[Double], said: Callable[[str], str], port: int, about: str | None) -> None:
-    """The command line of a double; `said` is its first line for a URL."""
+    """The command line of a double. `said`: the first line that it prints for a URL."""
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder of all that it remembers")
     parser.add_argument("--port", type=int, default=port)
@@ -274,14 +274,14 @@ def pid_of(box: NamespaceSandbox, exec_id: str) -> int:
 
 
 def signal_one(box: NamespaceSandbox, exec_id: str, signum: int) -> None:
-    """Only the started process; its children live on."""
+    """Kill only the started process; its children live on."""
     if number := pid_of(box, exec_id):
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signum)
 
 
 def signal_group(box: NamespaceSandbox, exec_id: str) -> None:
-    """The started process and its group; what left the group lives on."""
+    """Kill the started process and its group; processes that left the group live on."""
     if number := pid_of(box, exec_id):
         with contextlib.suppress(ProcessLookupError):
             leads = os.getpgid(number) == number

@@ -3,8 +3,8 @@
     python -m perdure.testing.e2b_server --state DIR --port 3900
     export E2B_API_URL=http://127.0.0.1:3900 E2B_SANDBOX_URL=http://127.0.0.1:3900 E2B_API_KEY=e2b_0
 
-Kill it and start it again on the same DIR: it forgets nothing, and its sandboxes live on. Faults
-are posted to `/__control/rules` (see `faults.Rule`). Not played: PTY, pause, watchers, ports.
+Kill it and start it again on the same DIR: it keeps its state, and its sandboxes live on. Post
+faults to `/__control/rules` (see `faults.Rule`). Not played: PTY, pause, watchers, ports.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class E2BServer(Double):
         ]
 
     async def _about(self, request: web.Request) -> str:
-        """What is known of the sandbox before it is looked for: a create or a list may be met too."""
+        """What a rule can match before the sandbox is looked up; also for creates and lists."""
         if request.method == "POST" and request.path.endswith("/sandboxes"):
             return json.dumps((await request.json()).get("metadata") or {})
         if request.method == "GET" and request.path.endswith("/sandboxes"):
@@ -111,7 +111,7 @@ class E2BServer(Double):
         known = self.keys.read(key)
         if known is not None and known["digest"] != digest:
             raise _refusal(409, "idempotency_request_mismatch: this key came with another request")
-        if known is not None and "made" in known:  # also when it is dead by now
+        if known is not None and "made" in known:  # even if it is dead by now
             return web.json_response(_created(known["made"]), status=201)
         if known is None:
             self._check_quota()
@@ -207,7 +207,7 @@ class E2BServer(Double):
 
     async def _timeout(self, request: web.Request) -> web.StreamResponse:
         seconds = (await request.json())["timeout"]
-        record = self._controlled(request)  # after the wait: others write it, too
+        record = self._controlled(request)  # read after the wait: other requests write it too
         record["ends"] = time.time() + seconds
         self.sandboxes.write(record["id"], record)
         return web.Response(status=204)
@@ -255,7 +255,7 @@ class E2BServer(Double):
 
     async def expire(self) -> None:
         for record in self.sandboxes.all():
-            if record["ends"] < time.time():  # also one whose server was killed as it booted
+            if record["ends"] < time.time():  # even one whose server was killed during its boot
                 with contextlib.suppress(PerdureError):
                     await self._end(record["id"])
 
@@ -348,7 +348,7 @@ class E2BServer(Double):
         rule = met_rule.get()
         how = rule.stream if rule is not None else ""
         if rule is not None and rule.when == "after":
-            await box.wait(f"p{pid}")  # its answer gets lost, so it is not sent
+            await box.wait(f"p{pid}")  # the answer is lost, so it is not sent
             if rule.kill:
                 await self._end(identity)
             return web.Response()
@@ -389,7 +389,7 @@ class E2BServer(Double):
         *,
         half: bool = False,
     ) -> ExecStatus:
-        """Everything it writes, as it comes, until it ends or its time is over.
+        """Send all that it writes, until it ends or its time is over.
 
         `half`: of each piece only the first half is sent."""
         at, nap = {"stdout": offsets[0], "stderr": offsets[1]}, 0.01
@@ -452,7 +452,7 @@ class E2BServer(Double):
         return ["bash", "-c", f'exec "$@" <{fifo}', "envd", *argv]
 
     def _open_input(self, box: NamespaceSandbox, identity: str, pid: int) -> int:
-        """Opened for both directions: it never waits for the reader to come."""
+        """Opened for reading and writing, so that it does not wait for a reader."""
         path = f"/proc/{pid_of(box, f'p{pid}')}/root/tmp/.envd-{pid}"
         fd = os.open(path, os.O_RDWR)
         self._inputs[identity, pid] = fd

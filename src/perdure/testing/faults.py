@@ -1,7 +1,7 @@
 """Faults by rule, for servers that play a service: what to break, where, how often.
 
-A rule either replaces the work (`before`) or loses its answer (`after`: the one that finds leaks
-and double execution). Rules and their counts lie on disk, so a restarted server goes on failing.
+A rule either replaces the work (`before`) or loses its answer (`after`, which finds leaks and double
+execution). Rules and their counts are on disk, so a restarted server goes on failing.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ class Rule:
 
     match: str
     about: str = ""
-    """Only requests about a sandbox in whose metadata (as JSON) this regular expression is found."""
+    """Only requests about a sandbox whose metadata, as JSON, matches this regular expression."""
     times: int | None = 1
-    """How many requests meet it; None for all."""
+    """How many requests it breaks; None: all."""
     skip: int = 0
     """Let this many matching requests pass first."""
     probability: float = 1.0
     when: Literal["before", "after"] = "before"
-    """Instead of the work, or after it, in place of the answer."""
+    """`before`: instead of the work. `after`: after the work, instead of the answer."""
     delay_s: float = 0.0
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Rule:
     reset: bool = False
     """Cut the connection without an answer."""
     goaway: bool = False
-    """Behind `h2_front`: GOAWAY with this request seen to (`after`) or not. Else as `reset`."""
+    """Behind `h2_front`: GOAWAY after (`after`) or before this request is handled. Else as `reset`."""
     hang: bool = False
     """Accept, and never answer."""
     refuse_for_s: float = 0.0
@@ -58,23 +58,23 @@ class Rule:
     kill: bool = False
     """The sandbox that the request is about dies."""
     stream: Literal["", "cut", "no_end", "empty_end", "unavailable", "silent", "truncated"] = ""
-    """How a command's stream ends. `cut` and `silent` (nothing comes, for ever) begin at once; the
+    """How a command's stream ends. `cut` and `silent` (no data, for ever) take effect at once; the
     others let the command finish first. `truncated`: the second half of its output is missing."""
     twice: bool = False
-    """A replaying proxy: the command is run twice, the second run is answered."""
+    """As a replaying proxy: run the command twice and answer with the second run."""
     exit_code: Literal["", "empty", "absent", "unreadable"] = ""
-    """How the end of a command is told: as an empty string, not at all, or not yet readable."""
+    """How the end of a command is reported: as an empty string, not at all, or not readable yet."""
     state: str = ""
     """A sandbox made now is stuck in this state, or ends in it: `error`, `build_failed`."""
     state_s: float | None = None
     """How long it is stuck; None for ever."""
     upload: Literal["", "missing", "short"] = ""
-    """Answered as success, but the file is not there, or only its first half."""
+    """Answer success, but leave no file, or only its first half."""
     seen: int = 0
     hits: int = 0
 
     def meets(self, line: str, about: str = "") -> bool:
-        """Counts the request, and says whether it is one to break."""
+        """Count the request. Whether it is one to break."""
         if not re.search(self.match, line) or not re.search(self.about, about):
             return False
         self.seen += 1
@@ -87,7 +87,7 @@ class Rule:
 
 
 met_rule: ContextVar[Rule | None] = ContextVar("met_rule", default=None)
-"""What the request in hand has met: for handlers that break in ways of their own."""
+"""The rule that the current request has met, for handlers with faults of their own."""
 
 
 class Faults:
@@ -136,7 +136,7 @@ class Faults:
         return found
 
     async def apply(self, request: web.Request, rule: Rule) -> web.StreamResponse | None:
-        """The answer that this rule gives; None when it gives none of its own."""
+        """The answer that this rule gives; None if the rule defines none."""
         await asyncio.sleep(rule.delay_s)
         if rule.hang:
             await asyncio.Event().wait()
@@ -156,7 +156,7 @@ class Faults:
         return web.json_response(body, status=rule.status, headers=rule.headers)
 
     async def around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Middleware: what a rule names is broken, the control routes never are."""
+        """Middleware: break what a rule names, but never the control routes."""
         if request.path.startswith(CONTROL):
             return await handler(request)
         line = f"{request.method} {request.path}"
@@ -175,7 +175,7 @@ class Faults:
         return answer if answer is not None else done
 
     def routes(self) -> list[web.RouteDef]:
-        """`POST` adds a list of rules, `GET` shows them with their counts, `DELETE` forgets all."""
+        """`POST` adds a list of rules, `GET` shows them with their counts, `DELETE` removes all."""
 
         async def add(request: web.Request) -> web.Response:
             try:

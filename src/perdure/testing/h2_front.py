@@ -1,7 +1,7 @@
 """TLS and HTTP/2 in front of a double, as its service has them: `async with fronted(url, tls)`.
 
-Owns the wire alone. A rule's `goaway` is carried out here: the server says that it leaves, with the
-last request it has seen to, and closes. What speaks HTTP/1.1 is passed through.
+Owns only the protocol. It carries out a rule's `goaway`: the server sends GOAWAY with the last
+request that it has handled, and closes. HTTP/1.1 is passed through.
 """
 
 import asyncio

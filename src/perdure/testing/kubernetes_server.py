@@ -3,9 +3,9 @@
     python -m perdure.testing.kubernetes_server --state DIR --port 3988
     export KUBECONFIG=DIR/kubeconfig
 
-Kill it and start it again on the same DIR: it forgets nothing, and its pods live on. Faults are
-posted to `/__control/rules` (see `faults.Rule`). Not played: images, logs, port forwarding, SPDY,
-network policies and whatever is no pod.
+Kill it and start it again on the same DIR: it keeps its state, and its pods live on. Post faults
+to `/__control/rules` (see `faults.Rule`). Not played: images, logs, port forwarding, SPDY, network
+policies, and objects other than pods.
 """
 
 import asyncio
@@ -56,8 +56,8 @@ NO_NODE = "0/3 nodes are available: 3 Insufficient memory."
 
 
 class Containers(Guests):
-    """Boxes whose processes may write below their own `/proc`, as a container's may: the guest gives
-    commands another chance to be killed than its own. What is the host's there stays read-only."""
+    """Boxes whose processes may write below their own `/proc`, as in a container: the guest sets the
+    oom score of commands. The host's files there stay read-only."""
 
     def command(self, spec: SandboxSpec, box: Box) -> list[str]:
         argv = super().command(spec, box)
@@ -100,7 +100,7 @@ class KubernetesServer(Double):
 
     @property
     def kubeconfig(self) -> Path:
-        """A client's file for this server, written anew at each start."""
+        """The kubeconfig for this server, written at each start."""
         return self.state / "kubeconfig"
 
     @classmethod
@@ -156,7 +156,7 @@ class KubernetesServer(Double):
         name = pod["metadata"].get("name", "")
         if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", name):
             raise _refusal(422, "Invalid", f'Pod "{name}" is invalid: metadata.name')
-        self._check_quota(namespace, name)  # an admission: it comes before the name is looked at
+        self._check_quota(namespace, name)  # admission comes before the name is checked
         if self.sandboxes.read(_key(namespace, name)) is not None:
             raise _refusal(409, "AlreadyExists", f'pods "{name}" already exists')
         now, rule = time.time(), met_rule.get()
@@ -190,7 +190,7 @@ class KubernetesServer(Double):
         self._working[key].add_done_callback(lambda _: self._working.pop(key, None))
 
     async def _boot(self, key: str) -> None:
-        """As scheduler, kubelet and runtime do, up to the container's own command."""
+        """What scheduler, kubelet and runtime do until the container's command runs."""
         record = self.sandboxes.read(key)
         if record is None:
             return
@@ -261,7 +261,7 @@ class KubernetesServer(Double):
         return sorted(found, key=lambda record: record["key"])
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
-        """Each pod as it is, then each change, for as long as the caller asked."""
+        """Each pod, then each change, for as long as the caller asked."""
         seconds = float(request.query.get("timeoutSeconds", 300))
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         response.enable_chunked_encoding()
@@ -286,7 +286,7 @@ class KubernetesServer(Double):
         if "json-patch" in request.content_type:
             raise _refusal(415, "UnsupportedMediaType", "only merge patches are played")
         change = await request.json()
-        record = self._known(request)  # after the wait: others write it, too
+        record = self._known(request)  # read after the wait: other requests write it too
         before = record["pod"]["spec"].get("activeDeadlineSeconds")
         merged = _merged(record["pod"], change)
         after = merged["spec"].get("activeDeadlineSeconds")
@@ -318,18 +318,18 @@ class KubernetesServer(Double):
         await self._end(record)
 
     async def _end(self, record: Mapping[str, Any]) -> None:
-        """What is cut off half way is still known, and ended by the next."""
+        """Remove the pod. If this is interrupted, the pod is still known and the next call removes it."""
         await self.guests.kill(record["id"])
         if self._is_current(record):
             self.sandboxes.remove(record["key"])
 
     def _is_current(self, record: Mapping[str, Any]) -> bool:
-        """A pod of the same name may have come after it."""
+        """Whether it is still the pod of its name: a later one may have taken the name."""
         now = self.sandboxes.read(record["key"])
         return now is not None and now["id"] == record["id"]
 
     async def expire(self) -> None:
-        """Containers whose command is over are over; what was being made is made."""
+        """Note containers whose command has ended, and go on making the pods that were being made."""
         for record in self.sandboxes.all():
             status = record["pod"]["status"]
             if status["phase"] == "Pending" and record["key"] not in self._working:
@@ -352,13 +352,13 @@ class KubernetesServer(Double):
         await self._fall(record["key"], phase, state={"terminated": ended_as})
 
     async def _fall(self, key: str, phase: str, **fields: Any) -> None:
-        """Nothing of it runs afterwards; its object stays until it is deleted."""
+        """End its processes. Its object stays until it is deleted."""
         record = self._status(key, phase=phase, **fields)
         if record is not None:
             await self.guests.kill(record["id"])
 
     async def _break(self, record: dict[str, Any], how: str) -> None:
-        """What takes a running pod away: eviction, its memory, preemption, its node."""
+        """Remove a running pod as a cluster may: eviction, memory, preemption, a lost node."""
         if how == "OOMKilled":
             ended = {"exitCode": 137, "reason": "OOMKilled"}
             await self._fall(record["key"], "Failed", state={"terminated": ended})
@@ -369,7 +369,7 @@ class KubernetesServer(Double):
             self._save(record)
             await self._fall(record["key"], "Running", conditions=[condition])
         elif how == "NodeLost":
-            record["silent"] = True  # whatever runs on it runs on
+            record["silent"] = True  # its processes run on
             self._save(record)
         else:
             fields = {"reason": how, "message": FAILED.get(how, "")}
@@ -380,7 +380,7 @@ class KubernetesServer(Double):
         self.sandboxes.write(record["key"], record)
 
     def _status(self, key: str, **fields: Any) -> dict[str, Any] | None:
-        """The record with this status; None when it was deleted."""
+        """Set the status. The record; None if it was deleted."""
         record: dict[str, Any] | None = self.sandboxes.read(key)
         if record is None:
             return None
@@ -490,7 +490,7 @@ class KubernetesServer(Double):
         exec_id: str,
         rule: Rule | None,
     ) -> ExecStatus:
-        """Everything it writes, as it comes, until it ends."""
+        """Send all that it writes, until it ends."""
         at, nap = {"stdout": 0, "stderr": 0}, 0.01
         half = rule is not None and rule.stream == "truncated"
         while not socket.closed:
@@ -520,7 +520,7 @@ class KubernetesServer(Double):
 async def _hear(
     socket: web.WebSocketResponse, box: NamespaceSandbox, exec_id: str, wants_input: bool
 ) -> None:
-    """What the client sends is the command's standard input, until one of them ends."""
+    """Pass what the client sends to the command's standard input, until one of them ends."""
     if not wants_input:
         return
     fd = await _input_of(box, exec_id)
@@ -539,13 +539,13 @@ async def _hear(
                 except BlockingIOError:
                     await asyncio.sleep(0.005)
                 except BrokenPipeError:
-                    return  # the command has heard enough
+                    return  # the command has closed its standard input
     finally:
         os.close(fd)
 
 
 async def _input_of(box: NamespaceSandbox, exec_id: str) -> int | None:
-    """Once the command has opened its end: what is written and closed before is lost."""
+    """Wait until the command has opened its end: what is written before that is lost."""
     path = f"/proc/{pid_of(box, MAIN)}/root/tmp/.{exec_id}"
     while True:
         try:
@@ -573,7 +573,7 @@ def _key(namespace: str, name: str) -> str:
 
 
 def _kubeconfig(url: str) -> dict[str, Any]:
-    """YAML is what it is called; JSON is YAML."""
+    """As JSON, which is valid YAML."""
     name = "perdure"
     return {
         "apiVersion": "v1",
@@ -625,7 +625,7 @@ def _condition(kind: str, status: str, reason: str, message: str) -> dict[str, s
 
 
 def _is_true(text: str) -> bool:
-    """As Go reads it: clients differ."""
+    """Parsed as Go does, because clients differ."""
     return text in ("1", "t", "T", "true", "True", "TRUE")
 
 

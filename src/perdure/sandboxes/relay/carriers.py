@@ -169,12 +169,7 @@ class LogCarrier:
         return min(pause * 1.3, LONGEST_PAUSE_S)
 
     async def fetch(self, request_id: str) -> bytes | None:
-        try:
-            return await _patiently(
-                lambda: self._sandbox.get(f"{self._spool}/body/{request_id}", 0, LARGEST_BODY + 1)
-            )
-        except NotFound:
-            return None
+        return await _fetch(self._sandbox, self._spool, request_id)
 
     async def answer(self, head: JsonObject, body: bytes) -> None:
         name = f"{next(self._numbers):08d}.{self._sender}.piece"
@@ -219,6 +214,14 @@ async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
                 raise
             await asyncio.sleep(getattr(error, "retry_after", None) or pause)
             pause = min(pause * 2, 5.0)
+
+
+async def _fetch(sandbox: Sandbox, spool: str, request_id: str) -> bytes | None:
+    path = f"{spool}/body/{request_id}"
+    try:
+        return await _patiently(lambda: sandbox.get(path, 0, LARGEST_BODY + 1))
+    except NotFound:
+        return None
 
 
 _CUT = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
@@ -315,12 +318,7 @@ class DialCarrier:
             self._writer = None
 
     async def fetch(self, request_id: str) -> bytes | None:
-        try:
-            return await _patiently(
-                lambda: self._sandbox.get(f"{self._spool}/body/{request_id}", 0, LARGEST_BODY + 1)
-            )
-        except NotFound:
-            return None
+        return await _fetch(self._sandbox, self._spool, request_id)
 
     async def answer(self, head: JsonObject, body: bytes) -> None:
         if self._writer is None:

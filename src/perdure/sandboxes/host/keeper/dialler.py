@@ -10,9 +10,8 @@ def connect_and_hand_out(pid: str, port: str, channel: str) -> None:
     """All that the child does. Exit code 0 means that the socket was passed on."""
     holder = os.pidfd_open(int(pid))
     users = os.readlink(f"/proc/{pid}/ns/user") != os.readlink("/proc/self/ns/user")
-    if (
-        os.geteuid() != 0 and users
-    ):  # without root, the process may enter only namespaces of its own
+    if os.geteuid() != 0 and users:
+        # without root, the process may enter only namespaces of its own
         linux.enter(holder, linux.NEW_USERS)
     linux.enter(holder, linux.NEW_NETWORK)
     with socket.create_connection(("127.0.0.1", int(port)), timeout=10) as connected:

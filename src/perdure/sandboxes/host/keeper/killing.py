@@ -26,9 +26,8 @@ def removed(group: str) -> bool:
     try:
         for entry in os.scandir(group):
             if entry.is_dir():
-                with contextlib.suppress(
-                    FileNotFoundError
-                ):  # the process that kills the sandbox removes it too
+                with contextlib.suppress(FileNotFoundError):
+                    # the process that kills the sandbox removes it too
                     os.rmdir(entry.path)
         os.rmdir(group)
     except FileNotFoundError:

@@ -327,9 +327,8 @@ class DaytonaProvider(ServiceProvider):
                 seen, moved = (state, sdk.updated_at or ""), now
             stuck = now - moved > PATIENCE_S.get(state, STARTING_S) or now - began > BOOT_S
             if stuck or state in ENDED:
-                with contextlib.suppress(
-                    PerdureError
-                ):  # if the service refuses, the reaper deletes it
+                with contextlib.suppress(PerdureError):
+                    # if the service refuses, the reaper deletes it
                     await self.kill(identity)
                 why = f"it made no progress in {state}" if stuck else f"{state}: {sdk.error_reason}"
                 raise lost(self.name, identity, f"({why})")

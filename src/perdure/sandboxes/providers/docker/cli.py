@@ -58,9 +58,8 @@ async def call(
                 f"docker {what or arguments[0]} took more than {seconds:.0f} s"
             ) from None
         finally:
-            if (
-                process.returncode is None
-            ):  # this ends the client; the engine may carry the call out
+            if process.returncode is None:
+                # this ends the client; the engine may carry the call out
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await asyncio.shield(process.wait())

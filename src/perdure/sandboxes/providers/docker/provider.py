@@ -281,9 +281,8 @@ class DockerProvider(ServiceProvider):
         return error
 
     async def _adopt(self, found: Found) -> DockerSandbox:
-        if (
-            found.state == "created"
-        ):  # its creator died or is about to start it; starting twice does no harm
+        if found.state == "created":
+            # its creator died or is about to start it; starting twice does no harm
             try:
                 await cli.done("start", found.name, seconds=BOOT_S)
             except (Conflict, Missing) as error:

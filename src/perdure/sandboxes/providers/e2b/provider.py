@@ -115,9 +115,8 @@ class E2BSandbox(GuestSandbox):
             from e2b import CommandExitException
 
             try:
-                async with asyncio.timeout(
-                    seconds + SILENT_S
-                ):  # a stream without data never ends by itself
+                async with asyncio.timeout(seconds + SILENT_S):
+                    # a stream without data never ends by itself
                     done = await self.sdk.commands.run(
                         command, user="root", timeout=seconds, request_timeout=seconds, cwd="/"
                     )
