@@ -66,7 +66,7 @@ class ReadyPermits:
         return True
 
     async def is_up(self, identity: str) -> None:
-        await self._tell("stands", self._permit(identity))
+        await self._tell("ahead_started", self._permit(identity))
 
     async def refused(self, identity: str, error: RateLimited) -> None:
         holder = ready.owner(identity)

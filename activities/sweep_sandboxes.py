@@ -2,9 +2,10 @@
 
 from activities.shell import shell
 from activities.this_try import is_open
-from perdure.rollouts.messages import SweepRequest, Swept
+from perdure.rollouts.messages import SweepRequest
 from perdure.rollouts.services import Services
 from perdure.rollouts.sweep import sweep
+from perdure.sandboxes.reaper import SweepReport
 
 
 class SweepSandboxes:
@@ -12,6 +13,5 @@ class SweepSandboxes:
         self.services = services
 
     @shell("sweep_sandboxes")
-    async def sweep(self, request: SweepRequest) -> Swept:
-        swept = await sweep(self.services, is_open, request.grace_s)
-        return Swept(found=swept.found, kept=swept.kept, killed=swept.killed)
+    async def sweep(self, request: SweepRequest) -> SweepReport:
+        return await sweep(self.services, is_open, request.grace_s)

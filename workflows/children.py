@@ -1,4 +1,4 @@
-"""Starting a rollout as a child: the same id, attributes and summary as when a person starts it."""
+"""Starts a rollout as a child, with the same id, attributes and summary as when a person starts it."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Reading what came in and what went wrong: refusals by field name, causes by boundary."""
+"""Checks a workflow's input, and finds the cause and boundary of a failed activity."""
 
 import asyncio
 import sys
@@ -89,19 +89,19 @@ def _timed_out(error: ActivityError, cause: TimeoutError) -> Failure:
 
 
 def stop_if_cancelled() -> None:
-    """Raise CancelledError when somebody asked this workflow to stop.
+    """Raise CancelledError when this workflow has been told to stop.
 
-    To be called after an activity: one that ends well although it was told to stop takes the
-    request with it.
+    Call it after each activity: an activity that succeeds although it was told to stop uses up the
+    cancellation, and the workflow would go on.
     """
     if workflow.cancellation_reason() is not None:
         raise asyncio.CancelledError("the workflow was cancelled")
 
 
 def was_dropped() -> bool:
-    """In a `finally`: this worker forgets the workflow, which goes on elsewhere.
+    """In a `finally`: this worker is dropping the workflow, which goes on elsewhere.
 
-    There is nobody left to ask then: an `await` would run outside of the workflow, or not at all.
+    Do not `await` then: it would run outside of the workflow, or not at all.
     """
     return isinstance(sys.exception(), GeneratorExit)
 

@@ -19,7 +19,7 @@ MAX_WAIT_S = 30.0
 
 @workflow.defn(name=names.GROUP)
 class RolloutGroupWorkflow:
-    """Finishes at its quorum or deadline; stragglers are cancelled, or kept running on their own."""
+    """Ends at its quorum or deadline; stragglers are cancelled, or kept running on their own."""
 
     def __init__(self) -> None:
         self.episodes: list[EpisodeRef] = []

@@ -1,7 +1,7 @@
-"""RolloutWorkflow: one attempt of an agent at one instance, from boot to episode.
+"""RolloutWorkflow: one sample of an agent's work on one instance, from boot to episode.
 
-Ordering only. A rollout that fails *completes*, with its status and the boundary that failed; the
-workflow itself fails only on a refused input or a bug, so a red line means: someone must look.
+Ordering only. A rollout that fails *completes*, with its status and the boundary that failed. The
+workflow itself fails only on a refused input or a bug, so a red line in the Web UI needs a person.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ with workflow.unsafe.imports_passed_through():
         GradedPatch,
     )
     from perdure.types import AgentEnd, EpisodeRef, Failure, RolloutRequest, RolloutStatus
-    from workflows import policies
+    from workflows import activity_options
     from workflows.failures import failure_of, parse, stop_if_cancelled, type_of, was_dropped
-    from workflows.story import Story
+    from workflows.web_ui import RolloutPage
 
 Result = TypeVar("Result")
 
 MAX_EVICTIONS = 50
 ASK_AGAIN_S = 600.0
-"""Whoever waits so long for a sandbox asks again: the account's workflow may have been terminated."""
+"""After this wait for a permit the rollout asks again, in case the account's workflow was terminated."""
 CLEANING = ("destroy_sandbox", "emit_episode")
 
 
@@ -44,7 +44,7 @@ class RolloutWorkflow:
     """boot_sandbox -> run_agent -> capture_diff -> grade_in_fresh_sandbox -> emit_episode."""
 
     def __init__(self) -> None:
-        self.story = Story()
+        self.page = RolloutPage()
         self.evictions = 0
         self.attempt = 0
         self.grants: set[str] = set()
@@ -52,7 +52,7 @@ class RolloutWorkflow:
     @workflow.run
     async def run(self, request: Any = None) -> EpisodeRef:
         rollout = parse(RolloutRequest, request)
-        self.story.open(rollout)
+        self.page.open(rollout)
         cancelled = False
         try:
             ending = await self._play(rollout)
@@ -60,10 +60,10 @@ class RolloutWorkflow:
             cancelled = True
             ending = RolloutStatus.CANCELLED, None
         if isinstance(ending, EpisodeRef):
-            self.story.close(ending)
+            self.page.close(ending)
             return ending
         episode = await _to_the_end(self._emit(rollout, *ending))
-        self.story.close(episode)
+        self.page.close(episode)
         if cancelled:
             raise asyncio.CancelledError("the rollout was cancelled; its episode is in the store")
         return episode
@@ -75,13 +75,13 @@ class RolloutWorkflow:
 
     @workflow.query
     def state(self) -> dict[str, Any]:
-        """Where the rollout stands: for people and for `perdure status`."""
-        return self.story.state()
+        """How far the rollout is: for people and for `perdure status`."""
+        return self.page.state()
 
     async def _play(
         self, rollout: RolloutRequest
     ) -> EpisodeRef | tuple[RolloutStatus, Failure | None]:
-        """Raises: CancelledError, whatever it was that the cancellation interrupted."""
+        """Raises: CancelledError, whichever stage the cancellation interrupted."""
         failure: Failure | None = None
         for _ in range(rollout.max_attempts):
             self.attempt += 1
@@ -90,7 +90,7 @@ class RolloutWorkflow:
             except ActivityError as error:
                 stop_if_cancelled()
                 failure = failure_of(error)
-                self.story.lost(self.attempt, failure)
+                self.page.lost(self.attempt, failure)
                 if failure.type != SANDBOX_LOST:
                     break
         return RolloutStatus.FAILED, failure
@@ -102,7 +102,7 @@ class RolloutWorkflow:
         host: str | None = None
         clean = False
         try:
-            self.story.stage("boot", self.attempt)
+            self.page.stage("boot", self.attempt)
             booted = await self._boot(attempt)
             if booted.done is not None or booted.expired:
                 clean = True
@@ -110,7 +110,7 @@ class RolloutWorkflow:
             host = booted.host
             self.attempt = booted.attempt or self.attempt
             attempt = Attempt(request=rollout, attempt=self.attempt)
-            self.story.booted(booted)
+            self.page.booted(booted)
             stop_if_cancelled()
             run = await self._run_agent(attempt, host)
             stop_if_cancelled()
@@ -128,8 +128,8 @@ class RolloutWorkflow:
 
     async def _boot(self, attempt: Attempt) -> Booted:
         summary = f"{attempt.request.sandbox} · attempt {attempt.attempt}"
-        options = policies.described(
-            policies.boot(attempt.request), summary, f"boot-{attempt.attempt}"
+        options = activity_options.described(
+            activity_options.boot(attempt.request), summary, f"boot-{attempt.attempt}"
         )
         while True:
             booted = await self._do("boot_sandbox", attempt, Booted, options)
@@ -141,8 +141,8 @@ class RolloutWorkflow:
             attempt = attempt.model_copy(update={"permit": permit})
 
     async def _granted(self, step: str, expires_at: float | None = None) -> bool:
-        """Wait for this rollout's turn on a metered account. False: time to ask again."""
-        self.story.waits(step)
+        """Wait for a permit of a metered account. False: the wait was too long, so ask again."""
+        self.page.waits(step)
         patience = ASK_AGAIN_S
         if expires_at is not None:
             patience = max(0.0, min(patience, expires_at - workflow.time() + 1))
@@ -157,23 +157,23 @@ class RolloutWorkflow:
 
     async def _run_agent(self, attempt: Attempt, host: str | None) -> AgentRun:
         rollout = attempt.request
-        self.story.stage("agent", attempt.attempt)
+        self.page.stage("agent", attempt.attempt)
         summary = f"{rollout.agent} · {rollout.agent_budget_s:.0f} s budget"
-        options = policies.described(
-            policies.run_agent(rollout, host), summary, f"agent-{attempt.attempt}"
+        options = activity_options.described(
+            activity_options.run_agent(rollout, host), summary, f"agent-{attempt.attempt}"
         )
         run = await self._do("run_agent", attempt, AgentRun, options)
-        self.story.agent(run)
+        self.page.agent(run)
         return run
 
     async def _capture(self, attempt: Attempt, host: str | None) -> Captured:
-        options = policies.described(
-            policies.capture(attempt.request, host),
+        options = activity_options.described(
+            activity_options.capture(attempt.request, host),
             "git diff against the base",
             f"capture-{attempt.attempt}",
         )
         captured = await self._do("capture_diff", attempt, Captured, options)
-        self.story.captured(captured)
+        self.page.captured(captured)
         while captured.waits_for:
             stop_if_cancelled()
             if await self._granted(captured.waits_for):
@@ -182,14 +182,14 @@ class RolloutWorkflow:
         return captured
 
     async def _grade(self, attempt: Attempt) -> GradedPatch:
-        self.story.stage("grade", attempt.attempt)
-        # A reset workflow has a new run id, and so grades anew instead of finding the old verdict.
+        self.page.stage("grade", attempt.attempt)
+        # A reset workflow has a new run id, so it grades again instead of finding the old verdict.
         attempt = attempt.model_copy(update={"workflow_run_id": workflow.info().run_id})
-        options = policies.described(
-            policies.grade(attempt.request), "hidden tests in a fresh sandbox", "grade"
+        options = activity_options.described(
+            activity_options.grade(attempt.request), "hidden tests in a fresh sandbox", "grade"
         )
         graded = await self._do("grade_in_fresh_sandbox", attempt, GradedPatch, options)
-        self.story.graded(graded)
+        self.page.graded(graded)
         return graded
 
     async def _emit(
@@ -204,12 +204,12 @@ class RolloutWorkflow:
             failure=failure,
             started_at=workflow.info().start_time.timestamp(),
         )
-        options = policies.described(policies.emit(rollout), status.value, "emit")
+        options = activity_options.described(activity_options.emit(rollout), status.value, "emit")
         return await self._do("emit_episode", ending, EpisodeRef, options)
 
     async def _destroy(self, attempt: Attempt, host: str | None) -> None:
-        options = policies.described(
-            policies.destroy(attempt.request, host),
+        options = activity_options.described(
+            activity_options.destroy(attempt.request, host),
             "leave no sandbox behind",
             f"destroy-{attempt.attempt}",
         )
@@ -221,7 +221,7 @@ class RolloutWorkflow:
     async def _do(
         self, activity: str, argument: Any, result: type[Result], options: dict[str, Any]
     ) -> Result:
-        """Run an activity; when its worker is told to stop, dispatch it again elsewhere."""
+        """Run an activity; if its worker is told to stop, dispatch it again to another one."""
         while True:
             try:
                 done: Result = await workflow.execute_activity(
@@ -234,11 +234,11 @@ class RolloutWorkflow:
                 if activity not in CLEANING:
                     stop_if_cancelled()
                 self.evictions += 1
-                self.story.evicted(self.evictions)
+                self.page.evicted(self.evictions)
 
 
 async def _to_the_end(cleaning: Coroutine[Any, Any, Result]) -> Result:
-    """The result, even when the workflow is cancelled meanwhile: this work is never called off."""
+    """The result, even if the workflow is cancelled meanwhile: this work is never cancelled."""
     work = asyncio.create_task(cleaning)
     while not work.done():
         with contextlib.suppress(asyncio.CancelledError):
@@ -247,12 +247,12 @@ async def _to_the_end(cleaning: Coroutine[Any, Any, Result]) -> Result:
 
 
 def _agent_failure(run: AgentRun) -> Failure:
-    said = {
+    what = {
         AgentEnd.NEVER_CALLED_MODEL: "the agent ended without one model call",
         AgentEnd.CRASHED: "the agent crashed",
     }[run.end]
     return Failure(
         boundary=Boundary.AGENT,
         type="AgentError",
-        message=f"{said}: {run.detail}" if run.detail else said,
+        message=f"{what}: {run.detail}" if run.detail else what,
     )

@@ -1,8 +1,9 @@
-"""The rollouts in flight of one run: starts the next when there is room, pauses, resizes, counts."""
+"""The rollouts in flight of one run: starts the next when there is room, and counts how they end."""
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
 
 from temporalio import workflow
 from temporalio.exceptions import FailureError, is_cancelled_exception
@@ -11,33 +12,86 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import names
     from perdure.client import search_attributes as attributes
     from perdure.rollouts.messages import ACTION_NEEDED, Page, PageRequest
-    from perdure.types import EpisodeRef, GroupRequest, RolloutStatus, RunRequest
-    from workflows import policies
+    from perdure.types import EpisodeRef, GroupRequest, RolloutStatus, RunRequest, RunStatus
+    from workflows import activity_options
     from workflows.children import play_rollout, summary_of
     from workflows.failures import stop_if_cancelled, was_dropped
 
 PAGE = 100
+"""Instances that one activity loads."""
 STILL_RUNNING = "running"
 """Counted in the place of a status: stragglers that outlive their group."""
 
 
+@dataclass
+class Throttle:
+    """How many rollouts may be in flight: set by a person's updates, read by the window."""
+
+    concurrency: int = 0
+    paused: bool = False
+    attention: str = ""
+    """Why the window paused itself: a failure that only a person can cure."""
+
+    def set_paused(self, paused: bool) -> None:
+        self.paused = paused
+        if not paused:
+            self.attention = ""
+
+    def stop_for(self, attention: str) -> None:
+        self.paused, self.attention = True, attention
+
+
+@dataclass
+class Counts:
+    """Rollouts of a run or of a part of it, by how far they are."""
+
+    started: int = 0
+    done: int = 0
+    running: int = 0
+    by_status: Counter[str] = field(default_factory=Counter)
+    by_outcome: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, parts: "Iterable[Counts | RunStatus]") -> "Counts":
+        """The sum."""
+        total = cls()
+        for part in parts:
+            total.started += part.started
+            total.done += part.done
+            total.running += part.running
+            total.by_status.update(part.by_status)
+            total.by_outcome.update(part.by_outcome)
+        return total
+
+    def status(
+        self, run_id: str, state: str, total: int, concurrency: int, attention: str = ""
+    ) -> RunStatus:
+        """`total`: rollouts that are planned."""
+        return RunStatus(
+            run_id=run_id,
+            state=state,
+            total=total,
+            started=self.started,
+            done=self.done,
+            running=self.running,
+            concurrency=concurrency,
+            attention=attention,
+            by_status=dict(self.by_status),
+            by_outcome=dict(self.by_outcome),
+        )
+
+
 class Window:
-    """Plays instances [start, stop) of a run, `concurrency` rollouts at a time.
+    """Plays instances [start, stop) of a run, `throttle.concurrency` rollouts at a time.
 
     A failure that only a person can cure (configuration, quota) pauses the window instead of
     failing every rollout behind it.
     """
 
-    def __init__(self, run: RunRequest, concurrency: int) -> None:
+    def __init__(self, run: RunRequest, throttle: Throttle) -> None:
         self.run = run
-        self.concurrency = concurrency
-        self.paused = False
-        self.attention = ""
-        self.started = 0
-        self.done = 0
-        self.in_flight = 0
-        self.by_status: Counter[str] = Counter()
-        self.by_outcome: Counter[str] = Counter()
+        self.throttle = throttle
+        self.counts = Counts()
         self.nothing_left_to_start = False
 
     async def play(self, start: int, stop: int) -> None:
@@ -46,8 +100,8 @@ class Window:
         try:
             async for instance in self._instances(start, stop):
                 await workflow.wait_condition(lambda: self._has_room(weight))
-                self.started += weight
-                self.in_flight += weight
+                self.counts.started += weight
+                self.counts.running += weight
                 task = asyncio.create_task(self._play_instance(instance))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
@@ -60,19 +114,11 @@ class Window:
             if left:
                 await asyncio.gather(*left, return_exceptions=True)
 
-    def resize(self, concurrency: int) -> None:
-        self.concurrency = concurrency
-
-    def pause(self) -> None:
-        self.paused = True
-
-    def resume(self) -> None:
-        self.paused, self.attention = False, ""
-
     def _has_room(self, weight: int) -> bool:
-        if self.paused:
+        if self.throttle.paused:
             return False
-        return self.in_flight == 0 or self.in_flight + weight <= self.concurrency
+        running = self.counts.running
+        return running == 0 or running + weight <= self.throttle.concurrency
 
     async def _instances(self, start: int, stop: int) -> AsyncIterator[str]:
         for first in range(start, stop, PAGE):
@@ -81,7 +127,9 @@ class Window:
                 "load_page",
                 request,
                 result_type=Page,
-                **policies.described(policies.bookkeeping(), f"instances from {first}"),
+                **activity_options.described(
+                    activity_options.bookkeeping(), f"instances from {first}"
+                ),
             )
             stop_if_cancelled()
             for instance in page.instances:
@@ -102,7 +150,7 @@ class Window:
             )
             await self._play_group(group)
         finally:
-            self.in_flight -= self.run.n_samples
+            self.counts.running -= self.run.n_samples
 
     async def _play_group(self, group: GroupRequest) -> None:
         try:
@@ -118,20 +166,20 @@ class Window:
         except (FailureError, asyncio.CancelledError) as error:
             cancelled = is_cancelled_exception(error)
             status = RolloutStatus.CANCELLED if cancelled else RolloutStatus.FAILED
-            # Without a result; what some of them came to, the store knows when the run ends.
-            self.done += group.n_samples
-            self.by_status[status.value] += group.n_samples
+            # The group has no result. The store knows how each of its rollouts ended; `finish_run`
+            # reads that when the run ends.
+            self.counts.done += group.n_samples
+            self.counts.by_status[status.value] += group.n_samples
             return
         for episode in result["episodes"]:
             self._count(EpisodeRef.model_validate(episode))
         if kept := group.n_samples - len(result["episodes"]):
-            self.by_status[STILL_RUNNING] += kept
+            self.counts.by_status[STILL_RUNNING] += kept
 
     def _count(self, episode: EpisodeRef) -> None:
-        self.done += 1
-        self.by_status[episode.status.value] += 1
+        self.counts.done += 1
+        self.counts.by_status[episode.status.value] += 1
         if episode.outcome is not None:
-            self.by_outcome[episode.outcome.value] += 1
+            self.counts.by_outcome[episode.outcome.value] += 1
         if episode.failure is not None and episode.failure.type in ACTION_NEEDED:
-            self.paused = True
-            self.attention = episode.failure.message
+            self.throttle.stop_for(episode.failure.message)

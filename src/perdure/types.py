@@ -65,7 +65,7 @@ InstanceRef = Annotated[str, StringConstraints(pattern=INSTANCE_REF)]
 
 
 class LimitChanges(Request):
-    """Limits that differ from the rollout's in one phase; absent: as there."""
+    """Limits of one phase that differ from the rollout's; an absent one is the rollout's."""
 
     memory_mb: int | None = Field(None, ge=64)
     cpus: float | None = Field(None, gt=0)
@@ -75,7 +75,7 @@ class LimitChanges(Request):
 
 
 class Phase(Request):
-    """What is different about the sandbox of one phase; absent: as the rollout says."""
+    """How the sandbox of one phase differs; an absent field is as the rollout says."""
 
     provider: str | None = None
     """A name of the sandbox registry, or a dotted path."""
@@ -84,20 +84,23 @@ class Phase(Request):
     """`none`: the gateway and nothing else. `host`: everything the host or the service reaches."""
 
 
-PhaseName = Literal["boot", "agent", "grade"]
+PhaseName = Literal["environment", "agent", "grade"]
+"""What a sandbox is for."""
 
 
 class Phases(Request):
-    """The sandboxes of a rollout, phase by phase.
+    """The sandboxes of a rollout, by what they are for.
 
     Example:
         {"agent": {"limits": {"memory_mb": 8192}}, "grade": {"provider": "podman"}}
     """
 
-    boot: Phase = Phase()
+    environment: Phase = Phase()
     """The sandbox in which an environment's install lines run, with the host's network."""
     agent: Phase = Phase()
+    """The sandbox that the boot stage makes, in which the agent works."""
     grade: Phase = Phase()
+    """The fresh sandbox in which the tests run."""
 
 
 # --- instances -------------------------------------------------------------------------------
@@ -160,7 +163,7 @@ class Instance(Frozen):
     """One problem: repository state, problem statement, environment and grader.
 
     Stored at `instances/<dataset>/<instance_id>.json`. `gold_patch` and `grading` never enter
-    the agent's sandbox (except for the `oracle` agent, whose whole point is the gold patch).
+    the agent's sandbox, except for the `oracle` agent, which applies the gold patch.
 
     Example:
         Instance(instance_id="click-8.1.3", dataset="first-steps", data_source="release-pair",
@@ -182,7 +185,7 @@ class Instance(Frozen):
     grading: Grading = Grading()
     gold_patch: Bytes = b""
     phases: Phases = Phases()
-    """What the sandboxes of this instance need, where a request does not say otherwise."""
+    """What the sandboxes of this instance need, unless a request says otherwise."""
     created_at: str | None = None
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 
@@ -206,13 +209,13 @@ class Limits(Request):
 
 
 class AccountCaps(Request):
-    """What an account of a sandbox provider may do at once; absent: found out by being refused."""
+    """Caps of a sandbox provider's account; an absent one is found out by refusals."""
 
     live: int | None = Field(None, ge=1)
     """Sandboxes that exist at the same time."""
     creates_per_s: float | None = Field(None, gt=0)
     starting: int | None = Field(None, ge=1)
-    """Sandboxes that are being made at the same time."""
+    """Sandboxes that are being created at the same time."""
 
 
 class Sampling(Request):
@@ -227,7 +230,7 @@ class Sampling(Request):
 
 
 class RolloutRequest(Request):
-    """One attempt of an agent at one instance: the input of `RolloutWorkflow`.
+    """One sample of an agent's work on one instance: the input of `RolloutWorkflow`.
 
     Example:
         {"run_id": "try-1", "instance": "first-steps/click-8.1.3", "agent": "oracle"}
@@ -244,15 +247,15 @@ class RolloutRequest(Request):
     """A name of the sandbox registry, or a dotted path."""
     model: str = "policy"
     policy_version: int | None = Field(None, ge=0)
-    """The policy version that the rollout is to be sampled by, as far as the caller knows."""
+    """The policy version that should sample the rollout, if the caller knows it."""
     max_staleness: int | None = Field(None, ge=0)
-    """Only versions from `policy_version` to that many later may sample it; absent: any may.
+    """How many versions newer than `policy_version` may sample it; 0: none, absent: any version may.
 
-    All samples of a group share both. 0: `policy_version` alone."""
+    All samples of a group share both."""
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     phases: Phases = Phases()
-    """Where a phase's sandbox differs from `sandbox` and `limits`; wins over the instance's own."""
+    """Where a phase's sandbox differs from `sandbox` and `limits`; overrides the instance's own."""
     agent_budget_s: float = Field(1800.0, gt=0)
     """Wall-clock budget of the agent (slime: SWE_TIME_BUDGET_SEC)."""
     grade_timeout_s: float | None = Field(None, gt=0)
@@ -260,11 +263,11 @@ class RolloutRequest(Request):
     max_attempts: int = Field(3, ge=1, le=10)
     """Sandboxes a rollout may lose before it fails."""
     heartbeat_timeout_s: float = Field(30.0, ge=2)
-    """A dead worker's agent is re-attached after this long, at the latest."""
+    """Seconds after which another worker re-attaches to the agent of a dead one, at the latest."""
     grade_empty_patch: bool | None = None
-    """Run the tests even when the agent changed nothing (OpenHands: allow_skip_eval=False).
+    """Run the tests even if the agent changed nothing (OpenHands: allow_skip_eval=False).
 
-    Absent: as the agent says; only `nop` does, whose whole point is the verdict on the base."""
+    Absent: as the agent says; only `nop` does, to get the verdict on the base."""
     expires_at: float | None = None
     """Unix seconds after which a rollout that has not booted ends as `expired`."""
     schema_version: Literal[1] = 1
@@ -464,7 +467,7 @@ class Failure(Frozen):
 
 
 class EpisodeRef(Frozen):
-    """What a workflow returns for a rollout: under 500 bytes, the rest lies in the store."""
+    """What a workflow returns for a rollout: under 500 bytes; the rest is in the store."""
 
     uri: str
     instance_id: str
@@ -485,6 +488,27 @@ class EpisodeRef(Frozen):
     policy_version_max: int | None = None
 
 
+class RunStatus(Frozen):
+    """How far a run is.
+
+    `state`: starting, running, paused, attention or finishing, as its workflow says; done,
+    cancelled, failed or terminated when that is closed.
+    """
+
+    run_id: str
+    state: str
+    total: int = 0
+    """Rollouts that are planned."""
+    started: int = 0
+    done: int = 0
+    running: int = 0
+    concurrency: int = 0
+    attention: str = ""
+    """Why the run has paused itself."""
+    by_status: dict[str, int] = Field(default_factory=dict)
+    by_outcome: dict[str, int] = Field(default_factory=dict)
+
+
 # --- trajectories ----------------------------------------------------------------------------
 
 
@@ -503,7 +527,7 @@ class VersionSpan(Frozen):
 
 
 class EngineSpan(Frozen):
-    """Tokens [start, end) of a completion came from this engine, in its so-many-th boot."""
+    """Tokens [start, end) of a completion came from this generation of this engine."""
 
     engine: str
     generation: int
@@ -517,9 +541,9 @@ class Purpose(StrEnum):
     STEP = "step"
     """The agent's next step: trained."""
     COMPACTION = "compaction"
-    """A summary of its own history, from which it goes on: trained, a branch of its own."""
+    """A summary of its own history, from which it continues: trained, a branch of its own."""
     SIDE = "side"
-    """A title, a topic, a probe: nothing the task's outcome hangs on. Recorded, never trained."""
+    """A title, a topic, a probe: the outcome does not depend on it. Recorded, never trained."""
 
 
 class TurnFacts(Frozen):
@@ -615,8 +639,7 @@ class Segment(Frozen):
 
     @property
     def policy_version_min(self) -> int | None:
-        """The oldest version of its trained tokens; -1 where nobody knows that of some, None where
-        of all."""
+        """The oldest version of its trained tokens; -1: some are unknown, None: all are unknown."""
         return min(self._trained_versions(), default=None)
 
     @property

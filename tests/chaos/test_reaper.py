@@ -17,8 +17,9 @@ from temporalio.testing import ActivityEnvironment
 from activities.sweep_sandboxes import SweepSandboxes
 from perdure.client import names
 from perdure.home import host_of
-from perdure.rollouts.messages import SweepRequest, Swept
+from perdure.rollouts.messages import SweepRequest
 from perdure.rollouts.services import Services
+from perdure.sandboxes.reaper import SweepReport
 from tests.stack.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -80,7 +81,11 @@ async def test_a_young_sandbox_is_not_judged(stack: Stack) -> None:
     await stack.handle(request).terminate()
     host = host_of(stack.settings)
     result = await stack.client.execute_workflow(
-        names.REAPER, host, id="sweep-now", task_queue=names.WORKFLOWS_QUEUE, result_type=Swept
+        names.REAPER,
+        host,
+        id="sweep-now",
+        task_queue=names.WORKFLOWS_QUEUE,
+        result_type=SweepReport,
     )
 
     assert (result.killed, result.kept) == (0, 1)

@@ -32,10 +32,11 @@ from perdure.client.api import Perdure
 from perdure.episodes.episode import Episode
 from perdure.episodes.files import read_episode
 from perdure.home import host_of
-from perdure.rollouts.messages import SweepRequest, Swept
+from perdure.rollouts.messages import SweepRequest
 from perdure.sandboxes.base import identity_of
 from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.reaper import SweepReport
 from perdure.settings.tree import Settings
 from perdure.stack import ports, readiness
 from perdure.stack.children import ChildSpec
@@ -273,15 +274,15 @@ class Stack:
 
         await until(arrived, f"{len(wanted)} calls are held")
 
-    async def sweep(self, grace_s: float) -> Swept:
+    async def sweep(self, grace_s: float) -> SweepReport:
         """One real sweep by the real worker of this host."""
-        result: Swept = await self.client.execute_activity(
+        result: SweepReport = await self.client.execute_activity(
             "sweep_sandboxes",
             SweepRequest(grace_s=grace_s),
             id=f"sweep-{uuid4().hex}",
             task_queue=names.host_queue(host_of(self.settings)),
             start_to_close_timeout=timedelta(minutes=1),
-            result_type=Swept,
+            result_type=SweepReport,
         )
         return result
 

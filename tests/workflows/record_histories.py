@@ -28,7 +28,7 @@ from perdure.types import AccountCaps, AgentEnd, GroupRequest, RolloutRequest, R
 from tests.workflows import dev_server
 from tests.workflows.stages import Stages
 from workers.orchestration import checking_runner, workflow_worker
-from workflows.story import SAY_STAGE_AFTER
+from workflows.web_ui import LIST_STAGE_AFTER
 
 FOLDER = Path(__file__).parent / "histories"
 HOST = "host-1"
@@ -52,7 +52,7 @@ async def slow_agent(client: Client, stages: Stages) -> Handle:
     """Long enough for its stage to be listed."""
 
     async def slowly(_: Any) -> AgentRun:
-        await asyncio.sleep(SAY_STAGE_AFTER.total_seconds() + 1)
+        await asyncio.sleep(LIST_STAGE_AFTER.total_seconds() + 1)
         return AgentRun(end=AgentEnd.FINISHED, turns=4)
 
     stages.override["run_agent"] = slowly
@@ -212,7 +212,7 @@ async def account_ready(client: Client, stages: Stages) -> Handle:
     for number, then in ((1, "wish"), (2, "taken")):
         permit = ReadyPermit(holder=f"ready/{number}", provider="service")
         await handle.execute_update("reserve", permit)
-        await handle.signal("stands", permit)
+        await handle.signal("ahead_started", permit)
         if then == "wish":
             asked = Asked(holder="nobody", run="r1", step="1-agent", caps=caps)
             await handle.signal("ask", asked)

@@ -186,7 +186,7 @@ async def test_a_sandbox_booted_ahead_gives_way_to_who_waits(
     await holding(client, first)
     await keeper.signal("release", first)
     await keeper.execute_update("reserve", ready)
-    await keeper.signal("stands", ready)
+    await keeper.signal("ahead_started", ready)
     with pytest.raises(WorkflowUpdateFailedError):
         await keeper.execute_update("reserve", ReadyPermit(holder="ready/p-2", provider="e2b"))
     await ask(client, second)
@@ -206,7 +206,7 @@ async def test_a_sandbox_booted_ahead_takes_its_permit_along(
     await holding(client, first)
     await keeper.signal("release", first)
     await keeper.execute_update("reserve", ready)
-    await keeper.signal("stands", ready)
+    await keeper.signal("ahead_started", ready)
     taken = Taken(ready=ready.holder, holder=first, run="r", step="1-agent")
     await keeper.signal("taken", taken)
     await holding(client, first)

@@ -8,7 +8,7 @@ import pytest
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 from temporalio.exceptions import ApplicationError, CancelledError
 
-import workflows.story
+import workflows.web_ui
 from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure
@@ -51,7 +51,7 @@ async def test_a_good_rollout_runs_each_stage_once(client: Client, stages: Stage
 @pytest.fixture
 def no_stage_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the host is: a rollout that should be quick is."""
-    monkeypatch.setattr(workflows.story, "SAY_STAGE_AFTER", timedelta(hours=1))
+    monkeypatch.setattr(workflows.web_ui, "LIST_STAGE_AFTER", timedelta(hours=1))
 
 
 @pytest.mark.usefixtures("no_stage_lasts")

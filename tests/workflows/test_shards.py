@@ -7,12 +7,12 @@ import pytest
 from temporalio import workflow
 from temporalio.client import Client, WorkflowFailureError
 
-from perdure.client import names
 from perdure.client.api import Perdure
 from perdure.types import RunRequest
 from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.gate import Gate
 from tests.workflows.stages import Stages
+from workflows.run import RunShardWorkflow
 
 RUN = RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
 FIRST = f"{RUN.workflow_id}/shard/0"
@@ -34,10 +34,10 @@ async def test_a_pause_reaches_a_shard_that_is_being_started(
     """Its parent is not told of its start before the pause: it hears of the pause all the same."""
     start = workflow.start_child_workflow
 
-    async def late(name: str, *arguments: Any, **options: Any) -> Any:
-        handle = await start(name, *arguments, **options)
-        if name == names.SHARD:
-            await workflow.wait_condition(lambda: workflow.instance().paused)
+    async def late(run: Any, *arguments: Any, **options: Any) -> Any:
+        handle = await start(run, *arguments, **options)
+        if run is RunShardWorkflow.run:
+            await workflow.wait_condition(lambda: workflow.instance().throttle.paused)
         return handle
 
     monkeypatch.setattr(workflow, "start_child_workflow", late)

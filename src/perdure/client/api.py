@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import Field
 from temporalio.client import (
     Client,
     WorkflowExecution,
@@ -36,7 +35,7 @@ from perdure.client import search_attributes as attributes
 from perdure.client.connection import connect
 from perdure.client.host_variables import rollout_with_defaults, run_with_defaults
 from perdure.errors import Cancelled, NoResult, NotFound
-from perdure.types import EpisodeRef, Frozen, GroupRequest, RolloutRequest, RunRequest
+from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RunRequest, RunStatus
 
 Result = TypeVar("Result")
 
@@ -44,32 +43,18 @@ PASSING = {
     RPCStatusCode.UNAVAILABLE,
     RPCStatusCode.RESOURCE_EXHAUSTED,
     RPCStatusCode.DEADLINE_EXCEEDED,
-    RPCStatusCode.CANCELLED,  # by the server, as it ends or begins: ours is asyncio's
+    RPCStatusCode.CANCELLED,  # by a server that starts or stops; our own is asyncio's
 }
 """Statuses that say "not now": the wait goes on."""
 UNDECIDED = "closed before WorkflowTaskStarted"
 FAILING = "Workflow Task in failed state"
-"""What no wait for a worker mends; a query is told so with FAILED_PRECONDITION, as all that one may."""
+"""Waiting does not cure it. A query gets it with FAILED_PRECONDITION, the status of passing troubles
+too, so only the message tells them apart."""
 NO_WORKER, CODE_FAILS = "no worker answers", "its workflow code fails"
-"""States of a run that is open, of which nothing else is known."""
-
+"""States of an open run whose workflow cannot answer."""
 
 QUERY_TRIES = 4
-
-
-class RunProgress(Frozen):
-    """How far a run is. `state`: starting, running, paused, attention, finishing, done, cancelled."""
-
-    run_id: str
-    state: str
-    total: int = 0
-    started: int = 0
-    done: int = 0
-    running: int = 0
-    concurrency: int = 0
-    attention: str = ""
-    by_status: dict[str, int] = Field(default_factory=dict)
-    by_outcome: dict[str, int] = Field(default_factory=dict)
+"""A busy worker may need a while to replay a closed run."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +67,7 @@ class RolloutInfo:
     agent: str
     stage: str
     execution: str
-    """Temporal's own word: Running, Completed, Canceled, Failed, Terminated."""
+    """Temporal's own name: Running, Completed, Canceled, Failed, Terminated."""
     outcome: str
     attempt: int
     seconds: float
@@ -199,27 +184,27 @@ class RunHandle:
         self.run_id = run_id
         self.handle = handle
 
-    async def progress(self) -> RunProgress:
-        """Where the run stands. A closed run answers from its result."""
+    async def progress(self) -> RunStatus:
+        """How far the run is. A closed run answers from its result."""
         described = await _described(self.handle, f"run '{self.run_id}'")
         if described.status is WorkflowExecutionStatus.RUNNING:
             try:
                 status = await self.handle.query("status", result_type=dict)
-                return RunProgress.model_validate(status)
+                return RunStatus.model_validate(status)
             except RPCError as error:
-                if not _unasked(error) and FAILING not in error.message:
+                if not _unanswered(error) and FAILING not in error.message:
                     raise
                 state = CODE_FAILS if FAILING in error.message else NO_WORKER
-                return RunProgress(run_id=self.run_id, state=state)
+                return RunStatus(run_id=self.run_id, state=state)
         return await self._closed(described.status)
 
-    async def _closed(self, status: WorkflowExecutionStatus | None) -> RunProgress:
+    async def _closed(self, status: WorkflowExecutionStatus | None) -> RunStatus:
         if status is not WorkflowExecutionStatus.COMPLETED:
             return await self._broken_off(status)
         summary = await self.handle.result()
         by_status = summary.get("by_status", {})
         running = by_status.get("running", 0)  # kept stragglers
-        return RunProgress(
+        return RunStatus(
             run_id=self.run_id,
             state="done",
             total=summary["rollouts"],
@@ -230,18 +215,22 @@ class RunHandle:
             by_outcome=summary.get("by_outcome", {}),
         )
 
-    async def _broken_off(self, status: WorkflowExecutionStatus | None) -> RunProgress:
-        """A run without a result: how far it had come, where a worker can still tell."""
-        state = "cancelled" if status is WorkflowExecutionStatus.CANCELED else _word(status).lower()
-        for _ in range(QUERY_TRIES):  # a busy worker may need a while to replay a closed run
+    async def _broken_off(self, status: WorkflowExecutionStatus | None) -> RunStatus:
+        """A run without a result: how far it came, if a worker can still tell."""
+        state = (
+            "cancelled"
+            if status is WorkflowExecutionStatus.CANCELED
+            else _execution_name(status).lower()
+        )
+        for _ in range(QUERY_TRIES):
             try:
                 told = await self.handle.query("status", result_type=dict)
             except (RPCError, WorkflowQueryFailedError):
                 await asyncio.sleep(0.5)
                 continue
-            stood = RunProgress.model_validate(told)
-            return stood.model_copy(update={"run_id": self.run_id, "state": state, "running": 0})
-        return RunProgress(run_id=self.run_id, state=state)
+            last = RunStatus.model_validate(told)
+            return last.model_copy(update={"run_id": self.run_id, "state": state, "running": 0})
+        return RunStatus(run_id=self.run_id, state=state)
 
     async def result(self) -> dict[str, Any]:
         """Wait to the end, through restarts of the server. The run's summary.
@@ -251,19 +240,19 @@ class RunHandle:
         summary: dict[str, Any] = await _result(self.handle, f"run '{self.run_id}'")
         return summary
 
-    async def pause(self) -> RunProgress:
-        return RunProgress.model_validate(await self._update("pause"))
+    async def pause(self) -> RunStatus:
+        return RunStatus.model_validate(await self._update("pause"))
 
-    async def resume(self) -> RunProgress:
-        return RunProgress.model_validate(await self._update("resume"))
+    async def resume(self) -> RunStatus:
+        return RunStatus.model_validate(await self._update("resume"))
 
-    async def resize(self, concurrency: int) -> RunProgress:
-        return RunProgress.model_validate(await self._update("resize", concurrency))
+    async def resize(self, concurrency: int) -> RunStatus:
+        return RunStatus.model_validate(await self._update("resize", concurrency))
 
     async def cancel(self) -> None:
         """Every rollout in flight is cancelled and still leaves its episode.
 
-        Raises: NotFound when it had ended before; the message says how.
+        Raises: NotFound if it had ended before; the message says how.
         """
         await _cancel(self.handle, f"run '{self.run_id}'")
 
@@ -277,7 +266,9 @@ class RunHandle:
             if error.status is not RPCStatusCode.NOT_FOUND:
                 raise
             ended = await _described(self.handle, f"run '{self.run_id}'")
-            raise NotFound(f"run '{self.run_id}' has ended ({_word(ended.status)})") from error
+            raise NotFound(
+                f"run '{self.run_id}' has ended ({_execution_name(ended.status)})"
+            ) from error
 
 
 class GroupHandle:
@@ -324,7 +315,7 @@ class GroupHandle:
     async def _result_episodes(self) -> list[EpisodeRef]:
         try:
             progress = await _durably(
-                lambda: self.handle.query("progress", result_type=dict), passing=_unasked
+                lambda: self.handle.query("progress", result_type=dict), passing=_unanswered
             )
         except RPCError as error:
             if UNDECIDED in error.message:  # terminated before any worker saw it
@@ -347,7 +338,7 @@ class RolloutHandle:
         return EpisodeRef.model_validate(await _result(self.handle, what))
 
     async def state(self) -> dict[str, Any]:
-        """Stage, attempt, its story so far. Raises: NotFound."""
+        """Stage, attempt, and one line per event so far. Raises: NotFound."""
 
         def ask() -> Awaitable[dict[str, Any]]:
             return self.handle.query("state", result_type=dict)
@@ -355,12 +346,12 @@ class RolloutHandle:
         return await _known(ask, f"rollout '{self.handle.id.removeprefix('rollout/')}'")
 
     async def cancel(self) -> None:
-        """Raises: NotFound when it had ended before (the message says how), or never started."""
+        """Raises: NotFound if it had ended before (the message says how) or never started."""
         await _cancel(self.handle, f"rollout '{self.handle.id}'")
 
 
 def _check_agent(rollout: dict[str, Any]) -> None:
-    """Refuse what boot_sandbox would; an agent by dotted path may exist on the workers only."""
+    """Refuse options that the boot stage would; an agent by dotted path may exist on workers only."""
     agent = rollout.get("agent", RolloutRequest.model_fields["agent"].default)
     if ":" not in agent:
         check_options(agent, rollout.get("agent_options", {}))
@@ -370,8 +361,8 @@ def _passing(error: RPCError) -> bool:
     return error.status in PASSING
 
 
-def _unasked(error: RPCError) -> bool:
-    """Of a query: no worker has polled for a while, or the first decision is not made yet."""
+def _unanswered(error: RPCError) -> bool:
+    """Of a query: no worker has polled for a while, or the first workflow task is not done yet."""
     if error.status is RPCStatusCode.FAILED_PRECONDITION:
         return UNDECIDED not in error.message and FAILING not in error.message
     return _passing(error)
@@ -415,7 +406,7 @@ async def _known(call: Callable[[], Awaitable[Result]], what: str) -> Result:
 
 
 def _reason(error: BaseException) -> str:
-    """What the innermost error says."""
+    """The message of the innermost error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(getattr(error, "message", "") or error)
@@ -423,7 +414,9 @@ def _reason(error: BaseException) -> str:
 
 async def _cancel(handle: WorkflowHandle[Any, Any], what: str) -> None:
     found = await _described(handle, what)
-    if found.status is not WorkflowExecutionStatus.RUNNING:  # the server would say yes to it
+    if (
+        found.status is not WorkflowExecutionStatus.RUNNING
+    ):  # the server would accept the cancellation
         ended = await _info(found)
         how = ended.outcome or ended.execution.lower().replace("canceled", "cancelled")
         if ended.episode is not None and ended.episode.reward is not None:
@@ -441,7 +434,7 @@ async def _described(handle: WorkflowHandle[Any, Any], what: str) -> WorkflowExe
         raise
 
 
-def _word(status: WorkflowExecutionStatus | None) -> str:
+def _execution_name(status: WorkflowExecutionStatus | None) -> str:
     return status.name.title().replace("_", "") if status is not None else "Unknown"
 
 
@@ -456,7 +449,7 @@ async def _info(found: WorkflowExecution) -> RolloutInfo:
         sample_index=known.get(attributes.SAMPLE) or 0,
         agent=known.get(attributes.AGENT) or "",
         stage=known.get(attributes.STAGE) or "",
-        execution=_word(found.status),
+        execution=_execution_name(found.status),
         outcome=known.get(attributes.OUTCOME) or "",
         attempt=known.get(attributes.ATTEMPT) or 1,
         seconds=round(end - found.start_time.timestamp(), 3),

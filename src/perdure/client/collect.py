@@ -58,7 +58,7 @@ async def collect(
     """Groups as they finish, until `count` of those yielded adds up to `tokens` or none are left.
 
     At most `in_flight` groups run at a time. Those still running at the end, or when the caller
-    stops listening, are cancelled, or kept: the same request joins them later. Raises:
+    stops iterating, are cancelled, or kept: the same request joins them later. Raises:
     ConfigurationError for a bad request; NoResult when a group failed or was terminated; ValueError
     for `tokens` or `in_flight` below 1.
     """
@@ -104,7 +104,7 @@ async def _stream(
 
 
 async def _finished(handle: "GroupHandle", request: GroupRequest) -> FinishedGroup:
-    """One that somebody cancelled counts with the episodes it has. Raises: NoResult."""
+    """A group that was cancelled counts with the episodes it has. Raises: NoResult."""
     with contextlib.suppress(Cancelled):
         await handle.result()
     return FinishedGroup(request.group_id, tuple([e async for e in handle.episodes()]))
@@ -113,7 +113,7 @@ async def _finished(handle: "GroupHandle", request: GroupRequest) -> FinishedGro
 async def _leave(
     running: "dict[asyncio.Task[FinishedGroup], GroupHandle]", *, cancel: bool
 ) -> None:
-    """Take leave of what still runs; one that ends at this very moment needs no cancelling."""
+    """Stop waiting for what still runs; a group that has just ended needs no cancelling."""
     for task, handle in running.items():
         if cancel and not task.done():
             with contextlib.suppress(RPCError):

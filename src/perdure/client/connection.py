@@ -1,4 +1,4 @@
-"""One way to connect to Temporal: the CLI's own variables and profiles, our data converter."""
+"""Connects to Temporal with the `temporal` CLI's variables and profiles, and our data converter."""
 
 import atexit
 import gc
@@ -18,10 +18,10 @@ from perdure.errors import ConfigurationError
 
 
 class CompactConverter(PydanticPayloadConverter):
-    """Pydantic in and out; fields nobody set stay out of the history.
+    """Pydantic in and out; fields that were not set stay out of the history.
 
-    One per process, shared: the SDK makes one for each workflow and several for each of its tasks,
-    and every new one would learn the types from the beginning.
+    One instance per process: the SDK makes one for each workflow and several for each of its tasks,
+    and every new one would build its type adapters again.
     """
 
     _shared: ClassVar["CompactConverter | None"] = None
@@ -37,14 +37,14 @@ class CompactConverter(PydanticPayloadConverter):
 
 
 DEFAULT_ADDRESS = "localhost:7233"
-"""The `temporal` command's own default, and what `perdure up` listens on where it is free."""
+"""The `temporal` command's default, and what `perdure up` listens on if it is free."""
 EXIT_PAUSE_S = 0.2
 DATA_CONVERTER = DataConverter(payload_converter_class=CompactConverter)
 
 
 async def connect(address: str | None = None, *, runtime: Runtime | None = None) -> Client:
-    """Connect to `address`, or to what TEMPORAL_ADDRESS / TEMPORAL_PROFILE / the TOML file name,
-    or to the stack that runs in this home, or to localhost:7233.
+    """Connect to `address`, else to what TEMPORAL_ADDRESS, TEMPORAL_PROFILE or the TOML file names,
+    else to the stack that runs in this home, else to localhost:7233.
 
     Raises: ConfigurationError when nothing answers there, or the settings are wrong.
     """
@@ -59,21 +59,21 @@ async def connect(address: str | None = None, *, runtime: Runtime | None = None)
     except (RuntimeError, RPCError) as error:
         raise ConfigurationError(
             f"no Temporal server answers at {target}: run `perdure up`, or set TEMPORAL_ADDRESS"
-            f" ({_said(error)})"
+            f" ({_reason(error)})"
         ) from error
 
 
-def _said(error: Exception) -> str:
-    """What the system said, out of the SDK's nested words."""
-    said = re.findall(r'message: "([^"]*)"', str(error))
-    return str(said[-1] if said else error)[:200]
+def _reason(error: Exception) -> str:
+    """The innermost message of the SDK's nested ones."""
+    found = re.findall(r'message: "([^"]*)"', str(error))
+    return str(found[-1] if found else error)[:200]
 
 
 def _let_native_threads_end() -> None:
-    """Without this one short script in four aborts at its end, its work done.
+    """Wait a moment at exit: without this, one short script in four aborts after its work is done.
 
-    A native thread of the SDK that still hands back an answer while Python tears down is fatal
-    (temporalio/sdk-python#300), and there is nothing to wait for by name.
+    The process dies if a native thread of the SDK returns an answer while Python tears down
+    (temporalio/sdk-python#300), and the SDK offers nothing to wait for.
     """
     gc.collect()
     time.sleep(EXIT_PAUSE_S)

@@ -1,6 +1,6 @@
 """From the reference of a finished rollout to its tokens, for the adapters of `perdure.integrations`.
 
-Owns finding the episode in the store; what its arrays mean is `perdure.episodes`' business.
+Owns finding the episode in the store; `perdure.episodes` says what its arrays mean.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ async def read_episodes(
 ) -> list[EpisodeSegments]:
     """The episodes and their segments, in the order of `refs`; failed rollouts too, reward None.
 
-    A reference without an address is left out: a straggler that left its group with no episode yet.
+    A reference without an address is left out: a straggler whose episode does not exist yet.
     `store` is the one that the settings name, unless given. Raises: NotFound (deleted since),
-    ConfigurationError (they lie in another store), ValueError (unreadable).
+    ConfigurationError (they are in another store), ValueError (unreadable).
     """
     source = store or open_store(Settings())
 
@@ -42,6 +42,6 @@ def _key(ref: EpisodeRef, store: Store) -> str:
     key = ref.uri.removeprefix(f"{store.url}/")
     if key == ref.uri:
         raise ConfigurationError(
-            f"the episode lies at {ref.uri}, this process reads {store.url}: set PERDURE_STORE"
+            f"the episode is at {ref.uri}, this process reads {store.url}: set PERDURE_STORE"
         )
     return key

@@ -1,6 +1,6 @@
-"""Variables of slime and of its coding-agent example, as defaults of a request where it is started.
+"""Environment variables of slime and its coding-agent example, as defaults of a request.
 
-Owns which field each one stands for. What a request says itself always wins.
+Owns the field that each one sets. A field that the request sets itself always wins.
 """
 
 import os
@@ -12,7 +12,7 @@ from perdure.types import RolloutRequest, RunRequest
 
 
 class HostVariable(NamedTuple):
-    """`field`: of a RolloutRequest. `agent`: the only one that it speaks of; "" = all."""
+    """`field`: of a RolloutRequest. `agent`: the only agent that it applies to; "" = all."""
 
     name: str
     field: str
@@ -27,15 +27,15 @@ VARIABLES = (
     HostVariable("SWE_CC_PROMPT", "agent_options.prompt_template", agent="claude_code"),
     HostVariable("SWE_CLAUDE_EXTRA_ARGS", "agent_options.extra_args", agent="claude_code"),
 )
-"""Of two for one field, the first that is set counts."""
+"""Of two variables for one field, the first that is set counts."""
 
 
 def defaults_for(
     rollout: Mapping[str, Any], agent: str, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """`rollout`, fields of a RolloutRequest, with what it leaves open filled in.
+    """`rollout`, fields of a RolloutRequest, with defaults for those that it does not set.
 
-    Raises: ConfigurationError naming a variable that is no number of seconds.
+    Raises: ConfigurationError naming a variable that is not a number of seconds.
     """
     filled = dict(rollout)
     for variable in VARIABLES:
@@ -63,7 +63,7 @@ def _fill(rollout: dict[str, Any], variable: HostVariable, value: float | str) -
         rollout.setdefault(field, value)
         return
     options = dict(rollout.get(field) or {})
-    if variable.name not in options:  # a document's name is an option's other name
+    if variable.name not in options:  # the variable's name is an alias of the option
         options.setdefault(option, value)
     rollout[field] = options
 

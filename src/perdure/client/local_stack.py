@@ -1,4 +1,4 @@
-"""Where the stack that `perdure up` started in this home answers.
+"""The address of the stack that `perdure up` started in this home.
 
 Reads the state that its supervisor writes (`perdure.stack.state`); starts and checks nothing.
 """

@@ -8,7 +8,7 @@ REAPER = "ReaperWorkflow"
 ACCOUNT = "SandboxAccountWorkflow"
 
 GRANTED = "granted"
-"""Signal to a rollout: the sandbox it waits for may be made now."""
+"""Signal to a rollout: the sandbox that it waits for may be created now."""
 
 WORKFLOWS_QUEUE = "rollout-workflows"
 BOOT_QUEUE = "sandbox-boot"
@@ -18,7 +18,7 @@ IO_QUEUE = "rollout-io"
 
 
 def host_queue(host: str) -> str:
-    """Where the watchers of one host poll: sandboxes that are processes of that host need them."""
+    """The queue of one host's agent workers: only they reach sandboxes that are its processes."""
     return f"{AGENT_QUEUE}@{host}"
 
 

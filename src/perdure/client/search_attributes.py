@@ -23,7 +23,7 @@ FAILURE = SearchAttributeKey.for_keyword("PerdureFailure")
 SAMPLE = SearchAttributeKey.for_int("PerdureSample")
 ATTEMPT = SearchAttributeKey.for_int("PerdureAttempt")
 POLICY_VERSION = SearchAttributeKey.for_int("PerdurePolicyVersion")
-"""What was asked for; the newest version that sampled it where nobody asked."""
+"""The version that the request names; without one, the newest version that sampled it."""
 REWARD = SearchAttributeKey.for_float("PerdureReward")
 
 ALL: tuple[SearchAttributeKey[str] | SearchAttributeKey[int] | SearchAttributeKey[float], ...] = (
@@ -63,10 +63,10 @@ def of_rollout(request: RolloutRequest) -> TypedSearchAttributes:
 
 
 def updates_of(request: RolloutRequest) -> list[SearchAttributeUpdate[Any]]:
-    """The same, for a workflow that was started by hand and has to say it itself."""
+    """The same, for a workflow that was started by hand and sets them itself."""
     return [pair.key.value_set(pair.value) for pair in of_rollout(request).search_attributes]
 
 
 def are_set(found: TypedSearchAttributes) -> bool:
-    """Whether whoever started the workflow set our attributes."""
+    """Whether the client that started the workflow set our attributes."""
     return any(pair.key == RUN for pair in found.search_attributes)

@@ -1,7 +1,7 @@
 """The sync twin: the same calls for trainers without an event loop.
 
-One background thread runs one event loop and one connection per process; every call here is a
-thin shell over `perdure.client.api`, and raises what that says.
+One background thread runs one event loop and one connection per process. Every call forwards to
+`perdure.client.api` and raises the same errors.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from perdure.client import api
 from perdure.client.collect import FinishedGroup, collect
-from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RunRequest
+from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RunRequest, RunStatus
 
 Result = TypeVar("Result")
 
@@ -67,7 +67,7 @@ class RunHandle:
     def __init__(self, loop: _Loop, handle: api.RunHandle) -> None:
         self._loop, self._handle = loop, handle
 
-    def progress(self) -> api.RunProgress:
+    def progress(self) -> RunStatus:
         return self._loop.do(self._handle.progress())
 
     def result(self) -> dict[str, Any]:
@@ -76,13 +76,13 @@ class RunHandle:
     def rollouts(self) -> list[api.RolloutInfo]:
         return self._loop.do(self._handle.rollouts())
 
-    def pause(self) -> api.RunProgress:
+    def pause(self) -> RunStatus:
         return self._loop.do(self._handle.pause())
 
-    def resume(self) -> api.RunProgress:
+    def resume(self) -> RunStatus:
         return self._loop.do(self._handle.resume())
 
-    def resize(self, concurrency: int) -> api.RunProgress:
+    def resize(self, concurrency: int) -> RunStatus:
         return self._loop.do(self._handle.resize(concurrency))
 
     def cancel(self) -> None:

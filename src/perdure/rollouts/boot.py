@@ -189,21 +189,21 @@ def _refuse_what_cannot_run(job: Job) -> None:
         raise InstanceError(str(error)) from error
     services.grader(instance.grading.protocol).validate(instance)
     phases.check(job.request, instance, services.provider)
-    services.reach(job.agent_sandbox.place.provider)
+    services.reach(job.agent_sandbox.placement.provider)
     job.agent.launch(job.task(gateway_url="http://127.0.0.1", session_key=""))
 
 
 def _spec(job: Job, prepared: Prepared, tools: Sequence[Mount]) -> SandboxSpec:
-    services, place = job.services, job.agent_sandbox.place
-    by_socket = job.agent.needs_model and services.reach(place.provider) == "socket"
+    services, placement = job.services, job.agent_sandbox.placement
+    by_socket = job.agent.needs_model and services.reach(placement.provider) == "socket"
     return SandboxSpec(
         workdir=prepared.workdir,
         tree=prepared.tree,
         image=prepared.image,
         mounts=(*prepared.mounts, *tools, *_pristine_git(prepared)),
         env=prepared.env,
-        limits=place.limits,
-        network=place.network,
+        limits=placement.limits,
+        network=placement.network,
         gateway=services.settings.gateway_socket if by_socket else None,
         labels=job.labels("agent"),
         ttl_s=services.settings.sandbox.ttl_s,

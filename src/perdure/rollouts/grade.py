@@ -104,8 +104,8 @@ async def _spec(job: Job, timeout_s: float) -> SandboxSpec:
         image=prepared.image,
         mounts=prepared.mounts,
         env=prepared.env,
-        limits=plan.place.limits,
-        network=plan.place.network,
+        limits=plan.placement.limits,
+        network=plan.placement.network,
         labels=job.labels("grade"),
         ttl_s=max(job.services.settings.sandbox.ttl_s, timeout_s + 600),
     )

@@ -1,11 +1,11 @@
-"""One attempt of a rollout, resolved once: what every stage needs, handed on and never asked again.
+"""One attempt of a rollout, resolved once: what every stage needs, handed on from there.
 
-Owns the names and places of an attempt; what is done with them is the stages' business.
+Owns names, keys and placements of an attempt; the stages do the work.
 """
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -19,13 +19,11 @@ from perdure.rollouts.messages import Attempt
 from perdure.rollouts.services import Services
 from perdure.sandboxes import phases
 from perdure.sandboxes.base import SandboxProvider, identity_of
-from perdure.sandboxes.phases import Place
+from perdure.sandboxes.phases import PhasePlacement
 from perdure.storage import keys
-from perdure.types import Instance, RolloutRequest
+from perdure.types import Instance, PhaseName, RolloutRequest
 
 Model = TypeVar("Model", bound=BaseModel)
-
-SandboxPurpose = Literal["agent", "grade"]
 
 
 class Try(Protocol):
@@ -61,9 +59,9 @@ class Try(Protocol):
 
 @dataclass(frozen=True)
 class SandboxPlan:
-    """Where the sandbox of one purpose is made, and the permit it needs."""
+    """Where the sandbox of one phase is made, and the permit it needs."""
 
-    place: Place
+    placement: PhasePlacement
     provider: SandboxProvider
     admission: Admission
 
@@ -81,7 +79,7 @@ class Job:
     """The step for which the account has granted a sandbox; empty: none yet."""
     row: Instance | NotFound
     """The instance, or the error that says how to get it."""
-    environment: Place
+    environment: PhasePlacement
     agent_sandbox: SandboxPlan
     grade_sandbox: SandboxPlan
 
@@ -96,12 +94,12 @@ class Job:
             row = error
         known = row if isinstance(row, Instance) else None
 
-        def plan(purpose: SandboxPurpose) -> SandboxPlan:
-            place = phases.place(request, known, purpose)
+        def plan(phase: PhaseName) -> SandboxPlan:
+            placement = phases.place(request, known, phase)
             return SandboxPlan(
-                place=place,
-                provider=services.provider(place.provider),
-                admission=Admission.of(services, place.provider, request, this_try.accounts),
+                placement=placement,
+                provider=services.provider(placement.provider),
+                admission=Admission.of(services, placement.provider, request, this_try.accounts),
             )
 
         return cls(
@@ -112,7 +110,7 @@ class Job:
             workflow_run_id=attempt.workflow_run_id,
             permit=attempt.permit,
             row=row,
-            environment=phases.place(request, known, "boot"),
+            environment=phases.place(request, known, "environment"),
             agent_sandbox=plan("agent"),
             grade_sandbox=plan("grade"),
         )
@@ -153,13 +151,13 @@ class Job:
     def grade_step(self) -> str:
         return f"{self.attempt}-grade"
 
-    def labels(self, purpose: SandboxPurpose) -> dict[str, str]:
+    def labels(self, phase: PhaseName) -> dict[str, str]:
         return {
             "app": "perdure",
             "run": self.request.run_id,
             "rollout": self.request.workflow_id,
             "attempt": str(self.attempt),
-            "purpose": purpose,
+            "purpose": phase,
             "owner": self.services.host,
         }
 
@@ -184,7 +182,9 @@ class Job:
 
     async def prepared(self, plan: SandboxPlan) -> Prepared:
         """The instance's environment, built where need be, for a sandbox of this plan."""
-        environments = self.services.environments(plan.place.provider, self.environment.provider)
+        environments = self.services.environments(
+            plan.placement.provider, self.environment.provider
+        )
         return await environments.prepare(
             self.instance, limits=self.environment.limits, network=self.environment.network
         )

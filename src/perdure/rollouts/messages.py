@@ -1,4 +1,4 @@
-"""What crosses between the workflows and the activities: references and verdicts, never blobs."""
+"""Arguments and results of the activities and signals: references and verdicts, never blobs."""
 
 from typing import Literal
 
@@ -18,11 +18,11 @@ from perdure.types import (
 )
 
 WORKER_EVICTED = "WorkerEvicted"
-"""The worker was told to stop: dispatch the same work again, no attempt burned."""
+"""The worker was told to stop: dispatch the same work again, at the cost of no attempt."""
 SANDBOX_LOST = "SandboxLost"
 """Boot a new attempt."""
 ACTION_NEEDED = frozenset({"ConfigurationError", "MissingDependency"})
-"""Failures that a person must cure: the run pauses instead of failing every rollout."""
+"""Failures that only a person can cure: the run pauses instead of failing every rollout."""
 
 
 class Attempt(Frozen):
@@ -41,15 +41,15 @@ class Booted(Frozen):
 
     host: str | None = None
     attempt: int = 0
-    """The attempt it belongs to: later than the one asked for where earlier ones are used up."""
+    """The attempt it belongs to: later than the one asked for, if that one is used up."""
     uri: str = ""
-    """Where this rollout's evidence lies, for people."""
+    """Where this rollout's evidence is, for people."""
     data_source: str = ""
     done: EpisodeRef | None = None
-    """The rollout had finished before: nothing to do."""
+    """The episode of a rollout that was graded before."""
     expired: bool = False
     waits_for: str = ""
-    """No sandbox yet: the account is asked, and grants this step when its turn comes."""
+    """The step whose permit the account will grant; no sandbox exists yet."""
 
 
 class AgentRun(Frozen):
@@ -66,7 +66,7 @@ class Captured(Frozen):
     empty: bool
     too_large: bool = False
     waits_for: str = ""
-    """The step that the account of the grading sandbox must grant first."""
+    """The step whose permit the grading sandbox needs first."""
 
 
 class GradedPatch(Frozen):
@@ -110,7 +110,7 @@ class RunSummary(Frozen):
     run_id: str
     uri: str
     rollouts: int
-    """Those that were planned; `by_status` adds up to it."""
+    """Those that were planned: the sum of `by_status`."""
     graded: int = 0
     resolved: int = 0
     mean_reward: float | None = None
@@ -129,7 +129,7 @@ class Asked(Frozen):
     """A rollout wants a sandbox of a metered account."""
 
     holder: str
-    """The workflow that holds the permit, and is told when it is granted."""
+    """The workflow that will hold the permit; it is sent `granted`."""
     run: str
     step: str
     caps: AccountCaps
@@ -144,17 +144,17 @@ class Refused(Frozen):
 
 
 class ReadyPermit(Frozen):
-    """A slot for a sandbox that is booted ahead, for nobody yet."""
+    """A permit for a sandbox that is booted ahead and that no rollout has taken yet."""
 
     holder: str
     provider: str
 
 
 class Taken(Frozen):
-    """A rollout has taken a sandbox that was booted ahead, and its slot with it."""
+    """A rollout has taken a sandbox that was booted ahead, and its permit with it."""
 
     ready: str
-    """Who held the slot."""
+    """The holder of the permit until now."""
     holder: str
     run: str
     step: str
@@ -162,28 +162,6 @@ class Taken(Frozen):
 
 class SweepRequest(Frozen):
     grace_s: float = 600.0
-
-
-class Swept(Frozen):
-    found: int = 0
-    kept: int = 0
-    killed: int = 0
-
-
-class RunStatus(Frozen):
-    """Answer of the run's `status` query."""
-
-    run_id: str
-    state: str
-    """starting, running, paused, attention, finishing."""
-    total: int
-    started: int = 0
-    done: int = 0
-    running: int = 0
-    concurrency: int = 0
-    attention: str = ""
-    by_status: dict[str, int] = Field(default_factory=dict)
-    by_outcome: dict[str, int] = Field(default_factory=dict)
 
 
 class ShardRequest(Frozen):

@@ -46,7 +46,7 @@ async def reached(
         cast(CarrierName, reach),
         gateway_url=url,
         session_key=session.key,
-        output_mb=job.agent_sandbox.place.limits.output_mb,
+        output_mb=job.agent_sandbox.placement.limits.output_mb,
         reads_are_cheap=job.agent_sandbox.provider.sees_host,
     )
     async with relay:
@@ -60,7 +60,7 @@ async def _reach(job: Job, sandbox: Sandbox, url: str) -> Reach:
     """
     if (running := await _running_carrier(sandbox)) is not None:
         return running
-    reach = job.services.reach(job.agent_sandbox.place.provider)
+    reach = job.services.reach(job.agent_sandbox.placement.provider)
     if sandbox.gateway_url is not None:  # it was booted with the socket, under earlier settings
         return "socket"
     if reach != "url" or await _started(sandbox):

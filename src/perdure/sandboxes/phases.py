@@ -1,7 +1,8 @@
-"""Where each phase of a rollout runs: provider, limits and network, from the request and the row.
+"""Provider, limits and network of each sandbox phase, from the request and the instance.
 
-The most specific word wins, field by field: the request's own for this phase, then the instance's,
-then the request's `sandbox` and `limits`. An instance is data: it opens no network by itself.
+A phase is what a sandbox is for: to build an environment, to run the agent, to grade. Of the fields
+that are set, the most specific wins: the request's for this phase, then the instance's, then the
+request's `sandbox` and `limits`. An instance is data: it cannot grant itself a network.
 """
 
 from collections.abc import Callable
@@ -13,12 +14,14 @@ from perdure.types import Instance, Limits, Phase, PhaseName, RolloutRequest
 
 INSTALL_LIMITS = Limits(memory_mb=8192, cpus=4, pids=2048, disk_mb=16_384, output_mb=64)
 """Of the sandbox in which an environment is built, once for all rollouts."""
+PHASES: tuple[PhaseName, ...] = ("environment", "agent", "grade")
+
 Providers = Callable[[str], SandboxProvider]
 
 
 @dataclass(frozen=True)
-class Place:
-    """What one phase gets. `provider` is empty where a build runs wherever it can."""
+class PhasePlacement:
+    """What one phase gets. `provider` is empty for an environment that any provider may build."""
 
     provider: str
     limits: Limits
@@ -26,61 +29,58 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Words:
-    """What was said about one phase: by the request (`ours`) and by the instance (`theirs`)."""
+class _Fields:
+    """What is set for one phase: by the request and by the instance."""
 
     phase: PhaseName
-    ours: Phase
-    theirs: Phase
+    request: Phase
+    instance: Phase
 
     def limits(self) -> dict[str, tuple[float, str]]:
-        """Limit -> its value, and the field that said so."""
-        said: dict[str, tuple[float, str]] = {}
-        for source, words in (("instance ", self.theirs), ("", self.ours)):
-            for name, value in words.limits.model_dump(exclude_none=True).items():
-                said[name] = value, f"{source}phases.{self.phase}.limits.{name}"
-        return said
+        """Limit -> its value, and the field that sets it."""
+        found: dict[str, tuple[float, str]] = {}
+        for source, fields in (("instance ", self.instance), ("", self.request)):
+            for name, value in fields.limits.model_dump(exclude_none=True).items():
+                found[name] = value, f"{source}phases.{self.phase}.limits.{name}"
+        return found
 
 
-def place(request: RolloutRequest, instance: Instance | None, phase: PhaseName) -> Place:
-    """Raises: ConfigurationError where an instance asks for a network and the request is silent."""
-    words = _words(request, instance, phase)
-    building = phase == "boot"
+def place(request: RolloutRequest, instance: Instance | None, phase: PhaseName) -> PhasePlacement:
+    """Raises: ConfigurationError if an instance asks for a network and the request sets none."""
+    fields = _fields(request, instance, phase)
+    building = phase == "environment"
     limits = INSTALL_LIMITS if building else request.limits
-    changes = {name: value for name, (value, _) in words.limits().items()}
-    return Place(
-        provider=words.ours.provider
-        or words.theirs.provider
+    changes = {name: value for name, (value, _) in fields.limits().items()}
+    return PhasePlacement(
+        provider=fields.request.provider
+        or fields.instance.provider
         or ("" if building else request.sandbox),
         limits=limits.model_copy(update=changes),
-        network=_network(words),
+        network=_network(fields),
     )
 
 
 def check(request: RolloutRequest, instance: Instance | None, providers: Providers) -> None:
-    """All that is asked for can be had, in every phase.
-
-    Raises: ConfigurationError naming the field and what to do.
-    """
-    phases: tuple[PhaseName, ...] = ("boot", "agent", "grade")
-    for phase in phases:
-        chosen = place(request, instance, phase)
-        if chosen.provider:
-            _check(_words(request, instance, phase), request, chosen, providers(chosen.provider))
+    """Raises: ConfigurationError naming the field that no provider of its phase can honour."""
+    for phase in PHASES:
+        placement = place(request, instance, phase)
+        if placement.provider:
+            provider = providers(placement.provider)
+            _check(_fields(request, instance, phase), request, placement, provider)
 
 
 def _check(
-    words: _Words, request: RolloutRequest, chosen: Place, provider: SandboxProvider
+    fields: _Fields, request: RolloutRequest, placement: PhasePlacement, provider: SandboxProvider
 ) -> None:
-    building = words.phase == "boot"
+    building = fields.phase == "environment"
     if building and not (provider.sees_host and provider.isolated):
         raise ConfigurationError(
-            f"phases.boot.provider: environments are built on this host, in isolation, which "
+            f"phases.environment.provider: environments are built on this host, in isolation, which "
             f"{provider.name} does not do: name bubblewrap or podman, or leave it out"
         )
     general = set() if building else request.limits.model_fields_set
     asked = {name: f"limits.{name}" for name in sorted(general)}
-    asked |= {name: field for name, (_, field) in words.limits().items()}
+    asked |= {name: field for name, (_, field) in fields.limits().items()}
     for name, field in asked.items():
         if name not in provider.limits:
             held = ", ".join(sorted(provider.limits)) or "nothing"
@@ -88,34 +88,34 @@ def _check(
                 f"{field}: a sandbox of {provider.name} cannot be held to it, only to {held}; "
                 "leave it out, or choose another provider"
             )
-    shares = chosen.network is Network.HOST and provider.host_bound and provider.isolated
+    shares = placement.network is Network.HOST and provider.host_bound and provider.isolated
     if shares and not building:
         raise ConfigurationError(
-            f"phases.{words.phase}.network: a sandbox of {provider.name} on the host's network "
+            f"phases.{fields.phase}.network: a sandbox of {provider.name} on the host's network "
             "would reach its loopback, and with it the engines: leave it out, or choose a "
             "provider whose sandboxes are elsewhere"
         )
-    said = words.ours.network or words.theirs.network
-    if said is not None and chosen.network not in provider.networks:
+    network = fields.request.network or fields.instance.network
+    if network is not None and placement.network not in provider.networks:
         can = ", ".join(sorted(provider.networks))
         raise ConfigurationError(
-            f"phases.{words.phase}.network: a sandbox of {provider.name} cannot have {said!r}, "
+            f"phases.{fields.phase}.network: a sandbox of {provider.name} cannot have {network!r}, "
             f"only {can}; leave it out, or choose another provider"
         )
 
 
-def _words(request: RolloutRequest, instance: Instance | None, phase: PhaseName) -> _Words:
-    theirs = getattr(instance.phases, phase) if instance is not None else Phase()
-    return _Words(phase, getattr(request.phases, phase), theirs)
+def _fields(request: RolloutRequest, instance: Instance | None, phase: PhaseName) -> _Fields:
+    of_instance = getattr(instance.phases, phase) if instance is not None else Phase()
+    return _Fields(phase, getattr(request.phases, phase), of_instance)
 
 
-def _network(words: _Words) -> Network:
-    ours, theirs = words.ours.network, words.theirs.network
-    if words.phase == "boot":
-        return Network(ours or theirs or Network.HOST)
-    if ours is None and theirs == "host":
+def _network(fields: _Fields) -> Network:
+    request, instance = fields.request.network, fields.instance.network
+    if fields.phase == "environment":
+        return Network(request or instance or Network.HOST)
+    if request is None and instance == "host":
         raise ConfigurationError(
-            f"the instance wants phases.{words.phase}.network 'host', which only a request may "
-            f"grant: set phases.{words.phase}.network to 'host', or to 'none' to run it without"
+            f"the instance asks for phases.{fields.phase}.network 'host', which only a request may "
+            f"grant: set phases.{fields.phase}.network to 'host', or to 'none' to run it without"
         )
-    return Network(ours or theirs or Network.NONE)
+    return Network(request or instance or Network.NONE)

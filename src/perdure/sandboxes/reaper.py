@@ -4,12 +4,12 @@ Owns the rules. The caller decides when it runs and how it looks up an owner.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
 
 import structlog
 
 from perdure.errors import PerdureError
 from perdure.sandboxes.base import SandboxInfo, SandboxProvider
+from perdure.types import Frozen
 
 OWNER_LABELS = frozenset({"run", "rollout"})
 
@@ -18,8 +18,7 @@ log = structlog.get_logger()
 OwnerIsAlive = Callable[[SandboxInfo], Awaitable[bool]]
 
 
-@dataclass(frozen=True)
-class SweepReport:
+class SweepReport(Frozen):
     """What one sweep did: `found` is the sum of the other three."""
 
     found: int = 0

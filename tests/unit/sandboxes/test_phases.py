@@ -56,15 +56,15 @@ def test_a_phase_that_nobody_names_is_the_rollouts_own() -> None:
     """Without a word about a phase it has the rollout's provider and limits, and no network."""
     asked = request(sandbox="podman", limits={"memory_mb": 512})
 
-    assert phases.place(asked, instance(), "agent") == phases.Place(
+    assert phases.place(asked, instance(), "agent") == phases.PhasePlacement(
         "podman", asked.limits, Network.NONE
     )
 
 
 def test_environments_are_built_with_limits_of_their_own() -> None:
-    """The rollout's limits are not the build's; `phases.boot` changes the latter, and closes it."""
-    asked = request(limits={"memory_mb": 64}, phases={"boot": {"network": "none"}})
-    place = phases.place(asked, instance(boot={"limits": {"disk_mb": 99}}), "boot")
+    """The rollout's limits are not the build's; `phases.environment` changes the latter, and closes it."""
+    asked = request(limits={"memory_mb": 64}, phases={"environment": {"network": "none"}})
+    place = phases.place(asked, instance(environment={"limits": {"disk_mb": 99}}), "environment")
 
     assert place.limits == INSTALL_LIMITS.model_copy(update={"disk_mb": 99})
     assert place.network is Network.NONE
@@ -96,7 +96,7 @@ def test_an_instance_opens_no_network_by_itself() -> None:
             "phases.agent.network",
         ),
         ({"phases": {"agent": {"network": "host"}}}, {}, "phases.agent.network"),
-        ({"phases": {"boot": {"provider": "local"}}}, {}, "phases.boot.provider"),
+        ({"phases": {"environment": {"provider": "local"}}}, {}, "phases.environment.provider"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(

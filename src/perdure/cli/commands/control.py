@@ -11,7 +11,8 @@ from perdure.cli.console import answer, json_option
 from perdure.settings.load import load_settings
 
 if TYPE_CHECKING:
-    from perdure.client.api import RunHandle, RunProgress
+    from perdure.client.api import RunHandle
+    from perdure.types import RunStatus
 
 RUN = click.argument("run_id", metavar="RUN", shell_complete=completion.runs)
 
@@ -70,11 +71,11 @@ def cancel(target: str, as_json: bool) -> None:
 
 
 def _ask(
-    run_id: str, request: "Callable[[RunHandle], Awaitable[RunProgress]]", as_json: bool
+    run_id: str, request: "Callable[[RunHandle], Awaitable[RunStatus]]", as_json: bool
 ) -> None:
     settings = load_settings()
 
-    async def work() -> "RunProgress":
+    async def work() -> "RunStatus":
         from perdure.cli.connection import connect
 
         connection = await connect(settings)

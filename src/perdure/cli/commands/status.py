@@ -12,7 +12,8 @@ from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
 
 if TYPE_CHECKING:
-    from perdure.client.api import RolloutInfo, RunHandle, RunProgress
+    from perdure.client.api import RolloutInfo, RunHandle
+    from perdure.types import RunStatus
 
 
 @click.command()
@@ -62,7 +63,7 @@ def _stack_document(state: Any) -> dict[str, Any]:
     return asdict(state)
 
 
-async def _progress(perdure: Any, workflow_id: str) -> "RunProgress":
+async def _progress(perdure: Any, workflow_id: str) -> "RunStatus":
     handle: RunHandle = await perdure.run(workflow_id.removeprefix("run/"))
     return await handle.progress()
 

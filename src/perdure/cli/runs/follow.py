@@ -16,8 +16,9 @@ from perdure.cli.runs import tables
 from perdure.cli.runs.steps import FAILED, WAITS, current_steps
 from perdure.cli.runs.tables import View
 from perdure.cli.runs.text import progress_line
-from perdure.client.api import CODE_FAILS, NO_WORKER, RolloutInfo, RunHandle, RunProgress
+from perdure.client.api import CODE_FAILS, NO_WORKER, RolloutInfo, RunHandle
 from perdure.errors import ActionNeeded
+from perdure.types import RunStatus
 
 POLL_EVERY_S = 1.0
 ASK_EVERY_S = 15.0
@@ -27,7 +28,7 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 Show = Callable[[View], None]
 
 
-async def follow(run: RunHandle, show: Show) -> RunProgress:
+async def follow(run: RunHandle, show: Show) -> RunStatus:
     """Show the run until it ends; return its last progress.
 
     Raises: NoResult, Cancelled; ActionNeeded when the run waits for a person.
@@ -35,7 +36,7 @@ async def follow(run: RunHandle, show: Show) -> RunProgress:
     loop = asyncio.get_running_loop()
     started = loop.time()
     end = asyncio.create_task(run.result())
-    progress = RunProgress(run_id=run.run_id, state="starting")
+    progress = RunStatus(run_id=run.run_id, state="starting")
     rollouts: list[RolloutInfo] = []
     at_first: int | None = None
     held_up, quiet_since = "", started
@@ -65,7 +66,7 @@ async def follow(run: RunHandle, show: Show) -> RunProgress:
     return await run.progress()
 
 
-async def _poll(run: RunHandle) -> tuple[RunProgress, list[RolloutInfo]]:
+async def _poll(run: RunHandle) -> tuple[RunStatus, list[RolloutInfo]]:
     """Only the live view shows single rollouts; elsewhere we save the cost of listing them."""
     return await run.progress(), await run.rollouts() if console.is_terminal else []
 
@@ -76,7 +77,7 @@ async def _held_up(run: RunHandle, rollouts: list[RolloutInfo]) -> str:
     return next((line for line in lines if FAILED in line or WAITS in line), "")
 
 
-def _raise_if_it_waits(progress: RunProgress) -> None:
+def _raise_if_it_waits(progress: RunStatus) -> None:
     if progress.state == "attention":
         raise ActionNeeded(
             f"run {progress.run_id} waits for you: {progress.attention}; "

@@ -105,7 +105,8 @@ def needs_model(agent: str) -> bool:
 def named_in_phases(rollout: RolloutRequest) -> list[str]:
     """Sandbox providers that single phases name."""
     phases = rollout.phases
-    return [one.provider for one in (phases.boot, phases.agent, phases.grade) if one.provider]
+    all_three = (phases.environment, phases.agent, phases.grade)
+    return [phase.provider for phase in all_three if phase.provider]
 
 
 def _rollout(options: RunOptions) -> dict[str, JsonValue]:

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from perdure.cli.console import many
 from perdure.cli.runs.text import clock, mean_reward, progress_line
-from perdure.client.api import RolloutInfo, RunProgress
-from perdure.types import EpisodeRef
+from perdure.client.api import RolloutInfo
+from perdure.types import EpisodeRef, RunStatus
 
 OUTCOME_STYLES = {
     "resolved": "green",
@@ -32,7 +32,7 @@ LIVE_ROWS = 12
 class View:
     """One look at a run. `rate`: rollouts finished per second since the first look; 0 = none yet."""
 
-    progress: RunProgress
+    progress: RunStatus
     rollouts: Sequence[RolloutInfo]
     seconds: float
     rate: float = 0.0

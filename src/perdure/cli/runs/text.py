@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
-from perdure.client.api import RunProgress
-from perdure.types import EpisodeRef, RolloutStatus
+from perdure.types import EpisodeRef, RolloutStatus, RunStatus
 
 
-def progress_line(progress: RunProgress) -> str:
+def progress_line(progress: RunStatus) -> str:
     """`try-1: 12 done, 4 running, 8 waiting of 24 · resolved 7, unresolved 5 (running)`."""
     waiting = max(progress.total - progress.done - progress.running, 0)
     counts = f"{progress.done} done, {progress.running} running"
@@ -19,7 +18,7 @@ def progress_line(progress: RunProgress) -> str:
     )
 
 
-def _counts(progress: RunProgress) -> str:
+def _counts(progress: RunStatus) -> str:
     other = {k: n for k, n in progress.by_status.items() if k != RolloutStatus.GRADED}
     return ", ".join(f"{name} {n}" for name, n in {**progress.by_outcome, **other}.items())
 

@@ -1,8 +1,8 @@
 """Time-outs, retries and queues of every activity, in one place.
 
-Preemptible work is bounded by time, never by a count of attempts (a spot notice, a heartbeat
-time-out and a 502 each consume one). Every policy names the SDK's oversized-payload error as final:
-it would otherwise repeat a finished agent run for ever.
+Preemptible work is bounded by time, never by a count of tries: a spot notice, a heartbeat time-out
+and a 502 each use one. No activity is tried again after the SDK's oversized-payload error, which
+would otherwise repeat a finished agent run for ever.
 """
 
 from datetime import timedelta
@@ -24,10 +24,10 @@ RETRY = RetryPolicy(
 )
 
 HOST_UNREACHABLE_AFTER = timedelta(minutes=10)
-"""No worker of the sandbox's host polls for this long: the host is gone, and the sandbox with it."""
+"""If no worker of the sandbox's host polls for this long, the host and the sandbox are gone."""
 
 
-class Options(TypedDict, total=False):
+class ActivityOptions(TypedDict, total=False):
     task_queue: str
     activity_id: str
     start_to_close_timeout: timedelta
@@ -39,9 +39,12 @@ class Options(TypedDict, total=False):
     summary: str
 
 
-def _options(queue: str, *, each: float, total: float, beat: float) -> Options:
-    """`beat`: a worker that is silent for so long is dead, and another one takes over."""
-    return Options(
+def _options(queue: str, *, each: float, total: float, beat: float) -> ActivityOptions:
+    """`beat`: after this many seconds without a heartbeat, Temporal gives the work to another worker.
+
+    `each` and `total`: seconds for one try, and for all of them.
+    """
+    return ActivityOptions(
         task_queue=queue,
         start_to_close_timeout=timedelta(seconds=each),
         schedule_to_close_timeout=timedelta(seconds=total),
@@ -52,19 +55,19 @@ def _options(queue: str, *, each: float, total: float, beat: float) -> Options:
     )
 
 
-def boot(request: RolloutRequest) -> Options:
-    """First use of an instance builds its environment, hence the long bound."""
+def boot(request: RolloutRequest) -> ActivityOptions:
+    """Long, because the first use of an instance builds its environment."""
     return _options(names.BOOT_QUEUE, each=1800, total=2 * 3600, beat=request.heartbeat_timeout_s)
 
 
-def _on(host: str | None, options: Options) -> Options:
+def _on(host: str | None, options: ActivityOptions) -> ActivityOptions:
     if host is not None:
         options["task_queue"] = names.host_queue(host)
         options["schedule_to_start_timeout"] = HOST_UNREACHABLE_AFTER
     return options
 
 
-def run_agent(request: RolloutRequest, host: str | None) -> Options:
+def run_agent(request: RolloutRequest, host: str | None) -> ActivityOptions:
     budget = request.agent_budget_s
     return _on(
         host,
@@ -77,24 +80,24 @@ def run_agent(request: RolloutRequest, host: str | None) -> Options:
     )
 
 
-def capture(request: RolloutRequest, host: str | None) -> Options:
+def capture(request: RolloutRequest, host: str | None) -> ActivityOptions:
     beat = request.heartbeat_timeout_s
     return _on(host, _options(names.AGENT_QUEUE, each=300, total=1800, beat=beat))
 
 
-def grade(request: RolloutRequest) -> Options:
+def grade(request: RolloutRequest) -> ActivityOptions:
     limit = request.grade_timeout_s or 1800.0
     beat = request.heartbeat_timeout_s
     return _options(names.GRADE_QUEUE, each=limit + 1200, total=3 * limit + 7200, beat=beat)
 
 
-def emit(request: RolloutRequest) -> Options:
+def emit(request: RolloutRequest) -> ActivityOptions:
     beat = request.heartbeat_timeout_s
     return _options(names.IO_QUEUE, each=120, total=24 * 3600, beat=beat)
 
 
-def destroy(request: RolloutRequest, host: str | None) -> Options:
-    """Bounded: when it cannot be done, the provider's TTL and the reaper do it."""
+def destroy(request: RolloutRequest, host: str | None) -> ActivityOptions:
+    """Bounded: where it fails, the provider's TTL and the reaper end the sandbox."""
     options = _options(names.IO_QUEUE, each=120, total=900, beat=request.heartbeat_timeout_s)
     if host is not None:
         options["task_queue"] = names.host_queue(host)
@@ -102,23 +105,25 @@ def destroy(request: RolloutRequest, host: str | None) -> Options:
     return options
 
 
-def bookkeeping() -> Options:
+def bookkeeping() -> ActivityOptions:
     return _options(names.IO_QUEUE, each=600, total=3600, beat=60)
 
 
-def look() -> Options:
-    """Whoever asked has more to do: without an answer it goes on, and asks again."""
+def look() -> ActivityOptions:
+    """Short: without an answer, the account's workflow goes on and asks again later."""
     return _options(names.IO_QUEUE, each=30, total=30, beat=30)
 
 
-def sweep(host: str | None) -> Options:
+def sweep(host: str | None) -> ActivityOptions:
     options = _options(names.IO_QUEUE, each=300, total=300, beat=60)
     if host is not None:
         options["task_queue"] = names.host_queue(host)
     return options
 
 
-def described(options: Options, summary: str, activity_id: str | None = None) -> dict[str, Any]:
+def described(
+    options: ActivityOptions, summary: str, activity_id: str | None = None
+) -> dict[str, Any]:
     """The same options with the line that the Web UI shows beside the activity."""
     described: dict[str, Any] = {**options, "summary": summary}
     if activity_id is not None:

@@ -1,7 +1,7 @@
-"""What the Temporal Web UI tells about a rollout: details in Markdown, attributes to filter by.
+"""A rollout in the Temporal Web UI: details in Markdown, search attributes to filter by.
 
-Details cost no history. Search attributes cost the server a write to its index each time, so only
-a stage that lasts is said there.
+Details cost no history. Each change of a search attribute costs the server a write to its index, so
+a stage is listed there only if it lasts.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ with workflow.unsafe.imports_passed_through():
     from perdure.types import EpisodeRef, Failure, RolloutRequest, RolloutStatus
 
 
-SAY_STAGE_AFTER = timedelta(seconds=2)
-"""A stage that is over sooner is not worth a write; lists lag behind by about as much anyway."""
+LIST_STAGE_AFTER = timedelta(seconds=2)
+"""A shorter stage is not worth a write: the server's lists lag behind by about as much."""
 
 
-class Story:
+class RolloutPage:
     """Collects one line per event and keeps the current details up to date."""
 
     def __init__(self) -> None:
@@ -29,42 +29,42 @@ class Story:
         self.current = "starting"
         self.number = 0
         self.evidence = ""
-        self.look = ""
+        self.shown_as = ""
         self.asked_version: int | None = None
-        self._said = ("boot", 1)
-        self._saying: asyncio.Task[None] | None = None
+        self._listed = ("boot", 1)
+        self._listing: asyncio.Task[None] | None = None
 
     def open(self, rollout: RolloutRequest) -> None:
         self.asked_version = rollout.policy_version
-        self.look = f"{rollout.run_id}/{rollout.instance_id}/{rollout.sample_index}"
+        self.shown_as = f"{rollout.run_id}/{rollout.instance_id}/{rollout.sample_index}"
         self.headline = (
             f"**{rollout.instance}** · sample {rollout.sample_index} · agent `{rollout.agent}`"
             f" · run `{rollout.run_id}`"
         )
-        self._tell()
+        self._show()
         if attributes.are_set(workflow.info().typed_search_attributes):
-            return  # whoever started us said it all: one event less
+            return  # the client set them at the start, which saves an event
         workflow.upsert_search_attributes(attributes.updates_of(rollout))
 
     def stage(self, name: str, attempt: int) -> None:
         self.current, self.number = name, attempt
-        self._tell()
-        if self._said != (name, attempt) and self._saying is None:
-            self._saying = asyncio.create_task(self._say_stage())
+        self._show()
+        if self._listed != (name, attempt) and self._listing is None:
+            self._listing = asyncio.create_task(self._list_stage())
 
-    async def _say_stage(self) -> None:
-        await workflow.sleep(SAY_STAGE_AFTER, summary="stage is listed if it lasts 2 s")
-        self._saying = None
+    async def _list_stage(self) -> None:
+        await workflow.sleep(LIST_STAGE_AFTER, summary="stage is listed if it lasts 2 s")
+        self._listing = None
         stage, attempt = self.current, self.number
         changed: list[Any] = [attributes.STAGE.value_set(stage)]
-        if attempt != self._said[1]:
+        if attempt != self._listed[1]:
             changed.append(attributes.ATTEMPT.value_set(attempt))
-        self._said = stage, attempt
+        self._listed = stage, attempt
         workflow.upsert_search_attributes(changed)
 
     def waits(self, step: str) -> None:
-        attempt, _, phase = step.partition("-")
-        self._add(f"waits for its turn on the sandbox account (attempt {attempt}, {phase})")
+        attempt, _, purpose = step.partition("-")
+        self._add(f"waits for its turn on the sandbox account (attempt {attempt}, {purpose})")
 
     def booted(self, booted: Booted) -> None:
         self.evidence = booted.uri
@@ -92,8 +92,8 @@ class Story:
         self._add(f"worker told to stop, handed over ({count})")
 
     def close(self, episode: EpisodeRef) -> None:
-        if self._saying is not None:
-            self._saying.cancel()
+        if self._listing is not None:
+            self._listing.cancel()
         outcome = episode.outcome.value if episode.outcome else episode.status.value
         final: list[Any] = [
             attributes.STAGE.value_set("done"),
@@ -116,7 +116,7 @@ class Story:
         self.evidence = episode.uri
         if episode.status is not RolloutStatus.GRADED:
             self._add(f"ended as **{episode.status.value}**, reward: none")
-        self._tell()
+        self._show()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -128,11 +128,11 @@ class Story:
 
     def _add(self, line: str) -> None:
         self.lines.append(line)
-        self._tell()
+        self._show()
 
-    def _tell(self) -> None:
+    def _show(self) -> None:
         body = "\n".join(f"- {line}" for line in self.lines)
         stage = f"stage **{self.current}**, attempt {max(self.number, 1)}"
         where = f"\n\nEvidence: `{self.evidence}`" if self.evidence else ""
-        where += f"\n\nPatch, tests, logs: `perdure show {self.look}`"
+        where += f"\n\nPatch, tests, logs: `perdure show {self.shown_as}`"
         workflow.set_current_details(f"{self.headline}\n\n{stage}\n\n{body}{where}")
