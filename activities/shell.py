@@ -1,4 +1,4 @@
-"""What every activity shares: heartbeats, hand-over at a spot notice, errors typed for Temporal.
+"""What every activity shares: heartbeats, hand-over at a spot notice, error types for Temporal.
 
 Temporal retries, and only Temporal. An error's type says what happens next: `RetryHere` and
 `OutcomeUnknown` repeat this activity, `SandboxLost` and `GiveUp` go to the workflow, a bug is
@@ -27,12 +27,12 @@ log = structlog.get_logger("perdure.activity")
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
-BUG_ATTEMPTS = 5
-"""An error nobody foresaw is tried this often, then the rollout ends with it."""
+BUG_TRIES = 5
+"""Tries of an activity that fails with an unforeseen error, before the rollout ends with it."""
 MESSAGE_LIMIT = 1000
 
 FIRST_BEAT_S = 1.0
-"""What is over sooner costs the server no heartbeat at all."""
+"""An activity that ends sooner costs the server no heartbeat at all."""
 LATER_BEATS_S = 5.0
 
 
@@ -43,8 +43,8 @@ def shell(
 ]:
     """Make a method the activity `name`.
 
-    `leave_at_once`: hand over as soon as the worker is told to stop, for work that only watches;
-    other work may use the worker's grace to finish.
+    `leave_at_once`: hand over as soon as the worker is told to stop, for work that only watches.
+    Other work may use the worker's grace period to finish.
     """
 
     def wrap(
@@ -63,7 +63,7 @@ def shell(
 
 
 async def _translated(work: Awaitable[Result]) -> Result:
-    """Temporal learns from the error's type what to do next."""
+    """Translate errors, so that Temporal knows from the type what to do next."""
     try:
         return await work
     except asyncio.CancelledError:
@@ -106,7 +106,7 @@ def _bound(argument: Any) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.asynccontextmanager
 async def _heartbeats() -> AsyncIterator[None]:
-    """Beat at a third of the time-out: this is also how a cancellation reaches us."""
+    """Send heartbeats at a third of the time-out: they also bring cancellations back."""
     timeout = activity.info().heartbeat_timeout
     if timeout is None:
         yield
@@ -129,7 +129,7 @@ async def _beat(interval: float) -> None:
 
 @contextlib.asynccontextmanager
 async def _interrupted_by_shutdown(at_once: bool) -> AsyncIterator[None]:
-    """Cancel the work when the shutdown starts; without this, when the worker's grace is over."""
+    """If `at_once`, cancel the work when the shutdown starts, not when the grace period is over."""
     if not at_once:
         yield
         return
@@ -151,13 +151,13 @@ _progress: ContextVar[dict[str, Any]] = ContextVar("progress")
 
 
 def report(**progress: Any) -> None:
-    """Show this in the Web UI (pending activity) with the next heartbeat. Keep it tiny."""
+    """Show this beside the pending activity in the Web UI with the next heartbeat. Keep it tiny."""
     _progress.get().update(progress)
 
 
 def _of_cancellation() -> BaseException:
     details = activity.cancellation_details()
-    if details is None or details.worker_shutdown:  # None: we left by ourselves, at the shutdown
+    if details is None or details.worker_shutdown:  # None: `_cancel_at_shutdown` cancelled it
         return ApplicationError(
             "the worker was told to stop; the work goes on elsewhere",
             type=WORKER_EVICTED,
@@ -186,5 +186,5 @@ def _of_bug(error: Exception) -> ApplicationError:
     return ApplicationError(
         f"{type(error).__name__}: {error}"[:MESSAGE_LIMIT],
         type="UnexpectedError",
-        non_retryable=activity.info().attempt >= BUG_ATTEMPTS,
+        non_retryable=activity.info().attempt >= BUG_TRIES,
     )

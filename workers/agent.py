@@ -1,4 +1,4 @@
-"""`python -m workers.agent`: polls the agent stage only."""
+"""`python -m workers.agent`: polls for the agent role only."""
 
 from workers.process import main
 

@@ -1,4 +1,4 @@
-"""`python -m workers.all`: every stage in one process (the laptop's shape)."""
+"""`python -m workers.all`: every role in one process, as `perdure up` starts it."""
 
 from workers.process import main
 

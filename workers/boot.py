@@ -1,4 +1,4 @@
-"""`python -m workers.boot`: polls the boot stage only."""
+"""`python -m workers.boot`: polls for the boot role only."""
 
 from workers.process import main
 

@@ -1,4 +1,4 @@
-"""`python -m workers.grade`: polls the grade stage only."""
+"""`python -m workers.grade`: polls for the grade role only."""
 
 from workers.process import main
 

@@ -1,4 +1,4 @@
-"""`python -m workers.io`: polls the io stage only."""
+"""`python -m workers.io`: polls for the io role only."""
 
 from workers.process import main
 

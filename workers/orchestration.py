@@ -49,7 +49,7 @@ def workflow_worker(client: Client, runner: WorkflowRunner | None = None) -> Wor
         workflows=WORKFLOWS,
         workflow_runner=runner or UnsandboxedWorkflowRunner(),
         max_cached_workflows=2000,
-        # How long a decision waits for a worker that was killed, before any other may take it.
+        # How long a task waits for the worker that cached its workflow, before any other may take it.
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=5),
         workflow_task_poller_behavior=PollerBehaviorAutoscaling(minimum=2, initial=4, maximum=16),
     )

@@ -1,4 +1,4 @@
-"""A worker process: connects, polls its stages, hands over at SIGTERM, never loses work at SIGKILL."""
+"""A worker process: connects, polls its queues, hands over at SIGTERM, never loses work at SIGKILL."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,8 @@ from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 from perdure.telemetry import configure_logging, metrics, temporal_runtime
 
-STAGES = ("workflows", "boot", "agent", "grade", "io")
+ROLES = ("workflows", "boot", "agent", "grade", "io")
+"""What a worker process may poll for."""
 
 REAP_EVERY = timedelta(minutes=10)
 COUNT_EVERY_S = 15.0
@@ -40,21 +41,21 @@ ASK_AGAIN_S = 1.0
 log = structlog.get_logger("perdure.worker")
 
 
-async def serve(settings: Settings, stages: Sequence[str]) -> None:
+async def serve(settings: Settings, roles: Sequence[str]) -> None:
     """Poll until SIGTERM or SIGINT, then hand over and return."""
     client = await connect(runtime=temporal_runtime(settings))
     host = host_of(settings)
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    if "agent" in stages:
+    if "agent" in roles:
         await _ensure_reaper(client, host, stop)
     async with contextlib.AsyncExitStack() as stack:
-        workers = _workers(client, settings, stages, stack)
+        workers = _workers(client, settings, roles, stack)
         for worker in workers:
             await stack.enter_async_context(worker)
-        log.info("polling", stages=list(stages), host=host, pid=os.getpid())
-        counting = asyncio.create_task(_count_sandboxes(settings, stages))
+        log.info("polling", roles=list(roles), host=host, pid=os.getpid())
+        counting = asyncio.create_task(_count_sandboxes(settings, roles))
         await stop.wait()
         counting.cancel()
         log.info("handing over")
@@ -62,29 +63,29 @@ async def serve(settings: Settings, stages: Sequence[str]) -> None:
 
 
 def _workers(
-    client: Client, settings: Settings, stages: Sequence[str], stack: contextlib.AsyncExitStack
+    client: Client, settings: Settings, roles: Sequence[str], stack: contextlib.AsyncExitStack
 ) -> list[Worker]:
-    """Imports only what the stages need: a workflow worker loads no sandbox, grader or store."""
+    """Imports only what the roles need: a workflow worker loads no sandbox, grader or store."""
     workers = []
-    if "workflows" in stages:
+    if "workflows" in roles:
         from workers.orchestration import workflow_worker
 
         workers.append(workflow_worker(client))
-    others = [stage for stage in stages if stage != "workflows"]
+    others = [role for role in roles if role != "workflows"]
     if others:
         from perdure.rollouts.services import Services
         from workers.queues import activity_worker, queues
 
         services = Services(settings)
         stack.push_async_callback(services.close)
-        for stage in others:
-            workers += [activity_worker(client, queue) for queue in queues(stage, services)]
+        for role in others:
+            workers += [activity_worker(client, queue) for queue in queues(role, services)]
     return workers
 
 
-async def _count_sandboxes(settings: Settings, stages: Sequence[str]) -> None:
-    """Keep the gauge of live sandboxes of this host up to date, where somebody scrapes it."""
-    if "agent" not in stages or not settings.metrics.port:
+async def _count_sandboxes(settings: Settings, roles: Sequence[str]) -> None:
+    """Keep the gauge of this host's live sandboxes up to date, if metrics are served."""
+    if "agent" not in roles or not settings.metrics.port:
         return
     from perdure.rollouts.services import Services
 
@@ -100,7 +101,7 @@ async def _count_sandboxes(settings: Settings, stages: Sequence[str]) -> None:
 async def _ensure_reaper(client: Client, host: str, stop: asyncio.Event) -> None:
     """One schedule per host: only its own workers can see its local sandboxes.
 
-    Waits, until `stop`, for a server that has just come up and does not take schedules yet.
+    Until `stop`, waits for a server that has just started and takes no schedules yet.
     """
     from perdure.client.api import PASSING
 
@@ -128,9 +129,9 @@ async def _ensure_reaper(client: Client, host: str, stop: asyncio.Event) -> None
             await asyncio.wait_for(stop.wait(), ASK_AGAIN_S)
 
 
-def main(*stages: str) -> None:
-    """Entry of every `python -m workers.<name>`. Exit code 1 with one line when it cannot start."""
-    chosen = stages or STAGES
+def main(*roles: str) -> None:
+    """Entry of every `python -m workers.<name>`. Exit code 1 and one line if it cannot start."""
+    chosen = roles or ROLES
     code = 0
     try:
         settings = load_settings()

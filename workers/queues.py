@@ -33,16 +33,16 @@ class Queue:
     slots: int
 
 
-def queues(stage: str, services: Services) -> list[Queue]:
-    """The queues that a worker of `stage` polls; an agent worker also polls its own host's."""
+def queues(role: str, services: Services) -> list[Queue]:
+    """The queues that a worker of `role` polls; an agent worker also polls its own host's."""
     settings = services.settings
-    if stage == "boot":
+    if role == "boot":
         return [Queue(names.BOOT_QUEUE, [BootSandbox(services).boot], settings.slots.boot)]
-    if stage == "grade":
+    if role == "grade":
         return [
             Queue(names.GRADE_QUEUE, [GradeInFreshSandbox(services).grade], settings.slots.grade)
         ]
-    if stage == "agent":
+    if role == "agent":
         here: list[Callable[..., Any]] = [
             RunAgent(services).run,
             CaptureDiff(services).capture,

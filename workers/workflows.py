@@ -1,4 +1,4 @@
-"""`python -m workers.workflows`: polls the workflows stage only."""
+"""`python -m workers.workflows`: polls for the workflows role only."""
 
 from workers.process import main
 

@@ -37,13 +37,13 @@ class OwnProvider(LocalProvider):
 
 
 class TakesItsSandboxDown:
-    """A grader whose tests kill the sandbox they run in, as an overgrown test may."""
+    """A grader whose tests kill the sandbox they run in, as a test that uses too much memory may."""
 
     name = "takes_its_sandbox_down"
     version = 1
 
     def validate(self, instance: Instance) -> None:
-        """Every row will do."""
+        """Every row is accepted."""
 
     async def grade(
         self, sandbox: Sandbox, instance: Instance, patch: bytes, *, timeout_s: float
@@ -78,7 +78,7 @@ async def services(tmp_path: Path) -> Services:
 
 
 async def test_grading_sandboxes_that_are_always_lost_end_the_grading(services: Services) -> None:
-    """Tried again until the third loss, which is final and names the sandbox, not a reward."""
+    """Two losses are retried; the third is final, at the sandbox boundary, without a reward."""
     grade = GradeInFreshSandbox(services).grade
     causes: list[ApplicationError] = []
     for _ in range(MAX_LOST):
@@ -91,8 +91,8 @@ async def test_grading_sandboxes_that_are_always_lost_end_the_grading(services: 
     assert causes[-1].type == "GradingSandboxesLost"
 
 
-async def test_a_provider_that_was_named_by_path_is_visited(services: Services) -> None:
-    """The reaper and `perdure down` find sandboxes of a provider that no table names."""
+async def test_a_provider_that_was_named_by_path_is_swept(services: Services) -> None:
+    """The reaper and `perdure down` find sandboxes of a provider that no registry names."""
     await services.provider(f"{__name__}:{OwnProvider.__name__}").create(
         SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-own-1"
     )
@@ -129,7 +129,7 @@ async def test_an_engine_that_is_dead_does_not_hold_up_the_end(
 
 
 async def test_a_provider_that_has_moved_does_not_stop_the_rest(services: Services) -> None:
-    """What an old name would have held is left to its time limit; the others are ended."""
+    """Sandboxes of the old name are left to their time limit; the others are ended."""
     home.remember_sandboxes(services.home, "gone.providers:Moved")
     await services.provider("local").create(
         SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-local-1"

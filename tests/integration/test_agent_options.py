@@ -1,4 +1,4 @@
-"""A wrong agent option is refused in the same words wherever a rollout comes from."""
+"""A wrong agent option gets the same error wherever a rollout comes from."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ TAKES = "; mini_swe_agent takes: step_limit, "
 
 @pytest.fixture(params=WRONG)
 def wrong(request: pytest.FixtureRequest) -> tuple[RolloutRequest, str]:
-    """A rollout with a wrong option, and what is to be said of it."""
+    """A rollout with a wrong option, and the error that it must get."""
     options, said = WRONG[request.param]
     return RolloutRequest(run_id="r", instance="toy/a", agent_options=options), said + f".*{TAKES}"
 
@@ -59,7 +59,7 @@ async def test_the_sdk_refuses_before_it_asks_the_server(
 ) -> None:
     """Rollout, group and run are refused without a connection."""
     request, said = wrong
-    perdure = Perdure(client=None)  # type: ignore[arg-type]  # nothing may be asked of it
+    perdure = Perdure(client=None)  # type: ignore[arg-type]  # no call may reach it
     run = {"agent": request.agent, "agent_options": request.agent_options}
 
     with pytest.raises(ConfigurationError, match=said):
@@ -73,7 +73,7 @@ async def test_the_sdk_refuses_before_it_asks_the_server(
 async def test_a_hand_written_rollout_is_refused_before_it_boots(
     wrong: tuple[RolloutRequest, str], services: Services
 ) -> None:
-    """`temporal workflow start --type RolloutWorkflow` meets the same check; no sandbox is made."""
+    """`temporal workflow start --type RolloutWorkflow` gets the same error; no sandbox is created."""
     request, said = wrong
     boot = BootSandbox(services)
 
@@ -87,7 +87,7 @@ async def test_a_hand_written_rollout_is_refused_before_it_boots(
 async def test_a_hand_written_run_is_refused_as_a_whole(
     wrong: tuple[RolloutRequest, str], services: Services
 ) -> None:
-    """A run with a wrong option ends at its first step, not once for each rollout."""
+    """A run with a wrong option ends at its first activity, not once for each rollout."""
     request, said = wrong
     run = {"agent": request.agent, "agent_options": request.agent_options}
 

@@ -31,7 +31,7 @@ from tests.stack.waiting import until
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
 HELD = 3
-"""The turn in which a rollout is met: half of its commands are done, the fix is not."""
+"""The turn in which a test interrupts: half of the commands are done, the fix is not."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -44,13 +44,13 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stac
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def stack(shared: Stack) -> AsyncIterator[Stack]:
-    """The shared stack, everything up and everything forgotten."""
+    """The shared stack with all processes up and no held turns."""
     await shared.refresh()
     yield shared
     shared.engine.let_go()
 
 
-async def test_a_killed_worker_is_replaced_and_the_agent_notices_nothing(stack: Stack) -> None:
+async def test_a_killed_worker_is_replaced_and_the_agent_runs_on(stack: Stack) -> None:
     """kill -9 mid-turn: another worker re-attaches to the same process; no call is repeated."""
     stack.engine.hold(HELD)
     request = await stack.start("worker-killed", heartbeat_timeout_s=DEATH_S)
@@ -88,7 +88,7 @@ async def test_a_worker_that_is_told_to_stop_hands_over(stack: Stack) -> None:
 
 
 async def test_a_lost_sandbox_means_a_new_attempt_and_keeps_the_old_evidence(stack: Stack) -> None:
-    """kill -9 of what holds the sandbox: attempt 2 solves it, and buys no turn of attempt 1 again;
+    """kill -9 of what holds the sandbox: attempt 2 solves it, and samples no turn of attempt 1 again;
     turns and output of 1 stay."""
     stack.engine.hold(HELD)
     request = await stack.start("sandbox-lost")
@@ -105,8 +105,8 @@ async def test_a_lost_sandbox_means_a_new_attempt_and_keeps_the_old_evidence(sta
     ]
 
 
-async def test_an_episode_tells_where_its_replay_ended(stack: Stack) -> None:
-    """Attempt 2 answers the lost attempt's turns with the very tokens it had sampled."""
+async def test_an_episode_shows_where_its_replay_ended(stack: Stack) -> None:
+    """Attempt 2 answers the lost attempt's turns with exactly the tokens that were sampled then."""
     stack.engine.hold(HELD)
     request = await stack.start("replayed")
     await stack.held(request)
@@ -126,7 +126,7 @@ def _sampled(turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float,
 
 
 async def test_a_sandbox_lost_while_grading_is_graded_again(stack: Stack) -> None:
-    """The verdict comes from another fresh sandbox; the agent is not asked again."""
+    """The verdict comes from another fresh sandbox; the agent does not run again."""
     request = await stack.start("grading-lost", instance=SLOW_INSTANCE)
     await stack.at(request, "grade_in_fresh_sandbox")
     await until(lambda: stack.box(request, "grade").alive, "the grading sandbox is up")
@@ -137,7 +137,7 @@ async def test_a_sandbox_lost_while_grading_is_graded_again(stack: Stack) -> Non
 
 
 async def test_cancelled_through_the_sdk(stack: Stack) -> None:
-    """The agent is killed, its partial evidence and a cancelled episode stay, nothing else does."""
+    """The agent is killed; only its partial evidence and a cancelled episode stay."""
     stack.engine.hold(HELD)
     request = await stack.start("cancel-sdk")
     await stack.held(request)
@@ -209,7 +209,7 @@ async def test_a_finished_rollout_started_again_does_no_work(stack: Stack) -> No
 
 
 async def test_a_reset_to_before_grading_grades_again_without_the_agent(stack: Stack) -> None:
-    """Two verdicts lie in the store, the episode names the new one, no model call was made."""
+    """The store has two verdicts, the episode names the new one, and no model call was made."""
     request = await stack.start("reset")
     first = await stack.episode(request)
     before = dict(stack.engine.times_sampled())

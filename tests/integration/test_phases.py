@@ -23,7 +23,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
 
 
 async def test_agent_in_bubblewrap_graded_in_podman(stack: Stack, tmp_path: Path) -> None:
-    """One word moves the grading elsewhere: solved here, resolved there, both with their limits."""
+    """One field moves the grading to another provider; each phase has its own limits."""
     if missing := PodmanProvider(tmp_path).check():
         pytest.skip("; ".join(missing))
     asked = {
@@ -40,7 +40,7 @@ async def test_agent_in_bubblewrap_graded_in_podman(stack: Stack, tmp_path: Path
 
 
 async def test_a_limit_that_cannot_be_held_boots_nothing(stack: Stack) -> None:
-    """Refused with the field's name at the boot, and no sandbox was ever made."""
+    """The boot stage refuses it with the field's name, and no sandbox is created."""
     asked = {"grade": {"provider": "local", "limits": {"disk_mb": 64}}}
     request = await stack.start("refused", phases=asked)
     episode = await stack.episode(request)

@@ -1,4 +1,4 @@
-"""Sandboxes booted ahead: taken once, fresh, owned by whoever took them, and gone with their worker."""
+"""Ready sandboxes: unused, taken once, owned by the rollout that took them, gone with their worker."""
 
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -43,15 +43,15 @@ async def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield stack
 
 
-async def standing(stack: Stack) -> Sequence[SandboxInfo]:
+async def ready_ones(stack: Stack) -> Sequence[SandboxInfo]:
     return [box for box in await stack.provider.list({"run": "ready"}) if box.alive]
 
 
 async def filled(stack: Stack, *taken: str) -> Sequence[SandboxInfo]:
-    """Wait until as many stand ready as may, besides those that were taken."""
+    """Wait until all permitted sandboxes are ready, besides those that were taken."""
 
     async def enough() -> Sequence[SandboxInfo]:
-        found = [box for box in await standing(stack) if box.identity not in taken]
+        found = [box for box in await ready_ones(stack) if box.identity not in taken]
         return found if len(found) == READY else ()
 
     found: Sequence[SandboxInfo] = await until(enough, f"{READY} sandboxes are ready")
@@ -63,8 +63,8 @@ async def record_of(stack: Stack, request: RolloutRequest) -> BootRecord:
     return BootRecord.model_validate_json(stored.data)
 
 
-async def test_a_rollout_takes_one_that_stands_ready(stack: Stack) -> None:
-    """The first rollout boots its own; the second is solved in one of those booted meanwhile."""
+async def test_a_rollout_takes_a_ready_sandbox(stack: Stack) -> None:
+    """The first rollout boots its own; the second uses one that was booted meanwhile."""
     first = await stack.start("first")
     await stack.episode(first)
     ready = {box.identity for box in await filled(stack)}
@@ -78,7 +78,7 @@ async def test_a_rollout_takes_one_that_stands_ready(stack: Stack) -> None:
 
 
 async def test_the_reaper_knows_who_took_one(stack: Stack) -> None:
-    """A terminated rollout's is swept although it was booted for nobody; the ready ones stay."""
+    """The one that a terminated rollout took is swept; those that are still ready stay."""
     await stack.episode(await stack.start("first"))
     await filled(stack)
     stack.engine.hold(3)
@@ -88,26 +88,26 @@ async def test_the_reaper_knows_who_took_one(stack: Stack) -> None:
     await filled(stack, taken)
     await stack.handle(request).terminate()
     swept = await stack.sweep(grace_s=0)
-    left = {box.identity for box in await standing(stack)}
+    left = {box.identity for box in await ready_ones(stack)}
 
     assert MARK in taken
     assert (swept.killed, taken in left, len(left)) == (1, False, READY)
 
 
 async def test_a_worker_that_is_told_to_stop_leaves_none(stack: Stack) -> None:
-    """SIGTERM: the sandboxes that nobody took are killed with the worker."""
+    """After SIGTERM, the sandboxes that no rollout took are killed with the worker."""
     await stack.episode(await stack.start("first"))
     await filled(stack)
     await stack.workers[0].kill(signal.SIGTERM)
 
-    assert await standing(stack) == []
+    assert await ready_ones(stack) == []
 
 
 @pytest.fixture
 async def crowd(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Stack, Any]]:
-    """An account of four sandboxes, two of which may stand ready."""
+    """An account of four sandboxes, two of which may be ready ones."""
     pytest.importorskip("e2b")
     pytest.importorskip("aiohttp")
     if missing := why_not_here():
@@ -119,15 +119,15 @@ async def crowd(
 
 
 async def test_ready_ones_and_rollouts_share_an_account(crowd: tuple[Stack, Any]) -> None:
-    """Two stand ready on an account of four when twelve rollouts come, half of them of another
-    kind: all are graded, none meets a 429, and what is left over is what stands ready again."""
+    """Two are ready on an account of four when twelve rollouts come, half of them with another spec:
+    all are graded, none gets a 429, and at the end only ready ones are left."""
     stack, server = crowd
     await stack.episode(await stack.start("first", sandbox="e2b", agent="nop"))
 
     async def two_ready() -> bool:
         return len(server.sandboxes.all()) == READY
 
-    await until(two_ready, "two stand ready")
+    await until(two_ready, "two are ready")
     limits = {"output_mb": 8}
     others = [
         await stack.start("other", sandbox="e2b", agent="nop", sample_index=n, limits=limits)
@@ -145,7 +145,7 @@ async def test_ready_ones_and_rollouts_share_an_account(crowd: tuple[Stack, Any]
 
 
 async def permits(stack: Stack) -> int:
-    """Held at the account."""
+    """Permits that the account's workflow counts as held."""
     keeper = stack.client.get_workflow_handle(names.account_id(E2BProvider(stack.home).account))
     return len((await keeper.query("state", result_type=AccountState)).permits)
 
@@ -170,8 +170,8 @@ async def test_a_try_that_died_after_it_took_one_leaves_it_to_the_next(tmp_path:
     assert (same.identity, other, gone) == (took.identity, None, None)
 
 
-async def test_one_gives_way_or_is_taken_never_both(tmp_path: Path) -> None:
-    """A claim in the store decides: what a rollout has taken is not ended, what is ended not taken."""
+async def test_one_is_ended_or_taken_never_both(tmp_path: Path) -> None:
+    """A claim in the store decides: one that is taken is not ended, one that is ended not taken."""
     settings = Settings(home=tmp_path / "home", sandbox={"ready": 2})
     store, free = LocalStore(str(tmp_path / "store")), Unmetered()
     provider = LocalProvider(settings.home.absolute())
@@ -191,7 +191,7 @@ async def test_one_gives_way_or_is_taken_never_both(tmp_path: Path) -> None:
 
 
 async def test_a_later_try_takes_none_that_it_had_not_taken_before(tmp_path: Path) -> None:
-    """The try before it may have begun to make the attempt's own sandbox, which it would forget."""
+    """The try before may have begun to create the attempt's own sandbox, which would be left over."""
     settings = Settings(home=tmp_path / "home", store=str(tmp_path / "s"), sandbox={"ready": 1})
     services, environment = Services(settings), ActivityEnvironment()
     provider = services.provider("local")

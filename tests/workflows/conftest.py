@@ -1,4 +1,4 @@
-"""The real workflows; activities are replaced by name, nothing else is."""
+"""The real workflows; only the activities are replaced, by name."""
 
 from collections.abc import AsyncIterator
 

@@ -1,8 +1,9 @@
 """Write the histories that `test_replay.py` replays: `python -m tests.workflows.record_histories`,
-with names of scenarios after it for those alone.
+followed by names of scenarios to record only those.
 
-Real workflows on a real server, stand-in activities. Record anew only for a change that no running
-workflow has to survive; otherwise guard the change with `workflow.patched` and add a history.
+Real workflows on a real server, stand-in activities. Until the first tag, record them again after a
+change of the workflows' decisions. From then on workflows that run must survive an upgrade: guard
+the change with `workflow.patched`, keep the old histories, and add one.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ async def plain(client: Client, stages: Stages) -> Handle:
 
 
 async def slow_agent(client: Client, stages: Stages) -> Handle:
-    """Long enough for its stage to be listed."""
+    """The agent stage lasts long enough to be listed."""
 
     async def slowly(_: Any) -> AgentRun:
         await asyncio.sleep(LIST_STAGE_AFTER.total_seconds() + 1)
@@ -87,7 +88,7 @@ async def evictions(client: Client, stages: Stages) -> Handle:
 
 
 async def cancelled(client: Client, stages: Stages) -> Handle:
-    """In the middle of the agent's run."""
+    """Cancelled in the middle of the agent's run."""
     running = _forever(stages, "run_agent")
     handle = (await Perdure(client).start_rollout(ROLLOUT)).handle
     await running.wait()
@@ -96,7 +97,7 @@ async def cancelled(client: Client, stages: Stages) -> Handle:
 
 
 async def cancelled_in_boot(client: Client, stages: Stages) -> Handle:
-    """The boot succeeds all the same."""
+    """Cancelled while it boots; the boot succeeds all the same."""
     booting, told = asyncio.Event(), asyncio.Event()
 
     async def boot(_: Any) -> Booted:
@@ -113,7 +114,7 @@ async def cancelled_in_boot(client: Client, stages: Stages) -> Handle:
 
 
 async def group(client: Client, stages: Stages) -> Handle:
-    """Three samples, a quorum of two: the third is a straggler, and is cancelled."""
+    """Three samples, a quorum of two: the third is a straggler and is cancelled."""
 
     async def slow_third(attempt: Any) -> AgentRun:
         if attempt.request.sample_index == 2:
@@ -138,7 +139,7 @@ async def run(client: Client, stages: Stages) -> Handle:
 
 
 async def sharded(client: Client, stages: Stages) -> Handle:
-    """Two shards of `SHARD_OF_ONE`: the first is done, the second is terminated in its agent's run."""
+    """Two shards of `SHARD_OF_ONE`: the first ends, the second is terminated in its agent's run."""
     stages.instances = ("toy/add-1", "toy/add-2")
     running = asyncio.Event()
 
@@ -181,11 +182,11 @@ async def queued(client: Client, stages: Stages) -> Handle:
 
 
 async def account(client: Client, stages: Stages) -> Handle:
-    """One rollout is granted its sandbox and gives it back; a wish of nobody's is dropped."""
+    """One rollout is granted a permit and returns it; the request of a missing workflow is dropped."""
     rollout = (await Perdure(client).start_rollout(ROLLOUT)).handle
     caps = AccountCaps(live=2, creates_per_s=10)
     handle: Handle | None = None
-    for holder in (rollout.id, "nobody"):
+    for holder in (rollout.id, "missing"):
         asked = Asked(holder=holder, run="r1", step="1-agent", caps=caps)
         handle = await client.start_workflow(
             names.ACCOUNT,
@@ -204,22 +205,22 @@ async def account(client: Client, stages: Stages) -> Handle:
 
 
 async def account_ready(client: Client, stages: Stages) -> Handle:
-    """A sandbox that was booted ahead gives way to a wish; one that is taken passes its slot on."""
+    """A ready sandbox is ended for a request; one that a rollout takes hands its permit over."""
     caps, name = AccountCaps(live=1), names.account_id("service")
     handle: Handle = await client.start_workflow(
         names.ACCOUNT, AccountState(caps=caps), id=name, task_queue=names.WORKFLOWS_QUEUE
     )
-    for number, then in ((1, "wish"), (2, "taken")):
+    for number, then in ((1, "request"), (2, "taken")):
         permit = ReadyPermit(holder=f"ready/{number}", provider="service")
         await handle.execute_update("reserve", permit)
         await handle.signal("ahead_started", permit)
-        if then == "wish":
-            asked = Asked(holder="nobody", run="r1", step="1-agent", caps=caps)
+        if then == "request":
+            asked = Asked(holder="missing", run="r1", step="1-agent", caps=caps)
             await handle.signal("ask", asked)
         else:
-            taken = Taken(ready=permit.holder, holder="nobody", run="r1", step="1-agent")
+            taken = Taken(ready=permit.holder, holder="missing", run="r1", step="1-agent")
             await handle.signal("taken", taken)
-            await handle.signal("release", "nobody")
+            await handle.signal("release", "missing")
         while (found := await handle.query("state", result_type=AccountState)).permits:
             await asyncio.sleep(0.1)
         assert not found.waiting
@@ -253,7 +254,7 @@ async def _beat_for_ever() -> None:
 
 
 async def record(scenario: Callable[[Client, Stages], Awaitable[Handle]]) -> str:
-    """One scenario on a server of its own; its history as JSON."""
+    """Play one scenario on a server of its own; returns its history as JSON."""
     async with dev_server.serving(identity=IDENTITY) as client:
         stages = Stages()
         queues = (names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE)
@@ -269,14 +270,14 @@ async def record(scenario: Callable[[Client, Stages], Awaitable[Handle]]) -> str
 
 
 def without_stacks(value: Any) -> Any:
-    """Stack traces name files of the machine; a replay does not read them."""
+    """Stack traces name files of this machine, and a replay does not read them."""
     if isinstance(value, dict):
         return {k: without_stacks(v) for k, v in value.items() if k != "stackTrace"}
     return [without_stacks(item) for item in value] if isinstance(value, list) else value
 
 
 async def main(*only: str) -> None:
-    """`only`: names of the scenarios to record; all of them where none is named."""
+    """`only`: names of the scenarios to record; none: all of them."""
     FOLDER.mkdir(exist_ok=True)
     for scenario in SCENARIOS:
         if only and scenario.__name__ not in only:
@@ -288,5 +289,5 @@ async def main(*only: str) -> None:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)  # the failures are staged
+    logging.disable(logging.WARNING)  # the failures are intended
     asyncio.run(main(*sys.argv[1:]))

@@ -32,12 +32,12 @@ QUEUES = (
     names.host_queue("host-1"),
 )
 HEARD_WITHIN = timedelta(seconds=0.2)
-"""A stage that beats learns of its cancellation so soon, though its time-out is long: on a busy host
-a short one takes stages that live for dead, and they are counted twice."""
+"""A stage with heartbeats learns of its cancellation within this time. Its time-out stays long, because
+on a busy host a short one takes live stages for dead, and they are counted twice."""
 
 
 class Stages:
-    """Stand-ins for the activities, replaced by name; each test overrides what it is about.
+    """Stand-ins for the activities; each test overrides those that it is about.
 
     Every call is recorded as (activity, attempt number).
     """
@@ -73,7 +73,7 @@ class Stages:
             yield
 
     def activities(self) -> list[Callable[..., Any]]:
-        """What a worker is given."""
+        """For a worker."""
         return [
             self.boot,
             self.run_agent,

@@ -1,4 +1,4 @@
-"""SandboxAccountWorkflow on a real server: permits outlive neither their holders nor their keeper."""
+"""SandboxAccountWorkflow on a real server: every permit comes back, and none is granted twice."""
 
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
@@ -26,7 +26,7 @@ ONE = AccountCaps(live=1)
 
 @workflow.defn
 class Holder:
-    """Stays open, and hears what it is granted."""
+    """Stays open and receives grants."""
 
     @workflow.run
     async def run(self) -> None:
@@ -37,8 +37,8 @@ class Holder:
         return None
 
 
-class Standing:
-    """Sandboxes that stand ready, and a service that ends them."""
+class ReadyEnder:
+    """Ends ready sandboxes, and records them."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []
@@ -50,21 +50,19 @@ class Standing:
 
 
 @pytest.fixture
-def standing() -> Standing:
-    return Standing()
+def ender() -> ReadyEnder:
+    return ReadyEnder()
 
 
 @pytest.fixture
 async def holders(
-    client: Client, standing: Standing, monkeypatch: pytest.MonkeyPatch
+    client: Client, ender: ReadyEnder, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Sequence[str]]:
     """Two workflows that stay open."""
     monkeypatch.setattr(workflows.account, "CHECK_EVERY_S", 0.2)
     async with (
         workflow_worker(client, checking_runner()),
-        Worker(
-            client, task_queue=names.IO_QUEUE, activities=[ClosedHolders().closed, standing.end]
-        ),
+        Worker(client, task_queue=names.IO_QUEUE, activities=[ClosedHolders().closed, ender.end]),
         Worker(
             client,
             task_queue="holders",
@@ -88,7 +86,7 @@ async def ask(client: Client, holder: str) -> None:
 
 
 async def holding(client: Client, holder: str) -> None:
-    """Wait until it is the only one that holds a permit."""
+    """Wait until `holder` is the only holder of a permit."""
     handle: WorkflowHandle[object, object] = client.get_workflow_handle(ACCOUNT_ID)
 
     async def only_it() -> bool:
@@ -102,20 +100,20 @@ async def holding(client: Client, holder: str) -> None:
 
 
 async def granted(client: Client, holder: str) -> bool:
-    """True, once it has been told: a moment after the keeper has noted its permit."""
+    """True once the grant has reached it, a moment after the account has noted its permit."""
 
-    async def told() -> bool:
+    async def arrived() -> bool:
         history = await client.get_workflow_handle(holder).fetch_history()
         signals = [event.workflow_execution_signaled_event_attributes for event in history.events]
         return any(signal.signal_name == names.GRANTED for signal in signals)
 
-    return bool(await until(told, f"{holder} is granted its permit"))
+    return bool(await until(arrived, f"{holder} is granted its permit"))
 
 
 async def test_a_terminated_holders_permit_goes_to_the_next(
     client: Client, holders: Sequence[str]
 ) -> None:
-    """Whoever is killed without a word holds nothing up: the one that waits is granted instead."""
+    """A terminated workflow returns no permit itself; the rollout that waits is granted it."""
     first, second = holders
     await ask(client, first)
     await holding(client, first)
@@ -129,7 +127,7 @@ async def test_a_terminated_holders_permit_goes_to_the_next(
 async def test_a_permit_that_is_given_back_goes_to_the_next(
     client: Client, holders: Sequence[str]
 ) -> None:
-    """Released after its sandbox was killed, a slot is granted again at once."""
+    """A permit that is released after its sandbox was killed is granted again at once."""
     first, second = holders
     await ask(client, first)
     await ask(client, second)
@@ -140,10 +138,10 @@ async def test_a_permit_that_is_given_back_goes_to_the_next(
     assert (await granted(client, first), await granted(client, second)) == (True, True)
 
 
-async def test_a_keeper_outlives_no_holder_that_ended_without_a_word(
+async def test_an_account_workflow_ends_after_its_only_holder_was_terminated(
     client: Client, holders: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits, and the only holder was terminated: after a silence the keeper ends too."""
+    """No rollout waits and the only holder was terminated: the account workflow ends when idle."""
     monkeypatch.setattr(workflows.account, "IDLE", timedelta(seconds=0.3))
     first, _ = holders
     await ask(client, first)
@@ -153,10 +151,10 @@ async def test_a_keeper_outlives_no_holder_that_ended_without_a_word(
     assert await client.get_workflow_handle(ACCOUNT_ID).result() is None
 
 
-async def test_a_keeper_goes_on_where_nobody_can_look_up_its_holders(
+async def test_an_account_workflow_goes_on_if_its_holders_cannot_be_looked_up(
     client: Client, holders: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lookup that fails costs no permit: the slot that is given back goes to who waits."""
+    """A lookup that fails costs no permit: a returned one goes to the rollout that waits."""
     looked: list[str] = []
 
     async def fail(workflow_id: str) -> bool:
@@ -175,52 +173,52 @@ async def test_a_keeper_goes_on_where_nobody_can_look_up_its_holders(
     assert await granted(client, second)
 
 
-async def test_a_sandbox_booted_ahead_gives_way_to_who_waits(
-    client: Client, holders: Sequence[str], standing: Standing
+async def test_a_ready_sandbox_is_ended_for_a_rollout_that_waits(
+    client: Client, holders: Sequence[str], ender: ReadyEnder
 ) -> None:
-    """It holds the account's only slot; the rollout that asks gets it when that one is ended."""
+    """It holds the account's only permit; the rollout that asks gets it when the sandbox is gone."""
     first, second = holders
-    keeper = client.get_workflow_handle(ACCOUNT_ID)
+    account = client.get_workflow_handle(ACCOUNT_ID)
     ready = ReadyPermit(holder="ready/p-1", provider="e2b")
     await ask(client, first)
     await holding(client, first)
-    await keeper.signal("release", first)
-    await keeper.execute_update("reserve", ready)
-    await keeper.signal("ahead_started", ready)
+    await account.signal("release", first)
+    await account.execute_update("reserve", ready)
+    await account.signal("ahead_started", ready)
     with pytest.raises(WorkflowUpdateFailedError):
-        await keeper.execute_update("reserve", ReadyPermit(holder="ready/p-2", provider="e2b"))
+        await account.execute_update("reserve", ReadyPermit(holder="ready/p-2", provider="e2b"))
     await ask(client, second)
     await holding(client, second)
 
-    assert (standing.ended, await granted(client, second)) == (["ready/p-1"], True)
+    assert (ender.ended, await granted(client, second)) == (["ready/p-1"], True)
 
 
-async def test_a_sandbox_booted_ahead_takes_its_permit_along(
+async def test_a_ready_sandbox_that_is_taken_brings_its_permit(
     client: Client, holders: Sequence[str]
 ) -> None:
-    """Whoever takes it holds its slot, without having asked; and gives it back like any other."""
+    """The rollout that takes it holds its permit without asking, and returns it like any other."""
     first, second = holders
-    keeper = client.get_workflow_handle(ACCOUNT_ID)
+    account = client.get_workflow_handle(ACCOUNT_ID)
     ready = ReadyPermit(holder="ready/p-1", provider="e2b")
     await ask(client, first)
     await holding(client, first)
-    await keeper.signal("release", first)
-    await keeper.execute_update("reserve", ready)
-    await keeper.signal("ahead_started", ready)
+    await account.signal("release", first)
+    await account.execute_update("reserve", ready)
+    await account.signal("ahead_started", ready)
     taken = Taken(ready=ready.holder, holder=first, run="r", step="1-agent")
-    await keeper.signal("taken", taken)
+    await account.signal("taken", taken)
     await holding(client, first)
     await ask(client, second)
-    await keeper.signal("release", first)
+    await account.signal("release", first)
     await holding(client, second)
 
     assert await granted(client, second)
 
 
-async def test_a_keeper_that_starts_anew_goes_on_where_the_last_one_ended(
+async def test_an_account_workflow_that_continues_as_new_keeps_its_state(
     client: Client, holders: Sequence[str]
 ) -> None:
-    """Continued as new: who held still holds, who waited is granted when the slot comes back."""
+    """Holders still hold; the rollout that waited is granted the permit when it comes back."""
     first, second = holders
     state = AccountState(
         caps=ONE,

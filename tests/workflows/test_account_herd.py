@@ -1,4 +1,4 @@
-"""A keeper of permits that starts anew again and again while a herd waits."""
+"""An account workflow that continues as new again and again while a burst of rollouts waits."""
 
 from collections import Counter
 
@@ -18,7 +18,7 @@ CAPS = AccountCaps(creates_per_s=100)
 
 
 async def grants(client: Client, run_id: str) -> tuple[Counter[str], int]:
-    """How often each holder was granted, in all runs of the keeper from this one on, and the runs."""
+    """Grants of each holder in all runs of the workflow from this one on, and the number of runs."""
     granted: Counter[str] = Counter()
     runs = 0
     while run_id:
@@ -32,9 +32,9 @@ async def grants(client: Client, run_id: str) -> tuple[Counter[str], int]:
     return +granted, runs
 
 
-async def test_a_keeper_that_starts_anew_under_a_herd_grants_each_once() -> None:
-    """100 wait, asks come in, grants go out, and it continues as new after every few dozen events:
-    nobody is forgotten, nobody is granted twice."""
+async def test_an_account_workflow_that_continues_as_new_grants_each_rollout_once() -> None:
+    """100 rollouts ask, and it continues as new after every few dozen events: none is forgotten and
+    none is granted twice."""
     often = ("--dynamic-config-value", "limit.historyCount.suggestContinueAsNew=60")
     async with dev_server.serving(*often) as client, workflow_worker(client):
         first = ""

@@ -1,4 +1,4 @@
-"""RolloutWorkflow on a metered account: it waits without a worker, and loses its way nowhere."""
+"""RolloutWorkflow on a metered account: it waits for its permits without using a worker."""
 
 import time
 from typing import Any
@@ -28,7 +28,7 @@ async def _start(client: Client, **fields: Any) -> WorkflowHandle[Any, EpisodeRe
 
 
 def queue_up(stages: Stages) -> list[str]:
-    """Boots ask first. The permits that they came with, call by call."""
+    """Boots ask for a permit first. Returns the permit that each call of boot came with."""
     permits: list[str] = []
 
     async def boot(attempt: Attempt) -> Booted:
@@ -43,7 +43,7 @@ def queue_up(stages: Stages) -> list[str]:
 
 
 async def test_a_rollout_boots_when_it_is_granted(client: Client, stages: Stages) -> None:
-    """It asks, waits with nothing at work, and boots with its permit when its turn has come."""
+    """It asks, waits without a pending activity, and boots when its permit is granted."""
     permits = queue_up(stages)
     handle = await _start(client)
     await until(lambda: permits, "the account was asked")
@@ -51,7 +51,7 @@ async def test_a_rollout_boots_when_it_is_granted(client: Client, stages: Stages
     async def idle() -> bool:
         return not (await handle.describe()).raw_description.pending_activities
 
-    await until(idle, "nothing is at work for it")
+    await until(idle, "no activity is pending")
     await handle.signal(names.GRANTED, STEP)
     episode = await handle.result()
 
@@ -59,7 +59,7 @@ async def test_a_rollout_boots_when_it_is_granted(client: Client, stages: Stages
 
 
 async def test_the_grading_waits_for_its_turn_too(client: Client, stages: Stages) -> None:
-    """Where the account must grant the second sandbox, no grading starts before it has."""
+    """If the account must grant the second sandbox too, grading starts only after the grant."""
 
     async def capture(_: Any) -> Captured:
         return Captured(size=10, files=1, empty=False, waits_for="1-grade")
@@ -75,10 +75,10 @@ async def test_the_grading_waits_for_its_turn_too(client: Client, stages: Stages
     assert stages.names()[-2:] == ["grade_in_fresh_sandbox", "emit_episode"]
 
 
-async def test_a_rollout_that_is_cancelled_in_the_queue_leaves_it(
+async def test_a_rollout_that_is_cancelled_while_it_waits_leaves_the_queue(
     client: Client, stages: Stages
 ) -> None:
-    """Cancelled while it waits: its place is given back by the clean-up, and an episode says so."""
+    """The clean-up gives its place back, and an episode says that it was cancelled."""
     permits = queue_up(stages)
     handle = await _start(client)
     await until(lambda: permits, "the account was asked")
@@ -91,7 +91,7 @@ async def test_a_rollout_that_is_cancelled_in_the_queue_leaves_it(
 
 
 async def test_a_rollout_expires_in_the_queue(client: Client, stages: Stages) -> None:
-    """One that waits past its `expires_at` ends as expired without a sandbox."""
+    """A rollout that waits past its `expires_at` ends as expired without a sandbox."""
     permits = queue_up(stages)
     episode = await (await _start(client, expires_at=time.time() + 2)).result()
 
@@ -101,7 +101,7 @@ async def test_a_rollout_expires_in_the_queue(client: Client, stages: Stages) ->
 async def test_a_rollout_that_waits_long_asks_again(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A keeper that was terminated forgets who waits; whoever does asks it anew."""
+    """An account workflow that was terminated has forgotten who waits, so rollouts ask again."""
     monkeypatch.setattr(workflows.rollout, "ASK_AGAIN_S", 0.2)
     permits = queue_up(stages)
     handle = await _start(client)

@@ -48,7 +48,7 @@ async def _add_1_has_signal(ending: Ending) -> EpisodeRef:
 
 
 async def test_a_batch_is_filled_to_its_tokens(client: Client, stages: Stages) -> None:
-    """Two samples of 100 tokens a group: 500 tokens take three groups, and no fourth is asked for."""
+    """Two samples of 100 tokens a group: 500 tokens take three groups, and no fourth is requested."""
     stages.override["emit_episode"] = _all_alike
     asked: list[str] = []
 
@@ -64,7 +64,7 @@ async def test_a_batch_is_filled_to_its_tokens(client: Client, stages: Stages) -
 
 
 async def test_groups_without_signal_do_not_count(client: Client, stages: Stages) -> None:
-    """Only the group whose rewards differ fills the batch; the others are yielded all the same."""
+    """Only the group whose rewards differ fills the batch; the others are yielded too."""
     stages.override["emit_episode"] = _add_1_has_signal
     filling = collect(
         Perdure(client), _requests("r2"), tokens=1, in_flight=1, count=tokens_with_signal
@@ -76,7 +76,7 @@ async def test_groups_without_signal_do_not_count(client: Client, stages: Stages
 
 
 async def test_too_few_requests_end_the_batch(client: Client, stages: Stages) -> None:
-    """The caller gets what there is."""
+    """The caller gets the groups that there are."""
     stages.override["emit_episode"] = _all_alike
 
     groups = [g async for g in collect(Perdure(client), _requests("r3", 2), tokens=10**9)]
@@ -85,7 +85,7 @@ async def test_too_few_requests_end_the_batch(client: Client, stages: Stages) ->
 
 
 async def test_a_caller_that_leaves_cancels_what_runs(client: Client, stages: Stages) -> None:
-    """Groups in flight when the trainer stops listening end as cancelled, without a reward."""
+    """Groups in flight when the trainer stops iterating end as cancelled, without a reward."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     perdure = Perdure(client)
@@ -103,10 +103,10 @@ async def test_a_caller_that_leaves_cancels_what_runs(client: Client, stages: St
     assert statuses == {RolloutStatus.CANCELLED}
 
 
-async def test_a_group_cancelled_by_somebody_counts_with_what_it_has(
+async def test_a_group_that_a_person_cancels_counts_with_the_episodes_it_has(
     client: Client, stages: Stages
 ) -> None:
-    """The batch goes on; the cancelled group has episodes without a reward."""
+    """The batch continues; the cancelled group has episodes without a reward."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     perdure = Perdure(client)

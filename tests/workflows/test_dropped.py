@@ -1,5 +1,5 @@
-"""Workflows that their worker forgets while they are open: they go on elsewhere, and so ask nobody
-for anything on their way out."""
+"""A worker drops workflows that are open: they go on elsewhere, so they must schedule nothing while
+they are dropped."""
 
 import asyncio
 import gc
@@ -36,34 +36,34 @@ async def run(client: Client) -> None:
     await Perdure(client).start_run(RUN)
 
 
-def standing_agents() -> tuple[Stages, asyncio.Event]:
+def busy_agents() -> tuple[Stages, asyncio.Event]:
     """Agents that work until they are cancelled, and whether one has begun."""
     stages, begun = Stages(), asyncio.Event()
     stages.instances = ("toy/add-1", "toy/add-2")
 
-    async def stand(_: Any) -> AgentRun:
+    async def work(_: Any) -> AgentRun:
         begun.set()
         while True:
             activity.heartbeat()
             await asyncio.sleep(0.1)
 
-    stages.override["run_agent"] = stand
+    stages.override["run_agent"] = work
     return stages, begun
 
 
 @pytest.fixture
 def complaints(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Coroutines that awaited while they were thrown away, and activities asked for by nobody."""
+    """Coroutines that awaited while they were dropped, and activities scheduled outside a workflow."""
     found: list[str] = []
     execute = workflow.execute_activity
 
-    def asked(name: Any, *arguments: Any, **options: Any) -> Any:
+    def execute_or_complain(name: Any, *arguments: Any, **options: Any) -> Any:
         if not workflow.in_workflow():
-            found.append(f"{name} was asked for")
+            found.append(f"{name} was scheduled")
         return execute(name, *arguments, **options)
 
-    monkeypatch.setattr(sys, "unraisablehook", lambda told: found.append(str(told.exc_value)))
-    monkeypatch.setattr(workflow, "execute_activity", asked)
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: found.append(str(error.exc_value)))
+    monkeypatch.setattr(workflow, "execute_activity", execute_or_complain)
     return found
 
 
@@ -72,16 +72,16 @@ def complaints(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [(rollout, 500), (group, 500), (run, 500), (run, 1)],
     ids=["rollout", "group", "run", "sharded"],
 )
-async def test_a_workflow_that_its_worker_drops_asks_for_nothing(
+async def test_a_workflow_that_its_worker_drops_schedules_nothing(
     client: Client,
     start: Callable[[Client], Awaitable[None]],
     shard: int,
     complaints: Sequence[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its worker ends while the agent works: no clean-up is begun outside of the workflow."""
+    """Its worker ends while the agent works: no clean-up starts outside of the workflow."""
     monkeypatch.setattr("workflows.run.SHARD", shard)
-    stages, begun = standing_agents()
+    stages, begun = busy_agents()
     async with AsyncExitStack() as others:
         for queue in (names.BOOT_QUEUE, names.AGENT_QUEUE, names.IO_QUEUE):
             worker = Worker(client, task_queue=queue, activities=stages.activities())

@@ -49,7 +49,7 @@ async def test_a_quorum_ends_the_group_and_cancels_stragglers(
 
 
 async def test_a_deadline_ends_the_group(client: Client, stages: Stages) -> None:
-    """Nobody finishes in time: the group ends anyway and says that its quorum was not met."""
+    """No rollout finishes in time: the group ends anyway and says that its quorum was not met."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     group = await Perdure(client).start_group(
@@ -62,7 +62,7 @@ async def test_a_deadline_ends_the_group(client: Client, stages: Stages) -> None
 
 
 async def test_starting_a_group_twice_joins_it(client: Client, stages: Stages) -> None:
-    """A restarted trainer asks again for the same group: same workflow, no second rollout."""
+    """A restarted trainer requests the same group again: same workflow, no second rollout."""
     request = GroupRequest(rollout=ROLLOUT, n_samples=2)
     perdure = Perdure(client)
     await (await perdure.start_group(request)).result()
@@ -91,7 +91,7 @@ async def test_a_run_plays_everything_within_its_window(client: Client, stages: 
 
 
 async def test_a_paused_run_starts_nothing_new(client: Client, stages: Stages) -> None:
-    """Paused: what runs goes on, nothing starts; resumed: the rest is played."""
+    """Paused: what runs goes on, no rollout starts; resumed: the rest is played."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = tuple(f"toy/add-{k}" for k in range(3))
@@ -110,7 +110,7 @@ async def test_a_paused_run_starts_nothing_new(client: Client, stages: Stages) -
 
 
 async def test_a_run_that_has_ended_is_not_paused(client: Client, stages: Stages) -> None:
-    """Said in one line, as of a run that never was."""
+    """The error says so in one line, as for a run that does not exist."""
     run = await Perdure(client).start_run(_run(concurrency=1))
     await run.result()
 
@@ -194,8 +194,10 @@ async def test_rollouts_of_a_cancelled_group_are_counted(client: Client, stages:
     assert progress.by_status == {"graded": 1, "cancelled": 5}
 
 
-async def test_a_group_somebody_cancels_is_counted_at_once(client: Client, stages: Stages) -> None:
-    """One group of two is cancelled by hand: the run goes on and has counted its rollouts."""
+async def test_a_group_that_a_person_cancels_is_counted_at_once(
+    client: Client, stages: Stages
+) -> None:
+    """One group of two is cancelled by hand: the run goes on and counts its rollouts."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-0", "toy/add-1")
@@ -238,7 +240,7 @@ async def test_kept_stragglers_count_as_running(client: Client, stages: Stages) 
 async def test_a_run_cancelled_while_it_lists_its_instances_starts_none(
     client: Client, stages: Stages
 ) -> None:
-    """The list comes back all the same: no rollout is started, the manifest is written."""
+    """The list succeeds all the same; no rollout starts, and the manifest is written."""
     listing, told = asyncio.Event(), asyncio.Event()
 
     async def prepare(_: Any) -> PreparedRun:

@@ -1,4 +1,4 @@
-"""What a training loop catches when what it waited for ended without a result: one kind of error."""
+"""A training loop catches one kind of error when a workflow ends without a result."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ def gate(stages: Stages) -> Gate:
     return gate
 
 
-async def test_a_cancelled_rollout_is_told_as_cancelled(client: Client, gate: Gate) -> None:
+async def test_a_cancelled_rollout_raises_cancelled(client: Client, gate: Gate) -> None:
     """The error names the rollout; Temporal's own is its cause."""
     rollout = await Perdure(client).start_rollout(ROLLOUT)
     await gate.until_running(1)
@@ -35,7 +35,7 @@ async def test_a_cancelled_rollout_is_told_as_cancelled(client: Client, gate: Ga
 
 
 async def test_a_terminated_group_says_why(client: Client, gate: Gate) -> None:
-    """What the person who ended it wrote stands in the message."""
+    """The message has the reason that the person gave who terminated it."""
     group = await Perdure(client).start_group(GroupRequest(rollout=ROLLOUT, n_samples=1))
     await gate.until_running(1)
     await group.handle.terminate(reason="the node is needed")
@@ -46,7 +46,7 @@ async def test_a_terminated_group_says_why(client: Client, gate: Gate) -> None:
 
 
 async def test_what_never_started_is_not_found(client: Client) -> None:
-    """A misspelt id is told as such, and waited for by nobody."""
+    """A misspelt id raises NotFound at once."""
     misspelt = Perdure(client).rollout("rollout/r1/ad-1/0")
 
     for ask in (misspelt.result, misspelt.state):

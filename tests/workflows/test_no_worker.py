@@ -1,4 +1,4 @@
-"""What a trainer and a person are told while no worker polls, on a real server."""
+"""What a trainer and a person see while no worker polls, on a real server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,29 +28,29 @@ ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
 GROUP = GroupRequest(rollout=ROLLOUT, n_samples=2)
 RUN = RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
 AT_ONCE = ("--dynamic-config-value", 'matching.queryPollerUnavailableWindow="100ms"')
-"""The server misses its workers so soon, not after twenty seconds."""
+"""The server notices missing workers after this time, not after twenty seconds."""
 
 
 class Hurried(Interceptor):
-    """Queries wait two seconds for their answer, not thirty; what was said instead is kept."""
+    """Queries wait two seconds for their answer, not thirty; statuses of failed ones are kept."""
 
     def __init__(self) -> None:
-        self.said: list[RPCStatusCode] = []
+        self.statuses: list[RPCStatusCode] = []
 
     def intercept_client(self, next: OutboundInterceptor) -> OutboundInterceptor:
-        return _Hurried(next, self.said)
+        return _Hurried(next, self.statuses)
 
 
 class _Hurried(OutboundInterceptor):
-    def __init__(self, next: OutboundInterceptor, said: list[RPCStatusCode]) -> None:
+    def __init__(self, next: OutboundInterceptor, statuses: list[RPCStatusCode]) -> None:
         super().__init__(next)
-        self.said = said
+        self.statuses = statuses
 
     async def query_workflow(self, input: QueryWorkflowInput) -> Any:
         try:
             return await super().query_workflow(replace(input, rpc_timeout=timedelta(seconds=2)))
         except RPCError as error:
-            self.said.append(error.status)
+            self.statuses.append(error.status)
             raise
 
 
@@ -74,7 +74,7 @@ def perdure(client: Client, hurried: Hurried) -> Perdure:
 async def test_a_run_whose_workers_have_gone_says_so(
     client: Client, perdure: Perdure, hurried: Hurried
 ) -> None:
-    """Its progress is an answer, also when the server knows that nobody will give one."""
+    """Its progress is an answer, also when the server knows that no worker polls."""
     stages, begun = Stages(), asyncio.Event()
     stages.instances = ("toy/add-1",)
 
@@ -89,7 +89,7 @@ async def test_a_run_whose_workers_have_gone_says_so(
 
     async def refused() -> bool:
         assert (await run.progress()).state == "no worker answers"
-        return RPCStatusCode.FAILED_PRECONDITION in hurried.said
+        return RPCStatusCode.FAILED_PRECONDITION in hurried.statuses
 
     assert await until(refused, "the server misses the workers")
 
@@ -97,14 +97,14 @@ async def test_a_run_whose_workers_have_gone_says_so(
 async def test_episodes_of_a_finished_group_wait_for_a_worker(
     client: Client, perdure: Perdure, hurried: Hurried
 ) -> None:
-    """The group is over when its workers go: a trainer gets its episodes once there is one again."""
+    """The group ends, then its workers: a trainer gets the episodes once a worker polls again."""
     stages = Stages()
     async with stages.at_work(client):
         await (await perdure.start_group(GROUP)).result()
     handle: WorkflowHandle[Any, Any] = perdure.client.get_workflow_handle(GROUP.workflow_id)
     group = GroupHandle(perdure, 2, handle)
     reading = asyncio.create_task(_read(group))
-    await until(lambda: RPCStatusCode.FAILED_PRECONDITION in hurried.said, "nobody answers")
+    await until(lambda: RPCStatusCode.FAILED_PRECONDITION in hurried.statuses, "no worker answers")
     async with stages.at_work(client):
         seen = await reading
 
@@ -115,8 +115,10 @@ async def _read(group: GroupHandle) -> list[int]:
     return [episode.sample_index async for episode in group.episodes()]
 
 
-async def test_a_group_that_nobody_began_has_no_episodes(client: Client, perdure: Perdure) -> None:
-    """Terminated before any worker saw it, it tells so at once, whoever polls now: none are waited for."""
+async def test_a_group_that_no_worker_began_has_no_episodes(
+    client: Client, perdure: Perdure
+) -> None:
+    """A group that was terminated before any worker saw it has none, and does not wait for any."""
     group = await perdure.start_group(GROUP)
     await group.handle.terminate()
 

@@ -1,4 +1,4 @@
-"""The schedule of sweeps that a worker makes as it starts, on a real server."""
+"""The schedule of sweeps that a worker creates when it starts, on a real server."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ HOST = "host-1"
 
 
 class StartingUp(Interceptor):
-    """A server that answers, and takes no schedule before it was asked three times."""
+    """A server that answers, but takes a schedule only at the third request."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -48,7 +48,7 @@ def _meeting(client: Client, server: StartingUp) -> Client:
 async def test_a_server_that_is_still_starting_is_waited_for(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that comes with its server does not end because it came too early."""
+    """A worker that starts before its server is ready waits instead of ending."""
     monkeypatch.setattr(process, "ASK_AGAIN_S", 0.05)
     server = StartingUp()
     early = _meeting(client, server)
@@ -60,8 +60,8 @@ async def test_a_server_that_is_still_starting_is_waited_for(
     assert (server.asked, interval.every) == (3, process.REAP_EVERY)
 
 
-async def test_a_worker_whose_schedule_stands_goes_on(client: Client) -> None:
-    """Made by another one, or before a restart: it is taken as it is."""
+async def test_a_worker_whose_schedule_exists_goes_on(client: Client) -> None:
+    """A schedule of another worker, or from before a restart, stays as it is."""
     await process._ensure_reaper(client, HOST, asyncio.Event())
 
     await asyncio.wait_for(process._ensure_reaper(client, HOST, asyncio.Event()), 60)
@@ -70,7 +70,7 @@ async def test_a_worker_whose_schedule_stands_goes_on(client: Client) -> None:
 async def test_a_worker_that_is_told_to_stop_waits_no_longer(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGTERM while it waits for its server: it ends."""
+    """After SIGTERM, a worker that waits for its server ends."""
     monkeypatch.setattr(process, "ASK_AGAIN_S", 3600.0)
     server, stop = StartingUp(), asyncio.Event()
     early = _meeting(client, server)

@@ -1,4 +1,4 @@
-"""Workflows that are running survive an upgrade: committed histories replay on today's code."""
+"""Running workflows survive an upgrade: committed histories replay on today's code."""
 
 import json
 import re
@@ -35,7 +35,7 @@ async def test_a_committed_history_replays(path: Path, monkeypatch: pytest.Monke
         workflows=WORKFLOWS,
         workflow_runner=checking_runner(),
         data_converter=DATA_CONVERTER,
-        debug_mode=True,  # a busy host may stop for two seconds, which is no deadlock
+        debug_mode=True,  # no deadlock detection: a busy host may stop for two seconds
     )
     result = await replayer.replay_workflow(history(path), raise_on_replay_failure=False)
 
@@ -51,7 +51,7 @@ def test_every_scenario_is_committed() -> None:
 
 @workflow.defn(name=names.ROLLOUT, sandboxed=False)
 class RolloutWithoutBoot:
-    """What a careless change looks like: another first step."""
+    """A careless change: the first step is another one."""
 
     @workflow.run
     async def run(self, request: Any) -> None:
@@ -61,7 +61,7 @@ class RolloutWithoutBoot:
 
 @pytest.mark.parametrize("name", ["plain", "lost_sandbox"])
 async def test_a_changed_workflow_fails_the_replay(name: str) -> None:
-    """The replay would notice: a workflow that decides otherwise is refused."""
+    """A workflow that decides differently fails the replay."""
     replayer = Replayer(
         workflows=[RolloutWithoutBoot], data_converter=DATA_CONVERTER, debug_mode=True
     )
@@ -71,7 +71,7 @@ async def test_a_changed_workflow_fails_the_replay(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.stem)
-def test_a_history_tells_nothing_of_where_it_was_recorded(path: Path) -> None:
+def test_a_history_does_not_show_where_it_was_recorded(path: Path) -> None:
     """Identities are the recorder's, and there is no stack trace with paths."""
     text = path.read_text()
     identities = set(re.findall(r'"identity": "([^"]*)"', text))

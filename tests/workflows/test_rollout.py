@@ -1,4 +1,4 @@
-"""RolloutWorkflow on a real server: what it promises whatever the activities do."""
+"""RolloutWorkflow on a real server: its promises, whatever the activities do."""
 
 import asyncio
 from datetime import timedelta
@@ -50,7 +50,7 @@ async def test_a_good_rollout_runs_each_stage_once(client: Client, stages: Stage
 
 @pytest.fixture
 def no_stage_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the host is: a rollout that should be quick is."""
+    """No stage is listed, however slow a busy host is."""
     monkeypatch.setattr(workflows.web_ui, "LIST_STAGE_AFTER", timedelta(hours=1))
 
 
@@ -136,8 +136,8 @@ async def test_losing_every_sandbox_is_a_failed_episode(client: Client, stages: 
     )
 
 
-async def test_an_eviction_burns_no_attempt(client: Client, stages: Stages) -> None:
-    """A worker told to stop hands over: the same attempt goes on, and the episode counts it."""
+async def test_an_eviction_costs_no_attempt(client: Client, stages: Stages) -> None:
+    """A worker that is told to stop hands over: the attempt goes on, and the episode counts it."""
     evictions = 2
 
     async def evict(_: Any) -> AgentRun:
@@ -172,7 +172,7 @@ async def test_an_agent_that_never_called_the_model_has_no_reward(
 async def test_bad_configuration_ends_the_rollout_without_retries(
     client: Client, stages: Stages
 ) -> None:
-    """What a person must cure is reported once, at its boundary."""
+    """A failure that only a person can cure is reported once, at its boundary."""
 
     async def refuse(_: Any) -> Booted:
         raise ApplicationError("no bwrap", "sandbox", type="MissingDependency", non_retryable=True)
@@ -187,7 +187,7 @@ async def test_bad_configuration_ends_the_rollout_without_retries(
 async def test_lost_grading_sandboxes_end_the_rollout_as_failed(
     client: Client, stages: Stages
 ) -> None:
-    """The agent is not run again for them, and the reward is null, not 0."""
+    """The agent does not run again, and the reward is null, not 0."""
 
     async def give_up(_: Any) -> None:
         raise ApplicationError("3 lost", "sandbox", type="GradingSandboxesLost", non_retryable=True)
@@ -226,7 +226,7 @@ async def test_cancel_still_leaves_an_episode(client: Client, stages: Stages) ->
 
 
 async def test_cancelling_what_has_ended_says_how_it_ended(client: Client, stages: Stages) -> None:
-    """One line with the outcome and the reward, instead of a server's status code."""
+    """The error has the outcome and the reward, not a server's status code."""
     handle = await _start(client, REQUEST)
     await handle.result()
 
@@ -251,7 +251,7 @@ async def test_a_finished_rollout_is_not_done_again(client: Client, stages: Stag
 
 
 async def test_expired_before_boot_ends_as_expired(client: Client, stages: Stages) -> None:
-    """Queue time past `expires_at`: no sandbox, an episode that says so."""
+    """A rollout that is still queued at `expires_at` gets no sandbox, and an episode that says so."""
 
     async def expired(_: Any) -> Booted:
         return Booted(expired=True)
@@ -290,7 +290,7 @@ async def test_stages_follow_the_sandbox_to_its_host(client: Client, stages: Sta
 async def test_a_cancellation_is_not_lost_in_a_stage_that_ends_well(
     client: Client, stages: Stages
 ) -> None:
-    """Cancelled while it boots, and the boot succeeds all the same: no agent is ever started."""
+    """Cancelled while it boots, and the boot succeeds all the same: no agent starts."""
     booting, told = asyncio.Event(), asyncio.Event()
 
     async def boot(_: Any) -> Booted:
@@ -311,10 +311,8 @@ async def test_a_cancellation_is_not_lost_in_a_stage_that_ends_well(
     assert stages.endings[0].status is RolloutStatus.CANCELLED
 
 
-async def test_a_cancellation_does_not_take_the_episode_along(
-    client: Client, stages: Stages
-) -> None:
-    """Cancelled while the episode is written: it is written, and the rollout is graded."""
+async def test_a_cancellation_does_not_stop_the_episode(client: Client, stages: Stages) -> None:
+    """A rollout that is cancelled while its episode is written ends as graded."""
     emitting, told = asyncio.Event(), asyncio.Event()
 
     async def emit(_: Any) -> EpisodeRef:
@@ -366,7 +364,7 @@ async def test_a_stage_that_lasts_is_listed(client: Client, stages: Stages) -> N
 
 @pytest.mark.usefixtures("no_stage_lasts")
 async def test_a_quick_rollout_writes_its_attributes_once(client: Client, stages: Stages) -> None:
-    """Started as the SDK does, it says nothing more in the server's index before its end."""
+    """A rollout that the SDK started writes to the server's index only once, at its end."""
     request = RolloutRequest.model_validate(REQUEST)
     handle = await _start(client, REQUEST, search_attributes=attributes.of_rollout(request))
     await handle.result()
@@ -377,7 +375,7 @@ async def test_a_quick_rollout_writes_its_attributes_once(client: Client, stages
 
 
 async def test_it_goes_on_as_the_attempt_that_was_booted(client: Client, stages: Stages) -> None:
-    """Attempts of an earlier workflow are used up: every later stage works on the new one."""
+    """If attempts of an earlier workflow are used up, every later stage works on the new one."""
 
     async def third(_: Any) -> Booted:
         return Booted(attempt=3)
@@ -403,7 +401,7 @@ async def _event_types(handle: WorkflowHandle[Any, Any]) -> list[str]:
 async def test_a_rollout_is_listed_under_its_policy_version(
     client: Client, stages: Stages, asked: int | None, listed: int
 ) -> None:
-    """The version that it is held to; the newest that sampled it where nobody named one."""
+    """The version that the request names; without one, the newest version that sampled it."""
 
     async def emitted(ending: Ending) -> EpisodeRef:
         return EpisodeRef(

@@ -1,4 +1,4 @@
-"""Runs that are cut into shards, which start, hear and end on their own."""
+"""Runs that are cut into shards, which start, get signals and end on their own."""
 
 import asyncio
 from typing import Any
@@ -31,7 +31,7 @@ def gate(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> Gate:
 async def test_a_pause_reaches_a_shard_that_is_being_started(
     client: Client, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its parent is not told of its start before the pause: it hears of the pause all the same."""
+    """The run is paused before it knows that the shard has started: the shard is signalled later."""
     start = workflow.start_child_workflow
 
     async def late(run: Any, *arguments: Any, **options: Any) -> Any:
@@ -45,18 +45,18 @@ async def test_a_pause_reaches_a_shard_that_is_being_started(
     await gate.until_running(1)
     await run.pause()
 
-    async def heard() -> bool:
+    async def signalled() -> bool:
         history = await client.get_workflow_handle(FIRST).fetch_history()
-        said = [event.workflow_execution_signaled_event_attributes for event in history.events]
-        return any(signal.signal_name == "set_paused" for signal in said)
+        found = [event.workflow_execution_signaled_event_attributes for event in history.events]
+        return any(signal.signal_name == "set_paused" for signal in found)
 
-    assert await until(heard, "the shard hears of the pause", 60)
+    assert await until(signalled, "the shard is signalled the pause", 60)
 
 
 async def test_a_shard_that_is_terminated_ends_the_run(
     client: Client, stages: Stages, gate: Gate
 ) -> None:
-    """It reports nothing any more: the run writes its manifest and fails, instead of waiting."""
+    """It sends no more reports: the run writes its manifest and fails, instead of waiting."""
     run = await Perdure(client).start_run(RUN)
     await gate.until_running(1)
     await client.get_workflow_handle(FIRST).terminate()

@@ -20,7 +20,7 @@ async def sweep(services: Services, is_open: IsOpen, grace_s: float) -> SweepRep
             return True  # Perdure did not make it
         if workflow_id.startswith(ready.OWNER):
             taker = await ready.owner_of(services.store, workflow_id)
-            return taker is None or await is_open(taker)  # its deadline ends one that nobody took
+            return taker is None or await is_open(taker)  # its deadline ends a ready one
         return await is_open(workflow_id)
 
     return await reaper.sweep(services.providers_used(), is_owned, grace_s=grace_s, now=time.time())

@@ -44,13 +44,13 @@ def test_services_start_modules_that_exist(service: str) -> None:
         assert command[0] == "perdure" or (ROOT / command[1]).is_file()
 
 
-def test_every_stage_has_a_service() -> None:
+def test_every_role_has_a_service() -> None:
     """No queue of ours is left without a worker."""
-    from workers.process import STAGES
+    from workers.process import ROLES
 
     commands = [" ".join(service["command"]) for service in OURS.values()]
 
-    assert [f"python -m workers.{s}" in commands for s in STAGES] == [True] * len(STAGES)
+    assert [f"python -m workers.{s}" in commands for s in ROLES] == [True] * len(ROLES)
 
 
 def test_compose_sets_only_settings_that_exist() -> None:

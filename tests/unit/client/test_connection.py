@@ -1,4 +1,4 @@
-"""Connecting: which server is meant when nobody says."""
+"""Connecting: which server is used when no variable names one."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A new attempt replays the earlier one that has most to give."""
+"""A new attempt replays the earlier one that recorded the most turns."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -38,7 +38,7 @@ async def test_an_attempt_that_died_while_it_booted_is_passed_over(gateway: Loca
 
 
 async def test_an_attempt_that_died_while_it_replayed_is_passed_over(gateway: LocalGateway) -> None:
-    """It holds less than what it replayed; of two that hold as much, the later one is taken."""
+    """It recorded less than what it replayed; of two with as many turns, the later one is taken."""
     for session_id, turns in (("one", 2), ("two", 2), ("three", 1), ("four", 0)):
         await _attempt(gateway, session_id, turns)
 
@@ -46,7 +46,7 @@ async def test_an_attempt_that_died_while_it_replayed_is_passed_over(gateway: Lo
 
 
 async def test_nothing_recorded_is_nothing_to_replay(gateway: LocalGateway) -> None:
-    """A first attempt, and one after attempts without a turn, sample from the start."""
+    """Without a recorded turn in any earlier attempt, there is no session to replay."""
     await gateway.open("one")
 
     assert await most_recorded(gateway.control, ["one", "two"]) is None

@@ -1,4 +1,4 @@
-"""Where each phase of a rollout runs: which word wins, and what is refused before anything boots."""
+"""Provider, limits and network of each phase: which field wins, and what is refused before a boot."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def test_the_request_wins_over_the_instance_and_the_instance_over_the_rollout() 
 
 
 def test_the_requests_provider_wins_over_the_instances() -> None:
-    """Who asks for a rollout says where its phases run, whatever its row would like."""
+    """The request decides where its phases run, whatever the instance prefers."""
     asked = request(sandbox="local", phases={"agent": {"provider": "bubblewrap"}})
 
     assert phases.place(asked, instance(agent={"provider": "podman"}), "agent").provider == (
@@ -52,8 +52,8 @@ def test_the_requests_provider_wins_over_the_instances() -> None:
     )
 
 
-def test_a_phase_that_nobody_names_is_the_rollouts_own() -> None:
-    """Without a word about a phase it has the rollout's provider and limits, and no network."""
+def test_a_phase_without_fields_is_as_the_rollout_says() -> None:
+    """A phase that no field names has the rollout's provider and limits, and no network."""
     asked = request(sandbox="podman", limits={"memory_mb": 512})
 
     assert phases.place(asked, instance(), "agent") == phases.PhasePlacement(
@@ -62,7 +62,7 @@ def test_a_phase_that_nobody_names_is_the_rollouts_own() -> None:
 
 
 def test_environments_are_built_with_limits_of_their_own() -> None:
-    """The rollout's limits are not the build's; `phases.environment` changes the latter, and closes it."""
+    """The rollout's limits are not the build's; `phases.environment` changes limits and network."""
     asked = request(limits={"memory_mb": 64}, phases={"environment": {"network": "none"}})
     place = phases.place(asked, instance(environment={"limits": {"disk_mb": 99}}), "environment")
 
@@ -71,7 +71,7 @@ def test_environments_are_built_with_limits_of_their_own() -> None:
 
 
 def test_an_instance_opens_no_network_by_itself() -> None:
-    """Data asks, a request grants: silent, it is refused by name; asked, it may also say no."""
+    """If the instance asks for a network, the request must grant or deny it, or it is refused."""
     row = instance(agent={"network": "host"})
     with pytest.raises(ConfigurationError, match=r"phases\.agent\.network"):
         phases.place(request(), row, "agent")
@@ -99,10 +99,10 @@ def test_an_instance_opens_no_network_by_itself() -> None:
         ({"phases": {"environment": {"provider": "local"}}}, {}, "phases.environment.provider"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(
+def test_a_field_that_cannot_be_honoured_is_refused_by_name(
     tmp_path: Path, fields: dict[str, Any], row: dict[str, Any], named: str
 ) -> None:
-    """An unknown provider, a limit it does not hold, a network it cannot give: the field is named."""
+    """The error names the field of an unknown provider, and of a limit or network it cannot give."""
     made = {"local": LocalProvider, "bubblewrap": BubblewrapProvider}
 
     def providers(name: str) -> Any:
@@ -116,8 +116,8 @@ def test_what_cannot_be_had_is_refused_by_name(
     assert named in str(refused.value)
 
 
-def test_a_default_limit_is_no_wish(tmp_path: Path) -> None:
-    """A provider that cannot hold a limit is refused only where somebody named that limit."""
+def test_a_default_limit_refuses_no_provider(tmp_path: Path) -> None:
+    """A provider that cannot hold a limit is refused only if a field sets that limit."""
     phases.check(request(sandbox="local"), instance(), lambda _: LocalProvider(tmp_path))
 
 

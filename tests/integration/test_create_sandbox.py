@@ -1,4 +1,4 @@
-"""A try of an activity that is called off while it makes a sandbox: what it leaves, and to whom."""
+"""A try that is cancelled while it creates a sandbox leaves it only if a later try may own it."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ pytest.importorskip("e2b")
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.temporal
 
-ID = "p-making-agent-1"
+ID = "p-creating-agent-1"
 SPEC = SandboxSpec(
     "/testbed",
     labels={"run": "r1", "rollout": "rollout/r1/add/0"},
@@ -49,8 +49,8 @@ class Bench:
     def live(self) -> list[str]:
         return [record["id"] for record in self.server.sandboxes.all()]
 
-    async def called_off(self, why: ActivityCancellationDetails) -> list[str]:
-        """What the service had made, and not said so yet, when the try was called off."""
+    async def cancelled_for(self, why: ActivityCancellationDetails) -> list[str]:
+        """Cancel the try after the service has made a sandbox and before it answers. Returns those."""
         self.server.settings["boot_s"] = self.server.settings["boot_s"] or 0.5
         running = asyncio.ensure_future(self.environment.run(self.make))
         while not self.live:
@@ -86,8 +86,8 @@ async def bench(
 
 @pytest.fixture
 async def rollout(bench: Bench, client: Client) -> str:
-    """Its workflow is open; no worker need be there."""
-    await client.start_workflow("Any", id="rollout/r1/add/0", task_queue="nobody")
+    """Its workflow is open; it needs no worker."""
+    await client.start_workflow("Any", id="rollout/r1/add/0", task_queue="unpolled")
     return "rollout/r1/add/0"
 
 
@@ -95,8 +95,8 @@ async def rollout(bench: Bench, client: Client) -> str:
 async def test_a_late_try_leaves_the_next_one_its_sandbox(
     bench: Bench, rollout: str, why: ActivityCancellationDetails
 ) -> None:
-    """Its heartbeats came late and the rollout goes on: the sandbox lives, for whoever adopts it."""
-    made = await bench.called_off(why)
+    """Its heartbeats came late and the rollout goes on: the sandbox lives, and the next try adopts it."""
+    made = await bench.cancelled_for(why)
     adopted = await bench.provider.create(SPEC, ID)
 
     assert (await adopted.exec("echo alive")).stdout == b"alive\n"
@@ -108,7 +108,7 @@ async def test_a_try_that_is_told_to_end_leaves_nothing(
     bench: Bench, rollout: str, why: ActivityCancellationDetails
 ) -> None:
     """A cancellation or the worker's end, while the service still boots: no sandbox is left."""
-    await bench.called_off(why)
+    await bench.cancelled_for(why)
 
     assert bench.live == []
 
@@ -116,30 +116,30 @@ async def test_a_try_that_is_told_to_end_leaves_nothing(
 async def test_a_late_try_of_a_rollout_that_is_over_leaves_nothing(
     bench: Bench, client: Client, rollout: str
 ) -> None:
-    """Terminated meanwhile: nobody will adopt what was made, so it is killed at once."""
+    """The rollout was terminated, so no try will adopt the sandbox: it is killed at once."""
     await client.get_workflow_handle(rollout).terminate()
-    await bench.called_off(UNKNOWN)
+    await bench.cancelled_for(UNKNOWN)
 
     assert bench.live == []
 
 
-async def test_a_slow_create_that_is_called_off_ends_at_once(
+async def test_a_slow_create_that_is_cancelled_ends_at_once(
     bench: Bench, rollout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for the boot; what it comes to is the reaper's, by its labels."""
+    """The try does not wait for the boot; the reaper finds the sandbox by its labels."""
     monkeypatch.setattr(service, "CALLED_OFF_S", 0.1)
     bench.server.settings["boot_s"] = 5.0
-    await bench.called_off(ASKED)
+    await bench.cancelled_for(ASKED)
     still_boots = [record["state"] for record in bench.server.sandboxes.all()]
 
     async def swept() -> bool:
-        report = await reaper.sweep([bench.provider], nobody, grace_s=0, now=time.time())
+        report = await reaper.sweep([bench.provider], unowned, grace_s=0, now=time.time())
         return report.killed == 1
 
-    async def nobody(_: SandboxInfo) -> bool:
+    async def unowned(_: SandboxInfo) -> bool:
         return False
 
-    await until(swept, "what came up later is swept")
+    await until(swept, "the late sandbox is swept")
 
     assert (still_boots, bench.live) == (["creating"], [])
 
@@ -148,7 +148,7 @@ async def test_a_slow_create_that_is_called_off_ends_at_once(
 async def test_a_late_grading_kills_nothing_of_the_next(
     bench: Bench, rollout: str, why: ActivityCancellationDetails, left: int
 ) -> None:
-    """A sandbox that is worked in ends with its try, unless another try may have one of its name."""
+    """A try kills its sandbox in the end, unless another try may have one of the same identity."""
 
     async def grade() -> None:
         sandbox = await create_sandbox(ThisTry(), bench.provider, SPEC, ID)
