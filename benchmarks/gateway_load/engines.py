@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 
 from perdure.engines.pool.leases import LEAST_AGENTS
-from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.testing.scripted_engine import CacheModel, ScriptedEngine
 
 AGENTS = LEAST_AGENTS * 3 // 2
 """Sessions per engine: between its first and its largest limit, because direct calls count as load
@@ -32,7 +32,7 @@ async def _run(options: argparse.Namespace) -> None:
     scripts = json.loads(options.scripts.read_text())
     async with contextlib.AsyncExitStack() as stack:
         engines = [
-            ScriptedEngine(scripts, latency_s=options.latency, kv_tokens=KV_TOKENS)
+            ScriptedEngine(scripts, latency_s=options.latency, cache=CacheModel(KV_TOKENS))
             for _ in range(options.count)
         ]
         for engine in engines:

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from perdure.testing.scripted_engine import CHUNK, ScriptedEngine
+from perdure.testing.scripted_engine import CHUNK, CacheModel, ScriptedEngine
 
 
 class LoggedEngine(ScriptedEngine):
@@ -39,8 +39,7 @@ async def _run(options: argparse.Namespace) -> None:
         json.loads(options.scripts.read_text()),
         port=options.port,
         chunk_delay_s=CHUNK / options.tokens_per_s,
-        prefill_per_s=options.prefill_per_s,
-        block=16,
+        cache=CacheModel(block=16, prefill_per_s=options.prefill_per_s),
     )
     async with engine:
         print(engine.url, flush=True)

@@ -36,7 +36,7 @@ from perdure.engines.pool.pool import EnginePool
 from perdure.engines.pool.salvage import Salvage
 from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineSpec
-from perdure.testing.scripted_engine import PrefixCache, ScriptedEngine
+from perdure.testing.scripted_engine import CacheModel, PrefixCache, ScriptedEngine
 from perdure.types import EngineSpan
 
 BLOCK = 128
@@ -85,9 +85,7 @@ async def side(name: str, job: Job, router: Path | None) -> Result:
     engines = [
         ScriptedEngine(
             {"default": {"turns": [TURN]}},
-            kv_tokens=job.kv_tokens,
-            block=BLOCK,
-            prefill_per_s=job.prefill_per_s,
+            cache=CacheModel(job.kv_tokens, BLOCK, job.prefill_per_s),
         )
         for _ in range(2)
     ]
@@ -205,7 +203,7 @@ def _plain(name: str, urls: list[str], client: httpx.AsyncClient) -> Route:
 
 
 async def _play(name: str, job: Job, engines: list[ScriptedEngine], route: Route) -> Result:
-    endless = PrefixCache(1 << 40, BLOCK)
+    endless = PrefixCache(CacheModel(1 << 40, BLOCK))
     started = time.monotonic()
 
     async def session(group: int, sample: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from perdure.gateway.base import SessionSpec
-from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.testing.scripted_engine import CacheModel, ScriptedEngine
 from tests.gateway_pool import Pool
 
 GROUPS, SAMPLES, TURNS = 4, 4, 3
@@ -37,7 +37,11 @@ async def _play(home: Path, processes: int) -> float:
         for g in range(GROUPS)
         for n in range(SAMPLES)
     ]
-    async with ScriptedEngine(SCRIPT, block=16) as one, ScriptedEngine(SCRIPT, block=16) as two:
+    small = CacheModel(block=16)
+    async with (
+        ScriptedEngine(SCRIPT, cache=small) as one,
+        ScriptedEngine(SCRIPT, cache=small) as two,
+    ):
         urls = f"{one.url},{two.url}"
         async with Pool([home] * processes, urls) as pool, pool.control() as control:
             for spec in specs:

@@ -135,12 +135,12 @@ class Replica:
         host = LOOPBACK if self._plan.proxy_keys else self._host
         port = _free_port(host)
         began = await asyncio.to_thread(self._prepare)
-        self._spawn(host, port)
+        child = self._spawn(host, port)
         self._server = f"http://{_in_url(host)}:{port}"
         async with self._reachable(port) as listening:
             proven = asyncio.create_task(self._prove(listening))
             try:
-                return await self._watch(proven, began)
+                return await self._watch(child, proven, began)
             finally:
                 proven.cancel()
                 await asyncio.gather(proven, return_exceptions=True)
@@ -154,9 +154,10 @@ class Replica:
         async with EngineProxy(self._plan.proxy_keys, self._host, port) as proxy:
             yield f"http://{_in_url(self._host)}:{proxy.port}"
 
-    async def _watch(self, proven: "asyncio.Task[None]", began: int) -> exit_causes.ExitCause:
-        child, started = self._child, time.monotonic()
-        assert child is not None
+    async def _watch(
+        self, child: subprocess.Popen[bytes], proven: "asyncio.Task[None]", began: int
+    ) -> exit_causes.ExitCause:
+        started = time.monotonic()
         while (status := child.poll()) is None:
             late = time.monotonic() - started > self._plan.start_timeout_s
             if late and not proven.done():
@@ -175,11 +176,11 @@ class Replica:
             path.unlink(missing_ok=True)
         return self._log.stat().st_size if self._log.exists() else 0
 
-    def _spawn(self, host: str, port: int) -> None:
+    def _spawn(self, host: str, port: int) -> subprocess.Popen[bytes]:
         command = commands.command_line(self._plan, self._generation, host, port)
         supervisor = [sys.executable, "-m", "perdure.serving.supervisor"]
         with self._log.open("ab") as log:
-            self._child = subprocess.Popen(
+            child = self._child = subprocess.Popen(
                 [*supervisor, str(self._note), str(GRACE_S), "--", *command],
                 stdin=subprocess.PIPE,  # only this process has it open, so it closes when this process ends
                 stdout=log,
@@ -187,7 +188,8 @@ class Replica:
                 start_new_session=True,
                 env={**os.environ, **commands.environment(self._plan)},
             )
-        self._update(pid=self._child.pid)
+        self._update(pid=child.pid)
+        return child
 
     async def _prove(self, listening: str) -> None:
         """Wait for a token under this start's own name, which proves it. `listening`: URL for others."""

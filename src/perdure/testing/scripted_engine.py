@@ -114,12 +114,28 @@ class Stats:
     calls_by_session: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(frozen=True)
+class CacheModel:
+    """The modelled prefix cache of an engine."""
+
+    kv_tokens: int = 1 << 20
+    """Size of the cache, in tokens."""
+    block: int = 128
+    """Tokens of one cache block."""
+    prefill_per_s: float = 0.0
+    """Tokens outside the cache that are prefilled in a second, one prompt after the other; 0 = at
+    once."""
+
+
+DEFAULT_CACHE = CacheModel()
+
+
 class PrefixCache:
     """vLLM's prefix cache as a model: whole blocks of a prompt, hashed with all before them, LRU."""
 
-    def __init__(self, capacity_tokens: int, block: int) -> None:
-        self._block = block
-        self._room = max(1, capacity_tokens // block)
+    def __init__(self, model: CacheModel) -> None:
+        self._block = model.block
+        self._room = max(1, model.kv_tokens // model.block)
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self.queries = 0
         self.hits = 0
@@ -198,15 +214,9 @@ class ScriptedEngine:
         max_model_len: int = 131_072,
         chunk_delay_s: float = 0.0,
         generation: int | None = None,
-        kv_tokens: int = 1 << 20,
-        block: int = 128,
-        prefill_per_s: float = 0.0,
+        cache: CacheModel = DEFAULT_CACHE,
     ) -> None:
-        """`generation`: serve under `policy-g<generation>` too, and refuse any other's name.
-
-        `kv_tokens`, `block`: size of the modelled prefix cache, in tokens. `prefill_per_s`: tokens
-        not in it that are read in a second, one prompt after the other; 0 = at once.
-        """
+        """`generation`: also serve `policy-g<generation>`, and refuse the name of any other."""
         self._tokenizer = load_tokenizer(tokenizer)
         self.policy = Policy(self._tokenizer, scripts or {})
         self.policy_version = policy_version
@@ -214,9 +224,8 @@ class ScriptedEngine:
         self.chunk_delay_s = chunk_delay_s
         self.generation = generation
         self.weights = 0
-        self.cache = PrefixCache(kv_tokens, block)
-        self._kv_tokens = kv_tokens
-        self._prefill_per_s = prefill_per_s
+        self.cache = PrefixCache(cache)
+        self._cache_model = cache
         self._prefilling = asyncio.Lock()
         self._started = time.time()
         self._steps = itertools.count(1)
@@ -360,7 +369,7 @@ class ScriptedEngine:
         begun = self.policy.begun(prompt_ids, whole)
         token_ids = whole[begun : begun + min(sampling.get("max_tokens") or room, room)]
         reason = "stop" if begun + len(token_ids) == len(whole) else "length"
-        cached, prefills = 0, bool(self._prefill_per_s and body.get("stream"))
+        cached, prefills = 0, bool(self._cache_model.prefill_per_s and body.get("stream"))
         if not prefills and not _is_probe(request):
             cached = self.cache.look(prompt_ids)
             self.cache.keep([*prompt_ids, *token_ids])
@@ -472,7 +481,7 @@ class ScriptedEngine:
     async def _prefill(self, job: "_Job", prompt_ids: list[int]) -> None:
         async with self._prefilling:
             cached = self.cache.look(prompt_ids)
-            await asyncio.sleep((len(prompt_ids) - cached) / self._prefill_per_s)
+            await asyncio.sleep((len(prompt_ids) - cached) / self._cache_model.prefill_per_s)
             self.cache.keep([*prompt_ids, *job.token_ids])
         job.usage["prompt_tokens_details"] = {"cached_tokens": cached}
 
@@ -673,7 +682,7 @@ class ScriptedEngine:
             "vllm:num_preemptions_total": 0,
             "vllm:prefix_cache_queries_total": cache.queries,
             "vllm:prefix_cache_hits_total": cache.hits,
-            f'vllm:cache_config_info{{kv_cache_size_tokens="{self._kv_tokens}"}}': 1,
+            f'vllm:cache_config_info{{kv_cache_size_tokens="{self._cache_model.kv_tokens}"}}': 1,
         }
         return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))
 
@@ -776,8 +785,7 @@ async def _run(options: argparse.Namespace) -> None:
         latency_s=options.latency,
         chunk_delay_s=options.chunk_delay,
         generation=options.generation,
-        kv_tokens=options.kv_tokens,
-        block=options.block,
+        cache=CacheModel(options.kv_tokens, options.block),
     )
     async with engine:
         print(engine.url, flush=True)
