@@ -267,7 +267,7 @@ async def test_disk_that_a_command_filled_costs_the_sandbox_alone(
         await box.exec(f"cd {FOLDER} && cp -a execs {HOME} && {EXCHANGE}", user="root", check=True)
         await box.exec(f"cat /dev/zero >{HOME}/full", user="root")
 
-        with pytest.raises(SandboxLost, match="no room left"):
+        with pytest.raises(SandboxLost, match="no disk space left"):
             await box.exec("true")
 
 

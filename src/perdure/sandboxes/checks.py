@@ -52,12 +52,14 @@ def check_folders(spec: SandboxSpec) -> None:
     """The workdir, the mounts and the tree, for providers that bind or overlay host folders."""
     for target in (spec.workdir, *(mount.target for mount in spec.mounts)):
         if not target.startswith("/") or target == "/":
-            raise ConfigurationError(f"{target!r} is no absolute path below /; give one")
+            raise ConfigurationError(f"{target!r} must be an absolute path below /")
     for mount in spec.mounts:
         if not mount.source.is_absolute() or not mount.source.exists():
-            raise ConfigurationError(f"mount source {str(mount.source)!r} is no existing path")
+            raise ConfigurationError(
+                f"mount source {str(mount.source)!r} must be an absolute path that exists"
+            )
     if spec.tree is not None and not spec.tree.is_dir():
-        raise ConfigurationError(f"tree {str(spec.tree)!r} is no folder")
+        raise ConfigurationError(f"tree {str(spec.tree)!r} is not a folder")
     if spec.tree is not None and (
         set(str(spec.tree)) & set(',:\\"') or not spec.tree.is_absolute()
     ):

@@ -168,7 +168,7 @@ def refused(name: str, said: str) -> PerdureError:
     passing = any(word in words for word in NOT_REACHED)
     if not passing and any(word in words for word in NEVER_TO_BE_PULLED):
         return InstanceError(
-            f"image {name!r} cannot be had: {said}; correct environment.image of the row, or log in "
+            f"image {name!r} cannot be pulled: {said}; correct environment.image of the row, or log in "
             "to its registry",
             boundary=Boundary.INSTANCE,
         )

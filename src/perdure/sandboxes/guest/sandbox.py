@@ -315,14 +315,16 @@ class GuestSandbox(Sandbox):
             case "missing":
                 raise NotFound(f"{order.get('path')!r} in sandbox {self.identity!r}: {message}")
             case "full":
-                raise SandboxLost(f"sandbox {self.identity!r} has no room left: {message}")
+                raise SandboxLost(f"sandbox {self.identity!r} has no disk space left: {message}")
             case "busy":
-                raise ControlPlaneError(f"sandbox {self.identity!r} has no process left: {message}")
+                raise ControlPlaneError(
+                    f"sandbox {self.identity!r} has no free process left: {message}"
+                )
             case "short":
                 raise ControlPlaneError(
                     f"{self.service}: {message}: {order.get('path', order.get('target'))}"
                 )
-        raise ConfigurationError(f"sandbox {self.identity!r} cannot do it: {message}")
+        raise ConfigurationError(f"sandbox {self.identity!r} refused the order: {message}")
 
     async def _run(self, what: str, command: str, *, extra_s: float = 0.0) -> dict[str, Any]:
         return await self._answer(what, self._print(what, command, extra_s))

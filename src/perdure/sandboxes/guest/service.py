@@ -114,7 +114,7 @@ class ServiceProvider(SandboxProvider):
             if not mount.source.exists():
                 raise ConfigurationError(f"mount source {str(mount.source)!r} does not exist")
         if spec.tree is not None and not spec.tree.is_dir():
-            raise ConfigurationError(f"tree {str(spec.tree)!r} is no folder")
+            raise ConfigurationError(f"tree {str(spec.tree)!r} is not a folder")
 
     @property
     def _scope(self) -> str:

@@ -169,7 +169,7 @@ class E2BSandbox(GuestSandbox):
         limit_s = DAEMON_GONE_S if was_denied else UNREACHABLE_S
         if self.provider.silences.lasts(self.sdk.sandbox_id) > limit_s:
             raise lost(
-                "e2b", self.identity, f"(runs, without an answer for {limit_s:g} s: {found})"
+                "e2b", self.identity, f"(it runs, but has not answered for {limit_s:g} s: {found})"
             )
 
 
@@ -193,7 +193,7 @@ class E2BProvider(ServiceProvider):
         super()._check_spec(spec)
         if not TEMPLATE.fullmatch(_template(spec)):
             raise ConfigurationError(
-                f"environment.image: {spec.image!r} is no E2B template; build one from the image "
+                f"environment.image: {spec.image!r} is not an E2B template; build one from the image "
                 "(`e2b template build`) and name it there"
             )
 

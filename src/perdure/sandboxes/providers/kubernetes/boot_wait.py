@@ -57,7 +57,7 @@ class BootWait:
             self._cause = f"{found.reason}: {found.message}"
         image = pod["spec"]["containers"][0]["image"]
         if found.reason in ("InvalidImageName", "ErrImageNeverPull"):
-            return InstanceError(f"image {image!r} cannot be had: {self._cause}")
+            return InstanceError(f"image {image!r} cannot be pulled: {self._cause}")
         reason = images.refused(image, self._cause)
         return reason if isinstance(reason, InstanceError) or lasts > PULL_S else None
 

@@ -177,7 +177,7 @@ class KubernetesSandbox(ContainerSandbox):
         if now.state in ("going", "over"):
             raise lost("kubernetes", self.identity, f"({now.why})") from error
         if error is not None and self.provider.silences.lasts(self.uid) > SILENT_S:
-            why = f"(runs, without an answer for {SILENT_S:g} s: {error})"
+            why = f"(it runs, but has not answered for {SILENT_S:g} s: {error})"
             raise lost("kubernetes", self.identity, why) from error
 
 
