@@ -20,7 +20,7 @@ from perdure.engines.base import NO_LABELS, Completion, Engine
 from perdure.engines.pool.salvage import Salvage
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.journal.local import LocalJournal
-from perdure.gateway.journal.partial_stores import LocalShelf
+from perdure.gateway.journal.partial_stores import LocalPartialStore
 from perdure.gateway.journal.partials import Partials
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering.tokenizers import load_format
@@ -66,7 +66,7 @@ async def measure(answer_ids: list[int], sizes: Sequence[int], turns: int) -> tu
     with tempfile.TemporaryDirectory(prefix="pd-") as folder:
         home = Path(folder)
         journal = LocalJournal(home / "journal")
-        partials = Partials(LocalShelf(home / "journal"))
+        partials = Partials(LocalPartialStore(home / "journal"))
         store = LocalStore(home / "store")
         sessions = Sessions(journal, engine, model_format, store, Metrics(), partials=partials)
         rules = Sampling(max_context_tokens=1 << 20)

@@ -63,7 +63,7 @@ async def test_two_of_three_are_killed(tmp_path: Path, engine: ScriptedEngine) -
 async def test_a_frozen_process_comes_back(
     tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGSTOP, others go on, SIGCONT: the zombie's turns lose, and the token streams are the same."""
+    """SIGSTOP, others continue, SIGCONT: the stale process loses its turns, and token streams stay equal."""
     monkeypatch.setattr(gateway_pool, "GIVE_UP_S", 5.0)
     async with Pool([tmp_path / "h"] * 3, engine.url) as pool:
 

@@ -1,4 +1,4 @@
-"""A gateway process is killed in the middle of a turn: the turn goes on where it was, elsewhere."""
+"""A gateway process is killed in the middle of a turn: another process continues the turn where it was."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ import pytest
 
 from perdure.episodes.turns import decode
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.journal.partial_stores import LocalShelf
+from perdure.gateway.journal.partial_stores import LocalPartialStore
 from perdure.testing.scripted_engine import ScriptedEngine, logprob
 from perdure.types import Turn
 from tests.gateway_pool import Pool
@@ -93,7 +93,7 @@ async def test_a_killed_gateway_costs_only_what_was_not_written(
 async def test_a_gateway_told_to_stop_writes_what_streams(
     tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After SIGTERM the next process goes on from the last token that had come."""
+    """After SIGTERM the next process continues from the last token that had arrived."""
     home = tmp_path / "h"
     async with Pool([home], engine.url) as pool:
 
@@ -107,5 +107,5 @@ async def test_a_gateway_told_to_stop_writes_what_streams(
         turn = await _turn(pool, home, disturb)
 
     before, _ = turn.engines
-    assert before.end >= 8 * int(LocalShelf.every_s / 0.4 + 1)
+    assert before.end >= 8 * int(LocalPartialStore.every_s / 0.4 + 1)
     assert list(turn.completion_ids) == engine.policy.complete(list(engine.calls[0].prompt_ids))

@@ -17,11 +17,11 @@ from perdure.types import Purpose
 AGENT_HEADER = "x-claude-code-agent-id"
 PARENT_HEADER = "x-claude-code-parent-agent-id"
 COMPACTION_START = "CRITICAL: Respond with TEXT ONLY"
-"""How Claude Code's instruction to summarise begins; nothing else on the wire tells."""
+"""How Claude Code's instruction to summarise begins; the request has no other mark."""
 BILLING_START = "x-anthropic-billing-header"
-"""A system block about the client, different in each version: no text for a model."""
+"""A system block about the client that differs in each version; the model does not get it."""
 NOTHING_VISIBLE = "[no visible output]"
-"""Claude Code drops a reply without text or tool use and asks again, without end."""
+"""Claude Code drops a reply without text or tool use and repeats the request for ever."""
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 STATUS = {503: 529}
 ERROR_TYPES = {
@@ -40,8 +40,8 @@ NOT_SHOWN = "[{kind} not shown: this model reads text]"
 
 
 @dataclass(frozen=True)
-class Parsed:
-    """A request and how its answer is to be framed."""
+class ParsedRequest:
+    """A request, and how its answer is framed."""
 
     request: ModelRequest
     stream: bool
@@ -53,7 +53,7 @@ class Parsed:
         return b"".join(_event(event) for event in _events(answer))
 
 
-def parse(raw: bytes, headers: Mapping[str, str]) -> Parsed:
+def parse(raw: bytes, headers: Mapping[str, str]) -> ParsedRequest:
     """Raises: Refused (400) naming the field and what it must be."""
     body = BODIES.read(raw, "messages", headers)
     messages = [*_system(body), *_messages(body)]
@@ -72,13 +72,13 @@ def parse(raw: bytes, headers: Mapping[str, str]) -> Parsed:
         parent_chain="" if chain == MAIN else parent,
         purpose=_purpose(body),
     )
-    return Parsed(request, body.flag("stream"))
+    return ParsedRequest(request, body.flag("stream"))
 
 
 def _chat_body(
     body: Fields, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The request as hosted engines are asked."""
+    """The request in the form that hosted engines take."""
     chat = {"model": body.text("model"), "messages": messages, **_sampling(body)}
     if (most := body.integer("max_tokens", 1, 1 << 31)) is not None:
         chat["max_tokens"] = most
@@ -112,7 +112,7 @@ def _sampling(body: Fields) -> dict[str, Any]:
 
 
 def _purpose(body: Fields) -> Purpose:
-    """Only by marks that are certain: a main request must never be taken for a side request."""
+    """Read from certain marks only, so that a main request is never taken for a side request."""
     output = body.object("output_config").object("format")
     if body.get("tools") == [] and output.get("type") == "json_schema":
         return Purpose.SIDE
@@ -212,7 +212,7 @@ def _tool_result(block: Fields) -> dict[str, Any]:
 
 
 def _result_text(block: Fields) -> str:
-    """A picture that a tool happened to read must not end the rollout; the model is told."""
+    """A text that tells the model of a picture, so that a picture from a tool does not end the rollout."""
     kind = block.text("type")
     if kind == "text":
         return block.optional_text("text") or ""
@@ -252,7 +252,7 @@ def _tool_use(block: Fields) -> dict[str, Any]:
 
 
 def _tool(tool: Fields) -> dict[str, Any]:
-    """A tool built into Anthropic's models has no schema here: its name must do."""
+    """A tool that is built into Anthropic's models comes without a schema: only its name is used."""
     name, kind = tool.text("name"), tool.optional_text("type") or "custom"
     description = tool.optional_text("description")
     if description is None:
@@ -266,7 +266,7 @@ def _tool(tool: Fields) -> dict[str, Any]:
 
 
 def _stop_reason(answer: Answer) -> str:
-    """A call that was read is made, even when sampling was cut behind it."""
+    """A complete tool call is made, even if sampling was cut off after it."""
     if answer.message.get("tool_calls"):
         return "tool_use"
     return STOP_REASONS.get(answer.finish_reason, "end_turn")
@@ -288,7 +288,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """What a schema does not allow is the agent's to say; an input must only be an object."""
+    """Any object is accepted: the agent itself checks the input against the tool's schema."""
     try:
         value = read_json(arguments or "{}")
     except (ValueError, RecursionError):
@@ -313,7 +313,7 @@ def _message(
 
 
 def _input_usage(answer: Answer) -> dict[str, Any]:
-    """Claude Code compacts by these."""
+    """Token counts, from which Claude Code decides when to compact."""
     return {
         "input_tokens": _tokens(answer, "prompt_tokens"),
         "cache_creation_input_tokens": 0,
@@ -386,7 +386,7 @@ def _error(refused: Refused) -> dict[str, Any]:
 
 
 def _error_text(refused: Refused) -> str:
-    """Claude Code compacts its history when, and only when, a prompt is too long in these words."""
+    """Claude Code compacts its history only if the error for a long prompt has exactly this text."""
     if isinstance(refused, ContextExhausted):
         return f"prompt is too long: {refused.prompt_tokens} tokens > {refused.limit} maximum"
     if refused.code == "context_length_exceeded":

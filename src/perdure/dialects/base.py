@@ -1,7 +1,7 @@
-"""What a dialect is: a wire format that agents speak, read and written by one module.
+"""What a dialect is: a wire format of agents, read and written by one module.
 
-A new dialect is one module with these names and one line in `app.DIALECTS`. Sessions, keys and
-limits are none of its business.
+A new dialect is one module with these names and one line in `app.DIALECTS`. Sessions, keys and limits
+are handled outside.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ MAIN = "main"
 
 
 class Refused(PerdureError):
-    """A call we answer with an error of the dialect; repeating it unchanged fails the same way.
+    """A call that is answered with an error of the dialect; the same call would fail again.
 
     Example:
         Refused(400, "context_length_exceeded", "This model's maximum context length is ...")
@@ -30,7 +30,7 @@ class Refused(PerdureError):
 
 
 class ContextExhausted(Refused):
-    """No token of the context budget is left; each dialect says it in the words its clients know.
+    """The context budget is used up; each dialect writes the error that its clients recognise.
 
     `prompt_tokens` and `limit` are counts of tokens.
     """
@@ -52,10 +52,10 @@ class ModelRequest:
     """One model call in the gateway's own message form, whatever dialect it came in.
 
     `messages`: dicts with role (system, user, assistant, tool), content (text) and, where given,
-    reasoning_content, tool_calls, tool_call_id, name. System messages may stand anywhere and are
-    rendered where they stand. `tools`: OpenAI function tools. `body` is the request as an OpenAI
-    Chat Completions body, for hosted engines. `chain`, `parent_chain` and `purpose` are what the
-    dialect read from the client's own marks (headers, forms of the request), never from guesses.
+    reasoning_content, tool_calls, tool_call_id, name. System messages may be anywhere, and
+    are rendered at their position. `tools`: OpenAI function tools. `body` is the request as an OpenAI
+    Chat Completions body, for hosted engines. `chain`, `parent_chain` and `purpose` come from
+    the client's own marks (headers, forms of the request), never from guesses.
     """
 
     model: str
@@ -71,7 +71,7 @@ class ModelRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the agent gets, dialect-neutral enough to be framed as one JSON or as a stream.
+    """What the agent gets, in a neutral form that each dialect frames as one JSON object or a stream.
 
     Example:
         Answer("chatcmpl-...", 1763700000, "policy",
@@ -87,8 +87,8 @@ class Answer:
     usage: dict[str, Any]
 
 
-class Call(Protocol):
-    """One model call as read from the wire; it knows how its answer is to be framed."""
+class ParsedCall(Protocol):
+    """One model call as parsed from the wire; it frames its own answer."""
 
     @property
     def request(self) -> ModelRequest: ...
@@ -110,15 +110,15 @@ class Dialect(Protocol):
 
     @property
     def PING(self) -> bytes:
-        """What keeps an open stream alive until its answer comes."""
+        """Bytes that keep an open stream alive until its answer comes."""
         ...
 
-    def parse(self, raw: bytes, headers: Mapping[str, str]) -> Call:
+    def parse(self, raw: bytes, headers: Mapping[str, str]) -> ParsedCall:
         """`headers` by lower-case name. Raises: Refused (400) naming the field."""
         ...
 
     def status(self, refused: Refused) -> int:
-        """The HTTP status with which this dialect's clients do what we mean."""
+        """The HTTP status that makes this dialect's clients react as intended."""
         ...
 
     def error(self, refused: Refused) -> bytes:
@@ -126,9 +126,9 @@ class Dialect(Protocol):
         ...
 
     def error_event(self, refused: Refused) -> bytes:
-        """The end of a stream whose headers were sent before the call failed."""
+        """The last event of a stream whose headers were sent before the call failed."""
         ...
 
     def models(self, names: Sequence[str]) -> bytes:
-        """The answer of `GET /v1/models`: a courtesy, any name is accepted."""
+        """The answer of `GET /v1/models`, for display only: requests may name any model."""
         ...

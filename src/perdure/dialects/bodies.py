@@ -1,7 +1,7 @@
-"""Request bodies read before: agents send their whole history each time, and only its end is new.
+"""A cache of request bodies: agents send their whole history each time, and only its end is new.
 
-Owns recognising, byte for byte, the part of a body that its sender sent before; that part is neither
-parsed, checked nor translated again. A body of any unusual form is read as a whole by `fields`.
+Owns recognising, byte for byte, the part of a body that its sender sent before. That part is not parsed,
+checked or translated again. `fields` reads a body of an unusual form as a whole.
 """
 
 import json
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from perdure.dialects.fields import STRICT, Fields, check_depth, check_size, encodable, read_body
 
 KEPT_BYTES = 64 << 20
-"""Bytes of the bodies kept; those of the senders not heard for longest go first."""
+"""Bytes of bodies kept; the senders that were silent for longest are dropped first."""
 KEPT_HISTORIES = 8
 """Histories kept of one sender: parallel sub-agents share the key of their session."""
 ENDS = 4
-"""A history that repeats another but for so many of its last messages takes its place: clients
-move marks at the end of it."""
+"""A history replaces another if it repeats all but this many of its last messages: clients change marks
+near the end of a history."""
 SPACE = re.compile("[ \t\n\r]*")
 DECODER = json.JSONDecoder(**STRICT)
 
@@ -27,13 +27,13 @@ Translate = Callable[[Fields], list[dict[str, Any]]]
 
 
 class Message(dict[str, Any]):
-    """A message as it was sent. All requests that repeat it share it: it must not be changed."""
+    """A message as it was sent. All requests that repeat it share this object: never change it."""
 
     translation: list[dict[str, Any]] | None = None
 
 
 def translated(message: Fields, translate: Translate) -> list[dict[str, Any]]:
-    """What `translate` makes of a message, asked once. It may raise, and is then asked again."""
+    """The result of `translate`, computed once per message; computed again after it raised."""
     wire = message.values
     if not isinstance(wire, Message):
         return translate(message)
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What stands before or behind the messages. What follows its bytes cannot change what they mean."""
+    """The fields before or after the messages; their meaning does not depend on the bytes that follow."""
 
     data: bytes
     fields: dict[str, Any]
@@ -97,7 +97,7 @@ class Bodies:
         try:
             found = _read(raw, listed, known, shared)
         except (ValueError, RecursionError):
-            return read_body(raw)  # says what is wrong with it, or reads what is unusual
+            return read_body(raw)  # names the error, or reads the unusual form
         goes_on = known is not None and shared >= max(1, len(known.pieces) - ENDS)
         self._keep(sender, found, instead_of=known if goes_on else None)
         messages = [piece.message for piece in found.pieces]
@@ -126,7 +126,7 @@ def _closest(histories: Iterable[History], raw: bytes) -> tuple[History | None, 
 
 
 def _read(raw: bytes, listed: str, known: History | None, shared: int) -> History:
-    """Raises: ValueError, RecursionError when it is not a body of the usual form."""
+    """Raises: ValueError, RecursionError when the body does not have the usual form."""
     if known is None:
         return _read_all(raw, listed)
     pieces = known.pieces[:shared]
@@ -156,7 +156,7 @@ def _pieces(new: list[tuple[bytes, dict[str, Any]]]) -> tuple[Piece, ...]:
 
 
 class _Reader:
-    """Reads a body from its front, or from behind a message; values are read by `json`.
+    """Reads a body from its start, or from the end of a message; `json` reads the values.
 
     Every method raises: ValueError, RecursionError.
     """
@@ -228,4 +228,4 @@ class _Reader:
 
 
 BODIES = Bodies()
-"""Those of this process."""
+"""The cache of this process."""

@@ -1,6 +1,6 @@
-"""Reading JSON that anybody may have sent: bounded work, and each problem named by its field.
+"""Reads untrusted JSON: the work is bounded, and every error names its field.
 
-Owns sizes, nesting, text that no encoding holds, and types. What fields mean is the dialects'.
+Owns sizes, nesting, text that cannot be encoded, and types. Dialects know what the fields mean.
 """
 
 import json
@@ -30,7 +30,7 @@ def bad(param: str, problem: str) -> Refused:
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object and where it stands in the body; every read checks the type.
+    """A JSON object and its path in the body; every read checks the type.
 
     Null is read as absent. Reads raise: Refused (400) naming the field and what it must be.
     """
@@ -48,7 +48,7 @@ class Fields:
         return bad(self.name(key), problem)
 
     def text(self, key: str) -> str:
-        """A text that must be there."""
+        """A required, non-empty text."""
         value = self.get(key)
         if not isinstance(value, str) or not value:
             raise self.bad(key, "must be a non-empty string")
@@ -145,7 +145,7 @@ def read_body(raw: bytes) -> Fields:
 
 
 def read_json(text: str) -> Any:
-    """JSON as the standard has it. Raises: ValueError, RecursionError."""
+    """Strict JSON. Raises: ValueError, RecursionError."""
     return json.loads(text, **STRICT)
 
 
@@ -161,25 +161,25 @@ def _finite(text: str) -> float:
 
 
 STRICT: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite}
-"""How `json` is told to refuse what is not in the standard."""
+"""Options that make `json` refuse what the standard does not allow."""
 
 
 def check_size(raw: bytes) -> None:
-    """Before anything is built: tiny values cost a hundred times their bytes."""
+    """Refuse a body with too many values before parsing it: tiny values take 100 times their bytes."""
     if len(raw) <= 2 * MAX_VALUES or _marks(raw) <= MAX_VALUES:
-        return  # a value takes two bytes at least: itself and what parts it from the next
+        return  # a value takes at least two bytes: itself and a separator
     quotes = raw.count(b'"') - raw.count(rb"\"") + raw.count(rb'\\"')
     if quotes > 4 * MAX_VALUES or _marks(STRING.sub(b"", raw)) > MAX_VALUES:
         raise Refused(400, "invalid_json", f"the request has more than {MAX_VALUES} values")
 
 
 def _marks(raw: bytes) -> int:
-    """At least as many as values, as each opens a container or follows one of these."""
+    """An upper bound for the number of values: each opens a container or follows one of these signs."""
     return sum(map(raw.count, (b",", b"[", b"{")))
 
 
 def check_depth(body: dict[str, Any]) -> None:
-    """Level by level, so that no nesting is too deep to be refused."""
+    """Refuse deep nesting. Goes level by level, so that it works at any depth."""
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
         level = [
@@ -211,7 +211,7 @@ def _encodable(value: Any) -> Any:
 
 
 def name_header(headers: Mapping[str, str], name: str) -> str:
-    """A header that names something ("" when absent), fit to be a name of ours."""
+    """A header with a name ("" when absent), checked against `NAME`."""
     value = headers.get(name, "").strip()
     if value and not NAME.fullmatch(value):
         raise Refused(
@@ -221,8 +221,8 @@ def name_header(headers: Mapping[str, str], name: str) -> str:
 
 
 def joined(texts: list[str]) -> str:
-    """Text blocks as one text, a line each.
+    """Text blocks as one text, separated by newlines.
 
-    Clients add a newline to a block when they merge it with the next one, and drop it elsewhere.
+    Clients end a block with a newline when they merge it with the next one, and drop it otherwise.
     """
     return "\n".join([*(text.removesuffix("\n") for text in texts[:-1]), *texts[-1:]])

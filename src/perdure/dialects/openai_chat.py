@@ -1,7 +1,7 @@
 """OpenAI Chat Completions: request bytes -> ModelRequest, Answer -> JSON or one well-formed stream.
 
-Owns the wire form and its errors. Unknown fields are accepted and ignored, as every client sends
-some; a field we use is checked, and a bad one is refused by name.
+Owns the wire form and its errors. Unknown fields are ignored, because every client sends some. A field
+that is used is checked, and the error for a bad one names it.
 """
 
 import json
@@ -45,8 +45,8 @@ PING = b": ping\n\n"
 
 
 @dataclass(frozen=True)
-class Parsed:
-    """A request and how its answer is to be framed."""
+class ParsedRequest:
+    """A request, and how its answer is framed."""
 
     request: ModelRequest
     stream: bool
@@ -59,7 +59,7 @@ class Parsed:
         return events(answer, include_usage=self.include_usage)
 
 
-def parse(raw: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> Parsed:
+def parse(raw: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> ParsedRequest:
     """Raises: Refused (400) naming the field and what it must be."""
     body = BODIES.read(raw, "messages", headers)
     stream_options = body.object("stream_options")
@@ -78,13 +78,13 @@ def parse(raw: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> Pars
         parent_chain=parent_chain,
         purpose=_purpose(body, headers, found),
     )
-    return Parsed(request, stream, stream_options.flag("include_usage"))
+    return ParsedRequest(request, stream, stream_options.flag("include_usage"))
 
 
 def _origin(headers: Mapping[str, str]) -> tuple[str, str]:
-    """opencode runs a sub-agent in a session of its own, and names the session it came from.
+    """opencode runs a sub-agent in its own session, and names the parent session.
 
-    Elsewhere a session header names nothing that our key does not.
+    The session headers of other clients say no more than the session key does.
     """
     if not name_header(headers, OPENCODE_PARENT):
         return MAIN, ""
@@ -93,7 +93,7 @@ def _origin(headers: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _purpose(body: Fields, headers: Mapping[str, str], found: list[dict[str, Any]]) -> Purpose:
-    """Only by marks that are certain: agents without tools exist, and their steps are trained."""
+    """Read from certain marks only: agents without tools exist, and their steps are trained."""
     if body.get("tools"):
         return Purpose.STEP
     if OPENCODE_SESSION in headers and found[0]["role"] == "system":
@@ -106,8 +106,8 @@ def _purpose(body: Fields, headers: Mapping[str, str], found: list[dict[str, Any
 
 
 def _purpose_of_opencode(system: str) -> Purpose:
-    """Its title and summary agents have system texts of their own; `reasoning_effort` depends on
-    how the model is configured."""
+    """opencode's title and summary agents are known by their system texts; `reasoning_effort` is no
+    mark, because it depends on how the model is configured."""
     if system.startswith(OPENCODE_TITLE):
         return Purpose.SIDE
     return Purpose.COMPACTION if system.startswith(OPENCODE_SUMMARY) else Purpose.STEP
@@ -167,7 +167,7 @@ def _content(fields: Fields, key: str, *, in_result: bool = False) -> str:
 
 
 def _part(part: Any, param: str, in_result: bool) -> str:
-    """A picture that a tool happened to read must not end the rollout; the model is told."""
+    """A text that tells the model of a picture, so that a picture from a tool does not end the rollout."""
     if isinstance(part, str):
         return part
     for name in ("text", "refusal"):
@@ -274,11 +274,11 @@ def status(refused: Refused) -> int:
 
 
 def error_event(refused: Refused) -> bytes:
-    """Clients raise the error of a chunk that holds one."""
+    """The error as a chunk of the stream, which clients raise."""
     return b"data: " + error(refused) + b"\n\n"
 
 
 def models(names: Sequence[str]) -> bytes:
-    """The list of `GET /v1/models`: a courtesy, any name is accepted."""
+    """The list of `GET /v1/models`, for display only: requests may name any model."""
     data = [{"id": name, "object": "model", "created": 0, "owned_by": "perdure"} for name in names]
     return json.dumps({"object": "list", "data": data}).encode()

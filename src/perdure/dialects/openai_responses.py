@@ -1,7 +1,7 @@
 """OpenAI Responses: request bytes -> ModelRequest, Answer -> one response or one stream of events.
 
-Owns the wire form as codex speaks it: items, tools in namespaces, reasoning that travels in items
-and comes back. Nothing is stored for the client: every request must carry its whole input.
+Owns the wire form as codex uses it: items, tools in namespaces, and reasoning, which clients send back
+in items. Nothing is stored for the client: every request must carry its whole input.
 """
 
 import base64
@@ -22,9 +22,9 @@ PARENT_HEADER, SESSION_HEADER = "x-codex-parent-thread-id", "session-id"
 TURN_HEADER = "x-codex-turn-metadata"
 KIND_PURPOSES = {"compact": Purpose.COMPACTION, "memory_consolidation": Purpose.SIDE}
 PING = b'event: keepalive\ndata: {"type": "keepalive"}\n\n'
-"""An event, as codex's timer does not see comments."""
+"""An event, because codex's timeout ignores comments."""
 OURS = "perdure1:"
-"""Marks reasoning that we put into an item's `encrypted_content`, which clients echo unread."""
+"""Marks the reasoning that the gateway puts into `encrypted_content`, which clients send back unread."""
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -37,7 +37,7 @@ error, models = openai_chat.error, openai_chat.models
 
 
 class Tool(NamedTuple):
-    """What the client calls a tool that the model knows by a flat name."""
+    """A tool as the client names it; the model knows it by one flat name."""
 
     name: str
     namespace: str = ""
@@ -46,8 +46,8 @@ class Tool(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parsed:
-    """A request and how its answer is to be framed. `tools` by the name the model knows."""
+class ParsedRequest:
+    """A request, and how its answer is framed. `tools`: by the name that the model knows."""
 
     request: ModelRequest
     stream: bool
@@ -62,7 +62,7 @@ class Parsed:
         return b"".join(_event({**event, "sequence_number": next(numbers)}) for event in events)
 
 
-def parse(raw: bytes, headers: Mapping[str, str]) -> Parsed:
+def parse(raw: bytes, headers: Mapping[str, str]) -> ParsedRequest:
     """Raises: Refused (400) naming the field and what it must be."""
     body = BODIES.read(raw, "input", headers)
     for name in ("previous_response_id", "conversation"):
@@ -87,11 +87,11 @@ def parse(raw: bytes, headers: Mapping[str, str]) -> Parsed:
         body=chat,
         **_origin(headers),
     )
-    return Parsed(request, body.flag("stream"), {_flat(tool): tool for tool, _ in named})
+    return ParsedRequest(request, body.flag("stream"), {_flat(tool): tool for tool, _ in named})
 
 
 def _origin(headers: Mapping[str, str]) -> dict[str, Any]:
-    """codex names what kind of helper asks, the thread it asks in, and what for."""
+    """Chain, parent chain and purpose. codex names the kind of its sub-agent, the thread and the purpose."""
     kind = name_header(headers, KIND_HEADER)
     purpose = KIND_PURPOSES.get(kind, Purpose.STEP)
     if _request_kind(headers) == "compaction":
@@ -106,10 +106,11 @@ def _origin(headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _request_kind(headers: Mapping[str, str]) -> Any:
-    """A compaction of codex itself has no other mark: it comes in the thread it sums up."""
+    """The kind that codex's metadata names. A compaction by the main agent has no other mark, because it
+    runs in the thread that it summarises."""
     try:
         metadata = read_json(headers.get(TURN_HEADER, ""))
-    except (ValueError, RecursionError):  # for other readers than us
+    except (ValueError, RecursionError):  # metadata of another client
         return None
     return metadata.get("request_kind") if isinstance(metadata, dict) else None
 
@@ -131,7 +132,7 @@ def _instructions(body: Fields) -> list[dict[str, Any]]:
 
 
 def _messages(body: Fields) -> list[dict[str, Any]]:
-    """Items as messages: what stands together as one answer becomes one assistant message."""
+    """Items as messages: adjacent items of one answer become one assistant message."""
     if isinstance(text := body.get("input"), str):
         return [{"role": "user", "content": text}]
     messages: list[dict[str, Any]] = []
@@ -149,7 +150,7 @@ def _messages(body: Fields) -> list[dict[str, Any]]:
 
 
 def _goes_on(last: dict[str, Any], item: dict[str, Any]) -> bool:
-    """An answer is reasoning, then text, then calls; an item out of this order begins another."""
+    """An answer is reasoning, then text, then calls; an item out of this order begins a new answer."""
     if last["role"] != "assistant" or "reasoning_content" in item:
         return False
     return "tool_calls" in item or not (last["content"] or "tool_calls" in last)
@@ -192,7 +193,7 @@ def _content(item: Fields, key: str, *, in_result: bool = False) -> str:
 
 
 def _part(part: Fields, in_result: bool) -> str:
-    """A picture that a tool happened to read must not end the rollout; the model is told."""
+    """A text that tells the model of a picture, so that a picture from a tool does not end the rollout."""
     kind = part.text("type")
     if kind in TEXT_PARTS:
         return part.optional_text("text") or ""
@@ -204,7 +205,7 @@ def _part(part: Fields, in_result: bool) -> str:
 
 
 def _reasoning(item: Fields) -> str:
-    """Reasoning as it was sampled, or what the client kept of another model's."""
+    """Reasoning as it was sampled here, or the summary that the client kept of another model's."""
     sealed = item.optional_text("encrypted_content") or ""
     if sealed.startswith(OURS):
         try:
@@ -254,7 +255,7 @@ def _suffix(answer: Answer) -> str:
 
 
 def _items(answer: Answer, tools: Mapping[str, Tool]) -> Iterator[dict[str, Any]]:
-    """Reasoning, text, calls. There is always something to see."""
+    """The answer as items: reasoning, text, calls; always at least one visible item."""
     message, suffix = answer.message, _suffix(answer)
     if reasoning := message.get("reasoning_content"):
         part = {"type": "reasoning_text", "text": reasoning}
@@ -343,7 +344,8 @@ def _events(answer: Answer, items: list[dict[str, Any]]) -> Iterator[dict[str, A
         place = {"item_id": item["id"], "output_index": index}
         yield from ({**event, **place} for event in _inner_events(item))
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
-    # codex takes `response.incomplete` for a broken stream and asks again; the status says it.
+    # codex reads `response.incomplete` as a broken stream and repeats the request, so the event says
+    # `completed`, and only `status` says incomplete.
     yield {"type": "response.completed", "response": _response(answer, items)}
 
 
@@ -387,7 +389,7 @@ def _json(value: Any) -> bytes:
 
 
 def status(refused: Refused) -> int:
-    """codex ends at once on 429, and asks again on 503."""
+    """codex stops at once on 429 and repeats the request on 503."""
     return 503 if refused.status == 429 else refused.status
 
 

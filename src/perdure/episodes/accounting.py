@@ -1,6 +1,6 @@
-"""What became of every sampled token of a rollout, and what its training will cost.
+"""What became of every sampled token of a rollout, and how many tokens a trainer reads.
 
-Owns the counts of `episode.json` that speak of the trajectory; judges nothing.
+Owns the counts of `episode.json` about the trajectory.
 """
 
 from collections import Counter
@@ -31,9 +31,9 @@ class TrajectoryCounts(Frozen):
     chains: int = 0
     compactions: int = 0
     training_tokens: int = 0
-    """What a trainer reads: prompts and responses of all segments."""
+    """Tokens that a trainer reads: prompts and responses of all segments."""
     duplication: float = 1.0
-    """`training_tokens` over those that are left when every shared beginning is counted once."""
+    """`training_tokens` divided by their number when every shared prefix is counted once."""
     replayed_turns: int = 0
     """Turns answered from an earlier attempt's recording."""
     replayed_tokens: int = 0
@@ -42,7 +42,7 @@ class TrajectoryCounts(Frozen):
 
 
 def count_trajectory(turns: Sequence[Turn], segments: Sequence[Segment]) -> TrajectoryCounts:
-    """`segments` as cut from `turns`."""
+    """`segments` must be cut from `turns`."""
     left = untrained(turns, segments)
     tokens: Counter[str] = Counter()
     for one in left:
@@ -74,7 +74,7 @@ def _first_fresh(turns: Sequence[Turn], replayed: Sequence[Turn]) -> int | None:
 
 
 def _distinct(sequences: Iterable[tuple[int, ...]]) -> int:
-    """Tokens when a beginning that several sequences share is held once."""
+    """Tokens, when a prefix that several sequences share counts once."""
     ordered = sorted(sequences)
     shared = sum(_common(one, other) for one, other in pairwise(ordered))
     return sum(map(len, ordered)) - shared

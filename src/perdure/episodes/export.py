@@ -1,7 +1,7 @@
-"""Handing a finished run to other programs: predictions, token arrays, JSON lines, messages.
+"""Exports a finished run for other programs: predictions, token arrays, JSON lines, messages.
 
-Owns the files outside the store. What cannot be exported faithfully is listed, never altered and
-never left out in silence.
+Owns the files outside the store. A rollout that cannot be exported exactly is listed with the reason;
+it is neither altered nor silently left out.
 """
 
 import json
@@ -52,7 +52,7 @@ class Omitted:
     sample_index: int | None
     reason: str
     damaged: bool = False
-    """The store lost or garbled what should be there; else it was never to be exported."""
+    """Its data is missing or unreadable in the store; otherwise this format has no place for it."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class _Left(Exception):
 
 
 class _Damaged(_Left):
-    """Something that should be in the store is gone or unreadable."""
+    """Data that should be in the store is missing or unreadable."""
 
     damaged = True
 
@@ -130,7 +130,7 @@ class _Exporter:
                 file.write(json.dumps(line).encode() + b"\n")
 
     async def _preds(self, file: BinaryIO) -> None:
-        """The first graded sample of each instance speaks for it."""
+        """One prediction an instance: its first graded sample."""
         predictions = {}
         chosen = list(self._first_graded())
         async for episode, prediction in self._each(chosen, self._prediction):
@@ -244,7 +244,7 @@ class _Exporter:
 
 
 def _messages_of(trajectory: bytes) -> list[dict[str, Any]]:
-    """Role, content and tool calls of each message; the agent wrote this, so believe no shape."""
+    """Role, content and tool calls of each message; the agent wrote the file, so no shape is assumed."""
     wanted = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content")
     try:
         messages = json.loads(trajectory)["messages"]
@@ -254,12 +254,12 @@ def _messages_of(trajectory: bytes) -> list[dict[str, Any]]:
             if message["role"] != "exit"
         ]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise _Left("its trajectory.json is torn or of another form") from None
+        raise _Left("its trajectory.json is incomplete or has another form") from None
 
 
 @contextmanager
 def _whole(out: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name only when it is complete."""
+    """A file that gets its name only when it is complete."""
     draft = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         with open(draft, "wb") as file:

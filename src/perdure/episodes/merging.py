@@ -1,7 +1,7 @@
 """`merge_turns`: slime's rule for stitching turns whose prompts were rendered anew.
 
-Owns that rule and nothing else. The project's own turns are bridged from recorded ids and never
-drift; this is for turns that may, and for those who want exactly slime's documented sequences.
+Turns of this project are bridged from recorded ids and never drift. This rule is for turns that may
+drift, and for users who want exactly slime's documented sequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from perdure.types import Turn
 
 @dataclass
 class _Span:
-    """Where a turn's completion lies in the response: [start, end)."""
+    """The tokens of the response that are a turn's completion: [start, end)."""
 
     turn: int
     start: int
@@ -32,11 +32,11 @@ class Merged:
 
     @property
     def trained(self) -> list[int]:
-        """Indexes of the turns whose completion is there, whole and with mask 1."""
+        """Indexes of the turns whose whole completion is in the response, with mask 1."""
         return [span.turn for span in self.spans]
 
     def follow(self, suffix: Sequence[int]) -> None:
-        """Make the response begin like the next prompt: drop what it contradicts, add its context."""
+        """Make the response match the next prompt: drop what differs, append the prompt's new ids."""
         kept = _common(self.response_ids, suffix)
         if kept < len(self.response_ids):
             self._drop_from(kept)
@@ -53,7 +53,7 @@ class Merged:
         for row in (self.response_ids, self.loss_mask, self.logprobs, self.versions):
             del row[kept:]
         for span in self.spans:
-            if span.start < kept < span.end:  # its origin can no longer be proven as one sample
+            if span.start < kept < span.end:  # the rest of it is no longer one whole sample
                 width = kept - span.start
                 self.loss_mask[span.start :] = [0] * width
                 self.logprobs[span.start :] = [0.0] * width

@@ -1,7 +1,7 @@
-"""Cutting a trajectory into linear, trainable token sequences, from recorded ids alone.
+"""Cuts a trajectory into linear, trainable token sequences, from recorded ids alone.
 
-Owns the rule of what continues a segment and what starts a new one. Nothing is rendered or
-tokenised here, so every sampled token is trained exactly once, as it was sampled.
+Owns the rule for what continues a segment and what starts a new one. Nothing is rendered or tokenised
+here, so every sampled token is trained exactly once, as it was sampled.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,12 +15,12 @@ MAIN = "main"
 NO_VERSION = -1
 
 RewardShare = Literal["split", "full", "last"]
-"""`split`: 1/K of the rollout's reward to each of its K segments, as slime does; `full`: all of it
-to each; `last`: all of it to the last one."""
+"""`split`: each of the K segments gets 1/K of the rollout's reward, as in slime; `full`: each gets all of
+it; `last`: only the last one gets it."""
 
 SegmentMode = Literal["tree", "merge"]
-"""`tree`: a turn goes on where its recorded ids do, so nothing sampled is lost. `merge`: the rules of
-slime for prompts that were rendered anew; what a later prompt contradicts is not trained."""
+"""`tree`: a turn continues the segment that its recorded ids extend, so no sampled token is lost. `merge`:
+slime's rules for prompts that were rendered again; tokens that a later prompt changes are not trained."""
 
 
 class Untrained(NamedTuple):
@@ -46,10 +46,10 @@ class _Stretch:
     versions: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     held: tuple[int, ...] = ()
-    """The last turn's prompt and completion: what the next prompt must start with."""
+    """The last turn's prompt and completion, with which the next prompt must start."""
     finish_reason: FinishReason = FinishReason.STOP
     frozen_at: float = 0.0
-    """Position among the turns at which nothing more could be added."""
+    """Position among the turns from which on nothing can be added."""
 
     def is_extended_by(self, turn: Turn) -> bool:
         return turn.prompt_ids[: len(self.held)] == self.held
@@ -70,9 +70,9 @@ def cut(
 ) -> list[Segment]:
     """The segments of a rollout, in the order in which they ended, `final` last.
 
-    A turn continues a segment when that segment's last turn is its parent (or, where it names none,
-    its chain's newest) and its prompt starts with everything the segment holds. Any other turn opens
-    a segment whose leading prompt is its whole prompt: what was sampled in there is context, so each
+    A turn continues a segment if that segment's last turn is its parent (or, if it names no parent, its
+    chain's newest turn) and its prompt starts with everything the segment holds. Any other turn opens a
+    segment whose leading prompt is its whole prompt. Tokens sampled earlier are context there, so each
     sampled token is trained once. The last segment of the main chain is `final`, of any other chain
     `subagent`, every earlier one `wipe`. Side requests and turns without ids give none: `untrained`
     lists them.
@@ -112,7 +112,7 @@ def untrained(turns: Sequence[Turn], segments: Sequence[Segment]) -> list[Untrai
 
 
 def token_versions(turn: Turn) -> list[int]:
-    """The policy version of each sampled token, -1 where the engine did not say. Shape [C]."""
+    """The policy version of each sampled token, -1 if the engine did not report it. Shape [C]."""
     versions = [NO_VERSION] * len(turn.completion_ids)
     for span in turn.versions:
         end = min(span.end, len(versions))
@@ -154,7 +154,7 @@ def _grown(turns: Sequence[Turn]) -> list[_Stretch]:
 
 
 def _merged(turns: Sequence[Turn]) -> list[_Stretch]:
-    """slime's documented mode: a chain is frozen where the base of its prompts changes."""
+    """slime's documented mode: a new sequence begins where the first prompt of a chain changes."""
     open_turns: dict[str, list[Turn]] = {}
     found: list[_Stretch] = []
     for position, turn in enumerate(turns):

@@ -1,7 +1,7 @@
-"""A run as one file for a trainer: JSON lines, or parquet with arrays where the file is so named.
+"""A run as one file for a trainer: JSON lines, or parquet if the file is named so.
 
-Owns the file forms of `perdure.episodes.trainers`. One line is one sample; for SkyRL, whose batches
-are columns, one `GeneratorOutput` a group.
+Owns the file forms of `perdure.episodes.trainers`. One line is one sample; for SkyRL, whose batches are
+columns, one line is the `GeneratorOutput` of a group.
 """
 
 import json
@@ -19,7 +19,7 @@ from perdure.episodes.trainers import Row
 TrainerFormat = Literal["slime", "skyrl", "torchtitan", "verl"]
 
 PER_BATCH = ("rollout_metrics", "trajectory_time_splits")
-"""Fields of SkyRL's output that are not one entry a row; a parquet row has no place for them."""
+"""Fields of SkyRL's output that describe a batch, so that a parquet row cannot hold them."""
 
 IDS, FLOATS, MASK = pa.list_(pa.int32()), pa.list_(pa.float64()), pa.list_(pa.int8())
 TEXT, NUMBER, FLOAT, TRUTH = pa.string(), pa.int64(), pa.float64(), pa.bool_()
@@ -74,11 +74,11 @@ COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "extra_fields": TEXT,
     },
 }
-"""Of the parquet form; text columns of nested fields hold JSON."""
+"""Columns of the parquet form; nested fields are text columns with JSON."""
 
 
 class TrainerFile:
-    """Writes one rollout after the other; `close` completes the file."""
+    """Writes rollouts one by one; `close` completes the file."""
 
     def __init__(
         self, format: TrainerFormat, episodes: Sequence[Episode], file: BinaryIO, *, parquet: bool
@@ -96,7 +96,7 @@ class TrainerFile:
         )
 
     def why_not(self, found: EpisodeSegments) -> str | None:
-        """Why this rollout has no line in this format, or None when it has."""
+        """Why this rollout has no line in this format; None when it has one."""
         if self._format == "slime":
             return None
         if found.episode.reward is None:

@@ -24,7 +24,7 @@ def slime_samples(found: EpisodeSegments, *, index: int, group_index: int) -> li
 
     A graded rollout without a segment gives slime's placeholder (one masked token, aborted). One
     without a verdict gives the same with reward None and `remove_sample`: leave it out of the group's
-    baseline, or sample it again; it is no 0.
+    baseline, or sample it again; it does not count as 0.
     """
     if found.episode.reward is None or not found.segments:
         return [_slime_placeholder(found, index, group_index)]
@@ -218,7 +218,7 @@ def graded(found: Sequence[EpisodeSegments]) -> list[EpisodeSegments]:
 
 
 def _facts(found: EpisodeSegments, segment: Segment) -> Row:
-    """A segment's metadata, under slime's documented names, and where it comes from."""
+    """A segment's metadata under slime's documented names, and the rollout it comes from."""
     return _episode_facts(found.episode) | {
         "segment_kind": segment.kind.value,
         "finish_reason": segment.finish_reason.value,

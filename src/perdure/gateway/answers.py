@@ -1,7 +1,7 @@
 """From sampled ids to the message an agent reads.
 
-A tool call that does not parse stays in the text as it was sampled: the agent sees its mistake,
-and nothing is repaired in its name.
+A tool call that does not parse stays in the text as it was sampled: the agent sees its mistake, and
+nothing is repaired for it.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ PLACEHOLDER = "(no visible output)"
 
 
 class Read(NamedTuple):
-    """The answer, and what it does not say itself."""
+    """An answer, and what is known about its completion."""
 
     answer: Answer
     reasoning_open: bool = False
     """The completion ended inside its reasoning."""
     placeholder: bool = False
-    """Nothing visible was sampled: the text stands in for it, or agents would loop on emptiness."""
+    """Nothing visible was sampled, so the text is `PLACEHOLDER`; agents repeat an empty answer for ever."""
 
 
 def read_completion(
@@ -49,7 +49,7 @@ def read_completion(
             tools=request.tools,
             prompt_ids=list(end_of(prompt_ids, model_format.renderer)),
         )
-    except (ValueError, RecursionError):  # absurd JSON, sampled: to be read as text
+    except (ValueError, RecursionError):  # sampled JSON that no parser takes: show it as text
         content = model_format.tokenizer.decode(token_ids)
     else:
         content, calls = _split(parsed.content, parsed.tool_calls)
@@ -66,7 +66,7 @@ def read_completion(
 
 
 def _stand_in(message: dict[str, Any]) -> bool:
-    """An agent discards an empty answer and asks again, for ever: it gets a word to read."""
+    """Replace an empty answer by `PLACEHOLDER`: agents discard an empty one and ask again, for ever."""
     if message.get("tool_calls") or message["content"].strip():
         return False
     message["content"] = PLACEHOLDER

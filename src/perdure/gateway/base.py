@@ -55,12 +55,12 @@ class SessionSummary(Frozen):
     bridge_misses: dict[str, int] = Field(default_factory=dict)
     chains: int = 0
     too_stale: str = ""
-    """Why no engine may sample it any more, where one of its calls was refused for that."""
+    """Why no engine may sample it any more; empty unless one of its calls was refused for this."""
     replayed_turns: int = 0
     """Turns answered from the earlier attempt's recording."""
     replayed_tokens: int = 0
     waits: Wait | None = None
-    """For an engine, at this moment; known to the gateway process that has the call, and no other."""
+    """What a call waits for at this moment. Only the gateway process that has the call knows this."""
 
 
 def session_key(secret: bytes, session_id: str) -> str:

@@ -1,4 +1,4 @@
-"""The form in which requests are compared: what clients change in passing is taken out.
+"""The form in which requests are compared: it leaves out what clients change on the way.
 
 Owns when two messages are the same, the digests of requests, and what an agent changed in an
 answer that it sends back. Nothing here is rendered or sampled.
@@ -32,14 +32,14 @@ PASSING_FIELDS = frozenset(
         "user",
     ]
 )
-"""Fields of a request body that say nothing about the answer, or that `_roll` covers."""
+"""Fields of a request body that do not affect the answer, or that `roll` covers."""
 VOLATILE = re.compile(
     r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}"
     r"|\b(?:127\.0\.0\.1|localhost|0\.0\.0\.0):\d{2,5}\b"
     r"|Chunk ID: [0-9a-f]{6}|Wall time: \d+\.\d+ seconds"
 )
-"""What differs between two attempts by nature: session ids, the ports of servers, and what codex
-writes over the output of each command."""
+"""Text that differs between any two attempts: session ids, ports of servers, and the header that codex
+writes above the output of each command."""
 KEPT_TOOL_LISTS = 32
 
 
@@ -73,7 +73,7 @@ def _arguments(call: dict[str, Any]) -> Any:
 
 
 def visible(text: str) -> str:
-    """A text without what clients add and drop around it."""
+    """A text without the white space that clients add and drop."""
     return " ".join(text.split())
 
 
@@ -92,7 +92,7 @@ def in_order(messages: Iterable[Message], known_ids: Collection[str]) -> Iterato
 
 
 def same_messages(these: list[Message], those: list[Message], known_ids: Collection[str]) -> bool:
-    """Whether two histories are one. Mostly they are equal as they stand, which costs little."""
+    """Whether two histories are the same. Usually they are equal as sent, which is cheap to see."""
     if these == those:
         return True
     if len(these) != len(those):
@@ -130,7 +130,7 @@ class Digests(NamedTuple):
     """Hex digests of a whole request, its chain left out."""
 
     exact: str
-    """Equal for a retry, whatever its framing."""
+    """Equal for a retry, streamed or not."""
     across: str
     """Equal for the same request of another attempt."""
 
@@ -144,7 +144,7 @@ def digests_of(request: ModelRequest, rolled: Rolled, tools_sha256: str) -> Dige
 
 
 class ToolDigests:
-    """The digests of tool lists; a list seen lately is compared, which is cheaper than hashing."""
+    """The digests of tool lists. A recent list is compared, which is cheaper than hashing it again."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
@@ -197,7 +197,7 @@ def compare_echo(answer: Message, echo: Message) -> Echo:
 
 
 def _arguments_changed(given: dict[str, Any], back: dict[str, Any]) -> bool:
-    """Key order counts: it is what a re-rendered history would differ by."""
+    """Key order counts, because it would change a history that is rendered again."""
     if given["function"]["arguments"] == back["function"]["arguments"]:
         return False
     one, other = _arguments(given), _arguments(back)

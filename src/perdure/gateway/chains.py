@@ -1,7 +1,7 @@
 """A session's trajectory as a tree: chains of turns, found again by what their agent sends back.
 
-Owns which turn a request continues, why it continues none, and the recorded ids. Comparing is in
-`canonical`, the stored form in `records`; sampling and HTTP are elsewhere.
+Owns which turn a request continues, why it continues none, and the recorded ids. `canonical` compares
+requests, `journal.turn_record` has the stored form.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ from perdure.gateway.canonical import (
 from perdure.gateway.journal.turn_record import TurnRecord
 
 MOST_REPEATS = 12
-"""How often a recorded answer is repeated: clients retry ten times; a loop goes on for ever."""
+"""How often a recorded answer is repeated: clients retry ten times, an agent in a loop for ever."""
 ID_BYTES = 4
 NODE_BYTES = 6144
 """What a turn weighs in memory besides its ids and its text, roughly."""
 
 
 class Miss(NamedTuple):
-    """Why a request could not be bridged; counted, recorded, never papered over."""
+    """Why a request could not be bridged."""
 
     reason: str
 
@@ -89,7 +89,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a request stands in the tree, and what decides whether it is a retry."""
+    """Where a request continues the tree, and the digests that tell whether it is a retry."""
 
     digests: Digests
     rolled: Rolled
@@ -99,7 +99,7 @@ class Location:
     parent: Node | None
     """The turn whose ids the prompt may extend: `echo_of`, if nothing else changed."""
     new: int
-    """Where the messages begin that the parent's prompt and completion do not hold."""
+    """Index of the first message that the parent's prompt and completion do not contain."""
     changes: tuple[str, ...]
     miss: str | None
     base: Node | None
@@ -126,7 +126,7 @@ class Tree:
     # --- finding -------------------------------------------------------------------------------
 
     def locate(self, request: ModelRequest) -> Location:
-        """Where a request belongs. Costs follow its new messages, not its history."""
+        """Which turn a request continues. The cost grows with its new messages, not with its history."""
         messages = request.messages
         at = _newest_assistant(messages)
         echo_of = self._echoed(request.chain, messages[at]) if at is not None else None
@@ -156,7 +156,7 @@ class Tree:
         )
 
     def _echoed(self, chain: str, message: Message) -> Node | None:
-        """The turn of this chain that gave this answer, whatever its request was."""
+        """The turn of this chain that gave this answer, also if its request differs."""
         calls = message.get("tool_calls") or ()
         found = [self._calls[call["id"]] for call in calls if call["id"] in self._calls]
         found = [node for node in found if node.record.chain == chain]
@@ -168,7 +168,7 @@ class Tree:
     def _match(
         self, chain: str, messages: list[Message], at: int | None, echo_of: Node | None
     ) -> Node | None:
-        """The echoed turn whose request is exactly what stands before its answer."""
+        """The echoed turn whose request is exactly the messages before its answer."""
         if at is None or echo_of is None:
             return None
         candidates = [echo_of]
@@ -214,7 +214,7 @@ class Tree:
         return "answer_dropped" if again else "restart"
 
     def _stranger(self, request: ModelRequest, at: int) -> str:
-        """An answer that was never given: an edit of one that was, or somebody else's."""
+        """Why an answer is unknown: the agent edited one, or it is not from this gateway."""
         before = request.messages[:at]
         for node in reversed(self.nodes):
             if node.record.chain == request.chain and self._same(node, before):
@@ -224,8 +224,8 @@ class Tree:
     def recorded(self, chain: str, digest: str, since: int | None = None) -> Node | None:
         """The turn that answered this very request and whose answer was not used yet.
 
-        `since`: a turn of that index or later is the answer even if it was used: another process
-        took the same call meanwhile, and the agent went on.
+        `since`: a turn with this index or a later one counts even if its answer was used: another
+        process took the same call meanwhile, and the agent continued.
         """
         node = self._requests.get((chain, digest))
         if node is None or (since is not None and node.record.index >= since):
@@ -244,8 +244,7 @@ class Tree:
     # --- growing -------------------------------------------------------------------------------
 
     def apply(self, record: TurnRecord, rolled: Rolled | None = None) -> Node:
-        """Take in a committed turn; the same for a live one, whose digest is known, and for one
-        read back."""
+        """Add a committed turn. `rolled`: the digests of its request, which only a live turn has."""
         base = self._node(record.base)
         continued = rolled or self._rolled(base, record)
         node = Node(record, self._node(record.parent), base, continued)
@@ -312,11 +311,11 @@ def bridge(
 SHOWN_IDS = 64
 """Ids at the end of a prompt that tell whether it opened the answer's reasoning."""
 LOOKS_BACK = frozenset({"Qwen3Renderer", "Qwen35Renderer", "Qwen36Renderer", "Qwen38Renderer"})
-"""Renderers read and tested to look no further back than the newest answer's own header."""
+"""Renderers whose code was read, and tested, to look no further back than the newest answer's header."""
 
 
 def end_of(prompt: Sequence[int], renderer: Renderer) -> Sequence[int]:
-    """As much of a prompt as the renderer looks at; all of it, unless the renderer is known."""
+    """The end of a prompt that the renderer looks at; the whole prompt, unless the renderer is known."""
     known = type(renderer).__name__ in LOOKS_BACK
     return prompt[-SHOWN_IDS:] if known else prompt
 

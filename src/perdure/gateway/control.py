@@ -1,6 +1,6 @@
 """The client of the gateway's control API.
 
-What activities import: it reaches neither tokenizers nor the server.
+Activities import it, so it imports neither tokenizers nor the server.
 """
 
 import json

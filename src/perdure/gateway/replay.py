@@ -1,7 +1,7 @@
 """An earlier attempt's recording: its completions answer the new attempt's matching requests.
 
-Owns which recorded turn answers which request, and where the replay of a chain ends. A recorded
-turn is used once: the ids of its tool calls must stay unique.
+Owns which recorded turn answers which request, and when the replay of a chain ends. A recorded turn
+is used once, because the ids of its tool calls must stay unique.
 """
 
 from array import array
@@ -22,7 +22,7 @@ class RecordedTurn(NamedTuple):
 
 
 class Recording:
-    """What an earlier attempt's journal still has to give."""
+    """The turns of an earlier attempt that have not been used yet."""
 
     def __init__(self, session_id: str, records: Sequence[TurnRecord]) -> None:
         self._session_id = session_id
@@ -31,7 +31,7 @@ class Recording:
         self._ours: dict[int, int] = {}
         """Index here of a turn there."""
         self._theirs: dict[str, str] = {}
-        """Chain there of a chain here: harnesses name a sub-agent anew in each run."""
+        """Chain there of a chain here: harnesses give a sub-agent a new name in each run."""
         self._over: set[str] = set()
         self._by_origin = {self._origin(record): record for record in records}
         for record in records:
@@ -53,12 +53,12 @@ class Recording:
         )
 
     def give_back(self, recorded: RecordedTurn) -> None:
-        """It could not be committed: the request will be repeated."""
+        """Make a turn available again: it could not be committed, and the agent will repeat the request."""
         self._waiting[recorded.record.chain].insert(0, recorded.record)
 
     def committed(self, record: TurnRecord) -> None:
-        """A turn of this session was committed, by whichever process; the first of a chain that
-        had to be sampled ends the chain's replay."""
+        """Note a committed turn of this session, of any process. The first turn of a chain that had to
+        be sampled ends the replay of that chain."""
         theirs = self._by_origin.get(record.replayed_from)
         if theirs is None:
             if record.purpose is not Purpose.SIDE:
@@ -70,7 +70,7 @@ class Recording:
             self._waiting[theirs.chain].remove(theirs)
 
     def _counterpart(self, chain: str, across_sha256: str) -> str:
-        """The chain there that a new chain repeats: the one of its name, or that opens alike."""
+        """The chain there that a new chain repeats: the one with its name, or with the same first request."""
         if chain in self._waiting:
             return chain
         taken = set(self._theirs.values())

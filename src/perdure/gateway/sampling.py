@@ -1,4 +1,4 @@
-"""One turn's sampling: the session's rules, the request's wishes, and the room that is left."""
+"""One turn's sampling parameters, from the session's rules, the request, and the context left."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from perdure.types import Sampling
 
 
 def turn_cap(rules: Sampling, request: ModelRequest) -> int:
-    """The most tokens this turn may sample, before the context budget is looked at."""
+    """The most tokens this turn may sample, apart from the context budget."""
     return min(rules.max_tokens_per_turn, request.max_tokens or rules.max_tokens_per_turn)
 
 
@@ -33,7 +33,7 @@ def token_sampling(
 def chat_request(rules: Sampling, request: ModelRequest) -> dict[str, Any]:
     """The request as passed on to a hosted API.
 
-    A hosted model may refuse even the default temperature, so a rule of 1.0 is left unsaid.
+    Some hosted models refuse `temperature` and `top_p` even at 1.0, so a rule of 1.0 is not sent.
     """
     said = {name: getattr(rules, name) for name in ("temperature", "top_p")}
     body = {name: value for name, value in said.items() if value != 1.0}

@@ -1,8 +1,8 @@
 """Sessions: who may call, many turns at a time, each journaled before it is answered.
 
-Owns a session's life (open, calls, seal, close), its place in the journal beside other gateway
-processes, and what is kept in memory. How a turn is made is in `turns`, what extends what in
-`chains`, the wire in `app` and `dialects`.
+Owns a session's life (open, calls, seal, close), its journal, which other gateway processes write too,
+and what is kept in memory. `turn_maker` makes a turn, `chains` finds which turn a request continues,
+`http.app` and `dialects` read and write the wire.
 """
 
 import asyncio
@@ -44,11 +44,11 @@ from perdure.storage.base import Store
 MAX_WAITING = 64
 """Calls of one session that may be in flight; parallel sub-agents need one each."""
 IDLE_S = 300.0
-"""A session not called for so long is read back from the journal when it is called again."""
+"""A session not called for this long sleeps: the next call reads it back from the journal."""
 TREE_BYTES = 192 << 20
-"""Trees kept in memory; beyond it the ones not called for longest are let go earlier."""
+"""Bytes of trees kept in memory. Above it, the sessions not called for longest sleep earlier."""
 KEPT_SESSIONS = 4096
-"""Sessions whose rules and sums are kept; others are read back when they are asked for."""
+"""Sessions whose rules and sums are kept in memory; others are read back when they are asked for."""
 TRIM_EVERY_S = 1.0
 
 log = structlog.get_logger()
@@ -101,7 +101,7 @@ class Sessions:
         record = {"kind": OPEN, "spec": spec.model_dump(mode="json")}
         try:
             await self._append(spec.session_id, record, 0)
-        except Overtaken:  # another process opened it this moment
+        except Overtaken:  # another process opened it at the same moment
             found = await self._find(spec.session_id)
             if found is None:
                 problem = f"session {spec.session_id!r} was opened elsewhere and cannot be read"
@@ -118,7 +118,7 @@ class Sessions:
             return session.summary()
 
     async def close(self, session_id: str) -> SessionSummary:
-        """Seal the session, write its turns to the store. Calls in flight are abandoned.
+        """Seal the session and write its turns to the store. Calls in flight are abandoned.
 
         Repeating gives the same summary. Raises: NotFound, StoreUnavailable (repeat the call).
         """
@@ -169,7 +169,7 @@ class Sessions:
 
     @contextlib.asynccontextmanager
     async def _using(self, session_id: str) -> AsyncIterator[Session]:
-        """A session that stays in memory meanwhile. Raises: NotFound."""
+        """The session, kept in memory while it is used. Raises: NotFound."""
         session = self._sessions.get(session_id) or await self._load(session_id)
         session.users += 1
         try:
@@ -189,11 +189,11 @@ class Sessions:
         return session
 
     async def _find(self, session_id: str) -> Session | None:
-        """The session, read back from its journal when this process does not hold it."""
+        """The session, read back from its journal if this process does not hold it."""
         if (session := self._sessions.get(session_id)) is not None:
             return session
         records = await self._journal.read(session_id)
-        if not records:  # killed while opening: nobody was told that it is open
+        if not records:  # its opener was killed before it answered
             return None
         session = Session(SessionSpec.model_validate(records[0]["spec"]))
         session.wake(self._tool_digests, records)
@@ -251,8 +251,8 @@ class Sessions:
     async def complete(self, session_id: str, request: ModelRequest) -> Answer:
         """The answer to one model call, durable when it returns.
 
-        A retry joins the call in flight or repeats the recorded answer. The call goes on when the
-        client goes away. Raises: Refused, GatewayUnavailable, NotFound.
+        A retry joins the call in flight or gets the recorded answer again. The call continues when the
+        client disconnects. Raises: Refused, GatewayUnavailable, NotFound.
         """
         async with self._using(session_id) as session:
             session.check_open()
@@ -270,7 +270,7 @@ class Sessions:
             return await asyncio.shield(call)
 
     async def count_tokens(self, session_id: str, request: ModelRequest) -> int:
-        """Tokens of the request as rendered anew; nothing is sampled or recorded.
+        """Tokens of the request, rendered in full; nothing is sampled or recorded.
 
         Raises: Refused, NotFound.
         """
@@ -366,7 +366,7 @@ class Sessions:
     # --- journal -------------------------------------------------------------------------------
 
     async def _refresh(self, session: Session) -> bool:
-        """Whether other processes wrote something that we did not know."""
+        """Read what other processes wrote; returns whether there was anything new."""
         if session.closed:
             return False
         async with session.commit_lock:

@@ -19,7 +19,7 @@ from perdure.engines.configured import ConfiguredEngine
 from perdure.gateway.answers import Read, hosted_answer, read_completion
 from perdure.gateway.canonical import Message
 from perdure.gateway.chains import Location, Miss, Node, bridge, common_ids
-from perdure.gateway.journal.partials import Name, Partials, Wanted, call_name
+from perdure.gateway.journal.partials import CallInputs, Partials, TryName, call_name
 from perdure.gateway.journal.turn_record import TurnRecord
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering import late_system
@@ -81,7 +81,7 @@ class TurnMaker:
         return await self._ask(pending, engine.chat, engine.name)
 
     async def count(self, request: ModelRequest) -> int:
-        """Tokens of the request as rendered anew. Raises: Refused."""
+        """Tokens of the request, rendered in full. Raises: Refused."""
         try:
             return len(await self._render(request))
         except Exception as error:
@@ -182,11 +182,11 @@ class TurnMaker:
 
 def _wanted(
     pending: PendingTurn, turn_id: str, prompt: "array[int]", sampling: dict[str, Any]
-) -> Wanted:
+) -> CallInputs:
     tree, digest = pending.awake.tree, pending.location.digests.exact
-    name = Name(pending.session.spec.session_id, pending.call_id, turn_id.rpartition("-")[2])
+    name = TryName(pending.session.spec.session_id, pending.call_id, turn_id.rpartition("-")[2])
     answered = tree.newest(pending.request.chain, digest)
-    return Wanted(name, prompt, sampling, len(tree.nodes), answered)
+    return CallInputs(name, prompt, sampling, len(tree.nodes), answered)
 
 
 def replayed(pending: PendingTurn, recorded: RecordedTurn) -> TurnRecord:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from perdure.client.search_attributes import TYPE_NAMES
 from perdure.errors import ConfigurationError, MissingDependency
-from perdure.gateway.rendering.tokenizer_folder import folder_of
+from perdure.gateway.rendering.tokenizer_setting import folder_of
 from perdure.settings.load import for_child
 from perdure.settings.tree import Settings
 from perdure.stack import ports

@@ -20,7 +20,7 @@ PAUSE_S = 0.2
 def check(settings: Settings, engine: str) -> None:
     """`engine`: the value of --engine. Raises: ConfigurationError, MissingDependency, StoreUnavailable."""
     from perdure.engines.configured import check_engine_settings
-    from perdure.gateway.rendering.tokenizer_folder import folder_of
+    from perdure.gateway.rendering.tokenizer_setting import folder_of
 
     asked = {} if engine.startswith("scripted:") or not engine else {"url": engine}
     check_engine_settings(settings.changed(engine=asked))

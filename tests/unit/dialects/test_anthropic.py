@@ -65,7 +65,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "Bash", "argume
 
 def _framed(answer: Answer) -> dict[str, Any]:
     request = _parse({"messages": [_user("x")]})
-    message: dict[str, Any] = json.loads(dialect.Parsed(request, False).whole(answer))
+    message: dict[str, Any] = json.loads(dialect.ParsedRequest(request, False).whole(answer))
     return message
 
 
@@ -99,15 +99,15 @@ def test_a_newline_added_in_merging_blocks_changes_nothing() -> None:
     assert merged == _messages(_user([_text("one"), _text("two")]))
 
 
-def test_a_system_message_stays_where_it_stands() -> None:
+def test_a_system_message_keeps_its_position() -> None:
     """Hoisting reminders to the head would rewrite the prefix of every turn."""
     found = _messages(_user("a"), {"role": "system", "content": "now"}, _user("b"))
 
     assert [message["role"] for message in found] == ["user", "system", "user"]
 
 
-def test_tool_results_keep_their_order_and_text_stands_behind() -> None:
-    """Results come in completion order; what the user adds is a message of its own."""
+def test_tool_results_keep_their_order_and_text_follows() -> None:
+    """Results come in completion order; what the user adds is a separate message."""
     content = [
         {"type": "tool_result", "tool_use_id": "b", "content": [_text("two"), _text("lines")]},
         {"type": "tool_result", "tool_use_id": "a", "is_error": True, "content": "failed"},
@@ -294,7 +294,7 @@ def test_a_turn_ends_in_one_of_three_ways(
     assert framed["stop_reason"] == stop_reason
 
 
-def test_text_stands_before_tool_use_and_after_thinking() -> None:
+def test_text_comes_before_tool_use_and_after_thinking() -> None:
     """The client moves text before tool use itself; sent so, the echo is what was sent."""
     framed = _framed(_answer(content="Text.", reasoning_content="Hm.", tool_calls=[CALL]))
 
@@ -326,7 +326,7 @@ def test_events_come_in_the_documented_order() -> None:
     request = _parse({"messages": [_user("x")]})
     answer = _answer(content="Text.", reasoning_content="Hm.", tool_calls=[CALL])
 
-    stream = dialect.Parsed(request, True).events(answer).decode()
+    stream = dialect.ParsedRequest(request, True).events(answer).decode()
 
     names = [line.removeprefix("event: ") for line in stream.split("\n") if "event: " in line]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
@@ -442,7 +442,7 @@ async def test_an_engine_fault_is_an_error_and_no_empty_answer(
 
 
 async def test_claude_codes_probes_are_answered(gateway: LocalGateway) -> None:
-    """It looks whether somebody is there before it has said who it is."""
+    """Claude Code asks whether the server answers before it sends its key."""
     async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
         answers = [await http.head("/"), await http.head("/api/hello")]
 

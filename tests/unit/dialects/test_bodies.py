@@ -41,7 +41,7 @@ def _outcome(read: Callable[..., Fields], *arguments: Any) -> str:
 
 
 def test_what_was_sent_before_is_the_same_object() -> None:
-    """A longer history shares its beginning, and what stands around it, with the shorter one."""
+    """A longer history shares its messages, and the fields around them, with the shorter one."""
     known = Bodies()
     first = _read(known, _body([_user("a"), _call(1)]))
     second = _read(known, _body([_user("a"), _call(1), _user("b")]))

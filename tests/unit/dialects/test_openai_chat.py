@@ -46,14 +46,14 @@ def test_side_requests_are_told_by_certain_marks(
 
 
 def test_opencodes_summary_is_a_compaction() -> None:
-    """Its main agent goes on from it."""
+    """The main agent continues from it."""
     messages = [{"role": "system", "content": SUMMARY}, {"role": "user", "content": "[User]: fix"}]
 
     assert _parse({"messages": messages}, OPENCODE).purpose is Purpose.COMPACTION
 
 
 def test_openhands_summary_is_a_compaction() -> None:
-    """It sends no name of its own; without tools, this system text is nobody's step."""
+    """It sends no name; without tools, no agent's step has this system text."""
     text = "You are maintaining a context-aware state summary for an interactive agent."
     messages = [{"role": "system", "content": [{"type": "text", "text": text}]}]
 
@@ -62,7 +62,7 @@ def test_openhands_summary_is_a_compaction() -> None:
 
 
 def test_qwen_codes_summary_is_a_compaction() -> None:
-    """The history goes on from it, so it is no side request."""
+    """The history continues from it, so it is not a side request."""
     last = {"role": "user", "content": "Then, generate the <state_snapshot>."}
 
     assert _parse({"messages": [last]}, QWEN).purpose is Purpose.COMPACTION
@@ -100,7 +100,7 @@ def test_an_assistant_message_that_was_never_sampled_is_context() -> None:
 
 
 def test_a_picture_in_a_tools_result_is_named() -> None:
-    """The rollout goes on, and the model is told that it sees nothing."""
+    """The rollout continues, and the model is told that it cannot see the picture."""
     part = {"type": "image_url", "image_url": {"url": "data:"}}
     message = {"role": "tool", "tool_call_id": "a", "content": [part]}
 
@@ -175,7 +175,7 @@ def test_json_beyond_measure_is_refused(raw: bytes) -> None:
 
 
 def test_a_text_full_of_json_is_not_many_values() -> None:
-    """What stands in a string is text, however it looks."""
+    """The content of a string is text, whatever it looks like."""
     text = '[{"a": "b\\\\"}, ' * 300_000
 
     assert _parse({"messages": [{"role": "user", "content": text}]}).messages[0]["content"] == text

@@ -46,7 +46,7 @@ SCRIPTS = {
 }
 
 
-def _parse(body: dict[str, Any], headers: dict[str, str] | None = None) -> dialect.Parsed:
+def _parse(body: dict[str, Any], headers: dict[str, str] | None = None) -> dialect.ParsedRequest:
     return dialect.parse(json.dumps({"model": "m", **body}).encode(), headers or {})
 
 

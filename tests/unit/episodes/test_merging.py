@@ -125,7 +125,7 @@ def test_nothing_is_nothing() -> None:
 
 
 def test_mode_merge_drops_what_a_later_prompt_contradicts_and_says_so() -> None:
-    """The default trains the drifted answer in a segment of its own; `merge` records it as drift."""
+    """The default trains the drifted answer in a separate segment; `merge` records it as drift."""
     turns = turns_of([([7], [8]), ([7, 8, 1], [2]), ([7, 8, 5], [6])])
     (one,) = cut(turns, mode="merge")
 

@@ -159,7 +159,7 @@ def test_subagents_run_beside_the_main_chain() -> None:
 
 
 def test_segments_come_in_the_order_in_which_they_ended() -> None:
-    """A subagent that was done before the main chain was rewritten stands before that wipe."""
+    """A subagent that ended before the main chain was rewritten comes before that wipe."""
     segments = cut([turn(0, [1], [2]), turn(1, [50], [51], "sub"), turn(2, [9], [4])])
 
     assert [segment.turns for segment in segments] == [(1,), (0,), (2,)]
@@ -261,7 +261,7 @@ def test_merging_never_trains_a_token_twice(turns: list[Turn]) -> None:
 
 
 def test_a_second_answer_to_one_prompt_is_a_segment_of_its_own() -> None:
-    """A retry that was sampled anew leaves both answers trained, each once; the main chain goes on."""
+    """A retry that was sampled anew leaves both answers trained, each once; the main chain continues."""
     segments = cut(
         [
             turn(0, [1], [2]),
@@ -279,7 +279,7 @@ def test_a_second_answer_to_one_prompt_is_a_segment_of_its_own() -> None:
 
 
 def test_an_older_branch_that_goes_on_stays_the_last_stretch() -> None:
-    """A detour from a chain is its wipe, though it began later than the stretch that goes on."""
+    """A detour from a chain is its wipe, though it began later than the stretch that continues."""
     segments = cut(
         [
             turn(0, [1], [2]),

@@ -130,7 +130,7 @@ async def test_slime_metadata_has_the_documented_names(run: Run) -> None:
     assert [second["metadata"][name] for name in names] == ["final", "length", 1, 2]
 
 
-async def test_slime_placeholder_stands_for_a_rollout_without_a_segment(run: Run) -> None:
+async def test_a_rollout_without_a_segment_becomes_slimes_placeholder(run: Run) -> None:
     """One masked token, aborted, with the reward of its grade: the group keeps its size."""
     (sample,) = trainers.slime_samples(await run.add(0.0, ()), index=0, group_index=0)
 

@@ -24,7 +24,7 @@ from perdure.gateway.answers import PLACEHOLDER
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.chains import bridge
 from perdure.gateway.journal.local import LocalJournal
-from perdure.gateway.journal.partial_stores import LocalShelf
+from perdure.gateway.journal.partial_stores import LocalPartialStore
 from perdure.gateway.journal.partials import Partials
 from perdure.gateway.journal.turn_record import turn_records, turns_of
 from perdure.gateway.metrics import Metrics
@@ -96,7 +96,7 @@ class Process:
         self.store = LocalStore(folder / "store")
         self.metrics = Metrics()
         engines: Any = speaker
-        partials = Partials(LocalShelf(folder / "journal"))
+        partials = Partials(LocalPartialStore(folder / "journal"))
         self.sessions = Sessions(
             self.journal, engines, model_format, self.store, self.metrics, partials=partials
         )
@@ -248,7 +248,7 @@ async def test_a_text_only_answer_is_found_again(start: Start) -> None:
 
 
 async def test_an_edited_text_is_an_edit_and_a_foreign_one_foreign(start: Start) -> None:
-    """A text nobody sampled is never bridged, whether it replaces an answer or follows one."""
+    """A text that was not sampled is never bridged, whether it replaces an answer or follows one."""
     process = start(Speaker(TEXT))
     await process.sessions.open(_spec())
     answer = await process.ask(HELLO)
@@ -262,7 +262,7 @@ async def test_an_edited_text_is_an_edit_and_a_foreign_one_foreign(start: Start)
 
 
 async def test_ids_of_another_chain_are_no_parent(start: Start) -> None:
-    """A sub-agent that is given its parent's history does not go on from its turns."""
+    """A sub-agent that is given its parent's history does not continue its turns."""
     process = start(Speaker())
     await process.sessions.open(_spec())
     messages = _next(HELLO, await process.ask(HELLO))
@@ -281,7 +281,7 @@ async def test_ids_of_another_chain_are_no_parent(start: Start) -> None:
 
 
 async def test_a_system_note_in_the_middle_is_bridged_in_place(start: Start) -> None:
-    """A note after the tool results is rendered where it stands; the history before is kept."""
+    """A note after the tool results is rendered at its position, and the history before it is kept."""
     process = start(Speaker())
     await process.sessions.open(_spec())
     messages = _next(HELLO, await process.ask(HELLO))
@@ -298,7 +298,7 @@ async def test_a_system_note_in_the_middle_is_bridged_in_place(start: Start) -> 
 
 
 async def test_a_late_system_note_is_said_as_user_where_a_format_refuses_it(start: Start) -> None:
-    """Behind a compaction it stands in the middle of a root; Qwen3.5 has no place for it there."""
+    """After a compaction the note is in the middle of a root, where Qwen3.5 allows no system message."""
     qwen35 = Qwen35Renderer(FORMAT.tokenizer, Qwen35RendererConfig(thinking_retention="all"))
     process = start(Speaker(), Format(FORMAT.tokenizer, qwen35))
     await process.sessions.open(_spec())
@@ -474,7 +474,7 @@ async def test_a_session_sealed_elsewhere_refuses(start: Start) -> None:
 async def test_an_idle_session_is_let_go_and_read_back(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of a session's tree stays in memory when nobody calls, and nothing is lost."""
+    """An idle session's tree leaves memory, and nothing is lost."""
     monkeypatch.setattr(sessions_module, "IDLE_S", 0.0)
     monkeypatch.setattr(sessions_module, "TRIM_EVERY_S", 0.0)
     process = start(Speaker())
@@ -492,7 +492,7 @@ async def test_an_idle_session_is_let_go_and_read_back(
 
 
 async def test_an_idle_session_learns_what_another_process_did(start: Start) -> None:
-    """Let go here and called there: its sums and its close hold the turns of both."""
+    """It sleeps here and is called there: its sums and its close include the turns of both."""
     one, two = start(Speaker()), start(Speaker())
     await one.sessions.open(_spec())
     messages = _next(HELLO, await one.ask(HELLO))
@@ -559,7 +559,7 @@ async def test_callers_that_joined_share_an_engine_s_failure(start: Start) -> No
 
 
 async def test_the_same_request_on_two_chains_is_two_turns(start: Start) -> None:
-    """Two agents that say the same at once each get an answer, and each goes on from its own."""
+    """Two agents that send the same at once each get an answer, and each continues its own."""
     process = start(Speaker())
     await process.sessions.open(_spec())
     names = ["main", "a1"]
@@ -621,7 +621,7 @@ async def test_a_replay_that_ended_stays_ended(start: Start) -> None:
 
 
 async def test_replay_goes_on_in_another_process_and_attempt(start: Start) -> None:
-    """A gateway that takes over goes on replaying; a third attempt replays what the second did."""
+    """A gateway that takes over continues the replay; a third attempt replays what the second did."""
     speaker = Speaker()
     one, two = start(speaker), start(speaker)
     await _attempt(one, "one", ["a", "b", "c"])
@@ -677,7 +677,7 @@ async def test_what_codex_writes_over_an_output_does_not_end_a_replay(start: Sta
 
 
 async def _random_session(process: Process, dice: random.Random) -> None:
-    """Agents that go on, fork, compact, retry and edit, in several chains."""
+    """Agents that continue, fork, compact, retry and edit, in several chains."""
     histories: dict[str, list[list[Message]]] = {"main": [HELLO]}
     for _ in range(dice.randint(5, 25)):
         chain = dice.choice([*histories, f"agent-{len(histories)}"])

@@ -242,7 +242,7 @@ async def test_a_retry_in_flight_joins(
 async def test_a_client_that_hangs_up_loses_nothing(
     gateway: LocalGateway, engine: ScriptedEngine, http: httpx.AsyncClient
 ) -> None:
-    """The completion goes on when its client goes away, and the retry gets it."""
+    """A completion continues when its client disconnects, and the retry gets it."""
     key = await gateway.open("s")
     engine.control(latency_s=0.3)
     with pytest.raises(httpx.ReadTimeout):
@@ -364,7 +364,7 @@ async def test_a_malformed_tool_call_stays_readable(
 
 
 async def test_tool_ids_are_never_reused(gateway: LocalGateway, http: httpx.AsyncClient) -> None:
-    """Every tool call of every turn and session has an id of its own."""
+    """Every tool call of every turn and session has a unique id."""
     ids = []
     for name in ("a", "b"):
         messages = await _converse(http, await gateway.open(name), 6)

@@ -75,17 +75,19 @@ async def test_reading_goes_on_where_it_ended(journal: LocalJournal, other: Loca
     assert await other.read("s", after=2) == []
 
 
-async def test_a_session_nobody_opened_is_empty(journal: LocalJournal, tmp_path: Path) -> None:
+async def test_a_session_that_was_not_opened_is_empty(
+    journal: LocalJournal, tmp_path: Path
+) -> None:
     """Reading what does not exist gives no records and creates nothing."""
-    assert await journal.read("nobody") == []
-    assert not (tmp_path / "nobody").exists()
+    assert await journal.read("unknown") == []
+    assert not (tmp_path / "unknown").exists()
 
 
 @pytest.mark.parametrize("lost", [1, 7, 30])
 async def test_a_torn_tail_is_cut(
     tmp_path: Path, journal: LocalJournal, other: LocalJournal, lost: int
 ) -> None:
-    """A record cut short at any byte is as if it was never written, and appending goes on."""
+    """A record cut off at any byte counts as never written, and appending continues."""
     await journal.append("s", {"number": 0}, position=0)
     await journal.append("s", {"number": 1, "text": "x" * 40}, position=1)
     data = _file(tmp_path).read_bytes()
@@ -110,7 +112,7 @@ async def test_a_tail_of_zeros_is_cut(tmp_path: Path, journal: LocalJournal) -> 
 async def test_damage_before_the_tail_is_an_error(
     tmp_path: Path, journal: LocalJournal, other: LocalJournal
 ) -> None:
-    """A flipped byte in an answered turn is reported, and the file is left as it is."""
+    """A flipped byte in an answered turn is reported, and the file is not changed."""
     await journal.append("s", {"number": 0}, position=0)
     await journal.append("s", {"number": 1}, position=1)
     data = bytearray(_file(tmp_path).read_bytes())
@@ -127,7 +129,7 @@ async def test_damage_before_the_tail_is_an_error(
 async def test_an_unusable_folder_stops_only_its_session(
     tmp_path: Path, journal: LocalJournal
 ) -> None:
-    """An append that cannot be written says so, and other sessions go on."""
+    """An append that cannot be written raises, and other sessions continue."""
     await journal.append("s", {"number": 0}, position=0)
     (tmp_path / "blocked").write_text("a file where the session's folder should be")
 
@@ -139,7 +141,7 @@ async def test_an_unusable_folder_stops_only_its_session(
 
 
 async def test_a_full_disk_leaves_no_half_record(tmp_path: Path, journal: LocalJournal) -> None:
-    """What does not fit is not written at all; the session goes on once there is space."""
+    """What does not fit is not written at all; the session continues once there is space."""
     await journal.append("s", {"number": 0}, position=0)
     size = _file(tmp_path).stat().st_size
     with _file_limit(size + 100), pytest.raises(GatewayUnavailable, match="too large"):
@@ -164,7 +166,7 @@ async def test_of_two_writers_one_wins(journal: LocalJournal, other: LocalJourna
 
 
 async def test_a_zombie_is_fenced(journal: LocalJournal, other: LocalJournal) -> None:
-    """A process that slept while others went on cannot write over what they wrote."""
+    """A process that was suspended cannot overwrite what others wrote meanwhile."""
     await journal.append("s", {"number": 0}, position=0)
     await other.append("s", {"number": 1}, position=1)
 

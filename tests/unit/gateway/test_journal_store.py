@@ -164,7 +164,7 @@ async def test_a_missing_part_is_damage(store: Weather) -> None:
 
 
 async def test_another_host_takes_a_session_over(tmp_path: Path, store: Weather) -> None:
-    """A host that never saw a session goes on with it from the parts of the one that is gone."""
+    """A host that never saw a session continues it from the parts of a lost host."""
     gone = _mirrored(tmp_path / "gone", store)
     for number in range(3):
         await gone.append("s", {"n": number}, position=number)
@@ -194,7 +194,7 @@ async def test_a_host_that_comes_back_reads_what_others_did(tmp_path: Path, stor
 
 
 async def test_two_processes_of_a_host_upload_once(tmp_path: Path, store: Weather) -> None:
-    """Processes that share a disk write parts without gaps or doubles, whoever wrote the record."""
+    """Processes that share a disk upload every record exactly once, no matter which of them wrote it."""
     one, other = _mirrored(tmp_path / "h", store), _mirrored(tmp_path / "h", store)
     for number in range(0, 6, 2):
         await one.read("s")
@@ -266,16 +266,16 @@ async def test_of_two_hosts_that_went_on_one_steps_back(tmp_path: Path, store: W
     await other.aclose()
 
     back = _mirrored(tmp_path / "a", store)
-    with pytest.raises(GatewayUnavailable, match="another host went on"):
+    with pytest.raises(GatewayUnavailable, match="another host continued"):
         await back.read("s")
-    with pytest.raises(GatewayUnavailable, match="another host went on"):
+    with pytest.raises(GatewayUnavailable, match="another host continued"):
         await back.append("s", {"n": 2}, position=2)
     assert await Parts(store).read("s") == [{"n": 0}, {"n": "other"}]
     await asyncio.gather(back.aclose(), cut_off.aclose())
 
 
 async def test_changing_the_setting_keeps_sessions(tmp_path: Path, store: Weather) -> None:
-    """After `local` became `store`, what lies on this host's disk is brought to the store first."""
+    """After `local` became `store`, the records on this host's disk are uploaded first."""
     local = LocalJournal(tmp_path / "h")
     await local.append("s", {"n": 0}, position=0)
     journal = StoreJournal(Parts(store), MirroredJournal(local, Parts(store)).adopt)

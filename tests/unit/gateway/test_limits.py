@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from perdure.gateway.http.acceptor import Acceptor
-from perdure.gateway.http.limits import Gate, Room
+from perdure.gateway.http.limits import CallLimiter, Limits
 from perdure.gateway.http.listeners import bind_unix
 
 
@@ -39,7 +39,7 @@ class Slow:
             await self.changed.wait_for(lambda: self.running == count)
 
 
-def _client(gate: Gate) -> httpx.AsyncClient:
+def _client(gate: CallLimiter) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://gateway")
 
 
@@ -50,12 +50,12 @@ def _calls(client: httpx.AsyncClient, count: int, size: int) -> "list[asyncio.Ta
 
 
 @pytest.mark.parametrize(
-    "room", [Room(calls=3), Room(body_bytes=300)], ids=["calls", "bytes of bodies"]
+    "limits", [Limits(calls=3), Limits(body_bytes=300)], ids=["calls", "bytes of bodies"]
 )
-async def test_what_is_too_much_waits(room: Room) -> None:
+async def test_what_is_too_much_waits(limits: Limits) -> None:
     """Ten calls where three fit: never more than three at once, and all are answered."""
     app = Slow()
-    async with _client(Gate(app, room)) as client:
+    async with _client(CallLimiter(app, limits)) as client:
         calls = _calls(client, 10, 100)
         await app.until_running(3)
         app.go.set()
@@ -69,7 +69,7 @@ async def test_a_body_larger_than_the_room_is_worked_on_alone() -> None:
     """It is not locked out; the app refuses it if it is too large."""
     app = Slow()
     app.go.set()
-    async with _client(Gate(app, Room(body_bytes=10))) as client:
+    async with _client(CallLimiter(app, Limits(body_bytes=10))) as client:
         answer = await client.post("/v1/messages", content=b"x" * 100)
 
     assert answer.status_code == 200
@@ -78,7 +78,7 @@ async def test_a_body_larger_than_the_room_is_worked_on_alone() -> None:
 async def test_health_and_control_do_not_wait() -> None:
     """With every place taken by agents' calls, everything else still passes."""
     app = Slow()
-    async with _client(Gate(app, Room(calls=1))) as client:
+    async with _client(CallLimiter(app, Limits(calls=1))) as client:
         calls = _calls(client, 2, 1)
         await app.until_running(1)
         health = asyncio.create_task(client.get("/healthz"))
@@ -92,7 +92,7 @@ async def test_health_and_control_do_not_wait() -> None:
 async def test_a_call_that_gives_up_makes_room() -> None:
     """A cancelled call leaves the queue, whether it waits or works."""
     app = Slow()
-    async with _client(Gate(app, Room(calls=1))) as client:
+    async with _client(CallLimiter(app, Limits(calls=1))) as client:
         working, waiting, last = _calls(client, 3, 1)
         await app.until_running(1)
         waiting.cancel()
@@ -107,7 +107,7 @@ async def test_a_crowd_stops_the_accepting_until_it_is_over() -> None:
     """The gate says once that too many wait, and once that they do not any more."""
     app = Slow()
     told: list[bool] = []
-    gate = Gate(app, Room(calls=1, waiting=2))
+    gate = CallLimiter(app, Limits(calls=1, waiting=2))
     gate.on_crowded = told.append
     async with _client(gate) as client:
         calls = _calls(client, 4, 1)

@@ -1,4 +1,4 @@
-"""What is kept of a turn in flight, and what of it may be used by whoever takes the turn over."""
+"""Which tokens of an unfinished turn are kept, and which another process may use."""
 
 import asyncio
 from array import array
@@ -9,28 +9,37 @@ from pathlib import Path
 import pytest
 
 from perdure.engines.pool.salvage import Salvage
-from perdure.gateway.journal.partial_stores import LocalShelf, StoreShelf
-from perdure.gateway.journal.partials import Line, Name, Partials, Shelf, Wanted, call_name
+from perdure.gateway.journal.partial_stores import LocalPartialStore, RemotePartialStore
+from perdure.gateway.journal.partials import (
+    CallInputs,
+    Line,
+    Partials,
+    PartialStore,
+    TryName,
+    call_name,
+)
 from perdure.storage.local import LocalStore
 from perdure.types import EngineSpan, VersionSpan
 
 CALL = call_name("main", "digest")
-WANTED = Wanted(
-    name=Name("s", CALL, "one"),
+INPUTS = CallInputs(
+    name=TryName("s", CALL, "one"),
     prompt=array("i", [1, 2, 3]),
     sampling={"max_tokens": 9},
     turns=4,
     answered=-1,
 )
-AGAIN = replace(WANTED, name=Name("s", CALL, "two"))
+AGAIN = replace(INPUTS, name=TryName("s", CALL, "two"))
 
 
 @pytest.fixture(params=["disk", "store"])
-def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> Shelf:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> PartialStore:
     """Both kinds; they write as soon as there is something."""
     (tmp_path / "journal" / "s").mkdir(parents=True)
-    kind = LocalShelf(tmp_path / "journal")
-    made: Shelf = kind if request.param == "disk" else StoreShelf(LocalStore(tmp_path / "store"))
+    kind = LocalPartialStore(tmp_path / "journal")
+    made: PartialStore = (
+        kind if request.param == "disk" else RemotePartialStore(LocalStore(tmp_path / "store"))
+    )
     made.every_s = 0.01
     return made
 
@@ -46,10 +55,10 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def killed(shelf: Shelf, folder: Path) -> Salvage:
+async def killed(store: PartialStore, folder: Path) -> Salvage:
     """A turn of two engines that a process leaves behind when it is killed; what had been written."""
-    partials = Partials(shelf)
-    partial = await partials.begin(WANTED)
+    partials = Partials(store)
+    partial = await partials.begin(INPUTS)
     salvage = partial.salvage
     with partials.kept(partial):
         salvage.begin("vllm a:1", 3)
@@ -62,10 +71,10 @@ async def killed(shelf: Shelf, folder: Path) -> Salvage:
     return salvage
 
 
-async def test_a_turn_is_taken_over_as_it_was(shelf: Shelf, tmp_path: Path) -> None:
+async def test_a_turn_is_taken_over_as_it_was(store: PartialStore, tmp_path: Path) -> None:
     """Ids, logprobs, engines with generations, and versions; unknown ones stay unknown."""
-    left = await killed(shelf, tmp_path)
-    found = (await Partials(shelf).begin(AGAIN)).salvage
+    left = await killed(store, tmp_path)
+    found = (await Partials(store).begin(AGAIN)).salvage
 
     assert list(found.ids) == [10, 11, 12, 13, 14]
     assert list(found.logprobs) == [-0.1, -0.25, -0.5, -1.0, -2.0]
@@ -82,26 +91,28 @@ async def test_a_turn_is_taken_over_as_it_was(shelf: Shelf, tmp_path: Path) -> N
     [
         replace(AGAIN, prompt=array("i", [1, 2, 4])),
         replace(AGAIN, sampling={"max_tokens": 8}),
-        replace(AGAIN, name=Name("s", call_name("other", "digest"), "two")),
+        replace(AGAIN, name=TryName("s", call_name("other", "digest"), "two")),
         replace(AGAIN, turns=9, answered=4),
         replace(AGAIN, sampling={"max_tokens": 9, "stop": ["x"]}),
     ],
     ids=["prompt", "sampling", "chain", "answered", "stop-strings"],
 )
-async def test_nothing_of_another_turn_is_used(shelf: Shelf, tmp_path: Path, other: Wanted) -> None:
+async def test_nothing_of_another_turn_is_used(
+    store: PartialStore, tmp_path: Path, other: CallInputs
+) -> None:
     """Not of another prompt, other rules, another chain, nor of a turn that the journal has."""
-    await killed(shelf, tmp_path)
-    found = (await Partials(shelf).begin(other)).salvage
+    await killed(store, tmp_path)
+    found = (await Partials(store).begin(other)).salvage
 
     assert list(found.ids) == []
 
 
 async def test_what_an_engine_said_later_about_its_versions_holds(
-    shelf: Shelf, tmp_path: Path
+    store: PartialStore, tmp_path: Path
 ) -> None:
     """vLLM tells its versions at the end; what was written before that is corrected."""
-    partials = Partials(shelf)
-    partial = await partials.begin(WANTED)
+    partials = Partials(store)
+    partial = await partials.begin(INPUTS)
     with partials.kept(partial):
         partial.salvage.begin("vllm a:1", 3)
         partial.salvage.add([10, 11], [-0.1, -0.2], version=None)
@@ -109,33 +120,33 @@ async def test_what_an_engine_said_later_about_its_versions_holds(
         partial.salvage.add([12], [-0.3], version=None)
         partial.salvage.report([VersionSpan(version=8, start=0, end=3)])
         await partials._write([partial])
-    found = (await Partials(shelf).begin(AGAIN)).salvage
+    found = (await Partials(store).begin(AGAIN)).salvage
 
     assert found.versions == [VersionSpan(version=8, start=0, end=3)]
 
 
-async def test_tokens_of_weights_in_doubt_are_not_kept(shelf: Shelf, tmp_path: Path) -> None:
+async def test_tokens_of_weights_in_doubt_are_not_kept(store: PartialStore, tmp_path: Path) -> None:
     """From the announcement of an update until it is proven, nothing is written."""
-    partials = Partials(shelf)
-    partial = await partials.begin(WANTED)
+    partials = Partials(store)
+    partial = await partials.begin(INPUTS)
     with partials.kept(partial):
         partial.salvage.begin("vllm a:1", 3)
         partial.salvage.add([10, 11], [-0.1, -0.2], version=7)
         partial.salvage.doubt(coming=8)
         partial.salvage.add([12], [-0.3], version=None)
         await partials._write([partial])
-        doubted = list((await Partials(shelf).begin(AGAIN)).salvage.ids)
+        doubted = list((await Partials(store).begin(AGAIN)).salvage.ids)
         partial.salvage.trust()
         await partials._write([partial])
-    proven = list((await Partials(shelf).begin(AGAIN)).salvage.ids)
+    proven = list((await Partials(store).begin(AGAIN)).salvage.ids)
 
     assert (doubted, proven) == ([10, 11], [10, 11, 12])
 
 
-async def test_what_was_let_go_is_not_taken_over(shelf: Shelf, tmp_path: Path) -> None:
+async def test_what_was_let_go_is_not_taken_over(store: PartialStore, tmp_path: Path) -> None:
     """Written already, then found to be of weights that may not sample it, and sampled anew."""
-    partials = Partials(shelf)
-    partial = await partials.begin(WANTED)
+    partials = Partials(store)
+    partial = await partials.begin(INPUTS)
     with partials.kept(partial):
         partial.salvage.begin("vllm a:1", 3)
         partial.salvage.add([10, 11, 12], [-0.1, -0.2, -0.3], version=7)
@@ -146,7 +157,7 @@ async def test_what_was_let_go_is_not_taken_over(shelf: Shelf, tmp_path: Path) -
         await partials._write([partial])
         partial.salvage.add([16], [-0.7], version=8)
         await partials._write([partial])
-    found = (await Partials(shelf).begin(AGAIN)).salvage
+    found = (await Partials(store).begin(AGAIN)).salvage
 
     assert list(found.ids) == [10, 13, 14, 15, 16]
     assert list(found.logprobs) == [-0.1, -0.4, -0.5, -0.6, -0.7]
@@ -155,10 +166,12 @@ async def test_what_was_let_go_is_not_taken_over(shelf: Shelf, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("more", [[], [13, 14]])
-async def test_all_of_it_may_be_let_go(shelf: Shelf, tmp_path: Path, more: list[int]) -> None:
+async def test_all_of_it_may_be_let_go(
+    store: PartialStore, tmp_path: Path, more: list[int]
+) -> None:
     """While the call waits for another engine nothing is left of it; then what that one samples."""
-    partials = Partials(shelf)
-    partial = await partials.begin(WANTED)
+    partials = Partials(store)
+    partial = await partials.begin(INPUTS)
     with partials.kept(partial):
         partial.salvage.begin("vllm a:1", 3)
         partial.salvage.add([10, 11, 12], [-0.1, -0.2, -0.3], version=7)
@@ -168,7 +181,7 @@ async def test_all_of_it_may_be_let_go(shelf: Shelf, tmp_path: Path, more: list[
         partial.salvage.begin("vllm b:1", 5)
         partial.salvage.add(more, [-0.4] * len(more), version=8)
         await partials._write([partial])
-    found = (await Partials(shelf).begin(AGAIN)).salvage
+    found = (await Partials(store).begin(AGAIN)).salvage
 
     assert list(found.ids) == more
 
@@ -176,28 +189,28 @@ async def test_all_of_it_may_be_let_go(shelf: Shelf, tmp_path: Path, more: list[
 async def test_a_torn_end_costs_only_itself(tmp_path: Path) -> None:
     """A process killed in the middle of a write leaves half a line: the lines before it count."""
     (tmp_path / "s").mkdir()
-    shelf = LocalShelf(tmp_path)
-    shelf.every_s = 0.01
-    await killed(shelf, tmp_path)
+    store = LocalPartialStore(tmp_path)
+    store.every_s = 0.01
+    await killed(store, tmp_path)
     (path,) = tmp_path.rglob("partial/*")
     path.write_bytes(path.read_bytes()[:-9])
 
-    assert list((await Partials(shelf).begin(AGAIN)).salvage.ids) == [10, 11]
+    assert list((await Partials(store).begin(AGAIN)).salvage.ids) == [10, 11]
 
 
 async def test_the_longest_try_is_continued_and_all_are_let_go(
-    shelf: Shelf, tmp_path: Path
+    store: PartialStore, tmp_path: Path
 ) -> None:
     """A second process that also died left less or more; a final turn leaves nothing behind."""
-    await killed(shelf, tmp_path)
-    partials = Partials(shelf)
+    await killed(store, tmp_path)
+    partials = Partials(store)
     partial = await partials.begin(AGAIN)
     with partials.kept(partial):
         partial.salvage.begin("vllm a:1", 3)
         partial.salvage.add([15], [-0.4], version=7)
         await partials._write([partial])
-    third = Partials(shelf)
-    found = await third.begin(replace(WANTED, name=Name("s", CALL, "three")))
+    third = Partials(store)
+    found = await third.begin(replace(INPUTS, name=TryName("s", CALL, "three")))
     third.done("s", CALL)
     await third.aclose()
 
@@ -206,10 +219,10 @@ async def test_the_longest_try_is_continued_and_all_are_let_go(
     assert files(tmp_path) == []
 
 
-async def test_a_closed_session_leaves_nothing(shelf: Shelf, tmp_path: Path) -> None:
+async def test_a_closed_session_leaves_nothing(store: PartialStore, tmp_path: Path) -> None:
     """Whichever process closes it."""
-    await killed(shelf, tmp_path)
-    partials = Partials(shelf)
+    await killed(store, tmp_path)
+    partials = Partials(store)
     partials.left("s")
     await partials.aclose()
 
@@ -219,8 +232,8 @@ async def test_a_closed_session_leaves_nothing(shelf: Shelf, tmp_path: Path) -> 
 async def test_a_short_turn_writes_nothing(tmp_path: Path) -> None:
     """Where a turn takes less than the pause between two writes, keeping it costs nothing."""
     (tmp_path / "s").mkdir()
-    partials = Partials(LocalShelf(tmp_path))
-    partial = await partials.begin(WANTED)
+    partials = Partials(LocalPartialStore(tmp_path))
+    partial = await partials.begin(INPUTS)
     with partials.kept(partial):
         partial.salvage.add([10], [-0.1], version=7)
     partials.done("s", CALL)
@@ -233,8 +246,8 @@ async def test_a_turn_that_ends_while_it_is_written_leaves_nothing(tmp_path: Pat
     """Its last lines may be on their way to the disk at that moment: they are taken away, too."""
     begun, go_on = asyncio.Event(), asyncio.Event()
 
-    class Slow(LocalShelf):
-        async def write(self, parts: Mapping[Name, Sequence[Line]]) -> None:
+    class Slow(LocalPartialStore):
+        async def write(self, parts: Mapping[TryName, Sequence[Line]]) -> None:
             begun.set()
             await go_on.wait()
             self._write(parts)
@@ -243,10 +256,10 @@ async def test_a_turn_that_ends_while_it_is_written_leaves_nothing(tmp_path: Pat
             self._clear(session_id, call)
 
     (tmp_path / "s").mkdir()
-    shelf = Slow(tmp_path)
-    shelf.every_s = 0.01
-    partials = Partials(shelf)
-    partial = await partials.begin(WANTED)
+    store = Slow(tmp_path)
+    store.every_s = 0.01
+    partials = Partials(store)
+    partial = await partials.begin(INPUTS)
     with partials.kept(partial):
         partial.salvage.add([10], [-0.1], version=7)
         await begun.wait()

@@ -19,7 +19,7 @@ from perdure.engines.pool.salvage import Salvage
 from perdure.episodes.segments import cut
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.journal.local import LocalJournal
-from perdure.gateway.journal.partial_stores import LocalShelf
+from perdure.gateway.journal.partial_stores import LocalPartialStore
 from perdure.gateway.journal.partials import Partials
 from perdure.gateway.journal.turn_record import turn_records, turns_of
 from perdure.gateway.metrics import Metrics
@@ -91,7 +91,7 @@ async def _play(name: str, folder: Path) -> Played:
     journal = LocalJournal(folder / "journal")
     speaker = Speaker()
     engines: Any = speaker
-    partials = Partials(LocalShelf(folder / "journal"))
+    partials = Partials(LocalPartialStore(folder / "journal"))
     store = LocalStore(folder / "store")
     sessions = Sessions(journal, engines, FORMAT, store, Metrics(), partials=partials)
     await sessions.open(SPEC)

@@ -1,4 +1,4 @@
-"""Two gateways answer one session at once: one answer counts, whoever is late gives that one."""
+"""Two gateways answer one session at once: one answer counts, and the later gateway gives the same one."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -77,7 +77,7 @@ async def test_an_answer_of_the_other_is_repeated(
 async def test_a_late_turn_is_dropped_though_the_agent_went_on(
     gateways: list[LocalGateway], engine: ScriptedEngine
 ) -> None:
-    """A gateway that was slow gives the other's answer and records nothing of its own."""
+    """A gateway that was slower gives the other's answer and records nothing."""
     slow, other = gateways
     key = await slow.open("s")
     await other.control.get("s")

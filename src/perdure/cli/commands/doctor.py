@@ -214,7 +214,7 @@ def gateway(settings: Settings) -> Finding:
 
 
 def tokenizer(settings: Settings) -> Finding:
-    from perdure.gateway.rendering.tokenizer_folder import folder_of
+    from perdure.gateway.rendering.tokenizer_setting import folder_of
 
     folder = folder_of(settings.engine.tokenizer)
     return Finding("tokenizer", "ok", settings.engine.tokenizer if folder is None else f"{folder}")

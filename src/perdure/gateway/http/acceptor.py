@@ -1,6 +1,6 @@
-"""Takes connections from listening sockets, one at a time, and not while it is told to wait.
+"""Accepts connections from listening sockets one at a time, and can be paused.
 
-asyncio's own servers take a whole queue at once, which starves the other processes of a pool.
+asyncio's own servers accept a whole queue at once, which starves the other processes of a pool.
 """
 
 import asyncio
@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import structlog
 
 NO_DESCRIPTORS_PAUSE_S = 1.0
-"""After accept failed for want of descriptors or memory: others may take the connection."""
+"""Seconds to pause after accept failed for lack of descriptors or memory, so that another process can
+accept the connection."""
 
 log = structlog.get_logger()
 

@@ -1,6 +1,6 @@
-"""The gateway's HTTP face: routes, keys, limits, and errors in the caller's dialect.
+"""The gateway's HTTP server: routes, keys, limits, and errors in the caller's dialect.
 
-Owns no state; sessions do. A request is checked (key, then size, then form) before it costs
+Holds no state; sessions do. A request is checked (key, then size, then form) before it costs
 anything.
 """
 
@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from perdure.dialects import anthropic, openai_chat, openai_responses
-from perdure.dialects.base import Answer, Call, Dialect, Refused
+from perdure.dialects.base import Answer, Dialect, ParsedCall, Refused
 from perdure.engines.base import DEFAULT_MODEL
 from perdure.engines.clients.wire import new_client
 from perdure.engines.configured import ConfiguredEngine, check_engine_settings
@@ -60,9 +60,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Patience:
-    """When a stream whose answer is not there yet gets its headers, and pings from then on.
+    """How long a stream waits for its answer before its headers are sent, and how often it is pinged then.
 
-    Headers come late, because an error before them can be told by its status. The slowest client
+    Headers are sent late, because until then an error can still set the HTTP status. The slowest client
     waits 300 s for them, and as long for the next event.
     """
 
@@ -152,13 +152,13 @@ STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cach
 
 
 def _retrieved(answering: "asyncio.Future[Answer]") -> None:
-    """A client may hang up before it is told of an error; nobody is missing it then."""
+    """Mark the error as seen: a client that hung up does not read it, and asyncio would log it."""
     if not answering.cancelled():
         answering.exception()
 
 
 async def _late_events(
-    request: Request, call: Call, answering: "asyncio.Future[Answer]"
+    request: Request, call: ParsedCall, answering: "asyncio.Future[Answer]"
 ) -> AsyncIterator[bytes]:
     dialect = _dialect_of(request)
     while not answering.done():
@@ -186,12 +186,12 @@ async def _models(request: Request) -> Response:
 
 
 async def _hello(request: Request) -> Response:
-    """Claude Code looks whether somebody is there, without a key."""
+    """Claude Code asks without a key whether the server answers."""
     return Response()
 
 
 def _dialect_of(request: Request) -> Dialect:
-    """By the path; where that says nothing, by the header that Anthropic's clients always send."""
+    """By the path; if it tells nothing, by the header that Anthropic's clients always send."""
     for path, dialect in DIALECTS.items():
         if request.url.path.startswith(path):
             return dialect
@@ -209,7 +209,7 @@ def _session_of(request: Request) -> str:
 
 
 def _agent(handler: Handler) -> Handler:
-    """Errors as the caller's dialect has them."""
+    """Answer errors in the form of the caller's dialect."""
 
     async def route(request: Request) -> Response:
         try:
@@ -255,7 +255,7 @@ async def _close(request: Request) -> Response:
 
 
 def _control(handler: Handler) -> Handler:
-    """Only with the control token; a session key is not one."""
+    """Require the control token; a session key is not accepted."""
 
     async def route(request: Request) -> Response:
         try:
@@ -303,7 +303,7 @@ def _check_headers(request: Request) -> None:
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """Raises: Refused (413) as soon as the limit is passed, announced or not; (415) when packed."""
+    """Raises: Refused (413) as soon as the limit is passed, announced or not; (415) when compressed."""
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refused(415, "unsupported_encoding", "send the request's body uncompressed")
     too_large = Refused(413, "request_too_large", f"a request may have at most {limit} bytes")

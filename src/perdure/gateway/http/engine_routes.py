@@ -20,22 +20,22 @@ from perdure.dialects.base import Refused
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import DRAIN_S, Roster, add_engine, drain_engine, remove_engine
 from perdure.engines.state import EngineSpec
-from perdure.types import Request as Asked
+from perdure.types import Request as Body
 
 LARGEST = 1 << 16
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class AddEngine(Asked):
+class AddEngine(Body):
     url: str
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
 
 
-class DrainEngine(Asked):
+class DrainEngine(Body):
     deadline_s: float = Field(DRAIN_S, ge=0, allow_inf_nan=False)
 
 
-T = TypeVar("T", bound=Asked)
+T = TypeVar("T", bound=Body)
 
 
 def routes(control: Callable[[Handler], Handler]) -> list[Route]:

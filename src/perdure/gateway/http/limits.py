@@ -1,7 +1,7 @@
-"""Bounds what one process works on at once: calls and the bytes of their bodies.
+"""Limits what one process works on at once: calls, and the bytes of their bodies.
 
-What is over the bound waits, its body unread in the socket, instead of failing or growing the
-process; when too many wait, connections are left to the other processes of the pool.
+A call over the limit waits with its body unread in the socket, so it neither fails nor takes memory.
+When too many calls wait, the process stops accepting connections: other processes of the pool do.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 @dataclass(frozen=True)
-class Room:
-    """What one process takes at once."""
+class Limits:
+    """How much one process works on at once."""
 
     calls: int = 512
     body_bytes: int = 96 << 20
@@ -22,15 +22,15 @@ class Room:
     waiting: int = 1024
     """Calls that may wait in this process before it stops accepting connections."""
     unannounced_bytes: int = 32 << 20
-    """What a body without content-length counts for: as much as it may be."""
+    """The size assumed for a body without content-length: the largest allowed."""
 
 
-class Gate:
-    """ASGI middleware; agents' calls pass one by one, everything else passes at once."""
+class CallLimiter:
+    """ASGI middleware: agents' calls are limited, everything else passes at once."""
 
-    def __init__(self, app: ASGIApp, room: Room = Room()) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits = Limits()) -> None:
         self._app = app
-        self._room = room
+        self._limits = limits
         self._calls = self._bytes = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._crowded = False
@@ -52,7 +52,7 @@ class Gate:
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit():
                 return int(value)
-        return self._room.unannounced_bytes
+        return self._limits.unannounced_bytes
 
     async def _enter(self, size: int) -> None:
         if not self._waiting and self._fits(size):
@@ -78,7 +78,7 @@ class Gate:
         self._admit()
 
     def _admit(self) -> None:
-        """In the order of arrival, so that a large body is not passed by for ever."""
+        """In the order of arrival, so that a large body does not wait for ever."""
         while self._waiting and self._fits(self._waiting[0][0]):
             size, turn = self._waiting.popleft()
             self._take(size)
@@ -86,17 +86,17 @@ class Gate:
         self._tell()
 
     def _fits(self, size: int) -> bool:
-        # One that is larger than all the room is worked on alone (and refused for its size).
+        # A body above the limit is admitted when no other call runs; the handler then refuses it.
         alone = self._calls == 0
-        room = self._room
-        return alone or (self._calls < room.calls and self._bytes + size <= room.body_bytes)
+        limits = self._limits
+        return alone or (self._calls < limits.calls and self._bytes + size <= limits.body_bytes)
 
     def _take(self, size: int) -> None:
         self._calls += 1
         self._bytes += size
 
     def _tell(self) -> None:
-        crowded = len(self._waiting) >= self._room.waiting
+        crowded = len(self._waiting) >= self._limits.waiting
         if crowded != self._crowded:
             self._crowded = crowded
             self.on_crowded(crowded)

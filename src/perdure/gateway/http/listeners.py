@@ -1,7 +1,7 @@
 """The two sockets of a gateway: the TCP port, and the unix socket that sandboxes mount.
 
-Whoever binds them may hand them on: processes of a pool accept from the same queue, so a killed one
-leaves nobody's connection waiting for it. Light, for the supervisor's sake.
+The supervisor binds them and hands them to its pool: all processes accept from the same queue, so no
+connection waits for a killed process. Imports little, because the supervisor uses it too.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from perdure.errors import ConfigurationError
 from perdure.settings.tree import Settings
 
 LONGEST_PATH = 107
-"""Bytes of a unix socket's path."""
+"""Bytes: the kernel's limit for the path of a unix socket."""
 BACKLOG = 1024
 """Connections that the kernel keeps while every process is busy or being restarted."""
 
@@ -39,12 +39,12 @@ def bound(settings: Settings) -> Iterator[list[socket.socket]]:
 
 
 def inherited(descriptors: Sequence[int]) -> list[socket.socket]:
-    """The sockets that the process which started us bound."""
+    """The sockets that the parent process bound."""
     return [socket.socket(fileno=descriptor) for descriptor in descriptors]
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Raises: ConfigurationError when the path is too long, or somebody listens there."""
+    """Raises: ConfigurationError when the path is too long, or another process listens there."""
     if len(str(path).encode()) > LONGEST_PATH:
         raise ConfigurationError(f"PERDURE_HOME is too long for a unix socket: {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def _answers(path: Path) -> bool:
         probe.setblocking(False)
         try:
             probe.connect(str(path))
-        except BlockingIOError:  # its queue is full: there is one
+        except BlockingIOError:  # its queue is full, so a process listens
             return True
         except OSError:
             return False

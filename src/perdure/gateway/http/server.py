@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from perdure.gateway.http import listeners
 from perdure.gateway.http.acceptor import Acceptor
 from perdure.gateway.http.app import create_app
-from perdure.gateway.http.limits import Gate
+from perdure.gateway.http.limits import CallLimiter
 from perdure.gateway.journal.configured import open_journal
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store
@@ -24,7 +24,7 @@ from perdure.storage.base import Store
 GRACE_S = 5
 """Seconds that turns in flight get after SIGTERM; their clients ask again."""
 NO_GRACE = 0
-"""For servers inside a test: connections are cut, which saves 0.1 s each time."""
+"""For servers inside a test: connections are closed at once, which saves 0.1 s each time."""
 TICK_S = 0.1
 """uvicorn refreshes its date header every tenth tick."""
 
@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
             return await super().startup()
         await super().startup([])
         self._acceptor = Acceptor(sockets, self._protocol)
-        if isinstance(self.config.app, Gate):
+        if isinstance(self.config.app, CallLimiter):
             self.config.app.on_crowded = self._crowded
         self._acceptor.resume()
 
@@ -115,12 +115,12 @@ async def serve(
     """Run a gateway until SIGTERM or SIGINT.
 
     `descriptors`: listening sockets that a pool shares; without them it binds its own. `health`: a
-    unix socket of this process alone, for whoever watches it.
+    unix socket of this process alone, for health checks.
     Raises: ConfigurationError.
     """
     loop = asyncio.get_running_loop()
     journal = open_journal(settings, store)
-    server = make_server(Gate(create_app(settings, secret, store, journal)))
+    server = make_server(CallLimiter(create_app(settings, secret, store, journal)))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     with _sockets(settings, descriptors, health) as sockets:

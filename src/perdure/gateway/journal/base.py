@@ -6,7 +6,7 @@ from perdure.errors import Boundary, PerdureError
 
 
 class Overtaken(PerdureError):
-    """Another gateway process committed to this session first: read on, then decide anew."""
+    """Another gateway process committed to this session first: read its records, then decide again."""
 
     boundary = Boundary.GATEWAY
 
@@ -14,8 +14,8 @@ class Overtaken(PerdureError):
 class Journal(Protocol):
     """The durable, ordered records of every session; shared by all gateway processes of a pool.
 
-    Records are numbered 0, 1, ... per session. Committing names the number a record is to get, so
-    of two processes that answer one session at once exactly one wins and the other learns of it.
+    Records are numbered 0, 1, ... per session. A writer names the number its record
+    shall get. If two processes write to one session at once, one wins and the other gets `Overtaken`.
     """
 
     async def read(self, session_id: str, after: int = 0) -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ class Journal(Protocol):
 
     async def append(self, session_id: str, record: dict[str, Any], *, position: int) -> None:
         """Durable when it returns. Raises: Overtaken when number `position` is already taken;
-        GatewayUnavailable when it cannot be written (disk full, store away): nothing was."""
+        GatewayUnavailable when it cannot be written (disk full, store unreachable): nothing was."""
         ...
 
     async def aclose(self) -> None:

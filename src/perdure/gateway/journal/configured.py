@@ -1,11 +1,11 @@
-"""Which journal the settings ask for, and where the turns in flight lie beside it."""
+"""Opens the journal and the store of partials that the settings ask for."""
 
 from pathlib import Path
 
 from perdure.gateway.journal.base import Journal
 from perdure.gateway.journal.local import LocalJournal
 from perdure.gateway.journal.mirror import MirroredJournal
-from perdure.gateway.journal.partial_stores import LocalShelf, StoreShelf
+from perdure.gateway.journal.partial_stores import LocalPartialStore, RemotePartialStore
 from perdure.gateway.journal.partials import Partials
 from perdure.gateway.journal.parts import Parts
 from perdure.gateway.journal.store import StoreJournal
@@ -18,9 +18,10 @@ def folder(settings: Settings) -> Path:
 
 
 def open_journal(settings: Settings, store: Store) -> Journal:
-    """Call it inside an event loop.
+    """Must be called inside an event loop.
 
-    A store that is a folder is as lost as this host's disk: nothing is copied into it.
+    If the store is a local folder, it would be lost together with this host's disk: then the journal is
+    not copied into it.
     """
     local, parts = LocalJournal(folder(settings)), Parts(store)
     if settings.gateway.durability == "store":
@@ -30,4 +31,4 @@ def open_journal(settings: Settings, store: Store) -> Journal:
 
 def open_partials(settings: Settings, store: Store) -> Partials:
     in_store = settings.gateway.durability == "store"
-    return Partials(StoreShelf(store) if in_store else LocalShelf(folder(settings)))
+    return Partials(RemotePartialStore(store) if in_store else LocalPartialStore(folder(settings)))

@@ -1,7 +1,6 @@
-"""How records look as bytes, on a disk and in the store: a line `crc32 length json` each.
+"""Records as bytes, on disk and in the store: one line `crc32 length json` each.
 
-A torn last line (its writer was killed, so nobody was answered) is no record; damage anywhere else
-is an error, never a guess.
+A torn last line is ignored: its writer was killed before it answered. Damage anywhere else is an error.
 """
 
 import base64
@@ -15,12 +14,12 @@ from perdure.errors import Boundary, PerdureError
 
 
 class JournalDamaged(PerdureError):
-    """A record that was durable does not read back: the disk or somebody changed it."""
+    """A durable record does not read back: the file or object was changed."""
 
     boundary = Boundary.GATEWAY
 
 
-class Records(NamedTuple):
+class DecodedRecords(NamedTuple):
     """Records read from bytes, and how many of those bytes they take; the rest is a torn tail."""
 
     records: list[dict[str, Any]]
@@ -32,7 +31,7 @@ def frame(record: dict[str, Any]) -> bytes:
     return b"%08x %d %s\n" % (zlib.crc32(payload), len(payload), payload)
 
 
-def split(data: bytes, source: object) -> Records:
+def split(data: bytes, source: object) -> DecodedRecords:
     """Every record of `data` up to a torn tail.
 
     Raises: JournalDamaged, naming `source`, when a record follows what looks torn.
@@ -47,7 +46,7 @@ def split(data: bytes, source: object) -> Records:
             break
         records.append(record)
         position = end + 1
-    return Records(records, position)
+    return DecodedRecords(records, position)
 
 
 def _check_torn(data: bytes, position: int, source: object) -> None:

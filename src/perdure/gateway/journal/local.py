@@ -1,8 +1,8 @@
 """The journal on this host's disk: one append-only file per session, shared by its gateways.
 
 Owns group commit (one thread syncs for all sessions) and fencing between processes: a record gets
-the number its writer named, or the writer learns that another was first. Files are in
-`journal_file`, bytes in `journal_records`, other hosts in `journal_store`.
+the number its writer named, or the writer gets `Overtaken`. Files are in `local_file`, bytes in
+`encoding`, other hosts in `mirror` and `store`.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from perdure.errors import GatewayUnavailable
 from perdure.gateway.journal.base import Overtaken
-from perdure.gateway.journal.encoding import JournalDamaged, Records, frame
+from perdure.gateway.journal.encoding import DecodedRecords, JournalDamaged, frame
 from perdure.gateway.journal.local_file import NOTHING, Busy, Known, SessionFile
 
 FILE_NAME = "journal.log"
@@ -23,9 +23,9 @@ BATCH = 256
 """Records committed together at most; one batch pays for its disk syncs once."""
 BUSY_PAUSE_S = 0.005
 BUSY_LIMIT_S = 10.0
-"""A file that another process holds longer than this: that process hangs, and callers ask again."""
+"""If another process locks a file longer than this, it hangs: the call fails and clients repeat it."""
 KEPT = 8192
-"""Sessions whose file ends are remembered; another one is read from its start."""
+"""Sessions whose file ends are remembered; any other file is read from its start."""
 
 
 class _Append(NamedTuple):
@@ -68,7 +68,7 @@ class LocalJournal:
         found = await self.tail(session_id, start)
         return found.records[after - start.records :]
 
-    async def tail(self, session_id: str, known: Known) -> Records:
+    async def tail(self, session_id: str, known: Known) -> DecodedRecords:
         """The records behind `known`; costs what is new. Raises: as `read`."""
         deadline = time.monotonic() + BUSY_LIMIT_S
         while True:
@@ -104,11 +104,11 @@ class LocalJournal:
     def _path(self, session_id: str) -> Path:
         return self._folder / session_id / FILE_NAME
 
-    def _read(self, session_id: str, start: Known) -> Records:
+    def _read(self, session_id: str, start: Known) -> DecodedRecords:
         try:
             file = SessionFile(self._path(session_id), write=False)
         except FileNotFoundError:
-            return Records([], 0)
+            return DecodedRecords([], 0)
         try:
             found = file.after(start)
         finally:
@@ -139,7 +139,7 @@ class LocalJournal:
             busy = self._commit(busy + batch)
 
     def _drain(self, wait: float | None) -> tuple[list[_Append], bool]:
-        """What is queued, waiting `wait` seconds for the first (None: as long as it takes)."""
+        """What is queued; waits `wait` seconds for the first item (None: without limit)."""
         batch: list[_Append] = []
         while len(batch) < BATCH:
             try:
@@ -152,7 +152,7 @@ class LocalJournal:
         return batch, False
 
     def _commit(self, batch: list[_Append]) -> list[_Append]:
-        """Write all, sync each file once, wake the waiting turns; return whose file was busy."""
+        """Write all, sync each file once, wake the waiting turns; return the appends to busy files."""
         sessions: dict[str, list[_Append]] = {}
         for item in batch:
             sessions.setdefault(item.session_id, []).append(item)
@@ -170,7 +170,7 @@ class LocalJournal:
         return busy
 
     def _write(self, session_id: str, items: list[_Append]) -> list[_Written]:
-        """The appends of one session that name the right number; the others are told."""
+        """Write the appends of one session that name the right number; answer the others."""
         file = SessionFile(self._path(session_id), write=True)
         try:
             known = self._look_up(session_id)
@@ -202,7 +202,7 @@ class LocalJournal:
 
 
 def _accept(items: list[_Append], records: int) -> list[_Append]:
-    """Those that name the next numbers, in order; the others are answered."""
+    """The appends that name the next numbers, in order; the others are answered with an error."""
     accepted: list[_Append] = []
     for item in items:
         following = records + len(accepted)
@@ -244,7 +244,7 @@ def _resolve(items: list[_Append], error: Exception | None) -> None:
     for item in items:
         try:
             item.loop.call_soon_threadsafe(_finish, item.done, error)
-        except RuntimeError:  # the loop ended; nobody waits for the answer any more
+        except RuntimeError:  # the loop ended, so no task waits for the answer
             continue
 
 

@@ -1,7 +1,7 @@
-"""One session's journal file, locked: what every process of a host agrees on.
+"""One session's journal file, with the lock that all processes of a host respect.
 
-Whoever reads holds the lock with others, whoever appends holds it alone until its bytes are on the
-disk: so what is read is durable. The kernel drops a lock with its process, however that ends.
+Readers share the lock. An appender holds it alone until its bytes are on disk, so what is read is
+durable. The kernel releases a lock when its process ends, also after kill -9.
 """
 
 import fcntl
@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from perdure.gateway.journal.encoding import JournalDamaged, Records, split
+from perdure.gateway.journal.encoding import DecodedRecords, JournalDamaged, split
 
 
 class Known(NamedTuple):
@@ -42,8 +42,8 @@ class SessionFile:
             os.close(self._handle)
             raise Busy from None
 
-    def after(self, known: Known) -> Records:
-        """The records behind `known`; `Records.end` counts from the start of the file.
+    def after(self, known: Known) -> DecodedRecords:
+        """The records behind `known`; `DecodedRecords.end` counts from the start of the file.
 
         Raises: JournalDamaged.
         """
@@ -51,12 +51,12 @@ class SessionFile:
         if size < known.end:
             raise JournalDamaged(f"{self.path} had {known.end} bytes and has {size}: it was cut")
         if size == known.end:
-            return Records([], known.end)
+            return DecodedRecords([], known.end)
         records, length = split(self._bytes(known.end, size), self.path)
-        return Records(records, known.end + length)
+        return DecodedRecords(records, known.end + length)
 
     def append(self, data: bytes, at: int) -> None:
-        """Write `data` at byte `at`, over a torn tail if there is one; still to be synced.
+        """Write `data` at byte `at`, over a torn tail if there is one; `sync` makes it durable.
 
         Raises: OSError, and then the file ends at `at`.
         """
@@ -66,14 +66,14 @@ class SessionFile:
             written = 0
             while written < len(data):
                 written += os.pwrite(self._handle, data[written:], at + written)
-            if at == 0:  # the first records: until now nobody needed the file to be found
+            if at == 0:  # the first records: from now on the file must be found after a power cut
                 _sync_folders(self.path.parent)
         except OSError:
             os.ftruncate(self._handle, at)
             raise
 
     def sync(self, at: int) -> None:
-        """What was appended at `at` survives a power cut. Raises: OSError, and it is gone."""
+        """Make what was appended at `at` survive a power cut. Raises: OSError, and it is removed."""
         try:
             os.fdatasync(self._handle)
         except OSError:

@@ -1,7 +1,7 @@
-"""The local journal, followed by the store: answers wait for the disk, parts go up behind them.
+"""The local journal, copied to the store: answers wait for the disk only, parts are uploaded later.
 
-So another host can go on with a session whose host is gone, from the last part. Owns when a part
-is written and what happens when two hosts both went on; bytes are `journal_parts`'.
+If a host is lost, another host continues its sessions from the last uploaded part. Owns when a part is
+written, and what happens if two hosts continued one session; `parts` owns the bytes.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from perdure.gateway.journal.local_file import Known
 from perdure.gateway.journal.parts import Parts, Record
 
 PAUSE_S = 2.0
-"""Between two rounds of uploads: the turns of a round share a part."""
+"""Seconds between two rounds of uploads; the turns of one round share a part."""
 AT_ONCE = 8
-"""Parts in flight; what waits is a set of session ids, its records wait on the disk."""
+"""Parts uploaded in parallel. Waiting costs no memory: the records are on disk."""
 
 log = structlog.get_logger()
 
@@ -41,8 +41,8 @@ class MirroredJournal:
     async def read(self, session_id: str, after: int = 0) -> list[dict[str, Any]]:
         """The records from number `after` on, those of other hosts among them.
 
-        Raises: JournalDamaged; StoreUnavailable when this host knows nothing of the session;
-        GatewayUnavailable when another host went on with it.
+        Raises: JournalDamaged; StoreUnavailable when this host has no record of the session;
+        GatewayUnavailable when another host continued it.
         """
         self._check(session_id)
         if session_id not in self._uploaded:
@@ -56,7 +56,7 @@ class MirroredJournal:
         self._mark([session_id])
 
     async def aclose(self) -> None:
-        """Write what is queued, to the disk and to the store; a store that is away can wait."""
+        """Write what is queued to disk and, if the store is reachable, to the store."""
         if self._uploading is not None:
             self._uploading.cancel()
             await asyncio.gather(self._uploading, return_exceptions=True)
@@ -64,16 +64,16 @@ class MirroredJournal:
         await self._local.aclose()
 
     async def adopt(self, session_id: str) -> None:
-        """Bring to the store what only this disk has, once. Raises: as `read`."""
+        """Upload, once, the records that only this disk has. Raises: as `read`."""
         if session_id not in self._uploaded and await self._local.read(session_id):
             await self._meet(session_id, needed=True)
             await self._upload(session_id)
             self._check(session_id)
 
-    # --- meeting a session ---------------------------------------------------------------------
+    # --- comparing disk and store --------------------------------------------------------------
 
     async def _meet(self, session_id: str, *, needed: bool = False) -> None:
-        """Compare disk and store, once; the disk gets what other hosts wrote."""
+        """Compare disk and store, once per session; copy what other hosts wrote to the disk."""
         here = await self._local.read(session_id)
         try:
             end = await self._compare(session_id, here)
@@ -82,7 +82,9 @@ class MirroredJournal:
         except StoreUnavailable:
             if not here or needed:
                 raise
-            log.warning("session goes on without a look at the store", session_id=session_id)
+            log.warning(
+                "session continues without a comparison with the store", session_id=session_id
+            )
             return
         self._uploaded[session_id] = await self._local.find(session_id, end)
         if end < len(here):
@@ -131,7 +133,11 @@ class MirroredJournal:
             self._wake.set()
             if isinstance(error, asyncio.CancelledError):
                 raise
-            log.warning("journal waits for the store", session_id=session_id, error=str(error))
+            log.warning(
+                "journal part not uploaded yet: the store is unavailable",
+                session_id=session_id,
+                error=str(error),
+            )
         except PerdureError as error:
             log.error("journal part not uploaded", session_id=session_id, error=str(error))
 
@@ -147,7 +153,7 @@ class MirroredJournal:
             self._uploaded[session_id] = await self._local.find(session_id, end, known)
 
     async def _put(self, session_id: str, first: int, records: list[Record]) -> int:
-        """How many of `records` are in the store now, written by us or by another process."""
+        """How many of `records` are in the store now, written by this or another process."""
         if await self._parts.put_records(session_id, first, records):
             return len(records)
         there = await self._parts.get(session_id, first)
@@ -157,11 +163,11 @@ class MirroredJournal:
 
     def _lose(self, session_id: str) -> None:
         self._lost.add(session_id)
-        log.error("another host went on with this session", session_id=session_id)
+        log.error("another host continued this session", session_id=session_id)
 
     def _check(self, session_id: str) -> None:
         if session_id in self._lost:
             raise GatewayUnavailable(
-                f"another host went on with session {session_id!r} while this one had records of "
-                "it that were not in the store; PERDURE_GATEWAY__DURABILITY=store rules this out"
+                f"another host continued session {session_id!r} while this host had records of it that "
+                "were not in the store; PERDURE_GATEWAY__DURABILITY=store prevents this"
             )

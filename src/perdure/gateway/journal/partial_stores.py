@@ -1,5 +1,6 @@
-"""Where partials lie: on this host's disk beside the journal, or in the store. Neither is synced as a
-turn is: a killed process leaves what it wrote, a power cut may take it.
+"""The two places for partials: this host's disk, beside the journal, or the store.
+
+Neither is synced as a turn is: partials survive a killed process, but may not survive a power cut.
 """
 
 import asyncio
@@ -9,18 +10,18 @@ from pathlib import Path
 
 from perdure.errors import NotFound
 from perdure.gateway.journal.encoding import frame
-from perdure.gateway.journal.partials import Line, Name
+from perdure.gateway.journal.partials import Line, TryName
 from perdure.storage import keys
 from perdure.storage.base import Store
 
 FILE_EVERY_S = 0.5
-"""A write costs less than a hundredth of what a turn of that time does."""
+"""A write costs less than 1 % of what a turn of this length costs."""
 OBJECT_EVERY_S = 10.0
-"""A write is a request to the store, with all of the partial."""
+"""Each write is one request that uploads the whole partial."""
 FOLDER = "partial"
 
 
-class LocalShelf:
+class LocalPartialStore:
     """`<folder>/<session>/partial/<call>.<writer>`, appended to without a sync."""
 
     every_s = FILE_EVERY_S
@@ -30,16 +31,18 @@ class LocalShelf:
         self._folder = folder
 
     async def read(self, session_id: str, call: str) -> list[bytes]:
-        paths = self._paths(session_id, call)  # nearly always none: not worth a thread
+        paths = self._paths(
+            session_id, call
+        )  # nearly always empty, so listing is cheaper than a thread
         return await asyncio.to_thread(lambda: [*_contents(paths)]) if paths else []
 
-    async def write(self, parts: Mapping[Name, Sequence[Line]]) -> None:
+    async def write(self, parts: Mapping[TryName, Sequence[Line]]) -> None:
         await asyncio.to_thread(self._write, parts)
 
     async def clear(self, session_id: str, call: str | None = None) -> None:
         await asyncio.to_thread(self._clear, session_id, call)
 
-    def _write(self, parts: Mapping[Name, Sequence[Line]]) -> None:
+    def _write(self, parts: Mapping[TryName, Sequence[Line]]) -> None:
         for name, lines in parts.items():
             path = self._folder / name.session_id / FOLDER / f"{name.call}.{name.writer}"
             _append(path, b"".join(map(frame, lines)))
@@ -47,7 +50,7 @@ class LocalShelf:
     def _clear(self, session_id: str, call: str | None) -> None:
         for path in self._paths(session_id, call):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # other calls of the session, or none ever
+        with contextlib.suppress(OSError):  # not empty, or never made
             (self._folder / session_id / FOLDER).rmdir()
 
     def _paths(self, session_id: str, call: str | None) -> list[Path]:
@@ -59,7 +62,7 @@ class LocalShelf:
 
 
 def _append(path: Path, data: bytes) -> None:
-    while True:  # another call of the session that is over takes an empty folder away again
+    while True:  # the end of another call may have removed the empty folder
         with contextlib.suppress(FileNotFoundError), path.open("ab", buffering=0) as file:
             file.write(data)
             return
@@ -72,8 +75,8 @@ def _contents(paths: Sequence[Path]) -> Iterator[bytes]:
             yield path.read_bytes()
 
 
-class StoreShelf:
-    """`journal/<session>/partial-<call>`: whole each time, the newest writer's."""
+class RemotePartialStore:
+    """`journal/<session>/partial-<call>`: rewritten whole; the newest writer wins."""
 
     every_s = OBJECT_EVERY_S
     appends = False
@@ -87,10 +90,10 @@ class StoreShelf:
         except NotFound:
             return []
 
-    async def write(self, parts: Mapping[Name, Sequence[Line]]) -> None:
+    async def write(self, parts: Mapping[TryName, Sequence[Line]]) -> None:
         await asyncio.gather(*(self._put(name, lines) for name, lines in parts.items()))
 
-    async def _put(self, name: Name, lines: Sequence[Line]) -> None:
+    async def _put(self, name: TryName, lines: Sequence[Line]) -> None:
         await self._store.put(_key(name.session_id, name.call), b"".join(map(frame, lines)))
 
     async def clear(self, session_id: str, call: str | None = None) -> None:

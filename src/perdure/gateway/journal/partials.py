@@ -1,8 +1,9 @@
-"""What has been sampled of the turns in flight, kept as it streams: when a gateway process is killed,
-whoever takes the repeated call over goes on from there.
+"""Partials: what has been sampled of unfinished turns, written while it streams.
 
-Owns which turns are kept, what a kept one holds, and when it is let go; bytes lie on a `Shelf`. None of
-it is the journal's: a finished turn is one record there, and its partial is gone.
+If a gateway process is killed, the process that gets the repeated call continues from the partial. Owns
+which turns are written, the form of a partial, and when it is deleted; a `PartialStore` keeps the bytes.
+A partial is not part of the journal: a finished turn is one record there, and its partial is deleted.
+In memory, the same tokens are the `Salvage` of the call.
 """
 
 import asyncio
@@ -29,44 +30,44 @@ Line = dict[str, Any]
 log = structlog.get_logger()
 
 
-class Name(NamedTuple):
-    """A call of a session. `writer` differs for each try at it, in whatever process."""
+class TryName(NamedTuple):
+    """A try at a call of a session. `writer` differs for each try, in every process."""
 
     session_id: str
     call: str
     writer: str
 
 
-class Shelf(Protocol):
-    """Where partials lie."""
+class PartialStore(Protocol):
+    """Where partials are kept."""
 
     every_s: float
-    """Seconds between two writes of a partial; a turn of less is not written at all."""
+    """Seconds between two writes of a partial; a shorter turn is never written."""
     appends: bool
-    """Whether lines are added to those that lie there, or take their place."""
+    """Whether new lines are appended to the earlier ones, or replace them."""
 
     async def read(self, session_id: str, call: str) -> list[bytes]:
-        """What the tries at a call left behind. Raises: StoreUnavailable, OSError."""
+        """The partials of all tries at a call. Raises: StoreUnavailable, OSError."""
         ...
 
-    async def write(self, parts: Mapping[Name, Sequence[Line]]) -> None:
-        """Put lines down; they survive this process. Raises: StoreUnavailable, OSError."""
+    async def write(self, parts: Mapping[TryName, Sequence[Line]]) -> None:
+        """Write lines so that they outlive this process. Raises: StoreUnavailable, OSError."""
         ...
 
     async def clear(self, session_id: str, call: str | None = None) -> None:
-        """Forget a call, or all of a session. Raises: StoreUnavailable, OSError."""
+        """Delete the partials of a call, or of a whole session. Raises: StoreUnavailable, OSError."""
         ...
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a call conditions on: a partial of anything else is not its beginning.
+class CallInputs:
+    """What a completion depends on: only a partial with the same inputs may be continued.
 
-    `turns`: how many the session has. `answered`: the newest of them that answers the same request,
-    or -1; a partial from before it belongs to it.
+    `turns`: how many turns the session has. `answered`: index of the newest turn that answers the same
+    request, or -1; a partial that is older than this turn belongs to this turn.
     """
 
-    name: Name
+    name: TryName
     prompt: "array[int]"
     sampling: Mapping[str, Any]
     turns: int
@@ -91,25 +92,27 @@ class Wanted:
 class Partial:
     """A turn in flight. `salvage` grows while it is sampled."""
 
-    wanted: Wanted
+    inputs: CallInputs
     salvage: Salvage
     since: float = field(default_factory=time.monotonic)
     _begun: bool = False
-    """Whether there are lines at all."""
+    """Whether any lines were written."""
     _written: int = 0
     _reports: int = 0
     _cuts: int = 0
 
     def news(self, *, whole: bool) -> list[Line]:
-        """The lines that are not written yet, or all when there are any."""
+        """The lines to write now: the new ones, or with `whole` all of them; none when nothing is new."""
         salvage = self.salvage
         end, reports, cut = salvage.sure, salvage.reports, salvage.cuts != self._cuts
-        if cut:  # what was written may be let go: the next line says it all
+        if cut:  # tokens that were written may be gone: the next line repeats everything
             self._cuts, self._written = salvage.cuts, 0
         if end <= self._written and not (cut and self._begun):
             return []
         start = 0 if whole else self._written
-        told = start if reports == self._reports else 0  # what an engine said later holds
+        told = (
+            start if reports == self._reports else 0
+        )  # an engine corrected its versions: repeat them
         line = {
             "kind": PART,
             "start": start,
@@ -123,7 +126,7 @@ class Partial:
                 if s.start < end
             ],
         }
-        lines = [line] if self._begun and not whole else [self.wanted.head(), line]
+        lines = [line] if self._begun and not whole else [self.inputs.head(), line]
         self._begun, self._written, self._reports = True, end, reports
         return lines
 
@@ -132,52 +135,52 @@ class Partials:
     """The turns in flight of this process.
 
     Example:
-        partial = await partials.begin(wanted)
+        partial = await partials.begin(inputs)
         with partials.kept(partial):
             ...                                  # sampling fills partial.salvage
         partials.done(session_id, call)          # the turn is in the journal
     """
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, store: PartialStore) -> None:
+        self._store = store
         self._growing: set[Partial] = set()
-        self._lying: set[tuple[str, str]] = set()
-        """Calls of which something was written."""
+        self._stored: set[tuple[str, str]] = set()
+        """Calls that have a partial in the store."""
         self._writing: asyncio.Task[None] | None = None
         self._clearing: set[asyncio.Task[None]] = set()
-        self._pen = asyncio.Lock()
-        """Held while lines are put down."""
+        self._write_lock = asyncio.Lock()
+        """Held while lines are written."""
 
-    async def begin(self, wanted: Wanted) -> Partial:
-        """The call, with what an earlier try at it had sampled."""
-        partial = Partial(wanted, Salvage())
-        if not resumable(wanted.sampling):
+    async def begin(self, inputs: CallInputs) -> Partial:
+        """Start a call, with the tokens that an earlier try at it had sampled."""
+        partial = Partial(inputs, Salvage())
+        if not resumable(inputs.sampling):
             return partial
-        found = await self._read(wanted)
+        found = await self._read(inputs)
         if found:
-            self._lying.add(_key(wanted.name))
-        whole = [salvage for data in found if (salvage := _restored(data, wanted)) is not None]
+            self._stored.add(_key(inputs.name))
+        whole = [salvage for data in found if (salvage := _restored(data, inputs)) is not None]
         partial.salvage = max(whole, key=lambda salvage: len(salvage.ids), default=Salvage())
         if partial.salvage.ids:
             log.info(
                 "turn taken over",
-                session_id=wanted.name.session_id,
+                session_id=inputs.name.session_id,
                 tokens=len(partial.salvage.ids),
                 engine=partial.salvage.engines[-1].engine,
             )
         return partial
 
-    async def _read(self, wanted: Wanted) -> list[bytes]:
+    async def _read(self, inputs: CallInputs) -> list[bytes]:
         try:
-            return await self._shelf.read(wanted.name.session_id, wanted.name.call)
+            return await self._store.read(inputs.name.session_id, inputs.name.call)
         except (PerdureError, OSError) as error:
             log.warning("partials cannot be read", error=str(error))
             return []
 
     @contextmanager
     def kept(self, partial: Partial) -> Iterator[None]:
-        """While it is sampled, it is written every now and then."""
-        if not resumable(partial.wanted.sampling):
+        """Write the partial periodically while the turn is sampled."""
+        if not resumable(partial.inputs.sampling):
             yield
             return
         self._growing.add(partial)
@@ -189,20 +192,22 @@ class Partials:
             self._growing.discard(partial)
 
     def done(self, session_id: str, call: str) -> None:
-        """The turn is final: nothing of it is kept beside the journal."""
-        if (session_id, call) in self._lying:
-            self._lying.discard((session_id, call))
+        """The turn is in the journal: delete its partial."""
+        if (session_id, call) in self._stored:
+            self._stored.discard((session_id, call))
             self._clear(session_id, call)
 
     def left(self, session_id: str) -> None:
-        """The session is closed."""
-        self._lying = {key for key in self._lying if key[0] != session_id}
+        """The session is closed: delete all of its partials."""
+        self._stored = {key for key in self._stored if key[0] != session_id}
         self._clear(session_id)
 
     async def aclose(self) -> None:
-        """Write what streams still: their callers ask another process, or this one's successor."""
+        """Write what is still streaming: the clients will repeat their calls at another process."""
         if (writing := self._writing) is not None:
-            async with self._pen:  # cut off, a write would go on in its thread, beside the last one
+            async with (
+                self._write_lock
+            ):  # a cancelled write would go on in its thread, in parallel with the last one
                 writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
             await self._write(list(self._growing))
@@ -210,28 +215,28 @@ class Partials:
 
     async def _write_on(self) -> None:
         while self._growing:
-            await asyncio.sleep(self._shelf.every_s)
-            before = time.monotonic() - self._shelf.every_s
+            await asyncio.sleep(self._store.every_s)
+            before = time.monotonic() - self._store.every_s
             await self._write([partial for partial in self._growing if partial.since <= before])
         self._writing = None
 
     async def _write(self, growing: Sequence[Partial]) -> None:
-        """Those of them that still grow, when the lines before are down."""
-        async with self._pen:
-            await self._put_down([partial for partial in growing if partial in self._growing])
+        """Write the partials that still grow, after any earlier write has ended."""
+        async with self._write_lock:
+            await self._write_lines([partial for partial in growing if partial in self._growing])
 
-    async def _put_down(self, growing: Sequence[Partial]) -> None:
-        whole = not self._shelf.appends
+    async def _write_lines(self, growing: Sequence[Partial]) -> None:
+        whole = not self._store.appends
         news = {partial: lines for partial in growing if (lines := partial.news(whole=whole))}
         if not news:
             return
-        parts = {partial.wanted.name: lines for partial, lines in news.items()}
-        self._lying.update(map(_key, parts))
+        parts = {partial.inputs.name: lines for partial, lines in news.items()}
+        self._stored.update(map(_key, parts))
         try:
-            await self._shelf.write(parts)
+            await self._store.write(parts)
         except (PerdureError, OSError) as error:  # the turns themselves go on
             log.warning("partials cannot be written", error=str(error))
-            if self._shelf.appends:  # what comes next would not follow
+            if self._store.appends:  # the next lines would leave a gap
                 self._growing.difference_update(news)
 
     def _clear(self, session_id: str, call: str | None = None) -> None:
@@ -240,28 +245,28 @@ class Partials:
         task.add_done_callback(self._clearing.discard)
 
     async def _cleared(self, session_id: str, call: str | None) -> None:
-        async with self._pen:  # a write that still names it is under way: it would lie there again
+        async with self._write_lock:  # a write in progress may recreate it: wait for it
             pass
         try:
-            await self._shelf.clear(session_id, call)
-        except (PerdureError, OSError) as error:  # it is known by the journal to be over
+            await self._store.clear(session_id, call)
+        except (PerdureError, OSError) as error:  # harmless: the journal says that the turn is over
             log.warning("a partial cannot be removed", session_id=session_id, error=str(error))
 
 
-def _key(name: Name) -> tuple[str, str]:
+def _key(name: TryName) -> tuple[str, str]:
     return name.session_id, name.call
 
 
 def call_name(chain: str, request_sha256: str) -> str:
-    """The same for a repeated request, in any process."""
+    """A name for the call: equal for a repeated request, in any process."""
     return hashlib.sha256(f"{chain}\0{request_sha256}".encode()).hexdigest()[:32]
 
 
-def _restored(data: bytes, wanted: Wanted) -> Salvage | None:
-    """The salvage as it was when its last whole line was written; None unless it is this call's."""
+def _restored(data: bytes, inputs: CallInputs) -> Salvage | None:
+    """The salvage as of the last whole line; None if the inputs differ or the data is damaged."""
     try:
         lines = split(data, "a partial").records
-        if not lines or not wanted.fits(lines[0]):
+        if not lines or not inputs.fits(lines[0]):
             return None
         return _salvage(lines[1:])
     except (JournalDamaged, KeyError, TypeError, ValueError) as error:

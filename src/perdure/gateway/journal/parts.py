@@ -1,7 +1,7 @@
 """A session's records in the store: parts `journal/<session>/<number of its first record>`.
 
-A part is written once, and only if no part of its number is there: so the store itself decides
-which of two hosts goes on with a session. Parts follow each other without gaps.
+A part is written only if no part with its number exists, so the store decides which of two hosts
+continues a session. Parts follow each other without gaps.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Parts:
         try:
             data = (await self._store.get(key)).data
         except NotFound:
-            raise JournalDamaged(f"{key} went away in {self._store.url}") from None
+            raise JournalDamaged(f"{key} disappeared from {self._store.url}") from None
         records, end = split(data, key)
         if not records or end != len(data):
             raise JournalDamaged(f"{key} in {self._store.url} is not whole")
@@ -67,7 +67,7 @@ class Parts:
         return found
 
     async def put(self, session_id: str, first: int, frames: Sequence[bytes]) -> bool:
-        """Write a part of framed records; False: another writer was first, nothing changed."""
+        """Write a part of framed records; False: another writer was first, and nothing changed."""
         return await self._store.put_if_absent(self._key(session_id, first), b"".join(frames))
 
     async def put_records(self, session_id: str, first: int, records: Sequence[Record]) -> bool:

@@ -1,7 +1,7 @@
 """The journal in the store: an answer waits until the store has its record.
 
-Gateways on any hosts share it; parallel turns of a session share a part. What a part is, and who
-wins it, is in `journal_parts`.
+Gateways on any hosts share it; parallel turns of a session share a part. `parts` says what a
+part is, and which of two writers wins.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from perdure.gateway.journal.encoding import JournalDamaged, frame
 from perdure.gateway.journal.parts import Parts
 
 KEPT = 8192
-"""Sessions whose length is remembered; of another one the parts are listed first."""
+"""Sessions whose length is remembered; for any other the parts are listed first."""
 
 
 class _Append(NamedTuple):
@@ -27,7 +27,7 @@ class _Append(NamedTuple):
 
 @dataclass
 class _Held:
-    """What this process knows of a session. `records` None: look before writing."""
+    """What this process knows of a session. `records` None: read before writing."""
 
     records: int | None = None
     queue: list[_Append] = field(default_factory=list)
@@ -35,7 +35,7 @@ class _Held:
 
 
 class StoreJournal:
-    """`adopt` is awaited when a session is met: it brings what only this host's disk has."""
+    """`adopt` is awaited on the first read of a session: it uploads what only this host's disk has."""
 
     def __init__(self, parts: Parts, adopt: Callable[[str], Awaitable[None]] | None = None) -> None:
         self._parts = parts
@@ -48,7 +48,7 @@ class StoreJournal:
         if held.records is None and self._adopt is not None:
             await self._adopt(session_id)
         if held.records == after > 0 and not await self._parts.has(session_id, after):
-            return []  # what every turn asks before it samples: one look, no listing
+            return []  # each turn asks this before it samples: one request instead of a listing
         records = await self._parts.read(session_id, after)
         if records or after == 0:
             held.records = max(held.records or 0, after + len(records))
@@ -57,8 +57,8 @@ class StoreJournal:
     async def append(self, session_id: str, record: dict[str, Any], *, position: int) -> None:
         """Returns when the store has it.
 
-        Raises: Overtaken, GatewayUnavailable (the store is away; should it have the record all the
-        same, the next append at `position` says Overtaken), JournalDamaged, ConfigurationError.
+        Raises: Overtaken, GatewayUnavailable (the store did not answer; if it has the record all the
+        same, the next append at `position` raises Overtaken), JournalDamaged, ConfigurationError.
         """
         held = self._hold(session_id)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -88,7 +88,7 @@ class StoreJournal:
                 try:
                     await self._put(session_id, held, batch)
                 except Exception as error:
-                    held.records = None  # it may be there: look before the next one
+                    held.records = None  # it may have been written: read before the next one
                     _resolve(batch, _told(error))
         finally:
             held.writing = None
@@ -108,7 +108,7 @@ class StoreJournal:
 
 
 def _accept(session_id: str, records: int, batch: list[_Append]) -> list[_Append]:
-    """Those that name the next numbers, in order; the others are answered."""
+    """The appends that name the next numbers, in order; the others are answered with an error."""
     accepted: list[_Append] = []
     for item in batch:
         following = records + len(accepted)

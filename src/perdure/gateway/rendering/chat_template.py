@@ -1,8 +1,8 @@
 """The message format of a model that `renderers` has no class for, from the model's own chat template.
 
-Owns the Jinja template -> ids and sampled text -> message. Every later turn is bridged from the
-recorded ids like any other: only what follows the last answer is rendered, and where the template
-does not let that be cut out with certainty, there is no bridge.
+Owns messages -> ids by the Jinja template, and sampled text -> message. Later turns are bridged from
+the recorded ids: only what follows the last answer is rendered. If that part of the template's output
+cannot be told apart with certainty, there is no bridge.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from perdure.gateway.rendering.tokenizers import Tokenizer, published, token_tex
 
 Message = dict[str, Any]
 PRIVATE_USE = range(0xE000, 0xF8FF)
-"""One of these marks the control tokens that are text; one that the messages do not contain."""
+"""One of these characters, which the messages do not contain, marks control tokens that are text."""
 THINK, THOUGHT = "<think>", "</think>"
 
 
 class TemplateError(ValueError):
-    """The template refuses these messages; the text is the template's own."""
+    """The template refuses these messages; the message is the template's own."""
 
 
 class ChatTemplate:
@@ -52,10 +52,10 @@ class ChatTemplate:
         stop_tokens: Sequence[str],
         variables: dict[str, Any] | None = None,
     ) -> None:
-        """`control_tokens`: every text that stands for one id; `stop_tokens`: those that end an
-        answer; `variables`: what else the template reads (bos_token, ...).
+        """`control_tokens`: every text that is one id; `stop_tokens`: those that end an answer;
+        `variables`: what else the template reads (bos_token, ...).
 
-        Raises: TemplateError when it is no Jinja template.
+        Raises: TemplateError when `template` is not valid Jinja.
         """
         self._tokenizer = tokenizer
         self._variables = variables or {}
@@ -102,7 +102,7 @@ class ChatTemplate:
         *,
         tools: list[Any] | None = None,
     ) -> RenderedTokens | None:
-        """The recorded ids, then what the template puts after an answer. None: it cannot be told."""
+        """The recorded ids, then what the template writes after an answer. None: this is not certain."""
         if not previous_prompt_ids or not new_messages:
             return None
         if any(message["role"] == "assistant" for message in new_messages):
@@ -110,9 +110,7 @@ class ChatTemplate:
         stops = self.get_stop_token_ids()
         closed = bool(previous_completion_ids) and previous_completion_ids[-1] in stops
         if closed and previous_completion_ids.count(previous_completion_ids[-1]) > 1:
-            return (
-                None  # it sampled past an end of turn: what the template makes of that is unknown
-            )
+            return None  # it sampled past an end of turn, which no template describes
         mark = _unused(new_messages, tools)
         added = self._after_answer(new_messages, tools, mark)
         if added is None:
@@ -150,7 +148,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         mark: str,
     ) -> str:
-        """The rendered text; control tokens that came with a message carry `mark` inside."""
+        """The rendered text; `mark` is inside every control token that a message contains as text."""
         given = [self._escaped(_for_template(message), mark) for message in messages]
         return late_system.rendered(
             given, lambda told: self._render(told, tools, add_generation_prompt, mark)
@@ -170,7 +168,7 @@ class ChatTemplate:
             raise TemplateError(str(error)) from error
 
     def _escaped(self, value: Any, mark: str) -> Any:
-        """Text that spells a control token gets `mark` after its first character."""
+        """`value` with `mark` after the first character of each text that spells a control token."""
         if isinstance(value, str):
             return self._control.sub(lambda found: found[0][0] + mark + found[0][1:], value)
         if isinstance(value, list):
@@ -182,7 +180,7 @@ class ChatTemplate:
         return value
 
     def _ids(self, text: str, mark: str) -> list[int]:
-        """Control tokens of the template as ids of their own, all else as plain text."""
+        """Ids of a rendered text: the template's control tokens as single ids, the rest as plain text."""
         ids: list[int] = []
         end = 0
         for found in self._control.finditer(text):
@@ -197,10 +195,11 @@ class ChatTemplate:
     def _after_answer(
         self, new: list[Message], tools: list[Any] | None, mark: str
     ) -> tuple[str, str] | None:
-        """The token that closes an answer, and all that follows it, up to the next generation.
+        """The token that closes an answer, and the text from there to the next generation.
 
-        Seen after two different made-up conversations; where they disagree, it hangs on more than
-        the new messages. Where the template moves or drops a system message, it is said as user.
+        It is rendered after two different made-up conversations. If the results differ, they depend on
+        more than the new messages, and there is no bridge. If the template moves or drops a system
+        message, that message is rendered as a user message.
         """
         for told in (new, [late_system.as_user(message) for message in new]):
             seen = {self._after_made_up(told, tools, mark, said) for said in ("Go on.", "And now?")}
@@ -210,7 +209,7 @@ class ChatTemplate:
         return None
 
     def _says_all(self, text: str, messages: list[Message], mark: str) -> bool:
-        """Every message stands in there, in order."""
+        """Whether `text` contains every message, in order."""
         position = 0
         for message in messages:
             content = self._escaped(message["content"], mark).strip()
@@ -237,19 +236,19 @@ class ChatTemplate:
         return token, tail[position + len(token) :]
 
     def _open_part(self, token_ids: list[int]) -> list[int]:
-        """Without the stop token."""
+        """The ids before the stop token."""
         stops = set(self.get_stop_token_ids())
         end = next((i for i, token_id in enumerate(token_ids) if token_id in stops), None)
         return list(token_ids[:end])
 
     def _opened_thinking(self, prompt_ids: list[int]) -> bool:
-        """The template itself opened the reasoning, so the answer only closes it."""
+        """Whether the template opened the reasoning, so that the answer only closes it."""
         tail = self._tokenizer.decode(prompt_ids[-8:]).rstrip()
         return tail.endswith(THINK)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates are written for (transformers' documentation, "Chat templates")."""
+    """The Jinja environment that chat templates expect (transformers' documentation, "Chat templates")."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
@@ -268,13 +267,13 @@ def _refuse(message: str) -> str:
 
 
 def _unused(*values: Any) -> str:
-    """A character that nobody wrote."""
+    """A character that occurs in none of the values."""
     text = json.dumps(values, ensure_ascii=False)
     return next(chr(code) for code in PRIVATE_USE if chr(code) not in text)
 
 
 def _for_template(message: Message) -> Message:
-    """Templates read tool arguments as objects, and fields that are absent as undefined."""
+    """The message as templates expect it: tool arguments are objects."""
     given = dict(message)
     if message.get("tool_calls"):
         given["tool_calls"] = [_call(call) for call in message["tool_calls"]]
@@ -283,14 +282,14 @@ def _for_template(message: Message) -> Message:
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
-    # what is not JSON, or an object already, is given to the template as it is
+    # arguments that are not JSON, or already an object, are passed on unchanged
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         function["arguments"] = json.loads(function["arguments"])
     return {**call, "function": function}
 
 
 def _answer_before(new: Sequence[Message], text: str) -> Message:
-    """An answer after which these messages may stand: tool results need their calls."""
+    """An answer that these messages may follow: it makes the calls that tool results answer."""
     answer: Message = {"role": "assistant", "content": text}
     results = [message for message in new if message["role"] == "tool"]
     if results:
@@ -334,7 +333,7 @@ def load(tokenizer: Tokenizer, folder: Path) -> ChatTemplate:
 
 
 def _template_text(folder: Path, given: Any) -> str | None:
-    """A file of its own, one text, or several by name: `tool_use` before `default`."""
+    """From its own file, or from the configuration: one text, or several by name (`tool_use` first)."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text("utf-8")
@@ -345,6 +344,6 @@ def _template_text(folder: Path, given: Any) -> str | None:
 
 
 def _generation_stops(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """An answer may end in several ways, e.g. in a call of a tool."""
+    """All tokens that end an answer; some models end tool calls with a token of their own."""
     ids = published(folder, "generation_config.json").get("eos_token_id", [])
     return [tokenizer.decode([token_id]) for token_id in (ids if isinstance(ids, list) else [ids])]

@@ -1,7 +1,7 @@
-"""A system message that does not come first, for models whose format has no place for one.
+"""A system message that does not come first, for models whose format does not allow one.
 
-Owns the one rule: it is said as user text, in its place. Clients send such notes between turns and
-keep them behind a compaction; moving or dropping one would show the model another history.
+Owns the one rule: it becomes a user message at the same position. Clients send such notes between turns
+and keep them after a compaction; moving or dropping one would show the model another history.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,9 @@ def as_user(message: Message) -> Message:
 
 
 def rendered(messages: list[Message], render: Callable[[list[Message]], T]) -> T:
-    """What `render` makes of the messages as they are, or, when it refuses a late system message, with
-    that one said as user.
+    """The result of `render`. If it refuses the messages, late system messages become user messages.
 
-    Raises: what `render` raises when that is not why.
+    Raises: what `render` raises, if that does not help.
     """
     try:
         return render(messages)

@@ -1,7 +1,7 @@
 """Tool calls in the text of a model whose format is known only by its chat template.
 
-Reads the four notations that open models are trained on. What does not parse stays visible as an
-attempt with its reason, never repaired.
+Reads the four notations that open models are trained on. A call that does not parse is kept with the
+reason and never repaired.
 """
 
 import json
@@ -68,7 +68,7 @@ def _kinds(function: str, tools: Tools) -> dict[str, Any]:
 
 
 def _value(text: str, kind: Any) -> Any:
-    """Verbatim where a string is declared, else JSON where it is some."""
+    """Verbatim if the tool declares a string; otherwise JSON if it parses, else verbatim."""
     if kind == "string":
         return text
     try:

@@ -18,7 +18,7 @@ from renderers.base import MODEL_RENDERER_MAP, Renderer
 from renderers.configs import AutoRendererConfig
 
 from perdure.errors import ConfigurationError
-from perdure.gateway.rendering.tokenizer_folder import folder_of
+from perdure.gateway.rendering.tokenizer_setting import folder_of
 
 QWEN3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -62,7 +62,7 @@ class Tokenizer:
 
     @abstractmethod
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of `text`, which holds no control tokens whatever it looks like."""
+        """Ids of `text` as plain text: nothing in it is read as a control token."""
 
     @abstractmethod
     def decode_plain(self, token_ids: list[int]) -> str:
@@ -159,7 +159,7 @@ class FolderTokenizer(Tokenizer):
         description = json.loads((folder / "tokenizer.json").read_text("utf-8"))
         added = {entry["content"]: entry["id"] for entry in description["added_tokens"]}
         super().__init__(_published_name(folder), added, _eos_token(folder))
-        # Without them the library cannot mistake text for a control token.
+        # Without added tokens the library cannot read text as a control token.
         description.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(description))
 
@@ -179,7 +179,7 @@ class FolderTokenizer(Tokenizer):
 
 
 def _well_formed(text: str) -> str:
-    """JSON can carry half a surrogate pair; no tokenizer can."""
+    """JSON can hold half of a surrogate pair; tokenizers cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -188,7 +188,7 @@ def _eos_token(folder: Path) -> str:
 
 
 def token_text(token: Any) -> str:
-    """Tokens are written as text, or as an object around it."""
+    """The text of a token, which is written as text or as an object with a `content`."""
     return str(token["content"] if isinstance(token, dict) else token or "")
 
 
@@ -220,7 +220,7 @@ def load_format(name: str) -> Format:
     """The tokenizer that PERDURE_ENGINE__TOKENIZER names and the message format of its model.
 
     Reasoning stays in the history as it was sampled (`thinking_retention`): a trainer conditions
-    on the tokens the engine saw, so nothing may be taken out between two turns.
+    on the tokens the engine saw, so nothing may be removed between two turns.
     A family that `renderers` does not know is read by its own chat template.
     Raises: ConfigurationError when there is neither.
     """

@@ -1,4 +1,5 @@
-"""What PERDURE_ENGINE__TOKENIZER names; light, so that a command can refuse it before a gateway starts."""
+"""Checks what PERDURE_ENGINE__TOKENIZER names. Imports little, so that a command can refuse a wrong value
+before a gateway starts."""
 
 from pathlib import Path
 
