@@ -10,7 +10,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from perdure.client import names
 from perdure.errors import RateLimited
 from perdure.rollouts import ready
-from perdure.rollouts.messages import Asked, ReadyPermit, Refused, Taken
+from perdure.rollouts.messages import AskPermit, CreateRefused, ReadyPermit, ReadyTaken
 
 log = structlog.get_logger("perdure.admission")
 
@@ -21,7 +21,7 @@ PATIENCE_S = 10.0
 class TemporalAccounts:
     """From inside an activity."""
 
-    async def ask(self, account: str, asked: Asked) -> None:
+    async def ask(self, account: str, asked: AskPermit) -> None:
         await activity.client().start_workflow(
             names.ACCOUNT,
             id=names.account_id(account),
@@ -34,10 +34,10 @@ class TemporalAccounts:
     async def started(self, account: str, holder: str) -> None:
         await _signal(activity.client(), account, "started", holder)
 
-    async def refused(self, account: str, refused: Refused) -> None:
+    async def refused(self, account: str, refused: CreateRefused) -> None:
         await _signal(activity.client(), account, "refused", refused)
 
-    async def taken(self, account: str, taken: Taken) -> None:
+    async def taken(self, account: str, taken: ReadyTaken) -> None:
         await _signal(activity.client(), account, "taken", taken)
 
     async def release(self, account: str, holder: str) -> None:
@@ -70,7 +70,7 @@ class ReadyPermits:
 
     async def refused(self, identity: str, error: RateLimited) -> None:
         holder = ready.owner(identity)
-        refused = Refused(holder=holder, limit=error.limit, retry_after=error.retry_after)
+        refused = CreateRefused(holder=holder, limit=error.limit, retry_after=error.retry_after)
         await self._tell("refused", refused)
 
     async def release(self, identity: str) -> None:

@@ -36,7 +36,7 @@ class ThisTry:
 
 
 async def is_open(workflow_id: str) -> bool:
-    """Asked from the server itself, because its visibility store lags behind."""
+    """The server itself answers, because its visibility store lags behind."""
     try:
         described = await activity.client().get_workflow_handle(workflow_id).describe()
     except RPCError as error:

@@ -12,7 +12,7 @@ from temporalio.exceptions import ActivityError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from perdure.client import names
-    from perdure.rollouts.messages import Asked, ReadyPermit, Refused, Taken
+    from perdure.rollouts.messages import AskPermit, CreateRefused, ReadyPermit, ReadyTaken
     from perdure.sandboxes.permits import Account, AccountState, PermitRequest
     from workflows import activity_options
 
@@ -52,7 +52,7 @@ class SandboxAccountWorkflow:
                 return
 
     @workflow.signal
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: AskPermit) -> None:
         if self.account.ask(asked.holder, asked.run, asked.step, asked.caps):
             self.grant_again.append(
                 PermitRequest(holder=asked.holder, run=asked.run, step=asked.step, order=0)
@@ -65,7 +65,7 @@ class SandboxAccountWorkflow:
         self.has_news = True
 
     @workflow.signal
-    def refused(self, refused: Refused) -> None:
+    def refused(self, refused: CreateRefused) -> None:
         self.account.refused(refused.holder, refused.limit, refused.retry_after, self._now())
         self.has_news = True
 
@@ -91,7 +91,7 @@ class SandboxAccountWorkflow:
         self.has_news = True
 
     @workflow.signal
-    def taken(self, taken: Taken) -> None:
+    def taken(self, taken: ReadyTaken) -> None:
         self.account.hand_over(taken.ready, taken.holder, taken.run, taken.step)
         self.has_news = True
 

@@ -30,12 +30,12 @@ class RolloutPage:
         self.number = 0
         self.evidence = ""
         self.shown_as = ""
-        self.asked_version: int | None = None
+        self.requested_version: int | None = None
         self._listed = ("boot", 1)
         self._listing: asyncio.Task[None] | None = None
 
     def open(self, rollout: RolloutRequest) -> None:
-        self.asked_version = rollout.policy_version
+        self.requested_version = rollout.policy_version
         self.shown_as = f"{rollout.run_id}/{rollout.instance_id}/{rollout.sample_index}"
         self.headline = (
             f"**{rollout.instance}** · sample {rollout.sample_index} · agent `{rollout.agent}`"
@@ -102,7 +102,7 @@ class RolloutPage:
         ]
         if episode.reward is not None:
             final.append(attributes.REWARD.value_set(episode.reward))
-        if self.asked_version is None and episode.policy_version_max is not None:
+        if self.requested_version is None and episode.policy_version_max is not None:
             final.append(attributes.POLICY_VERSION.value_set(episode.policy_version_max))
         if episode.failure is not None:
             final.append(

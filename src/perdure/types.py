@@ -435,7 +435,7 @@ class Grade(Frozen):
     dropped_paths: tuple[str, ...] = ()
     """Paths of the patch that were left out before grading, by rule; never silently."""
     flagged_paths: tuple[str, ...] = ()
-    """Applied, but worth a look: configuration and plugin files outside the fix's scope."""
+    """Applied, but a person should look: configuration and plugin files outside the fix's scope."""
     patch_sha256: str = ""
     grader: str = ""
     grader_version: int = 1
@@ -536,7 +536,7 @@ class EngineSpan(Frozen):
 
 
 class Purpose(StrEnum):
-    """What an agent asked a turn for."""
+    """Why an agent made a model call."""
 
     STEP = "step"
     """The agent's next step: trained."""

@@ -23,7 +23,7 @@ from temporalio.worker import Worker
 
 from perdure.client import names
 from perdure.client.api import Perdure
-from perdure.rollouts.messages import AgentRun, Asked, Booted, Captured, ReadyPermit, Taken
+from perdure.rollouts.messages import AgentRun, AskPermit, Booted, Captured, ReadyPermit, ReadyTaken
 from perdure.sandboxes.permits import AccountState
 from perdure.types import AccountCaps, AgentEnd, GroupRequest, RolloutRequest, RunRequest
 from tests.workflows import dev_server
@@ -187,7 +187,7 @@ async def account(client: Client, stages: Stages) -> Handle:
     caps = AccountCaps(live=2, creates_per_s=10)
     handle: Handle | None = None
     for holder in (rollout.id, "missing"):
-        asked = Asked(holder=holder, run="r1", step="1-agent", caps=caps)
+        asked = AskPermit(holder=holder, run="r1", step="1-agent", caps=caps)
         handle = await client.start_workflow(
             names.ACCOUNT,
             id=names.account_id("service"),
@@ -215,10 +215,10 @@ async def account_ready(client: Client, stages: Stages) -> Handle:
         await handle.execute_update("reserve", permit)
         await handle.signal("ahead_started", permit)
         if then == "request":
-            asked = Asked(holder="missing", run="r1", step="1-agent", caps=caps)
+            asked = AskPermit(holder="missing", run="r1", step="1-agent", caps=caps)
             await handle.signal("ask", asked)
         else:
-            taken = Taken(ready=permit.holder, holder="missing", run="r1", step="1-agent")
+            taken = ReadyTaken(ready=permit.holder, holder="missing", run="r1", step="1-agent")
             await handle.signal("taken", taken)
             await handle.signal("release", "missing")
         while (found := await handle.query("state", result_type=AccountState)).permits:

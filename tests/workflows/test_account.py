@@ -14,7 +14,7 @@ import activities.this_try
 import workflows.account
 from activities.account_holders import ClosedHolders
 from perdure.client import names
-from perdure.rollouts.messages import Asked, ReadyPermit, Taken
+from perdure.rollouts.messages import AskPermit, ReadyPermit, ReadyTaken
 from perdure.sandboxes.permits import AccountState, Permit, PermitRequest
 from perdure.types import AccountCaps
 from tests.stack.waiting import until
@@ -81,7 +81,7 @@ async def ask(client: Client, holder: str) -> None:
         id=ACCOUNT_ID,
         task_queue=names.WORKFLOWS_QUEUE,
         start_signal="ask",
-        start_signal_args=[Asked(holder=holder, run="r", step="1-agent", caps=ONE)],
+        start_signal_args=[AskPermit(holder=holder, run="r", step="1-agent", caps=ONE)],
     )
 
 
@@ -205,7 +205,7 @@ async def test_a_ready_sandbox_that_is_taken_brings_its_permit(
     await account.signal("release", first)
     await account.execute_update("reserve", ready)
     await account.signal("ahead_started", ready)
-    taken = Taken(ready=ready.holder, holder=first, run="r", step="1-agent")
+    taken = ReadyTaken(ready=ready.holder, holder=first, run="r", step="1-agent")
     await account.signal("taken", taken)
     await holding(client, first)
     await ask(client, second)

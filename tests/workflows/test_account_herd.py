@@ -6,7 +6,7 @@ from temporalio.api.history.v1 import History
 from temporalio.client import Client
 
 from perdure.client import names
-from perdure.rollouts.messages import Asked
+from perdure.rollouts.messages import AskPermit
 from perdure.types import AccountCaps
 from tests.stack.waiting import until
 from tests.workflows import dev_server
@@ -39,7 +39,7 @@ async def test_an_account_workflow_that_continues_as_new_grants_each_rollout_onc
     async with dev_server.serving(*often) as client, workflow_worker(client):
         first = ""
         for number in range(HERD):
-            asked = Asked(holder=f"h{number}", run=f"r{number % 3}", step="1-agent", caps=CAPS)
+            asked = AskPermit(holder=f"h{number}", run=f"r{number % 3}", step="1-agent", caps=CAPS)
             handle = await client.start_workflow(
                 names.ACCOUNT,
                 id=ACCOUNT_ID,

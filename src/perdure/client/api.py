@@ -45,7 +45,7 @@ PASSING = {
     RPCStatusCode.DEADLINE_EXCEEDED,
     RPCStatusCode.CANCELLED,  # by a server that starts or stops; our own is asyncio's
 }
-"""Statuses that say "not now": the wait goes on."""
+"""Statuses of passing troubles: the client keeps waiting."""
 UNDECIDED = "closed before WorkflowTaskStarted"
 FAILING = "Workflow Task in failed state"
 """Waiting does not cure it. A query gets it with FAILED_PRECONDITION, the status of passing troubles
@@ -224,11 +224,11 @@ class RunHandle:
         )
         for _ in range(QUERY_TRIES):
             try:
-                told = await self.handle.query("status", result_type=dict)
+                answer = await self.handle.query("status", result_type=dict)
             except (RPCError, WorkflowQueryFailedError):
                 await asyncio.sleep(0.5)
                 continue
-            last = RunStatus.model_validate(told)
+            last = RunStatus.model_validate(answer)
             return last.model_copy(update={"run_id": self.run_id, "state": state, "running": 0})
         return RunStatus(run_id=self.run_id, state=state)
 

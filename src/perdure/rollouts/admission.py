@@ -14,7 +14,7 @@ import structlog
 
 from perdure.errors import PerdureError, RateLimited
 from perdure.rollouts import ready
-from perdure.rollouts.messages import Asked, ReadyPermit, Refused, Taken
+from perdure.rollouts.messages import AskPermit, CreateRefused, ReadyPermit, ReadyTaken
 from perdure.rollouts.ready import Permits, Unmetered
 from perdure.rollouts.services import Services
 from perdure.types import AccountCaps, RolloutRequest
@@ -25,15 +25,15 @@ log = structlog.get_logger("perdure.admission")
 class Accounts(Protocol):
     """Messages to the workflow that keeps the permits of an account."""
 
-    async def ask(self, account: str, asked: Asked) -> None:
+    async def ask(self, account: str, asked: AskPermit) -> None:
         """Starts that workflow where it does not run."""
         ...
 
     async def started(self, account: str, holder: str) -> None: ...
 
-    async def refused(self, account: str, refused: Refused) -> None: ...
+    async def refused(self, account: str, refused: CreateRefused) -> None: ...
 
-    async def taken(self, account: str, taken: Taken) -> None: ...
+    async def taken(self, account: str, taken: ReadyTaken) -> None: ...
 
     async def release(self, account: str, holder: str) -> None: ...
 
@@ -68,7 +68,7 @@ class Admission:
         """Queue up; the rollout's workflow is sent `granted`. Asking again changes nothing."""
         if self.caps is None:
             return
-        asked = Asked(
+        asked = AskPermit(
             holder=self.request.workflow_id, run=self.request.run_id, step=step, caps=self.caps
         )
         await self.accounts.ask(self.account, asked)
@@ -80,7 +80,7 @@ class Admission:
             yield
         except RateLimited as error:
             if self.metered:
-                refused = Refused(
+                refused = CreateRefused(
                     holder=self.request.workflow_id,
                     limit=error.limit,
                     retry_after=error.retry_after,
@@ -97,7 +97,7 @@ class Admission:
         """This rollout has taken the sandbox booted ahead under `identity`, and its permit."""
         if not self.metered:
             return
-        taken = Taken(
+        taken = ReadyTaken(
             ready=ready.owner(identity),
             holder=self.request.workflow_id,
             run=self.request.run_id,

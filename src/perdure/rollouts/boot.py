@@ -95,7 +95,7 @@ def _booted(job: Job, uri: str, record: BootRecord) -> Booted:
 
 
 async def _finished(job: Job) -> EpisodeRef | None:
-    """The episode of a graded rollout; one that failed or was cancelled is worth another try."""
+    """The episode of a graded rollout; one that failed or was cancelled may be played again."""
     episode = await read_episode(job.services.store, job.request)
     if episode is None or episode.status is not RolloutStatus.GRADED:
         return None

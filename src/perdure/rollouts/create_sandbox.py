@@ -1,29 +1,21 @@
 """Creates the sandbox of a stage, and leaves it alone if a later try of the stage may own it.
 
 When the heartbeats of a try come too late, Temporal starts another one, and both know the sandbox
-by the same identity. The first hears of it afterwards, and must not kill the second's sandbox.
+by the same identity. The first learns of that later, and must not kill the second's sandbox.
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 from perdure.errors import PerdureError
+from perdure.rollouts.job import Try
 from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 
 
-class Supersession(Protocol):
-    """What decides whether a cancelled try may kill its sandbox: see `job.Try`."""
-
-    def is_superseded(self) -> bool: ...
-
-    async def workflow_may_be_open(self) -> bool: ...
-
-
 async def create_sandbox(
-    this_try: Supersession, provider: SandboxProvider, spec: SandboxSpec, identity: str
+    this_try: Try, provider: SandboxProvider, spec: SandboxSpec, identity: str
 ) -> Sandbox:
     """`provider.create`; a try that is cancelled leaves nothing, or what another try may own."""
     creating = asyncio.ensure_future(provider.create(spec, identity))
@@ -44,7 +36,7 @@ async def create_sandbox(
 
 
 @asynccontextmanager
-async def killed_at_the_end(this_try: Supersession, sandbox: Sandbox) -> AsyncIterator[None]:
+async def killed_at_the_end(this_try: Try, sandbox: Sandbox) -> AsyncIterator[None]:
     """Kill the sandbox in the end, unless another try may have one of the same identity."""
     is_anothers = False
     try:

@@ -44,7 +44,7 @@ class Try(Protocol):
     def is_superseded(self) -> bool:
         """Inside `except CancelledError`: neither the workflow nor the worker's end cancelled it.
 
-        Its heartbeats came too late, so Temporal may have started another try of the activity.
+        Its heartbeats came too late, so Temporal may have started another try.
         """
         ...
 

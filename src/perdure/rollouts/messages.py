@@ -41,7 +41,7 @@ class Booted(Frozen):
 
     host: str | None = None
     attempt: int = 0
-    """The attempt it belongs to: later than the one asked for, if that one is used up."""
+    """The attempt it belongs to: later than the requested one, if that one is used up."""
     uri: str = ""
     """Where this rollout's evidence is, for people."""
     data_source: str = ""
@@ -125,7 +125,7 @@ class GroupResult(Frozen):
     episodes: tuple[EpisodeRef, ...]
 
 
-class Asked(Frozen):
+class AskPermit(Frozen):
     """A rollout wants a sandbox of a metered account."""
 
     holder: str
@@ -135,7 +135,7 @@ class Asked(Frozen):
     caps: AccountCaps
 
 
-class Refused(Frozen):
+class CreateRefused(Frozen):
     """The provider answered 429 to a create that was granted."""
 
     holder: str
@@ -150,7 +150,7 @@ class ReadyPermit(Frozen):
     provider: str
 
 
-class Taken(Frozen):
+class ReadyTaken(Frozen):
     """A rollout has taken a sandbox that was booted ahead, and its permit with it."""
 
     ready: str
