@@ -1,4 +1,4 @@
-"""The trainers' own classes where they are installed. Nothing of a trainer is imported before asked."""
+"""Finds a trainer's own classes if it is installed; imports nothing of a trainer before that."""
 
 import importlib
 from typing import Any
@@ -16,5 +16,5 @@ def find(module: str, name: str) -> Any | None:
             return None
         raise
     if not hasattr(loaded, name):
-        raise ImportError(f"{module} has no {name} any more: see docs/episodes.md")
+        raise ImportError(f"{module} no longer has {name}: see docs/episodes.md")
     return getattr(loaded, name)

@@ -11,8 +11,8 @@ from perdure.integrations import installed
 def generator_output(found: Sequence[EpisodeSegments]) -> dict[str, Any]:
     """A `GeneratorOutput` (a TypedDict) for `generator.step_wise_trajectories=true`.
 
-    `trajectory_ids` are SkyRL's own objects where it is installed. Rollouts that failed, or gave
-    nothing to train on, have no row; `rollout_metrics["perdure/left_out"]` counts them.
+    `trajectory_ids` are SkyRL's own objects if it is installed. Rollouts that failed or have nothing
+    to train on have no row; `rollout_metrics["perdure/left_out"]` counts them.
     """
     output = skyrl_output(found)
     trajectory_id = installed.find("skyrl.train.generators.base", "TrajectoryID")

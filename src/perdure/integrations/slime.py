@@ -8,7 +8,7 @@ from perdure.integrations import installed
 
 
 def samples(found: EpisodeSegments, *, index: int = 0, group_index: int = 0) -> list[Any]:
-    """One `Sample` a segment (its dict where slime is not installed), or the placeholder.
+    """One `Sample` per segment (a dict if slime is not installed), or the placeholder.
 
     `index` and `group_index` are those of the input sample; all siblings share it as `rollout_id`.
     A rollout without a verdict has reward None and `remove_sample`: sample it again, or take it out

@@ -10,7 +10,7 @@ TYPES = "torchtitan.experiments.rl.types"
 
 
 def training_samples(found: EpisodeSegments, *, group_id: int, advantage: float) -> list[Any]:
-    """One `TrainingSample` (its dict where TorchTitan is not installed) a branch.
+    """One `TrainingSample` per branch (a dict if TorchTitan is not installed).
 
     `advantage` is the rollout's own, whole in every branch. None when it failed: its group is the
     smaller for it, and `group_advantages` takes the mean over the rest.

@@ -8,7 +8,7 @@ from perdure.integrations import installed
 
 
 def agent_loop_outputs(found: EpisodeSegments) -> list[Any]:
-    """One `AgentLoopOutput` (its dict where verl is not installed) a segment; none when it failed."""
+    """One `AgentLoopOutput` per segment (a dict if verl is not installed); none for a failed rollout."""
     rows = verl_outputs(found)
     output = installed.find("verl.experimental.agent_loop.agent_loop", "AgentLoopOutput")
     return rows if output is None else [output(**row) for row in rows]

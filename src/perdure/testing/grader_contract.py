@@ -46,7 +46,7 @@ PASS_TO_PASS = ("tests/test_core.py::test_double", "tests/test_old.py::test_zero
 
 
 def write(folder: Path, edits: Edits) -> None:
-    """Carry edits out in a folder."""
+    """Apply edits in a folder."""
     for name, content in edits.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def write(folder: Path, edits: Edits) -> None:
 
 
 def git(folder: Path, *arguments: str) -> bytes:
-    """Run git as nobody in particular. Raises: CalledProcessError."""
+    """Run git without a user's configuration. Raises: CalledProcessError."""
     alone = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1"}
     who = ["-c", "user.name=perdure", "-c", "user.email=perdure@localhost"]
     command = ["git", *who, "-c", "safe.directory=*", *arguments]
@@ -77,7 +77,7 @@ def make_repository(folder: Path, files: Edits = BASE) -> Path:
 
 
 def diff_of(edits: Edits, base: Edits = BASE) -> bytes:
-    """The diff that these edits make on the base."""
+    """The diff of these edits against the base."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_repository(Path(scratch), base)
         write(folder, edits)
@@ -106,14 +106,14 @@ def tiny_instance(**grading: object) -> Instance:
 
 @dataclass(frozen=True)
 class Attack:
-    """A diff that tries to be rewarded without a fix, and how it must end."""
+    """A diff that tries to get a reward without a fix, and the outcome it must have."""
 
     name: str
     edits: Edits
     outcome: Outcome
     dropped: tuple[str, ...] = ()
     raw: bytes = b""
-    """Parts that git itself would not write, after those of the edits."""
+    """Parts that git would not write; they follow those of the edits."""
 
     @property
     def patch(self) -> bytes:
@@ -164,7 +164,7 @@ _WIPE = "import os\n\nopen('/proc/%d/fd/1' % os.getppid(), 'w').close()\nos._exi
 
 
 def _new_file(path: str, mode: str = "100644", line: str = "x") -> bytes:
-    """A diff by hand, for what git would not write."""
+    """A hand-made diff that git would not write."""
     return (
         f"diff --git a/{path} b/{path}\nnew file mode {mode}\nindex 0000000..1234567\n"
         f"--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+{line}\n\\ No newline at end of file\n"
@@ -231,7 +231,7 @@ class GraderContract:
         assert set(grade.fail_to_pass.values()) == {TestStatus.PASSED}
 
     async def test_no_op_is_unresolved(self, grader: Grader, sandbox: Sandbox) -> None:
-        """The base as it is gets no reward, and says which tests decided."""
+        """The unchanged base gets no reward, and the grade names the tests that decided."""
         grade = (await grader.grade(sandbox, tiny_instance(), b"", timeout_s=60)).grade
 
         assert grade.outcome is Outcome.UNRESOLVED
@@ -243,14 +243,14 @@ class GraderContract:
     async def test_attack_scores_nothing(
         self, grader: Grader, sandbox: Sandbox, attack: Attack
     ) -> None:
-        """A diff that cheats instead of fixing gets reward 0, and its verdict says what it was."""
+        """A diff that cheats gets reward 0, and the grade names the cheat."""
         grade = (await grader.grade(sandbox, tiny_instance(), attack.patch, timeout_s=60)).grade
 
         assert (grade.outcome, grade.reward) == (attack.outcome, 0.0), grade.reason
         assert grade.dropped_paths == attack.dropped
 
     async def test_allowed_conftest_cannot_forge(self, grader: Grader, sandbox: Sandbox) -> None:
-        """Where gold itself edits conftest.py the file is kept, and the canary finds the forgery."""
+        """If gold itself edits conftest.py the file is kept, and the canary test finds the forgery."""
         instance = tiny_instance()
         gold = diff_of({**GOLD, "conftest.py": "x = 1\n"})
         instance = instance.model_copy(update={"gold_patch": gold})
@@ -261,7 +261,7 @@ class GraderContract:
         assert (grade.outcome, grade.dropped_paths) == (Outcome.TAMPERED, ())
 
     async def test_stale_diff_fails_to_apply(self, grader: Grader, sandbox: Sandbox) -> None:
-        """A diff against another base is refused whole; git's own words are the reason."""
+        """A diff against another base is refused as a whole, with git's message as the reason."""
         stale = diff_of(GOLD, {**BASE, "calc/core.py": "def add(a, b):\n    return b - a\n"})
 
         grade = (await grader.grade(sandbox, tiny_instance(), stale, timeout_s=60)).grade
@@ -270,7 +270,7 @@ class GraderContract:
         assert "calc/core.py" in grade.reason
 
     async def test_endless_tests_time_out(self, grader: Grader, sandbox: Sandbox) -> None:
-        """Code that never returns is a verdict, not an infrastructure failure."""
+        """Code that never returns gives a grade, not an infrastructure failure."""
         endless = diff_of({"calc/core.py": "while True: pass\n"})
 
         grade = (await grader.grade(sandbox, tiny_instance(), endless, timeout_s=3)).grade
@@ -278,7 +278,7 @@ class GraderContract:
         assert (grade.outcome, grade.reward) == (Outcome.TIMEOUT, 0.0)
 
     async def test_defective_tests_are_a_data_error(self, grader: Grader, sandbox: Sandbox) -> None:
-        """A row whose own test_patch does not fit its tree is refused, whatever the diff is."""
+        """A row whose own test_patch does not fit its tree is refused, with any diff."""
         instance = tiny_instance(test_patch=diff_of(TESTS, {**BASE, "tests/test_core.py": "x\n"}))
 
         with pytest.raises(InstanceError, match="test_patch"):

@@ -54,7 +54,7 @@ FAULTS = (
 WEIGHTS_FILE = "weights.json"
 """What a checkpoint folder of this engine holds: `{"weights": 7}`."""
 BROKEN_WEIGHTS = -1
-"""A failed update leaves empty tensors behind, as vLLM's does."""
+"""Weights after a failed update: empty tensors, as in vLLM."""
 
 
 def logprob(token_id: int, position: int, weights: int = 0) -> float:
@@ -90,8 +90,7 @@ class Call:
     logprobs: "array[float]"
     sampling: Mapping[str, Any]
     sampled_by: list[int] = field(default_factory=list)
-    """The weights that the engine held when it gave each token away, whatever anybody recorded; as
-    long as what was streamed."""
+    """For each streamed token, the version of the weights that the engine really held."""
     at: float = field(default_factory=time.monotonic)
 
     def as_json(self) -> dict[str, Any]:
@@ -169,11 +168,11 @@ class PrefixCache:
 
 
 _TRANSPORTS: dict[tuple[object, object], asyncio.Transport] = {}
-"""By both ends of the connection: a client may use one port of its own with several servers."""
+"""Key: both ends of the connection, because a client may use one local port for several servers."""
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's protocol, whose connection can be cut."""
+    """uvicorn's protocol with a connection that can be cut."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -185,7 +184,7 @@ class _Protocol(H11Protocol):
 
 
 def _cut(request: Request) -> None:
-    """Nothing to do where the client has gone."""
+    """Cut a connection; does nothing if the client has closed it."""
     ends = request.scope["client"], request.scope["server"]
     if (transport := _TRANSPORTS.get(ends)) is not None:
         transport.abort()
@@ -270,7 +269,7 @@ class ScriptedEngine:
         return self._stats
 
     def reset(self) -> None:
-        """Forget calls, counts and faults; whatever hangs is let go."""
+        """Forget calls, counts and faults, and release calls that hang."""
         self._stats = Stats(in_flight=self._stats.in_flight)
         self._counter = itertools.count(1)
         self.calls.clear()
@@ -346,7 +345,7 @@ class ScriptedEngine:
             return self._sampled(request, body, prompt_ids, fault)
 
     def _serves(self, model: str) -> bool:
-        """Refuse the fenced name of another start, as vLLM refuses a model it does not serve."""
+        """Refuse the model name of another generation, as vLLM refuses a model that it does not serve."""
         fenced = re.search(r"-g(\d+)$", model)
         return fenced is None or self.generation is None or int(fenced[1]) == self.generation
 
@@ -394,7 +393,7 @@ class ScriptedEngine:
         return Response(content, media_type="application/json")
 
     def _forced(self, prompt_ids: list[int]) -> list[dict[str, Any] | None]:
-        """What the weights think of a prompt's own tokens; of the first they think nothing."""
+        """Logprobs of a prompt's own tokens; the first token has none."""
         entries = [
             {str(token): {"logprob": logprob(token, i, self.weights)}}
             for i, token in enumerate(prompt_ids)
@@ -486,7 +485,7 @@ class ScriptedEngine:
         job.usage["prompt_tokens_details"] = {"cached_tokens": cached}
 
     async def _frozen(self, aborts: int) -> None:
-        """One step's time, and a pause that keeps its requests."""
+        """Wait for one step, and for the end of a pause that keeps its requests."""
         if self.chunk_delay_s:
             await asyncio.sleep(self.chunk_delay_s)
         if aborts == self._aborts:
@@ -552,7 +551,7 @@ class ScriptedEngine:
         return JSONResponse({"message": "Weight update started"})
 
     async def _update_weights(self, request: Request) -> Response:
-        """A checkpoint that says `stale` is accepted and changes nothing, as vLLM was seen to do."""
+        """A checkpoint with `stale` is accepted and changes nothing; a real vLLM did this."""
         if not self._updating:
             return _openai_error(500, "update_weights before start_weight_update")
         path = Path((await request.json())["update_info"]["path"])
@@ -719,7 +718,7 @@ class _Job(NamedTuple):
     logprobs: int
     fault: str | None
     prefill: list[int] | None = None
-    """A prompt that takes its time to be read."""
+    """The prompt, if the stream starts only after its prefill."""
 
 
 def _part(

@@ -43,7 +43,7 @@ def _turns(script: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class Policy:
-    """Scripts on token ids: reads of a prompt only what it must, and remembers what it read."""
+    """Scripts on token ids. Decodes only the part of a prompt that it needs, and caches the result."""
 
     def __init__(self, tokenizer: Tokenizer, scripts: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -56,7 +56,7 @@ class Policy:
         self._completions: dict[int, list[int]] = {}
 
     def complete(self, prompt_ids: list[int]) -> list[int]:
-        """The whole completion after a prompt, with what of it the prompt holds already. Shape [C]."""
+        """The whole completion, including the part that the prompt already ends with. Shape [C]."""
         turns, opening = 0, len(prompt_ids)
         position = -1
         with contextlib.suppress(ValueError, IndexError):
@@ -71,7 +71,7 @@ class Policy:
         return self._completions[id(turn)]
 
     def begun(self, prompt_ids: list[int], whole: list[int]) -> int:
-        """How many leading tokens of its completion a prompt ends with: a generation resumed."""
+        """How many leading tokens of the completion the prompt ends with, for a resumed generation."""
         end = len(prompt_ids)
         with contextlib.suppress(ValueError):
             start = end - 1 - prompt_ids[::-1].index(self._start)
@@ -80,7 +80,7 @@ class Policy:
         return 0
 
     def _opening(self, token_ids: list[int]) -> str:
-        """The text before the first answer, the same in all turns and samples of an instance."""
+        """The text before the first answer; all turns and samples of an instance share it."""
         key = array("i", token_ids).tobytes()
         if key not in self._openings:
             if len(self._openings) >= KEPT_OPENINGS:
@@ -89,7 +89,7 @@ class Policy:
         return self._openings[key]
 
     def tokens(self, turn: Mapping[str, Any]) -> list[int]:
-        """A scripted turn as Qwen3 would sample it, closing token included."""
+        """A scripted turn as Qwen3 would sample it, with the closing token."""
         if "raw" in turn:
             return [*self._encode_raw(turn["raw"]), self._end]
         parts = []
@@ -102,7 +102,7 @@ class Policy:
         return [*self._encode_raw("".join(parts)), self._end]
 
     def _encode_raw(self, text: str) -> list[int]:
-        """Scripts are ours, so here control tokens are read as such."""
+        """Encode text whose control tokens count as such, because the scripts are our own."""
         ids: list[int] = []
         while text:
             markers = ("<think>", "</think>", "<tool_call>", "</tool_call>")

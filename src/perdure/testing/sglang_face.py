@@ -39,7 +39,7 @@ class SglangFace:
     """
 
     def __init__(self, engine: ScriptedEngine, *, incremental: bool = True) -> None:
-        """`incremental`: as with --incremental-streaming-output; else chunks repeat all before."""
+        """`incremental`: as with --incremental-streaming-output; otherwise each chunk repeats all before it."""
         self._engine = engine
         self._incremental = incremental
         self.url = ""
@@ -99,7 +99,7 @@ class SglangFace:
     async def _stream(
         self, url: str, asked: Mapping[str, Any], headers: Mapping[str, str]
     ) -> AsyncIterator[bytes]:
-        """A broken engine ends this connection, too: the error is not caught."""
+        """An error of the engine is not caught, so it cuts this connection too."""
         told = _Told(len(asked["token_ids"]))
         async with self._client.stream("POST", url, json=asked, headers=headers) as response:
             async for line in response.aiter_lines():
@@ -152,7 +152,7 @@ class SglangFace:
 
 
 class _Told:
-    """What has been streamed of one completion."""
+    """The part of one completion that has been streamed."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
