@@ -21,6 +21,7 @@ from typing import Any
 
 from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.host.box import Box
+from perdure.settings.tree import Settings
 from perdure.stack import ports, readiness
 from perdure.testing.double import Double, Guests
 
@@ -77,7 +78,7 @@ async def serving(name: str, state: Path, *, networked: bool = False) -> AsyncIt
     finally:
         process.kill()
         process.wait()
-        await _clear_away(Guests(state / "guests"))
+        await _clear_away(Guests(Settings(home=state / "guests")))
 
 
 async def _clear_away(guests: Guests) -> None:
@@ -94,7 +95,7 @@ class NetworkedGuests(Guests):
 
 async def _serve(kind: type[Double], state: Path, port: int) -> None:
     async with kind.serving(state, port) as (server, _):
-        server.guests = NetworkedGuests(state / "guests")
+        server.guests = NetworkedGuests(Settings(home=state / "guests"))
         await asyncio.Event().wait()
 
 

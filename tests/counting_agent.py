@@ -11,6 +11,7 @@ from pydantic import Field
 from perdure.agents import options
 from perdure.agents.base import EVIDENCE, AgentTask, Evidence, Launch
 from perdure.sandboxes.base import Mount
+from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd, Request
 
 NAME = "tests.counting_agent:CountingAgent"
@@ -33,7 +34,7 @@ class CountingAgent:
     needs_model: ClassVar[bool] = False
     artifacts: ClassVar[tuple[str, ...]] = (STARTS,)
 
-    async def install(self, tools: Path) -> tuple[Mount, ...]:
+    async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
         return ()
 
     def launch(self, task: AgentTask) -> Launch:

@@ -14,6 +14,7 @@ from temporalio.service import RPCError
 from perdure.client import names
 from perdure.sandboxes.permits import AccountState
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
+from perdure.settings.tree import Settings
 from perdure.types import RolloutRequest
 from tests.stack.stack import Stack, running
 from tests.stack.waiting import until
@@ -91,6 +92,8 @@ async def _herd(stack: Stack, server: Any, asked: Sequence[RolloutRequest]) -> H
         errors += sum(e.event_type in ERRORS for e in (await handle.fetch_history()).events)
     posts = sum(entry["line"] in CREATES for entry in server.faults.log)
     made = len(server.keys.all())
-    keeper = stack.client.get_workflow_handle(names.account_id(E2BProvider(stack.home).account))
+    keeper = stack.client.get_workflow_handle(
+        names.account_id(E2BProvider(Settings(home=stack.home)).account)
+    )
     held = (await keeper.query("state", result_type=AccountState)).permits
     return Herd(graded, errors, made, posts - made, len(server.sandboxes.all()), len(held))

@@ -1,16 +1,15 @@
 """`python -m tests.impatient_worker`: a worker that waits seconds, not a minute, for E2B's answers."""
 
-from pathlib import Path
-
 from perdure.sandboxes.providers.e2b import provider as e2b
 from perdure.sandboxes.providers.e2b.provider import Connection, E2BProvider
+from perdure.settings.tree import Settings
 from workers.process import main
 
 REQUEST_S = 4.0
 
 
-def impatient(self: E2BProvider, home: Path) -> None:
-    patient(self, home)
+def impatient(self: E2BProvider, settings: Settings) -> None:
+    patient(self, settings)
     self.connection = Connection(request_s=REQUEST_S)
 
 

@@ -12,6 +12,7 @@ from pydantic import Field
 from perdure.agents import options
 from perdure.agents.base import EVIDENCE, HOME, AgentTask, Evidence, Launch
 from perdure.sandboxes.base import ExecState, Mount
+from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd, Request
 
 NAME = "tests.loop_agent:LoopAgent"
@@ -68,7 +69,7 @@ class LoopAgent:
     needs_model: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = (STARTS, COMMANDS)
 
-    async def install(self, tools: Path) -> tuple[Mount, ...]:
+    async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
         return ()
 
     def launch(self, task: AgentTask) -> Launch:

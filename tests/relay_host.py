@@ -7,11 +7,12 @@ from typing import cast
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.relay.relay import CarrierName, Relay
+from perdure.settings.tree import Settings
 
 
 async def main() -> None:
     home, identity, carrier, url, key = sys.argv[1:]
-    sandbox = await BubblewrapProvider(Path(home)).attach(identity)
+    sandbox = await BubblewrapProvider(Settings(home=Path(home))).attach(identity)
     name = cast(CarrierName, carrier)
     async with Relay(
         sandbox, name, gateway_url=url, session_key=key, reads_are_cheap=True

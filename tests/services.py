@@ -21,6 +21,7 @@ from perdure.sandboxes.providers.daytona import failures as daytona_failures
 from perdure.sandboxes.providers.daytona import provider as daytona
 from perdure.sandboxes.providers.e2b import failures as e2b_failures
 from perdure.sandboxes.providers.e2b import provider as e2b
+from perdure.settings.tree import Settings
 from perdure.types import Limits
 
 ID = "p-fault-agent-1"
@@ -34,7 +35,7 @@ class Service:
     """What differs between services whose failures are tested alike. Requests as `Rule.match`."""
 
     name: str
-    provider: Callable[[Path], ServiceProvider]
+    provider: Callable[[Settings], ServiceProvider]
     variables: Callable[[str], Mapping[str, str]]
     """The variables by which its SDK finds the double at a URL."""
     failures: ModuleType
@@ -55,7 +56,7 @@ class Service:
         return f"perdure.testing.{self.name}_server"
 
     def made(self, home: Path) -> ServiceProvider:
-        provider = self.provider(home)
+        provider = self.provider(Settings(home=home))
         if self.connection is not None:
             provider.connection = self.connection(REQUEST_S)  # type: ignore[attr-defined]
         return provider
@@ -98,7 +99,7 @@ async def serving(
     """Run the double (server, url) where the SDK finds it, and end its sandboxes afterwards."""
     pytest.importorskip(service.name)
     pytest.importorskip("aiohttp")
-    if missing := BubblewrapProvider(folder).check():
+    if missing := BubblewrapProvider(Settings(home=folder)).check():
         pytest.skip(missing[0])
     async with importlib.import_module(service.server).serving(folder) as (server, url):
         for name, value in service.variables(url).items():

@@ -14,6 +14,7 @@ from perdure.agents import options
 from perdure.agents.base import AgentTask, Evidence, Launch
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import Mount
+from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd
 
 LOOP = Path(__file__).parent / "bash_loop.py"
@@ -25,7 +26,7 @@ class BashAgent:
     needs_model: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = ()
 
-    async def install(self, tools: Path) -> tuple[Mount, ...]:
+    async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
         folder = tools / "bench"
         await asyncio.to_thread(_copy, folder)
         return (Mount(folder, TARGET),)

@@ -27,6 +27,7 @@ from benchmarks.scratch import scratch_folder
 from perdure import registry
 from perdure.sandboxes.base import Network, Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.relay.relay import CARRIERS, Relay
+from perdure.settings.tree import Settings
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 
@@ -188,7 +189,9 @@ def _all(benches: Sequence[Bench]) -> list[tuple[Bench, str]]:
 
 
 def _provider(name: str, home: Path) -> SandboxProvider:
-    provider: SandboxProvider = registry.load("sandbox", registry.SANDBOXES, name)(home / "boxes")
+    provider: SandboxProvider = registry.load("sandbox", registry.SANDBOXES, name)(
+        Settings(home=home / "boxes")
+    )
     return provider
 
 

@@ -25,6 +25,7 @@ from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.sandboxes.base import identity_of
 from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import Settings
 from perdure.storage import keys
 from perdure.storage.base import open_store
 from perdure.types import Turn
@@ -111,7 +112,7 @@ def _kill_each(home: Home, endpoint: Endpoint, job: Job, running: "Future[dict[s
     if job.kill_at is None:
         return 0
     killed: set[str] = set()
-    root = BubblewrapProvider(home.folder).root
+    root = BubblewrapProvider(Settings(home=home.folder)).root
     while len(killed) < job.rollouts and not running.done():
         for session, calls in endpoint.stats()["calls_by_session"].items():
             if calls < job.kill_at or session in killed or not session.endswith("-agent-1"):

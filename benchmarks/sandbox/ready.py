@@ -45,7 +45,9 @@ async def _measure(name: str, folder: Path, rounds: int) -> dict[str, list[float
     tree.mkdir()
     (tree / "file").write_text("base\n")
     home = folder / "home"
-    provider: SandboxProvider = registry.load("sandbox", registry.SANDBOXES, name)(home)
+    provider: SandboxProvider = registry.load("sandbox", registry.SANDBOXES, name)(
+        Settings(home=home)
+    )
     spec = SandboxSpec("/testbed", tree=tree, labels={"run": "bench", "rollout": "bench"})
     ready = ReadySandboxes(
         Settings(home=home, sandbox={"ready": READY}), LocalStore(str(home / "store")), {}

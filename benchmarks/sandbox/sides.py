@@ -24,6 +24,7 @@ from perdure.sandboxes.host.procfs import started_at
 from perdure.sandboxes.host.root_folder import write_skeleton
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.podman import PodmanProvider
+from perdure.settings.tree import Settings
 
 BOOT, EXEC, FILE, KILL = STEPS = ("boot to first exec", "exec", "16 MB file", "kill")
 TARGET = "/tmp/file"
@@ -69,7 +70,7 @@ async def pair(name: str, folder: Path) -> AsyncIterator[Pair]:
         if name == "docker":
             stack.enter_context(_docker_engine())
         kind = registry.load("sandbox", registry.SANDBOXES, name)
-        ours = Ours(kind(folder / "home"), _spec(name, folder))
+        ours = Ours(kind(Settings(home=folder / "home")), _spec(name, folder))
         if missing := ours.provider.check():
             raise Unavailable(missing[0])
         box = await ours.boot()

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import Settings
 from tests.agents.stand import Stand
 from tests.stack.stack import TOOLS
 
 
 @pytest.fixture
 def stand(tmp_path: Path) -> Stand:
-    if missing := BubblewrapProvider(tmp_path / "boxes").check():
+    if missing := BubblewrapProvider(Settings(home=tmp_path / "boxes")).check():
         pytest.skip("; ".join(missing))
     return Stand(tmp_path, TOOLS)

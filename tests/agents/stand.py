@@ -23,6 +23,7 @@ from perdure.graders import patch
 from perdure.graders.eval_cmd import EvalCmdGrader
 from perdure.sandboxes.base import ExecStatus, Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import AgentSettings, Settings
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import Call, ScriptedEngine
 from perdure.testing.scripted_policy import Policy
@@ -130,7 +131,7 @@ class Stand:
 
     def __init__(self, folder: Path, tools: Path) -> None:
         self.folder, self.tools = folder, tools
-        self.provider = BubblewrapProvider(folder / "boxes")
+        self.provider = BubblewrapProvider(Settings(home=folder / "boxes"))
         self.tree = folder / "tree"
         _make_repository(self.tree)
         self._runs = 0
@@ -156,7 +157,10 @@ class Stand:
         ):
             scripted.policy = Asked({"scripts": list(scripts)}, asked or {})
             key = await gateway.open("s-1", sampling=sampling)
-            mounts = (*await agent.install(self.tools), Mount(self.tree / ".git", patch.BASE_GIT))
+            mounts = (
+                *await agent.install(self.tools, AgentSettings()),
+                Mount(self.tree / ".git", patch.BASE_GIT),
+            )
             spec = SandboxSpec(WORKDIR, tree=self.tree, mounts=mounts, gateway=link.path)
             async with await self.provider.create(spec, f"p-agent-{self._runs}") as sandbox:
                 task = AgentTask(

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.registry
 def python_of_its_own() -> None:
     """It needs a newer Python than Perdure does."""
     try:
-        toolcache.find_python("3.12", os.environ.get(PYTHON), PYTHON)
+        toolcache.find_python("3.12", os.environ.get(PYTHON, ""), PYTHON)
     except MissingDependency as missing:
         pytest.skip(str(missing))
 

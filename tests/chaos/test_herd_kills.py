@@ -8,6 +8,7 @@ import pytest
 
 from perdure.client import names
 from perdure.sandboxes.permits import AccountState
+from perdure.settings.tree import Settings
 from tests import herd, hollow
 from tests.stack.stack import DEATH_S, Stack
 from tests.stack.waiting import until
@@ -52,7 +53,7 @@ async def kills(stack: Stack, server: Any) -> None:
 
 async def balanced(stack: Stack, server: Any) -> bool:
     """Only ready sandboxes are left, and each holds a permit."""
-    keeper = names.account_id(hollow.HollowE2B(stack.home).account)
+    keeper = names.account_id(hollow.HollowE2B(Settings(home=stack.home)).account)
     state = await stack.client.get_workflow_handle(keeper).query("state", result_type=AccountState)
     boxes = {record["metadata"]["rollout"] for record in server.sandboxes.all()}
     return boxes <= state.permits.keys() and all(p.ahead for p in state.permits.values())

@@ -7,6 +7,7 @@ import pytest
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.daytona.provider import DaytonaProvider
+from perdure.settings.tree import Settings
 from perdure.testing.sandbox_contract import SandboxContract
 
 pytest.importorskip("daytona")
@@ -29,9 +30,9 @@ class TestDaytona(SandboxContract):
     ) -> AsyncIterator[DaytonaProvider]:
         from perdure.testing.daytona_server import serving
 
-        if missing := BubblewrapProvider(tmp_path).check():
+        if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
             pytest.skip(missing[0])
         async with serving(tmp_path / "server") as (_, url):
             monkeypatch.setenv("DAYTONA_API_URL", f"{url}/api")
             monkeypatch.setenv("DAYTONA_API_KEY", "dtn_0")
-            yield DaytonaProvider(tmp_path / "home")
+            yield DaytonaProvider(Settings(home=tmp_path / "home"))

@@ -9,6 +9,7 @@ import pytest
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.daytona.client import client
+from perdure.settings.tree import Settings
 
 pytest.importorskip("daytona")
 pytest.importorskip("aiohttp")
@@ -19,7 +20,7 @@ async def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     """The SDK's own, in a double of its own."""
     from perdure.testing.daytona_server import serving
 
-    if missing := BubblewrapProvider(tmp_path).check():
+    if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip(missing[0])
     async with serving(tmp_path / "server") as (_, url):
         monkeypatch.setenv("DAYTONA_API_URL", f"{url}/api")

@@ -13,6 +13,7 @@ from perdure.sandboxes.base import Sandbox
 from perdure.sandboxes.host.programs import program
 from perdure.sandboxes.providers.docker import cli as docker_cli
 from perdure.sandboxes.providers.docker.provider import DockerProvider
+from perdure.settings.tree import Settings
 from perdure.testing.sandbox_contract import SandboxContract
 from tests.docker_engine import IMAGE, docker_address, docker_engine
 
@@ -32,7 +33,7 @@ class TestDocker(SandboxContract):
     ) -> DockerProvider:
         """With long time-outs: 64 sandboxes start some hundred programs, minutes on a slow host."""
         monkeypatch.setattr("perdure.sandboxes.providers.docker.provider.REQUEST_S", 300.0)
-        return DockerProvider(tmp_path / "home")
+        return DockerProvider(Settings(home=tmp_path / "home"))
 
     async def test_one_that_nobody_touches_ends_too(self, provider: DockerProvider) -> None:
         """Its first deadline is the spec's, also if its creator never renews it."""

@@ -9,6 +9,7 @@ import pytest
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.e2b.provider import Connection, E2BProvider
+from perdure.settings.tree import Settings
 from perdure.types import Limits
 from tests.certificates import Authority
 
@@ -32,7 +33,7 @@ async def server(
     from perdure.testing.e2b_server import serving
     from perdure.testing.h2_front import fronted
 
-    if missing := BubblewrapProvider(tmp_path).check():
+    if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip(missing[0])
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
     for kept in ("_transports", "_pools", "_httpx_transports"):
@@ -52,7 +53,7 @@ async def server(
 
 @pytest.fixture
 def provider(tmp_path: Path, server: object) -> E2BProvider:
-    provider = E2BProvider(tmp_path / "home")
+    provider = E2BProvider(Settings(home=tmp_path / "home"))
     provider.connection = Connection(request_s=20.0)
     return provider
 

@@ -12,6 +12,7 @@ import pytest
 from perdure.graders.swebench import SwebenchGrader
 from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import Settings
 from perdure.testing.grader_contract import GraderContract, make_repository, tiny_instance
 from perdure.types import Outcome
 
@@ -19,7 +20,7 @@ from perdure.types import Outcome
 @asynccontextmanager
 async def boxed(repository: Path, home: Path, **env: str) -> AsyncIterator[Sandbox]:
     """A bubblewrap sandbox with the repository and this test run's pytest."""
-    provider = BubblewrapProvider(home)
+    provider = BubblewrapProvider(Settings(home=home))
     if missing := provider.check():
         pytest.skip("; ".join(missing))
     prefixes = {Path(sys.prefix), Path(sys.base_prefix)} - {Path("/usr")}

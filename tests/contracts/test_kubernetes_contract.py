@@ -7,6 +7,7 @@ import pytest
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
+from perdure.settings.tree import Settings
 from perdure.testing.sandbox_contract import SandboxContract
 
 pytest.importorskip("kubernetes_asyncio")
@@ -29,10 +30,10 @@ class TestKubernetes(SandboxContract):
     ) -> AsyncIterator[KubernetesProvider]:
         from perdure.testing.kubernetes_server import serving
 
-        if missing := BubblewrapProvider(tmp_path).check():
+        if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
             pytest.skip(missing[0])
         async with serving(tmp_path / "server") as (server, _):
             monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
-            yield KubernetesProvider(tmp_path / "home")
+            yield KubernetesProvider(Settings(home=tmp_path / "home"))
         left = [box.identity for box in await server.guests.list()]
         assert left == [], "boxes of the double outlive their pods"

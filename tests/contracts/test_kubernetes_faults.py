@@ -28,6 +28,7 @@ from perdure.sandboxes.providers.kubernetes import boot_wait
 from perdure.sandboxes.providers.kubernetes import failures as kubernetes_failures
 from perdure.sandboxes.providers.kubernetes import provider as kubernetes
 from perdure.sandboxes.providers.kubernetes.provider import Connection, KubernetesProvider
+from perdure.settings.tree import Settings
 from tests.services import ID, SPEC, Bench, Service, impatient
 
 pytest.importorskip("kubernetes_asyncio")
@@ -69,7 +70,7 @@ KUBERNETES = Service(
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     from perdure.testing.kubernetes_server import serving
 
-    if missing := BubblewrapProvider(tmp_path).check():
+    if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip(missing[0])
     monkeypatch.setattr(kubernetes_failures, "REFUSAL_PASSES_S", 0.1)
     monkeypatch.setattr(kubernetes_failures, "RELEASE_S", 0.1)
@@ -127,7 +128,7 @@ async def test_credentials_that_never_worked_are_refused(bench: Bench, tmp_path:
     """401 from the first call on is the user's to correct."""
     bench.inject(".*", status=401)
     with pytest.raises(ConfigurationError, match="KUBECONFIG"):
-        await KubernetesProvider(tmp_path / "new").create(SPEC, ID)
+        await KubernetesProvider(Settings(home=tmp_path / "new")).create(SPEC, ID)
 
 
 async def test_credentials_that_were_renewed_are_read_again(bench: Bench) -> None:
@@ -163,7 +164,7 @@ async def test_a_file_that_is_no_kubeconfig_is_named(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "broken"))
 
     with pytest.raises(ConfigurationError, match="KUBECONFIG"):
-        await KubernetesProvider(tmp_path / "new").list()
+        await KubernetesProvider(Settings(home=tmp_path / "new")).list()
 
 
 async def test_every_call_goes_by_the_kubeconfigs_proxy(
@@ -210,7 +211,7 @@ async def test_a_proxy_that_is_not_spoken_to_is_refused(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "socks"))
 
     with pytest.raises(ConfigurationError, match="proxy-url of KUBECONFIG") as raised:
-        await KubernetesProvider(tmp_path / "new").list()
+        await KubernetesProvider(Settings(home=tmp_path / "new")).list()
     assert "password" not in str(raised.value)
 
 
@@ -545,14 +546,14 @@ async def test_a_list_that_lags_hides_nothing_from_its_owner(bench: Bench) -> No
 
 
 async def test_other_deployments_are_left_alone(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same identity of another scope is another sandbox, unseen and unkilled."""
     async with bench.box() as box:
         monkeypatch.setenv("PERDURE_KUBERNETES__SCOPE", "others")
-        await bench.provider.kill(ID)
-        seen = await bench.provider.list()
-        monkeypatch.setenv("PERDURE_KUBERNETES__SCOPE", "tests")
+        others = KUBERNETES.made(tmp_path / "home")
+        await others.kill(ID)
+        seen = await others.list()
 
         assert (seen, (await box.exec("echo on")).stdout) == ([], b"on\n")
 

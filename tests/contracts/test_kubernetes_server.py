@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import Settings
 
 pytest.importorskip("aiohttp")
 NAMESPACE = "perdure-sandboxes"
@@ -28,7 +29,7 @@ POD = {
 async def server(tmp_path: Path) -> AsyncIterator[Any]:
     from perdure.testing.kubernetes_server import serving
 
-    if missing := BubblewrapProvider(tmp_path).check():
+    if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip(missing[0])
     async with serving(tmp_path / "server") as (server, _):
         yield server

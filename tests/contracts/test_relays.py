@@ -28,6 +28,7 @@ from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.relay import relay as relay_module
 from perdure.sandboxes.relay.carriers import DialCarrier
 from perdure.sandboxes.relay.relay import CARRIERS, CarrierName, Relay, exec_id_of
+from perdure.settings.tree import Settings
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 
@@ -171,7 +172,7 @@ class Stand:
 
 @pytest.fixture
 async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
-    provider = BubblewrapProvider(tmp_path / "boxes")
+    provider = BubblewrapProvider(Settings(home=tmp_path / "boxes"))
     if missing := provider.check():
         pytest.skip(missing[0])
     scripts = {"default": {"turns": [{"content": "Hello."}]}}

@@ -8,10 +8,11 @@ import pytest
 
 from perdure.errors import SandboxLost
 from perdure.sandboxes.base import SandboxSpec
-from perdure.sandboxes.providers.apptainer import PROGRAM_VARIABLE, ApptainerProvider
+from perdure.sandboxes.providers.apptainer import ApptainerProvider
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider, LocalSandbox
 from perdure.sandboxes.providers.podman import PodmanProvider
+from perdure.settings.tree import Settings
 from perdure.testing.apptainer_cli import write_program
 from perdure.testing.sandbox_contract import SandboxContract
 
@@ -28,12 +29,14 @@ class TestLocal(SandboxContract):
 
     @pytest.fixture
     def provider(self, tmp_path: Path) -> LocalProvider:
-        return LocalProvider(tmp_path / "home")
+        return LocalProvider(Settings(home=tmp_path / "home"))
 
 
 async def test_sandbox_whose_folder_went_away_is_lost(tmp_path: Path) -> None:
     """If another process kills it between two steps of ours, that is SandboxLost, not a missing file."""
-    box = await LocalProvider(tmp_path / "home").create(SandboxSpec("/testbed"), "one")
+    box = await LocalProvider(Settings(home=tmp_path / "home")).create(
+        SandboxSpec("/testbed"), "one"
+    )
     assert isinstance(box, LocalSandbox)
     folder = box.box.path.rename(tmp_path / "taken")
     try:
@@ -48,7 +51,7 @@ async def test_sandbox_whose_folder_went_away_is_lost(tmp_path: Path) -> None:
 class TestBubblewrap(SandboxContract):
     @pytest.fixture
     def provider(self, tmp_path: Path) -> BubblewrapProvider:
-        provider = BubblewrapProvider(tmp_path / "home")
+        provider = BubblewrapProvider(Settings(home=tmp_path / "home"))
         if missing := provider.check():
             pytest.skip(missing[0])
         return provider
@@ -57,7 +60,7 @@ class TestBubblewrap(SandboxContract):
 class TestPodman(SandboxContract):
     @pytest.fixture
     def provider(self, tmp_path: Path) -> PodmanProvider:
-        provider = PodmanProvider(tmp_path / "home")
+        provider = PodmanProvider(Settings(home=tmp_path / "home"))
         if missing := provider.check():
             pytest.skip(missing[0])
         return provider
@@ -70,8 +73,8 @@ class TestApptainerOverItsDouble(SandboxContract):
 
     @pytest.fixture
     def provider(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ApptainerProvider:
-        if missing := BubblewrapProvider(tmp_path / "home").check():
+        if missing := BubblewrapProvider(Settings(home=tmp_path / "home")).check():
             pytest.skip(missing[0])
-        monkeypatch.setenv(PROGRAM_VARIABLE, str(write_program(tmp_path / "bin")))
+        monkeypatch.setenv("PERDURE_APPTAINER__PROGRAM", str(write_program(tmp_path / "bin")))
         monkeypatch.setenv("APPTAINER_CONFIGDIR", str(tmp_path / "apptainer"))
-        return ApptainerProvider(tmp_path / "home")
+        return ApptainerProvider(Settings(home=tmp_path / "home"))

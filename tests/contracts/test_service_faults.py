@@ -24,6 +24,7 @@ from perdure.sandboxes.base import ExecState
 from perdure.sandboxes.guest import service as service_module
 from perdure.sandboxes.guest.sandbox import FOLDER
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import Settings
 from perdure.testing.double import LIMITS
 from tests import held_ports
 from tests.services import ID, SERVICES, SPEC, Bench, Service, benched, impatient
@@ -374,7 +375,7 @@ async def test_server_killed_and_started_again_forgets_nothing(
 ) -> None:
     """kill -9 of the double: sandbox, running command and identity are there when it is back."""
     pytest.importorskip(service.name)
-    if missing := BubblewrapProvider(tmp_path).check():
+    if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip(missing[0])
     with held_ports.held(1) as (port,):
         for name, value in service.variables(f"http://127.0.0.1:{port}").items():

@@ -7,6 +7,7 @@ import pytest
 
 from perdure import registry
 from perdure.sandboxes.base import SandboxProvider
+from perdure.settings.tree import Settings
 from perdure.types import Outcome, RolloutStatus
 from tests.docker_engine import docker_address, docker_engine
 from tests.stack.engine import TURNS, commands
@@ -30,7 +31,9 @@ def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         pytest.skip(missing)
     if name == "docker":
         request.getfixturevalue("docker_engine")
-    provider: SandboxProvider = registry.load("sandbox", registry.SANDBOXES, name)(tmp_path)
+    provider: SandboxProvider = registry.load("sandbox", registry.SANDBOXES, name)(
+        Settings(home=tmp_path)
+    )
     if problems := provider.check():
         pytest.skip(problems[0])
     return name
@@ -54,7 +57,7 @@ async def test_mini_swe_agent_solves_in_a_container(stack: Stack, sandbox: str) 
     await until(lambda: stack.is_over(request), "the rollout is over", ROLLOUT_S)
     episode = await stack.episode(request)
     assert episode.status is RolloutStatus.GRADED, (episode, stack.last_words())
-    provider = registry.load("sandbox", registry.SANDBOXES, sandbox)(stack.home)
+    provider = registry.load("sandbox", registry.SANDBOXES, sandbox)(Settings(home=stack.home))
 
     assert (episode.outcome, episode.turns) == (Outcome.RESOLVED, TURNS)
     assert list(await provider.list()) == []

@@ -19,6 +19,7 @@ from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest import service
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
+from perdure.settings.tree import Settings
 from perdure.types import Limits
 from tests.stack.waiting import until
 
@@ -71,7 +72,7 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     from perdure.testing.e2b_server import serving
 
-    if missing := BubblewrapProvider(tmp_path).check():
+    if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip("; ".join(missing))
     async with serving(tmp_path / "server") as (server, url):
         for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
@@ -79,7 +80,7 @@ async def bench(
         monkeypatch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
         environment = ActivityEnvironment(client=client)
         environment.info = replace(environment.info, workflow_id="rollout/r1/add/0")
-        yield Bench(E2BProvider(tmp_path / "home"), server, environment)
+        yield Bench(E2BProvider(Settings(home=tmp_path / "home")), server, environment)
         for record in server.sandboxes.all():
             await server.guests.kill(record["id"])
 

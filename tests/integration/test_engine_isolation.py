@@ -36,7 +36,7 @@ CONTROL = [
 
 @pytest.fixture
 def provider(tmp_path: Path) -> BubblewrapProvider:
-    provider = BubblewrapProvider(tmp_path / "boxes")
+    provider = BubblewrapProvider(Settings(home=tmp_path / "boxes"))
     if missing := provider.check():
         pytest.skip(missing[0])
     return provider

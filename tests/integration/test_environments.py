@@ -17,6 +17,7 @@ from perdure.instances.environments import Environments
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider
+from perdure.settings.tree import Settings
 from perdure.storage.base import put_blob
 from perdure.storage.local import LocalStore
 from perdure.types import Environment, Instance, Source, SourceKind
@@ -32,7 +33,7 @@ from perdure.types import Instance
 
 async def main():
     home = Path(sys.argv[1])
-    store, provider = LocalStore(home / "store"), BubblewrapProvider(home)
+    store, provider = LocalStore(home / "store"), BubblewrapProvider(Settings(home=home))
     environments = Environments(home / "environments", store, provider)
     instance = Instance.model_validate_json(sys.argv[2])
     preparing = asyncio.create_task(environments.prepare(instance))
@@ -51,7 +52,7 @@ class Home:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.store = LocalStore(folder / "store")
-        self.provider = BubblewrapProvider(folder)
+        self.provider = BubblewrapProvider(Settings(home=folder))
         self.environments = Environments(folder / "environments", self.store, self.provider)
         self.shared = folder / "environments" / "uv-cache"  # what every build can write to
 
@@ -219,7 +220,9 @@ async def test_a_missing_python_is_named(home: Home) -> None:
 
 async def test_local_sandbox_refuses_install_lines(home: Home) -> None:
     """Without isolation there is no /opt/perdure/venv to install into; the error names bubblewrap."""
-    environments = Environments(home.folder / "e", home.store, LocalProvider(home.folder))
+    environments = Environments(
+        home.folder / "e", home.store, LocalProvider(Settings(home=home.folder))
+    )
 
     with pytest.raises(ConfigurationError, match="bubblewrap instead of local"):
         await environments.prepare(await home.instance("true"))

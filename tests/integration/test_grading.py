@@ -22,6 +22,7 @@ from perdure.sandboxes.base import Mount, Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider
 from perdure.sandboxes.providers.podman import PodmanProvider
+from perdure.settings.tree import Settings
 from perdure.testing.grader_contract import (
     BASE,
     FAIL_TO_PASS,
@@ -87,7 +88,7 @@ async def _boot(
 @pytest.fixture
 async def agent(repository: Path, tmp_path: Path) -> AsyncIterator[Sandbox]:
     """A sandbox in which the test plays the agent."""
-    async with await _boot(LocalProvider(tmp_path / "home"), repository) as sandbox:
+    async with await _boot(LocalProvider(Settings(home=tmp_path / "home")), repository) as sandbox:
         yield sandbox
 
 
@@ -97,7 +98,7 @@ def make_sandbox(tmp_path: Path) -> MakeSandbox:
     tree = tmp_path / "tiny"
     tree.mkdir()
     make_repository(tree)
-    provider = LocalProvider(tmp_path / "home")
+    provider = LocalProvider(Settings(home=tmp_path / "home"))
 
     async def make(purpose: str) -> Sandbox:
         return await _boot(provider, tree, purpose)
@@ -259,7 +260,7 @@ async def test_capture_without_a_base_on_the_host(agent: Sandbox) -> None:
 
 async def test_capture_leaves_nothing_outside_its_sandbox(repository: Path, tmp_path: Path) -> None:
     """Where /tmp is the host's own, the copy and git's own folder lie in the sandbox and end with it."""
-    provider, seen = LocalProvider(tmp_path / "home"), tmp_path / "seen"
+    provider, seen = LocalProvider(Settings(home=tmp_path / "home")), tmp_path / "seen"
     git, real = tmp_path / "bin/git", shutil.which("git")
     git.parent.mkdir()
     git.write_text(f'#!/bin/sh\necho "$GIT_DIR" >>{seen}\nexec {real} "$@"\n')
@@ -283,7 +284,7 @@ async def test_copy_for_the_capture_is_no_change_of_the_tree(
     repository: Path, tmp_path: Path
 ) -> None:
     """An image whose temporary files lie in the repository gets no copy of git's folder there."""
-    provider = LocalProvider(tmp_path / "home")
+    provider = LocalProvider(Settings(home=tmp_path / "home"))
     async with await _boot(provider, repository, env={"TMPDIR": "/testbed"}) as sandbox:
         base = await prepare_capture(sandbox)
         captured = await capture(sandbox, base)
@@ -305,7 +306,7 @@ async def test_capture_in_isolation_sees_every_edit(
     repository: Path, tmp_path: Path, mounted: bool
 ) -> None:
     """In bubblewrap the pristine index is trusted for untouched files, and for those alone."""
-    provider = BubblewrapProvider(tmp_path / "home")
+    provider = BubblewrapProvider(Settings(home=tmp_path / "home"))
     if missing := provider.check():
         pytest.skip("; ".join(missing))
     base_git = repository / ".git"
@@ -333,7 +334,7 @@ async def test_captured_fix_is_resolved(make_sandbox: MakeSandbox, tmp_path: Pat
 
 async def test_captured_fix_is_resolved_in_podman(tmp_path: Path) -> None:
     """The same whole way with containers: another provider changes nothing about the verdict."""
-    provider = PodmanProvider(tmp_path / "home")
+    provider = PodmanProvider(Settings(home=tmp_path / "home"))
     if missing := provider.check():
         pytest.skip(missing[0])
     tree = tmp_path / "tiny"

@@ -16,6 +16,7 @@ from perdure.agents.oracle import Oracle
 from perdure.episodes import turns
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import AgentSettings, Settings
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind, Turn
@@ -93,12 +94,12 @@ class Stand:
     def __init__(self, home: Path, tree: Path, gateway: LocalGateway) -> None:
         self.tree, self.gateway = tree, gateway
         self.socket = home / "gw.sock"
-        self.provider = BubblewrapProvider(home / "boxes")
+        self.provider = BubblewrapProvider(Settings(home=home / "boxes"))
 
     async def run(self, **fields: Any) -> tuple[Evidence, bytes]:
         """What remains of the agent, and the file it was to edit."""
         agent = MiniSweAgent()
-        mounts = await agent.install(TOOLS)
+        mounts = await agent.install(TOOLS, AgentSettings())
         spec = SandboxSpec(WORKDIR, tree=self.tree, mounts=mounts, gateway=self.socket)
         key = await self.gateway.open("s-1")
         async with await self.provider.create(spec, "p-test-agent-1") as sandbox:
@@ -123,7 +124,7 @@ class Stand:
 
 @pytest.fixture
 async def stand(tmp_path: Path, tree: Path) -> AsyncIterator[Stand]:
-    missing = BubblewrapProvider(tmp_path / "boxes").check()
+    missing = BubblewrapProvider(Settings(home=tmp_path / "boxes")).check()
     if missing:
         pytest.skip("; ".join(missing))
     async with (
@@ -190,7 +191,7 @@ async def test_a_model_that_never_calls_a_tool_gives_up(stand: Stand) -> None:
 
 async def test_oracle_applies_the_gold_patch(tmp_path: Path, tree: Path) -> None:
     """The gold patch lands in the sandbox's tree byte for byte, CRLF kept, and not in the base."""
-    provider = BubblewrapProvider(tmp_path / "boxes")
+    provider = BubblewrapProvider(Settings(home=tmp_path / "boxes"))
     if missing := provider.check():
         pytest.skip("; ".join(missing))
     (tree / "greeting.txt").write_bytes(b"hello\r\n")

@@ -7,6 +7,7 @@ import pytest
 import pytest_asyncio
 
 from perdure.sandboxes.providers.podman import PodmanProvider
+from perdure.settings.tree import Settings
 from perdure.types import Outcome, RolloutStatus
 from tests.stack.host import why_not_here
 from tests.stack.stack import Stack, running
@@ -24,7 +25,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
 
 async def test_agent_in_bubblewrap_graded_in_podman(stack: Stack, tmp_path: Path) -> None:
     """One field moves the grading to another provider; each phase has its own limits."""
-    if missing := PodmanProvider(tmp_path).check():
+    if missing := PodmanProvider(Settings(home=tmp_path)).check():
         pytest.skip("; ".join(missing))
     asked = {
         "agent": {"limits": {"pids": 200}},

@@ -13,8 +13,8 @@ import pytest
 
 from perdure.errors import InstanceError
 from perdure.sandboxes.base import SandboxSpec
-from perdure.sandboxes.images import MIRROR_VARIABLE
 from perdure.sandboxes.providers.podman import PodmanProvider
+from perdure.settings.tree import Settings
 from perdure.types import Limits
 
 PROGRAMS = ("bash", "cat", "ls", "touch", "head", "env")
@@ -69,7 +69,7 @@ def podman(*arguments: str) -> str:
 
 @pytest.fixture
 def provider(tmp_path: Path) -> PodmanProvider:
-    made = PodmanProvider(tmp_path / "home")
+    made = PodmanProvider(Settings(home=tmp_path / "home"))
     if missing := made.check():
         pytest.skip(missing[0])
     return made
@@ -96,14 +96,17 @@ def pushed(tmp_path: Path, provider: PodmanProvider) -> Path:
 
 
 @pytest.fixture
-def registry(tmp_path: Path, pushed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+def registry(
+    tmp_path: Path, pushed: Path, provider: PodmanProvider, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Registry]:
     with Registry(pushed) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         insecure = f'[[registry]]\nlocation = "{server.address}"\ninsecure = true\n'
         (tmp_path / "registries.conf").write_text(insecure)
         monkeypatch.setenv("CONTAINERS_REGISTRIES_CONF", str(tmp_path / "registries.conf"))
-        monkeypatch.setenv(MIRROR_VARIABLE, f"{server.address}/mirror/")
+        mirror = f"{server.address}/mirror/"
+        provider.settings = provider.settings.changed(sandbox={"image_mirror": mirror})
         yield server
         server.shutdown()
         thread.join()

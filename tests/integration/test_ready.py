@@ -146,7 +146,9 @@ async def test_ready_ones_and_rollouts_share_an_account(crowd: tuple[Stack, Any]
 
 async def permits(stack: Stack) -> int:
     """Permits that the account's workflow counts as held."""
-    keeper = stack.client.get_workflow_handle(names.account_id(E2BProvider(stack.home).account))
+    keeper = stack.client.get_workflow_handle(
+        names.account_id(E2BProvider(Settings(home=stack.home)).account)
+    )
     return len((await keeper.query("state", result_type=AccountState)).permits)
 
 
@@ -154,7 +156,7 @@ async def test_a_try_that_died_after_it_took_one_leaves_it_to_the_next(tmp_path:
     """The next try of the attempt, in another worker, has the same sandbox; another attempt has not."""
     settings = Settings(home=tmp_path / "home", sandbox={"ready": 1})
     store, free = LocalStore(str(tmp_path / "store")), Unmetered()
-    provider = LocalProvider(settings.home.absolute())
+    provider = LocalProvider(settings)
     spec = SandboxSpec("/testbed", labels={"run": "r1"})
     died, after = ReadySandboxes(settings, store, {}), ReadySandboxes(settings, store, {})
     died.refill(provider, spec, free)
@@ -174,7 +176,7 @@ async def test_one_is_ended_or_taken_never_both(tmp_path: Path) -> None:
     """A claim in the store decides: one that is taken is not ended, one that is ended not taken."""
     settings = Settings(home=tmp_path / "home", sandbox={"ready": 2})
     store, free = LocalStore(str(tmp_path / "store")), Unmetered()
-    provider = LocalProvider(settings.home.absolute())
+    provider = LocalProvider(settings)
     spec = SandboxSpec("/testbed", labels={"run": "r1"})
     ready = ReadySandboxes(settings, store, {})
     ready.refill(provider, spec, free)

@@ -10,6 +10,7 @@ import pytest_asyncio
 from perdure.errors import NotFound
 from perdure.sandboxes.relay.choice import choose_reach
 from perdure.sandboxes.relay.relay import CARRIERS, exec_id_of
+from perdure.settings.tree import Settings
 from perdure.stack import readiness
 from perdure.types import Outcome
 from tests import remote_box
@@ -87,7 +88,7 @@ async def test_auto_takes_a_relay_where_the_url_does_not_open(stack: Stack) -> N
     address = address_of_this_host()
     await stack.kill_all(stack.gateway)  # for good: this test comes last
     url = await start_gateway_at(stack, address)
-    assert choose_reach("auto", remote_box.RemoteBox(stack.home), url) == "url"
+    assert choose_reach("auto", remote_box.RemoteBox(Settings(home=stack.home)), url) == "url"
     await start_worker(stack, "auto", PERDURE_GATEWAY__URL=url)
     stack.engine.hold(HELD)
     request = await stack.start("auto", sandbox=remote_box.NAME)

@@ -114,7 +114,7 @@ def ended(process: ProcessId) -> bool:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     """A stack that is up, with one small instance in its store."""
     folder = tmp_path_factory.mktemp("s")
-    if missing := BubblewrapProvider(folder / "check").check():
+    if missing := BubblewrapProvider(Settings(home=folder / "check")).check():
         pytest.skip("; ".join(missing))
     with held_ports.held(1) as (metrics_port,):
         home = made(folder, metrics_port)
@@ -349,7 +349,7 @@ def test_a_killed_supervisor_leaves_no_process(other: Home) -> None:
 def test_a_run_survives_down_and_up(home: Home, other: Home) -> None:
     """`down` in the middle of a run ends its sandboxes and processes and not those of another stack;
     after the next `up` the run finishes."""
-    provider = BubblewrapProvider(other.path)
+    provider = BubblewrapProvider(Settings(home=other.path))
     command = ("run", "sums/add", "-a", "tests.slow_oracle:SlowOracle", "-n", "4", "-c", "2")
     run_id = other.json(*command, "--detach")["run_id"]
     asyncio.run(_agent_at_work(provider))

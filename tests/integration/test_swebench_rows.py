@@ -18,6 +18,7 @@ from perdure.instances.readers import read_rows
 from perdure.instances.rows import to_instance
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import Grade, Instance, Limits, Outcome, TestStatus
 
@@ -47,7 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def _prepare(instance: Instance, home: Path) -> tuple[BubblewrapProvider, Prepared]:
-    provider = BubblewrapProvider(home)
+    provider = BubblewrapProvider(Settings(home=home))
     if missing := provider.check():
         pytest.skip("; ".join(missing))
     environments = Environments(home / "environments", LocalStore(home / "store"), provider)

@@ -25,6 +25,7 @@ from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.procfs import below
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
+from perdure.settings.tree import Settings
 from perdure.stack import readiness
 from tests import counting_agent, held_ports
 from tests.leaks.traces import Traces
@@ -217,7 +218,7 @@ async def test_e2b_leaves_nothing(
         await service.start()
         async with life(tmp_path, seed, service) as found:
             await found.runs(f"life-{seed}")
-            listed = await E2BProvider(found.stack.home).list()
+            listed = await E2BProvider(Settings(home=found.stack.home)).list()
             await until(
                 lambda: not found.traces.left(found.stack.mark),
                 f"seed {seed}: {found.traces.left(found.stack.mark)}",

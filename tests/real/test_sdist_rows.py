@@ -17,6 +17,7 @@ import pytest
 from perdure.episodes.episode import Episode
 from perdure.episodes.files import read_run
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import Outcome, RolloutStatus, TestStatus
 
@@ -49,7 +50,7 @@ def perdure(*arguments: str) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def stack() -> Iterator[None]:
-    if missing := BubblewrapProvider(HOME).check():
+    if missing := BubblewrapProvider(Settings(home=HOME)).check():
         pytest.skip("; ".join(missing))
     perdure("up")
     yield

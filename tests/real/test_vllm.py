@@ -294,7 +294,7 @@ async def _toy(home: Path) -> None:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Path]:
-    if missing := BubblewrapProvider(tmp_path).check():
+    if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip("; ".join(missing))
     home = tmp_path / "h"
     shared_tools = ROOT / ".perdure/tools"  # the agent is installed once for all tests

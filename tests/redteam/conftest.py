@@ -10,7 +10,7 @@ import pytest
 
 from perdure.registry import SANDBOXES, load
 from perdure.sandboxes.base import ExecResult, Sandbox, SandboxProvider, SandboxSpec
-from perdure.sandboxes.providers.apptainer import PROGRAM_VARIABLE
+from perdure.settings.tree import Settings
 from perdure.testing.apptainer_cli import write_program
 from perdure.types import Limits
 from tests.docker_engine import docker_address, docker_engine
@@ -39,11 +39,11 @@ def provider(
     if request.param == "docker":
         request.getfixturevalue("docker_engine")
     if request.param == "apptainer":
-        if missing := load("sandbox", SANDBOXES, "bubblewrap")(home).check():
+        if missing := load("sandbox", SANDBOXES, "bubblewrap")(Settings(home=home)).check():
             pytest.skip(missing[0])
-        monkeypatch.setenv(PROGRAM_VARIABLE, str(write_program(home / "bin")))
+        monkeypatch.setenv("PERDURE_APPTAINER__PROGRAM", str(write_program(home / "bin")))
         monkeypatch.setenv("APPTAINER_CONFIGDIR", str(home / "ac"))
-    made: SandboxProvider = load("sandbox", SANDBOXES, request.param)(home)
+    made: SandboxProvider = load("sandbox", SANDBOXES, request.param)(Settings(home=home))
     if missing := made.check():
         pytest.skip(missing[0])
     return made

@@ -17,6 +17,7 @@ from perdure.instances import catalog
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.serving.cluster import process_tree
 from perdure.serving.status import ReplicaStatus
+from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import Grading, Instance, Outcome, Source, SourceKind
 from tests import loop_agent
@@ -117,7 +118,7 @@ async def add_toy(store: LocalStore, tree: Path) -> None:
 async def test_rollouts_outlive_a_killed_node(home: Home) -> None:
     """SIGKILL of a node while real rollouts sample on it: all resolve, each turn holds exactly the
     script's tokens, some from both engines, and a new node gets the replacement."""
-    if missing := BubblewrapProvider(home.folder).check():
+    if missing := BubblewrapProvider(Settings(home=home.folder)).check():
         pytest.skip("; ".join(missing))
     store = LocalStore(home.settings.store_url)
     await add_toy(store, home.folder / "tree")

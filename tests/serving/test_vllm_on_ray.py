@@ -19,6 +19,7 @@ from perdure.episodes import turns
 from perdure.episodes.episode import Episode
 from perdure.episodes.files import read_run
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import Turn
 from tests.real.test_vllm import (
@@ -64,7 +65,7 @@ class Live:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
     """One engine for all tests here: it takes a minute and 3.3 GB."""
-    if missing := BubblewrapProvider(tmp_path_factory.getbasetemp()).check():
+    if missing := BubblewrapProvider(Settings(home=tmp_path_factory.getbasetemp())).check():
         pytest.skip("; ".join(missing))
     home = tmp_path_factory.mktemp("h")
     shared_tools = ROOT / ".perdure/tools"  # agents are installed once for all tests

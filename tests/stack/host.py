@@ -6,12 +6,13 @@ import shutil
 from pathlib import Path
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import Settings
 
 
 def why_not_here() -> str:
     """What this machine lacks for a stack, for a skip; empty = nothing."""
     missing = [] if shutil.which("setpriv") else ["setpriv (util-linux) is missing"]
-    return "; ".join([*missing, *BubblewrapProvider(Path("/nonexistent")).check()])
+    return "; ".join([*missing, *BubblewrapProvider(Settings(home=Path("/nonexistent"))).check()])
 
 
 def pids() -> list[int]:

@@ -91,7 +91,7 @@ class Stack:
 
     @property
     def provider(self) -> BubblewrapProvider:
-        return BubblewrapProvider(self.home)
+        return BubblewrapProvider(Settings(home=self.home))
 
     # --- processes -----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol
 from pydantic import JsonValue
 
 from perdure.sandboxes.base import ExecStatus, Mount
+from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd, Instance, Sampling
 
 EXEC_ID = "agent"
@@ -68,10 +69,10 @@ class Agent(Protocol):
     artifacts: ClassVar[tuple[str, ...]]
     """Files inside the sandbox to keep as evidence."""
 
-    async def install(self, tools: Path) -> tuple[Mount, ...]:
+    async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
         """Make the agent's program available on this host and say what to mount.
 
-        `tools` is the host's tool cache. Safe to call at the same time from many processes.
+        `tools` is the host's tool cache; `settings` name programs for hosts without a registry. Safe to call at the same time from many processes.
         Raises: AgentError when the registry does not deliver it, MissingDependency.
         """
         ...

@@ -16,6 +16,7 @@ from perdure.agents import headless, npm, options, prompts
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless import PROMPT
 from perdure.sandboxes.base import Mount
+from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd
 
 MOUNT = "/opt/claude-code"
@@ -43,8 +44,13 @@ class ClaudeCode:
     needs_model: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = ()
 
-    async def install(self, tools: Path) -> tuple[Mount, ...]:
-        return (Mount(source=await npm.installed(tools, self.name), target=MOUNT),)
+    async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
+        return (
+            Mount(
+                source=await npm.installed(tools, self.name, settings.claude_code_tarball),
+                target=MOUNT,
+            ),
+        )
 
     def launch(self, task: AgentTask) -> Launch:
         chosen = options.parse(self.name, ClaudeCodeOptions, task.options)

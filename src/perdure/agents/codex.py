@@ -12,6 +12,7 @@ from perdure.agents.base import EVIDENCE, HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless import PROMPT
 from perdure.errors import AgentError
 from perdure.sandboxes.base import Mount
+from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd
 
 MOUNT = "/opt/codex"
@@ -34,8 +35,8 @@ class Codex:
     needs_model: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = (LAST_MESSAGE,)
 
-    async def install(self, tools: Path) -> tuple[Mount, ...]:
-        folder = await npm.installed(tools, self.name)
+    async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
+        folder = await npm.installed(tools, self.name, settings.codex_tarball)
         programs = [found.parent.parent for found in folder.glob("vendor/*/bin/codex")]
         if len(programs) != 1:
             raise AgentError(f"{folder}: not a package of {self.name} for one platform")

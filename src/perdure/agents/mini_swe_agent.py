@@ -17,6 +17,7 @@ from perdure.agents import options, prompts, toolcache
 from perdure.agents.base import EVIDENCE, HOME, AgentTask, Evidence, Launch
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import ExecState, Mount
+from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd, Request
 
 MOUNT = "/opt/mini-swe-agent"
@@ -51,7 +52,7 @@ class MiniSweAgent:
     needs_model: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = (TRAJECTORY,)
 
-    async def install(self, tools: Path) -> tuple[Mount, ...]:
+    async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
         recipe = "\n".join((toolcache.python_identity(), LOCK.read_text(), DIRECT.read_text()))
         folder = await toolcache.built(tools, self.name, recipe, _build)
         return (Mount(source=folder, target=MOUNT),)

@@ -6,6 +6,7 @@ from typing import ClassVar
 from perdure.agents import options
 from perdure.agents.base import AgentTask, Evidence, Launch
 from perdure.sandboxes.base import Mount
+from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd
 
 
@@ -15,7 +16,7 @@ class Nop:
     needs_model: ClassVar[bool] = False
     artifacts: ClassVar[tuple[str, ...]] = ()
 
-    async def install(self, tools: Path) -> tuple[Mount, ...]:
+    async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
         return ()
 
     def launch(self, task: AgentTask) -> Launch:

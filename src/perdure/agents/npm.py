@@ -1,7 +1,7 @@
 """Packages of the npm registry in the tool cache: pinned, verified, unpacked once; no npm, no Node.
 
 `locks/<name>.json` says which package and version serves which platform, with the registry's sha512.
-A host without a registry names a tarball instead: PERDURE_<NAME>_TARBALL, or the lock's aliases.
+A host without a registry names a tarball instead: the setting PERDURE_AGENTS__<NAME>_TARBALL.
 """
 
 import base64
@@ -9,7 +9,6 @@ import hashlib
 import http.client
 import json
 import lzma
-import os
 import platform
 import ssl
 import tarfile
@@ -53,17 +52,20 @@ class Package:
         return f"{self.name}/-/{self.name.rpartition('/')[2]}-{self.version}.tgz"
 
 
-async def installed(tools: Path, name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder that holds what the tarball has below its first folder (`package/`).
+async def installed(tools: Path, name: str, tarball: Path | None = None) -> Path:
+    """The folder that holds what the tarball has below its first folder (`package/`). `tarball`: the
+    one that the settings name instead of the registry's.
 
     Raises: AgentError when the registry does not deliver it or it is not what the lock says;
     MissingDependency on a platform that the lock does not know, or when a named tarball is absent.
     """
+    if tarball is not None:
+        if not tarball.is_file():
+            raise MissingDependency(f"{variable(name)}={tarball}: no such file; name the tarball")
+        known, own = tarball.stat(), tarball.absolute()
+        recipe = f"{own} {known.st_size} {known.st_mtime_ns}"
+        return await toolcache.built(tools, name, recipe, lambda folder: unpack(own, folder))
     lock = json.loads((LOCKS / f"{name}.json").read_text())
-    if tarball := _named_tarball(name, lock, environment):
-        known = tarball.stat()
-        recipe = f"{tarball} {known.st_size} {known.st_mtime_ns}"
-        return await toolcache.built(tools, name, recipe, lambda folder: unpack(tarball, folder))
     package = locked(name, lock)
     recipe = f"{package.name} {package.version} {package.integrity}"
     return await toolcache.built(tools, name, recipe, lambda folder: _fetch(package, folder))
@@ -82,17 +84,6 @@ def locked(name: str, lock: Mapping[str, Any]) -> Package:
 
 def variable(name: str) -> str:
     return f"PERDURE_AGENTS__{name.upper()}_TARBALL"
-
-
-def _named_tarball(
-    name: str, lock: Mapping[str, Any], environment: Mapping[str, str]
-) -> Path | None:
-    for candidate in (variable(name), *lock.get("tarball_aliases", ())):
-        if path := environment.get(candidate):
-            if not Path(path).is_file():
-                raise MissingDependency(f"{candidate}={path}: no such file; name the tarball")
-            return Path(path).absolute()
-    return None
 
 
 def _fetch(package: Package, folder: Path) -> None:

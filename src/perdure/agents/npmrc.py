@@ -4,12 +4,13 @@ Read in npm's order (environment, user file, global file); a project's `.npmrc` 
 """
 
 import base64
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from perdure.settings.environment import variables
 
 PUBLIC = "https://registry.npmjs.org/"
 GLOBAL = ("/etc/npmrc", "/usr/etc/npmrc", "/usr/local/etc/npmrc")
@@ -52,7 +53,9 @@ class Npmrc:
         return self.values.get("cafile")
 
 
-def load(environment: Mapping[str, str] = os.environ) -> Npmrc:
+def load(environment: Mapping[str, str] | None = None) -> Npmrc:
+    """What npm would use; `environment`: this process's, unless given."""
+    environment = variables() if environment is None else environment
     own = {
         name.lower().removeprefix("npm_config_").replace("_", "-"): value
         for name, value in environment.items()

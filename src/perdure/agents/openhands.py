@@ -6,7 +6,6 @@ needs a Python 3.12 of the host, which is mounted beside it.
 
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from perdure.agents import headless, options, prompts, toolcache
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless import PROMPT
 from perdure.sandboxes.base import Mount
+from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd
 
 MOUNT = "/opt/openhands"
@@ -41,9 +41,9 @@ class Openhands:
     needs_model: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = ()
 
-    async def install(self, tools: Path) -> tuple[Mount, ...]:
+    async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
         python = await asyncio.to_thread(
-            toolcache.find_python, "3.12", os.environ.get(PYTHON), PYTHON
+            toolcache.find_python, "3.12", settings.openhands_python, PYTHON
         )
         recipe = "\n".join((python.identity, LOCK.read_text(), RUNNER.read_text()))
         folder = await toolcache.built(tools, self.name, recipe, lambda to: _build(to, python))

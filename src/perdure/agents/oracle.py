@@ -7,6 +7,7 @@ from perdure.agents import options
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.errors import InstanceError
 from perdure.sandboxes.base import Mount
+from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd
 
 GOLD = f"{HOME}/gold.patch"
@@ -19,7 +20,7 @@ class Oracle:
     needs_model: ClassVar[bool] = False
     artifacts: ClassVar[tuple[str, ...]] = ()
 
-    async def install(self, tools: Path) -> tuple[Mount, ...]:
+    async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
         return ()
 
     def launch(self, task: AgentTask) -> Launch:

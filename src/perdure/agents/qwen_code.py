@@ -14,6 +14,7 @@ from perdure.agents import headless, npm, options, prompts
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless import PROMPT
 from perdure.sandboxes.base import Mount
+from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd
 
 MOUNT = "/opt/qwen-code"
@@ -35,10 +36,13 @@ class QwenCode:
     needs_model: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = ()
 
-    async def install(self, tools: Path) -> tuple[Mount, ...]:
+    async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
         return (
-            Mount(source=await npm.installed(tools, self.name), target=MOUNT),
-            Mount(source=await npm.installed(tools, "node"), target=NODE),
+            Mount(
+                source=await npm.installed(tools, self.name, settings.qwen_code_tarball),
+                target=MOUNT,
+            ),
+            Mount(source=await npm.installed(tools, "node", settings.node_tarball), target=NODE),
         )
 
     def launch(self, task: AgentTask) -> Launch:

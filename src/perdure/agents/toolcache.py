@@ -57,7 +57,7 @@ class Python:
     identity: str
 
 
-def find_python(minimum: str, named: str | None, variable: str) -> Python:
+def find_python(minimum: str, named: str, variable: str) -> Python:
     """The interpreter a user named, or the first that uv finds on this host.
 
     Raises: MissingDependency saying how to get one.

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perdure.settings import environment
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -54,6 +56,6 @@ def many(count: int, noun: str) -> str:
 def me() -> str:
     """How to call this command again. `uv run` puts `perdure` on PATH for its own child only, so
     there it is the path of the script."""
-    if "UV_RUN_RECURSION_DEPTH" not in os.environ:
+    if not environment.foreign("UV_RUN_RECURSION_DEPTH"):
         return "perdure"
     return os.path.relpath(sys.argv[0]) if sys.argv[0].endswith("perdure") else "perdure"

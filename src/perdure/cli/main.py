@@ -14,6 +14,8 @@ from typing import NoReturn
 import click
 from click.shell_completion import CompletionItem
 
+from perdure.settings import environment
+
 COMMANDS = {
     "run": ("perdure.cli.commands.run:run", "Run an agent on instances, or join such a run."),
     "status": (
@@ -140,7 +142,7 @@ def invoke(args: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if os.environ.get("PERDURE_DEBUG") == "1":
+        if environment.debug():
             raise
         from perdure.stack import failures
 

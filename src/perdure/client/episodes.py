@@ -10,7 +10,7 @@ from perdure.episodes.episode import EpisodeSegments, parse_episode
 from perdure.episodes.files import read_segments
 from perdure.episodes.segments import RewardShare, SegmentMode
 from perdure.errors import ConfigurationError
-from perdure.settings.tree import Settings
+from perdure.settings.load import load_settings
 from perdure.storage.base import Store, open_store
 from perdure.types import EpisodeRef
 
@@ -28,7 +28,7 @@ async def read_episodes(
     `store` is the one that the settings name, unless given. Raises: NotFound (deleted since),
     ConfigurationError (they are in another store), ValueError (unreadable).
     """
-    source = store or open_store(Settings())
+    source = store or open_store(load_settings())
 
     async def one(ref: EpisodeRef) -> EpisodeSegments:
         key = _key(ref, source)

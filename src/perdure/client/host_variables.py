@@ -1,44 +1,28 @@
 """Environment variables of slime and its coding-agent example, as defaults of a request.
 
-Owns the field that each one sets. A field that the request sets itself always wins.
+`perdure.settings.aliases` says which field each one sets. A field that the request sets itself always
+wins.
 """
 
-import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from perdure.errors import ConfigurationError
+from perdure.settings.aliases import FIELDS, Alias
+from perdure.settings.environment import variables
 from perdure.types import RolloutRequest, RunRequest
 
 
-class HostVariable(NamedTuple):
-    """`field`: of a RolloutRequest. `agent`: the only agent that it applies to; "" = all."""
-
-    name: str
-    field: str
-    is_seconds: bool = False
-    agent: str = ""
-
-
-VARIABLES = (
-    HostVariable("SWE_TIME_BUDGET_SEC", "agent_budget_s", is_seconds=True),
-    HostVariable("SWE_AGENT_TIME_BUDGET_SEC", "agent_budget_s", is_seconds=True),
-    HostVariable("SWE_EVAL_TIMEOUT_SEC", "grade_timeout_s", is_seconds=True),
-    HostVariable("SWE_CC_PROMPT", "agent_options.prompt_template", agent="claude_code"),
-    HostVariable("SWE_CLAUDE_EXTRA_ARGS", "agent_options.extra_args", agent="claude_code"),
-)
-"""Of two variables for one field, the first that is set counts."""
-
-
 def defaults_for(
-    rollout: Mapping[str, Any], agent: str, environment: Mapping[str, str] = os.environ
+    rollout: Mapping[str, Any], agent: str, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """`rollout`, fields of a RolloutRequest, with defaults for those that it does not set.
 
     Raises: ConfigurationError naming a variable that is not a number of seconds.
     """
+    environment = variables() if environment is None else environment
     filled = dict(rollout)
-    for variable in VARIABLES:
+    for variable in FIELDS:
         text = environment.get(variable.name, "").strip()
         if text and variable.agent in ("", agent):
             _fill(filled, variable, _seconds(variable.name, text) if variable.is_seconds else text)
@@ -57,8 +41,8 @@ def run_with_defaults(request: RunRequest) -> RunRequest:
     return request.model_copy(update={"rollout": defaults_for(request.rollout, str(agent))})
 
 
-def _fill(rollout: dict[str, Any], variable: HostVariable, value: float | str) -> None:
-    field, _, option = variable.field.partition(".")
+def _fill(rollout: dict[str, Any], variable: Alias, value: float | str) -> None:
+    field, _, option = variable.stands_for.partition(".")
     if not option:
         rollout.setdefault(field, value)
         return

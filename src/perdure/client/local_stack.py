@@ -7,7 +7,7 @@ import json
 
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.host.process import ProcessId
-from perdure.settings.tree import Settings
+from perdure.settings.load import load_settings
 
 
 def address() -> str | None:
@@ -16,7 +16,7 @@ def address() -> str | None:
     Raises: ConfigurationError when the settings are wrong.
     """
     try:
-        home = Settings().home.absolute()
+        home = load_settings().home.absolute()
     except ValueError as error:
         raise ConfigurationError(
             f"cannot look for a stack, the settings are wrong: {error}"

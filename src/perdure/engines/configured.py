@@ -5,7 +5,6 @@ Keys come from variables that the settings name; their values are never logged o
 
 import asyncio
 import contextlib
-import os
 
 import httpx
 
@@ -18,6 +17,7 @@ from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster, SharedRoster
 from perdure.engines.state import EngineSpec, name_of
 from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable, PerdureError
+from perdure.settings import environment
 from perdure.settings.tree import Settings
 
 KINDS = ("vllm", "sglang", "openai", "anthropic")
@@ -51,7 +51,7 @@ class ConfiguredEngine:
         key_source = settings.engine.api_key_env
         options = PoolOptions(
             model=settings.engine.model or DEFAULT_MODEL,
-            api_key=os.environ.get(key_source, ""),
+            api_key=environment.named(key_source),
             key_source=key_source,
             home_key=home_key,
             hang_s=settings.engine.hang_s,
@@ -122,10 +122,10 @@ class ConfiguredEngine:
         return "openai" if response.status_code in absent else "vllm"
 
     def _hosted(self, kind: str, url: str) -> Engine:
-        model = self._settings.engine.model or os.environ.get(f"{kind.upper()}_MODEL", "")
+        model = self._settings.engine.model or environment.foreign(f"{kind.upper()}_MODEL")
         hosted = OpenAIHosted if kind == "openai" else AnthropicHosted
         key_source = self._settings.engine.api_key_env or f"{kind.upper()}_API_KEY"
-        api_key = os.environ.get(key_source, "")
+        api_key = environment.named(key_source)
         chat = hosted(url, model, self._client, api_key=api_key, key_source=key_source)
         return Engine(chat.name, chat=chat)
 
@@ -174,7 +174,7 @@ def _url_and_kind(settings: Settings) -> tuple[str, str]:
     if settings.engine.url:
         return settings.engine.url, settings.engine.kind
     for kind in ("openai", "anthropic"):
-        url = os.environ.get(f"{kind.upper()}_BASE_URL", "")
+        url = environment.foreign(f"{kind.upper()}_BASE_URL")
         if url and settings.engine.kind in ("auto", kind):
             return url, kind
     return "", settings.engine.kind

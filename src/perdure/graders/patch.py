@@ -28,7 +28,10 @@ from perdure.graders.git_diff import (
 from perdure.sandboxes.base import ExecState, Sandbox
 from perdure.types import Instance
 
-MAX_BYTES = 10 << 20
+CAPTURED_BYTES = 10 << 20
+"""Largest diff that `capture` keeps, unless the settings give another number."""
+MAX_BYTES = 64 << 20
+"""Largest diff that is graded, whatever the settings say."""
 MAX_FILES = 2000
 BASE_GIT = "/opt/perdure/base.git"
 """Where a local sandbox should see the pristine git directory of its base, read-only: with
@@ -92,7 +95,7 @@ async def capture(
     sandbox: Sandbox,
     base_git: Path | str | None,
     *,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int = CAPTURED_BYTES,
     max_files: int = MAX_FILES,
 ) -> CapturedPatch:
     """The difference between the base commit and the working tree.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perdure.errors import InstanceError, MissingDependency
+from perdure.settings.environment import variables
 
 SETTINGS = {
     "core.hooksPath": "/dev/null",
@@ -92,7 +93,7 @@ def git(tree: Path, *arguments: str, work_tree: Path | None = None) -> bytes:
 
 
 def _environment() -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    kept = {k: v for k, v in variables().items() if not k.startswith("GIT_")}
     alone = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C.UTF-8"}
     return {**kept, **alone, **IDENTITY, "GIT_LITERAL_PATHSPECS": "1"}
 

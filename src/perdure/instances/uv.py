@@ -3,7 +3,6 @@
 Index, mirror and certificate settings are uv's own (files and variables); nothing here names a host.
 """
 
-import os
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 from perdure.errors import Boundary, InstanceError, MissingDependency, RetryHere
 from perdure.sandboxes.base import Mount
+from perdure.settings import environment
 
 UNREACHABLE = re.compile(
     rb"Failed to fetch|Request failed|error sending request|tcp connect error|dns error"
@@ -94,10 +94,10 @@ def find_python(version: str) -> Path:
 
 def registry_settings() -> tuple[dict[str, str], tuple[Mount, ...]]:
     """What a build sandbox needs to reach the same registry as this host: variables and files."""
-    env = {name: value for name, value in os.environ.items() if REGISTRY_VARIABLES.match(name)}
+    env = environment.matching(REGISTRY_VARIABLES)
     mounts = [Mount(path, str(path)) for path in sorted(_certificates(env))]
     for variable, candidates in CONFIG_FILES.items():
-        given = os.environ.get(variable)
+        given = environment.foreign(variable)
         for path in (Path(name).expanduser() for name in ([given] if given else candidates)):
             if path.is_file():
                 env[variable] = f"/opt/perdure/config/{path.name}"

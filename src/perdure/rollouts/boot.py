@@ -126,7 +126,9 @@ async def _boot_sandbox(job: Job) -> BootRecord | None:
     _refuse_what_cannot_run(job)
     plan = job.agent_sandbox
     prepared = await job.prepared(plan)
-    spec = _spec(job, prepared, await job.agent.install(job.services.tools))
+    spec = _spec(
+        job, prepared, await job.agent.install(job.services.tools, job.services.settings.agents)
+    )
     taken = await take_ready(job, spec)
     sandbox = taken or await _create_own(job, spec)
     if sandbox is None:

@@ -35,7 +35,11 @@ async def _take(job: Job) -> PatchRef:
     # No process of the agent may race the capture.
     await sandbox.signal(EXEC_ID, signal.SIGKILL)
     boot = await job.read("sandbox.json", BootRecord)
-    captured = await patch.capture(sandbox, boot.base_git if boot else None)
+    captured = await patch.capture(
+        sandbox,
+        boot.base_git if boot else None,
+        max_bytes=job.services.settings.diff_max_bytes,
+    )
     key, store = job.key("patch.diff"), job.services.store
     if not await store.put_if_absent(key, captured.data):
         captured = captured.with_data((await store.get(key)).data)

@@ -53,7 +53,7 @@ class Services:
         """Raises: ConfigurationError for an unknown name."""
         if name not in self._providers:
             provider: SandboxProvider = registry.load("sandbox", registry.SANDBOXES, name)(
-                self.home
+                self.settings
             )
             caps = self.settings.sandbox.caps.get(name)
             provider.waits_at_caps = caps is None and provider.account_caps is None

@@ -6,7 +6,6 @@ that pull. A row names the image of its instance (`perdure.instances.images`).
 
 import hashlib
 import json
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -20,23 +19,9 @@ from perdure.errors import (
 )
 from perdure.sandboxes.locks import locked
 
-MIRROR_VARIABLE = "PERDURE_SANDBOX__IMAGE_MIRROR"
-"""`mirror.example/hub/` is put before every name that is pulled; `docker.io=mirror.example/hub,...`
-replaces registries instead."""
-
 MAP_VARIABLE = "PERDURE_SANDBOX__IMAGE_MAP"
-"""A JSON file: image -> what was built from it, for all providers or `{"e2b": ..., "daytona": ...}`."""
-TAGS_VARIABLES = (
-    "PERDURE_E2B__METADATA_FILE",
-    "SWE_SANDBOX_METADATA_FILE",
-    "SLIME_AGENT_SANDBOX_METADATA_FILE",
-)
-"""A JSON file of routing tags, for a gateway that finds the image of a sandbox by its metadata."""
-KEY_VARIABLES = (
-    "PERDURE_E2B__METADATA_IMAGE_KEY",
-    "SWE_SANDBOX_IMAGE_METADATA_KEY",
-    "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY",
-)
+TAGS_VARIABLE = "PERDURE_E2B__METADATA_FILE"
+KEY_VARIABLE = "PERDURE_E2B__METADATA_IMAGE_KEY"
 
 PULL_TIMEOUT_S = 1200.0
 LIMIT_PASSES_S = 60.0
@@ -58,48 +43,45 @@ TOO_MANY = ("toomanyrequests", "too many requests", "rate limit")
 NOT_REACHED = ("no such host", "timeout", "connection refused", "tls handshake", "server error")
 
 
-def prebuilt(provider: str, image: str | None) -> str | None:
-    """The template, snapshot or image that this provider has for an image, by `PERDURE_SANDBOX__IMAGE_MAP`.
+def prebuilt(provider: str, image: str | None, image_map: Path | None) -> str | None:
+    """The template, snapshot or image that this provider has for an image, by the JSON file
+    `image_map`: image -> what was built from it, for all providers or `{"e2b": ..., "daytona": ...}`.
 
     Raises: ConfigurationError naming the file and what is wrong in it.
     """
-    path = os.environ.get(MAP_VARIABLE)
-    if image is None or not path:
+    if image is None or image_map is None:
         return image
-    found = _json_object(path, MAP_VARIABLE).get(image, image)
+    found = _json_object(image_map, MAP_VARIABLE).get(image, image)
     if isinstance(found, dict):
         found = found.get(provider, image)
     if not isinstance(found, str):
-        raise ConfigurationError(f"{MAP_VARIABLE}: {path}: {image!r} must name a string")
+        raise ConfigurationError(f"{MAP_VARIABLE}: {image_map}: {image!r} must name a string")
     return found
 
 
-def routing_tags(image: str | None) -> dict[str, str]:
-    """Tags to give a sandbox at its creation, the image among them; empty where none are set.
+def routing_tags(image: str | None, file: Path | None, key: str) -> dict[str, str]:
+    """Tags to give a sandbox at its creation, the image among them under `key`; empty without a
+    file. A gateway that finds the image of a sandbox by its metadata asks for them.
 
     Raises: ConfigurationError naming the variable and the fix.
     """
-    variable, path = _first_set(TAGS_VARIABLES)
-    if not path:
+    if file is None:
         return {}
-    tags = {str(key): str(value) for key, value in _json_object(path, variable).items()}
-    key_variable, key = _first_set(KEY_VARIABLES)
+    tags = {str(name): str(value) for name, value in _json_object(file, TAGS_VARIABLE).items()}
     if not key:
-        raise ConfigurationError(f"{variable} is set: set {key_variable} to its key of the image")
+        raise ConfigurationError(
+            f"{TAGS_VARIABLE} is set: set {KEY_VARIABLE} to its key of the image"
+        )
     if key not in tags:
         raise ConfigurationError(
-            f"{variable}: {path} lacks the key {key!r} that {key_variable} names"
+            f"{TAGS_VARIABLE}: {file} lacks the key {key!r} that {KEY_VARIABLE} names"
         )
     return {**tags, key: image} if image is not None else tags
 
 
-def _first_set(names: tuple[str, ...]) -> tuple[str, str]:
-    return next(((name, v) for name in names if (v := os.environ.get(name))), (names[0], ""))
-
-
-def _json_object(path: str, variable: str) -> dict[str, Any]:
+def _json_object(path: Path, variable: str) -> dict[str, Any]:
     try:
-        found = json.loads(Path(path).read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{variable}: {path} cannot be read: {error}") from error
     if not isinstance(found, dict):
@@ -107,16 +89,16 @@ def _json_object(path: str, variable: str) -> dict[str, Any]:
     return found
 
 
-def mirrored(name: str) -> str:
-    """The name to pull, after `PERDURE_SANDBOX__IMAGE_MIRROR`.
+def mirrored(name: str, mirror: str) -> str:
+    """The name to pull. `mirror`: `mirror.example/hub/` is put before every name;
+    `docker.io=mirror.example/hub,...` replaces registries.
 
-    Example: with `docker.io=mirror.example/hub`, "python:3.11" -> "mirror.example/hub/library/python:3.11"
+    Example: mirrored("python:3.11", "docker.io=mirror.example/hub") -> "mirror.example/hub/library/python:3.11"
     """
-    setting = os.environ.get(MIRROR_VARIABLE, "")
-    if "=" not in setting:
-        return setting + name
+    if "=" not in mirror:
+        return mirror + name
     registry, path = _parts(name)
-    for rule in setting.split(","):
+    for rule in mirror.split(","):
         wanted, _, instead = rule.strip().partition("=")
         if wanted == registry:
             return f"{instead.rstrip('/')}/{path}"
@@ -139,6 +121,7 @@ def key_of(name: str) -> str:
 async def present(
     name: str,
     locks: Path,
+    mirror: str,
     find: Callable[[str], Awaitable[str | None]],
     pull: Callable[[str], Awaitable[str]],
 ) -> str:
@@ -147,15 +130,17 @@ async def present(
     Raises: InstanceError when the registry does not have the image or denies it; ControlPlaneError
     when it does not answer.
     """
-    if found := await _found(name, find):
+    if found := await _found(name, mirror, find):
         return found
     async with locked(locks / key_of(name)):
-        return await _found(name, find) or await pull(mirrored(name))
+        return await _found(name, mirror, find) or await pull(mirrored(name, mirror))
 
 
-async def _found(name: str, find: Callable[[str], Awaitable[str | None]]) -> str | None:
+async def _found(
+    name: str, mirror: str, find: Callable[[str], Awaitable[str | None]]
+) -> str | None:
     found = await find(name)
-    if found is None and (other := mirrored(name)) != name:
+    if found is None and (other := mirrored(name, mirror)) != name:
         return await find(other)
     return found
 

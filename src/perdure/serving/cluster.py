@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.serving.commands import NAMESPACE
+from perdure.settings import environment
 from perdure.settings.tree import Settings
 
 LOOPBACK = "127.0.0.1"
@@ -42,8 +43,7 @@ class Connected(NamedTuple):
 
 def set_environment() -> None:
     """Call it before Ray is imported. Variables that are set already stay."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    environment.preset(ENVIRONMENT)
 
 
 def connect(settings: Settings, address: str = "", *, start: bool = True) -> Connected:
@@ -51,10 +51,10 @@ def connect(settings: Settings, address: str = "", *, start: bool = True) -> Con
 
     Raises: MissingDependency; ConfigurationError if there is no cluster or it cannot be reached.
     """
-    given = address or os.environ.get("RAY_ADDRESS", "")
+    given = address or environment.foreign("RAY_ADDRESS")
     set_environment()
     if not given:
-        os.environ.update(LOOPBACK_ONLY)  # read when Ray is imported
+        environment.force(LOOPBACK_ONLY)  # read when Ray is imported
     try:
         import ray
     except ImportError:
@@ -98,7 +98,7 @@ def start_local(settings: Settings) -> str:
             stdout=file,
             stderr=file,
             start_new_session=True,
-            env={**os.environ, **ENVIRONMENT, **LOOPBACK_ONLY},
+            env={**environment.variables(), **ENVIRONMENT, **LOOPBACK_ONLY},
         )
     address = f"{LOOPBACK}:{port}"
     end = time.monotonic() + START_S

@@ -5,7 +5,6 @@ Knows nothing of Ray or of the pool; the manager runs it in an actor. It ends wi
 
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from perdure.errors import ControlPlaneError, PerdureError
 from perdure.serving import commands, exit_causes
 from perdure.serving.plan import EnginePlan, fenced_name
 from perdure.serving.supervisor import end_orphans
+from perdure.settings.environment import variables
 from perdure.settings.tree import Settings
 from perdure.storage.base import open_store
 from perdure.types import Frozen
@@ -186,7 +186,7 @@ class Replica:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, **commands.environment(self._plan)},
+                env={**variables(), **commands.environment(self._plan)},
             )
         self._update(pid=child.pid)
         return child

@@ -44,18 +44,20 @@ ALIASES = (
     Alias("SWE_CLAUDE_EXTRA_ARGS", "field", "agent_options.extra_args", agent="claude_code"),
 )
 """If several stand for one thing, the first that is set counts."""
+FIELDS = tuple(one for one in ALIASES if one.kind == "field")
+SETTINGS = tuple(one for one in ALIASES if one.kind == "setting")
 
 
 def given_for(path: str, variables: Mapping[str, str] | None = None) -> Alias | None:
     """The alias that gives this setting its value, if one is set."""
     found = environment.variables() if variables is None else variables
-    ours = (one for one in ALIASES if one.kind == "setting" and one.stands_for == path)
+    ours = (one for one in SETTINGS if one.stands_for == path)
     return next((one for one in ours if found.get(one.name)), None)
 
 
 def settings_given() -> dict[str, str]:
     """Path of each setting that an alias gives a value -> the value."""
-    paths = {one.stands_for for one in ALIASES if one.kind == "setting"}
+    paths = {one.stands_for for one in SETTINGS}
     given = {path: alias for path in paths if (alias := given_for(path)) is not None}
     return {
         path: alias.form.format(environment.variables()[alias.name])

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from perdure.errors import ConfigurationError, PerdureError
+from perdure.settings import environment
+from perdure.settings.load import for_child
 from perdure.settings.tree import Settings
 from perdure.stack import sandboxes
 from perdure.stack import state as stack_state
@@ -84,7 +86,7 @@ def _start(settings: Settings, engine: str, tell: Say) -> None:
     os.posix_spawn(
         sys.executable,
         argv,
-        os.environ,
+        for_child(settings, environment.variables()),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), append, 0o644),

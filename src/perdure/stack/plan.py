@@ -4,13 +4,14 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perdure.client.search_attributes import TYPE_NAMES
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.gateway.rendering.tokenizer_setting import folder_of
+from perdure.settings import environment
 from perdure.settings.load import for_child
 from perdure.settings.tree import Settings
 from perdure.stack import ports
@@ -122,7 +123,7 @@ class Plan:
         for name, kind in TYPE_NAMES.items():
             argv += ["--search-attribute", f"{name}={kind}"]
         # TEMPORAL_* and profile files configure Temporal's clients; the server must not read them.
-        env = {"GOGC": GARBAGE_PERCENT, **_without_temporal(os.environ)}
+        env = {"GOGC": GARBAGE_PERCENT, **_without_temporal(environment.variables())}
         return ChildSpec("temporal", tuple(argv), env=env, grace_s=10.0)
 
     def gateways(self, listeners: Sequence[int]) -> list[ChildSpec]:
@@ -159,7 +160,7 @@ class Plan:
 
     def environment(self) -> dict[str, str]:
         """The environment of every child: these settings, absolute paths and the chosen ports."""
-        env = for_child(self._childrens_settings(), os.environ)
+        env = for_child(self._childrens_settings(), environment.variables())
         path = filter(None, [str(self.root), env.get("PYTHONPATH")])
         env |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
         if self.addresses.temporal_address is not None:
@@ -186,7 +187,7 @@ class Plan:
 
 def configured_engine(settings: Settings) -> str:
     """The engine that settings or *_BASE_URL name, without `--engine`; empty when there is none."""
-    hosted = os.environ.get("OPENAI_BASE_URL") or os.environ.get("ANTHROPIC_BASE_URL") or ""
+    hosted = environment.foreign("OPENAI_BASE_URL") or environment.foreign("ANTHROPIC_BASE_URL")
     return settings.engine.url or hosted
 
 
@@ -210,5 +211,5 @@ def temporal_binary() -> str:
     return found
 
 
-def _without_temporal(env: "os._Environ[str] | dict[str, str]") -> dict[str, str]:
+def _without_temporal(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not name.startswith("TEMPORAL_")}

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 from perdure import home, registry
 from perdure.errors import ConfigurationError, MissingDependency, PerdureError
@@ -17,8 +16,8 @@ KILL_S = 20.0
 
 def provider(settings: Settings, name: str) -> SandboxProvider:
     """Raises: ConfigurationError for an unknown name."""
-    make: Callable[[Path], SandboxProvider] = registry.load("sandbox", registry.SANDBOXES, name)
-    return make(settings.home.absolute())
+    make: Callable[[Settings], SandboxProvider] = registry.load("sandbox", registry.SANDBOXES, name)
+    return make(settings)
 
 
 def ready_provider(settings: Settings, name: str) -> SandboxProvider:

@@ -28,6 +28,7 @@ from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import Settings
 from perdure.testing.faults import CONTROL, Faults, Handler, met_rule
 from perdure.types import Limits
 
@@ -96,7 +97,7 @@ class Double:
 
     def __init__(self, state: Path) -> None:
         state.mkdir(parents=True, exist_ok=True)
-        self.guests = Guests(state / "guests")
+        self.guests = Guests(Settings(home=state / "guests"))
         self.sandboxes = Records(state / "sandboxes")
         self._created: deque[float] = deque()
 

@@ -26,6 +26,7 @@ from perdure.errors import NotFound, SandboxLost
 from perdure.sandboxes.base import ExecState, ExecStatus, Network, SandboxSpec
 from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
+from perdure.settings.tree import Settings
 from perdure.testing.double import LIMITS, Double, Guests, Refusal, abort, iso, pid_of, run
 from perdure.testing.faults import Faults, Rule, met_rule
 from perdure.types import Limits
@@ -70,7 +71,7 @@ class KubernetesServer(Double):
 
     def __init__(self, state: Path) -> None:
         super().__init__(state)
-        self.guests = Containers(state / "guests")
+        self.guests = Containers(Settings(home=state / "guests"))
         self.state = state
         self.faults = Faults(state / "rules.json", self._about, _caller)
         self.settings = {

@@ -9,6 +9,7 @@ import pytest
 from perdure.agents import npm
 from perdure.agents.codex import CONFIG, KEY, MOUNT, Codex
 from perdure.errors import AgentError
+from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd
 from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
@@ -59,9 +60,9 @@ async def test_a_tarball_of_something_else_is_refused(
 ) -> None:
     """A named tarball without codex in it is told so before anything boots."""
 
-    async def other(tools: Path, name: str) -> Path:
+    async def other(tools: Path, name: str, tarball: Path | None) -> Path:
         return tmp_path
 
     monkeypatch.setattr(npm, "installed", other)
     with pytest.raises(AgentError, match="not a package of codex"):
-        await Codex().install(tmp_path)
+        await Codex().install(tmp_path, AgentSettings())

@@ -75,7 +75,7 @@ def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Regist
     locks.mkdir()
     integrity = "sha512-" + base64.b64encode(hashlib.sha512(TOOL).digest()).decode()
     entry = {"package": "@tests/tool", "version": "1.2.3", "integrity": integrity}
-    (locks / "tool.json").write_text(json.dumps({"any": entry, "tarball_aliases": ["OTHER_NAME"]}))
+    (locks / "tool.json").write_text(json.dumps({"any": entry}))
     monkeypatch.setattr(npm, "LOCKS", locks)
     monkeypatch.setattr("time.sleep", lambda _: None)
     for name in ("registry", "userconfig", "globalconfig"):
@@ -134,12 +134,10 @@ def test_a_refusal_is_final_and_says_what_to_do(registry: Registry, tmp_path: Pa
     assert len(registry.seen) == 1
 
 
-@pytest.mark.parametrize("name", ["PERDURE_AGENTS__TOOL_TARBALL", "OTHER_NAME"])
-def test_a_named_tarball_needs_no_registry(registry: Registry, tmp_path: Path, name: str) -> None:
-    """A host-side tarball, under our name or a document's, is used instead of the registry."""
+def test_a_named_tarball_needs_no_registry(registry: Registry, tmp_path: Path) -> None:
+    """A host-side tarball is used instead of the registry."""
     (tmp_path / "own.tgz").write_bytes(tarball(member("node-v22/bin/node", 0o755)))
-    own = {name: str(tmp_path / "own.tgz")}
-    folder = asyncio.run(npm.installed(tmp_path, "tool", own))
+    folder = asyncio.run(npm.installed(tmp_path, "tool", tmp_path / "own.tgz"))
 
     assert (folder / "bin/node").is_file()
     assert registry.seen == []
@@ -150,7 +148,7 @@ def test_an_absent_tarball_is_named(registry: Registry, tmp_path: Path) -> None:
     with pytest.raises(
         MissingDependency, match=r"PERDURE_AGENTS__TOOL_TARBALL=/nowhere: no such file"
     ):
-        asyncio.run(npm.installed(tmp_path, "tool", {"PERDURE_AGENTS__TOOL_TARBALL": "/nowhere"}))
+        asyncio.run(npm.installed(tmp_path, "tool", Path("/nowhere")))
 
 
 def test_an_unknown_machine_is_named(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.providers.kubernetes import client as kubernetes_client
 from perdure.sandboxes.providers.kubernetes import failures as kubernetes_failures
 from perdure.sandboxes.providers.kubernetes import pods as kubernetes_pods
-from perdure.sandboxes.providers.kubernetes import provider as kubernetes
+from perdure.settings.tree import KubernetesSettings
 from tests.paths import ROOT
 
 FILE = ROOT / kubernetes_failures.ROLE
@@ -35,7 +35,8 @@ def test_sandboxes_have_their_own_namespace_the_providers_default() -> None:
     kinds = {
         one["kind"]
         for one in ALL
-        if one["metadata"].get("namespace", one["metadata"]["name"]) == kubernetes.NAMESPACE
+        if one["metadata"].get("namespace", one["metadata"]["name"])
+        == KubernetesSettings().namespace
     }
 
     assert kinds == {"Namespace", "NetworkPolicy", "Role", "RoleBinding", "ResourceQuota"}
@@ -81,7 +82,7 @@ def test_a_pod_passes_the_namespaces_security() -> None:
         "NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT",
     }  # fmt: skip
     pod = kubernetes_pods.pod_of(
-        SandboxSpec("/testbed"), name="p", image="i", labels={}, annotations={}
+        SandboxSpec("/testbed"), name="p", image="i", labels={}, annotations={}, cluster={}
     )["spec"]
     (container,) = pod["containers"]
     security = container["securityContext"]

@@ -26,7 +26,7 @@ SANDBOXES = (
     "perdure.gateway",
     "perdure.engines",
 )
-DATA = ("pydantic", "asyncio", "perdure.settings")
+DATA = ("pydantic", "asyncio", "perdure.settings.tree")
 
 HEAVY = {
     ("--help",): TABLES + ARRAYS + SERVICES + TEMPORAL + SANDBOXES + DATA,

@@ -6,6 +6,7 @@ import pytest
 
 from perdure.sandboxes.providers.daytona.provider import DaytonaProvider
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
+from perdure.settings.tree import Settings
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ def test_each_key_is_an_account(
     names = []
     for key in ("key-one", "key-two", "key-one"):
         monkeypatch.setenv(variable, key)
-        names.append(provider(tmp_path).account)
+        names.append(provider(Settings(home=tmp_path)).account)
 
     assert names[0] == names[2] != names[1]
     assert "key" not in "".join(names)

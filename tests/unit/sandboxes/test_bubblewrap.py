@@ -24,6 +24,7 @@ from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.sandboxes.host.process import ProcessId, ended, is_alive
 from perdure.sandboxes.host.procfs import marked, started_at
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import Settings
 from perdure.types import Limits
 
 LIMITS = Limits(memory_mb=256, cpus=2, pids=64, disk_mb=16, output_mb=1)
@@ -35,7 +36,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def provider(tmp_path: Path) -> BubblewrapProvider:
-    provider = BubblewrapProvider(tmp_path / "home")
+    provider = BubblewrapProvider(Settings(home=tmp_path / "home"))
     if missing := provider.check():
         pytest.skip(missing[0])
     return provider
@@ -547,7 +548,7 @@ def test_works_without_root(script: str, expected: str) -> None:
     async def run(home: Path) -> bytes:
         (home / "tree/folder").mkdir(parents=True)
         (home / "tree/file").write_text("old")
-        provider = BubblewrapProvider(home)
+        provider = BubblewrapProvider(Settings(home=home))
         async with await provider.create(replace(SPEC, tree=home / "tree"), "one") as box:
             return (await box.exec(script)).stdout
 
@@ -561,7 +562,7 @@ def test_deadline_without_cgroups() -> None:
 
     async def run(home: Path) -> bytes:
         script = "setsid -f flock lock sleep 600; until ! flock -n lock true; do :; done; sleep 600"
-        async with await BubblewrapProvider(home).create(SPEC, "one") as box:
+        async with await BubblewrapProvider(Settings(home=home)).create(SPEC, "one") as box:
             status = (await box.exec(script, timeout=2)).status
             gone = (await box.exec("flock -w 60 lock true")).status
             return f"{status.cause} {gone.ok}".encode()

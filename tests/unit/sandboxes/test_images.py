@@ -21,11 +21,9 @@ from perdure.sandboxes import images
         ("docker.io=mirror.example/hub", "localhost:5000/a:1", "localhost:5000/a:1"),
     ],
 )
-def test_mirror(monkeypatch: pytest.MonkeyPatch, setting: str, name: str, pulled: str) -> None:
+def test_mirror(setting: str, name: str, pulled: str) -> None:
     """A prefix goes before every name; a rule replaces its own registry and no other."""
-    monkeypatch.setenv(images.MIRROR_VARIABLE, setting)
-
-    assert images.mirrored(name) == pulled
+    assert images.mirrored(name, setting) == pulled
 
 
 @pytest.mark.parametrize(
@@ -68,47 +66,38 @@ async def test_one_pull_for_all_who_wait(tmp_path: Path) -> None:
         here.append(f"id of {name}")
         return here[-1]
 
-    got = await asyncio.gather(*(images.present("a:1", tmp_path, find, pull) for _ in range(8)))
+    got = await asyncio.gather(*(images.present("a:1", tmp_path, "", find, pull) for _ in range(8)))
 
     assert (got, here) == (["id of a:1"] * 8, ["id of a:1"])
 
 
-def test_map_names_what_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_map_names_what_was_built(tmp_path: Path) -> None:
     """The map replaces an image by a provider's own template or snapshot."""
     path = tmp_path / "map.json"
     path.write_text(json.dumps({"a:1": {"e2b": "a-1", "daytona": "snapshot:a-1"}, "b:1": "b:2"}))
-    monkeypatch.setenv(images.MAP_VARIABLE, str(path))
     asked = [("e2b", "a:1"), ("daytona", "a:1"), ("docker", "a:1"), ("docker", "b:1"), ("e2b", "c")]
 
-    assert [images.prebuilt(*pair) for pair in asked] == ["a-1", "snapshot:a-1", "a:1", "b:2", "c"]
+    assert [images.prebuilt(*pair, path) for pair in asked] == [
+        "a-1",
+        "snapshot:a-1",
+        "a:1",
+        "b:2",
+        "c",
+    ]
 
 
-@pytest.mark.parametrize(
-    ("file", "key"),
-    [
-        ("PERDURE_E2B__METADATA_FILE", "PERDURE_E2B__METADATA_IMAGE_KEY"),
-        ("SWE_SANDBOX_METADATA_FILE", "SWE_SANDBOX_IMAGE_METADATA_KEY"),
-        ("SLIME_AGENT_SANDBOX_METADATA_FILE", "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY"),
-    ],
-)
-def test_routing_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, key: str) -> None:
+def test_routing_tags(tmp_path: Path) -> None:
     """The file's tags, with the instance's image under the key that the setting names."""
     path = tmp_path / "tags.json"
     path.write_text(json.dumps({"pool": "swe", "image": "default:1"}))
-    monkeypatch.setenv(file, str(path))
-    monkeypatch.setenv(key, "image")
 
-    assert images.routing_tags("own:2") == {"pool": "swe", "image": "own:2"}
-    assert images.routing_tags(None) == {"pool": "swe", "image": "default:1"}
+    assert images.routing_tags("own:2", path, "image") == {"pool": "swe", "image": "own:2"}
+    assert images.routing_tags(None, path, "image") == {"pool": "swe", "image": "default:1"}
 
 
-def test_routing_tags_need_the_key_of_the_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_routing_tags_need_the_key_of_the_image(tmp_path: Path) -> None:
     """A file without that key is refused by the names of file and key."""
     (tmp_path / "tags.json").write_text("{}")
-    monkeypatch.setenv("SWE_SANDBOX_METADATA_FILE", str(tmp_path / "tags.json"))
-    monkeypatch.setenv("SWE_SANDBOX_IMAGE_METADATA_KEY", "image")
 
     with pytest.raises(ConfigurationError, match=r"tags.json lacks the key 'image'"):
-        images.routing_tags("a:1")
+        images.routing_tags("a:1", tmp_path / "tags.json", "image")

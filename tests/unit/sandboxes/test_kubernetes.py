@@ -13,6 +13,7 @@ from perdure.sandboxes.providers.kubernetes import pods
 from perdure.sandboxes.providers.kubernetes.client import CommandOutput
 from perdure.sandboxes.providers.kubernetes.failures import ErrorAnswer, typed
 from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
+from perdure.settings.tree import Settings
 
 pytest.importorskip("aiohttp")
 
@@ -85,8 +86,8 @@ def test_a_pod_file_cannot_open_walls(
     monkeypatch.setenv(pods.POD_VARIABLE, str(tmp_path / "pod.json"))
 
     with pytest.raises(ConfigurationError, match=said):
-        pods.cluster_fields()
-    assert any(said in line for line in KubernetesProvider(tmp_path).check())
+        pods.cluster_fields(Settings().kubernetes)
+    assert any(said in line for line in KubernetesProvider(Settings(home=tmp_path)).check())
 
 
 def test_a_pod_file_adds_to_every_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +95,10 @@ def test_a_pod_file_adds_to_every_pod(tmp_path: Path, monkeypatch: pytest.Monkey
     wanted = {"runtimeClassName": "gvisor", "tolerations": [{"operator": "Exists"}]}
     (tmp_path / "pod.json").write_text(json.dumps(wanted))
     monkeypatch.setenv(pods.POD_VARIABLE, str(tmp_path / "pod.json"))
-    made = pods.pod_of(SandboxSpec("/x"), name="p", image="i", labels={}, annotations={})
+    cluster = pods.cluster_fields(Settings().kubernetes)
+    made = pods.pod_of(
+        SandboxSpec("/x"), name="p", image="i", labels={}, annotations={}, cluster=cluster
+    )
 
     assert {name: made["spec"][name] for name in wanted} == wanted
 

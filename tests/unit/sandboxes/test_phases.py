@@ -12,6 +12,7 @@ from perdure.sandboxes.base import Network
 from perdure.sandboxes.phases import INSTALL_LIMITS
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider
+from perdure.settings.tree import Settings
 from perdure.types import Instance, RolloutRequest, Source, SourceKind
 
 
@@ -108,7 +109,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(
     def providers(name: str) -> Any:
         if name not in made:
             raise ConfigurationError(f"unknown sandbox {name!r}")
-        return made[name](tmp_path)
+        return made[name](Settings(home=tmp_path))
 
     with pytest.raises(ConfigurationError) as refused:
         phases.check(request(**fields), instance(**row), providers)
@@ -118,7 +119,9 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(
 
 def test_a_default_limit_refuses_no_provider(tmp_path: Path) -> None:
     """A provider that cannot hold a limit is refused only if a field sets that limit."""
-    phases.check(request(sandbox="local"), instance(), lambda _: LocalProvider(tmp_path))
+    phases.check(
+        request(sandbox="local"), instance(), lambda _: LocalProvider(Settings(home=tmp_path))
+    )
 
 
 def test_a_phase_is_written_on_the_command_line() -> None:

@@ -10,6 +10,7 @@ import pytest
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.providers.local import LocalProvider
 from perdure.sandboxes.reaper import SweepReport, sweep
+from perdure.settings.tree import Settings
 
 OWNED = {"run": "r", "rollout": "rollout/r/open/0", "attempt": "1"}
 ORPHAN = {**OWNED, "rollout": "rollout/r/closed/0"}
@@ -19,7 +20,7 @@ SPEC = SandboxSpec(workdir="/testbed", ttl_s=HOUR)
 
 @pytest.fixture
 async def provider(tmp_path: Path) -> AsyncIterator[LocalProvider]:
-    provider = LocalProvider(tmp_path / "home")
+    provider = LocalProvider(Settings(home=tmp_path / "home"))
     yield provider
     for info in await provider.list():
         await provider.kill(info.identity)

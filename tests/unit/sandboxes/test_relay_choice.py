@@ -10,6 +10,7 @@ from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider
 from perdure.sandboxes.relay.carriers import LARGEST_LINE, Lines
 from perdure.sandboxes.relay.choice import Reach, choose_reach, open_from_inside, unreachable
+from perdure.settings.tree import Settings
 
 ROUTABLE = "http://10.1.2.3:18001"
 UNROUTABLE = [
@@ -51,7 +52,7 @@ def test_auto_takes_the_nearest_way(
     tmp_path: Path, kind: type[SandboxProvider], url: str, expected: Reach
 ) -> None:
     """The socket on this host, else a routable URL, else the best relay that the provider allows."""
-    assert choose_reach("auto", kind(tmp_path), url) == expected  # type: ignore[call-arg]
+    assert choose_reach("auto", kind(Settings(home=tmp_path)), url) == expected  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("url", UNROUTABLE)
@@ -59,7 +60,7 @@ def test_an_address_of_this_host_alone_is_refused(tmp_path: Path, url: str) -> N
     """A sandbox elsewhere cannot open a loopback, unspecified or socket address: the error names
     field and fix."""
     with pytest.raises(ConfigurationError, match=r"gateway.url .* PERDURE_GATEWAY__URL"):
-        choose_reach("url", Remote(tmp_path), url)
+        choose_reach("url", Remote(Settings(home=tmp_path)), url)
 
 
 @pytest.mark.parametrize("reach", ["socket", "dial"])
@@ -68,12 +69,12 @@ def test_a_way_that_the_provider_lacks_is_refused(tmp_path: Path, reach: Reach) 
     with pytest.raises(
         ConfigurationError, match=f"gateway.reach = {reach}: .*PERDURE_GATEWAY__REACH"
     ):
-        choose_reach(reach, Remote(tmp_path), ROUTABLE)
+        choose_reach(reach, Remote(Settings(home=tmp_path)), ROUTABLE)
 
 
 async def test_an_address_that_does_not_open_inside_is_named(tmp_path: Path) -> None:
     """Seen from inside a sandbox without a network, before any agent starts."""
-    provider = BubblewrapProvider(tmp_path)
+    provider = BubblewrapProvider(Settings(home=tmp_path))
     if missing := provider.check():
         pytest.skip(missing[0])
     async with await provider.create(SandboxSpec("/testbed"), "p-reach-1") as sandbox:

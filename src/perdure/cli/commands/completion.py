@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from perdure.errors import ConfigurationError
+
 HOW = {
     "bash": 'add to ~/.bashrc: eval "$(perdure completion bash)"',
     "zsh": 'add to ~/.zshrc: eval "$(perdure completion zsh)"',
@@ -56,14 +58,12 @@ def datasets(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
 
 def _folders(kind: str) -> list[str]:
     """Names in a local store; none for another store, and none after an error."""
-    from pydantic import ValidationError
-
-    from perdure.settings.tree import Settings
+    from perdure.settings.load import load_settings
 
     try:
-        root = Path(Settings().store_url.removeprefix("file://"))
+        root = Path(load_settings().store_url.removeprefix("file://"))
         return sorted(entry.name for entry in (root / kind).iterdir())
-    except (OSError, ValidationError):
+    except (OSError, ConfigurationError):
         return []
 
 

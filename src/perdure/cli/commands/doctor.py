@@ -4,7 +4,6 @@ One function per check. A check that raises is reported as missing.
 """
 
 import asyncio
-import os
 import platform
 import shutil
 import sys
@@ -15,6 +14,7 @@ import click
 
 from perdure.cli.console import answer, json_option
 from perdure.errors import PerdureError
+from perdure.settings import environment
 from perdure.settings.load import load_settings, value
 from perdure.settings.tree import Settings
 from perdure.stack import lifecycle, ports
@@ -87,7 +87,9 @@ def podman(settings: Settings) -> Finding:
 
 
 def docker(settings: Settings) -> Finding:
-    where = os.environ.get("DOCKER_HOST") or os.environ.get("DOCKER_CONTEXT") or "this host"
+    where = (
+        environment.foreign("DOCKER_HOST") or environment.foreign("DOCKER_CONTEXT") or "this host"
+    )
     return _containers(settings, "docker", f"an engine answers at {where}")
 
 
@@ -112,7 +114,7 @@ def e2b(settings: Settings) -> Finding:
     problems = provider(settings, "e2b").check()
     if problems:
         return Finding("e2b", "note", f"--sandbox e2b cannot be used: {problems[0]}")
-    where = os.environ.get("E2B_API_URL") or os.environ.get("E2B_DOMAIN") or "e2b.app"
+    where = environment.foreign("E2B_API_URL") or environment.foreign("E2B_DOMAIN") or "e2b.app"
     return Finding("e2b", "ok", f"E2B_API_KEY is set, sandboxes at {where}")
 
 
@@ -122,7 +124,7 @@ def daytona(settings: Settings) -> Finding:
     problems = provider(settings, "daytona").check()
     if problems:
         return Finding("daytona", "note", f"--sandbox daytona cannot be used: {problems[0]}")
-    where = os.environ.get("DAYTONA_API_URL") or "https://app.daytona.io/api"
+    where = environment.foreign("DAYTONA_API_URL") or "https://app.daytona.io/api"
     return Finding("daytona", "ok", f"DAYTONA_API_KEY is set, sandboxes at {where}")
 
 

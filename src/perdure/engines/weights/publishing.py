@@ -5,7 +5,6 @@ update read it there. How an engine takes weights is in `update`; the sync twin 
 """
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,6 +29,8 @@ from perdure.engines.weights.update import (
 )
 from perdure.errors import ConfigurationError, NotFound
 from perdure.home import load_secret
+from perdure.settings import environment
+from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.types import Frozen
@@ -69,7 +70,7 @@ class Weights:
 
         Raises: ConfigurationError.
         """
-        self._settings = settings or Settings()
+        self._settings = settings or load_settings()
         self._store = open_store(self._settings)
         secret = load_secret(self._settings)
         roster = roster_key(secret)
@@ -81,7 +82,7 @@ class Weights:
         self._updates = WeightUpdates(
             StoredRoster(self._store, roster),
             self._client,
-            api_key=os.environ.get(self._settings.engine.api_key_env, ""),
+            api_key=environment.named(self._settings.engine.api_key_env),
             control_key=engine_keys(secret).control,
             notice_s=notice_s,
         )

@@ -9,8 +9,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 import structlog
@@ -27,6 +26,7 @@ from perdure.sandboxes.base import Sandbox, SandboxInfo, SandboxProvider, Sandbo
 from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.guest.interpreters import with_interpreters
 from perdure.sandboxes.guest.retries import again
+from perdure.settings.tree import Settings
 
 CALLED_OFF_S = 5.0
 """Seconds that a cancelled create may take to end. After that its outcome is unknown."""
@@ -38,11 +38,15 @@ log = structlog.get_logger()
 
 class ServiceProvider(SandboxProvider):
     runs_images = True
-    scope_variable: ClassVar[str]
-    """Variable that names the deployment, if several hosts share one or several share an account."""
 
-    def __init__(self, home: Path) -> None:
-        self.root = home.absolute() / self.name
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.root = settings.home.absolute() / self.name
+
+    @property
+    @abstractmethod
+    def _named_scope(self) -> str:
+        """The deployment's name, if the settings give one: several hosts may share it."""
 
     @abstractmethod
     async def _create(self, spec: SandboxSpec, identity: str) -> Sandbox:
@@ -50,7 +54,10 @@ class ServiceProvider(SandboxProvider):
 
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         check_identity(identity)
-        image, mounts = images.prebuilt(self.name, spec.image), with_interpreters(spec.mounts)
+        image, mounts = (
+            images.prebuilt(self.name, spec.image, self.settings.sandbox.image_map),
+            with_interpreters(spec.mounts),
+        )
         spec = replace(spec, image=image, mounts=mounts)
         self._check_spec(spec)
         making = asyncio.create_task(self._create(spec, identity))
@@ -81,7 +88,7 @@ class ServiceProvider(SandboxProvider):
     @property
     def _is_unused(self) -> bool:
         """This host never made a sandbox here, so there is nothing to sweep."""
-        return not self.root.exists() and self.scope_variable not in os.environ
+        return not self.root.exists() and not self._named_scope
 
     @abstractmethod
     async def _list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
@@ -119,8 +126,8 @@ class ServiceProvider(SandboxProvider):
     @property
     def _scope(self) -> str:
         """The deployment. Sandboxes of others are never adopted, listed or killed."""
-        if named := os.environ.get(self.scope_variable):
-            return named
+        if self._named_scope:
+            return self._named_scope
         path = self.root / "scope"
         if not path.exists():
             self.root.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta
 from perdure.sandboxes.host.sandbox import HostSandbox
 from perdure.sandboxes.host.teardown import GRAVE, destroy, lock_of
 from perdure.sandboxes.locks import locked
+from perdure.settings.tree import Settings
 
 STALE_S = 600.0
 """Seconds after which an unfinished or half-removed folder counts as abandoned."""
@@ -27,8 +28,9 @@ class HostProvider(SandboxProvider):
 
     host_bound = True
 
-    def __init__(self, home: Path) -> None:
-        self.root = home.absolute() / "sandboxes" / self.name
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.root = settings.home.absolute() / "sandboxes" / self.name
 
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         check_identity(identity)

@@ -35,9 +35,8 @@ from perdure.sandboxes.host.namespaces import (
 )
 from perdure.sandboxes.host.programs import program
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
+from perdure.settings import environment
 
-PROGRAM_VARIABLE = "PERDURE_APPTAINER__PROGRAM"
-"""Path of the program if it is not on the system path, as on clusters with environment modules."""
 LEAST_VERSION = (1, 1)
 """The first version that makes overlays and reads images without setuid."""
 
@@ -71,10 +70,15 @@ class ApptainerProvider(NamespaceProvider):
     name = "apptainer"
     runs_images = True
 
+    @property
+    def _binary(self) -> str:
+        """Raises: MissingDependency."""
+        return _binary(self.settings.apptainer.program)
+
     def check(self) -> Sequence[str]:
         try:
             program("mount")
-            version = _version()
+            version = _version(self._binary)
         except (MissingDependency, RetryHere) as error:
             return [str(error)]
         if version < LEAST_VERSION:
@@ -94,7 +98,7 @@ class ApptainerProvider(NamespaceProvider):
             workdir=spec.workdir,
             env={**ENVIRONMENT, **variables, **spec.env},
             enforced=enforced(plan, spec),
-            farewell=tuple(stop_command(_name(box))),
+            farewell=tuple(stop_command(self._binary, _name(box))),
         )
         box.lay_out(meta, spec.ttl_s)
         holder = Holder(
@@ -107,8 +111,8 @@ class ApptainerProvider(NamespaceProvider):
 
     def command_over(self, image: Path, spec: SandboxSpec, box: Box) -> list[str]:
         """What the keeper runs in the box's folder after it has mounted the disk there."""
-        start = shlex.join(start_command(image, spec, box))
-        script = HOLD.format(start=start, stop=shlex.join(stop_command(_name(box))))
+        start = shlex.join(start_command(self._binary, image, spec, box))
+        script = HOLD.format(start=start, stop=shlex.join(stop_command(self._binary, _name(box))))
         return ["/usr/bin/env", f"PERDURE_BOX={box.path}", *_settings(), "sh", "-c", script]
 
     def _handle(self, box: Box, meta: BoxMeta) -> ApptainerSandbox:
@@ -130,13 +134,16 @@ class ApptainerProvider(NamespaceProvider):
             return str(folder) if folder.is_dir() else None
 
         async def pull(mirrored: str) -> str:
-            return await asyncio.to_thread(_build, name, mirrored, folder)
+            return await asyncio.to_thread(_build, self._binary, name, mirrored, folder)
 
-        return Path(await images.present(name, self.root / ".pulls", find, pull))
+        mirror = self.settings.sandbox.image_mirror
+        return Path(await images.present(name, self.root / ".pulls", mirror, find, pull))
 
     async def _variables(self, image: Path) -> Mapping[str, str]:
         """The variables that the image sets, as a command in it sees them."""
-        said = await asyncio.to_thread(_apptainer, "exec", "--containall", str(image), "env")
+        said = await asyncio.to_thread(
+            _apptainer, self._binary, "exec", "--containall", str(image), "env"
+        )
         pairs = (line.split("=", 1) for line in said.splitlines() if "=" in line)
         return {name: value for name, value in pairs if not OWN_VARIABLES.search(name)}
 
@@ -150,7 +157,7 @@ class ApptainerProvider(NamespaceProvider):
         shutil.copytree(self._etc, folder / "etc", symlinks=True, dirs_exist_ok=True)
 
 
-def start_command(image: Path, spec: SandboxSpec, box: Box) -> list[str]:
+def start_command(binary: str, image: Path, spec: SandboxSpec, box: Box) -> list[str]:
     """`apptainer instance start` of one sandbox, in the box's folder."""
     disk = box.path / "disk"
     mounts = [
@@ -164,7 +171,7 @@ def start_command(image: Path, spec: SandboxSpec, box: Box) -> list[str]:
     network = [] if spec.network is Network.HOST else ["--net", "--network", "none"]
     resolver = resolver_of(spec.network)
     return [
-        *(_binary(), "instance", "start", "--containall", "--cleanenv", "--no-home"),
+        *(binary, "instance", "start", "--containall", "--cleanenv", "--no-home"),
         *(["--userns"] if os.geteuid() or needs_own_users() else ["--no-privs"]),
         *(*network, "--hostname", "sandbox"),
         *("--overlay", str(disk / "over"), "--workdir", str(disk / "session")),
@@ -174,30 +181,30 @@ def start_command(image: Path, spec: SandboxSpec, box: Box) -> list[str]:
     ]
 
 
-def stop_command(name: str) -> list[str]:
+def stop_command(binary: str, name: str) -> list[str]:
     return [
-        *("/usr/bin/env", *_settings(), _binary()),
+        *("/usr/bin/env", *_settings(), binary),
         *("instance", "stop", "--signal", "KILL", "--timeout", "2", name),
     ]
 
 
-def _build(name: str, mirrored: str, folder: Path) -> str:
+def _build(binary: str, name: str, mirrored: str, folder: Path) -> str:
     """Unpack under a draft name, then rename: a folder of that name is complete."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = folder.with_name(f"{DRAFT}{uuid4().hex}")
     try:
-        _apptainer("build", "--sandbox", str(draft), f"docker://{mirrored}", pulls=name)
+        _apptainer(binary, "build", "--sandbox", str(draft), f"docker://{mirrored}", pulls=name)
         draft.rename(folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return str(folder)
 
 
-def _apptainer(*arguments: str, pulls: str = "") -> str:
+def _apptainer(binary: str, *arguments: str, pulls: str = "") -> str:
     """What it printed. Raises: RetryHere with its last line; for a pull, what `images.refused` says."""
     try:
         done = subprocess.run(
-            [_binary(), *arguments],
+            [binary, *arguments],
             capture_output=True,
             check=False,
             timeout=images.PULL_TIMEOUT_S,
@@ -216,22 +223,21 @@ def _apptainer(*arguments: str, pulls: str = "") -> str:
     return done.stdout.decode("utf-8", "replace")
 
 
-def _binary() -> str:
+def _binary(named: Path | None) -> str:
     """Raises: MissingDependency."""
-    return os.environ.get(PROGRAM_VARIABLE) or program("apptainer")
+    return str(named) if named else program("apptainer")
 
 
-def _version() -> tuple[int, ...]:
+def _version(binary: str) -> tuple[int, ...]:
     """`apptainer version 1.4.1-1.el9` -> (1, 4, 1)."""
-    found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", _apptainer("--version"))
+    found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", _apptainer(binary, "--version"))
     return tuple(int(part) for part in found.groups() if part) if found else ()
 
 
 def _settings() -> list[str]:
     """What it needs to find the instances and the cache of this user."""
     names = ("HOME", "USER", "APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
-    found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    return [f"PATH={SYSTEM_PATH}", *found]
+    return [f"PATH={SYSTEM_PATH}", *environment.assignments(names)]
 
 
 def _name(box: Box) -> str:

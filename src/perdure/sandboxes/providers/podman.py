@@ -33,6 +33,7 @@ from perdure.sandboxes.host.namespaces import (
 )
 from perdure.sandboxes.host.programs import missing_programs, program
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
+from perdure.settings import environment
 
 ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=32768:32768")
 """Limits of pid 1. Podman's defaults are higher than it may set inside most containers."""
@@ -125,7 +126,8 @@ class PodmanProvider(NamespaceProvider):
         async def pull(name: str) -> str:
             return await asyncio.to_thread(_pull, name)
 
-        found = await images.present(name, self.root / ".pulls", find, pull)
+        mirror = self.settings.sandbox.image_mirror
+        found = await images.present(name, self.root / ".pulls", mirror, find, pull)
         return await asyncio.to_thread(_mounted, found)
 
 
@@ -232,8 +234,7 @@ def _try_runtime(name: str, root: str) -> str | None:
 def _variables() -> list[str]:
     """What podman needs to find the storage of this user."""
     names = ("HOME", "XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF")
-    found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    return [f"PATH={SYSTEM_PATH}", *found]
+    return [f"PATH={SYSTEM_PATH}", *environment.assignments(names)]
 
 
 def _in_own_users(

@@ -4,7 +4,6 @@ Only the asynchronous client is used: the synchronous one repeats a command afte
 """
 
 import asyncio
-import os
 import re
 import warnings
 from collections.abc import AsyncIterator, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perdure.errors import ConfigurationError
+from perdure.settings import environment
 
 if TYPE_CHECKING:
     from daytona import AsyncDaytona
@@ -32,13 +32,13 @@ async def client() -> "AsyncDaytona":
 
     Raises: ConfigurationError when the SDK would read a setting from a `.env` file here.
     """
-    environment = {name: os.environ.get(name, "") for name in NAMES}
+    account = {name: environment.foreign(name) for name in NAMES}
     loop = asyncio.get_running_loop()
-    place = (loop, environment["DAYTONA_API_URL"], environment["DAYTONA_API_KEY"])
+    place = (loop, account["DAYTONA_API_URL"], account["DAYTONA_API_KEY"])
     if place not in _clients:
         await asyncio.to_thread(_import)  # it takes seconds, and heartbeats must go on
     if place not in _clients:
-        made = _make(environment)
+        made = _make(account)
         closing = _close_with_loop(made, place)
         _clients[place] = made, closing
         await anext(closing)
@@ -98,7 +98,7 @@ def unread_file(folder: Path) -> str:
             continue
         for line in lines:
             found = re.match(r"\s*(?:export\s+)?(DAYTONA_[A-Z_]+)\s*=", line)
-            if found and found[1] not in os.environ:
+            if found and not environment.foreign(found[1]):
                 return (
                     f"{found[1]} is set in {folder / name}, which the Daytona SDK would read: "
                     "export it in the worker's environment, or remove it from that file"

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -43,6 +42,8 @@ from perdure.sandboxes.guest.sandbox import MARK, GuestSandbox
 from perdure.sandboxes.guest.service import ServiceProvider
 from perdure.sandboxes.providers.daytona.client import client, unread_file
 from perdure.sandboxes.providers.daytona.failures import typed
+from perdure.settings import environment
+from perdure.settings.tree import Settings
 from perdure.types import AccountCaps
 
 if TYPE_CHECKING:
@@ -184,22 +185,25 @@ class DaytonaProvider(ServiceProvider):
     where several hosts share one or several deployments share an account."""
 
     name = "daytona"
-    scope_variable = "PERDURE_DAYTONA__SCOPE"
     dials = True
     limits = frozenset({"output_mb"})  # a snapshot has the others
     account_caps = AccountCaps(creates_per_s=5, starting=32)
     """What the smallest account allows. Refusals show its quota."""
 
-    def __init__(self, home: Path) -> None:
-        super().__init__(home)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self.connection = Connection()
         self._key_works = False
         self.silences = Silences()
 
     @property
+    def _named_scope(self) -> str:
+        return self.settings.daytona.scope
+
+    @property
     def account(self) -> str:
         names = ("DAYTONA_API_URL", "DAYTONA_ORGANIZATION_ID", "DAYTONA_API_KEY")
-        whose = "\n".join(os.environ.get(name, "") for name in names)
+        whose = "\n".join(environment.foreign(name) for name in names)
         return f"{self.name}-{hashlib.sha256(whose.encode()).hexdigest()[:8]}"
 
     def check(self) -> Sequence[str]:
@@ -208,8 +212,10 @@ class DaytonaProvider(ServiceProvider):
             metadata.version("daytona")
         except metadata.PackageNotFoundError:
             missing.append("the daytona package is missing; pip install 'perdure[daytona]'")
-        token = os.environ.get("DAYTONA_JWT_TOKEN") and os.environ.get("DAYTONA_ORGANIZATION_ID")
-        if not os.environ.get("DAYTONA_API_KEY") and not token:
+        token = environment.foreign("DAYTONA_JWT_TOKEN") and environment.foreign(
+            "DAYTONA_ORGANIZATION_ID"
+        )
+        if not environment.foreign("DAYTONA_API_KEY") and not token:
             missing.append("DAYTONA_API_KEY is not set; make a key at https://app.daytona.io")
         elif surprise := unread_file(Path.cwd()):
             missing.append(surprise)
@@ -301,7 +307,7 @@ class DaytonaProvider(ServiceProvider):
     async def _ask(
         self, spec: SandboxSpec, identity: str, own: Mapping[str, str]
     ) -> "AsyncSandbox":
-        params = _params(spec)
+        params = _params(spec, self.settings.daytona.snapshot)
         params.name, params.labels = self._name(identity), dict(own)
 
         async def create() -> "AsyncSandbox":
@@ -405,7 +411,7 @@ class DaytonaProvider(ServiceProvider):
         return done
 
 
-def _params(spec: SandboxSpec) -> Any:
+def _params(spec: SandboxSpec, default_snapshot: str) -> Any:
     """The parameters of a create. A tree is uploaded into a snapshot; without one, the image is
     booted."""
     from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams, Resources
@@ -422,7 +428,7 @@ def _params(spec: SandboxSpec) -> Any:
     image = spec.image if spec.tree is None else None
     if image is None or image.startswith(SNAPSHOT):
         snapshot = (image or "").removeprefix(SNAPSHOT)
-        snapshot = snapshot or os.environ.get("PERDURE_DAYTONA__SNAPSHOT", "")
+        snapshot = snapshot or default_snapshot
         return CreateSandboxFromSnapshotParams(snapshot=snapshot or None, **common)
     limits = spec.limits
     resources = Resources(

@@ -7,7 +7,6 @@ decides. The program itself reads `DOCKER_HOST`, contexts and TLS settings.
 import asyncio
 import contextlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError
 from perdure.sandboxes.guest.retries import Conflict, Missing
 from perdure.sandboxes.host.programs import program
+from perdure.settings import environment
 
 GONE = (
     "no such container",
@@ -101,15 +101,15 @@ def objects(printed: bytes) -> list[dict[str, Any]]:
 
 def is_on_this_host() -> bool:
     """Whether the engine's address is a unix socket. It does not call the engine."""
-    if address := os.environ.get("DOCKER_HOST"):
+    if address := environment.foreign("DOCKER_HOST"):
         return address.startswith("unix:")
     return _context() in ("", "default") or not _is_remote(_context())
 
 
 def _context() -> str:
-    if named := os.environ.get("DOCKER_CONTEXT"):
+    if named := environment.foreign("DOCKER_CONTEXT"):
         return named
-    folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+    folder = Path(environment.foreign("DOCKER_CONFIG") or Path.home() / ".docker")
     try:
         return str(json.loads((folder / "config.json").read_text()).get("currentContext", ""))
     except (OSError, ValueError, AttributeError):
@@ -118,7 +118,7 @@ def _context() -> str:
 
 def _is_remote(context: str) -> bool:
     """Reads every context, because their folders are named by digests."""
-    folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+    folder = Path(environment.foreign("DOCKER_CONFIG") or Path.home() / ".docker")
     for path in folder.glob("contexts/meta/*/meta.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             meta = json.loads(path.read_text())

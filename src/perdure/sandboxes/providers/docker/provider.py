@@ -7,7 +7,6 @@ commands and keeps their records. Folders of this host are bound if the engine s
 import asyncio
 import io
 import json
-import os
 import subprocess
 import tarfile
 import time
@@ -29,7 +28,6 @@ from perdure.sandboxes.base import Mount, PortStream, Sandbox, SandboxInfo, Sand
 from perdure.sandboxes.checks import check_folders, check_identity
 from perdure.sandboxes.guest.containers import (
     DEADLINE,
-    IMAGE,
     ROOT,
     ContainerSandbox,
     lacks_programs,
@@ -41,8 +39,7 @@ from perdure.sandboxes.guest.service import ServiceProvider
 from perdure.sandboxes.host.programs import program
 from perdure.sandboxes.providers.docker import cli
 from perdure.sandboxes.providers.docker.run import SPARE_PIDS, DockerEngine, engine_of, run_command
-
-IMAGE_VARIABLE = "PERDURE_DOCKER__IMAGE"
+from perdure.settings.tree import Settings
 
 REQUEST_S = 60.0
 BOOT_S = 300.0
@@ -158,16 +155,19 @@ class DockerProvider(ServiceProvider):
 
     name = "docker"
     dials = True
-    scope_variable = "PERDURE_DOCKER__SCOPE"
 
-    def __init__(self, home: Path) -> None:
-        super().__init__(home)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self.host_bound = cli.is_on_this_host()
         self._asked: DockerEngine | None = None
         self._ids: dict[str, tuple[float, str]] = {}
         """Image name -> until when to trust it, and the image's id."""
         self._variables: dict[str, Mapping[str, str]] = {}
         """Image id -> the variables it sets."""
+
+    @property
+    def _named_scope(self) -> str:
+        return self.settings.docker.scope
 
     @property
     def sees_host(self) -> bool:
@@ -247,10 +247,10 @@ class DockerProvider(ServiceProvider):
         name = self._name(identity)
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         engine = await self._engine()
-        image = await self._present(spec.image or os.environ.get(IMAGE_VARIABLE) or IMAGE)
+        image = await self._present(spec.image or self.settings.docker.image)
         labels = self._labels(identity, self._own(spec, engine, self._variables[image]))
         try:
-            command = run_command(spec, name, image, labels, engine)
+            command = run_command(spec, name, image, labels, engine, settings=self.settings.docker)
             await cli.done(*command, seconds=BOOT_S, what="run")
         except Conflict:  # another creator was quicker: both use its container
             return await again(lambda: self._made(name))
@@ -319,8 +319,9 @@ class DockerProvider(ServiceProvider):
         """The id of the image of this name. Pulls it if the engine does not have it."""
         until, found = self._ids.get(name, (0.0, ""))
         if time.monotonic() > until:
+            mirror = self.settings.sandbox.image_mirror
             found = await again(
-                lambda: images.present(name, self.root / "pulls", self._image, self._pull)
+                lambda: images.present(name, self.root / "pulls", mirror, self._image, self._pull)
             )
             self._ids[name] = time.monotonic() + IMAGE_STAYS_S, found
         return found

@@ -11,9 +11,8 @@ from perdure.sandboxes.base import Mount, Network, SandboxSpec
 from perdure.sandboxes.guest.containers import CAPABILITIES, ROOT, init_command
 from perdure.sandboxes.guest.sandbox import FOLDER
 from perdure.sandboxes.providers.docker import cli
+from perdure.settings.tree import DockerSettings
 
-NETWORK_VARIABLE = "PERDURE_DOCKER__NETWORK"
-RUNTIME_VARIABLE = "PERDURE_DOCKER__RUNTIME"
 SPARE_PIDS = 32
 """Added to the pids limit, so that the guest can run when commands have used up the limit."""
 NO_FILES = 20000
@@ -49,11 +48,16 @@ def agent_user() -> str:
 
 
 def run_command(
-    spec: SandboxSpec, name: str, image: str, labels: Mapping[str, str], engine: DockerEngine
+    spec: SandboxSpec,
+    name: str,
+    image: str,
+    labels: Mapping[str, str],
+    engine: DockerEngine,
+    *,
+    settings: DockerSettings,
 ) -> list[str]:
     """`docker run` of one sandbox. The root folder of an instance's own image is writable."""
-    network = os.environ.get(NETWORK_VARIABLE) or "none"
-    runtime = os.environ.get(RUNTIME_VARIABLE)
+    network, runtime = settings.network or "none", settings.runtime
     owner = ROOT if spec.image else agent_user()
     folders = [HOME, *([] if spec.image else ["/tmp"])]
     if not spec.image and any(mount.target.startswith("/root/") for mount in spec.mounts):

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import hashlib
 import math
-import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -43,6 +42,8 @@ from perdure.sandboxes.guest.retries import (
 from perdure.sandboxes.guest.sandbox import GuestSandbox
 from perdure.sandboxes.guest.service import ServiceProvider
 from perdure.sandboxes.providers.e2b.failures import typed
+from perdure.settings import environment
+from perdure.settings.tree import Settings
 from perdure.types import AccountCaps
 
 if TYPE_CHECKING:
@@ -181,25 +182,28 @@ class E2BProvider(ServiceProvider):
     limits = frozenset({"output_mb"})  # the template has the others
     account_caps = AccountCaps(creates_per_s=5, starting=16)
     """What a paid account allows. Refusals show how many live sandboxes it allows."""
-    scope_variable = "PERDURE_E2B__SCOPE"
 
-    def __init__(self, home: Path) -> None:
-        super().__init__(home)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self.connection = Connection()
         self.silences = Silences()
         self._key_works = False
 
     def _check_spec(self, spec: SandboxSpec) -> None:
         super()._check_spec(spec)
-        if not TEMPLATE.fullmatch(_template(spec)):
+        if not TEMPLATE.fullmatch(self._template(spec)):
             raise ConfigurationError(
                 f"environment.image: {spec.image!r} is not an E2B template; build one from the image "
                 "(`e2b template build`) and name it there"
             )
 
     @property
+    def _named_scope(self) -> str:
+        return self.settings.e2b.scope
+
+    @property
     def account(self) -> str:
-        key = os.environ.get("E2B_API_KEY", "")
+        key = environment.foreign("E2B_API_KEY")
         return f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
     def check(self) -> Sequence[str]:
@@ -208,7 +212,7 @@ class E2BProvider(ServiceProvider):
             metadata.version("e2b")
         except metadata.PackageNotFoundError:
             missing.append("the e2b package is missing; pip install 'perdure[e2b]'")
-        if not os.environ.get("E2B_API_KEY"):
+        if not environment.foreign("E2B_API_KEY"):
             missing.append("E2B_API_KEY is not set; make a key at https://e2b.dev/dashboard")
         return missing
 
@@ -297,7 +301,7 @@ class E2BProvider(ServiceProvider):
     async def _ask(self, spec: SandboxSpec, own: Mapping[str, str], key: str) -> "AsyncSandbox":
         from e2b import AsyncSandbox
 
-        template = _template(spec)
+        template = self._template(spec)
         try:
             sdk = await self._once(
                 "create",
@@ -322,9 +326,20 @@ class E2BProvider(ServiceProvider):
             raise
         return sdk
 
+    def _template(self, spec: SandboxSpec) -> str:
+        """The template to boot. A tree is uploaded into the default one. Without a tree it is the
+        image, unless routing tags lead to that."""
+        if spec.tree is None and spec.image is not None and not self._routing_tags(spec.image):
+            return spec.image
+        return self.settings.e2b.template
+
+    def _routing_tags(self, image: str | None) -> dict[str, str]:
+        e2b = self.settings.e2b
+        return images.routing_tags(image, e2b.metadata_file, e2b.metadata_image_key)
+
     def _metadata(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
         return {
-            **images.routing_tags(spec.image),
+            **self._routing_tags(spec.image),
             **spec.labels,
             f"{OWN}scope": self._scope,
             f"{OWN}identity": identity,
@@ -431,11 +446,3 @@ def _noted(hint: Path) -> str | None:
         return hint.read_text()
     except FileNotFoundError:
         return None
-
-
-def _template(spec: SandboxSpec) -> str:
-    """The template to boot. A tree is uploaded into the default one. Without a tree it is the image,
-    unless routing tags lead to that."""
-    if spec.tree is None and spec.image is not None and not images.routing_tags(spec.image):
-        return spec.image
-    return os.environ.get("PERDURE_E2B__TEMPLATE") or "base"

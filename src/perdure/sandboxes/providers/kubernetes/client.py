@@ -6,7 +6,6 @@ a command. Answers are read as plain JSON, whatever the API's version.
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.providers.kubernetes import failures
+from perdure.settings import environment
 
 T = TypeVar("T")
 
@@ -178,51 +178,50 @@ class _Clients:
 _clients: dict[tuple[Any, ...], _Clients] = {}
 
 
-async def pod_api(namespace: str, request_s: float) -> PodApi:
+async def pod_api(context: str, namespace: str, request_s: float) -> PodApi:
     """Calls by this loop's clients, which are made at the first call and closed with the loop.
 
     Raises: ConfigurationError when no cluster is configured.
     """
-    place = _place()
+    place = _place(context)
     if place not in _clients:
         await asyncio.to_thread(_import)  # it takes seconds, and heartbeats must go on
-        configuration = await _configuration()
+        configuration = await _configuration(context)
         if place not in _clients:
             await _make(configuration, place)
     found = _clients[place]
     return PodApi(found.api, found.sockets, namespace, request_s)
 
 
-async def renew_credentials() -> None:
+async def renew_credentials(context: str) -> None:
     """Read the credentials again: a kubeconfig program's tokens last minutes. Running calls go on.
 
     Raises: ConfigurationError when they cannot be read.
     """
-    found = _clients[_place()]
+    found = _clients[_place(context)]
     async with found.reading:
         # of many calls that were refused, only the first reads them
         if time.monotonic() - found.last_read_at > failures.REFUSAL_PASSES_S / 2:
-            await _read_credentials(found.api.configuration)
+            await _read_credentials(found.api.configuration, context)
             found.last_read_at = time.monotonic()
 
 
 def configured() -> str:
     """The kubeconfig files; empty when running in a cluster. Raises: ConfigurationError."""
-    if named := os.environ.get("KUBECONFIG"):
+    if named := environment.foreign("KUBECONFIG"):
         return named
     own = Path("~/.kube/config").expanduser()
     if own.exists():
         return str(own)
-    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+    if environment.foreign("KUBERNETES_SERVICE_HOST"):
         return ""
     raise ConfigurationError(
         "no Kubernetes cluster is configured: set KUBECONFIG, or run the worker within the cluster"
     )
 
 
-def _place() -> tuple[Any, ...]:
-    names = ("KUBECONFIG", CONTEXT_VARIABLE)
-    return asyncio.get_running_loop(), *(os.environ.get(name, "") for name in names)
+def _place(context: str) -> tuple[Any, ...]:
+    return asyncio.get_running_loop(), environment.foreign("KUBECONFIG"), context
 
 
 def _import() -> None:
@@ -231,24 +230,23 @@ def _import() -> None:
     import kubernetes_asyncio.stream  # noqa: F401
 
 
-async def _configuration() -> Any:
+async def _configuration(context: str) -> Any:
     from kubernetes_asyncio.client import Configuration
 
     made = Configuration()
     made.connection_pool_maxsize = 0  # no limit: each running command holds a connection
-    await _read_credentials(made)
+    await _read_credentials(made, context)
     return made
 
 
-async def _read_credentials(made: Any) -> None:
+async def _read_credentials(made: Any, context: str) -> None:
     """Read the credentials into the configuration that the clients use."""
     from kubernetes_asyncio import config
 
     files = configured()
     try:
         if files:
-            context = os.environ.get(CONTEXT_VARIABLE) or None
-            await config.load_kube_config(files, context, made, persist_config=False)
+            await config.load_kube_config(files, context or None, made, persist_config=False)
         else:
             config.load_incluster_config(made)  # type: ignore[no-untyped-call]  # left so
     except Exception as error:  # for a wrong file, the reader raises any error

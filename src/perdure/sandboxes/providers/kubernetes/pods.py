@@ -4,10 +4,8 @@ Pure functions on JSON. The provider makes the calls.
 """
 
 import json
-import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from perdure.errors import ConfigurationError
@@ -15,6 +13,7 @@ from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.guest.containers import CAPABILITIES, ROOT, init_command
 from perdure.sandboxes.guest.sandbox import FOLDER
 from perdure.sandboxes.providers.kubernetes.client import CONTAINER
+from perdure.settings.tree import KubernetesSettings
 
 Pod = Mapping[str, Any]
 """The JSON object of a pod."""
@@ -46,6 +45,7 @@ def pod_of(
     image: str,
     labels: Mapping[str, str],
     annotations: Mapping[str, str],
+    cluster: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The whole object to create."""
     return {
@@ -57,7 +57,7 @@ def pod_of(
             "annotations": {**STAYS, **annotations},
         },
         "spec": {
-            **cluster_fields(),
+            **cluster,
             "restartPolicy": "Never",
             "activeDeadlineSeconds": max(OUTER_S, 2 * int(spec.ttl_s)),
             "terminationGracePeriodSeconds": GRACE_S,
@@ -100,16 +100,16 @@ def _container(spec: SandboxSpec, image: str) -> dict[str, Any]:
     }
 
 
-def cluster_fields() -> dict[str, Any]:
+def cluster_fields(settings: KubernetesSettings) -> dict[str, Any]:
     """The fields that the JSON file of `PERDURE_KUBERNETES__POD_FILE` adds to each pod.
 
     Raises: ConfigurationError naming the file and what is wrong in it.
     """
-    path = os.environ.get(POD_VARIABLE)
-    if not path:
+    path = settings.pod_file
+    if path is None:
         return {}
     try:
-        found = json.loads(Path(path).read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{POD_VARIABLE}: {path} cannot be read: {error}") from error
     if not isinstance(found, dict):

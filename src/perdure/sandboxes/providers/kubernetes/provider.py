@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shlex
 import time
@@ -33,7 +32,6 @@ from perdure.sandboxes.agent_user import ROOT_VARIABLES
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.guest.containers import (
-    IMAGE,
     ContainerSandbox,
     lacks_programs,
     names_missing_program,
@@ -44,13 +42,11 @@ from perdure.sandboxes.guest.service import ServiceProvider
 from perdure.sandboxes.providers.kubernetes import client, failures, pods
 from perdure.sandboxes.providers.kubernetes.boot_wait import BootWait
 from perdure.sandboxes.providers.kubernetes.pods import Pod
+from perdure.settings.tree import Settings
 from perdure.types import AccountCaps
 
 T = TypeVar("T")
 
-NAMESPACE_VARIABLE = "PERDURE_KUBERNETES__NAMESPACE"
-NAMESPACE = "perdure-sandboxes"
-IMAGE_VARIABLE = "PERDURE_KUBERNETES__IMAGE"
 REQUEST_S = 60.0
 UPLOAD_BYTES_PER_S = 1_000_000
 """The slowest link for which the time-out of an upload is still long enough."""
@@ -186,13 +182,12 @@ class KubernetesProvider(ServiceProvider):
     which deployment, where several hosts share one or several deployments share a namespace."""
 
     name = "kubernetes"
-    scope_variable = "PERDURE_KUBERNETES__SCOPE"
     limits = frozenset({"memory_mb", "cpus", "disk_mb", "output_mb"})  # a node bounds processes
     account_caps = AccountCaps(starting=32)
     """Refusals show how many pods the namespace's quota and the nodes allow."""
 
-    def __init__(self, home: Path) -> None:
-        super().__init__(home)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self.connection = Connection()
         self.silences = Silences()
         self.network_is_closed = False
@@ -201,11 +196,15 @@ class KubernetesProvider(ServiceProvider):
 
     @property
     def namespace(self) -> str:
-        return os.environ.get(NAMESPACE_VARIABLE) or NAMESPACE
+        return self.settings.kubernetes.namespace
+
+    @property
+    def _named_scope(self) -> str:
+        return self.settings.kubernetes.scope
 
     @property
     def account(self) -> str:
-        whose = f"{os.environ.get(client.CONTEXT_VARIABLE, '')}\n{self.namespace}"
+        whose = f"{self.settings.kubernetes.context}\n{self.namespace}"
         return f"{self.name}-{hashlib.sha256(whose.encode()).hexdigest()[:8]}"
 
     @property
@@ -213,7 +212,7 @@ class KubernetesProvider(ServiceProvider):
         scope = super()._scope
         if not pods.LABEL_VALUE.fullmatch(scope):
             raise ConfigurationError(
-                f"{self.scope_variable} {scope!r} must be 1 to 63 letters, digits, '-', '_' or '.'"
+                f"PERDURE_KUBERNETES__SCOPE {scope!r} must be 1 to 63 letters, digits, '-', '_' or '.'"
             )
         return scope
 
@@ -225,7 +224,7 @@ class KubernetesProvider(ServiceProvider):
             missing.append(
                 "the kubernetes-asyncio package is missing; pip install 'perdure[kubernetes]'"
             )
-        for look in (client.configured, pods.cluster_fields):
+        for look in (client.configured, lambda: pods.cluster_fields(self.settings.kubernetes)):
             try:
                 look()
             except ConfigurationError as error:
@@ -310,7 +309,7 @@ class KubernetesProvider(ServiceProvider):
                 return await self._call("create", lambda it: it.create(wanted))
             except Missing as error:
                 raise ConfigurationError(
-                    f"{error}; apply {failures.ROLE}, or name another namespace in {NAMESPACE_VARIABLE}"
+                    f"{error}; apply {failures.ROLE}, or name another namespace in PERDURE_KUBERNETES__NAMESPACE"
                 ) from error
             except Conflict as error:
                 if (found := await self._settled(identity)) is not None:
@@ -326,7 +325,7 @@ class KubernetesProvider(ServiceProvider):
         return await self._make_by(ask, identity)
 
     def _pod(self, spec: SandboxSpec, identity: str) -> Pod:
-        wanted = spec.image or os.environ.get(IMAGE_VARIABLE) or IMAGE
+        wanted = spec.image or self.settings.kubernetes.image
         shown = {
             f"perdure.{name}": value
             for name, value in spec.labels.items()
@@ -334,8 +333,9 @@ class KubernetesProvider(ServiceProvider):
         }
         return pods.pod_of(
             spec,
+            cluster=pods.cluster_fields(self.settings.kubernetes),
             name=self._name(identity),
-            image=images.mirrored(wanted),
+            image=images.mirrored(wanted, self.settings.sandbox.image_mirror),
             labels={**shown, pods.SCOPE: self._scope, pods.NETWORK: str(spec.network)},
             annotations={
                 pods.IDENTITY: identity,
@@ -399,7 +399,11 @@ class KubernetesProvider(ServiceProvider):
 
     async def _call(self, what: str, call: Callable[[client.PodApi], Awaitable[T]]) -> T:
         try:
-            done = await call(await client.pod_api(self.namespace, self.connection.request_s))
+            done = await call(
+                await client.pod_api(
+                    self.settings.kubernetes.context, self.namespace, self.connection.request_s
+                )
+            )
         except Exception as error:
             found = failures.typed(error, what, key_works=self._key_works)
             if self._key_works and getattr(error, "status", None) == 401:
@@ -411,7 +415,7 @@ class KubernetesProvider(ServiceProvider):
     async def _renew_credentials(self, why: str) -> None:
         """Raises: ControlPlaneError when they cannot be read: they were valid before, so try again."""
         try:
-            await client.renew_credentials()
+            await client.renew_credentials(self.settings.kubernetes.context)
         except ConfigurationError as error:
             raise ControlPlaneError(
                 f"{why}; {error}", retry_after=failures.REFUSAL_PASSES_S
