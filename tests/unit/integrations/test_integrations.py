@@ -179,6 +179,6 @@ def test_without_the_trainers_there_are_plain_fields(found: EpisodeSegments) -> 
 
 @pytest.mark.usefixtures("trainers")
 def test_a_trainer_that_changed_is_an_error() -> None:
-    """An installed trainer without the class is no reason to hand out dicts in silence."""
+    """If a trainer is installed without the class, that is an error and not a dict."""
     with pytest.raises(ImportError, match="no longer has Episode"):
         installed.find("torchtitan.experiments.rl.types", "Episode")
