@@ -3,6 +3,7 @@
 Owns names, keys and placements of an attempt; the stages do the work.
 """
 
+import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -79,41 +80,37 @@ class Job:
     """The step for which the account has granted a sandbox; empty: none yet."""
     row: Instance | NotFound
     """The instance, or the error that says how to get it."""
-    environment: PhasePlacement
-    agent_sandbox: SandboxPlan
-    grade_sandbox: SandboxPlan
 
     @classmethod
     async def of(cls, services: Services, attempt: Attempt, this_try: Try) -> "Job":
-        """Raises: ConfigurationError; InstanceError where the stored row is no instance."""
-        request = attempt.request
+        """Raises: ConfigurationError; InstanceError if the stored row is not an instance."""
         row: Instance | NotFound
         try:
-            row = await catalog.load(services.store, request.instance)
+            row = await catalog.load(services.store, attempt.request.instance)
         except NotFound as error:
             row = error
-        known = row if isinstance(row, Instance) else None
-
-        def plan(phase: PhaseName) -> SandboxPlan:
-            placement = phases.place(request, known, phase)
-            return SandboxPlan(
-                placement=placement,
-                provider=services.provider(placement.provider),
-                admission=Admission.of(services, placement.provider, request, this_try.accounts),
-            )
-
         return cls(
             services=services,
             this_try=this_try,
-            request=request,
+            request=attempt.request,
             attempt=attempt.attempt,
             workflow_run_id=attempt.workflow_run_id,
             permit=attempt.permit,
             row=row,
-            environment=phases.place(request, known, "environment"),
-            agent_sandbox=plan("agent"),
-            grade_sandbox=plan("grade"),
         )
+
+    @functools.cached_property
+    def agent_sandbox(self) -> SandboxPlan:
+        """Raises: ConfigurationError."""
+        return self._plan("agent")
+
+    @functools.cached_property
+    def grade_sandbox(self) -> SandboxPlan:
+        """Resolved at its first use: where it cannot be, the clean-up still ends the agent's sandbox.
+
+        Raises: ConfigurationError.
+        """
+        return self._plan("grade")
 
     def next_attempt(self) -> "Job":
         return replace(self, attempt=self.attempt + 1)
@@ -182,12 +179,9 @@ class Job:
 
     async def prepared(self, plan: SandboxPlan) -> Prepared:
         """The instance's environment, built where need be, for a sandbox of this plan."""
-        environments = self.services.environments(
-            plan.placement.provider, self.environment.provider
-        )
-        return await environments.prepare(
-            self.instance, limits=self.environment.limits, network=self.environment.network
-        )
+        build = self._placement("environment")
+        environments = self.services.environments(plan.placement.provider, build.provider)
+        return await environments.prepare(self.instance, limits=build.limits, network=build.network)
 
     def task(self, *, gateway_url: str | None, session_key: str) -> AgentTask:
         request, instance = self.request, self.instance
@@ -201,3 +195,17 @@ class Job:
             budget_s=request.agent_budget_s,
             options=request.agent_options,
         )
+
+    def _plan(self, phase: PhaseName) -> SandboxPlan:
+        placement, services = self._placement(phase), self.services
+        return SandboxPlan(
+            placement=placement,
+            provider=services.provider(placement.provider),
+            admission=Admission.of(
+                services, placement.provider, self.request, self.this_try.accounts
+            ),
+        )
+
+    def _placement(self, phase: PhaseName) -> PhasePlacement:
+        known = self.row if isinstance(self.row, Instance) else None
+        return phases.place(self.request, known, phase)
