@@ -29,7 +29,7 @@ from starlette.routing import Route
 from benchmarks.parity.conversations import Job
 from benchmarks.parity.measure import Stand, measure
 from perdure.dialects.base import Refused
-from perdure.engines.base import TokenEngine
+from perdure.engines.base import Engine, TokenEngine
 from perdure.engines.clients.vllm_control import PROBE_SESSION
 from perdure.engines.clients.wire import new_client
 from perdure.engines.configured import ConfiguredEngine
@@ -155,7 +155,7 @@ async def engine(url: str, client: httpx.AsyncClient) -> AsyncIterator[TokenEngi
     """The gateway finds out the kind of server by asking it."""
     engine = ConfiguredEngine(Settings(engine={"url": url, "model": "policy"}), client)
     found = await engine.current()
-    assert found.tokens is not None
+    assert isinstance(found, Engine)
     yield found.tokens
     await engine.pool.aclose()
 

@@ -73,8 +73,15 @@ class ChatEngine(Protocol):
 
 @dataclass(frozen=True)
 class Engine:
-    """The engine a gateway talks to: exactly one of `tokens` and `chat` is set."""
+    """An engine with token ids, as a gateway knows it."""
 
     name: str
-    tokens: TokenEngine | None = None
-    chat: ChatEngine | None = None
+    tokens: TokenEngine
+
+
+@dataclass(frozen=True)
+class HostedEngine:
+    """A hosted API, as a gateway knows it."""
+
+    name: str
+    chat: ChatEngine

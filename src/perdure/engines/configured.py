@@ -8,7 +8,7 @@ import contextlib
 
 import httpx
 
-from perdure.engines.base import DEFAULT_MODEL, Engine
+from perdure.engines.base import DEFAULT_MODEL, Engine, HostedEngine
 from perdure.engines.clients.anthropic_hosted import AnthropicHosted
 from perdure.engines.clients.openai_hosted import OpenAIHosted
 from perdure.engines.clients.wire import engine_name
@@ -46,7 +46,7 @@ class ConfiguredEngine:
         self._settings = settings
         self._client = client
         self._roster = roster or LoneRoster()
-        self._engine: Engine | None = None
+        self._engine: Engine | HostedEngine | None = None
         self._probing = asyncio.Lock()
         key_source = settings.engine.api_key_env
         options = PoolOptions(
@@ -74,19 +74,19 @@ class ConfiguredEngine:
         while kind in ("auto", *TOKENS):
             with contextlib.suppress(PerdureError):  # a turn that needs an engine reports it
                 if url or await self._registered():
-                    if (await self.current()).tokens is not None:
+                    if isinstance(await self.current(), Engine):
                         await self.pool.start()
                     return
             await asyncio.sleep(POLL_S)
 
-    async def current(self) -> Engine:
+    async def current(self) -> Engine | HostedEngine:
         """Raises: GatewayUnavailable naming the setting, or the engine that cannot be reached."""
         if self._engine is None:
             async with self._probing:
                 self._engine = self._engine or await self._find()
         return self._engine
 
-    async def _find(self) -> Engine:
+    async def _find(self) -> Engine | HostedEngine:
         url, kind = _url_and_kind(self._settings)
         if not url and not await self._registered():
             raise GatewayUnavailable(NO_ENGINE, boundary=Boundary.ENGINE)
@@ -121,13 +121,13 @@ class ConfiguredEngine:
         absent = (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED)
         return "openai" if response.status_code in absent else "vllm"
 
-    def _hosted(self, kind: str, url: str) -> Engine:
+    def _hosted(self, kind: str, url: str) -> HostedEngine:
         model = self._settings.engine.model or environment.foreign(f"{kind.upper()}_MODEL")
         hosted = OpenAIHosted if kind == "openai" else AnthropicHosted
         key_source = self._settings.engine.api_key_env or f"{kind.upper()}_API_KEY"
         api_key = environment.named(key_source)
         chat = hosted(url, model, self._client, api_key=api_key, key_source=key_source)
-        return Engine(chat.name, chat=chat)
+        return HostedEngine(chat.name, chat)
 
 
 def engine_specs(text: str, kind: str = "auto") -> list[EngineSpec]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import structlog
 
 from perdure.dialects.base import ModelRequest, Refused
-from perdure.engines.base import ChatEngine, Completion, TokenEngine
+from perdure.engines.base import ChatEngine, Completion, HostedEngine, TokenEngine
 from perdure.engines.configured import ConfiguredEngine
 from perdure.gateway.answers import Read, hosted_answer, read_completion
 from perdure.gateway.canonical import Message
@@ -75,10 +75,9 @@ class TurnMaker:
     async def sampled(self, pending: PendingTurn) -> TurnRecord:
         """Raises: ContextExhausted, Refused, GatewayUnavailable."""
         engine = await abandonable(pending.session, self._engine.current())
-        if engine.tokens is not None:
-            return await self._sample(pending, engine.tokens)
-        assert engine.chat is not None
-        return await self._ask(pending, engine.chat, engine.name)
+        if isinstance(engine, HostedEngine):
+            return await self._ask(pending, engine.chat, engine.name)
+        return await self._sample(pending, engine.tokens)
 
     async def count(self, request: ModelRequest) -> int:
         """Tokens of the request, rendered in full. Raises: Refused."""

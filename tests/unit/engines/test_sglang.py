@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from perdure.dialects.base import Refused
+from perdure.engines.base import Engine
 from perdure.engines.clients.sglang import SglangEngine, new_tokens, sampling_params
 from perdure.engines.clients.sglang_control import SglangControl
 from perdure.engines.clients.token_server import BreakKind, EngineRequest, StreamBroken
@@ -139,9 +140,11 @@ async def test_the_settings_may_name_it() -> None:
     async with served() as (_, face), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         engine = ConfiguredEngine(Settings(engine={"url": face.url, "kind": "sglang"}), client)
         try:
-            tokens = (await engine.current()).tokens
-            assert tokens is not None
-            completion = await tokens.generate([1, 2], SAMPLING, session_id="s", request_id="s-0")
+            found = await engine.current()
+            assert isinstance(found, Engine)
+            completion = await found.tokens.generate(
+                [1, 2], SAMPLING, session_id="s", request_id="s-0"
+            )
         finally:
             await engine.pool.aclose()
 

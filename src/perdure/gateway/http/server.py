@@ -47,10 +47,12 @@ class Server(uvicorn.Server):
         if sockets is None:
             return await super().startup()
         await super().startup([])
-        self._acceptor = Acceptor(sockets, self._protocol)
+        self._acceptor = acceptor = Acceptor(sockets, self._protocol)
         if isinstance(self.config.app, CallLimiter):
-            self.config.app.on_crowded = self._crowded
-        self._acceptor.resume()
+            self.config.app.on_crowded = lambda crowded: (
+                acceptor.pause() if crowded else acceptor.resume()
+            )
+        acceptor.resume()
 
     async def main_loop(self) -> None:
         ticks = itertools.count()
@@ -81,13 +83,6 @@ class Server(uvicorn.Server):
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return protocol
-
-    def _crowded(self, crowded: bool) -> None:
-        assert self._acceptor is not None
-        if crowded:
-            self._acceptor.pause()
-        else:
-            self._acceptor.resume()
 
 
 def make_server(app: ASGIApp, **options: Any) -> Server:
