@@ -19,8 +19,6 @@ class Alias(NamedTuple):
     agent: str = ""
     """The only agent that the variable speaks of; empty = all."""
     is_seconds: bool = False
-    form: str = "{}"
-    """The value as the setting wants it."""
 
 
 ALIASES = (
@@ -48,6 +46,40 @@ FIELDS = tuple(one for one in ALIASES if one.kind == "field")
 SETTINGS = tuple(one for one in ALIASES if one.kind == "setting")
 
 
+NOT_APPLICABLE = {
+    "SLIME_HEAD_HOST": "sandboxes reach the gateway by a relay, without an address; "
+    "`PERDURE_GATEWAY__URL` names one that they can open",
+    "MASTER_ADDR": "as `SLIME_HEAD_HOST`",
+    "ADAPTER_PUBLIC_HOST": "as `SLIME_HEAD_HOST`",
+    "SANDBOX_METADATA_FILE": "slime's launcher hands it on as `SWE_SANDBOX_METADATA_FILE`",
+    "SWE_AGENT": "a request names its agent: `perdure run --agent AGENT`",
+    "SWE_BOOT_RETRIES": "Temporal retries each stage by the kind of its failure",
+    "SWE_ROLLOUT_GUARD_SEC": "each stage has a time limit of its own",
+    "SWE_EVAL_PROTOCOL": "the instance names its grader",
+    "SWE_TRAIN_PROTOCOL": "the instance names its grader",
+    "SWE_MAX_CONTEXT_LEN": "a request says it: `sampling.max_context_tokens`",
+    "SWE_REWARD_DENSE": "every grade has the binary and the dense reward; the trainer chooses",
+    "SWE_CLAUDE_CDN": "Claude Code comes from npm, or from `PERDURE_AGENTS__CLAUDE_CODE_TARBALL`",
+    "SLIME_AGENT_CC_EXTRA_ARGS": "use `SWE_CLAUDE_EXTRA_ARGS`, or `agent_options.extra_args`",
+    "SLIME_AGENT_CC_EXTRA_ENVS": "a request says them: `agent_options.extra_env`",
+    "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS": "merging drops nothing for its length; "
+    "a request limits generation",
+    "TT_DAYTONA_AUTO_STOP_MIN": "`PERDURE_SANDBOX__TTL_S` bounds the sandboxes of every provider",
+    "TT_DAYTONA_AUTO_DELETE_MIN": "a stopped sandbox is deleted at once",
+    "CONFIG": "torchtitan's own; Perdure reads `PERDURE_CONFIG`",
+    "PROMPT_DATA": "the rows are an argument: `perdure run ROWS`",
+    "HF_CHECKPOINT": "the trainer's own; `PERDURE_ENGINE__TOKENIZER` names the tokenizer",
+    "REF_MODEL_PATH": "the trainer's own",
+    "HF_ASSETS_PATH": "the trainer's own; `PERDURE_ENGINE__TOKENIZER` names the tokenizer",
+    "OH_RUNTIME_SINGULARITY_IMAGE_REPO": "the row's image may be the path of a .sif file; "
+    "`PERDURE_SANDBOX__IMAGE_MIRROR` replaces registries",
+    "SANDBOX_ISOLATE_NETWORK": "the network of an agent's sandbox is always closed, "
+    "unless the request opens it",
+    "SANDBOX_RUN_AS_FAKEROOT": "each provider maps users as its isolation needs",
+}
+"""Variables of the same documents that stand for nothing here, each with the reason."""
+
+
 def given_for(path: str, variables: Mapping[str, str] | None = None) -> Alias | None:
     """The alias that gives this setting its value, if one is set."""
     found = environment.variables() if variables is None else variables
@@ -59,7 +91,4 @@ def settings_given() -> dict[str, str]:
     """Path of each setting that an alias gives a value -> the value."""
     paths = {one.stands_for for one in SETTINGS}
     given = {path: alias for path in paths if (alias := given_for(path)) is not None}
-    return {
-        path: alias.form.format(environment.variables()[alias.name])
-        for path, alias in given.items()
-    }
+    return {path: environment.variables()[alias.name] for path, alias in given.items()}

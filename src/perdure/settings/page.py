@@ -89,15 +89,28 @@ def _table(group: str, about: str) -> str:
 
 
 def _aliases() -> str:
-    rows = ["## Variables of other systems", "", "| variable | stands for |", "|---|---|"]
+    rows = ["## Variables of other systems", ""]
+    rows += ["A setting ranks them between its own variable and `perdure.toml`. A request's field"]
+    rows += ["takes them as a default where the request is made. Empty ones count as unset.", ""]
+    rows += ["| variable | stands for |", "|---|---|"]
     for one in aliases.ALIASES:
-        target = load.variable(one.stands_for) if one.kind == "setting" else one.stands_for
-        rows.append(f"| `{one.name}` | `{target}` |")
+        target = f"`{load.variable(one.stands_for)}`"
+        if one.kind == "field":
+            target = f"`{one.stands_for}` of a request" + (f" ({one.agent})" if one.agent else "")
+        rows.append(f"| `{one.name}` | {target} |")
+    rows += ["", "These stand for nothing here:", "", "| variable | reason |", "|---|---|"]
+    rows += [f"| `{name}` | {reason} |" for name, reason in aliases.NOT_APPLICABLE.items()]
     return "\n".join(rows) + "\n"
 
 
 def _others() -> str:
-    rows = ["## Variables without a setting", ""]
+    rows = ["## Variables of other tools", ""]
+    rows += ["They keep their names, and no setting repeats them: a host that is set up for a tool"]
+    rows += ["needs nothing more.", "", "| tool | variables | what they say |", "|---|---|---|"]
+    for tool in environment.FOREIGN:
+        names = ", ".join(f"`{name}`" for name in tool.names)
+        rows.append(f"| {tool.tool} | {names} | {tool.about} |")
+    rows += ["", "## Variables without a setting", ""]
     rows += [f"- `{name}`: {text}." for name, text in environment.OWN.items()]
     rows += ["", "Perdure sets these inside sandboxes; setting them elsewhere does nothing:", ""]
     rows += [f"- `{name}`: {text}." for name, text in environment.INSIDE.items()]

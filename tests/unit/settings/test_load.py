@@ -1,0 +1,153 @@
+"""Where the value of a setting comes from, what a child process gets, and what is never shown."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from perdure.cli.main import cli
+from perdure.errors import ConfigurationError
+from perdure.settings import aliases, environment, load
+from perdure.settings.tree import Settings
+from perdure.types import RolloutRequest
+
+SECRET = "do-not-show-me-0123456789"
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working directory, and no variable of ours or of the documents."""
+    monkeypatch.chdir(tmp_path)
+    known = {one.name for one in aliases.ALIASES}
+    for name in list(environment.variables()):
+        if name.startswith("PERDURE_") or name in known:
+            monkeypatch.delenv(name)
+
+
+def test_a_variable_comes_before_an_alias_and_that_before_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each place is used when those before it say nothing, and its name is told."""
+    Path("perdure.toml").write_text("[gateway]\nport = 1\n")
+    found = [load.load_settings()]
+    origins = [str(load.origin("gateway.port", found[-1]))]
+    for name, value in (("SHIM_PORT", "2"), ("PERDURE_GATEWAY__PORT", "3")):
+        monkeypatch.setenv(name, value)
+        found.append(load.load_settings())
+        origins.append(str(load.origin("gateway.port", found[-1])))
+
+    assert [one.gateway.port for one in found] == [1, 2, 3]
+    assert origins == ["perdure.toml", "SHIM_PORT", "PERDURE_GATEWAY__PORT"]
+
+
+@pytest.mark.parametrize("alias", aliases.SETTINGS, ids=lambda alias: str(alias.name))
+def test_an_alias_sets_what_its_row_names(
+    alias: aliases.Alias, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every honoured variable of the documents arrives in its setting."""
+    monkeypatch.setenv(alias.name, "7")
+
+    assert str(load.value(load.load_settings(), alias.stands_for)) == "7"
+
+
+def test_aliases_of_fields_name_fields_of_a_request() -> None:
+    """A field that was renamed would leave its alias without a target."""
+    fields = {one.stands_for.partition(".")[0] for one in aliases.FIELDS}
+
+    assert fields <= RolloutRequest.model_fields.keys()
+
+
+def test_no_variable_is_honoured_and_refused() -> None:
+    """A variable stands in one of the two tables."""
+    assert not {one.name for one in aliases.ALIASES} & aliases.NOT_APPLICABLE.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[gatewy]\nport = 1\n", "perdure.toml: 'gatewy' is no setting: did you mean 'gateway'?"),
+        ("[gateway]\nprot = 1\n", "'gateway.prot' is no setting: did you mean 'gateway.port'?"),
+        ("gateway = 1\n", "perdure.toml: 'gateway' is a table: write [gateway]"),
+        ("[slots]\nboot = 0\n", "perdure.toml: slots.boot=0: input should be greater"),
+        ("[slots\n", "perdure.toml: Expected"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_by_its_key(text: str, said: str) -> None:
+    """The message says the file, the key and what to write."""
+    Path("perdure.toml").write_text(text)
+
+    with pytest.raises(ConfigurationError) as refused:
+        load.load_settings()
+
+    assert said in str(refused.value)
+
+
+def test_a_group_has_no_variable_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one way to write a setting."""
+    monkeypatch.setenv("PERDURE_GATEWAY", '{"port": 1}')
+
+    with pytest.raises(ConfigurationError, match="PERDURE_GATEWAY is no setting"):
+        load.load_settings()
+
+
+def test_kubernetes_may_name_a_service_like_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables that a cluster adds for a service `perdure-gateway` are not misspelt settings."""
+    monkeypatch.setenv("PERDURE_GATEWAY_PORT", "tcp://10.0.0.1:80")
+    monkeypatch.setenv("PERDURE_GATEWAY_SERVICE_HOST", "10.0.0.1")
+
+    assert load.load_settings().gateway.port == 18001
+
+
+def test_a_child_process_has_the_same_settings_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came from the file, an alias or a relative path arrives in another folder without them."""
+    Path("perdure.toml").write_text(
+        f'secret = "{SECRET}"\nstore = "results"\n[sandbox.caps.e2b]\nlive = 3\n'
+        '[kubernetes]\npod_file = "pod.json"\n[metrics]\nport = 9\n'
+    )
+    monkeypatch.setenv("SWE_BOOT_CONCURRENCY", "6")
+    monkeypatch.setenv("PERDURE_HOME", "here")
+    resolved = load.load_settings()
+    child = load.for_child(resolved, environment.variables())
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    Path("perdure.toml").write_text("[slots]\ngrade = 5\n")
+    for name in list(environment.variables()):
+        monkeypatch.delenv(name)
+    for name, value in child.items():
+        monkeypatch.setenv(name, value)
+    found = load.load_settings()
+
+    assert found == resolved.model_copy(
+        update={"home": tmp_path / "here", "store": str(tmp_path / "results")}
+    ).changed(kubernetes={"pod_file": tmp_path / "pod.json"})
+
+
+def test_the_secret_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither `perdure settings`, nor the copy for run.json, nor a log of the object holds it."""
+    monkeypatch.setenv("PERDURE_SECRET", SECRET)
+    resolved = Settings()
+    printed = [CliRunner().invoke(cli, ["settings", *more]).output for more in ((), ("--json",))]
+    shown = [*printed, resolved.model_dump_json(), str(resolved), repr(resolved)]
+
+    assert resolved.secret.get_secret_value() == SECRET
+    assert "PERDURE_SECRET=**********" in printed[0]
+    assert [text for text in shown if SECRET in text] == []
+
+
+def test_a_wrong_secret_is_refused_without_its_value() -> None:
+    """A secret of another type is named by its key alone."""
+    Path("perdure.toml").write_text("secret = [12345]\n")
+
+    with pytest.raises(ConfigurationError) as refused:
+        load.load_settings()
+
+    assert "12345" not in str(refused.value)
+    assert "secret" in str(refused.value)
+
+
+def test_another_tools_variable_must_be_listed() -> None:
+    """One that the page does not list cannot be read."""
+    with pytest.raises(LookupError, match="FOREIGN"):
+        environment.foreign("SOME_TOOLS_VARIABLE")
