@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from activities import this_try
 from activities.shell import shell
-from perdure.rollouts.admission import end_ready
 from perdure.rollouts.messages import ReadyPermit
+from perdure.rollouts.sandbox.admission import end_ready
 from perdure.rollouts.services import Services
 
 

@@ -1,4 +1,4 @@
-"""Messages to the SandboxAccountWorkflows: `perdure.rollouts.admission.Accounts` over Temporal."""
+"""Messages to the SandboxAccountWorkflows: `perdure.rollouts.sandbox.admission.Accounts` over Temporal."""
 
 import asyncio
 
@@ -9,8 +9,8 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from perdure.client import names
 from perdure.errors import RateLimited
-from perdure.rollouts import ready
 from perdure.rollouts.messages import AskPermit, CreateRefused, ReadyPermit, ReadyTaken
+from perdure.rollouts.sandbox import ready
 
 log = structlog.get_logger("perdure.admission")
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from perdure import registry
-from perdure.rollouts.ready import ReadySandboxes, Unmetered
+from perdure.rollouts.sandbox.ready import ReadySandboxes, Unmetered
 from perdure.sandboxes.base import SandboxProvider, SandboxSpec
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore

@@ -13,7 +13,7 @@ from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
 from activities.this_try import ThisTry
-from perdure.rollouts.create_sandbox import create_sandbox, killed_at_the_end
+from perdure.rollouts.sandbox.create import create_sandbox, killed_at_the_end
 from perdure.sandboxes import reaper
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest import service

@@ -14,7 +14,7 @@ from perdure.client import names
 from perdure.rollouts.boot import BootRecord, take_ready
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import Attempt
-from perdure.rollouts.ready import MARK, ReadySandboxes, Unmetered, give_way
+from perdure.rollouts.sandbox.ready import MARK, ReadySandboxes, Unmetered, give_way
 from perdure.rollouts.services import Services
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.permits import AccountState

@@ -14,8 +14,8 @@ import pytest
 from perdure.graders.base import Graded
 from perdure.graders.swebench import SwebenchGrader
 from perdure.instances.environments import Environments, Prepared
-from perdure.instances.readers import read_rows
-from perdure.instances.rows import to_instance
+from perdure.instances.rows.importing import to_instance
+from perdure.instances.rows.readers import read_rows
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings

@@ -9,11 +9,11 @@ from perdure.agents.base import EXEC_ID
 from perdure.errors import NotFound, PerdureError, PolicyTooStale, SandboxLost
 from perdure.gateway.base import SessionSummary
 from perdure.rollouts import evidence
-from perdure.rollouts.agent_session import AgentSession, session_of
 from perdure.rollouts.boot import attach
+from perdure.rollouts.gateway_session.reach import GatewayRoute, reached
+from perdure.rollouts.gateway_session.session import AgentSession, session_of
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import AgentRun
-from perdure.rollouts.reach_gateway import GatewayRoute, reached
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox
 from perdure.telemetry import metrics
 

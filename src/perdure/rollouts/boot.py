@@ -9,10 +9,10 @@ from perdure.errors import InstanceError, NotFound, RateLimited, SandboxLost
 from perdure.graders import patch
 from perdure.graders.patch import BASE_GIT
 from perdure.instances.environments import Prepared
-from perdure.rollouts.create_sandbox import create_sandbox
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import AgentRun, Booted
-from perdure.rollouts.ready import taken_by
+from perdure.rollouts.sandbox.create import create_sandbox
+from perdure.rollouts.sandbox.ready import taken_by
 from perdure.sandboxes import phases
 from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
 from perdure.storage import keys

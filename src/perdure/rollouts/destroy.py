@@ -3,8 +3,8 @@
 import contextlib
 
 from perdure.errors import NotFound
-from perdure.rollouts.agent_session import session_of
 from perdure.rollouts.boot import CHECKPOINT, sandbox_of
+from perdure.rollouts.gateway_session.session import session_of
 from perdure.rollouts.job import Job, SandboxPlan
 
 

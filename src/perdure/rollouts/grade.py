@@ -4,9 +4,9 @@ import time
 
 from perdure.errors import Boundary, GiveUp, NotFound, RetryHere, SandboxLost
 from perdure.graders.base import Graded
-from perdure.rollouts.create_sandbox import create_sandbox, killed_at_the_end
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import GradedPatch
+from perdure.rollouts.sandbox.create import create_sandbox, killed_at_the_end
 from perdure.sandboxes.base import SandboxSpec
 from perdure.types import Grade, Outcome, PatchRef, Rewards
 

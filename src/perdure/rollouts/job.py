@@ -15,8 +15,8 @@ from perdure.errors import NotFound
 from perdure.instances import catalog
 from perdure.instances.environments import Prepared
 from perdure.rollouts import checkpoints
-from perdure.rollouts.admission import Accounts, Admission
 from perdure.rollouts.messages import Attempt
+from perdure.rollouts.sandbox.admission import Accounts, Admission
 from perdure.rollouts.services import Services
 from perdure.sandboxes import phases
 from perdure.sandboxes.base import SandboxProvider, identity_of

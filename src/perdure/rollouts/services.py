@@ -10,7 +10,7 @@ from perdure.gateway.control import GatewayControl
 from perdure.graders.base import Grader
 from perdure.home import host_of, load_secret
 from perdure.instances.environments import Environments
-from perdure.rollouts.ready import ReadySandboxes
+from perdure.rollouts.sandbox.ready import ReadySandboxes
 from perdure.sandboxes.base import SandboxProvider
 from perdure.sandboxes.relay.choice import Reach, choose_reach
 from perdure.settings.tree import Settings

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Awaitable, Callable
 
-from perdure.rollouts import ready
+from perdure.rollouts.sandbox import ready
 from perdure.rollouts.services import Services
 from perdure.sandboxes import reaper
 from perdure.sandboxes.base import SandboxInfo

@@ -1,7 +1,7 @@
 """Image names as each provider uses them, mirrors and routing tags, and one pull per host.
 
 Owns the names, the lock around a pull, and what a failed pull means. The providers run the commands
-that pull. A row names the image of its instance (`perdure.instances.images`).
+that pull. A row names the image of its instance (`perdure.instances.rows.images`).
 """
 
 import hashlib

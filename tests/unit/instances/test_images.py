@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from perdure.instances.fields import Row
-from perdure.instances.images import image_of
+from perdure.instances.rows.fields import Row
+from perdure.instances.rows.images import image_of
 
 NAMES: list[tuple[dict[str, Any], str | None]] = [
     (

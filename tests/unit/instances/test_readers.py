@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from perdure.errors import ConfigurationError
-from perdure.instances.readers import NumberedRow, read_rows
+from perdure.instances.rows.readers import NumberedRow, read_rows
 
 ROWS = [
     {"instance_id": "a", "patch": "+x = 1\r\n-y\r\n", "FAIL_TO_PASS": ["t::a"]},

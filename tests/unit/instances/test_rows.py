@@ -9,7 +9,7 @@ import pytest
 
 from perdure.errors import InstanceError
 from perdure.instances import catalog
-from perdure.instances.rows import dataset_name, import_rows, to_instance
+from perdure.instances.rows.importing import dataset_name, import_rows, to_instance
 from perdure.storage.local import LocalStore
 from perdure.types import Instance, SourceKind
 from tests.paths import ROOT

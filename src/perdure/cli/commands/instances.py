@@ -108,7 +108,7 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
     """
     settings = load_settings()
     from perdure.cli.runs.selection import check_row
-    from perdure.instances.rows import import_rows
+    from perdure.instances.rows.importing import import_rows
     from perdure.storage.base import open_store
 
     report = asyncio.run(

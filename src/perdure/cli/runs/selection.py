@@ -10,7 +10,7 @@ from perdure import registry
 from perdure.errors import ConfigurationError, InstanceError
 from perdure.graders import git_diff
 from perdure.instances import catalog
-from perdure.instances.rows import ImportReport, dataset_name, import_rows
+from perdure.instances.rows.importing import ImportReport, dataset_name, import_rows
 from perdure.storage import keys
 from perdure.storage.base import Store
 from perdure.types import Instance

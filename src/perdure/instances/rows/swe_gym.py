@@ -2,8 +2,8 @@
 
 import re
 
-from perdure.instances import images, swebench_rows
-from perdure.instances.fields import Row
+from perdure.instances.rows import images, swebench
+from perdure.instances.rows.fields import Row
 from perdure.types import Instance
 
 PREAMBLE = re.compile(r"^(#!.*|set .*|cd .*|source .*|conda activate .*|\s*)$")
@@ -18,7 +18,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
         "data_source": row.optional_text("data_source", "swe-gym"),
         "image": row.optional_text("image") or images.swe_gym(row),
     }
-    return swebench_rows.to_instance(Row(row.number, fields), dataset)
+    return swebench.to_instance(Row(row.number, fields), dataset)
 
 
 def _command(row: Row) -> str:
@@ -27,4 +27,4 @@ def _command(row: Row) -> str:
     lines = [line for line in script.splitlines() if not PREAMBLE.match(line)]
     if not lines:
         raise row.wrong("test_script", "it runs no test command; give `test_cmd`")
-    return swebench_rows.in_conda("\n".join(lines), script)
+    return swebench.in_conda("\n".join(lines), script)

@@ -4,7 +4,7 @@
 
 from collections.abc import Callable
 
-from perdure.instances.fields import Row
+from perdure.instances.rows.fields import Row
 
 GIVEN = ("image", "image_name", "docker_image", "image_url")
 """Fields in which a dataset may name the image; Scale-SWE, SWE-smith and R2E-Gym always do."""

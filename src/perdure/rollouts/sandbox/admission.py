@@ -13,9 +13,9 @@ from typing import Protocol
 import structlog
 
 from perdure.errors import PerdureError, RateLimited
-from perdure.rollouts import ready
 from perdure.rollouts.messages import AskPermit, CreateRefused, ReadyPermit, ReadyTaken
-from perdure.rollouts.ready import Permits, Unmetered
+from perdure.rollouts.sandbox import ready
+from perdure.rollouts.sandbox.ready import Permits, Unmetered
 from perdure.rollouts.services import Services
 from perdure.types import AccountCaps, RolloutRequest
 

@@ -7,8 +7,8 @@ import re
 
 from pydantic import ValidationError
 
-from perdure.instances.fields import Row
-from perdure.instances.images import Rule, image_of
+from perdure.instances.rows.fields import Row
+from perdure.instances.rows.images import Rule, image_of
 from perdure.types import Environment, Grading, Instance, Source, SourceKind
 
 START = ">>>>> Start Test Output"

@@ -10,7 +10,7 @@ from typing import cast
 
 from perdure.agents.base import EXEC_ID
 from perdure.errors import NotFound
-from perdure.rollouts.agent_session import AgentSession
+from perdure.rollouts.gateway_session.session import AgentSession
 from perdure.rollouts.job import Job
 from perdure.sandboxes.base import Sandbox
 from perdure.sandboxes.relay.choice import Reach, open_from_inside, unreachable

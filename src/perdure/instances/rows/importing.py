@@ -12,17 +12,18 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from perdure.errors import InstanceError
-from perdure.instances import catalog, slime_rows, swe_gym_rows, swebench_rows
-from perdure.instances.fields import Row
-from perdure.instances.readers import NumberedRow, read_rows
+from perdure.instances import catalog
+from perdure.instances.rows import slime, swe_gym, swebench
+from perdure.instances.rows.fields import Row
+from perdure.instances.rows.readers import NumberedRow, read_rows
 from perdure.storage.base import Store
 from perdure.types import Instance, slugify
 
 FORMATS: dict[str, Callable[[Row, str], Instance]] = {
-    "swebench": swebench_rows.to_instance,
-    "swe-gym": swe_gym_rows.to_instance,
-    "swegym": swe_gym_rows.to_instance,
-    "slime": slime_rows.to_instance,
+    "swebench": swebench.to_instance,
+    "swe-gym": swe_gym.to_instance,
+    "swegym": swe_gym.to_instance,
+    "slime": slime.to_instance,
 }
 """By `data_source`. A row with an unknown one, or none, is recognised by its fields."""
 
@@ -116,7 +117,7 @@ def _format_of(row: Row) -> Callable[[Row, str], Instance]:
     if row.optional_text("repo").startswith("swesmith/"):
         raise row.refused("SWE-smith rows are not built yet (their `patch` adds the bug)")
     if row.has("metadata") and not row.has("instance_id"):
-        return slime_rows.to_instance
+        return slime.to_instance
     if row.has("test_script"):
-        return swe_gym_rows.to_instance
-    return swebench_rows.to_instance
+        return swe_gym.to_instance
+    return swebench.to_instance

@@ -1,6 +1,6 @@
 """Which earlier attempt of a rollout a new one replays.
 
-Owns the choice alone: `agent_session` opens the session, the gateway replays.
+Owns the choice alone: `session` opens the session, the gateway replays.
 """
 
 from collections.abc import Sequence

@@ -7,9 +7,9 @@ precedence: `swepro`, `eval_cmd`, `remote_env_info.f2p_script`.
 from typing import Any
 
 from perdure.errors import InstanceError
-from perdure.instances import swebench_rows
-from perdure.instances.fields import Row
-from perdure.instances.images import image_of
+from perdure.instances.rows import swebench
+from perdure.instances.rows.fields import Row
+from perdure.instances.rows.images import image_of
 from perdure.types import Grading, Instance, slugify
 
 SCRIPT_PATH = "test_fail_to_pass.py"
@@ -25,8 +25,8 @@ def to_instance(row: Row, dataset: str) -> Instance:
         repo=flat.optional_text("repo"),
         base_commit=flat.optional_text("base_commit") or None,
         problem_statement=flat.optional_text("problem_statement") or _prompt(row),
-        source=swebench_rows.source_of(flat, image_of),
-        environment=swebench_rows.environment_of(flat, image_of),
+        source=swebench.source_of(flat, image_of),
+        environment=swebench.environment_of(flat, image_of),
         grading=_grading(flat),
         gold_patch=flat.patch("patch"),
         metadata=flat.kept("version", "difficulty"),
@@ -65,7 +65,7 @@ def _grading(row: Row) -> Grading:
     if row.has("swepro"):
         raise row.refused("the grader `metadata.swepro` is not built yet; use `metadata.eval_cmd`")
     if row.has("eval_cmd"):
-        return swebench_rows.eval_cmd_grading(row)
+        return swebench.eval_cmd_grading(row)
     if row.has("f2p_script"):
         return _script_grading(row)
     raise _no_grader(row)
