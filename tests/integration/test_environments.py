@@ -28,6 +28,7 @@ import asyncio, sys
 from pathlib import Path
 from perdure.instances.environments import Environments
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import Instance
 
