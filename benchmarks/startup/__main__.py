@@ -42,10 +42,13 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    with scratch_folder("perdure-bench-", keep=options.keep) as folder:
+    with (
+        scratch_folder("perdure-bench-", keep=options.keep) as folder,
+        Meter.open("startup", folder / "meter") as meter,
+    ):
         home = Home(folder / "home", engine_url="")
         home.add_instances(toy.make_tree(folder / "tree"), 1)
-        stack = Stack.start(home, Meter.open("startup", folder / "meter"))
+        stack = Stack.start(home, meter)
         try:
             stack.run(["--agent", "oracle", "--run-id", RUN], folder / "run.log")
             rows = _measure(home.environment(), folder, options.rounds)

@@ -238,7 +238,7 @@ async def test_tree_in_an_image_is_refused_without_images(home: Home) -> None:
         }
     )
 
-    with pytest.raises(ConfigurationError, match=r"d/thing-1 lies in the image docker\.io/x:1"):
+    with pytest.raises(ConfigurationError, match=r"d/thing-1 is in the image docker\.io/x:1"):
         await home.environments.prepare(instance)
 
 

@@ -261,7 +261,7 @@ def _prepared(instance: Instance, ready: Path, elsewhere: bool) -> Prepared:
 def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:
     if not provider.runs_images:
         raise ConfigurationError(
-            f"the tree of {instance.ref} lies in the image {instance.environment.image}, which "
+            f"the tree of {instance.ref} is in the image {instance.environment.image}, which "
             f"--sandbox {provider.name} cannot run: give the row a `source`, or leave it out"
         )
     if instance.environment.install:
