@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perdure.errors import GatewayUnavailable
-from perdure.gateway.journal.base import Overtaken
+from perdure.gateway.journal.appends import Append, accept, resolve, to_append
 from perdure.gateway.journal.encoding import DecodedRecords, JournalDamaged, frame
 from perdure.gateway.journal.local_file import NOTHING, Busy, Known, SessionFile
 
@@ -28,22 +28,13 @@ KEPT = 8192
 """Sessions whose file ends are remembered; any other file is read from its start."""
 
 
-class _Append(NamedTuple):
-    session_id: str
-    position: int
-    data: bytes
-    deadline: float
-    loop: asyncio.AbstractEventLoop
-    done: "asyncio.Future[None]"
-
-
 class _Written(NamedTuple):
     """Appends of one session, written but not synced."""
 
     file: SessionFile
     before: Known
     after: Known
-    items: list[_Append]
+    items: list[Append]
 
 
 class LocalJournal:
@@ -54,7 +45,7 @@ class LocalJournal:
         self._folder = folder
         self._known: OrderedDict[str, Known] = OrderedDict()
         self._known_lock = threading.Lock()
-        self._queue: queue.SimpleQueue[_Append | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Append | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
@@ -90,11 +81,9 @@ class LocalJournal:
 
         Raises: Overtaken, GatewayUnavailable, JournalDamaged; then nothing of it is in the file.
         """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        deadline = time.monotonic() + BUSY_LIMIT_S
-        self._queue.put(_Append(session_id, position, frame(record), deadline, loop, done))
-        await done
+        item = to_append(session_id, position, record)
+        self._queue.put(item)
+        await item.done
 
     async def aclose(self) -> None:
         """Write what is queued."""
@@ -131,16 +120,16 @@ class LocalJournal:
     # --- the committing thread -----------------------------------------------------------------
 
     def _run(self) -> None:
-        busy: list[_Append] = []
+        busy: list[Append] = []
         stop = False
         while not stop or busy:
             batch, stopped = self._drain(wait=None if not busy and not stop else BUSY_PAUSE_S)
             stop = stop or stopped
             busy = self._commit(busy + batch)
 
-    def _drain(self, wait: float | None) -> tuple[list[_Append], bool]:
+    def _drain(self, wait: float | None) -> tuple[list[Append], bool]:
         """What is queued; waits `wait` seconds for the first item (None: without limit)."""
-        batch: list[_Append] = []
+        batch: list[Append] = []
         while len(batch) < BATCH:
             try:
                 item = self._queue.get(block=not batch, timeout=wait)
@@ -151,12 +140,12 @@ class LocalJournal:
             batch.append(item)
         return batch, False
 
-    def _commit(self, batch: list[_Append]) -> list[_Append]:
+    def _commit(self, batch: list[Append]) -> list[Append]:
         """Write all, sync each file once, wake the waiting turns; return the appends to busy files."""
-        sessions: dict[str, list[_Append]] = {}
+        sessions: dict[str, list[Append]] = {}
         for item in batch:
             sessions.setdefault(item.session_id, []).append(item)
-        busy: list[_Append] = []
+        busy: list[Append] = []
         written: list[_Written] = []
         for session_id, items in sessions.items():
             try:
@@ -164,12 +153,12 @@ class LocalJournal:
             except Busy:
                 busy += _in_time(items)
             except (OSError, JournalDamaged) as error:
-                _resolve(items, _told(error))
+                resolve(items, _told(error))
         for one in written:
             self._sync(one)
         return busy
 
-    def _write(self, session_id: str, items: list[_Append]) -> list[_Written]:
+    def _write(self, session_id: str, items: list[Append]) -> list[_Written]:
         """Write the appends of one session that name the right number; answer the others."""
         file = SessionFile(self._path(session_id), write=True)
         try:
@@ -177,7 +166,7 @@ class LocalJournal:
             found = file.after(known)
             before = Known(known.records + len(found.records), found.end)
             self._learn(session_id, before)
-            accepted = _accept(items, before.records)
+            accepted = accept(items, before.records)
             if not accepted:
                 file.close()
                 return []
@@ -193,39 +182,20 @@ class LocalJournal:
         try:
             written.file.sync(written.before.end)
         except OSError as error:
-            _resolve(written.items, _told(error))
+            resolve(written.items, _told(error))
         else:
             self._learn(written.items[0].session_id, written.after)
-            _resolve(written.items, None)
+            resolve(written.items, None)
         finally:
             written.file.close()
 
 
-def _accept(items: list[_Append], records: int) -> list[_Append]:
-    """The appends that name the next numbers, in order; the others are answered with an error."""
-    accepted: list[_Append] = []
+def _in_time(items: list[Append]) -> list[Append]:
+    oldest = time.monotonic() - BUSY_LIMIT_S
     for item in items:
-        following = records + len(accepted)
-        if item.position == following:
-            accepted.append(item)
-        elif item.position < following:
-            _resolve([item], overtaken(item.session_id, item.position))
-        else:
-            missing = f"record {item.position - 1} of session {item.session_id!r} was not written"
-            _resolve([item], GatewayUnavailable(missing))
-    return accepted
-
-
-def _in_time(items: list[_Append]) -> list[_Append]:
-    now = time.monotonic()
-    for item in items:
-        if item.deadline < now:
-            _resolve([item], _hangs(item.session_id))
-    return [item for item in items if item.deadline >= now]
-
-
-def overtaken(session_id: str, position: int) -> Overtaken:
-    return Overtaken(f"record {position} of session {session_id!r} was written by another gateway")
+        if item.since < oldest:
+            resolve([item], _hangs(item.session_id))
+    return [item for item in items if item.since >= oldest]
 
 
 def _hangs(session_id: str) -> GatewayUnavailable:
@@ -238,20 +208,3 @@ def _told(error: OSError | JournalDamaged) -> Exception:
     if isinstance(error, OSError):
         return GatewayUnavailable(f"the journal cannot be written: {error.strerror}")
     return error
-
-
-def _resolve(items: list[_Append], error: Exception | None) -> None:
-    for item in items:
-        try:
-            item.loop.call_soon_threadsafe(_finish, item.done, error)
-        except RuntimeError:  # the loop ended, so no task waits for the answer
-            continue
-
-
-def _finish(done: "asyncio.Future[None]", error: Exception | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)

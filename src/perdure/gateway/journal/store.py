@@ -8,21 +8,15 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from perdure.errors import ConfigurationError, GatewayUnavailable, StoreUnavailable
-from perdure.gateway.journal.base import Overtaken
-from perdure.gateway.journal.encoding import JournalDamaged, frame
+from perdure.gateway.journal.appends import Append, accept, overtaken, resolve, to_append
+from perdure.gateway.journal.encoding import JournalDamaged
 from perdure.gateway.journal.parts import Parts
 
 KEPT = 8192
 """Sessions whose length is remembered; for any other the parts are listed first."""
-
-
-class _Append(NamedTuple):
-    position: int
-    data: bytes
-    done: "asyncio.Future[None]"
 
 
 @dataclass
@@ -30,7 +24,7 @@ class _Held:
     """What this process knows of a session. `records` None: read before writing."""
 
     records: int | None = None
-    queue: list[_Append] = field(default_factory=list)
+    queue: list[Append] = field(default_factory=list)
     writing: "asyncio.Task[None] | None" = None
 
 
@@ -61,11 +55,11 @@ class StoreJournal:
         same, the next append at `position` raises Overtaken), JournalDamaged, ConfigurationError.
         """
         held = self._hold(session_id)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        held.queue.append(_Append(position, frame(record), done))
+        item = to_append(session_id, position, record)
+        held.queue.append(item)
         if held.writing is None:
             held.writing = asyncio.create_task(self._write(session_id, held))
-        await done
+        await item.done
 
     async def aclose(self) -> None:
         """Write what is queued."""
@@ -89,41 +83,22 @@ class StoreJournal:
                     await self._put(session_id, held, batch)
                 except Exception as error:
                     held.records = None  # it may have been written: read before the next one
-                    _resolve(batch, _told(error))
+                    resolve(batch, _told(error))
         finally:
             held.writing = None
 
-    async def _put(self, session_id: str, held: _Held, batch: list[_Append]) -> None:
+    async def _put(self, session_id: str, held: _Held, batch: list[Append]) -> None:
         if held.records is None:
             held.records = len(await self._parts.read(session_id))
-        accepted = _accept(session_id, held.records, batch)
+        accepted = accept(batch, held.records)
         if not accepted:
             return
         if await self._parts.put(session_id, held.records, [item.data for item in accepted]):
             held.records += len(accepted)
-            _resolve(accepted, None)
+            resolve(accepted, None)
         else:
             first, held.records = held.records, None
-            _resolve(accepted, overtaken(session_id, first))
-
-
-def _accept(session_id: str, records: int, batch: list[_Append]) -> list[_Append]:
-    """The appends that name the next numbers, in order; the others are answered with an error."""
-    accepted: list[_Append] = []
-    for item in batch:
-        following = records + len(accepted)
-        if item.position == following:
-            accepted.append(item)
-        elif item.position < following:
-            _resolve([item], overtaken(session_id, item.position))
-        else:
-            missing = f"record {item.position - 1} of session {session_id!r} was not written"
-            _resolve([item], GatewayUnavailable(missing))
-    return accepted
-
-
-def overtaken(session_id: str, position: int) -> Overtaken:
-    return Overtaken(f"record {position} of session {session_id!r} was written by another gateway")
+            resolve(accepted, overtaken(session_id, first))
 
 
 def _told(error: Exception) -> Exception:
@@ -132,13 +107,3 @@ def _told(error: Exception) -> Exception:
     if isinstance(error, (ConfigurationError, JournalDamaged)):
         return error
     return GatewayUnavailable(f"the journal cannot be written: {error!r}")
-
-
-def _resolve(items: list[_Append], error: Exception | None) -> None:
-    for item in items:
-        if item.done.done():
-            continue
-        if error is None:
-            item.done.set_result(None)
-        else:
-            item.done.set_exception(error)
