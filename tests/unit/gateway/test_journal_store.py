@@ -206,6 +206,32 @@ async def test_two_processes_of_a_host_upload_once(tmp_path: Path, store: Weathe
     assert [record["n"] for record in await Parts(store).read("s")] == [*range(6)]
 
 
+async def test_a_longer_part_of_another_process_is_no_other_host(
+    tmp_path: Path, store: Weather
+) -> None:
+    """A process of the host uploads more records than this one has just read: the session lives on."""
+    other = _mirrored(tmp_path / "h", store)
+
+    class Slow(Parts):
+        """The other process writes and uploads between this one's look at the disk and its upload."""
+
+        overtaken = False
+
+        async def put_records(self, session_id: str, first: int, records: Any) -> bool:
+            if not self.overtaken:
+                self.overtaken = True
+                await other.append("s", {"n": 1}, position=1)
+                await other.aclose()
+            return await super().put_records(session_id, first, records)
+
+    one = MirroredJournal(LocalJournal(tmp_path / "h"), Slow(store), pause_s=0)
+    await one.append("s", {"n": 0}, position=0)
+    await one.aclose()
+
+    assert await Parts(store).read("s") == [{"n": 0}, {"n": 1}]
+    assert await one.read("s") == [{"n": 0}, {"n": 1}]
+
+
 async def test_a_session_may_grow_while_it_is_met(tmp_path: Path, store: Weather) -> None:
     """Records that another process of the host writes and uploads meanwhile are no conflict."""
     one = _mirrored(tmp_path / "h", store)

@@ -97,13 +97,23 @@ class MirroredJournal:
             return 0
         start = max((first for first in firsts if first <= len(here)), default=0)
         there = await self._parts.read(session_id, start)
-        common = min(len(here) - start, len(there))
-        if here[start : start + common] != there[:common]:
-            self._lose(session_id)
-            self._check(session_id)
-        for number, record in enumerate(there[common:], start + common):
-            await self._local.append(session_id, record, position=number)
+        await self._join(session_id, start, here[start:], there)
+        self._check(session_id)
         return start + len(there)
+
+    async def _join(
+        self, session_id: str, first: int, here: list[Record], there: list[Record]
+    ) -> None:
+        """Copy to the disk what only the store has. Both lists begin with record number `first`.
+
+        Two records of one number that differ were written by two hosts: this host loses the session.
+        Raises: Overtaken.
+        """
+        common = min(len(here), len(there))
+        if here[:common] != there[:common]:
+            return self._lose(session_id)
+        for number, record in enumerate(there[common:], first + common):
+            await self._local.append(session_id, record, position=number)
 
     # --- uploading -----------------------------------------------------------------------------
 
@@ -149,16 +159,20 @@ class MirroredJournal:
             records = (await self._local.tail(session_id, known)).records
             if not records:
                 return
-            end = known.records + await self._put(session_id, known.records, records)
+            try:
+                end = known.records + await self._put(session_id, known, records)
+            except Overtaken:  # a process of this host wrote meanwhile: read its record first
+                continue
             self._uploaded[session_id] = await self._local.find(session_id, end, known)
 
-    async def _put(self, session_id: str, first: int, records: list[Record]) -> int:
-        """How many of `records` are in the store now, written by this or another process."""
-        if await self._parts.put_records(session_id, first, records):
+    async def _put(self, session_id: str, known: Known, records: list[Record]) -> int:
+        """How many records behind `known` the store has now, from this or another process."""
+        if await self._parts.put_records(session_id, known.records, records):
             return len(records)
-        there = await self._parts.get(session_id, first)
-        if there != records[: len(there)]:
-            self._lose(session_id)
+        there = await self._parts.get(session_id, known.records)
+        if len(there) > len(records):  # another process of this host may have written more meanwhile
+            records = (await self._local.tail(session_id, known)).records
+        await self._join(session_id, known.records, records, there)
         return len(there)
 
     def _lose(self, session_id: str) -> None:
