@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from activities import this_try
+from activities import activity_context
 from activities.shell import shell
 from perdure.rollouts.messages import ReadyPermit
 from perdure.rollouts.sandbox.admission import end_ready
@@ -14,7 +14,7 @@ class ClosedHolders:
     @shell("closed_holders")
     async def closed(self, holders: Sequence[str]) -> list[str]:
         """Those whose workflow is closed: terminated, or lost before it gave its permit back."""
-        return [holder for holder in holders if not await this_try.is_open(holder)]
+        return [holder for holder in holders if not await activity_context.is_open(holder)]
 
 
 class EndReady:

@@ -1,7 +1,7 @@
 """boot_sandbox: the shell of `perdure.rollouts.boot`."""
 
+from activities.activity_context import ThisTry
 from activities.shell import shell
-from activities.this_try import ThisTry
 from perdure.rollouts.boot import boot
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import Attempt, Booted

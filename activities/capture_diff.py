@@ -1,7 +1,7 @@
 """capture_diff: the shell of `perdure.rollouts.capture`."""
 
+from activities.activity_context import ThisTry
 from activities.shell import shell
-from activities.this_try import ThisTry
 from perdure.rollouts.capture import capture
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import Attempt, Captured

@@ -1,7 +1,7 @@
 """destroy_sandbox: the shell of `perdure.rollouts.destroy`."""
 
+from activities.activity_context import ThisTry
 from activities.shell import shell
-from activities.this_try import ThisTry
 from perdure.rollouts.destroy import destroy
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import Attempt

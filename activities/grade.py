@@ -1,7 +1,7 @@
 """grade_in_fresh_sandbox: the shell of `perdure.rollouts.grade`."""
 
+from activities.activity_context import ThisTry
 from activities.shell import shell
-from activities.this_try import ThisTry
 from perdure.rollouts.grade import grade
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import Attempt, GradedPatch

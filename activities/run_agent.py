@@ -1,7 +1,7 @@
 """run_agent: the shell of `perdure.rollouts.agent`."""
 
+from activities.activity_context import ThisTry
 from activities.shell import shell
-from activities.this_try import ThisTry
 from perdure.rollouts.agent import run_agent
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import AgentRun, Attempt

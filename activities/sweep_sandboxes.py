@@ -1,7 +1,7 @@
 """sweep_sandboxes: the shell of `perdure.rollouts.sweep`, the reaper."""
 
+from activities.activity_context import is_open
 from activities.shell import shell
-from activities.this_try import is_open
 from perdure.rollouts.messages import SweepRequest
 from perdure.rollouts.services import Services
 from perdure.rollouts.sweep import sweep

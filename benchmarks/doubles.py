@@ -23,7 +23,7 @@ from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.host.box import Box
 from perdure.settings.tree import Settings
 from perdure.stack import ports, readiness
-from perdure.testing.double import Double, Guests
+from perdure.testing.service_double import Double, Guests
 
 SERVICES = ("e2b", "daytona")
 

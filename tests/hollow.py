@@ -1,6 +1,6 @@
 """E2B's control plane alone: sandboxes are made, found and killed for real, and nothing runs inside.
 
-For herds: what a command inside costs this machine is not what they are about.
+For bursts: what a command inside costs this machine is not what they are about.
 """
 
 from collections.abc import Mapping, Sequence

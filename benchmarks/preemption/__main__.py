@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.preemption.stand import SECRET, WORDS, Stand
+from benchmarks.preemption.deployment import SECRET, WORDS, Deployment
 from perdure.engines.clients.token_server import EngineRequest, StreamBroken
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.pool.salvage import Salvage
@@ -73,16 +73,16 @@ class Result:
 async def side(name: str, job: Job) -> Result:
     gateways = {"plain": 0, "gateway killed": 2}.get(name, 1)
     with tempfile.TemporaryDirectory(prefix="pd-") as folder:
-        async with Stand(Path(folder), gateways, job.tokens) as stand:
+        async with Deployment(Path(folder), gateways, job.tokens) as deployment:
             crowd = Crowd()
             play = _plain if name == "plain" else _through_gateway
-            kills = {"undisturbed": None, "gateway killed": stand.kill_gateway}
-            kill = kills.get(name, stand.kill_engine)
+            kills = {"undisturbed": None, "gateway killed": deployment.kill_gateway}
+            kill = kills.get(name, deployment.kill_engine)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(play(stand, job, crowd))
+                tasks.create_task(play(deployment, job, crowd))
                 if kill is not None:
                     tasks.create_task(_in_the_middle(job, crowd, kill))
-            return _result(name, stand, crowd)
+            return _result(name, deployment, crowd)
 
 
 async def _in_the_middle(job: Job, crowd: Crowd, kill: Callable[[], None]) -> None:
@@ -94,8 +94,8 @@ async def _in_the_middle(job: Job, crowd: Crowd, kill: Callable[[], None]) -> No
     await asyncio.to_thread(kill)
 
 
-async def _through_gateway(stand: Stand, job: Job, crowd: Crowd) -> None:
-    async with GatewayControl(stand.url, SECRET) as control:
+async def _through_gateway(deployment: Deployment, job: Job, crowd: Crowd) -> None:
+    async with GatewayControl(deployment.url, SECRET) as control:
         specs = [
             SessionSpec(
                 session_id=f"a-{n}", turns_key=f"turns/{n}", labels={"group": f"g-{n // 4}"}
@@ -106,7 +106,7 @@ async def _through_gateway(stand: Stand, job: Job, crowd: Crowd) -> None:
             await control.open(spec)
         await asyncio.gather(
             *(
-                _agent(stand.url, control.key(s.session_id), job, n, crowd)
+                _agent(deployment.url, control.key(s.session_id), job, n, crowd)
                 for n, s in enumerate(specs)
             )
         )
@@ -147,10 +147,10 @@ async def _patiently(
     return None
 
 
-async def _plain(stand: Stand, job: Job, crowd: Crowd) -> None:
+async def _plain(deployment: Deployment, job: Job, crowd: Crowd) -> None:
     """Each agent uses one engine; after a break it repeats the whole call at the other one."""
     async with httpx.AsyncClient(timeout=600) as client:
-        targets = [VllmEngine(url, url, client) for url in stand.engine_urls]
+        targets = [VllmEngine(url, url, client) for url in deployment.engine_urls]
         await asyncio.gather(*(_plain_agent(targets, job, n, crowd) for n in range(job.agents)))
 
 
@@ -179,13 +179,15 @@ def _opening(job: Job, group: int) -> str:
     return f"Task {group}. " + WORDS * (job.opening // 20)
 
 
-def _result(name: str, stand: Stand, crowd: Crowd) -> Result:
-    tries = stand.sampled()
+def _result(name: str, deployment: Deployment, crowd: Crowd) -> Result:
+    tries = deployment.sampled()
     sampled = sum(one.tokens for one in tries)
-    killed = stand.killed_at or float("inf")
+    killed = deployment.killed_at or float("inf")
     calm = [one.first - one.arrived for one in tries if one.first and one.first < killed]
-    cut = {one.request_id for one in tries if one.arrived < killed} if stand.killed_at else set()
-    resumed = _resumed(stand, name, cut)
+    cut = (
+        {one.request_id for one in tries if one.arrived < killed} if deployment.killed_at else set()
+    )
+    resumed = _resumed(deployment, name, cut)
     return Result(
         name,
         sampled,
@@ -198,21 +200,23 @@ def _result(name: str, stand: Stand, crowd: Crowd) -> Result:
     )
 
 
-def _resumed(stand: Stand, name: str, cut: set[str]) -> list[float]:
+def _resumed(deployment: Deployment, name: str, cut: set[str]) -> list[float]:
     """Seconds from the kill to the first token of each broken turn's next try."""
-    after = [one for one in stand.sampled() if one.arrived >= stand.killed_at > 0 and one.first]
+    after = [
+        one for one in deployment.sampled() if one.arrived >= deployment.killed_at > 0 and one.first
+    ]
     if (
         name == "gateway killed"
     ):  # the repeated call is a new request, the first of its session there
         firsts: dict[str, float] = {}
-        broken = {name.rpartition("-")[0] for name in _unfinished(stand, cut)}
+        broken = {name.rpartition("-")[0] for name in _unfinished(deployment, cut)}
         for one in sorted(after, key=lambda one: one.arrived):
             session = one.request_id.rpartition("-")[0]
             if session in broken and one.first is not None:
-                firsts.setdefault(session, one.first - stand.killed_at)
+                firsts.setdefault(session, one.first - deployment.killed_at)
         return list(firsts.values())
     tries = [one for one in after if one.request_id.rpartition("-")[0] in cut or _retried(one, cut)]
-    return [one.first - stand.killed_at for one in tries if one.first is not None]
+    return [one.first - deployment.killed_at for one in tries if one.first is not None]
 
 
 def _retried(one: Any, cut: set[str]) -> bool:
@@ -221,11 +225,13 @@ def _retried(one: Any, cut: set[str]) -> bool:
     return number == "1" and f"{head}-0" in cut
 
 
-def _unfinished(stand: Stand, cut: set[str]) -> set[str]:
+def _unfinished(deployment: Deployment, cut: set[str]) -> set[str]:
     """Tries that stopped at the kill."""
-    longest = max(one.tokens for one in stand.sampled())
+    longest = max(one.tokens for one in deployment.sampled())
     return {
-        one.request_id for one in stand.sampled() if one.request_id in cut and one.tokens < longest
+        one.request_id
+        for one in deployment.sampled()
+        if one.request_id in cut and one.tokens < longest
     }
 
 

@@ -75,7 +75,7 @@ class TestDocker(SandboxContract):
 
             assert await box.get("said") == f"{key['KEY']}\n".encode()
         assert "exec" in log.read_text()
-        assert b"guest_door" in inside.stdout
+        assert b"guest_entry" in inside.stdout
         assert not _tells(key["KEY"].encode(), log.read_bytes() + inside.stdout)
 
     async def test_command_that_breaks_the_sandbox_costs_it_alone(

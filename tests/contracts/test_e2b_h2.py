@@ -31,7 +31,7 @@ async def server(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[object]:
     from perdure.testing.e2b_server import serving
-    from perdure.testing.h2_front import fronted
+    from perdure.testing.http2_proxy import behind_http2
 
     if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip(missing[0])
@@ -42,7 +42,7 @@ async def server(
     monkeypatch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
     async with (
         serving(tmp_path / "server") as (server, plain),
-        fronted(plain, authority.tls()) as url,
+        behind_http2(plain, authority.tls()) as url,
     ):
         for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
             monkeypatch.setenv(name, url)

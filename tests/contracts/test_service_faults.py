@@ -25,7 +25,7 @@ from perdure.sandboxes.guest import service as service_module
 from perdure.sandboxes.guest.sandbox import FOLDER
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
-from perdure.testing.double import LIMITS
+from perdure.testing.service_double import LIMITS
 from tests import held_ports
 from tests.services import ID, SERVICES, SPEC, Bench, Service, benched, impatient
 

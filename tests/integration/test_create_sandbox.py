@@ -12,7 +12,7 @@ from temporalio.activity import ActivityCancellationDetails
 from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
-from activities.this_try import ThisTry
+from activities.activity_context import ThisTry
 from perdure.rollouts.sandbox.create import create_sandbox, killed_at_the_end
 from perdure.sandboxes import reaper
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec

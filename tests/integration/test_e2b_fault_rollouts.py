@@ -275,9 +275,9 @@ async def test_server_that_goes_away(
     field_: Field, authority: Authority, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """GOAWAY over TLS and HTTP/2, the request seen to or not: solved in one attempt, nothing left."""
-    from perdure.testing.h2_front import fronted
+    from perdure.testing.http2_proxy import behind_http2
 
-    async with fronted(field_.url, authority.tls()) as url:
+    async with behind_http2(field_.url, authority.tls()) as url:
         for name, value in E2B.variables(url).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.this_try import ThisTry
+from activities.activity_context import ThisTry
 from perdure.client import names
 from perdure.rollouts.boot import BootRecord, take_ready
 from perdure.rollouts.job import Job
@@ -24,7 +24,7 @@ from perdure.settings.tree import Settings
 from perdure.storage import keys
 from perdure.storage.local import LocalStore
 from perdure.types import Outcome, RolloutRequest
-from tests import herd
+from tests import burst
 from tests.stack.host import why_not_here
 from tests.stack.stack import Stack, running
 from tests.stack.waiting import PATIENCE_S, until
@@ -114,7 +114,7 @@ async def crowd(
         pytest.skip(missing)
     monkeypatch.setenv("PERDURE_SANDBOX__READY", str(READY))
     said = '{"e2b": {"live": 4}}'
-    async with herd.capped(tmp_path, monkeypatch, live=4, rate=100, said=said) as pair:
+    async with burst.capped(tmp_path, monkeypatch, live=4, rate=100, said=said) as pair:
         yield pair
 
 
@@ -133,7 +133,7 @@ async def test_ready_ones_and_rollouts_share_an_account(crowd: tuple[Stack, Any]
         await stack.start("other", sandbox="e2b", agent="nop", sample_index=n, limits=limits)
         for n in range(6)
     ]
-    seen = await herd.stampede(stack, server, 6, limit_s=PATIENCE_S)
+    seen = await burst.run_burst(stack, server, 6, limit_s=PATIENCE_S)
     graded = [(await stack.episode(request)).reward is not None for request in others]
 
     async def all_known() -> bool:

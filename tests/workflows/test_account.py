@@ -10,7 +10,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-import activities.this_try
+import activities.activity_context
 import workflows.account
 from activities.account_holders import ClosedHolders
 from perdure.client import names
@@ -161,7 +161,7 @@ async def test_an_account_workflow_goes_on_if_its_holders_cannot_be_looked_up(
         looked.append(workflow_id)
         raise ApplicationError("the server is away", non_retryable=True)
 
-    monkeypatch.setattr(activities.this_try, "is_open", fail)
+    monkeypatch.setattr(activities.activity_context, "is_open", fail)
     first, second = holders
     await ask(client, first)
     await holding(client, first)

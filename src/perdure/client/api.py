@@ -33,7 +33,7 @@ from perdure.agents.check import check_options
 from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.connection import connect
-from perdure.client.host_variables import rollout_with_defaults, run_with_defaults
+from perdure.client.slime_variables import rollout_with_defaults, run_with_defaults
 from perdure.errors import Cancelled, NoResult, NotFound
 from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RunRequest, RunStatus
 

@@ -8,7 +8,7 @@ import time
 from perdure.agents.base import EXEC_ID
 from perdure.errors import NotFound, PerdureError, PolicyTooStale, SandboxLost
 from perdure.gateway.base import SessionSummary
-from perdure.rollouts import evidence
+from perdure.rollouts import agent_output
 from perdure.rollouts.boot import attach
 from perdure.rollouts.gateway_session.reach import GatewayRoute, reached
 from perdure.rollouts.gateway_session.session import AgentSession, session_of
@@ -49,8 +49,8 @@ async def _run(job: Job) -> AgentRun:
         raise
     except SandboxLost:
         with contextlib.suppress(PerdureError):  # some providers still have what it printed
-            await evidence.keep(
-                job, await evidence.collect(sandbox, ExecStatus(ExecState.LOST), artifacts=())
+            await agent_output.keep(
+                job, await agent_output.collect(sandbox, ExecStatus(ExecState.LOST), artifacts=())
             )
         raise
 
@@ -104,10 +104,10 @@ async def _conclude(
     job: Job, session: AgentSession | None, sandbox: Sandbox, status: ExecStatus
 ) -> AgentRun:
     summary = await session.close() if session is not None else None
-    found = await evidence.collect(
+    found = await agent_output.collect(
         sandbox, status, job.agent.artifacts, turns=summary.turns if summary else 0
     )
-    await evidence.keep(job, found)
+    await agent_output.keep(job, found)
     if summary is not None and summary.too_stale:
         raise PolicyTooStale(summary.too_stale)
     if summary is not None:
@@ -118,7 +118,7 @@ async def _conclude(
         turns=found.turns,
         tokens=summary.tokens if summary else 0,
         seconds=round(status.seconds or 0.0, 3),
-        detail=evidence.detail(end, found),
+        detail=agent_output.detail(end, found),
     )
 
 

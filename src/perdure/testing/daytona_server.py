@@ -25,9 +25,9 @@ from aiohttp import web
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import ExecState, ExecStatus, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
-from perdure.testing import double
-from perdure.testing.double import LIMITS, Double, Refusal, entries, iso, listed
+from perdure.testing import service_double
 from perdure.testing.faults import Faults, Rule, met_rule
+from perdure.testing.service_double import LIMITS, Double, Refusal, entries, iso, listed
 
 HOME = "/home/daytona"
 PIECE = 1 << 20
@@ -334,7 +334,7 @@ class DaytonaServer(Double):
             await self._end(record["id"])
             return web.Response()
         if status.state is ExecState.RUNNING:
-            double.signal_group(box, exec_id)
+            service_double.signal_group(box, exec_id)
             raise _refusal(
                 408, "command execution timeout", source="DAYTONA_DAEMON",
                 code="PROCESS_EXECUTION_TIMEOUT",
@@ -479,7 +479,7 @@ class DaytonaServer(Double):
                 if data:
                     await socket.send_bytes(mark + data)
             if rule is not None and rule.stream == "cut" and any(at.values()):
-                return double.abort(request)
+                return service_double.abort(request)
             if over:
                 await socket.close()
                 return socket
@@ -529,7 +529,7 @@ class DaytonaServer(Double):
             while data:
                 await response.write(data)
                 if rule is not None and rule.stream == "cut":
-                    return double.abort(request)
+                    return service_double.abort(request)
                 at += len(data)
                 data = await box.get(_absolute(path), at, PIECE)
             await response.write(b"\r\n")
@@ -719,7 +719,7 @@ async def _text(box: NamespaceSandbox, folder: str, name: str) -> str:
     return (await _bytes(box, folder, name)).replace(b"\0", b"").decode("utf-8", "replace")
 
 
-def _file(entry: double.Entry) -> dict[str, Any]:
+def _file(entry: service_double.Entry) -> dict[str, Any]:
     return {
         "name": entry.name,
         "isDir": entry.folder,
@@ -738,7 +738,7 @@ serving = DaytonaServer.serving
 
 
 def main() -> None:
-    double.run(DaytonaServer, lambda url: f"DAYTONA_API_URL={url}/api", 3986, __doc__)
+    service_double.run(DaytonaServer, lambda url: f"DAYTONA_API_URL={url}/api", 3986, __doc__)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from aiohttp import web
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
-from perdure.testing.double import (
+from perdure.testing.faults import Faults, met_rule
+from perdure.testing.service_double import (
     LIMITS,
     Double,
     Entry,
@@ -42,7 +43,6 @@ from perdure.testing.double import (
     run,
     signal_one,
 )
-from perdure.testing.faults import Faults, met_rule
 
 ENVD = "0.6.7"
 HOME = "/home/user"

@@ -22,7 +22,7 @@ About = Callable[[web.Request], Awaitable[str]]
 Caller = Callable[[web.Request], tuple[str, str]]
 CONTROL = "/__control/"
 GOAWAY = "X-Perdure-Goaway"
-FRONTED = "X-Perdure-Fronted"
+BEHIND_HTTP2 = "X-Perdure-Http2"
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Rule:
     reset: bool = False
     """Cut the connection without an answer."""
     goaway: bool = False
-    """Behind `h2_front`: GOAWAY after (`after`) or before this request is handled. Else as `reset`."""
+    """Behind `http2_proxy`: GOAWAY after (`after`) or before this request is handled. Else as `reset`."""
     hang: bool = False
     """Accept, and never answer."""
     refuse_for_s: float = 0.0
@@ -140,7 +140,7 @@ class Faults:
         await asyncio.sleep(rule.delay_s)
         if rule.hang:
             await asyncio.Event().wait()
-        if rule.goaway and FRONTED in request.headers:
+        if rule.goaway and BEHIND_HTTP2 in request.headers:
             return web.Response(status=503, headers={GOAWAY: rule.when})
         if rule.reset or rule.goaway:
             if request.transport is not None:

@@ -27,8 +27,8 @@ from perdure.sandboxes.base import ExecState, ExecStatus, Network, SandboxSpec
 from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.settings.tree import Settings
-from perdure.testing.double import LIMITS, Double, Guests, Refusal, abort, iso, pid_of, run
 from perdure.testing.faults import Faults, Rule, met_rule
+from perdure.testing.service_double import LIMITS, Double, Guests, Refusal, abort, iso, pid_of, run
 from perdure.types import Limits
 
 NAMESPACE = "/api/v1/namespaces/{ns}"

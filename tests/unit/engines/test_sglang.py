@@ -22,7 +22,7 @@ from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineRecord, name_of
 from perdure.settings.tree import Settings
 from perdure.testing.scripted_engine import ScriptedEngine
-from perdure.testing.sglang_face import SglangFace
+from perdure.testing.scripted_sglang import ScriptedSglang
 from perdure.types import FinishReason
 
 TURN = {"default": {"turns": [{"content": " ".join(f"word{n}" for n in range(40))}]}}
@@ -30,12 +30,15 @@ SAMPLING = {"max_tokens": 400, "temperature": 1.0, "top_p": 1.0, "stop_token_ids
 
 
 @asynccontextmanager
-async def served(**options: Any) -> AsyncIterator[tuple[ScriptedEngine, SglangFace]]:
-    async with ScriptedEngine(TURN, generation=1) as engine, SglangFace(engine, **options) as face:
+async def served(**options: Any) -> AsyncIterator[tuple[ScriptedEngine, ScriptedSglang]]:
+    async with (
+        ScriptedEngine(TURN, generation=1) as engine,
+        ScriptedSglang(engine, **options) as face,
+    ):
         yield engine, face
 
 
-async def sample(face: SglangFace, **changes: Any) -> tuple[Salvage, FinishReason]:
+async def sample(face: ScriptedSglang, **changes: Any) -> tuple[Salvage, FinishReason]:
     salvage = Salvage()
     salvage.begin("sglang", 1)
     ask = EngineRequest("policy-g1", [1, 2, 3], {**SAMPLING, **changes}, "s", "s-0")

@@ -62,7 +62,7 @@ class Folder(GuestSandbox):
 
     @property
     def resident(self) -> int:
-        return int((self.folder / "door.lock").read_text().split()[0])
+        return int((self.folder / "resident.lock").read_text().split()[0])
 
     async def kill_resident(self) -> None:
         """Wait until it has gone, because it is not replaced while it holds its lock."""
@@ -72,7 +72,7 @@ class Folder(GuestSandbox):
 
     def edit(self, old: str, new: str) -> None:
         """Install the program of another version."""
-        path = self.folder / "guest_door.py"
+        path = self.folder / "guest_entry.py"
         text = path.read_text()
         assert old in text
         draft = path.with_suffix(".new")

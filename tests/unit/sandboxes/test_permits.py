@@ -96,23 +96,23 @@ class Service:
                 heapq.heappop(self._later)[2]()
 
 
-def test_a_herd_of_500_never_meets_caps_that_are_known() -> None:
+def test_a_burst_of_500_never_meets_caps_that_are_known() -> None:
     """500 requests at once, 20 live and 5 creates a second: all are served, none is refused."""
-    herd = account()
+    burst = account()
     for number in range(500):
-        ask(herd, f"h{number}")
-    service = Service(herd, live=20, rate=5)
+        ask(burst, f"h{number}")
+    service = Service(burst, live=20, rate=5)
     service.run()
 
     assert (len(service.created), service.refusals, service.most) == (500, [], 20)
 
 
-def test_a_herd_finds_out_caps_that_nobody_named() -> None:
+def test_a_burst_finds_out_caps_that_nobody_named() -> None:
     """Without known caps all are served, and few creates are refused."""
-    herd = account()
+    burst = account()
     for number in range(500):
-        ask(herd, f"h{number}", caps=AccountCaps(starting=16))
-    service = Service(herd, live=20, rate=5)
+        ask(burst, f"h{number}", caps=AccountCaps(starting=16))
+    service = Service(burst, live=20, rate=5)
     service.run()
 
     assert len(service.created) == 500
@@ -172,12 +172,12 @@ def test_runs_share_an_account_and_each_is_served_in_order() -> None:
     assert names(shared, 0.0) == ["big0", "small0", "big1", "small1"]
 
 
-def test_a_herd_without_caps_is_granted_in_portions() -> None:
+def test_a_burst_without_caps_is_granted_in_portions() -> None:
     """Grants above the limit per call follow in the next call; none is forgotten."""
-    herd = account()
+    burst = account()
     for number in range(MOST_GRANTS + 1):
-        ask(herd, f"h{number}", caps=AccountCaps())
-    first, pause, rest = names(herd, 0.0), herd.wake_in(0.0), names(herd, 0.0)
+        ask(burst, f"h{number}", caps=AccountCaps())
+    first, pause, rest = names(burst, 0.0), burst.wake_in(0.0), names(burst, 0.0)
 
     assert (len(first), pause, rest) == (MOST_GRANTS, 0.0, [f"h{MOST_GRANTS}"])
 

@@ -110,7 +110,7 @@ def run(
     """
     from perdure.cli.runs import launch
     from perdure.cli.runs.request import RunOptions, fields_of
-    from perdure.client.host_variables import defaults_for
+    from perdure.client.slime_variables import defaults_for
     from perdure.settings.load import load_settings
 
     named = {

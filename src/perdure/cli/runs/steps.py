@@ -47,7 +47,7 @@ async def current_step(client: Client, workflow_id: str) -> str:
 
 
 async def _progress(client: Client, step: PendingActivityInfo) -> dict[str, Any]:
-    """What the last heartbeat said (`activities.shell.report`). The server keeps it between two tries,
+    """What the last heartbeat said (`activities.heartbeats.report`). The server keeps it between two tries,
     so it counts only while the step is running."""
     if step.state != PendingActivityState.PENDING_ACTIVITY_STATE_STARTED:
         return {}

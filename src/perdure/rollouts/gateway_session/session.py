@@ -4,7 +4,7 @@ import contextlib
 
 from perdure.errors import NotFound
 from perdure.gateway.base import SessionSpec, SessionSummary
-from perdure.rollouts.gateway_session.earlier import most_recorded
+from perdure.rollouts.gateway_session.earlier_attempt import most_recorded
 from perdure.rollouts.job import Job
 from perdure.types import RolloutRequest
 

@@ -35,7 +35,7 @@ from perdure.sandboxes.host.execs import argv_digest
 
 FOLDER = "/var/lib/perdure"
 PROGRAMS = (
-    "guest.py", "guest_commands.py", "guest_door.py", "guest_files.py", "guest_processes.py",
+    "guest.py", "guest_commands.py", "guest_entry.py", "guest_files.py", "guest_processes.py",
     "guest_records.py", "guest_supervisor.py",
 )  # fmt: skip
 """Files of `guest/inside` that are installed together."""
@@ -43,7 +43,7 @@ PYTHON = "exec python3 -I -S -c"
 """Without the packages of the image."""
 CALL = (
     f"{PYTHON} 'import sys; sys.argv[1:] = sys.stdin.read().split(); "
-    f'sys.path.insert(0, "{FOLDER}"); import guest_door; guest_door.main()\''
+    f'sys.path.insert(0, "{FOLDER}"); import guest_entry; guest_entry.main()\''
 )
 """Reads the order from standard input, because other users can list arguments."""
 INSTALL = f"""
@@ -60,8 +60,8 @@ for name, text in json.loads(zlib.decompress(base64.b64decode(sys.argv[1]))).ite
 os.umask(had)
 sys.argv[1:] = sys.stdin.read().split()
 sys.path.insert(0, "{FOLDER}")
-import guest_door
-guest_door.main()
+import guest_entry
+guest_entry.main()
 """
 """Its argument is the guest's files; its standard input is that of CALL. Files with the same text are
 not replaced."""

@@ -1,7 +1,7 @@
 """Runs inside a remote sandbox: durable commands and one set-up. Standard library, Python 3.7 or later.
 
 The host installs it with the other files of this folder, and calls it through the provider's exec
-(`guest_door`). Every call names one operation, may be repeated after a lost answer, and prints one
+(`guest_entry`). Every call names one operation, may be repeated after a lost answer, and prints one
 marked line.
 """
 

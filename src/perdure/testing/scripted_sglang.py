@@ -1,6 +1,6 @@
 """A scripted engine that speaks SGLang: the routes of 0.5.23 in front of a `ScriptedEngine`.
 
-Owns the wire form only; what is sampled, counted and broken on command is the scripted engine's.
+Owns only the wire form. The scripted engine samples, counts and fails on command.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ METRICS: Mapping[str, str] = {
 PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
 
-class SglangFace:
+class ScriptedSglang:
     """Another port of a scripted engine, with SGLang's routes.
 
     Example:
-        async with ScriptedEngine(scripts, generation=3) as engine, SglangFace(engine) as face:
-            record = EngineRecord(name=..., url=face.url, kind="sglang", ...)
+        async with ScriptedEngine(scripts, generation=3) as engine, ScriptedSglang(engine) as sglang:
+            record = EngineRecord(name=..., url=sglang.url, kind="sglang", ...)
     """
 
     def __init__(self, engine: ScriptedEngine, *, incremental: bool = True) -> None:
@@ -44,7 +44,7 @@ class SglangFace:
         self._incremental = incremental
         self.url = ""
 
-    async def __aenter__(self) -> "SglangFace":
+    async def __aenter__(self) -> "ScriptedSglang":
         self._client = httpx.AsyncClient(trust_env=False, timeout=None)
         listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

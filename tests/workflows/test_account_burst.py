@@ -12,7 +12,7 @@ from tests.stack.waiting import until
 from tests.workflows import dev_server
 from workers.orchestration import workflow_worker
 
-HERD = 100
+BURST = 100
 ACCOUNT_ID = names.account_id("service-1")
 CAPS = AccountCaps(creates_per_s=100)
 
@@ -38,7 +38,7 @@ async def test_an_account_workflow_that_continues_as_new_grants_each_rollout_onc
     often = ("--dynamic-config-value", "limit.historyCount.suggestContinueAsNew=60")
     async with dev_server.serving(*often) as client, workflow_worker(client):
         first = ""
-        for number in range(HERD):
+        for number in range(BURST):
             asked = AskPermit(holder=f"h{number}", run=f"r{number % 3}", step="1-agent", caps=CAPS)
             handle = await client.start_workflow(
                 names.ACCOUNT,
@@ -50,10 +50,10 @@ async def test_an_account_workflow_that_continues_as_new_grants_each_rollout_onc
             first = first or str(handle.first_execution_run_id)
 
         async def served() -> bool:
-            return (await grants(client, first))[0].total() >= HERD
+            return (await grants(client, first))[0].total() >= BURST
 
         await until(served, "all are granted")
         granted, runs = await grants(client, first)
 
-    assert (len(granted), set(granted.values())) == (HERD, {1})
+    assert (len(granted), set(granted.values())) == (BURST, {1})
     assert runs > 2

@@ -1,10 +1,10 @@
-"""A herd of rollouts on one account with caps: they queue, and no workflow hears of it."""
+"""A burst of rollouts on one account with caps: they queue, and no workflow hears of it."""
 
 from pathlib import Path
 
 import pytest
 
-from tests import herd
+from tests import burst
 from tests.stack.host import why_not_here
 from tests.stack.waiting import PATIENCE_S
 
@@ -19,12 +19,12 @@ def _here() -> None:
         pytest.skip(missing)
 
 
-async def test_a_herd_queues_for_an_account_that_is_known(
+async def test_a_burst_queues_for_an_account_that_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """16 rollouts at once, workers of two processes, 4 sandboxes allowed: all graded, no 429."""
     said = '{"e2b": {"live": 4, "creates_per_s": 10}}'
-    async with herd.capped(tmp_path, monkeypatch, live=4, rate=10, said=said) as (stack, server):
-        seen = await herd.stampede(stack, server, 16, limit_s=PATIENCE_S * 4)
+    async with burst.capped(tmp_path, monkeypatch, live=4, rate=10, said=said) as (stack, server):
+        seen = await burst.run_burst(stack, server, 16, limit_s=PATIENCE_S * 4)
 
-    assert seen == herd.Herd(graded=16, errors=0, creates=32, refused=0, left=0, held=0)
+    assert seen == burst.Burst(graded=16, errors=0, creates=32, refused=0, left=0, held=0)

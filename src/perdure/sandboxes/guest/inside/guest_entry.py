@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FOLDER = __file__.rpartition("/")[0]
-DOOR = FOLDER + "/door"
-LOCK = FOLDER + "/door.lock"
+SOCKET = FOLDER + "/resident"
+LOCK = FOLDER + "/resident.lock"
 TAKEN = b"+"
 TAKEN_S = 5.0
 """Seconds after which a resident that does not take an order is replaced."""
@@ -51,17 +51,17 @@ def _asked(order: str) -> "str | None":
     """
     import _socket  # importing `socket` takes longer than the answer
 
-    door = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     try:
-        door.settimeout(TAKEN_S)
-        door.connect(DOOR)
-        door.sendall(order.encode() + b"\n")
-        if door.recv(1) != TAKEN:
+        connection.settimeout(TAKEN_S)
+        connection.connect(SOCKET)
+        connection.sendall(order.encode() + b"\n")
+        if connection.recv(1) != TAKEN:
             return None
-        door.settimeout(None)
+        connection.settimeout(None)
         answer = b""
         while not answer.endswith(b"}\n"):
-            piece = door.recv(1 << 16)
+            piece = connection.recv(1 << 16)
             if not piece:
                 return None
             answer += piece
@@ -71,7 +71,7 @@ def _asked(order: str) -> "str | None":
     except OSError:
         return None
     finally:
-        door.close()
+        connection.close()
 
 
 # -- the resident ---------------------------------------------------------------------------------
@@ -111,10 +111,10 @@ def _reside(answer: "Callable[[str], str]", born: object, replace_silent: bool, 
     lock = _hold_lock(replace_silent)
     if lock is None:
         return
-    if os.path.exists(DOOR):
-        os.unlink(DOOR)
+    if os.path.exists(SOCKET):
+        os.unlink(SOCKET)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(DOOR)
+    listener.bind(SOCKET)
     listener.listen(128)
     os.close(told)
     import signal
@@ -123,7 +123,7 @@ def _reside(answer: "Callable[[str], str]", born: object, replace_silent: bool, 
     while True:
         connection, _ = listener.accept()
         if _version() != born:
-            os.unlink(DOOR)
+            os.unlink(SOCKET)
             os.close(lock)  # before this caller goes on, because it starts the next one
             return
         try:

@@ -28,7 +28,7 @@ class Sampled(NamedTuple):
 
 
 @dataclass
-class Stand:
+class Deployment:
     """Two engines and `gateways` gateways, in one folder."""
 
     folder: Path
@@ -42,7 +42,7 @@ class Stand:
     _gateways: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
     _listener: socket.socket | None = None
 
-    async def __aenter__(self) -> "Stand":
+    async def __aenter__(self) -> "Deployment":
         scripts = self.folder / "scripts.json"
         content = WORDS * max(1, self.tokens // 20)
         scripts.write_text(json.dumps({"default": {"turns": [{"content": content}]}}))

@@ -1,4 +1,4 @@
-"""Many rollouts at once on a metered account: the double with its caps, and what came of the herd."""
+"""Many rollouts at once on a metered account: the double with its caps, and what came of the burst."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -30,7 +30,7 @@ CREATES = ("POST /sandboxes", "POST /v2/sandboxes")
 
 
 @dataclass(frozen=True)
-class Herd:
+class Burst:
     """How it ended. `refused`: creates that the service answered with 429. `held`: permits that
     nobody gave back."""
 
@@ -63,10 +63,12 @@ async def capped(
                 await server.guests.kill(record["id"])
 
 
-async def stampede(stack: Stack, server: Any, count: int, *, limit_s: float, **fields: Any) -> Herd:
+async def run_burst(
+    stack: Stack, server: Any, count: int, *, limit_s: float, **fields: Any
+) -> Burst:
     """Start them all at once and wait until every one is over."""
     fields = {"sandbox": "e2b", "agent": "nop", **fields}
-    asked = [stack.request("herd", sample_index=n, **fields) for n in range(count)]
+    asked = [stack.request("burst", sample_index=n, **fields) for n in range(count)]
     for request in asked:
         await stack.perdure.start_rollout(request)
     query = f"WorkflowType = '{names.ROLLOUT}' AND ExecutionStatus = 'Running'"
@@ -78,10 +80,10 @@ async def stampede(stack: Stack, server: Any, count: int, *, limit_s: float, **f
             return False
 
     await until(all_over, f"{count} rollouts are over{stack.last_words()}", limit_s)
-    return await _herd(stack, server, asked)
+    return await _burst(stack, server, asked)
 
 
-async def _herd(stack: Stack, server: Any, asked: Sequence[RolloutRequest]) -> Herd:
+async def _burst(stack: Stack, server: Any, asked: Sequence[RolloutRequest]) -> Burst:
     graded = errors = 0
     for request in asked:
         handle = stack.handle(request)
@@ -96,4 +98,4 @@ async def _herd(stack: Stack, server: Any, asked: Sequence[RolloutRequest]) -> H
         names.account_id(E2BProvider(Settings(home=stack.home)).account)
     )
     held = (await keeper.query("state", result_type=AccountState)).permits
-    return Herd(graded, errors, made, posts - made, len(server.sandboxes.all()), len(held))
+    return Burst(graded, errors, made, posts - made, len(server.sandboxes.all()), len(held))

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests import herd, hollow
+from tests import burst, hollow
 
 pytest.importorskip("e2b")
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.temporal
 
-HERD, LIVE, RATE = 500, 20, 5
+BURST, LIVE, RATE = 500, 20, 5
 
 
 async def test_500_at_once_queue_for_20_sandboxes_and_5_creates_a_second(
@@ -18,19 +18,19 @@ async def test_500_at_once_queue_for_20_sandboxes_and_5_creates_a_second(
 ) -> None:
     """Real SDK, workers of two processes: all are graded, no error in any history, hardly a 429."""
     said = f'{{"{hollow.NAME}": {{"live": {LIVE}, "creates_per_s": {RATE}}}}}'
-    async with herd.capped(tmp_path, monkeypatch, live=LIVE, rate=RATE, said=said) as pair:
-        seen = await herd.stampede(*pair, HERD, limit_s=3600, sandbox=hollow.NAME)
+    async with burst.capped(tmp_path, monkeypatch, live=LIVE, rate=RATE, said=said) as pair:
+        seen = await burst.run_burst(*pair, BURST, limit_s=3600, sandbox=hollow.NAME)
 
-    assert (seen.graded, seen.errors, seen.creates, seen.left) == (HERD, 0, HERD, 0)
-    assert seen.refused <= HERD / 50, seen  # a busy machine makes even steps uneven
+    assert (seen.graded, seen.errors, seen.creates, seen.left) == (BURST, 0, BURST, 0)
+    assert seen.refused <= BURST / 50, seen  # a busy machine makes even steps uneven
 
 
 async def test_500_at_once_find_out_what_the_account_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without configured caps the service refuses some creates, and no workflow sees a refusal."""
-    async with herd.capped(tmp_path, monkeypatch, live=LIVE, rate=RATE, said="{}") as pair:
-        seen = await herd.stampede(*pair, HERD, limit_s=3600, sandbox=hollow.NAME)
+    async with burst.capped(tmp_path, monkeypatch, live=LIVE, rate=RATE, said="{}") as pair:
+        seen = await burst.run_burst(*pair, BURST, limit_s=3600, sandbox=hollow.NAME)
 
-    assert (seen.graded, seen.errors, seen.left) == (HERD, 0, 0)
-    assert seen.refused < HERD / 5, seen
+    assert (seen.graded, seen.errors, seen.left) == (BURST, 0, 0)
+    assert seen.refused < BURST / 5, seen

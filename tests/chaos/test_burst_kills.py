@@ -1,4 +1,4 @@
-"""Workers killed while a herd queues for an account: no slot is lost, none is used twice."""
+"""Workers killed while a burst queues for an account: no slot is lost, none is used twice."""
 
 import asyncio
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from perdure.client import names
 from perdure.sandboxes.permits import AccountState
 from perdure.settings.tree import Settings
-from tests import herd, hollow
+from tests import burst, hollow
 from tests.stack.stack import DEATH_S, Stack
 from tests.stack.waiting import until
 
@@ -17,32 +17,32 @@ pytest.importorskip("e2b")
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.temporal
 
-HERD, LIVE, KILLS = 40, 6, 5
+BURST, LIVE, KILLS = 40, 6, 5
 
 
-async def test_workers_killed_in_a_herd_leave_no_slot_behind(
+async def test_workers_killed_in_a_burst_leave_no_slot_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kill -9 of a worker five times while it boots, takes, grades and boots ahead: all are graded,
     the account never holds more than it may, and in the end each sandbox has its permit."""
     monkeypatch.setenv("PERDURE_SANDBOX__READY", "2")
     said = f'{{"{hollow.NAME}": {{"live": {LIVE}}}}}'
-    async with herd.capped(tmp_path, monkeypatch, live=LIVE, rate=100, said=said) as pair:
+    async with burst.capped(tmp_path, monkeypatch, live=LIVE, rate=100, said=said) as pair:
         stack, server = pair
         killing = asyncio.create_task(kills(stack, server))
-        seen = await herd.stampede(
-            *pair, HERD, limit_s=3600, sandbox=hollow.NAME, heartbeat_timeout_s=DEATH_S
+        seen = await burst.run_burst(
+            *pair, BURST, limit_s=3600, sandbox=hollow.NAME, heartbeat_timeout_s=DEATH_S
         )
         await killing
         await until(lambda: balanced(stack, server), "each sandbox has its permit", 60)
 
-    assert (seen.graded, seen.errors) == (HERD, 0)
+    assert (seen.graded, seen.errors) == (BURST, 0)
     assert seen.refused <= KILLS, seen  # what a dead worker was making comes up a moment later
 
 
 async def kills(stack: Stack, server: Any) -> None:
-    """One worker at a time, at moments that depend on nothing but how far the herd is."""
-    due = [number * HERD // (KILLS + 1) for number in range(1, KILLS + 1)]
+    """One worker at a time, at moments that depend on nothing but how far the burst is."""
+    due = [number * BURST // (KILLS + 1) for number in range(1, KILLS + 1)]
     while due:
         await until(lambda: len(server.keys.all()) > due[0], f"{due[0]} are made", 3600)
         del due[0]

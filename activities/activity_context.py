@@ -5,7 +5,7 @@ from temporalio.client import WorkflowExecutionStatus
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities.accounts import TemporalAccounts
-from activities.shell import report
+from activities.heartbeats import report
 
 
 class ThisTry:

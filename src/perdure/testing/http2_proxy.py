@@ -1,4 +1,4 @@
-"""TLS and HTTP/2 in front of a double, as its service has them: `async with fronted(url, tls)`.
+"""TLS and HTTP/2 in front of a double, as its service has them: `async with behind_http2(url, tls)`.
 
 Owns only the protocol. It carries out a rule's `goaway`: the server sends GOAWAY with the last
 request that it has handled, and closes. HTTP/1.1 is passed through.
@@ -25,7 +25,7 @@ from h2.events import (
 )
 from h2.exceptions import ProtocolError
 
-from perdure.testing.faults import FRONTED, GOAWAY
+from perdure.testing.faults import BEHIND_HTTP2, GOAWAY
 
 PIECE = 1 << 16
 NOT_ACROSS = {"connection", "transfer-encoding", "keep-alive", "host", "content-length"}
@@ -150,12 +150,12 @@ async def _pass_through(
 
 
 @asynccontextmanager
-async def fronted(backend: str, tls: ssl.SSLContext, port: int = 0) -> AsyncIterator[str]:
+async def behind_http2(backend: str, tls: ssl.SSLContext, port: int = 0) -> AsyncIterator[str]:
     """The https URL in front of `backend` (http). `tls`: with the certificate loaded."""
     tls.set_alpn_protocols(["h2", "http/1.1"])
     unlimited = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(
-        backend, timeout=unlimited, auto_decompress=False, headers={FRONTED: "1"}
+        backend, timeout=unlimited, auto_decompress=False, headers={BEHIND_HTTP2: "1"}
     ) as session:
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

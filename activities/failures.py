@@ -1,0 +1,71 @@
+"""Turns our errors into Temporal's: an error's type says what happens next.
+
+`RetryHere` and `OutcomeUnknown` repeat this activity. `SandboxLost` and `GiveUp` go to the workflow.
+A bug is repeated a few times and then reported.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from datetime import timedelta
+from typing import TypeVar
+
+from temporalio import activity
+from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
+
+from perdure.errors import OutcomeUnknown, PerdureError, RetryHere
+from perdure.rollouts.messages import WORKER_EVICTED
+
+BUG_TRIES = 5
+"""Tries of an activity that fails with an unforeseen error, before the rollout ends with it."""
+MESSAGE_LIMIT = 1000
+
+Result = TypeVar("Result")
+
+
+async def translated(work: Awaitable[Result]) -> Result:
+    """Translate errors, so that Temporal knows from the type what to do next."""
+    try:
+        return await work
+    except asyncio.CancelledError:
+        raise _of_cancellation() from None
+    except PerdureError as error:
+        raise _of_failure(error) from None  # the message says it all; no stack in the history
+    except ApplicationError:
+        raise
+    except Exception as error:
+        raise _of_bug(error) from error
+
+
+def _of_cancellation() -> BaseException:
+    details = activity.cancellation_details()
+    if details is None or details.worker_shutdown:  # None: `shell._cancel_at_shutdown` did it
+        return ApplicationError(
+            "the worker was told to stop; the work goes on elsewhere",
+            type=WORKER_EVICTED,
+            non_retryable=True,
+            category=ApplicationErrorCategory.BENIGN,
+        )
+    return asyncio.CancelledError()
+
+
+def _of_failure(error: PerdureError) -> ApplicationError:
+    retryable = isinstance(error, RetryHere | OutcomeUnknown)
+    after = getattr(error, "retry_after", None)
+    return ApplicationError(
+        str(error)[:MESSAGE_LIMIT],
+        error.boundary.value,
+        type=type(error).__name__,
+        non_retryable=not retryable,
+        next_retry_delay=timedelta(seconds=after) if after is not None else None,
+        category=ApplicationErrorCategory.BENIGN
+        if not retryable
+        else ApplicationErrorCategory.UNSPECIFIED,
+    )
+
+
+def _of_bug(error: Exception) -> ApplicationError:
+    return ApplicationError(
+        f"{type(error).__name__}: {error}"[:MESSAGE_LIMIT],
+        type="UnexpectedError",
+        non_retryable=activity.info().attempt >= BUG_TRIES,
+    )
