@@ -48,8 +48,6 @@ class Service:
     """The variable that names the image of a sandbox without one."""
     look_up: str = ""
     """The request that looks up a create whose answer was lost; empty if the create is repeated."""
-    connection: Callable[[float], Any] | None = None
-    """Makes a provider's connection, by the seconds after which a call without an answer is given up."""
 
     @property
     def server(self) -> str:
@@ -57,8 +55,7 @@ class Service:
 
     def made(self, home: Path) -> ServiceProvider:
         provider = self.provider(Settings(home=home))
-        if self.connection is not None:
-            provider.connection = self.connection(REQUEST_S)  # type: ignore[attr-defined]
+        provider.request_s = REQUEST_S
         return provider
 
 
@@ -73,7 +70,6 @@ E2B = Service(
     list="GET /v2/sandboxes",
     key="E2B_API_KEY",
     image="PERDURE_E2B__TEMPLATE",
-    connection=e2b.Connection,
 )
 DAYTONA = Service(
     "daytona",
@@ -87,7 +83,6 @@ DAYTONA = Service(
     key="DAYTONA_API_KEY",
     image="PERDURE_DAYTONA__SNAPSHOT",
     look_up="GET /api/sandbox/",
-    connection=daytona.Connection,
 )
 SERVICES = (E2B, DAYTONA)
 
@@ -123,15 +118,12 @@ class Bench:
         the time that this host needs."""
         faults = self.server.faults
 
-        class Hurried(type(self.provider.connection)):  # type: ignore[misc]
-            def __init__(self) -> None:
-                pass
-
+        class Hurried(type(self.provider)):  # type: ignore[misc]
             @property
             def request_s(self) -> float:
                 return REQUEST_S if all(rule.hits for rule in faults.rules) else HURRY_S
 
-        self.provider.connection = Hurried()  # type: ignore[attr-defined]
+        self.provider.__class__ = Hurried
 
     @property
     def live(self) -> list[str]:

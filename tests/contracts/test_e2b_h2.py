@@ -8,7 +8,7 @@ import pytest
 
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.providers.e2b.provider import Connection, E2BProvider
+from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.settings.tree import Settings
 from perdure.types import Limits
 from tests.certificates import Authority
@@ -54,7 +54,7 @@ async def server(
 @pytest.fixture
 def provider(tmp_path: Path, server: object) -> E2BProvider:
     provider = E2BProvider(Settings(home=tmp_path / "home"))
-    provider.connection = Connection(request_s=20.0)
+    provider.request_s = 20.0
     return provider
 
 

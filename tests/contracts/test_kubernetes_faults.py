@@ -27,7 +27,7 @@ from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.kubernetes import boot_wait
 from perdure.sandboxes.providers.kubernetes import failures as kubernetes_failures
 from perdure.sandboxes.providers.kubernetes import provider as kubernetes
-from perdure.sandboxes.providers.kubernetes.provider import Connection, KubernetesProvider
+from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
 from perdure.settings.tree import Settings
 from tests.services import ID, SPEC, Bench, Service, impatient
 
@@ -62,7 +62,6 @@ KUBERNETES = Service(
     list="GET .*/pods$",
     key="KUBECONFIG",
     image="PERDURE_KUBERNETES__IMAGE",
-    connection=Connection,
 )
 
 

@@ -6,44 +6,24 @@ tools.
 
 import json
 from typing import Any
-from urllib.parse import urlsplit
-
-import httpx
 
 from perdure.dialects import anthropic, openai_chat
 from perdure.dialects.fields import Fields
-from perdure.engines.clients.wire import PATIENCE_S, Wire, engine_name
+from perdure.engines.clients.wire import HostedApi
 
 API_VERSION = "2023-06-01"
 FINISH = {"tool_use": "tool_calls", "max_tokens": "length"}
 
 
-class AnthropicHosted:
-    """`base_url` with or without `/v1`."""
+class AnthropicHosted(HostedApi):
+    kind = "anthropic"
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        client: httpx.AsyncClient,
-        *,
-        api_key: str,
-        key_source: str,
-        patience_s: float = PATIENCE_S,
-    ) -> None:
-        root = base_url.rstrip("/")
-        if not urlsplit(root).path:
-            root += "/v1"
-        self._url = f"{root}/messages"
-        self._model = model
-        headers = {"anthropic-version": API_VERSION, "x-api-key": api_key}
-        name = engine_name("anthropic", base_url)
-        self._wire = Wire(name, client, headers, key_source=key_source, patience_s=patience_s)
-        self.name = self._wire.name
+    def _headers_of(self, api_key: str) -> dict[str, str]:
+        return {"anthropic-version": API_VERSION, "x-api-key": api_key}
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
         body = to_messages(request, self._model or request["model"])
-        return await self._wire.post(self._url, body, from_messages)
+        return await self._post("/messages", body, from_messages)
 
 
 def to_messages(request: dict[str, Any], model: str) -> dict[str, Any]:

@@ -7,43 +7,23 @@ rollout, never the agent's), our key and our token cap. None of the agent's head
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
 from perdure.dialects import openai_chat
-from perdure.engines.clients.wire import PATIENCE_S, Wire, engine_name
+from perdure.engines.clients.wire import HostedApi
 
 
-class OpenAIHosted:
-    """`base_url` with or without `/v1`."""
+class OpenAIHosted(HostedApi):
+    kind = "openai"
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        client: httpx.AsyncClient,
-        *,
-        api_key: str,
-        key_source: str,
-        patience_s: float = PATIENCE_S,
-    ) -> None:
-        root = base_url.rstrip("/")
-        if not urlsplit(root).path:
-            root += "/v1"
-        self._url = f"{root}/chat/completions"
-        self._model = model
-        # OpenAI's own newer models refuse the old name; other servers know only the old one.
-        own = (urlsplit(root).hostname or "").endswith("openai.com")
-        self._cap_name = "max_completion_tokens" if own else "max_tokens"
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        name = engine_name("openai", base_url)
-        self._wire = Wire(name, client, headers, key_source=key_source, patience_s=patience_s)
-        self.name = self._wire.name
+    def _headers_of(self, api_key: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
         body = {**request, "model": self._model or request["model"], "stream": False}
         body.pop("stream_options", None)
-        body[self._cap_name] = body.pop("max_tokens")
-        return await self._wire.post(self._url, body, _checked)
+        # OpenAI's own newer models refuse the old name; other servers know only the old one.
+        own = (urlsplit(self._root).hostname or "").endswith("openai.com")
+        body["max_completion_tokens" if own else "max_tokens"] = body.pop("max_tokens")
+        return await self._post("/chat/completions", body, _checked)
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

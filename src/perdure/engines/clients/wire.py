@@ -1,4 +1,4 @@
-"""HTTP to an inference server: one POST that is repeated for a bounded time.
+"""HTTP to an inference server; for a hosted API, one POST that is repeated for a bounded time.
 
 While an engine restarts, agents see a slow answer instead of an error. Owns which failures are
 transient; each engine's client owns the request and reads the answer.
@@ -7,8 +7,9 @@ transient; each engine's client owns the request and reads the answer.
 import asyncio
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -30,7 +31,8 @@ UNREADABLE = (
     *(RecursionError, Refused),
 )
 """What reading an answer of an unexpected shape raises."""
-T = TypeVar("T")
+Read = Callable[[dict[str, Any]], dict[str, Any]]
+"""Turns a server's answer into a chat completion. Raises: one of UNREADABLE."""
 
 
 def engine_name(kind: str, url: str) -> str:
@@ -45,46 +47,47 @@ def new_client() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=timeout, limits=limits)
 
 
-class Wire:
-    """Posts JSON to one server. `key_source`: the variable that the key came from. An error names it
-    and never shows the key."""
+class HostedApi(ABC):
+    """One hosted API that answers a whole chat completion as JSON."""
+
+    kind: ClassVar[str]
 
     def __init__(
         self,
-        name: str,
+        base_url: str,
+        model: str,
         client: httpx.AsyncClient,
-        headers: Mapping[str, str],
         *,
-        key_source: str = "",
+        api_key: str,
+        key_source: str,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self.name = name
+        """`base_url` with or without `/v1`. `key_source`: the variable that the key came from. An error
+        names it and never shows the key."""
+        root = base_url.rstrip("/")
+        self._root = root if urlsplit(root).path else f"{root}/v1"
+        self._model = model
         self._client = client
-        self._headers = {"content-type": "application/json", **headers}
+        self._headers = {"content-type": "application/json", **self._headers_of(api_key)}
         self._key_source = key_source
         self._patience_s = patience_s
+        self.name = engine_name(self.kind, base_url)
 
-    async def post(
-        self,
-        url: str,
-        body: Mapping[str, Any] | bytes,
-        read: Callable[[dict[str, Any]], T],
-        headers: Mapping[str, str] | None = None,
-    ) -> T:
+    @abstractmethod
+    def _headers_of(self, api_key: str) -> dict[str, str]: ...
+
+    async def _post(self, path: str, body: Mapping[str, Any], read: Read) -> dict[str, Any]:
         """What `read` makes of the JSON object of a 200; if it cannot read it, the request is repeated.
-
-        `body` may be encoded JSON.
 
         Raises: GatewayUnavailable after `patience_s` without a usable answer; Refused at once if the
         server says that the request or our key is wrong.
         """
-        if not isinstance(body, bytes):
-            body = json.dumps(body, separators=(",", ":")).encode()
+        content = json.dumps(body, separators=(",", ":")).encode()
         deadline = time.monotonic() + self._patience_s
         pause = FIRST_PAUSE_S
         while True:
             try:
-                return self._read(read, await self._once(url, body, headers or {}))
+                return await self._once(path, content, read)
             except GatewayUnavailable as failure:
                 wait = min(max(failure.retry_after or 0.0, pause), LONGEST_PAUSE_S)
                 if time.monotonic() + wait > deadline:
@@ -92,15 +95,15 @@ class Wire:
             await asyncio.sleep(wait)
             pause = min(pause * 2, LONGEST_PAUSE_S)
 
-    async def _once(self, url: str, content: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
+    async def _once(self, path: str, content: bytes, read: Read) -> dict[str, Any]:
         try:
             response = await self._client.post(
-                url, content=content, headers={**self._headers, **headers}
+                self._root + path, content=content, headers=self._headers
             )
         except httpx.TransportError as error:
-            raise self.unavailable(f"{type(error).__name__} {error}".strip()) from None
+            raise self._unavailable(f"{type(error).__name__} {error}".strip()) from None
         if response.status_code in TRANSIENT:
-            raise self.unavailable(
+            raise self._unavailable(
                 f"HTTP {response.status_code} {excerpt(response)}", retry_after(response)
             )
         if response.status_code != httpx.codes.OK:
@@ -108,18 +111,15 @@ class Wire:
         try:
             value = json.loads(response.content)
         except ValueError:
-            raise self.unavailable(f"not JSON: {excerpt(response)}") from None
+            raise self._unavailable(f"not JSON: {excerpt(response)}") from None
         if not isinstance(value, dict):
-            raise self.unavailable("an answer that is no JSON object")
-        return value
-
-    def _read(self, read: Callable[[dict[str, Any]], T], answer: dict[str, Any]) -> T:
+            raise self._unavailable("an answer that is no JSON object")
         try:
-            return read(answer)
+            return read(value)
         except UNREADABLE as error:
-            raise self.unavailable(f"a malformed answer: {error!r}") from error
+            raise self._unavailable(f"a malformed answer: {error!r}") from error
 
-    def unavailable(self, problem: str, retry_after: float | None = None) -> GatewayUnavailable:
+    def _unavailable(self, problem: str, retry_after: float | None = None) -> GatewayUnavailable:
         return GatewayUnavailable(
             f"the engine {self.name} gave nothing usable: {problem}",
             retry_after=retry_after,

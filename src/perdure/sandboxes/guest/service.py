@@ -25,9 +25,10 @@ from perdure.sandboxes import images
 from perdure.sandboxes.base import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
 from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.guest.interpreters import with_interpreters
-from perdure.sandboxes.guest.retries import again
+from perdure.sandboxes.guest.retries import Silences, again
 from perdure.settings.tree import Settings
 
+REQUEST_S = 60.0
 CALLED_OFF_S = 5.0
 """Seconds that a cancelled create may take to end. After that its outcome is unknown."""
 
@@ -38,10 +39,14 @@ log = structlog.get_logger()
 
 class ServiceProvider(SandboxProvider):
     runs_images = True
+    request_s = REQUEST_S
+    """How long one call may take."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.root = settings.home.absolute() / self.name
+        self.silences = Silences()
+        self._key_works = False
 
     @property
     @abstractmethod

@@ -12,7 +12,6 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +30,6 @@ from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.guest.retries import (
     Conflict,
     Missing,
-    Silences,
     again,
     confirmed,
     lost,
@@ -43,7 +41,6 @@ from perdure.sandboxes.guest.service import ServiceProvider
 from perdure.sandboxes.providers.daytona.client import client, unread_file
 from perdure.sandboxes.providers.daytona.failures import typed
 from perdure.settings import environment
-from perdure.settings.tree import Settings
 from perdure.types import AccountCaps
 
 if TYPE_CHECKING:
@@ -51,7 +48,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-REQUEST_S = 60.0
 UPLOAD_BYTES_PER_S = 1_000_000
 """The slowest link for which the time-out of an upload is still long enough."""
 QUEUE_MINUTES = 5
@@ -80,13 +76,6 @@ SNAPSHOT = "snapshot:"
 """Prefix of an `environment.image` that names a snapshot of the account instead of an image."""
 
 
-@dataclass(frozen=True)
-class Connection:
-    """How long one call may take. The environment names the service and the account."""
-
-    request_s: float = REQUEST_S
-
-
 class DaytonaSandbox(GuestSandbox):
     service = "Daytona"
 
@@ -98,21 +87,23 @@ class DaytonaSandbox(GuestSandbox):
     async def touch(self, ttl_s: float) -> None:
         """Set the deadline and the idle timer. The timer sees our calls, but no running process."""
         minutes = _minutes(ttl_s)
-        await self._call("set_ttl", lambda: self.sdk.set_ttl(minutes, self._request_s))
+        await self._call("set_ttl", lambda: self.sdk.set_ttl(minutes, self.provider.request_s))
         if (self.sdk.auto_stop_interval or 0) < minutes:
             await self._call(
                 "set_autostop",
-                lambda: self.sdk.set_autostop_interval(minutes, self._request_s),
+                lambda: self.sdk.set_autostop_interval(minutes, self.provider.request_s),
             )
             self.sdk.auto_stop_interval = minutes
-        await self._call("refresh", lambda: self.sdk.refresh_activity(self._request_s))
+        await self._call("refresh", lambda: self.sdk.refresh_activity(self.provider.request_s))
 
     async def kill(self) -> None:
         await self.provider.kill(self.identity)
 
     async def dial(self, port: int) -> PortStream:
         """Through the service's proxy: the host name names the port, the token the caller."""
-        link = await self._call("preview", lambda: self.sdk.get_preview_link(port, self._request_s))
+        link = await self._call(
+            "preview", lambda: self.sdk.get_preview_link(port, self.provider.request_s)
+        )
         url = urlsplit(link.url)
         host, secure = url.hostname or "", url.scheme == "https"
         reader, writer = await asyncio.open_connection(
@@ -125,12 +116,8 @@ class DaytonaSandbox(GuestSandbox):
         token = link.token or ""
         return PortStream(reader, writer, {"Host": url.netloc, "X-Daytona-Preview-Token": token})
 
-    @property
-    def _request_s(self) -> float:
-        return self.provider.connection.request_s
-
     async def _print(self, what: str, command: str, extra_s: float) -> str:
-        seconds = self._request_s + extra_s
+        seconds = self.provider.request_s + extra_s
 
         async def run() -> str:
             async with asyncio.timeout(seconds):
@@ -148,7 +135,7 @@ class DaytonaSandbox(GuestSandbox):
 
     async def _write(self, path: str, data: bytes | Path) -> None:
         size = len(data) if isinstance(data, bytes) else data.stat().st_size
-        seconds = math.ceil(self._request_s + size / UPLOAD_BYTES_PER_S)
+        seconds = math.ceil(self.provider.request_s + size / UPLOAD_BYTES_PER_S)
 
         async def write() -> None:
             async with asyncio.timeout(seconds):
@@ -189,12 +176,6 @@ class DaytonaProvider(ServiceProvider):
     limits = frozenset({"output_mb"})  # a snapshot has the others
     account_caps = AccountCaps(creates_per_s=5, starting=32)
     """What the smallest account allows. Refusals show its quota."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.connection = Connection()
-        self._key_works = False
-        self.silences = Silences()
 
     @property
     def _named_scope(self) -> str:
@@ -238,7 +219,7 @@ class DaytonaProvider(ServiceProvider):
         query = ListSandboxesQuery(labels={**labels, f"{OWN}scope": self._scope})
 
         async def found() -> Sequence[Any]:
-            service, seconds = await client(), self.connection.request_s
+            service, seconds = await client(), self.request_s
             return [sdk async for sdk in service.list(query, request_timeout=seconds)]
 
         return [
@@ -265,7 +246,7 @@ class DaytonaProvider(ServiceProvider):
         async def end() -> None:
             sdk = await self._look(self._name(identity))
             if _state(sdk) not in GONE:
-                await sdk.delete(timeout=self.connection.request_s)
+                await sdk.delete(timeout=self.request_s)
 
         with contextlib.suppress(Missing):
             await again(lambda: passing(Conflict, lambda: self._once("delete", end)))
@@ -312,7 +293,7 @@ class DaytonaProvider(ServiceProvider):
 
         async def create() -> "AsyncSandbox":
             service = await client()
-            return await service.create(params, timeout=self.connection.request_s)
+            return await service.create(params, timeout=self.request_s)
 
         try:
             return await self._once("create", create)
@@ -370,7 +351,7 @@ class DaytonaProvider(ServiceProvider):
 
     async def _look(self, id_or_name: str) -> "AsyncSandbox":
         service = await client()
-        return await service.get(id_or_name, request_timeout=self.connection.request_s)
+        return await service.get(id_or_name, request_timeout=self.request_s)
 
     async def _get(self, id_or_name: str) -> "AsyncSandbox":
         """Raises: Missing."""

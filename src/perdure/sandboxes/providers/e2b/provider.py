@@ -12,7 +12,6 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,7 +31,6 @@ from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.guest.retries import (
     Conflict,
     Missing,
-    Silences,
     again,
     confirmed,
     lost,
@@ -43,7 +41,6 @@ from perdure.sandboxes.guest.sandbox import GuestSandbox
 from perdure.sandboxes.guest.service import ServiceProvider
 from perdure.sandboxes.providers.e2b.failures import typed
 from perdure.settings import environment
-from perdure.settings.tree import Settings
 from perdure.types import AccountCaps
 
 if TYPE_CHECKING:
@@ -51,7 +48,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-REQUEST_S = 60.0
 MOST_KEYS = 8
 """Idempotency keys to try for one identity: the key of a killed sandbox cannot be used again."""
 LIST_LAG_S = 2.0
@@ -67,17 +63,6 @@ OWN = "perdure_"
 TEMPLATE = re.compile(r"[a-z0-9][a-z0-9_-]*(?:/[a-z0-9][a-z0-9_-]*)?(?::[A-Za-z0-9._-]+)?")
 
 
-@dataclass(frozen=True)
-class Connection:
-    """Options of every call. The SDK reads the key and the URLs from the environment."""
-
-    request_s: float = REQUEST_S
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"retries": 0, "request_timeout": self.request_s}
-
-
 class E2BSandbox(GuestSandbox):
     service = "E2B"
 
@@ -91,7 +76,7 @@ class E2BSandbox(GuestSandbox):
     async def touch(self, ttl_s: float) -> None:
         await self._call(
             "set_timeout",
-            lambda: self.sdk.set_timeout(math.ceil(ttl_s), **self.provider.connection.options),
+            lambda: self.sdk.set_timeout(math.ceil(ttl_s), **self.provider.options),
             in_sandbox=False,
         )
 
@@ -100,7 +85,7 @@ class E2BSandbox(GuestSandbox):
 
     async def _write(self, path: str, data: bytes | Path) -> None:
         async def write() -> None:
-            options: Any = {"user": "root", "request_timeout": self.provider.connection.request_s}
+            options: Any = {"user": "root", "request_timeout": self.provider.request_s}
             if isinstance(data, bytes):
                 await self.sdk.files.write(path, data, **options)
             else:
@@ -110,7 +95,7 @@ class E2BSandbox(GuestSandbox):
         await self._once("upload", write)
 
     async def _print(self, what: str, command: str, extra_s: float) -> str:
-        seconds = self.provider.connection.request_s + extra_s
+        seconds = self.provider.request_s + extra_s
 
         async def run() -> str:
             from e2b import CommandExitException
@@ -183,12 +168,6 @@ class E2BProvider(ServiceProvider):
     account_caps = AccountCaps(creates_per_s=5, starting=16)
     """What a paid account allows. Refusals show how many live sandboxes it allows."""
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.connection = Connection()
-        self.silences = Silences()
-        self._key_works = False
-
     def _check_spec(self, spec: SandboxSpec) -> None:
         super()._check_spec(spec)
         if not TEMPLATE.fullmatch(self._template(spec)):
@@ -196,6 +175,11 @@ class E2BProvider(ServiceProvider):
                 f"environment.image: {spec.image!r} is not an E2B template; build one from the image "
                 "(`e2b template build`) and name it there"
             )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of every call. The SDK reads the key and the URLs from the environment."""
+        return {"retries": 0, "request_timeout": self.request_s}
 
     @property
     def _named_scope(self) -> str:
@@ -312,7 +296,7 @@ class E2BProvider(ServiceProvider):
                     allow_internet_access=spec.network is Network.HOST,
                     lifecycle={"on_timeout": "kill"},
                     idempotency_key=key,
-                    **self.connection.options,
+                    **self.options,
                 ),
             )
         except Missing as error:
@@ -355,7 +339,7 @@ class E2BProvider(ServiceProvider):
         query = SandboxQuery(metadata={**wanted, f"{OWN}scope": self._scope})
 
         async def page(token: str | None) -> tuple[Sequence[Any], str | None]:
-            pages = AsyncSandbox.list(query, next_token=token, **self.connection.options)
+            pages = AsyncSandbox.list(query, next_token=token, **self.options)
             return await pages.next_items(), pages.next_token
 
         found: list[Any] = []
@@ -382,7 +366,7 @@ class E2BProvider(ServiceProvider):
         from e2b import AsyncSandbox
 
         async def info() -> Any:
-            return await AsyncSandbox.get_info(sandbox_id, **self.connection.options)
+            return await AsyncSandbox.get_info(sandbox_id, **self.options)
 
         return await confirmed(lambda: again(lambda: self._once("get_info", info)))
 
@@ -401,7 +385,7 @@ class E2BProvider(ServiceProvider):
         from e2b import AsyncSandbox
 
         async def connect() -> "AsyncSandbox":
-            return await AsyncSandbox.connect(sandbox_id, timeout=60, **self.connection.options)
+            return await AsyncSandbox.connect(sandbox_id, timeout=60, **self.options)
 
         try:
             sdk = await again(lambda: passing(Conflict, lambda: self._once("connect", connect)))
@@ -414,7 +398,7 @@ class E2BProvider(ServiceProvider):
         from e2b import AsyncSandbox
 
         async def kill() -> bool:
-            return await AsyncSandbox.kill(sandbox_id, **self.connection.options)
+            return await AsyncSandbox.kill(sandbox_id, **self.options)
 
         with contextlib.suppress(Missing):
             await again(lambda: passing(Conflict, lambda: self._once("kill", kill)))

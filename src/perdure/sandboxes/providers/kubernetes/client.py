@@ -18,7 +18,6 @@ from perdure.settings import environment
 
 T = TypeVar("T")
 
-CONTEXT_VARIABLE = "PERDURE_KUBERNETES__CONTEXT"
 CONTAINER = "sandbox"
 PROTOCOL = "v4.channel.k8s.io"
 """Every cluster in use speaks it. It cannot end standard input, which is not needed here."""
@@ -260,7 +259,7 @@ async def _read_credentials(made: Any, context: str) -> None:
 def _unreadable(error: Exception) -> ConfigurationError:
     return ConfigurationError(
         f"the Kubernetes credentials cannot be read: {error}; correct KUBECONFIG or "
-        f"{CONTEXT_VARIABLE}"
+        "PERDURE_KUBERNETES__CONTEXT"
     )
 
 

@@ -13,7 +13,6 @@ import re
 import shlex
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -36,7 +35,7 @@ from perdure.sandboxes.guest.containers import (
     lacks_programs,
     names_missing_program,
 )
-from perdure.sandboxes.guest.retries import Conflict, Missing, Silences, again, lost, was_refused
+from perdure.sandboxes.guest.retries import Conflict, Missing, again, lost, was_refused
 from perdure.sandboxes.guest.sandbox import MARK
 from perdure.sandboxes.guest.service import ServiceProvider
 from perdure.sandboxes.providers.kubernetes import client, failures, pods
@@ -47,7 +46,6 @@ from perdure.types import AccountCaps
 
 T = TypeVar("T")
 
-REQUEST_S = 60.0
 UPLOAD_BYTES_PER_S = 1_000_000
 """The slowest link for which the time-out of an upload is still long enough."""
 LOOK_S = (0.1, 1.0)
@@ -71,13 +69,6 @@ if sys.argv[1] == "closed" and os.environ.get("KUBERNETES_SERVICE_HOST"):
 print("\\nperdure-answer:" + json.dumps({"env": dict(os.environ), "reached": reached}))
 """
 """Runs inside: prints the image's variables, and whether the API server's address answers."""
-
-
-@dataclass(frozen=True)
-class Connection:
-    """How long one call may take. The environment names the cluster and the account."""
-
-    request_s: float = REQUEST_S
 
 
 class KubernetesSandbox(ContainerSandbox):
@@ -129,7 +120,7 @@ class KubernetesSandbox(ContainerSandbox):
         """A shell reads the line from standard input: a URL would show it in the cluster's audit log."""
         given = command.encode()
         argv = ["sh", "-c", 'line=$(head -c "$1") && eval "$line"', "sh", str(len(given))]
-        said = await self._exec(what, argv, [given], self.provider.connection.request_s + extra_s)
+        said = await self._exec(what, argv, [given], self.provider.request_s + extra_s)
         return said.out.decode("utf-8", "replace")
 
     async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
@@ -139,7 +130,7 @@ class KubernetesSandbox(ContainerSandbox):
         given = line.encode()
         reading = 'line=$(dd bs=1 count="$1" 2>/dev/null) && eval "$line"'
         argv = ["sh", "-c", reading, "sh", str(len(given)), path, str(size)]
-        seconds = self.provider.connection.request_s + size / UPLOAD_BYTES_PER_S
+        seconds = self.provider.request_s + size / UPLOAD_BYTES_PER_S
         said = await self._exec(what, argv, [given, data], seconds)
         return said.out.decode("utf-8", "replace")
 
@@ -188,11 +179,8 @@ class KubernetesProvider(ServiceProvider):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.connection = Connection()
-        self.silences = Silences()
         self.network_is_closed = False
         """A sandbox has seen that it cannot reach the API server."""
-        self._key_works = False
 
     @property
     def namespace(self) -> str:
@@ -401,7 +389,7 @@ class KubernetesProvider(ServiceProvider):
         try:
             done = await call(
                 await client.pod_api(
-                    self.settings.kubernetes.context, self.namespace, self.connection.request_s
+                    self.settings.kubernetes.context, self.namespace, self.request_s
                 )
             )
         except Exception as error:
