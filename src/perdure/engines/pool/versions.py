@@ -44,8 +44,8 @@ class Versions:
         """For people: the version that an engine has instead."""
         if self.include(record.version):
             return ""
-        has = "no known version" if record.version is None else f"version {record.version}"
-        return f", with {has} where {self} is asked for"
+        has = "an unknown version" if record.version is None else f"version {record.version}"
+        return f", serves {has}, but this group needs {self}"
 
     def __str__(self) -> str:
         return f"policy version {self.first}" + (

@@ -92,5 +92,5 @@ class Silences:
 
 def lost(service: str, identity: str, why: object = "") -> SandboxLost:
     return SandboxLost(
-        f"{service} sandbox {identity!r} is gone; boot a new generation {why}".strip()
+        f"{service} sandbox {identity!r} is gone; boot a new one {why}".strip()
     )

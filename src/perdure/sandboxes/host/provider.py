@@ -100,7 +100,7 @@ class HostProvider(SandboxProvider):
     def _adopt(self, box: Box) -> HostSandbox:
         if not box.alive:
             raise SandboxLost(
-                f"{self.name} sandbox {box.identity!r} is dead; boot a new generation"
+                f"{self.name} sandbox {box.identity!r} is dead; boot a new one"
             )
         return self._handle(box, box.meta())
 

@@ -252,7 +252,7 @@ class HostSandbox(Sandbox):
         return os.fsencode("".join(f"{field}\0" for field in fields))
 
     def _lost(self) -> SandboxLost:
-        return SandboxLost(f"sandbox {self.identity!r} is gone; boot a new generation")
+        return SandboxLost(f"sandbox {self.identity!r} is gone; boot a new one")
 
     def _check_alive(self) -> None:
         if not self.alive:
