@@ -246,7 +246,9 @@ class EnginePool:
         leaving = (EngineState.DRAINING, EngineState.DEAD)
         serving = [one for one in self.engines.values() if one.record.state not in leaving]
         if serving and not any(call.versions.allow(one.record.version) for one in serving):
-            told = f"no engine serves {call.versions}, which this group needs; all serve newer weights"
+            told = (
+                f"no engine serves {call.versions}, which this group needs; all serve newer weights"
+            )
             return Refused(410, TOO_STALE, told)
         why = [one.health.refused for one in self.engines.values() if not one.record.removed]
         if not why or not all(why):

@@ -91,6 +91,4 @@ class Silences:
 
 
 def lost(service: str, identity: str, why: object = "") -> SandboxLost:
-    return SandboxLost(
-        f"{service} sandbox {identity!r} is gone; boot a new one {why}".strip()
-    )
+    return SandboxLost(f"{service} sandbox {identity!r} is gone; boot a new one {why}".strip())

@@ -99,9 +99,7 @@ class HostProvider(SandboxProvider):
 
     def _adopt(self, box: Box) -> HostSandbox:
         if not box.alive:
-            raise SandboxLost(
-                f"{self.name} sandbox {box.identity!r} is dead; boot a new one"
-            )
+            raise SandboxLost(f"{self.name} sandbox {box.identity!r} is dead; boot a new one")
         return self._handle(box, box.meta())
 
     def _info(self, box: Box) -> SandboxInfo | None:
