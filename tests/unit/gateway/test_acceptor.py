@@ -1,0 +1,29 @@
+"""Connections that a gateway accepts."""
+
+import asyncio
+import socket
+
+from perdure.gateway.http.acceptor import Acceptor
+
+
+async def test_small_writes_leave_at_once() -> None:
+    """A header and its body are two writes: without TCP_NODELAY the second waits 40 ms."""
+    connected: asyncio.Queue[asyncio.BaseTransport] = asyncio.Queue()
+
+    class Told(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            connected.put_nowait(transport)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        acceptor = Acceptor([listener], Told)
+        acceptor.resume()
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        transport = await connected.get()
+        end: socket.socket = transport.get_extra_info("socket")
+        nodelay = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        acceptor.stop()
+        transport.close()
+        writer.close()
+        await writer.wait_closed()
+
+    assert nodelay
