@@ -3,9 +3,8 @@
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -15,6 +14,9 @@ from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 from perdure.types import Purpose, Sampling
 from tests.paths import ROOT
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic  # takes a second, which every process would spend
 
 TOOL = {"name": "Bash", "description": "Run.", "input_schema": {"type": "object"}}
 SCRIPTS = {
@@ -360,9 +362,11 @@ async def gateway(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[Local
 
 
 @pytest.fixture
-async def client(gateway: LocalGateway) -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def client(gateway: LocalGateway) -> "AsyncIterator[AsyncAnthropic]":
+    from anthropic import AsyncAnthropic
+
     key = await gateway.open("s")
-    async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=key, max_retries=0) as client:
+    async with AsyncAnthropic(base_url=gateway.url, api_key=key, max_retries=0) as client:
         yield client
 
 
@@ -370,7 +374,7 @@ def _ask(text: str = "list the files", **fields: Any) -> Any:
     return {"model": "any", "max_tokens": 500, "messages": [_user(text)], "tools": [TOOL], **fields}
 
 
-async def test_a_stream_adds_up_to_the_whole_answer(client: anthropic.AsyncAnthropic) -> None:
+async def test_a_stream_adds_up_to_the_whole_answer(client: "AsyncAnthropic") -> None:
     """Anthropic's own client makes of the stream what it gets in one piece."""
     whole = await client.messages.create(**_ask())
     async with client.messages.stream(**_ask()) as stream:
@@ -379,9 +383,7 @@ async def test_a_stream_adds_up_to_the_whole_answer(client: anthropic.AsyncAnthr
     assert streamed.model_dump(exclude_none=True) == whole.model_dump(exclude_none=True)
 
 
-async def test_an_echoed_turn_is_bridged(
-    gateway: LocalGateway, client: anthropic.AsyncAnthropic
-) -> None:
+async def test_an_echoed_turn_is_bridged(gateway: LocalGateway, client: "AsyncAnthropic") -> None:
     """Blocks that come back with the tool's result extend the recorded tokens."""
     first = await client.messages.create(**_ask())
     result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "a.py"}
@@ -393,7 +395,7 @@ async def test_an_echoed_turn_is_bridged(
 
 
 async def test_tokens_are_counted_as_they_will_be_charged(
-    client: anthropic.AsyncAnthropic,
+    client: "AsyncAnthropic",
 ) -> None:
     """Counting gives the prompt tokens of the turn, samples nothing, and never says 0."""
     ask = _ask()
@@ -405,9 +407,11 @@ async def test_tokens_are_counted_as_they_will_be_charged(
 
 
 async def test_errors_are_the_clients_own_types(
-    engine: ScriptedEngine, gateway: LocalGateway, client: anthropic.AsyncAnthropic
+    engine: ScriptedEngine, gateway: LocalGateway, client: "AsyncAnthropic"
 ) -> None:
     """A bad request, a wrong key and a closed session raise what Anthropic's client names so."""
+    import anthropic
+
     wrong = client.with_options(api_key="s.0")
 
     with pytest.raises(anthropic.BadRequestError, match="temperature"):
@@ -423,6 +427,8 @@ async def test_the_context_budget_ends_in_the_clients_words(
     gateway: LocalGateway,
 ) -> None:
     """A session without room answers 400 before a token is sampled."""
+    import anthropic
+
     key = await gateway.open("tiny", sampling=Sampling(max_context_tokens=20))
     async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=key, max_retries=0) as client:
         with pytest.raises(
@@ -432,9 +438,11 @@ async def test_the_context_budget_ends_in_the_clients_words(
 
 
 async def test_an_engine_fault_is_an_error_and_no_empty_answer(
-    engine: ScriptedEngine, client: anthropic.AsyncAnthropic
+    engine: ScriptedEngine, client: "AsyncAnthropic"
 ) -> None:
     """What the engine refuses reaches the client as the status of the answer."""
+    import anthropic
+
     engine.faults = Faults(kind="status", status=400)
 
     with pytest.raises(anthropic.BadRequestError, match="the engine"):
@@ -449,7 +457,7 @@ async def test_claude_codes_probes_are_answered(gateway: LocalGateway) -> None:
     assert [answer.status_code for answer in answers] == [200, 200]
 
 
-async def test_models_are_listed_in_anthropics_form(client: anthropic.AsyncAnthropic) -> None:
+async def test_models_are_listed_in_anthropics_form(client: "AsyncAnthropic") -> None:
     """The client's own header decides the form of the list."""
     models = await client.models.list()
 

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -117,6 +116,8 @@ async def test_real_clients_read_through_pings(
     impatient: LocalGateway, engine: ScriptedEngine
 ) -> None:
     """Both vendors' clients skip pings, and raise the error that ends a stream."""
+    import anthropic  # takes a second, which every process would spend
+
     key = await impatient.open("s")
     ask: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
     async with (

