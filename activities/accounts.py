@@ -50,7 +50,7 @@ class TemporalAccounts:
 class ReadyPermits:
     """Permits of sandboxes that are booted ahead, also after the activity has ended.
 
-    A signal that does not arrive is no failure: the account's workflow finds out by itself.
+    If a signal does not arrive, nothing fails: the account's workflow looks up its holders itself.
     """
 
     def __init__(self, client: Client, account: str, provider: str) -> None:

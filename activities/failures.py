@@ -16,7 +16,7 @@ from perdure.errors import OutcomeUnknown, PerdureError, RetryHere
 from perdure.rollouts.messages import WORKER_EVICTED
 
 BUG_TRIES = 5
-"""Tries of an activity that fails with an unforeseen error, before the rollout ends with it."""
+"""If an activity fails this often with an unforeseen error, the rollout ends with that error."""
 MESSAGE_LIMIT = 1000
 
 Result = TypeVar("Result")

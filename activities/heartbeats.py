@@ -17,7 +17,8 @@ _progress: ContextVar[dict[str, Any]] = ContextVar("progress")
 
 @contextlib.asynccontextmanager
 async def heartbeats() -> AsyncIterator[None]:
-    """Send heartbeats at a third of the time-out: they also bring cancellations back."""
+    """Send heartbeats at a third of the time-out. Their answers also tell the activity that it was
+    cancelled."""
     _progress.set({})
     timeout = activity.info().heartbeat_timeout
     if timeout is None:

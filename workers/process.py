@@ -1,4 +1,4 @@
-"""A worker process: connects, polls its queues, hands over at SIGTERM, never loses work at SIGKILL."""
+"""A worker process: connects, polls its queues, and hands its work over at SIGTERM."""
 
 import asyncio
 import contextlib
@@ -101,7 +101,7 @@ async def _count_sandboxes(settings: Settings, roles: Sequence[str]) -> None:
 async def _ensure_reaper(client: Client, host: str, stop: asyncio.Event) -> None:
     """One schedule per host: only its own workers can see its local sandboxes.
 
-    Until `stop`, waits for a server that has just started and takes no schedules yet.
+    If the server has just started and accepts no schedules yet, waits for it until `stop` is set.
     """
     from perdure.client.api import PASSING
 

@@ -20,7 +20,7 @@ IDLE = timedelta(minutes=5)
 """How long it remembers the limits that it found out, after the last sandbox is gone."""
 CHECK_EVERY_S = 60.0
 CHECK_MOST = 100
-"""Holders looked up at a time; first those whose last lookup is longest ago."""
+"""How many holders are looked up at a time. Those whose last lookup is oldest come first."""
 SHORTEST_S = 0.01
 """Seconds of the shortest timer: workflow time does not advance before a timer has fired."""
 JITTER = 0.1

@@ -110,7 +110,7 @@ def bookkeeping() -> ActivityOptions:
 
 
 def look() -> ActivityOptions:
-    """Short: without an answer, the account's workflow goes on and asks again later."""
+    """Short: if no answer comes, the account's workflow continues and asks again later."""
     return _options(names.IO_QUEUE, each=30, total=30, beat=30)
 
 

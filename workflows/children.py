@@ -26,7 +26,7 @@ def summary_of(rollout: RolloutRequest) -> str:
 
 
 async def play_rollout(rollout: RolloutRequest, *, abandon: bool = False) -> EpisodeRef:
-    """Run one rollout to its episode. Whatever happens to the child, an EpisodeRef comes back.
+    """Run one rollout to its episode. Returns an EpisodeRef however the child ends.
 
     `abandon`: the child outlives its parent (kept stragglers).
     """

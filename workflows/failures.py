@@ -40,7 +40,7 @@ def parse(model: type[Model], raw: Any) -> Model:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """One sentence a wrong field, e.g. "unknown field 'agnet' (known: agent, ...)"."""
+    """One sentence per wrong field, e.g. "unknown field 'agnet' (known: agent, ...)"."""
     return "; ".join(_explain_one(dict(item), model) for item in error.errors()[:5])
 
 
@@ -91,15 +91,15 @@ def _timed_out(error: ActivityError, cause: TimeoutError) -> Failure:
 def stop_if_cancelled() -> None:
     """Raise CancelledError when this workflow has been told to stop.
 
-    Call it after each activity: an activity that succeeds although it was told to stop uses up the
-    cancellation, and the workflow would go on.
+    Call it after each activity: if an activity is told to stop and succeeds, the cancellation is
+    used up, and the workflow would continue.
     """
     if workflow.cancellation_reason() is not None:
         raise asyncio.CancelledError("the workflow was cancelled")
 
 
 def was_dropped() -> bool:
-    """In a `finally`: this worker is dropping the workflow, which goes on elsewhere.
+    """In a `finally`: this worker is dropping the workflow, which continues on another worker.
 
     Do not `await` then: it would run outside of the workflow, or not at all.
     """

@@ -35,7 +35,8 @@ Result = TypeVar("Result")
 
 MAX_EVICTIONS = 50
 ASK_AGAIN_S = 600.0
-"""After this wait for a permit the rollout asks again, in case the account's workflow was terminated."""
+"""After this wait the rollout asks for its permit again, because the account's workflow may have
+been terminated."""
 CLEANING = ("destroy_sandbox", "emit_episode")
 
 

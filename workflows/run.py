@@ -69,7 +69,7 @@ class RunWorkflow:
                 await self.window.play(0, prepared.total)
             else:
                 await self._play_shards(run, prepared.total)
-        except GeneratorExit:  # this worker dropped the workflow, which goes on elsewhere
+        except GeneratorExit:  # this worker dropped the workflow, which continues on another worker
             raise
         except BaseException:
             await self._finish(run)
@@ -198,7 +198,8 @@ class RunWorkflow:
             stop_if_cancelled()  # a signal that is sent takes the request with it
 
     def _is_drained(self, shard: int) -> bool:
-        """Nothing left to start there, and at most a tenth of the window still in flight."""
+        """Whether the shard has started all its rollouts and at most a tenth of the window is still
+        in flight."""
         report = self.reports.get(shard)
         return (
             report is not None

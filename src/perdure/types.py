@@ -209,7 +209,8 @@ class Limits(Request):
 
 
 class AccountCaps(Request):
-    """Caps of a sandbox provider's account; an absent one is found out by refusals."""
+    """Caps of a sandbox provider's account. If a cap is absent, Perdure learns it from the
+    provider's refusals."""
 
     live: int | None = Field(None, ge=1)
     """Sandboxes that exist at the same time."""
@@ -249,7 +250,8 @@ class RolloutRequest(Request):
     policy_version: int | None = Field(None, ge=0)
     """The policy version that should sample the rollout, if the caller knows it."""
     max_staleness: int | None = Field(None, ge=0)
-    """How many versions newer than `policy_version` may sample it; 0: none, absent: any version may.
+    """How many versions newer than `policy_version` may sample it. 0: only `policy_version` itself.
+    Absent: any version.
 
     All samples of a group share both."""
     sampling: Sampling = Sampling()
@@ -263,11 +265,10 @@ class RolloutRequest(Request):
     max_attempts: int = Field(3, ge=1, le=10)
     """Sandboxes a rollout may lose before it fails."""
     heartbeat_timeout_s: float = Field(30.0, ge=2)
-    """Seconds after which another worker re-attaches to the agent of a dead one, at the latest."""
+    """If a worker dies, another one re-attaches to its agent within this many seconds."""
     grade_empty_patch: bool | None = None
-    """Run the tests even if the agent changed nothing (OpenHands: allow_skip_eval=False).
-
-    Absent: as the agent says; only `nop` does, to get the verdict on the base."""
+    """Run the tests even if the agent changed nothing (OpenHands: allow_skip_eval=False). Absent:
+    the agent decides. Of ours only `nop` runs them, to get the verdict on the base."""
     expires_at: float | None = None
     """Unix seconds after which a rollout that has not booted ends as `expired`."""
     schema_version: Literal[1] = 1
@@ -433,7 +434,7 @@ class Grade(Frozen):
     exit_code: int | None = None
     seconds: float = 0.0
     dropped_paths: tuple[str, ...] = ()
-    """Paths of the patch that were left out before grading, by rule; never silently."""
+    """Paths of the patch that a rule left out before grading. Every one is listed."""
     flagged_paths: tuple[str, ...] = ()
     """Applied, but a person should look: configuration and plugin files outside the fix's scope."""
     patch_sha256: str = ""

@@ -61,7 +61,8 @@ def gateway_of(agent: str, task: AgentTask) -> str:
 
 
 def with_prompt(argv: tuple[str, ...]) -> tuple[str, ...]:
-    """The same command with the prompt file `PROMPT` as its input, without a further process."""
+    """The same command with the file `PROMPT` as its standard input. It starts no further
+    process."""
     return ("/bin/sh", "-c", f'exec "$@" <{PROMPT}', "sh", *argv)
 
 

@@ -53,8 +53,8 @@ class Package:
 
 
 async def installed(tools: Path, name: str, tarball: Path | None = None) -> Path:
-    """The folder that holds what the tarball has below its first folder (`package/`). `tarball`: the
-    one that the settings name instead of the registry's.
+    """The folder with the content of the tarball's first folder (`package/`). `tarball`: the one
+    that the settings name instead of the registry's.
 
     Raises: AgentError when the registry does not deliver it or it is not what the lock says;
     MissingDependency on a platform that the lock does not know, or when a named tarball is absent.

@@ -43,7 +43,7 @@ PASSING = {
     RPCStatusCode.UNAVAILABLE,
     RPCStatusCode.RESOURCE_EXHAUSTED,
     RPCStatusCode.DEADLINE_EXCEEDED,
-    RPCStatusCode.CANCELLED,  # by a server that starts or stops; our own is asyncio's
+    RPCStatusCode.CANCELLED,  # raised while a server starts or stops; our own cancellation is asyncio's
 }
 """Statuses of passing troubles: the client keeps waiting."""
 UNDECIDED = "closed before WorkflowTaskStarted"

@@ -113,7 +113,7 @@ async def _finished(handle: "GroupHandle", request: GroupRequest) -> FinishedGro
 async def _leave(
     running: "dict[asyncio.Task[FinishedGroup], GroupHandle]", *, cancel: bool
 ) -> None:
-    """Stop waiting for what still runs; a group that has just ended needs no cancelling."""
+    """Stop waiting for groups that still run, and cancel them unless they have just ended."""
     for task, handle in running.items():
         if cancel and not task.done():
             with contextlib.suppress(RPCError):

@@ -49,7 +49,7 @@ class ContextExhausted(Refused):
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """One model call in the gateway's own message form, whatever dialect it came in.
+    """One model call in the gateway's own message form. It is the same for all dialects.
 
     `messages`: dicts with role (system, user, assistant, tool), content (text) and, where given,
     reasoning_content, tool_calls, tool_call_id, name. System messages may be anywhere, and

@@ -57,7 +57,7 @@ class HealthCheck:
         return time.monotonic() - self._period_began
 
     async def look(self, record: EngineRecord, load: Load) -> Finding | None:
-        """The state it should change to, or None to leave it as it is."""
+        """The state it should change to; None: it keeps its state."""
         waited = self.waited(record)
         match record.state:
             case EngineState.READY:

@@ -18,7 +18,8 @@ FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 300.0
 STABLE_S = 600.0
 """Seconds of service after which an engine's earlier deaths no longer count."""
 ANY_START = "*"
-"""Value of `condemned` if the engine's starts cannot be told apart: only a person brings it back."""
+"""Value of `condemned` if nothing distinguishes the engine's starts. Only a person can bring it
+back."""
 
 
 class EngineSpec(NamedTuple):

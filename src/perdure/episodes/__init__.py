@@ -1,1 +1,1 @@
-"""Segments, episodes and the shapes trainers consume."""
+"""Cuts turns into segments, builds episodes, and converts both into trainers' formats."""

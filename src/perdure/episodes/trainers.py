@@ -76,9 +76,9 @@ def _slime_base(episode: Episode, index: int, group_index: int) -> Row:
 
 
 def skyrl_output(found: Sequence[EpisodeSegments]) -> Row:
-    """One `GeneratorOutput`, in the step-wise form: a row a segment, a rollout's rows together, its
-    whole reward on the last token of its last row (SkyRL gives its advantage to all of them). Times
-    are the rollout's, repeated in each of its rows, as SkyRL's own step-wise generator gives them.
+    """One `GeneratorOutput` in the step-wise form: one row per segment, the rows of a rollout
+    together. The last token of the last row carries the whole reward; SkyRL gives its advantage to
+    all rows. Each row repeats the rollout's times, as in SkyRL's own step-wise generator.
 
     Rollouts without a verdict or without segments have no row: SkyRL knows no missing reward.
     """

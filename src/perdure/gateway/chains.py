@@ -27,7 +27,8 @@ from perdure.gateway.canonical import (
 from perdure.gateway.journal.turn_record import TurnRecord
 
 MOST_REPEATS = 12
-"""How often a recorded answer is repeated: clients retry ten times, an agent in a loop for ever."""
+"""How often a recorded answer is repeated. Clients retry ten times; an agent in a loop would retry
+for ever."""
 ID_BYTES = 4
 NODE_BYTES = 6144
 """What a turn weighs in memory besides its ids and its text, roughly."""
@@ -311,7 +312,8 @@ def bridge(
 SHOWN_IDS = 64
 """Ids at the end of a prompt that tell whether it opened the answer's reasoning."""
 LOOKS_BACK = frozenset({"Qwen3Renderer", "Qwen35Renderer", "Qwen36Renderer", "Qwen38Renderer"})
-"""Renderers whose code was read, and tested, to look no further back than the newest answer's header."""
+"""Renderers that look no further back than the header of the newest answer. We read and tested
+their code."""
 
 
 def end_of(prompt: Sequence[int], renderer: Renderer) -> Sequence[int]:

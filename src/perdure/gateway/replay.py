@@ -29,9 +29,10 @@ class Recording:
         self._records = records
         self._waiting: dict[str, list[TurnRecord]] = {}
         self._ours: dict[int, int] = {}
-        """Index here of a turn there."""
+        """Maps the index of a recorded turn to its index in this session."""
         self._theirs: dict[str, str] = {}
-        """Chain there of a chain here: harnesses give a sub-agent a new name in each run."""
+        """Maps a chain of this session to its chain in the recording, because harnesses rename
+        sub-agents in each run."""
         self._over: set[str] = set()
         self._by_origin = {self._origin(record): record for record in records}
         for record in records:
@@ -70,7 +71,8 @@ class Recording:
             self._waiting[theirs.chain].remove(theirs)
 
     def _counterpart(self, chain: str, across_sha256: str) -> str:
-        """The chain there that a new chain repeats: the one with its name, or with the same first request."""
+        """The recorded chain that a new chain repeats: the one with its name, else the one with the
+        same first request."""
         if chain in self._waiting:
             return chain
         taken = set(self._theirs.values())

@@ -61,12 +61,12 @@ class Totals:
 
 @dataclass(eq=False)
 class Session:
-    """One attempt of one rollout: what is known of it also while it sleeps."""
+    """One attempt of one rollout: the part that stays in memory while the session sleeps."""
 
     spec: SessionSpec
     totals: Totals = field(default_factory=Totals)
     awake: "Awake | None" = None
-    """Its tree, while it is called; None while it sleeps: then only the journal holds its turns."""
+    """Its turns as a tree. None while it sleeps: then only the journal holds its turns."""
     position: int = 0
     """Journal records this process knows of: the number that the next one gets."""
     sealing: bool = False

@@ -1,4 +1,5 @@
-"""Sessions: who may call, many turns at a time, each journaled before it is answered.
+"""All sessions of a process: admits calls, runs many turns at a time, and journals each before it
+answers.
 
 Owns a session's life (open, calls, seal, close), its journal, which other gateway processes write too,
 and what is kept in memory. `turn_maker` makes a turn, `chains` finds which turn a request continues,
@@ -48,7 +49,8 @@ IDLE_S = 300.0
 TREE_BYTES = 192 << 20
 """Bytes of trees kept in memory. Above it, the sessions not called for longest sleep earlier."""
 KEPT_SESSIONS = 4096
-"""Sessions whose rules and sums are kept in memory; others are read back when they are asked for."""
+"""How many sessions keep their rules and sums in memory. Another session is read back when it is
+called."""
 TRIM_EVERY_S = 1.0
 
 log = structlog.get_logger()

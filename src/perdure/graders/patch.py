@@ -31,7 +31,7 @@ from perdure.types import Instance
 CAPTURED_BYTES = 10 << 20
 """Largest diff that `capture` keeps, unless the settings give another number."""
 MAX_BYTES = 64 << 20
-"""Largest diff that is graded, whatever the settings say."""
+"""Largest diff that is graded. No setting raises this limit."""
 MAX_FILES = 2000
 BASE_GIT = "/opt/perdure/base.git"
 """Where a local sandbox should see the pristine git directory of its base, read-only: with

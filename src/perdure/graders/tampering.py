@@ -1,7 +1,8 @@
 """Reasons not to believe a test run: the canary, and the junit file beside the log.
 
 The canary is a test with a random name that must fail, in the same invocation as the hidden tests.
-Whatever forges results wholesale (a hook, a patched runner, an early exit) makes it pass or vanish.
+If code forges all results (by a hook, a patched runner or an early exit), the canary passes or is
+missing.
 """
 
 import hashlib

@@ -108,9 +108,9 @@ _SETUP_LIMIT_S = 300.0
 _GRACE_S = 60.0
 """If a provider has not ended a command this long after its limit, the command counts as lost."""
 
-# Two execs, because tests can truncate whatever they write. Only the exit code of an exec that has
-# run none of their code can tell a defective row from a hostile diff. The row's test patch is first
-# applied to the pristine tree: if it fails later, the diff is the cause.
+# Two execs, because tests can truncate files that they may write. Only the exit code of an exec
+# that has run none of their code can tell a defective row from a hostile diff. The row's test patch
+# is first applied to the pristine tree: if it fails later, the diff is the cause.
 _SETUP = r"""
 dir=$1
 exec 2>&1

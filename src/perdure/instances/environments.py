@@ -279,7 +279,8 @@ def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:
 
 
 def _check_portable(instance: Instance, runs_on: SandboxProvider) -> None:
-    """What this host installed runs elsewhere only with the same interpreter."""
+    """An environment that this host installed runs on another host only with the same
+    interpreter."""
     prefix = uv.find_python(instance.environment.python)
     if instance.environment.install and prefix == Path("/usr"):
         raise ConfigurationError(

@@ -1,4 +1,5 @@
-"""Where an attempt ends early: end its sandboxes, give their permits back, keep its turns."""
+"""Cleans up after an attempt that ends early: ends its sandboxes, returns their permits, keeps its
+turns."""
 
 import contextlib
 

@@ -106,7 +106,7 @@ class Job:
 
     @functools.cached_property
     def grade_sandbox(self) -> SandboxPlan:
-        """Resolved at its first use: where it cannot be, the clean-up still ends the agent's sandbox.
+        """Resolved at its first use. If that fails, the clean-up can still end the agent's sandbox.
 
         Raises: ConfigurationError.
         """
@@ -173,12 +173,12 @@ class Job:
     async def once(
         self, name: str, model: type[Model], work: Callable[["Job"], Awaitable[Model]]
     ) -> Model:
-        """The checkpoint of this attempt; where there is none, `work` is done and stored."""
+        """The checkpoint of this attempt. If there is none, do `work` and store its result."""
         done = await self.read(name, model)
         return done if done is not None else await self.write(name, await work(self))
 
     async def prepared(self, plan: SandboxPlan) -> Prepared:
-        """The instance's environment, built where need be, for a sandbox of this plan."""
+        """The instance's environment for a sandbox of this plan; built if it does not exist."""
         build = self._placement("environment")
         environments = self.services.environments(plan.placement.provider, build.provider)
         return await environments.prepare(self.instance, limits=build.limits, network=build.network)

@@ -18,7 +18,8 @@ from perdure.types import (
 )
 
 WORKER_EVICTED = "WorkerEvicted"
-"""The worker was told to stop: dispatch the same work again, at the cost of no attempt."""
+"""The worker was told to stop. The workflow dispatches the same work again and counts no
+attempt."""
 SANDBOX_LOST = "SandboxLost"
 """Boot a new attempt."""
 ACTION_NEEDED = frozenset({"ConfigurationError", "MissingDependency"})
@@ -37,7 +38,8 @@ class Attempt(Frozen):
 
 
 class Booted(Frozen):
-    """A sandbox is up (or need not be). `host`: only workers there reach it; None = any worker."""
+    """A sandbox runs, or the rollout needs none. `host`: only workers of this host reach it; None =
+    any worker."""
 
     host: str | None = None
     attempt: int = 0

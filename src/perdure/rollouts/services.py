@@ -62,7 +62,7 @@ class Services:
         return self._providers[name]
 
     def providers_used(self) -> list[SandboxProvider]:
-        """Those that may have sandboxes of this home, without those that are not configured."""
+        """The configured providers that may have sandboxes of this home."""
         found = []
         for name in home.sandboxes_of(self.home):
             try:
@@ -94,8 +94,8 @@ class Services:
     def environments(self, sandbox: str, builder: str = "") -> Environments:
         """Environments for sandboxes of one provider.
 
-        `builder`: the provider that builds them. Empty: the same one where it runs on this host,
-        else bubblewrap, which builds here what is then uploaded.
+        `builder`: the provider that builds them. If empty, the provider itself builds them if it
+        runs on this host. Otherwise bubblewrap builds them here and they are uploaded.
         """
         runs_on = self.provider(sandbox)
         if not builder:

@@ -191,7 +191,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def touch(self, ttl_s: float) -> None:
-        """Set the deadline to `ttl_s` seconds from now, whatever was left."""
+        """Set the deadline to `ttl_s` seconds from now, also if it was later."""
 
     @abstractmethod
     async def kill(self) -> None:

@@ -1,1 +1,1 @@
-"""Engines as things that live and die: their states, their watch, their weights."""
+"""Engine servers on Ray: starts, watches and replaces them."""

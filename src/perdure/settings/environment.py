@@ -82,7 +82,8 @@ FOREIGN = (
     Foreign("Hugging Face", ("HF_*",), "cache and token for datasets; its library reads them"),
     Foreign("the system", ("HOME", "USER", "PATH", "PYTHONPATH"), "as everywhere"),
 )
-"""What belongs to other tools keeps their names, so that a host set up for them needs no more."""
+"""Variables of other tools keep their names, so that a host that is set up for those tools needs no
+change."""
 
 
 def toml_file() -> Path:

@@ -1,6 +1,6 @@
 """One supervised process: starts it, restarts it with growing pauses, stops it for good.
 
-A child dies with its supervisor (PDEATHSIG), writes to one log file, and leads its own process
+A child dies with its supervisor (PDEATHSIG) and writes to one log file. It leads its own process
 group, so that Ctrl-C in a terminal reaches only the supervisor.
 """
 
@@ -92,7 +92,7 @@ class Child:
 
     def rotate(self) -> None:
         """Copy the log and truncate it: the child keeps the file open and appends to it."""
-        with contextlib.suppress(OSError):  # a full disk: try again later
+        with contextlib.suppress(OSError):  # the disk is full: try again later
             if self.log.exists() and self.log.stat().st_size > LOG_BYTES:
                 shutil.copyfile(self.log, self.log.with_suffix(".log.1"))
                 os.truncate(self.log, 0)
@@ -150,7 +150,7 @@ class Child:
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE_S)
             self.rotate()
-            # A full disk, or no more processes allowed: try again after the next pause.
+            # If the disk is full or no process can be made, try again after the next pause.
             with contextlib.suppress(OSError):
                 await self._spawn(_ending(code))
 

@@ -42,7 +42,7 @@ async def kill_all(settings: Settings, tell: Callable[[str], None]) -> int:
             continue
         try:
             killed += await _kill(found) if found.host_bound else 0
-        except PerdureError as error:  # goes on with the other providers
+        except PerdureError as error:  # the other providers still get their turn
             tell(f"warning: sandboxes of {name} left to their time limit: {error}")
         except TimeoutError:
             tell(f"warning: sandboxes of {name} left to their time limit: it does not answer")

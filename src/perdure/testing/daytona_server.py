@@ -214,7 +214,7 @@ class DaytonaServer(Double):
         return web.json_response(self._shown({**record, "state": "destroying"}, request))
 
     async def _end(self, identity: str) -> None:
-        """Delete it. If this is interrupted, the next look goes on."""
+        """Delete it. If this is interrupted, the next check of the state continues it."""
         self._change(identity, state="destroying")
         await self.guests.kill(identity)
         self.sandboxes.remove(identity)

@@ -1,7 +1,7 @@
 """Faults by rule, for servers that play a service: what to break, where, how often.
 
 A rule either replaces the work (`before`) or loses its answer (`after`, which finds leaks and double
-execution). Rules and their counts are on disk, so a restarted server goes on failing.
+execution). Rules and their counts are on disk, so a restarted server keeps failing.
 """
 
 import asyncio

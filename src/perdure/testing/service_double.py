@@ -1,7 +1,7 @@
 """What doubles of sandbox services share: real boxes, records that outlive the server, faults, clocks.
 
-A double adds its service's routes and messages. All state is in one folder: after a kill, a server on
-the same folder goes on.
+A double adds its service's routes and messages. All state is in one folder: after a kill, a server
+on the same folder continues from it.
 """
 
 import argparse

@@ -72,7 +72,8 @@ async def _poll(run: RunHandle) -> tuple[RunStatus, list[RolloutInfo]]:
 
 
 async def _held_up(run: RunHandle, rollouts: list[RolloutInfo]) -> str:
-    """Of the longest-running rollouts: a step that failed and is retried, or a wait. Empty: neither."""
+    """What the longest-running rollouts do: a step that failed and is retried, or a wait. Empty if
+    there is neither."""
     lines = await current_steps(run.perdure.client, rollouts or await run.rollouts())
     return next((line for line in lines if FAILED in line or WAITS in line), "")
 

@@ -1,7 +1,7 @@
 """A hosted OpenAI-compatible API: no token ids, so its turns say `trainable: false`.
 
-The agent's request is passed on unchanged, except for the model name (that of the settings or of the
-rollout, never the agent's), our key and our token cap. None of the agent's headers are sent.
+The agent's request is passed on unchanged, except for three fields: our key, our token cap, and the
+model name of the settings or the rollout. None of the agent's headers are sent.
 """
 
 from typing import Any

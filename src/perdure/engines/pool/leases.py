@@ -28,12 +28,14 @@ OVERLOAD, SLACK = 1.5, 4.0
 EVEN = 1.25
 """When an engine joins, the others give it sessions until none has over 1.25 times its share."""
 NEAR, FEW = 1.1, 2.0
-"""A group that is new here goes to the first engine of its order whose load would be at most 1.1
-times that of the emptiest engine, plus 2 agents. Views differ between processes, mostly by less. With
-a larger margin, two small groups share one of two engines and the other idles."""
+"""A group that is new here takes the engines in its own order. It goes to the first one whose load
+would be at most 1.1 times the lowest load plus 2 agents. Processes see loads that differ, mostly by
+less than that. With a larger margin, two small groups share one of two engines and the other
+idles."""
 HASHED = 1 << 64
 WASTED = 0.5
-"""Prefix-cache hit rate below which an engine reads prompts again that it had read before."""
+"""Below this hit rate of the prefix cache, an engine prefills prompts that it has prefilled
+before."""
 CUT = 0.75
 """Factor on the number of agents when their contexts do not fit and the cache is wasted."""
 SETTLING = 10

@@ -1,6 +1,6 @@
 """The gateway's HTTP server: routes, keys, limits, and errors in the caller's dialect.
 
-Holds no state; sessions do. A request is checked (key, then size, then form) before it costs
+Holds no state; `sessions` does. Checks the key, the size and the form of a request before it costs
 anything.
 """
 
@@ -62,8 +62,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Patience:
     """How long a stream waits for its answer before its headers are sent, and how often it is pinged then.
 
-    Headers are sent late, because until then an error can still set the HTTP status. The slowest client
-    waits 300 s for them, and as long for the next event.
+    Headers are sent late, because an error can set the HTTP status only before them. Clients wait
+    at least 300 s for the headers, and 300 s for each event.
     """
 
     headers_after_s: float = 240.0
@@ -303,7 +303,8 @@ def _check_headers(request: Request) -> None:
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """Raises: Refused (413) as soon as the limit is passed, announced or not; (415) when compressed."""
+    """Raises: Refused (413) if the announced or received size exceeds the limit; (415) if it is
+    compressed."""
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refused(415, "unsupported_encoding", "send the request's body uncompressed")
     too_large = Refused(413, "request_too_large", f"a request may have at most {limit} bytes")

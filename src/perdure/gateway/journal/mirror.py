@@ -170,7 +170,8 @@ class MirroredJournal:
         if await self._parts.put_records(session_id, known.records, records):
             return len(records)
         there = await self._parts.get(session_id, known.records)
-        if len(there) > len(records):  # another process of this host may have written more meanwhile
+        if len(there) > len(records):
+            # Another process of this host may have written more meanwhile.
             records = (await self._local.tail(session_id, known)).records
         await self._join(session_id, known.records, records, there)
         return len(there)

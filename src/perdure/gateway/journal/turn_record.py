@@ -98,8 +98,9 @@ def turns_of(records: Sequence[TurnRecord]) -> list[Turn]:
 
 
 def turn_deltas(records: Sequence[TurnRecord]) -> Iterator[tuple[Turn, int]]:
-    """The turns of a session, one whole prompt in memory at most: each with only the prompt ids behind
-    the first n ids of its parent (its prompt, then its completion), and that n."""
+    """The turns of a session, with at most one whole prompt in memory. Each comes with a number n
+    and the prompt ids that follow the first n ids of its parent (its prompt, then its
+    completion)."""
     for record in records:
         kept, added = _behind_parent(records, record)
         yield _turn(records, record, added), kept

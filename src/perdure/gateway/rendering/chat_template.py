@@ -1,8 +1,8 @@
 """The message format of a model that `renderers` has no class for, from the model's own chat template.
 
 Owns messages -> ids by the Jinja template, and sampled text -> message. Later turns are bridged from
-the recorded ids: only what follows the last answer is rendered. If that part of the template's output
-cannot be told apart with certainty, there is no bridge.
+the recorded ids: only what follows the last answer is rendered. If the boundary of that part in the
+template's output is not certain, the prompt is rendered in full.
 """
 
 import contextlib

@@ -17,7 +17,7 @@ from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 async def create_sandbox(
     this_try: Try, provider: SandboxProvider, spec: SandboxSpec, identity: str
 ) -> Sandbox:
-    """`provider.create`; a try that is cancelled leaves nothing, or what another try may own."""
+    """Call `provider.create`. A cancelled try leaves no sandbox, unless another try may own it."""
     creating = asyncio.ensure_future(provider.create(spec, identity))
     try:
         return await asyncio.shield(creating)
@@ -37,7 +37,7 @@ async def create_sandbox(
 
 @asynccontextmanager
 async def killed_at_the_end(this_try: Try, sandbox: Sandbox) -> AsyncIterator[None]:
-    """Kill the sandbox in the end, unless another try may have one of the same identity."""
+    """Kill the sandbox at the end, unless another try may own a sandbox of the same identity."""
     is_anothers = False
     try:
         yield

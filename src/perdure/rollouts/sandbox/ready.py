@@ -37,8 +37,8 @@ OWNER = "ready/"
 """Begins the `rollout` label of a sandbox that no rollout has taken yet."""
 
 GIVEN_WAY = b"given way"
-"""Content of a claim, in place of a rollout's id: the sandbox is being ended for a rollout that
-waits for a permit."""
+"""Written into a claim instead of a rollout's id while the sandbox is ended to free its permit for
+a waiting rollout."""
 
 
 class Permits(Protocol):
@@ -175,7 +175,8 @@ class ReadySandboxes:
         return None
 
     async def forget(self, identity: str) -> None:
-        """The sandbox is killed: the store need not say any more which rollout took it."""
+        """The sandbox was killed, so delete the note in the store that says which rollout took
+        it."""
         if MARK not in identity:
             return  # it was not booted ahead
         await self._store.delete(keys.claim(identity))

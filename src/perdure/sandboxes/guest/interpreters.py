@@ -1,6 +1,7 @@
 """The Python behind a virtual environment of this host, for sandboxes that do not see this host.
 
-A virtual environment names its interpreter by path: uploaded without it, it does not start.
+A virtual environment names its interpreter by path, so it starts only if the interpreter is
+uploaded too.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
 """Limits by cgroups v1 or v2, as far as this process may write them.
 
 A sandbox gets one group per controller. Below one of them each command gets a group of its own, so
-that its whole tree can be killed, whatever it forked. Without cgroups only prlimit remains.
+that its whole process tree can be killed. Without cgroups only prlimit remains.
 """
 
 import asyncio

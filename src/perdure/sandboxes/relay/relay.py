@@ -1,8 +1,8 @@
 """The host's side of a relay: carries model requests of a sandbox that cannot reach the gateway.
 
 Starts the relay inside (`relay_program`), hears its requests through a carrier, asks the gateway and
-hands the answers back. All that must survive this process is in the sandbox and in the gateway's
-journal, so another worker makes the same `Relay` and goes on.
+hands the answers back. The sandbox and the gateway's journal hold everything that must survive this
+process. So another worker can make the same `Relay` and continue.
 """
 
 import asyncio

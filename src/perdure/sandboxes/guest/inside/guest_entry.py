@@ -1,9 +1,9 @@
-"""Runs inside a remote sandbox, at every call: hands the order to the resident guest, if there is one.
+"""Runs inside a remote sandbox at every call. If there is a resident guest, hands it the order.
 
-The *resident* is a process that has loaded `guest` and forks for each order, in a tenth of the time
-that a new interpreter takes to start. It is optional: if it is missing, dead, silent or of another
-version, the caller carries the order out itself, which `guest` allows at any time, and starts a new
-resident. Standard library only, Python 3.7 or later.
+The *resident* is a process that has loaded `guest`. It forks for each order, which takes a tenth of
+the time that a new interpreter needs to start. The resident is optional. If it is missing, dead,
+silent or of another version, the caller executes the order itself and starts a new resident.
+Standard library only, Python 3.7 or later.
 """
 
 import sys
@@ -124,7 +124,7 @@ def _reside(answer: "Callable[[str], str]", born: object, replace_silent: bool, 
         connection, _ = listener.accept()
         if _version() != born:
             os.unlink(SOCKET)
-            os.close(lock)  # before this caller goes on, because it starts the next one
+            os.close(lock)  # before this caller continues, because it starts the next one
             return
         try:
             pid = os.fork()

@@ -53,10 +53,10 @@ MOST_KEYS = 8
 LIST_LAG_S = 2.0
 """Seconds for which a new sandbox may be missing from the list."""
 DAEMON_GONE_S = 60.0
-"""Seconds after which a sandbox counts as dead, whatever its state, if the proxy denies that it
-exists or that anything listens in it."""
+"""If the proxy denies for this many seconds that the sandbox exists, or that its daemon listens,
+the sandbox counts as dead, even if the service says it runs."""
 UNREACHABLE_S = 600.0
-"""The same if it does not answer for an unknown reason."""
+"""The same if the sandbox does not answer and the reason is unknown."""
 SILENT_S = 5.0
 """Seconds past a command's time limit until we stop waiting. The service should have ended it."""
 OWN = "perdure_"

@@ -1,7 +1,7 @@
 """The Kubernetes API as the provider calls it: five calls on pods, and commands in them.
 
 Owns the client (one per event loop, by `KUBECONFIG` or from within the cluster) and the WebSocket of
-a command. Answers are read as plain JSON, whatever the API's version.
+a command. Answers are read as plain JSON, so that any version of the API can be read.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Runs inside a sandbox that cannot reach the gateway: an HTTP server on its loopback for the agent.
 
-Writes each request as one line of an append-only log (its standard output or a file), and takes the
-answer's pieces as files or from a host that has dialled in. One file, standard library, Python 3.8+,
-because it runs in images of any kind. Started by `perdure.sandboxes.relay.relay`.
+It writes each request as one line of an append-only log: its standard output or a file. It gets the
+pieces of the answer as files, or from a host that has connected. One file, standard library, Python
+3.8+, because it runs in images of any kind. Started by `perdure.sandboxes.relay.relay`.
 """
 
 from __future__ import annotations
