@@ -45,12 +45,8 @@ class ClaudeCode:
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
-        return (
-            Mount(
-                source=await npm.installed(tools, self.name, settings.claude_code_tarball),
-                target=MOUNT,
-            ),
-        )
+        folder = await npm.installed(tools, self.name, settings.claude_code_tarball)
+        return (Mount(source=folder, target=MOUNT),)
 
     def launch(self, task: AgentTask) -> Launch:
         chosen = options.parse(self.name, ClaudeCodeOptions, task.options)

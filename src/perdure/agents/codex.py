@@ -26,10 +26,6 @@ CONTEXT_WORDS = ("context_length_exceeded", "context window")
 """Part of its last error, if neither the task nor a summary fits the context any more."""
 
 
-class CodexOptions(headless.HeadlessOptions):
-    pass
-
-
 class Codex:
     name: ClassVar[str] = "codex"
     needs_model: ClassVar[bool] = True
@@ -43,7 +39,7 @@ class Codex:
         return (Mount(source=programs[0], target=MOUNT),)
 
     def launch(self, task: AgentTask) -> Launch:
-        chosen = options.parse(self.name, CodexOptions, task.options)
+        chosen = options.parse(self.name, headless.HeadlessOptions, task.options)
         gateway_url = headless.gateway_of(self.name, task)
         flags = ("--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
         command = (f"{MOUNT}/bin/codex", "exec", *flags, "-o", LAST_MESSAGE, *chosen.extra_args)
@@ -69,7 +65,9 @@ class Codex:
         return AgentEnd.CRASHED
 
 
-def _configuration(gateway_url: str, task: AgentTask, chosen: CodexOptions) -> dict[str, Any]:
+def _configuration(
+    gateway_url: str, task: AgentTask, chosen: headless.HeadlessOptions
+) -> dict[str, Any]:
     """Its own settings file. No key in here: files are kept as evidence."""
     window = chosen.window(task)
     return {

@@ -40,12 +40,8 @@ class Opencode:
     artifacts: ClassVar[tuple[str, ...]] = (CONFIG,)
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
-        return (
-            Mount(
-                source=await npm.installed(tools, self.name, settings.opencode_tarball),
-                target=MOUNT,
-            ),
-        )
+        folder = await npm.installed(tools, self.name, settings.opencode_tarball)
+        return (Mount(source=folder, target=MOUNT),)
 
     def launch(self, task: AgentTask) -> Launch:
         chosen = options.parse(self.name, OpencodeOptions, task.options)

@@ -37,13 +37,9 @@ class QwenCode:
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
-        return (
-            Mount(
-                source=await npm.installed(tools, self.name, settings.qwen_code_tarball),
-                target=MOUNT,
-            ),
-            Mount(source=await npm.installed(tools, "node", settings.node_tarball), target=NODE),
-        )
+        program = await npm.installed(tools, self.name, settings.qwen_code_tarball)
+        node = await npm.installed(tools, "node", settings.node_tarball)
+        return (Mount(source=program, target=MOUNT), Mount(source=node, target=NODE))
 
     def launch(self, task: AgentTask) -> Launch:
         chosen = options.parse(self.name, QwenCodeOptions, task.options)

@@ -341,7 +341,7 @@ def _events(answer: Answer) -> Iterator[dict[str, Any]]:
 
 def _start_and_delta(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if block["type"] == "tool_use":
-        delta = {"type": "input_json_delta", "partial_json": _text_json(block["input"])}
+        delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         return {**block, "input": {}}, delta
     kind = block["type"]
     return {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
@@ -352,11 +352,7 @@ def _event(event: dict[str, Any]) -> bytes:
 
 
 def _json(value: Any) -> bytes:
-    return _text_json(value).encode()
-
-
-def _text_json(value: Any) -> str:
-    return json.dumps(value)
+    return json.dumps(value).encode()
 
 
 def token_count(count: int) -> bytes:

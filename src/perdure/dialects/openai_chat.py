@@ -135,14 +135,10 @@ def messages(value: Any) -> list[dict[str, Any]]:
 
 def _messages(body: Fields) -> list[dict[str, Any]]:
     wire = body.objects("messages", MAX_MESSAGES)
-    found = [message for sent in wire for message in translated(sent, _read)]
+    found = [message for sent in wire for message in translated(sent, lambda one: [_message(one)])]
     if not found:
         raise body.bad("messages", "must be a non-empty list")
     return found
-
-
-def _read(message: Fields) -> list[dict[str, Any]]:
-    return [_message(message)]
 
 
 def _message(fields: Fields) -> dict[str, Any]:

@@ -27,7 +27,8 @@ async def write_episode(store: Store, episode: Episode, segments: Sequence[Segme
     same rollout writes (after a reset), its episode replaces the earlier one.
     """
     found = await _find(store, episode.key)
-    if found is not None and _same_workflow_run(found[0], episode):
+    ours = episode.provenance.workflow_run_id
+    if found is not None and found[0].provenance.workflow_run_id == ours:
         return found[0]
     await store.put(episode.tokens_key, encode_segments(episode, segments))
     data = episode.model_dump_json(indent=1).encode()
@@ -41,10 +42,6 @@ async def write_episode(store: Store, episode: Episode, segments: Sequence[Segme
         pass
     # The caller repeats the call: it then finds its own episode, or replaces the other one.
     raise StoreUnavailable(f"{episode.key} was written by another worker at the same time")
-
-
-def _same_workflow_run(one: Episode, other: Episode) -> bool:
-    return one.provenance.workflow_run_id == other.provenance.workflow_run_id
 
 
 async def read_episode(store: Store, request: RolloutRequest) -> Episode | None:

@@ -92,7 +92,10 @@ def skyrl_output(found: Sequence[EpisodeSegments]) -> Row:
         "stop_reasons": [segment.finish_reason.value for _, segment in rows],
         "rollout_metrics": _metrics(found, kept),
         "rollout_logprobs": [list(segment.logprobs) for _, segment in rows],
-        "trajectory_ids": [_trajectory_id(one.episode) for one, _ in rows],
+        "trajectory_ids": [
+            {"instance_id": one.episode.instance_id, "repetition_id": one.episode.sample_index}
+            for one, _ in rows
+        ],
         "trajectory_generation_times": [one.episode.seconds for one, _ in rows],
         "trajectory_time_splits": {
             "llm": [one.episode.engine_seconds for one, _ in rows],
@@ -111,10 +114,6 @@ def _at_the_end(found: EpisodeSegments, segment: Segment) -> list[float]:
     if segment is found.segments[-1] and found.episode.reward is not None:
         rewards[-1] = found.episode.reward
     return rewards
-
-
-def _trajectory_id(episode: Episode) -> Row:
-    return {"instance_id": episode.instance_id, "repetition_id": episode.sample_index}
 
 
 def _metrics(found: Sequence[EpisodeSegments], kept: Sequence[EpisodeSegments]) -> dict[str, float]:

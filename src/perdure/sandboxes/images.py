@@ -1,12 +1,13 @@
 """Image names as each provider uses them, mirrors and routing tags, and one pull per host.
 
-Owns the names, the lock around a pull, and what a failed pull means. The providers run the commands
-that pull. A row names the image of its instance (`perdure.instances.rows.images`).
+Owns the names, the lock around a pull, and what a failed pull means. The providers choose the
+commands that pull. A row names the image of its instance (`perdure.instances.rows.images`).
 """
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable
+import subprocess
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from perdure.errors import (
     ControlPlaneError,
     InstanceError,
     PerdureError,
+    RetryHere,
 )
 from perdure.sandboxes.locks import locked
 
@@ -51,7 +53,7 @@ def prebuilt(provider: str, image: str | None, image_map: Path | None) -> str | 
     """
     if image is None or image_map is None:
         return image
-    found = _json_object(image_map, MAP_VARIABLE).get(image, image)
+    found = json_object(image_map, MAP_VARIABLE).get(image, image)
     if isinstance(found, dict):
         found = found.get(provider, image)
     if not isinstance(found, str):
@@ -67,7 +69,7 @@ def routing_tags(image: str | None, file: Path | None, key: str) -> dict[str, st
     """
     if file is None:
         return {}
-    tags = {str(name): str(value) for name, value in _json_object(file, TAGS_VARIABLE).items()}
+    tags = {str(name): str(value) for name, value in json_object(file, TAGS_VARIABLE).items()}
     if not key:
         raise ConfigurationError(
             f"{TAGS_VARIABLE} is set: set {KEY_VARIABLE} to its key of the image"
@@ -79,7 +81,8 @@ def routing_tags(image: str | None, file: Path | None, key: str) -> dict[str, st
     return {**tags, key: image} if image is not None else tags
 
 
-def _json_object(path: Path, variable: str) -> dict[str, Any]:
+def json_object(path: Path, variable: str) -> dict[str, Any]:
+    """The JSON file that a variable names. Raises: ConfigurationError naming both."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -143,6 +146,27 @@ async def _found(
     if found is None and (other := mirrored(name, mirror)) != name:
         return await find(other)
     return found
+
+
+def printed(command: Sequence[str], what: str) -> str:
+    """What a program that handles images printed. Raises: RetryHere with its last line."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            check=False,
+            timeout=PULL_TIMEOUT_S,
+            text=True,
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        raise RetryHere(
+            f"{what} took more than {PULL_TIMEOUT_S:.0f} s", boundary=Boundary.SANDBOX
+        ) from None
+    if done.returncode:
+        words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise RetryHere(f"{what}: {words[0]}", boundary=Boundary.SANDBOX)
+    return done.stdout
 
 
 def refused(name: str, said: str) -> PerdureError:

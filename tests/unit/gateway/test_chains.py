@@ -14,7 +14,7 @@ from renderers.qwen35 import Qwen35Renderer
 
 from perdure.dialects.base import Answer, ContextExhausted, ModelRequest, Refused
 from perdure.engines.base import NO_LABELS, Completion, Engine
-from perdure.engines.clients.token_body import body_with_ids
+from perdure.engines.clients.token_server import body_with_ids
 from perdure.engines.pool.salvage import Salvage
 from perdure.episodes.segments import cut
 from perdure.episodes.turns import decode

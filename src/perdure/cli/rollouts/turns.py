@@ -225,7 +225,8 @@ class _Printer:
         segment = self.segments.get(turn["segment"])
         if segment is None:
             return
-        why = "" if first else f" (new: {turn['bridge_miss'] or _branch(turn)})"
+        branch = f"branches off after turn {turn['parent']}"
+        why = "" if first else f" (new: {turn['bridge_miss'] or branch})"
         click.secho(
             f"{indent}┌ segment {segment['index']} {segment['kind']}{why}: "
             f"prompt {segment['prompt_tokens']}, response {segment['response_tokens']}, "
@@ -252,10 +253,6 @@ class _Printer:
         click.echo(f"{indent}     ", nl=False)
         click.secho(f"{label:<{ROLE_WIDTH}} ", fg=STYLES.get(label), nl=False)
         click.secho(body, dim=label in ("system", "thinks"))
-
-
-def _branch(turn: dict[str, Any]) -> str:
-    return f"branches off after turn {turn['parent']}"
 
 
 def _facts(turn: dict[str, Any]) -> str:

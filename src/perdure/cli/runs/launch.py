@@ -28,7 +28,7 @@ from perdure.stack.sandboxes import provider, ready_provider
 from perdure.stack.temporal_target import given_address
 from perdure.storage import keys
 from perdure.storage.base import open_store
-from perdure.types import EpisodeRef, RolloutRequest, RolloutStatus, RunRequest
+from perdure.types import EpisodeRef, RolloutStatus, RunRequest
 
 NONE_READY = (
     "warning: no engine is ready, so rollouts wait for one: `perdure engines list` says why"
@@ -56,7 +56,8 @@ def show_plan(settings: Settings, options: RunOptions, *, as_json: bool) -> None
     of = f"{many(rollouts, 'rollout')} of {many(len(planned.refs), 'instance')}"
     click.echo(f"{planned.request.run_id}: {of}")
     rollout = planned.request.rollout_request("any/instance")
-    click.echo(f"  agent {rollout.agent} in {rollout.sandbox}, graded in {_grading(rollout)}")
+    grading = phases.place(rollout, None, "grade").provider
+    click.echo(f"  agent {rollout.agent} in {rollout.sandbox}, graded in {grading}")
     for ref in planned.refs:
         click.echo(f"  {ref}")
 
@@ -66,10 +67,6 @@ def run(settings: Settings, options: RunOptions, *, wait: bool, as_json: bool) -
     planned = asyncio.run(plan(settings, options))
     make_ready(settings, planned.request)
     return asyncio.run(_drive(settings, planned, wait=wait, as_json=as_json))
-
-
-def _grading(rollout: RolloutRequest) -> str:
-    return phases.place(rollout, None, "grade").provider
 
 
 async def plan(settings: Settings, options: RunOptions) -> CheckedRun:

@@ -11,19 +11,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import httpx
-
 from perdure.dialects.base import Refused
-from perdure.engines.clients.token_body import body_with_ids
 from perdure.engines.clients.token_server import (
     BreakKind,
     EngineRequest,
     StreamBroken,
     TokenServer,
+    body_with_ids,
     read_events,
     version_spans,
 )
-from perdure.engines.clients.wire import TRANSIENT, UNREADABLE, refusal
+from perdure.engines.clients.wire import TRANSIENT, refusal
 from perdure.engines.pool.salvage import Salvage
 from perdure.types import FinishReason
 
@@ -77,19 +75,9 @@ class SglangEngine(TokenServer):
         version: Callable[[], int | None],
     ) -> FinishReason:
         headers = {"x-session-id": ask.session_id}
-        async with self._answer(_body(ask, options), headers) as answer:
-            return await self._read(answer, salvage, version, ask)
-
-    async def _read(
-        self,
-        response: httpx.Response,
-        salvage: Salvage,
-        version: Callable[[], int | None],
-        ask: EngineRequest,
-    ) -> FinishReason:
         taken = 0
-        try:
-            async for event in read_events(response):
+        async with self._answer(_body(ask, options), headers) as answer:
+            async for event in read_events(answer):
                 if "error" in event:
                     raise self._failed(event["error"], begun=taken > 0)
                 new = new_tokens(event["meta_info"], taken)
@@ -98,10 +86,6 @@ class SglangEngine(TokenServer):
                 taken += len(new)
                 if (reason := self._end(event["meta_info"], salvage)) is not None:
                     return reason
-        except Refused:
-            raise
-        except UNREADABLE as error:
-            raise StreamBroken(BreakKind.LOST, f"a malformed answer: {error!r}") from error
         raise StreamBroken(BreakKind.LOST, "the stream ended without a finish reason")
 
     def _end(self, about: Mapping[str, Any], salvage: Salvage) -> FinishReason | None:

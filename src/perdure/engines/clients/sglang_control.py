@@ -10,11 +10,11 @@ from typing import Any
 from perdure.engines.clients.vllm_control import (
     PROBE_S,
     PROBE_SESSION,
-    SAMPLE,
     EngineControl,
     Scored,
     Vitals,
     object_of,
+    samples,
     version_number,
 )
 from perdure.errors import ConfigurationError
@@ -94,13 +94,9 @@ def read_sglang_vitals(text: str) -> Vitals:
     """Sums over data-parallel ranks and modes; the KV share is that of the fullest rank."""
     sums: dict[str, float] = {}
     kv_used = 0.0
-    for name, labels, number in SAMPLE.findall(text):
+    for name, labels, value in samples(text):
         if re.search(r'tp_rank="[1-9]', labels):
             continue  # every tensor-parallel rank counts the same requests
-        try:
-            value = float(number)
-        except ValueError:
-            continue
         sums[name] = sums.get(name, 0.0) + value
         if name == "sglang:token_usage":
             kv_used = max(kv_used, value)

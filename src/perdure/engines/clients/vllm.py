@@ -10,20 +10,17 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import httpx
-
-from perdure.dialects.base import Refused
-from perdure.engines.clients.token_body import body_with_ids
 from perdure.engines.clients.token_server import (
     BreakKind,
     EngineRequest,
     StreamBroken,
     TokenServer,
+    body_with_ids,
     read_events,
     version_spans,
 )
 from perdure.engines.clients.vllm_control import REFUSALS
-from perdure.engines.clients.wire import UNREADABLE, refusal
+from perdure.engines.clients.wire import refusal
 from perdure.engines.pool.salvage import Salvage
 from perdure.types import FinishReason
 
@@ -47,24 +44,10 @@ class VllmEngine(TokenServer):
         """
         headers = {"x-session-id": ask.session_id, "x-request-id": ask.request_id}
         async with self._answer(_body(ask), headers, fence=ask.model) as answer:
-            return await self._read(answer, salvage, version, ask)
-
-    async def _read(
-        self,
-        response: httpx.Response,
-        salvage: Salvage,
-        version: Callable[[], int | None],
-        ask: EngineRequest,
-    ) -> FinishReason:
-        try:
-            async for event in read_events(response):
+            async for event in read_events(answer):
                 reason = self._take(event, salvage, version, ask)
                 if reason is not None:
                     return reason
-        except Refused:
-            raise
-        except UNREADABLE as error:
-            raise StreamBroken(BreakKind.LOST, f"a malformed answer: {error!r}") from error
         raise StreamBroken(BreakKind.LOST, "the stream ended without a finish reason")
 
     def _take(

@@ -3,12 +3,13 @@
 Only managers and gateways call these routes, directly on the engine. The gateway never exposes them.
 """
 
+import contextlib
 import errno
 import json
 import re
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,7 +215,8 @@ class EngineControl:
             raise EngineSilent(self._told(problem), gone=gone) from None
         if response.is_success or (absent_ok and response.status_code in (404, 405)):
             return response
-        problem = f"{method} {path} answered {response.status_code}: {_short(response)}"
+        said = " ".join(response.text[:300].split())
+        problem = f"{method} {path} answered {response.status_code}: {said}"
         if response.status_code in REFUSALS:
             raise EngineRefused(self._told(problem))
         raise self._failed(problem)
@@ -243,15 +245,18 @@ def _errnos(error: BaseException | None) -> set[int]:
     return found
 
 
+def samples(text: str) -> Iterator[tuple[str, str, float]]:
+    """Name, labels and value of each line that /metrics reports."""
+    for name, labels, number in SAMPLE.findall(text):
+        with contextlib.suppress(ValueError):
+            yield name, labels, float(number)
+
+
 def read_vitals(text: str) -> Vitals:
     """Sums over the engine's data-parallel ranks; the KV share is that of the fullest rank."""
     sums: dict[str, float] = {}
     starved, kv_used, kv_tokens = 0.0, 0.0, 0
-    for name, labels, number in SAMPLE.findall(text):
-        try:
-            value = float(number)
-        except ValueError:
-            continue
+    for name, labels, value in samples(text):
         sums[name] = sums.get(name, 0.0) + value
         if name == "vllm:num_requests_waiting_by_reason" and 'reason="capacity"' in labels:
             starved += value
@@ -288,7 +293,3 @@ def object_of(response: httpx.Response) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) and response.is_success else {}
-
-
-def _short(response: httpx.Response) -> str:
-    return " ".join(response.text[:300].split())

@@ -158,7 +158,8 @@ class FolderTokenizer(Tokenizer):
 
         description = json.loads((folder / "tokenizer.json").read_text("utf-8"))
         added = {entry["content"]: entry["id"] for entry in description["added_tokens"]}
-        super().__init__(_published_name(folder), added, _eos_token(folder))
+        eos = token_text(published(folder, "tokenizer_config.json").get("eos_token"))
+        super().__init__(_published_name(folder), added, eos or "<|im_end|>")
         # Without added tokens the library cannot read text as a control token.
         description.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(description))
@@ -181,10 +182,6 @@ class FolderTokenizer(Tokenizer):
 def _well_formed(text: str) -> str:
     """JSON can hold half of a surrogate pair; tokenizers cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _eos_token(folder: Path) -> str:
-    return token_text(published(folder, "tokenizer_config.json").get("eos_token")) or "<|im_end|>"
 
 
 def token_text(token: Any) -> str:

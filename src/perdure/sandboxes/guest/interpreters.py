@@ -32,13 +32,10 @@ def _interpreters(environment: Path) -> Iterable[Path]:
         lines = (environment / "pyvenv.cfg").read_text().splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return
-    home = next((value.strip() for key, _, value in _pairs(lines) if key.strip() == "home"), None)
+    pairs = (line.partition("=") for line in lines)
+    home = next((value.strip() for key, _, value in pairs if key.strip() == "home"), None)
     if home is None:
         return
     for prefix in dict.fromkeys((Path(home).parent, Path(home).resolve().parent)):
         if not prefix.is_relative_to("/usr") and prefix.is_dir():
             yield prefix
-
-
-def _pairs(lines: Iterable[str]) -> Iterable[tuple[str, str, str]]:
-    return (line.partition("=") for line in lines)

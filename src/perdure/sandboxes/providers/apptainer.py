@@ -10,13 +10,12 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from uuid import uuid4
 
-from perdure.errors import Boundary, ConfigurationError, MissingDependency, RetryHere
+from perdure.errors import ConfigurationError, MissingDependency, RetryHere
 from perdure.sandboxes import images
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, SYSTEM_PATH
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
@@ -73,7 +72,7 @@ class ApptainerProvider(NamespaceProvider):
     @property
     def _binary(self) -> str:
         """Raises: MissingDependency."""
-        return _binary(self.settings.apptainer.program)
+        return str(self.settings.apptainer.program or program("apptainer"))
 
     def check(self) -> Sequence[str]:
         try:
@@ -193,39 +192,18 @@ def _build(binary: str, name: str, mirrored: str, folder: Path) -> str:
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = folder.with_name(f"{DRAFT}{uuid4().hex}")
     try:
-        _apptainer(binary, "build", "--sandbox", str(draft), f"docker://{mirrored}", pulls=name)
+        _apptainer(binary, "build", "--sandbox", str(draft), f"docker://{mirrored}")
         draft.rename(folder)
+    except RetryHere as error:
+        raise images.refused(name, str(error)) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return str(folder)
 
 
-def _apptainer(binary: str, *arguments: str, pulls: str = "") -> str:
-    """What it printed. Raises: RetryHere with its last line; for a pull, what `images.refused` says."""
-    try:
-        done = subprocess.run(
-            [binary, *arguments],
-            capture_output=True,
-            check=False,
-            timeout=images.PULL_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise RetryHere(
-            f"apptainer {arguments[0]} took more than {images.PULL_TIMEOUT_S:.0f} s",
-            boundary=Boundary.SANDBOX,
-        ) from None
-    if done.returncode:
-        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        words = said[-1] if said else f"exit code {done.returncode}"
-        if pulls:
-            raise images.refused(pulls, words)
-        raise RetryHere(f"apptainer {arguments[0]}: {words}", boundary=Boundary.SANDBOX)
-    return done.stdout.decode("utf-8", "replace")
-
-
-def _binary(named: Path | None) -> str:
-    """Raises: MissingDependency."""
-    return str(named) if named else program("apptainer")
+def _apptainer(binary: str, *arguments: str) -> str:
+    """Raises: RetryHere with its last line."""
+    return images.printed([binary, *arguments], f"apptainer {arguments[0]}")
 
 
 def _version(binary: str) -> tuple[int, ...]:

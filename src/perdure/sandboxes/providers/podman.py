@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
-from perdure.errors import Boundary, ConfigurationError, RetryHere
+from perdure.errors import ConfigurationError, RetryHere
 from perdure.sandboxes import images
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, ROOT_VARIABLES, SYSTEM_PATH
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
@@ -161,23 +161,7 @@ def _pull(name: str) -> str:
 def _run(*arguments: str, in_its_mounts: bool = False) -> str:
     """`in_its_mounts`: in the namespace of podman's mounts. Raises: RetryHere with its last line."""
     where = [program("podman"), "unshare"] if in_its_mounts and os.geteuid() else []
-    try:
-        done = subprocess.run(
-            [*where, *_podman(), *arguments],
-            capture_output=True,
-            check=False,
-            timeout=images.PULL_TIMEOUT_S,
-            text=True,
-        )
-    except subprocess.TimeoutExpired:
-        raise RetryHere(
-            f"podman {arguments[0]} took more than {images.PULL_TIMEOUT_S:.0f} s",
-            boundary=Boundary.SANDBOX,
-        ) from None
-    if done.returncode:
-        words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise RetryHere(f"podman {arguments[0]}: {words[0]}", boundary=Boundary.SANDBOX)
-    return done.stdout
+    return images.printed([*where, *_podman(), *arguments], f"podman {arguments[0]}")
 
 
 # -- how podman runs here -------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 Pure functions on JSON. The provider makes the calls.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -12,6 +11,7 @@ from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.guest.containers import CAPABILITIES, ROOT, init_command
 from perdure.sandboxes.guest.sandbox import FOLDER
+from perdure.sandboxes.images import json_object
 from perdure.sandboxes.providers.kubernetes.client import CONTAINER
 from perdure.settings.tree import KubernetesSettings
 
@@ -108,12 +108,7 @@ def cluster_fields(settings: KubernetesSettings) -> dict[str, Any]:
     path = settings.pod_file
     if path is None:
         return {}
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{POD_VARIABLE}: {path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{POD_VARIABLE}: {path} must hold one JSON object")
+    found = json_object(path, POD_VARIABLE)
     if strange := sorted(found.keys() - POD_FIELDS):
         known = ", ".join(sorted(POD_FIELDS))
         raise ConfigurationError(
