@@ -1,4 +1,4 @@
-"""A certificate authority of this test alone, and a server's certificate for 127.0.0.1 by it."""
+"""A certificate authority of this test alone, a server's certificate for 127.0.0.1 by it, and others."""
 
 import ssl
 import subprocess
@@ -19,18 +19,30 @@ class Authority:
     def of(cls, folder: Path) -> "Authority":
         authority, key = folder / "ca.pem", folder / "ca.key"
         _openssl("req", "-x509", *KEY, "-keyout", key, "-out", authority, "-subj", "/CN=tests")
-        request, own_key, own = folder / "own.csr", folder / "own.key", folder / "own.pem"
-        _openssl("req", *KEY, "-keyout", own_key, "-out", request, "-subj", "/CN=127.0.0.1")
-        names = folder / "names"
-        names.write_text("subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
-        signed = ("-CA", authority, "-CAkey", key, "-CAcreateserial", "-extfile", names)
-        _openssl("x509", "-req", "-in", request, "-out", own, *signed)
-        return cls(authority, own, own_key)
+        own = issue(folder, "own", "IP:127.0.0.1")
+        return cls(authority, own.certificate, own.key)
 
     def tls(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.certificate, self.key)
         return context
+
+
+@dataclass(frozen=True)
+class Issued:
+    certificate: Path
+    key: Path
+
+
+def issue(folder: Path, name: str, holder: str) -> Issued:
+    """A certificate by the authority in `folder`. `holder`: as `IP:127.0.0.1` or `DNS:temporal.example`."""
+    request, key, certificate = (folder / f"{name}.{end}" for end in ("csr", "key", "pem"))
+    _openssl("req", *KEY, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
+    names = folder / f"{name}.names"
+    names.write_text(f"subjectAltName={holder}\nbasicConstraints=CA:FALSE\n")
+    signed = ("-CA", folder / "ca.pem", "-CAkey", folder / "ca.key", "-CAcreateserial")
+    _openssl("x509", "-req", "-in", request, "-out", certificate, *signed, "-extfile", names)
+    return Issued(certificate, key)
 
 
 def _openssl(*arguments: object) -> None:

@@ -43,7 +43,7 @@ log = structlog.get_logger("perdure.worker")
 
 async def serve(settings: Settings, roles: Sequence[str]) -> None:
     """Poll until SIGTERM or SIGINT, then hand over and return."""
-    client = await connect(runtime=temporal_runtime(settings))
+    client = await connect(settings=settings, runtime=temporal_runtime(settings))
     host = host_of(settings)
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -137,7 +137,7 @@ class Stack:
     async def start_temporal(self) -> Process:
         process = self.spawn(self.plan.temporal())
         address = f"{ports.LOOPBACK}:{self.plan.addresses.temporal_port}"
-        await answering(process, readiness.wait_for_temporal(address))
+        await answering(process, readiness.wait_for_temporal(address, self.settings))
         return process
 
     async def start_gateway(self) -> Process:
@@ -459,7 +459,7 @@ async def running(
             stack = Stack(home, plan, engine, client=None, beat_s=beat_s)  # type: ignore[arg-type]  # set below
             try:
                 await stack.start_temporal()
-                stack.client = await readiness.wait_for_temporal(address)
+                stack.client = await readiness.wait_for_temporal(address, settings)
                 await readiness.register_search_attributes(stack.client)
                 await add_instances(home, stack.store)
                 await stack.start_gateway()

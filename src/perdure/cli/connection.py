@@ -5,10 +5,10 @@ import contextlib
 from temporalio.runtime import Runtime
 
 from perdure.client.api import Perdure
+from perdure.client.server import given_address
 from perdure.errors import ConfigurationError
 from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
-from perdure.stack.temporal_target import given_address
 from perdure.telemetry import temporal_runtime
 
 
@@ -31,20 +31,20 @@ class Connection:
 
 async def connect(settings: Settings) -> Connection:
     """Raises: ConfigurationError when nothing runs here and no address is given."""
-    address, ui_url = _target(settings)
+    ui_url = _ui_url(settings)
     with contextlib.suppress(RuntimeError):  # this process has a runtime already
         # Without it the SDK logs to stdout. Port 0: only services serve metrics.
         Runtime.set_default(temporal_runtime(settings.changed(metrics={"port": 0})))
-    return Connection(await Perdure.connect(address), ui_url)
+    return Connection(await Perdure.connect(settings=settings), ui_url)
 
 
-def _target(settings: Settings) -> tuple[str | None, str]:
-    if given_address() is not None:
-        return None, ""
+def _ui_url(settings: Settings) -> str:
+    if given_address(settings) is not None:
+        return settings.temporal.ui_url
     state = lifecycle.running(settings)
     if state is None:
         raise ConfigurationError(
             f"nothing runs in {settings.home}: `perdure up` starts it, "
             "or set TEMPORAL_ADDRESS to a Temporal server with workers"
         )
-    return state.temporal_address, state.ui_url
+    return state.ui_url

@@ -52,6 +52,10 @@ COMMANDS = {
         "perdure.cli.commands.doctor:doctor",
         "Check this machine: what works, what is missing.",
     ),
+    "codec-server": (
+        "perdure.cli.commands.codec_server:codec_server",
+        "Decrypt payloads for Temporal's web UI.",
+    ),
     "settings": (
         "perdure.cli.commands.settings:settings",
         "All settings: value and origin.",

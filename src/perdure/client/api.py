@@ -35,6 +35,7 @@ from perdure.client import search_attributes as attributes
 from perdure.client.connection import connect
 from perdure.client.slime_variables import rollout_with_defaults, run_with_defaults
 from perdure.errors import Cancelled, NoResult, NotFound
+from perdure.settings.tree import Settings
 from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RunRequest, RunStatus
 
 Result = TypeVar("Result")
@@ -81,9 +82,11 @@ class Perdure:
         self.client = client
 
     @classmethod
-    async def connect(cls, address: str | None = None) -> "Perdure":
-        """Raises: ConfigurationError when no server answers."""
-        return cls(await connect(address))
+    async def connect(
+        cls, address: str | None = None, *, settings: Settings | None = None
+    ) -> "Perdure":
+        """`settings`: by default this process's. Raises: ConfigurationError when no server answers."""
+        return cls(await connect(address, settings=settings))
 
     async def start_run(self, request: RunRequest) -> "RunHandle":
         """Start the run, or join it when it exists. Raises: ConfigurationError."""

@@ -1,20 +1,23 @@
-"""Connects to Temporal with the `temporal` CLI's variables and profiles, and our data converter."""
+"""Connects to Temporal: to the user's server or to this home's stack, with our data converter."""
 
 import atexit
 import gc
 import re
 import time
+from dataclasses import replace
 from typing import ClassVar, Self, cast
 
 from temporalio.client import Client
 from temporalio.contrib.pydantic import PydanticPayloadConverter, ToJsonOptions
-from temporalio.converter import DataConverter
-from temporalio.envconfig import ClientConfig
+from temporalio.converter import DataConverter, DefaultFailureConverterWithEncodedAttributes
 from temporalio.runtime import Runtime
 from temporalio.service import RPCError
 
 from perdure.client import local_stack
+from perdure.client.server import Server, dev_server, given_address, given_server
 from perdure.errors import ConfigurationError
+from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
 
 
 class CompactConverter(PydanticPayloadConverter):
@@ -40,25 +43,56 @@ DEFAULT_ADDRESS = "localhost:7233"
 """The `temporal` command's default, and what `perdure up` listens on if it is free."""
 EXIT_PAUSE_S = 0.2
 DATA_CONVERTER = DataConverter(payload_converter_class=CompactConverter)
+"""Without encryption."""
 
 
-async def connect(address: str | None = None, *, runtime: Runtime | None = None) -> Client:
-    """Connect to `address`, else to what TEMPORAL_ADDRESS, TEMPORAL_PROFILE or the TOML file names,
-    else to the stack that runs in this home, else to localhost:7233.
+def data_converter(settings: Settings) -> DataConverter:
+    """Ours, encrypting if the settings name keys; then messages and traces of failures are encrypted too.
 
-    Raises: ConfigurationError when nothing answers there, or the settings are wrong.
+    Raises: ConfigurationError, MissingDependency.
     """
-    config = ClientConfig.load_client_connect_config()
-    given = address or config.get("target_host")
-    target = given or local_stack.address() or DEFAULT_ADDRESS
-    config["target_host"] = target
+    file = settings.temporal.codec_keys_file
+    if file is None:
+        return DATA_CONVERTER
+    from perdure.client.encryption import EncryptingCodec, Keys
+
+    return replace(
+        DATA_CONVERTER,
+        payload_codec=EncryptingCodec(Keys(file.absolute())),
+        failure_converter_class=DefaultFailureConverterWithEncodedAttributes,
+    )
+
+
+async def connect(
+    address: str | None = None,
+    *,
+    settings: Settings | None = None,
+    runtime: Runtime | None = None,
+) -> Client:
+    """Connect to `address`, else to what `settings`, TEMPORAL_ADDRESS, TEMPORAL_PROFILE or Temporal's
+    TOML file name, else to the stack that runs in this home, else to localhost:7233.
+
+    `settings`: by default this process's. Raises: ConfigurationError when nothing answers there, or
+    the settings are wrong.
+    """
+    settings = settings or load_settings()
+    if address or given_address(settings):
+        return await connect_to(given_server(settings, address or ""), settings, runtime)
+    here = local_stack.address(settings) or DEFAULT_ADDRESS
+    return await connect_to(dev_server(settings, here), settings, runtime)
+
+
+async def connect_to(server: Server, settings: Settings, runtime: Runtime | None = None) -> Client:
+    """Raises: ConfigurationError when nothing answers there."""
     atexit.unregister(_let_native_threads_end)
     atexit.register(_let_native_threads_end)
     try:
-        return await Client.connect(**config, data_converter=DATA_CONVERTER, runtime=runtime)
-    except (RuntimeError, RPCError) as error:
+        return await Client.connect(
+            **server.arguments(), data_converter=data_converter(settings), runtime=runtime
+        )
+    except (RuntimeError, RPCError, ValueError) as error:
         raise ConfigurationError(
-            f"no Temporal server answers at {target}: run `perdure up`, or set TEMPORAL_ADDRESS"
+            f"no Temporal server answers at {server.address}: run `perdure up`, or set TEMPORAL_ADDRESS"
             f" ({_reason(error)})"
         ) from error
 

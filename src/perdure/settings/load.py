@@ -184,7 +184,7 @@ def _complaint(wrong: ErrorDetails) -> str:
     if inner:
         unknown = wrong["type"] == "extra_forbidden"
         return f"{source}: {inner!r} " + ("is no field of it" if unknown else f"is wrong: {told}")
-    if path == "secret":
+    if known[path].annotation is SecretStr:
         return f"{source}: {told}"
     return f"{source}={wrong['input']!r}: {told}"
 

@@ -33,12 +33,45 @@ class Group(BaseModel):
 
 
 class TemporalSettings(Group):
-    """The Temporal dev server that `perdure up` starts."""
+    """Your own Temporal server, or the dev server that `perdure up` starts where none is named. Each
+    setting wins over the same one in Temporal's own variables and profiles."""
 
+    address: str = ""
+    """`host:port` of your server. Empty = `TEMPORAL_ADDRESS` or a profile, else the dev server of `perdure up`."""
+    namespace: str = ""
+    """Namespace there. Empty = `TEMPORAL_NAMESPACE` or the profile's, else Temporal Cloud's by the address, else `default`."""
+    api_key: SecretStr = Field(SecretStr(""), exclude=True)
+    """API key; it turns TLS on."""
+    tls: Literal["auto", "on", "off"] = "auto"
+    """Whether the server speaks TLS. `auto`: if it is Temporal Cloud, or a key, certificate or authority is given."""
+    tls_ca_file: Path | None = None
+    """Certificates of the authority that signed the server's. Empty = the system's."""
+    tls_cert_file: Path | None = None
+    """Client certificate, for mTLS."""
+    tls_key_file: Path | None = None
+    """Private key of the client certificate."""
+    tls_server_name: str = ""
+    """Name in the server's certificate, if it is not the address's."""
+    codec_keys_file: Path | None = None
+    """File of keys that encrypt all payloads: a line `<id> <base64 of 32 bytes>` for each, the newest first. Empty = no encryption."""
     port: int = Field(7233, ge=1, le=65535)
-    """Port of the server."""
+    """Port of the dev server."""
     ui_port: int = Field(8233, ge=1, le=65535)
-    """Port of its web UI."""
+    """Port of the dev server's web UI."""
+    ui_url: str = ""
+    """Address of your server's web UI, for links and for the codec server. Empty = the dev server's."""
+
+    @field_validator("address")
+    @classmethod
+    def _has_no_scheme(cls, address: str) -> str:
+        if "://" in address or "/" in address:
+            raise ValueError("write host:port, without a scheme or a path")
+        return address
+
+    @field_validator("ui_url")
+    @classmethod
+    def _has_a_scheme(cls, url: str) -> str:
+        return _with_scheme(url).rstrip("/")
 
 
 class GatewaySettings(Group):

@@ -116,6 +116,8 @@ class Plan:
         argv += ["--ip", ports.LOOPBACK, "--port", str(self.addresses.temporal_port)]
         argv += ["--ui-port", str(self.addresses.ui_port), "--ui-disable-news-fetch"]
         argv += ["--db-filename", str(self.home / "temporal.db")]
+        if self.settings.temporal.namespace:
+            argv += ["--namespace", self.settings.temporal.namespace]
         for pragma in PRAGMAS:
             argv += ["--sqlite-pragma", pragma]
         for value in DYNAMIC_CONFIG:

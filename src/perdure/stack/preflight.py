@@ -6,10 +6,10 @@ Each check is cheap and raises the error that the part itself would raise minute
 import asyncio
 import uuid
 
+from perdure.client.server import given_address
 from perdure.errors import ConfigurationError, StoreUnavailable
 from perdure.settings.tree import Settings
 from perdure.stack import ports
-from perdure.stack.temporal_target import given_address
 from perdure.storage.base import open_store
 
 TEMPORAL_S = 10.0
@@ -30,7 +30,7 @@ def check(settings: Settings, engine: str) -> None:
         load_format(settings.engine.tokenizer)
     ports.check_host(settings.gateway.host)
     asyncio.run(_store_takes_writes(settings))
-    if given_address() is not None:
+    if given_address(settings) is not None:
         asyncio.run(_temporal_answers(settings))
 
 
@@ -64,7 +64,7 @@ async def _temporal_answers(settings: Settings) -> None:
     end = asyncio.get_running_loop().time() + TEMPORAL_S
     while True:
         try:
-            await connect(runtime=runtime)
+            await connect(settings=settings, runtime=runtime)
             return
         except ConfigurationError:
             if asyncio.get_running_loop().time() > end:

@@ -25,8 +25,10 @@ from temporalio.service import RPCError
 
 from perdure.client import names, search_attributes
 from perdure.client.api import PASSING
-from perdure.client.connection import connect
+from perdure.client.connection import connect, connect_to
+from perdure.client.server import dev_server
 from perdure.errors import ConfigurationError
+from perdure.settings.tree import Settings
 
 PAUSE_S = 0.05
 SOCKET_TIMEOUT_S = 5.0
@@ -36,11 +38,13 @@ RETENTION = timedelta(days=7)
 ACTIVITY_QUEUES = (names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE)
 
 
-async def wait_for_temporal(address: str | None) -> Client:
-    """Try to connect until the server answers."""
+async def wait_for_temporal(address: str | None, settings: Settings) -> Client:
+    """Try to connect until the server answers. `address`: our own dev server's; None: the user's."""
     while True:
         try:
-            return await connect(address)
+            if address is None:
+                return await connect(settings=settings)
+            return await connect_to(dev_server(settings, address), settings)
         except ConfigurationError:
             await asyncio.sleep(PAUSE_S)
 

@@ -22,6 +22,7 @@ from temporalio.client import Client
 from temporalio.runtime import Runtime
 from temporalio.service import RPCError
 
+from perdure.client.server import given_address
 from perdure.errors import ConfigurationError, PerdureError
 from perdure.gateway.http import listeners
 from perdure.settings.load import load_settings
@@ -34,7 +35,6 @@ from perdure.stack.failures import explain
 from perdure.stack.plan import Addresses, Plan, gateway_names
 from perdure.stack.processes import identify, stop
 from perdure.stack.state import StackState
-from perdure.stack.temporal_target import given_address
 from perdure.telemetry import configure_logging, temporal_runtime
 
 START_LIMIT_S = 120.0
@@ -116,7 +116,8 @@ class Supervisor:
         if self.plan.addresses.temporal_address is not None:
             self.client = await self._start_own_temporal()
         else:
-            self.client = await self._answered("temporal", readiness.wait_for_temporal(None))
+            wait = readiness.wait_for_temporal(None, self.plan.settings)
+            self.client = await self._answered("temporal", wait)
         address = self.plan.addresses.temporal_address
         self.namespace = self.client.namespace
         try:
@@ -142,7 +143,7 @@ class Supervisor:
 
     async def _launch_temporal(self) -> Client:
         await self._launch(self.plan.temporal())
-        wait = readiness.wait_for_temporal(self.plan.addresses.temporal_address)
+        wait = readiness.wait_for_temporal(self.plan.addresses.temporal_address, self.plan.settings)
         return await self._answered("temporal", wait, tries=1)
 
     async def _wait_for_worker(self) -> None:
@@ -238,7 +239,7 @@ class Supervisor:
             status=self.status,
             pid=os.getpid(),
             started=self._me.started if self._me else 0,
-            temporal_address=plan.addresses.temporal_address or given_address() or "",
+            temporal_address=plan.addresses.temporal_address or given_address(plan.settings) or "",
             namespace=self.namespace,
             ui_url=plan.addresses.ui_url,
             gateway_url=plan.gateway_url,
@@ -284,7 +285,7 @@ async def supervise(settings: Settings, engine: str, report: Report) -> None:
                     "text": f"stopped processes of an earlier stack: {', '.join(left)}",
                 }
             )
-        own = given_address() is None
+        own = given_address(settings) is None
         plan = Plan(
             settings, find_root(), Addresses.choose(settings, own_temporal=own), engine=engine
         )

@@ -179,9 +179,9 @@ def store(settings: Settings) -> Finding:
 
 def temporal(settings: Settings) -> Finding:
     from perdure.cli.connection import connect
-    from perdure.stack.temporal_target import given_address
+    from perdure.client.server import given_address
 
-    given = given_address()
+    given = given_address(settings)
     state = lifecycle.running(settings)
     if given is None and state is None:
         from perdure.stack.plan import temporal_binary

@@ -19,13 +19,13 @@ from perdure.cli.runs.request import (
     needs_model,
 )
 from perdure.client.api import RunHandle
+from perdure.client.server import given_address
 from perdure.sandboxes import phases
 from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
 from perdure.stack.engines import any_added, check_engine, none_ready
 from perdure.stack.plan import configured_engine
 from perdure.stack.sandboxes import provider, ready_provider
-from perdure.stack.temporal_target import given_address
 from perdure.storage import keys
 from perdure.storage.base import open_store
 from perdure.types import EpisodeRef, RolloutStatus, RunRequest
@@ -84,7 +84,7 @@ async def plan(settings: Settings, options: RunOptions) -> CheckedRun:
 
 def make_ready(settings: Settings, request: RunRequest) -> None:
     """Check sandbox providers and engine; start a stack if none runs."""
-    if given_address() is not None:
+    if given_address(settings) is not None:
         return  # a cluster has its own hosts and engines; its workers check them
     rollout = request.rollout_request("any/instance")
     agent = rollout.agent

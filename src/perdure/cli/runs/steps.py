@@ -37,7 +37,8 @@ async def current_step(client: Client, workflow_id: str) -> str:
     pending = list(described.raw_description.pending_activities)
     if pending:
         step = max(pending, key=lambda step: step.attempt)
-        return _of_step(step, await _progress(client, step))
+        failed = await _failure(client, step)
+        return _of_step(step, failed, await _progress(client, step))
     try:
         state = await handle.query("state", result_type=dict, rpc_timeout=QUIET)
     except (RPCError, WorkflowQueryFailedError):
@@ -55,8 +56,16 @@ async def _progress(client: Client, step: PendingActivityInfo) -> dict[str, Any]
     return details[0] if details and isinstance(details[0], dict) else {}
 
 
-def _of_step(step: PendingActivityInfo, progress: dict[str, Any]) -> str:
-    turns, waits, failed = progress.get("turns"), progress.get("waits"), step.last_failure.message
+async def _failure(client: Client, step: PendingActivityInfo) -> str:
+    """The message of the last try's failure; empty when there was none."""
+    if not step.HasField("last_failure"):
+        return ""
+    error = await client.data_converter.decode_failure(step.last_failure)
+    return str(getattr(error, "message", error))
+
+
+def _of_step(step: PendingActivityInfo, failed: str, progress: dict[str, Any]) -> str:
+    turns, waits = progress.get("turns"), progress.get("waits")
     line = step.activity_type.name
     line += "" if turns is None else f", {many(turns, 'turn')}"
     line += f", try {step.attempt}" if failed else ""

@@ -1,0 +1,158 @@
+"""The user's Temporal server: its address, namespace, TLS and API key.
+
+A `PERDURE_TEMPORAL__*` setting wins over the variables and profiles of Temporal's own tools, field by
+field. Knows the forms of Temporal Cloud; connects to nothing.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from temporalio.envconfig import ClientConfigProfile, ClientConfigTLS
+from temporalio.service import TLSConfig
+
+from perdure.errors import ConfigurationError
+from perdure.settings.tree import Settings, TemporalSettings
+
+DEFAULT_PORT = 7233
+DEFAULT_NAMESPACE = "default"
+CLOUD = ".tmprl.cloud"
+"""Ends the address of one namespace in Temporal Cloud: `<namespace>.<account>.tmprl.cloud`."""
+CLOUD_REGION = ".api.temporal.io"
+"""Ends the address of a region of Temporal Cloud, such as `us-east-1.aws.api.temporal.io`."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """What a client needs to connect. An empty address: none is named anywhere."""
+
+    address: str = ""
+    namespace: str = DEFAULT_NAMESPACE
+    tls: bool | TLSConfig = False
+    api_key: str | None = field(default=None, repr=False)
+    metadata: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def arguments(self) -> dict[str, Any]:
+        """For `Client.connect`."""
+        return {
+            "target_host": self.address,
+            "namespace": self.namespace,
+            "tls": self.tls,
+            "api_key": self.api_key,
+            "rpc_metadata": self.metadata,
+        }
+
+
+def given_address(settings: Settings) -> str | None:
+    """The address in our settings, TEMPORAL_ADDRESS, TEMPORAL_PROFILE or Temporal's own TOML file.
+
+    None: no server is named, so commands use the stack's. Raises: ConfigurationError.
+    """
+    server = given_server(settings)
+    if not server.address and (server.api_key is not None or server.tls):
+        raise ConfigurationError(
+            "an API key or TLS is set for Temporal, and no address: set PERDURE_TEMPORAL__ADDRESS "
+            f"or TEMPORAL_ADDRESS; in Temporal Cloud it is <namespace>.<account>{CLOUD}:7233"
+        )
+    return server.address or None
+
+
+def given_server(settings: Settings, address: str = "") -> Server:
+    """What settings, variables and profile say of the server. `address` wins over theirs.
+
+    Raises: ConfigurationError when they contradict each other, or a file cannot be read.
+    """
+    try:
+        profile = ClientConfigProfile.load()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigurationError(f"Temporal's configuration is wrong: {error}") from error
+    ours = settings.temporal
+    target = with_port(address or ours.address or profile.address or "")
+    api_key = ours.api_key.get_secret_value().strip() or profile.api_key or None
+    return Server(
+        address=target,
+        namespace=_namespace(target, ours.namespace or profile.namespace or "", api_key),
+        tls=_tls(ours, profile.tls, wanted=api_key is not None or _is_cloud(_host(target))),
+        api_key=api_key,
+        metadata=dict(profile.grpc_meta),
+    )
+
+
+def dev_server(settings: Settings, address: str) -> Server:
+    """The server that `perdure up` starts: nothing of another server's settings holds for it."""
+    return Server(address, settings.temporal.namespace or DEFAULT_NAMESPACE)
+
+
+def with_port(address: str) -> str:
+    """`host` -> `host:7233`, Temporal's own port; an IPv6 address is written in brackets."""
+    _, colon, port = address.rpartition("]")[2].rpartition(":")
+    return address if not address or (colon and port) else f"{address}:{DEFAULT_PORT}"
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].lower()
+
+
+def _is_cloud(host: str) -> bool:
+    return host.endswith((CLOUD, CLOUD_REGION))
+
+
+def _namespace(address: str, namespace: str, api_key: str | None) -> str:
+    """Raises: ConfigurationError when Temporal Cloud would refuse it with a message that helps less."""
+    host = _host(address)
+    if host.endswith(CLOUD):
+        own = host.removesuffix(CLOUD)
+        if namespace and namespace != own:
+            raise ConfigurationError(
+                f"{address} serves the namespace {own!r}, not {namespace!r}: in Temporal Cloud a "
+                "namespace is written <namespace>.<account>; leave it unset to take the address's"
+            )
+        return own
+    if host.endswith(CLOUD_REGION):
+        if "." not in namespace:
+            raise ConfigurationError(
+                f"{address} serves many namespaces, and {namespace or DEFAULT_NAMESPACE!r} is none of Temporal "
+                "Cloud's: set PERDURE_TEMPORAL__NAMESPACE to <namespace>.<account>"
+            )
+        if api_key is None:
+            raise ConfigurationError(
+                f"{address} takes API keys only: set PERDURE_TEMPORAL__API_KEY, or for certificates "
+                f"the address {namespace}{CLOUD}:7233"
+            )
+    return namespace or DEFAULT_NAMESPACE
+
+
+def _tls(
+    ours: TemporalSettings, theirs: ClientConfigTLS | None, *, wanted: bool
+) -> bool | TLSConfig:
+    """`wanted`: the server speaks TLS unless somebody turned it off. Raises: ConfigurationError."""
+    theirs = theirs or ClientConfigTLS()
+    tls = ClientConfigTLS(
+        disabled=_disabled(ours, theirs),
+        server_name=ours.tls_server_name or theirs.server_name,
+        server_root_ca_cert=ours.tls_ca_file or theirs.server_root_ca_cert,
+        client_cert=ours.tls_cert_file or theirs.client_cert,
+        client_private_key=ours.tls_key_file or theirs.client_private_key,
+    )
+    if (tls.client_cert is None) != (tls.client_private_key is None):
+        lacking = "TLS_KEY_FILE" if tls.client_private_key is None else "TLS_CERT_FILE"
+        raise ConfigurationError(
+            f"a client certificate needs its private key: set PERDURE_TEMPORAL__{lacking} too"
+        )
+    wanted = wanted or any((tls.server_name, tls.server_root_ca_cert, tls.client_cert))
+    if tls.disabled or (tls.disabled is None and not wanted):
+        return False
+    try:
+        return tls.to_connect_tls_config()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot read {error.filename}, which Temporal's TLS needs: {error.strerror}"
+        ) from error
+
+
+def _disabled(ours: TemporalSettings, theirs: ClientConfigTLS) -> bool | None:
+    if ours.tls != "auto":
+        return ours.tls == "off"
+    if any(isinstance(one, Path) for one in (ours.tls_ca_file, ours.tls_cert_file)):
+        return None
+    return theirs.disabled

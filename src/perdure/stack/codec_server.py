@@ -1,0 +1,115 @@
+"""Temporal's codec server: shows people's tools what payloads say, with this home's keys.
+
+The web UI in a browser sends `POST <endpoint>/decode`; the `temporal` command `/encode` too. Only who
+knows the token is answered, and browsers only on pages of the UI's origin. Owns the HTTP; the codec
+is `perdure.client.encryption`.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import socket
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+from google.protobuf import json_format
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from temporalio.api.common.v1 import Payloads
+from temporalio.converter import PayloadCodec
+
+from perdure.errors import PerdureError
+
+MAX_BODY = 16 << 20
+HEADERS = ("authorization", "content-type", "x-namespace")
+"""What the web UI sends with its request."""
+
+
+def codec_token(secret: bytes) -> str:
+    """Opens the codec server of a home; derived, so that a link stays valid across restarts."""
+    return hmac.new(secret, b"codec server", hashlib.sha256).hexdigest()
+
+
+def origin_of(ui_url: str) -> str:
+    """What a browser calls the origin of the UI's pages."""
+    found = urlsplit(ui_url)
+    return f"{found.scheme}://{found.netloc}"
+
+
+def create_app(codec: PayloadCodec, token: str, ui_origins: list[str]) -> Starlette:
+    """The token may stand in the path, because the UI has no other place for one, or be a bearer."""
+
+    async def convert(request: Request) -> Response:
+        origin = request.headers.get("origin")
+        if origin is not None and origin not in ui_origins:
+            return _refused(403, f"pages of {origin} may not ask")
+        if not _allowed(request, token):
+            return _refused(401, "the token is missing or wrong")
+        body = await _body(request)
+        if body is None:
+            return _refused(413, f"a request may have at most {MAX_BODY} bytes")
+        try:
+            payloads = json_format.Parse(body, Payloads()).payloads
+        except (json_format.ParseError, UnicodeDecodeError):
+            return _refused(400, "the body is no JSON of payloads")
+        change = codec.encode if request.url.path.endswith("/encode") else codec.decode
+        try:
+            changed = Payloads(payloads=await change(list(payloads)))
+        except PerdureError as error:
+            return _refused(422, str(error))
+        return Response(json_format.MessageToJson(changed), media_type="application/json")
+
+    paths = ("/encode", "/decode", "/{token}/encode", "/{token}/decode")
+    return Starlette(
+        routes=[Route(path, convert, methods=["POST"]) for path in paths],
+        middleware=[
+            Middleware(
+                CORSMiddleware,
+                allow_origins=ui_origins,
+                allow_methods=["POST"],
+                allow_headers=HEADERS,
+                allow_credentials=True,  # the UI may be told to send cookies
+            )
+        ],
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Starlette, host: str, port: int) -> AsyncIterator[int]:
+    """Serve until the context ends; gives the port. Raises: OSError when the port is occupied."""
+    import uvicorn
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listener:
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task
+
+
+def _allowed(request: Request, token: str) -> bool:
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    given = [request.path_params.get("token", ""), bearer.strip() if scheme == "Bearer" else ""]
+    return any(hmac.compare_digest(one.encode(), token.encode()) for one in given)
+
+
+async def _body(request: Request) -> bytes | None:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            return None
+    return body
+
+
+def _refused(status: int, message: str) -> Response:
+    return JSONResponse({"message": message}, status_code=status)
