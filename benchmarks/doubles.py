@@ -87,7 +87,7 @@ async def _clear_away(guests: Guests) -> None:
 
 
 class NetworkedGuests(Guests):
-    """Its sandboxes share this host's network, whatever their spec says."""
+    """Its sandboxes share this host's network, although their spec may forbid it."""
 
     def command(self, spec: SandboxSpec, box: Box) -> list[str]:
         return super().command(replace(spec, network=Network.HOST), box)

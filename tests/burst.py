@@ -1,4 +1,5 @@
-"""Many rollouts at once on a metered account: the double with its caps, and what came of the burst."""
+"""Many rollouts at once on a metered account: the double with its caps, and the result of the
+burst."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -32,7 +33,7 @@ CREATES = ("POST /sandboxes", "POST /v2/sandboxes")
 @dataclass(frozen=True)
 class Burst:
     """How it ended. `refused`: creates that the service answered with 429. `held`: permits that
-    nobody gave back."""
+    were not given back."""
 
     graded: int
     errors: int

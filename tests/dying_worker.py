@@ -1,8 +1,8 @@
 """`python -m tests.dying_worker WHEN PATTERN`: a worker that kills itself at one write to the store.
 
 WHEN is `before` or `after`, PATTERN a glob of the key. SIGKILL `after` a checkpoint is the lost
-answer: the work is done, and nobody is told. The product has no hook for this; the store's own
-methods are wrapped here, in the test's process.
+answer: the work is done, and Temporal is never told. The product has no hook for this; the store's
+own methods are wrapped here, in the test's process.
 """
 
 import fnmatch

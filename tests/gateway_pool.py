@@ -1,7 +1,7 @@
 """Several real gateway processes behind one TCP port, and agents that retry as the CLIs do.
 
-Agents are plain HTTP clients: on a lost connection or a 5xx they send the identical body again. As
-each answer comes, they ask for it once more over a new connection: any process must repeat it.
+Agents are plain HTTP clients: on a lost connection or a 5xx they send the identical body again.
+After each answer they repeat the request over a new connection: any process must repeat it.
 """
 
 import asyncio
@@ -210,7 +210,7 @@ async def _stream(store: Store, one: SessionSpec) -> Stream:
 
 
 def differences(streams: dict[str, Stream], expected: dict[str, Stream]) -> list[str]:
-    """What is not the same, one line a session."""
+    """What is not the same, one line per session."""
     found = []
     for name, stream in expected.items():
         got = streams[name]

@@ -1,8 +1,9 @@
-"""TCP ports that nobody else is given while a test uses them.
+"""TCP ports that the kernel gives to no other process while a test uses them.
 
 A port that was free a moment ago may be anybody's when a server binds it, or binds it again after
 a kill: the kernel picks from the same range for every client and server of the host. One that is
-bound and not listened on it gives to nobody, but a server that names it may still bind it.
+bound and has no listener is given to no other process, but a server that names it may still bind
+it.
 """
 
 import socket

@@ -1,6 +1,7 @@
-"""E2B's control plane alone: sandboxes are made, found and killed for real, and nothing runs inside.
+"""E2B's control plane alone: it really makes, finds and kills sandboxes, but runs no command in
+them.
 
-For bursts: what a command inside costs this machine is not what they are about.
+For bursts of rollouts, whose tests need no commands and no CPU for them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,7 +3,7 @@
     python -m benchmarks.capture [RECORDING.json ...] [--slime CHECKOUT] [--live RUN ...] [--json]
 
 Recorded Claude Code sessions go through both gateways with the same answers, sampled token for
-token. `--live` adds the episodes of a run in the store of the settings, whatever its agent.
+token. `--live` adds the episodes of a run in the store that the settings name, of any agent.
 """
 
 import argparse

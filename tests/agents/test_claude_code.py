@@ -107,8 +107,8 @@ async def test_parallel_sub_agents_do_not_mix(stand: Stand) -> None:
     assert run.trained() == run.summary.tokens
 
 
-async def test_a_compaction_is_a_branch_and_the_work_goes_on(stand: Stand) -> None:
-    """With a small window it summarises, goes on from the summary, and finishes the task."""
+async def test_a_compaction_is_a_branch_and_the_work_continues(stand: Stand) -> None:
+    """With a small window it summarises, continues from the summary, and finishes the task."""
     run = await stand.run(
         ClaudeCode(),
         script(READ, EDIT, DONE, match="SOFARNOTHING"),
@@ -182,7 +182,7 @@ async def test_answers_that_never_end_are_a_limit(stand: Stand) -> None:
 
 
 async def test_a_bad_flag_never_called_the_model(stand: Stand) -> None:
-    """A launch fault is told apart from every end that a policy could cause."""
+    """A launch fault has an end of its own, which no policy can cause."""
     run = await stand.run(ClaudeCode(), script(DONE), options={"extra_args": "--no-such-flag"})
 
     assert run.end is AgentEnd.NEVER_CALLED_MODEL

@@ -76,8 +76,9 @@ async def test_a_sub_agent_is_captured_and_trained(stand: Stand) -> None:
     assert run.trained() == run.summary.tokens
 
 
-async def test_a_compaction_and_the_work_goes_on(stand: Stand) -> None:
-    """With a small window it summarises its history, goes on from there, and finishes the task."""
+async def test_after_a_compaction_the_work_continues(stand: Stand) -> None:
+    """With a small window it summarises its history, continues from there, and finishes the
+    task."""
     run = await stand.run(
         QwenCode(),
         of(READ, EDIT, DONE, match="SOFARNOTHING"),
@@ -113,7 +114,7 @@ async def test_the_time_budget_is_a_limit(stand: Stand) -> None:
 
 
 async def test_a_bad_flag_never_called_the_model(stand: Stand) -> None:
-    """A launch fault is told apart from every end that a policy could cause."""
+    """A launch fault has an end of its own, which no policy can cause."""
     run = await stand.run(QwenCode(), of(DONE), options={"extra_args": ["--no-such-flag"]})
 
     assert run.end is AgentEnd.NEVER_CALLED_MODEL

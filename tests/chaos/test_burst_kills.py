@@ -20,7 +20,7 @@ pytestmark = pytest.mark.temporal
 BURST, LIVE, KILLS = 40, 6, 5
 
 
-async def test_workers_killed_in_a_burst_leave_no_slot_behind(
+async def test_workers_killed_in_a_burst_leave_no_permit_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kill -9 of a worker five times while it boots, takes, grades and boots ahead: all are graded,
@@ -41,7 +41,7 @@ async def test_workers_killed_in_a_burst_leave_no_slot_behind(
 
 
 async def kills(stack: Stack, server: Any) -> None:
-    """One worker at a time, at moments that depend on nothing but how far the burst is."""
+    """Kills one worker at a time, each after a fixed share of the burst."""
     due = [number * BURST // (KILLS + 1) for number in range(1, KILLS + 1)]
     while due:
         await until(lambda: len(server.keys.all()) > due[0], f"{due[0]} are made", 3600)

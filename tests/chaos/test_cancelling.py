@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SAMPLES = 4
 
 
-async def test_a_cancelled_run_takes_groups_rollouts_and_agents_along(stack: Stack) -> None:
+async def test_a_cancelled_run_cancels_its_groups_rollouts_and_agents(stack: Stack) -> None:
     """`temporal workflow cancel` of the run: every rollout has its cancelled episode."""
     run = RunRequest(
         run_id="cancel-run",

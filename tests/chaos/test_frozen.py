@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def woken(worker: Process) -> None:
-    """It goes on where it stood, finds that its work is not its own any more, and can be stopped."""
+    """The process continues, finds that another one has its work, and can be stopped."""
     os.kill(worker.pid, signal.SIGCONT)
     assert await worker.kill(signal.SIGTERM) == 0
 

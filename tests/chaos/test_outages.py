@@ -28,7 +28,7 @@ async def met(stack: Stack, run_id: str, count: int = 1) -> list[RolloutRequest]
 
 
 async def test_the_server_is_killed_and_comes_back(stack: Stack) -> None:
-    """kill -9 of Temporal's server mid-turn, started again on its file: the rollout goes on."""
+    """kill -9 of Temporal's server mid-turn, started again on its file: the rollout continues."""
     (request,) = await met(stack, "server-killed")
     await stack.temporal.kill()
     await stack.start_temporal()

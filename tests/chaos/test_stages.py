@@ -35,7 +35,8 @@ MOMENTS = [
 
 @pytest.mark.parametrize(("when", "key"), MOMENTS, ids=[f"{w}-{k[2:]}" for w, k in MOMENTS])
 async def test_the_worker_dies_at_a_write(stack: Stack, when: str, key: str) -> None:
-    """Another worker goes on from the last checkpoint: solved, nothing done twice, nothing left."""
+    """Another worker continues from the last checkpoint: solved, nothing done twice, nothing
+    left."""
     await stack.workers[0].kill(signal.SIGTERM)
     dying = await stack.start_worker("tests.dying_worker", when, key)
     request = await stack.start(f"{when}-{MOMENTS.index((when, key))}")

@@ -76,7 +76,7 @@ async def test_slow_boot_is_waited_for(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("state", ["creating", "pulling_snapshot", "building_snapshot"])
-async def test_boot_that_stands_still_is_condemned(
+async def test_boot_without_progress_is_deleted_and_lost(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     """A boot without progress is deleted in time, so that a new generation may be tried."""
@@ -199,7 +199,7 @@ async def test_dead_daemon_of_a_started_sandbox_is_lost(
 # -- the end --------------------------------------------------------------------------------------
 
 
-async def test_sandbox_that_nobody_uses_ends_by_itself(bench: Bench) -> None:
+async def test_unused_sandbox_ends_by_itself(bench: Bench) -> None:
     """The idle timer sees only calls: a busy sandbox without calls ends and is deleted."""
     async with bench.box() as box:
         await box.start("busy", ["sleep", "600"])

@@ -39,7 +39,7 @@ async def run(sandbox: Any, command: str) -> str:
 
 
 async def code(sandbox: Any, command_id: str) -> int:
-    """When it is over. A code that is made and not yet written is asked for again."""
+    """Waits for the command's end. If the code's file exists and is still empty, reads it again."""
     from daytona import DaytonaError
 
     while True:

@@ -35,7 +35,7 @@ class TestDocker(SandboxContract):
         monkeypatch.setattr("perdure.sandboxes.providers.docker.provider.REQUEST_S", 300.0)
         return DockerProvider(Settings(home=tmp_path / "home"))
 
-    async def test_one_that_nobody_touches_ends_too(self, provider: DockerProvider) -> None:
+    async def test_a_sandbox_that_is_never_renewed_ends_too(self, provider: DockerProvider) -> None:
         """Its first deadline is the spec's, also if its creator never renews it."""
         async with self.box(provider, replace(self.spec(), ttl_s=10)) as box:
             with pytest.raises(SandboxLost):

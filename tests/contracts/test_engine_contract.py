@@ -187,7 +187,7 @@ def _chat(text: str) -> dict[str, Any]:
 async def test_text_and_tool_calls_come_back_as_a_chat_completion(
     make_chat: MakeChat, server: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """Whatever the API's own shape, the caller gets OpenAI's."""
+    """The caller gets OpenAI's form, also from an API with another form."""
     answer = await make_chat(server.url, client, 0).chat(_chat("a tool"), session_id="s")
 
     choice = answer["choices"][0]

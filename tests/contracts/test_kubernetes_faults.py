@@ -1,7 +1,7 @@
 """What a failing cluster does to a sandbox: the real client against the double, one fault each.
 
-After each, whatever was injected: the operation is right or fails with the type that says what to
-do, nothing was made or run twice, and no pod is left.
+After each fault: the operation is right or fails with the type that says what to do, nothing was
+made or run twice, and no pod is left.
 """
 
 import asyncio

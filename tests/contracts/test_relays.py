@@ -294,7 +294,7 @@ async def test_later_of_two_watchers_keeps_the_line(stand: Stand) -> None:
 
 
 async def test_earlier_watcher_serves_again_when_the_later_has_gone(stand: Stand) -> None:
-    """A watcher that was cut off goes on when no other is connected."""
+    """A watcher that was cut off continues when no other is connected."""
     async with stand.relay("dial") as earlier:
         refused = _second_try(earlier)
         async with stand.relay("dial"):
@@ -307,7 +307,7 @@ async def test_earlier_watcher_serves_again_when_the_later_has_gone(stand: Stand
 
 
 def _second_try(relay: Relay) -> asyncio.Event:
-    """Set when a carrier that was cut off has tried to connect again, whatever came of it."""
+    """Set when a carrier that was cut off has tried to connect again, with or without success."""
     carrier, tried = relay._carrier, asyncio.Event()
     assert isinstance(carrier, DialCarrier)
     connect = carrier._connect
@@ -348,7 +348,8 @@ async def test_relay_that_is_killed_for_ever_fails_clearly(
 
 
 async def test_lost_answer_is_sent_again(stand: Stand, carrier: CarrierName) -> None:
-    """A piece that never arrives is asked for again and comes from the record, not the engine."""
+    """A piece that never arrives is requested again. It comes from the record, not from the
+    engine."""
     async with stand.relay(carrier, again_s=0.2) as relay:
         answer, lost = relay._carrier.answer, list[dict[str, Any]]()
 

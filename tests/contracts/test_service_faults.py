@@ -1,8 +1,8 @@
 """What a failing service does to a sandbox: each real SDK against its double, one fault each.
 
-After each, whatever was injected: the operation is right or fails with the type that says what to
-do, nothing was made or run twice, and no sandbox is left. What only one service does stands in
-the file of its name.
+After each fault: the operation is right or fails with the type that says what to do, nothing was
+made or run twice, and no sandbox is left. The file with a service's name has the faults that only
+this service has.
 """
 
 import asyncio
@@ -160,7 +160,7 @@ async def test_unknown_image_is_named(bench: Bench) -> None:
 async def test_a_command_runs_once_whatever_happens_to_its_answer(
     bench: Bench, fault: str, when: str
 ) -> None:
-    """A lost answer of a start is asked for again and starts nothing twice."""
+    """If the answer of a start is lost, the repeated start starts nothing twice."""
     if fault == "black hole":
         bench.hurry()
     async with bench.box() as box:

@@ -1,4 +1,4 @@
-"""Every store keeps the same promises; what differs by nature (disks, networks) stands below."""
+"""Every store keeps the same promises. Below them: tests of what only disks or only networks do."""
 
 import asyncio
 import shutil
@@ -180,7 +180,7 @@ async def test_s3_denied_access_names_the_variables(s3: S3Server) -> None:
 
 async def test_s3_server_that_is_down_is_unavailable(s3: S3Server) -> None:
     """A server that is down is StoreUnavailable: it may come back."""
-    with socket.socket() as silent:  # bound, so that nobody else is given the port
+    with socket.socket() as silent:  # bound, so that the kernel gives the port to no other process
         silent.bind(("127.0.0.1", 0))
         store = S3Store("s3://results", endpoint_url=f"http://127.0.0.1:{silent.getsockname()[1]}")
 

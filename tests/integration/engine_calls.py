@@ -63,7 +63,7 @@ async def ready(pool: EnginePool, count: int) -> None:
 
 
 async def sampling(pool: EnginePool, tokens: int = 40) -> PooledEngine:
-    """The engine that has given so many tokens of a call that goes on."""
+    """The engine of a running call that has already sampled this many of its tokens."""
 
     def busy() -> PooledEngine | None:
         for pooled in pool.engines.values():

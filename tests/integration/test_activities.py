@@ -104,7 +104,7 @@ async def test_a_provider_that_was_named_by_path_is_swept(services: Services) ->
     assert (swept.found, killed) == (1, 1)
 
 
-async def test_an_engine_that_is_dead_does_not_hold_up_the_end(
+async def test_a_dead_docker_daemon_does_not_stop_the_clean_up(
     services: Services,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -96,7 +96,8 @@ async def rollout(bench: Bench, client: Client) -> str:
 async def test_a_late_try_leaves_the_next_one_its_sandbox(
     bench: Bench, rollout: str, why: ActivityCancellationDetails
 ) -> None:
-    """Its heartbeats came late and the rollout goes on: the sandbox lives, and the next try adopts it."""
+    """Its heartbeats came late and the rollout continues: the sandbox lives, and the next try
+    adopts it."""
     made = await bench.cancelled_for(why)
     adopted = await bench.provider.create(SPEC, ID)
 

@@ -174,7 +174,8 @@ async def _cancelled(stack: Stack, request: RolloutRequest) -> None:
 
 
 async def test_a_cancelled_rollout_can_be_started_again(stack: Stack) -> None:
-    """It goes on as the next attempt, in a new sandbox and a new session, to a graded episode."""
+    """The rollout continues as the next attempt, in a new sandbox and a new session, to a graded
+    episode."""
     stack.engine.hold(HELD)
     request = await stack.start("cancel-again")
     await stack.held(request)

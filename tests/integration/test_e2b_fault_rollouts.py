@@ -258,7 +258,7 @@ async def test_account_full_of_others_is_waited_for(field_: Field) -> None:
 
 
 @pytest.mark.parametrize("hours", [-3, 3])
-async def test_clock_of_the_service_is_not_believed(field_: Field, hours: int) -> None:
+async def test_a_wrong_clock_of_the_service_ends_no_sandbox(field_: Field, hours: int) -> None:
     """A service hours ahead or behind: the reaper leaves the living one alone, and it is solved."""
     field_.server.settings["clock_offset_s"] = hours * 3600
     request = await field_.start(f"clock {'behind' if hours < 0 else 'ahead'}", after_s=4)

@@ -122,7 +122,7 @@ async def test_calls_of_one_session_share_its_lease(client: httpx.AsyncClient) -
     assert engine.stats().calls == 4
 
 
-async def test_a_group_that_waits_for_weights_holds_up_no_other(client: httpx.AsyncClient) -> None:
+async def test_a_group_that_waits_for_weights_delays_no_other(client: httpx.AsyncClient) -> None:
     """Calls of one run that an engine may sample overtake those that wait for other weights."""
     async with (
         ScriptedEngine(LONG, policy_version=1) as engine,
@@ -235,7 +235,7 @@ async def test_a_broken_stream_continues_while_the_store_is_unavailable(
     assert len(completion.engines) > 1
 
 
-async def test_a_store_that_does_not_answer_holds_up_no_broken_stream(
+async def test_a_store_that_does_not_answer_delays_no_broken_stream(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn continues even if the store does not record what the call saw of the engine."""
@@ -285,7 +285,7 @@ async def test_streams_that_one_death_broke_write_to_the_store_once(
 
 
 async def test_an_engine_that_answers_nonsense_is_checked_again(client: httpx.AsyncClient) -> None:
-    """The health checks of an engine continue, whatever its routes answer."""
+    """The health checks of an engine continue although its routes answer nonsense."""
 
     class Confused(ScriptedEngine):
         confused = True
@@ -410,7 +410,7 @@ async def test_an_engine_whose_weights_two_updates_fought_over_does_not_serve(
 
 
 @pytest.mark.parametrize("notice_s", [3600.0, 0.0])
-async def test_an_update_given_up_before_its_first_act_changes_nothing(
+async def test_an_update_cancelled_before_its_pause_changes_nothing(
     tmp_path: Path, notice_s: float
 ) -> None:
     """If a trainer is interrupted during the announcement or right after, the engine keeps serving."""
@@ -461,7 +461,7 @@ async def test_an_engine_that_comes_back_during_an_update_gets_it_too(tmp_path: 
     assert len(updated) == 2
 
 
-async def test_an_update_that_is_done_does_not_mind_what_becomes_of_its_engines(
+async def test_a_finished_update_ignores_later_faults_of_its_engines(
     tmp_path: Path,
 ) -> None:
     """Suspect a moment after its last engine was proven: the version is served, and counts."""
@@ -482,7 +482,7 @@ async def test_an_update_that_is_done_does_not_mind_what_becomes_of_its_engines(
     assert len(updated) == 1
 
 
-async def test_an_update_that_a_newer_one_outran_takes_nothing_back(tmp_path: Path) -> None:
+async def test_an_update_that_a_newer_one_overtook_reverts_nothing(tmp_path: Path) -> None:
     """The next engine already has the newer version and keeps it; the older update is refused."""
     async with stand(2) as it:
         first, second = (name_of(engine.url) for engine in it.engines)
@@ -547,7 +547,7 @@ async def test_a_held_group_takes_over_no_token_of_other_weights() -> None:
     assert it.pool.salvaged_tokens == 0
 
 
-async def test_a_drain_in_the_middle_of_an_update_strands_no_call(tmp_path: Path) -> None:
+async def test_a_drain_during_an_update_blocks_no_call(tmp_path: Path) -> None:
     """Its new weights can no longer be proven, so its calls move to another engine at once."""
     async with stand(2, delay_s=0.02) as it:
         call = it.ask()
@@ -578,7 +578,7 @@ async def test_draining_a_dead_engine_removes_it(client: httpx.AsyncClient) -> N
     assert drained.removed
 
 
-async def test_clocks_of_other_hosts_end_no_drain_late(client: httpx.AsyncClient) -> None:
+async def test_a_wrong_clock_of_another_host_delays_no_drain(client: httpx.AsyncClient) -> None:
     """A deadline from a host whose clock is an hour ahead is kept by its length."""
     roster = LoneRoster()
     async with (

@@ -57,7 +57,7 @@ async def test_every_token_is_recorded_with_the_version_that_sampled_it(
 
 
 async def test_a_rolling_update_leaves_an_engine_that_serves(tmp_path: Path) -> None:
-    """While one engine loads, the completion goes on at another; the record names each token's
+    """While one engine loads, the completion continues on another; the record names each token's
     version."""
     async with stand(2, delay_s=0.03) as it:
         call = it.ask()

@@ -415,7 +415,8 @@ async def test_calibration_refuses_a_fix_that_fixes_nothing(make_sandbox: MakeSa
 
 
 async def test_verification_keeps_the_rows_lists(make_sandbox: MakeSandbox) -> None:
-    """Lists that a row brings are proved by running, and kept as they are."""
+    """If a row brings lists, calibration proves them by running the tests and does not change
+    them."""
     instance = tiny_instance()
 
     calibrated = await verify(instance, make_sandbox, runs=1)

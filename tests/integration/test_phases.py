@@ -40,7 +40,7 @@ async def test_agent_in_bubblewrap_graded_in_podman(stack: Stack, tmp_path: Path
     assert (episode.attempts[0].provider, booted.is_dir()) == ("bubblewrap", True)
 
 
-async def test_a_limit_that_cannot_be_held_boots_nothing(stack: Stack) -> None:
+async def test_a_limit_that_the_provider_cannot_enforce_boots_nothing(stack: Stack) -> None:
     """The boot stage refuses it with the field's name, and no sandbox is created."""
     asked = {"grade": {"provider": "local", "limits": {"disk_mb": 64}}}
     request = await stack.start("refused", phases=asked)

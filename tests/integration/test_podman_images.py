@@ -130,7 +130,7 @@ async def test_image_brings_tree_and_environment(
     assert result.stdout == b"from the image\nimage\nfile\nnew\n"
 
 
-async def test_many_sandboxes_pull_once(
+async def test_many_sandboxes_of_one_image_pull_it_once(
     provider: PodmanProvider, spec: SandboxSpec, registry: Registry
 ) -> None:
     """Sandboxes of one image that boot at once pull it once, by the mirror."""

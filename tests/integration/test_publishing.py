@@ -251,7 +251,7 @@ async def test_a_group_waits_for_engines_that_are_behind(tmp_path: Path) -> None
 
 
 async def test_a_trainer_without_an_event_loop_publishes_too(tmp_path: Path) -> None:
-    """The sync twin has the same methods without await."""
+    """`publishing_sync` has the same methods without await."""
     async with home(tmp_path) as it:
         folder = tmp_path / "7"
         folder.mkdir()

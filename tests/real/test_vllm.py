@@ -346,8 +346,8 @@ def _told(
 async def test_transformers_agrees_with_what_was_recorded(
     url: str, installed: Path, tmp_path: Path
 ) -> None:
-    """Its own pass over the ids that a gateway recorded gives each the recorded logprob, within bf16,
-    and each greedy id that it would not have taken all but ties with the one that it would."""
+    """vLLM scores the ids that a gateway recorded: each gets the recorded logprob, within bf16. If
+    it prefers another id than a greedy one, the two logprobs are almost equal."""
     stand = Stand(
         model=installed / "model",
         tokenizer="qwen3",

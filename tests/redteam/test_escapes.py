@@ -155,7 +155,7 @@ async def test_other_numberings_open_nothing(boot: Boot) -> None:
     assert (result.status.code, result.stdout) == (0, b"")
 
 
-async def test_nobody_else_is_traced(boot: Boot) -> None:
+async def test_no_other_process_can_be_traced(boot: Boot) -> None:
     """Neither pid 1 nor another command can be traced or have its memory written.
 
     In Docker's containers a command can write the memory of others of the same user.

@@ -111,8 +111,8 @@ async def _labelled(home: Path) -> str:
 async def test_an_agent_on_a_real_engine_leaves_what_vllm_sampled(
     live: Live, agent: str, options: Mapping[str, str]
 ) -> None:
-    """vLLM reads every prompt's ids from their text, a second pass gives each sampled token its
-    recorded logprob, and each token has its engine, generation and policy version."""
+    """vLLM tokenises every prompt's text to the recorded ids. A second pass gives each sampled
+    token its recorded logprob. Each token has its engine, generation and policy version."""
     episode, recorded = await live.rollout(agent, options)
 
     assert len(recorded) >= TURNS

@@ -1,6 +1,6 @@
 """A whole private stack for tests: real server, gateway, workers and sandboxes, killed at will.
 
-The processes are those of `perdure up`, from the same plan, but nobody starts them again: a test
+The processes are those of `perdure up`, from the same plan, but they are not restarted: a test
 decides who dies and who comes back. Only the scripted engine lives in the test's own process.
 """
 

@@ -151,7 +151,7 @@ async def test_an_account_workflow_ends_after_its_only_holder_was_terminated(
     assert await client.get_workflow_handle(ACCOUNT_ID).result() is None
 
 
-async def test_an_account_workflow_goes_on_if_its_holders_cannot_be_looked_up(
+async def test_an_account_workflow_continues_if_its_holders_cannot_be_looked_up(
     client: Client, holders: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lookup that fails costs no permit: a returned one goes to the rollout that waits."""

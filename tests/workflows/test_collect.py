@@ -124,7 +124,7 @@ async def _all(groups: AsyncIterator[FinishedGroup]) -> list[FinishedGroup]:
     return [group async for group in groups]
 
 
-async def test_a_target_of_nothing_is_refused(client: Client) -> None:
+async def test_a_target_of_zero_tokens_is_refused(client: Client) -> None:
     """The error names the argument."""
     with pytest.raises(ValueError, match="tokens"):
         await anext(collect(Perdure(client), [], tokens=0))

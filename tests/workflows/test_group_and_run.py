@@ -91,7 +91,7 @@ async def test_a_run_plays_everything_within_its_window(client: Client, stages: 
 
 
 async def test_a_paused_run_starts_nothing_new(client: Client, stages: Stages) -> None:
-    """Paused: what runs goes on, no rollout starts; resumed: the rest is played."""
+    """Paused: running rollouts continue and none starts. Resumed: the rest is played."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = tuple(f"toy/add-{k}" for k in range(3))
@@ -197,7 +197,7 @@ async def test_rollouts_of_a_cancelled_group_are_counted(client: Client, stages:
 async def test_a_group_that_a_person_cancels_is_counted_at_once(
     client: Client, stages: Stages
 ) -> None:
-    """One group of two is cancelled by hand: the run goes on and counts its rollouts."""
+    """One group of two is cancelled by hand: the run continues and counts its rollouts."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-0", "toy/add-1")

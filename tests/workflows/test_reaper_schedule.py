@@ -60,8 +60,8 @@ async def test_a_server_that_is_still_starting_is_waited_for(
     assert (server.asked, interval.every) == (3, process.REAP_EVERY)
 
 
-async def test_a_worker_whose_schedule_exists_goes_on(client: Client) -> None:
-    """A schedule of another worker, or from before a restart, stays as it is."""
+async def test_a_worker_whose_schedule_exists_continues(client: Client) -> None:
+    """A schedule of another worker, or from before a restart, is not changed."""
     await process._ensure_reaper(client, HOST, asyncio.Event())
 
     await asyncio.wait_for(process._ensure_reaper(client, HOST, asyncio.Event()), 60)

@@ -1,4 +1,4 @@
-"""RolloutWorkflow on a real server: its promises, whatever the activities do."""
+"""RolloutWorkflow on a real server: its promises, while activities succeed, fail and disappear."""
 
 import asyncio
 from datetime import timedelta
@@ -137,7 +137,8 @@ async def test_losing_every_sandbox_is_a_failed_episode(client: Client, stages: 
 
 
 async def test_an_eviction_costs_no_attempt(client: Client, stages: Stages) -> None:
-    """A worker that is told to stop hands over: the attempt goes on, and the episode counts it."""
+    """A worker that is told to stop hands over: the attempt continues, and the episode counts the
+    eviction."""
     evictions = 2
 
     async def evict(_: Any) -> AgentRun:
@@ -374,7 +375,7 @@ async def test_a_quick_rollout_writes_its_attributes_once(client: Client, stages
     assert kinds.count("EVENT_TYPE_UPSERT_WORKFLOW_SEARCH_ATTRIBUTES") == 1
 
 
-async def test_it_goes_on_as_the_attempt_that_was_booted(client: Client, stages: Stages) -> None:
+async def test_later_stages_use_the_attempt_that_was_booted(client: Client, stages: Stages) -> None:
     """If attempts of an earlier workflow are used up, every later stage works on the new one."""
 
     async def third(_: Any) -> Booted:

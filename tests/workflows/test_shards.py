@@ -56,7 +56,8 @@ async def test_a_pause_reaches_a_shard_that_is_being_started(
 async def test_a_shard_that_is_terminated_ends_the_run(
     client: Client, stages: Stages, gate: Gate
 ) -> None:
-    """It sends no more reports: the run writes its manifest and fails, instead of waiting."""
+    """A terminated shard sends no reports: the run writes its manifest and fails, instead of
+    waiting."""
     run = await Perdure(client).start_run(RUN)
     await gate.until_running(1)
     await client.get_workflow_handle(FIRST).terminate()

@@ -1,4 +1,4 @@
-"""The sync twin: the same answers, for trainers without an event loop."""
+"""`perdure.client.sync`: the same answers, for trainers without an event loop."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ async def test_a_sync_trainer_gets_every_episode(client: Client, stages: Stages)
 
 
 async def test_a_sync_trainer_collects_a_batch(client: Client, stages: Stages) -> None:
-    """Groups come until there are no more; each has all its episodes."""
+    """Groups come until the last one; each has all its episodes."""
 
     def train() -> list[int]:
         perdure = Perdure(client.service_client.config.target_host)

@@ -1,8 +1,8 @@
 """A trainer's side of weights, by transformers: `python trainer.py MODEL < REQUEST > ANSWER`.
 
-Runs in vLLM's own environment; nothing in Perdure imports it. REQUEST is a JSON list of id lists; of
-each the answer has the greedy next token, its logprob, by how much the second best is behind, and the
-logprobs of the ids themselves from the second on.
+Runs in vLLM's own environment; nothing in Perdure imports it. REQUEST is a JSON list of id lists;
+The answer has for each list: the greedy next token, its logprob, the distance to the second best,
+and the logprobs of the ids themselves from the second on.
 """
 
 # mypy: ignore-errors

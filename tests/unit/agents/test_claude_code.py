@@ -36,7 +36,7 @@ def test_every_model_name_is_ours() -> None:
 
 
 def test_window_and_cap_come_from_the_sampling() -> None:
-    """It compacts by the rollout's own context budget, and asks for no more than the cap."""
+    """It compacts at the rollout's own context budget, and requests at most the cap."""
     env = ClaudeCode().launch(TASK).env
 
     assert env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "50000"

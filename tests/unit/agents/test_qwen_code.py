@@ -40,7 +40,7 @@ def test_its_settings_send_nothing_elsewhere() -> None:
 
 
 def test_it_runs_headless_on_its_own_node() -> None:
-    """No Node of the image is asked for; it approves everything itself."""
+    """It needs no Node in the image, and it approves every action itself."""
     argv = QwenCode().launch(with_options(max_turns=7, extra_args=["--debug"])).argv
 
     assert argv[4:6] == (f"{NODE}/bin/node", f"{MOUNT}/cli.js")

@@ -48,7 +48,7 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def commands() -> Iterator[Named]:
-    """Every `perdure ...` of the pages, without what stands around it in a shell."""
+    """Every `perdure ...` of the pages, without the shell syntax around it."""
     for page in (*PAGES, *ROOMS):
         for tag, text in blocks(page):
             picture = "\N{BOX DRAWINGS LIGHT HORIZONTAL}" in text
@@ -88,7 +88,7 @@ def check(command: Named) -> None:
 
 
 def test_every_command_of_the_pages_exists() -> None:
-    """Whatever a reader pastes is accepted by the command line: names, options, arguments."""
+    """The command line accepts every command that a reader may paste: names, options, arguments."""
     wrong, seen = [], list(commands())
     for command in seen:
         try:

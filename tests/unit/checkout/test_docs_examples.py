@@ -59,7 +59,7 @@ def task(**options: Any) -> AgentTask:
 
 
 def test_agent_example_is_launched_with_what_it_needs(agent: Agent) -> None:
-    """The printed agent calls the gateway with its key, which stands in its environment only."""
+    """The printed agent calls the gateway with its key, which is only in its environment."""
     launch = agent.launch(task(hint="Only bash."))
 
     assert launch.env["URL"] == "http://127.0.0.1:8080/v1/chat/completions"
@@ -110,7 +110,7 @@ def printed() -> str:
 
 
 def test_troubleshooting_quotes_what_the_product_prints() -> None:
-    """Every message on the troubleshooting page still stands in the code, word for word."""
+    """Every message on the troubleshooting page is still in the code, word for word."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     rows = re.findall(r"^\| (`+ ?.*?`)(?: with .*?| \(in .*?)? \| ", page, re.MULTILINE)
     quoted = [part.strip(" `") for row in rows for part in row.split("\N{HORIZONTAL ELLIPSIS}")]

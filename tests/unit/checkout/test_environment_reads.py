@@ -19,7 +19,7 @@ ALLOWED = {
 
 
 def reads(source: str) -> list[int]:
-    """Lines of a module that touch the environment, whatever name it is imported by."""
+    """Lines of a module that use the environment, under any name that it was imported by."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr in READERS:

@@ -54,7 +54,7 @@ def test_every_role_has_a_service() -> None:
 
 
 def test_compose_sets_only_settings_that_exist() -> None:
-    """A variable of the compose file that nobody reads would be a silent mistake."""
+    """If no process read a variable of the compose file, the mistake would be silent."""
     names = {load.variable(path) for path in load.fields()}
     given = {v for s in OURS.values() for v in s["environment"] if v.startswith("PERDURE_")}
 

@@ -31,7 +31,7 @@ def test_every_call_of_the_provider_is_known_here() -> None:
 
 
 def test_sandboxes_have_their_own_namespace_the_providers_default() -> None:
-    """Applied as it is, the file serves a worker that sets no namespace."""
+    """Without an edit, the file works for a worker that sets no namespace."""
     kinds = {
         one["kind"]
         for one in ALL

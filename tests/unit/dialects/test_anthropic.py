@@ -174,7 +174,7 @@ def test_tools_with_and_without_a_schema_are_functions() -> None:
 
 
 def test_settings_of_a_request_are_understood() -> None:
-    """Sampling, the token cap and the tool choice are read; a hosted engine is asked for the same."""
+    """Sampling, the token cap and the tool choice are read; a hosted engine gets the same."""
     fields = {
         "max_tokens": 32000,
         "temperature": 0.5,

@@ -175,7 +175,7 @@ def test_json_beyond_measure_is_refused(raw: bytes) -> None:
 
 
 def test_a_text_full_of_json_is_not_many_values() -> None:
-    """The content of a string is text, whatever it looks like."""
+    """The content of a string is text, also if it looks like something else."""
     text = '[{"a": "b\\\\"}, ' * 300_000
 
     assert _parse({"messages": [{"role": "user", "content": text}]}).messages[0]["content"] == text

@@ -227,7 +227,7 @@ def test_codex_is_told_to_wait_and_not_to_give_up() -> None:
 
 
 def test_a_call_whose_arguments_are_no_input_keeps_them() -> None:
-    """What was sampled for a free-text tool is handed over, in whatever form."""
+    """The agent gets the sampled input of a free-text tool in any form."""
     call = {
         "id": "call_1",
         "type": "function",

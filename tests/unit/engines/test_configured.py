@@ -104,7 +104,7 @@ async def test_the_engine_tells_its_counts_over_http(engine: ScriptedEngine) -> 
 async def test_a_gateway_waits_for_an_engine_that_starts_later(
     tmp_path: Path, engine: ScriptedEngine
 ) -> None:
-    """A call meets a broken engine; the session goes on when it is back."""
+    """A call meets a broken engine; the session continues when it is back."""
     engine.control(kind="reset_before", times=2)
     async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway:
         messages = await _converse(gateway, await gateway.open("s"))

@@ -56,7 +56,7 @@ async def forever() -> FinishReason:
 
 
 def resumed(pooled: PooledEngine, *, since_s: float = 0.0) -> RunningCall:
-    """A call that brought 40 tokens of another engine, so long ago."""
+    """A call whose newest token came this long ago; it has 40 tokens of another engine."""
     salvage = Salvage()
     salvage.begin("vllm other", 1)
     salvage.add(list(range(40)), [-0.1] * 40, version=7)

@@ -189,7 +189,7 @@ def test_processes_agree_without_messages() -> None:
 
 
 def test_preferences_yield_to_load(leases: Leases) -> None:
-    """Whatever groups prefer, no engine exceeds 1.1 x the emptiest one plus 4 agents and a group."""
+    """No engine exceeds 1.1 times the load of the emptiest one plus 4 agents and a group."""
     places = [Candidate(name, 1) for name in "abcd"]
     for n in range(64):
         engines(leases, places, 8, f"g{n}")
@@ -199,7 +199,8 @@ def test_preferences_yield_to_load(leases: Leases) -> None:
 
 
 def test_a_session_stays_on_the_engine_that_another_process_used(leases: Leases) -> None:
-    """Its KV cache is there, whatever this process knew; an earlier generation has no cache."""
+    """Its KV cache is there, also if this process did not know it; an earlier generation has no
+    cache."""
     places = [Candidate("a", 1), Candidate("b", 2)]
     leases.take("s", "", places)
     found = [

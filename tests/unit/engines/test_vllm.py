@@ -80,7 +80,8 @@ async def test_a_torn_event_is_a_broken_stream() -> None:
     ids=["more than asked for", "no token id", "brackets", "brackets in an event"],
 )
 async def test_nonsense_is_a_broken_stream_and_leaves_nothing(content: bytes) -> None:
-    """Whatever nonsense an engine sends, the turn continues elsewhere with the tokens before it."""
+    """If an engine sends nonsense, the turn continues on another engine with the tokens before
+    it."""
     salvage = Salvage()
     with pytest.raises(StreamBroken) as broken:
         await sampled(content, salvage, max_tokens=1)

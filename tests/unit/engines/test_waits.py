@@ -22,7 +22,7 @@ SCRIPTS = {"default": {"turns": [{"content": "Done."}]}}
 
 
 class One(Capacity):
-    """Room for one agent, whatever the health checks show."""
+    """Room for one agent; the health checks do not change it."""
 
     def observe(self, *_: object, **__: object) -> None:
         """Nothing of it counts."""

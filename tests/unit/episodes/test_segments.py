@@ -236,7 +236,7 @@ def test_every_sampled_token_of_a_tree_is_trained_once_or_has_a_reason(turns: li
 
 @given(trees())
 def test_a_segment_of_a_tree_is_what_the_engine_saw(turns: list[Turn]) -> None:
-    """Along a segment each recorded prompt is all that came before it, then what is new, and each
+    """In a segment, each recorded prompt is the sequence before it plus the new tokens, and each
     masked stretch is the completion of its turn: ids, logprobs and order."""
     by_index = {turn.index: turn for turn in turns}
     for segment in cut(turns):

@@ -34,7 +34,7 @@ async def played(name: str, home: Path) -> list[Turn]:
 async def test_kinds_follow_chains_and_compactions(
     name: str, expected: list[tuple[str, tuple[int, ...]]], tmp_path: Path
 ) -> None:
-    """One segment a chain and one a compaction, whatever the client rewrote in passing."""
+    """One segment per chain and one per compaction, although the client rewrote messages."""
     turns = await played(name, tmp_path)
     segments = cut(turns)
 

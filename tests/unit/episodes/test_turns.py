@@ -53,7 +53,7 @@ def turn_lists(draw: st.DrawFn) -> list[Turn]:
 @settings(max_examples=60, deadline=None)
 @given(turn_lists())
 def test_decoding_gives_back_every_field_of_every_turn(turns: list[Turn]) -> None:
-    """Whatever was captured is what a trainer reads."""
+    """A trainer reads exactly what was captured."""
     assert decode(encode(turns)) == turns
 
 

@@ -143,7 +143,7 @@ async def test_real_clients_read_through_pings(
 async def test_the_session_key_comes_in_either_header(
     gateway: LocalGateway, http: httpx.AsyncClient, path: str, header: str
 ) -> None:
-    """Every dialect takes both forms of the key, whatever the query."""
+    """Every dialect accepts both forms of the key, with any query."""
     key = await gateway.open("s")
     value = f"Bearer {key}" if header == "authorization" else key
 

@@ -237,7 +237,7 @@ async def test_an_old_echo_may_change_its_form_later(start: Start) -> None:
 
 
 async def test_a_text_only_answer_is_found_again(start: Start) -> None:
-    """Two equal texts of one chain are told apart by what stood before them."""
+    """Two equal texts of one chain are distinguished by the messages before them."""
     process = start(Speaker(TEXT))
     await process.sessions.open(_spec())
     second = _next(HELLO, await process.ask(HELLO), "Go on.")
@@ -247,7 +247,7 @@ async def test_a_text_only_answer_is_found_again(start: Start) -> None:
     assert [turn.parent for turn in await process.turns()] == [None, 0, 0]
 
 
-async def test_an_edited_text_is_an_edit_and_a_foreign_one_foreign(start: Start) -> None:
+async def test_an_edited_answer_and_a_foreign_answer_have_different_reasons(start: Start) -> None:
     """A text that was not sampled is never bridged, whether it replaces an answer or follows one."""
     process = start(Speaker(TEXT))
     await process.sessions.open(_spec())
@@ -297,7 +297,9 @@ async def test_a_system_note_in_the_middle_is_bridged_in_place(start: Start) -> 
     assert json.loads(turn.new_messages) == [*messages[3:], note]
 
 
-async def test_a_late_system_note_is_said_as_user_where_a_format_refuses_it(start: Start) -> None:
+async def test_a_late_system_note_becomes_a_user_message_if_the_format_refuses_it(
+    start: Start,
+) -> None:
     """After a compaction the note is in the middle of a root, where Qwen3.5 allows no system message."""
     qwen35 = Qwen35Renderer(FORMAT.tokenizer, Qwen35RendererConfig(thinking_retention="all"))
     process = start(Speaker(), Format(FORMAT.tokenizer, qwen35))
@@ -376,7 +378,7 @@ async def test_chains_run_side_by_side(start: Start) -> None:
     assert len({answer.message["tool_calls"][0]["id"] for answer in answers}) == 3
 
 
-async def test_nothing_visible_becomes_a_word_and_stays_recorded(start: Start) -> None:
+async def test_an_empty_answer_gets_a_placeholder_and_its_ids_stay_recorded(start: Start) -> None:
     """A thought alone gives the agent text to echo; the record holds what was sampled."""
     speaker = Speaker(THOUGHT, TEXT)
     process = start(speaker)
@@ -392,7 +394,7 @@ async def test_nothing_visible_becomes_a_word_and_stays_recorded(start: Start) -
     assert second.parent == 0
 
 
-async def test_no_room_refuses_before_sampling(start: Start) -> None:
+async def test_a_prompt_without_room_for_an_answer_is_refused_before_sampling(start: Start) -> None:
     """A prompt as long as the context budget is an error with its numbers, and no turn."""
     speaker = Speaker()
     process = start(speaker)
@@ -437,7 +439,7 @@ async def test_another_process_continues_a_session(start: Start) -> None:
     assert len(speaker.seen) == 3
 
 
-async def test_of_two_processes_one_answers(start: Start) -> None:
+async def test_one_of_two_processes_answers(start: Start) -> None:
     """The same request sampled by two gateways at once is one turn, and one answer to both."""
     speaker = Speaker()
     one, two = start(speaker), start(speaker)
@@ -471,7 +473,7 @@ async def test_a_session_sealed_elsewhere_refuses(start: Start) -> None:
     assert await two.turns() == []
 
 
-async def test_an_idle_session_is_let_go_and_read_back(
+async def test_an_idle_session_sleeps_and_is_read_back(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An idle session's tree leaves memory, and nothing is lost."""
@@ -609,7 +611,7 @@ async def test_a_new_attempt_replays_until_it_differs(start: Start) -> None:
 
 
 async def test_a_replay_that_ended_stays_ended(start: Start) -> None:
-    """After its first differing request a chain is sampled, whatever it asks."""
+    """After its first differing request, every request of a chain is sampled."""
     speaker = Speaker()
     process = start(speaker)
     await _attempt(process, "one", ["a"])
@@ -620,7 +622,7 @@ async def test_a_replay_that_ended_stays_ended(start: Start) -> None:
     assert [turn.replayed_from for turn in await process.turns("two")] == ["", ""]
 
 
-async def test_replay_goes_on_in_another_process_and_attempt(start: Start) -> None:
+async def test_replay_continues_in_another_process_and_attempt(start: Start) -> None:
     """A gateway that takes over continues the replay; a third attempt replays what the second did."""
     speaker = Speaker()
     one, two = start(speaker), start(speaker)
@@ -662,7 +664,8 @@ async def test_session_ids_and_ports_do_not_end_a_replay(start: Start) -> None:
 
 
 async def test_what_codex_writes_over_an_output_does_not_end_a_replay(start: Start) -> None:
-    """Two runs of a command with one output are one, whatever they were called and took."""
+    """Two runs of a command with equal output count as equal, also if their ids and times
+    differ."""
     speaker = Speaker()
     process = start(speaker)
     output = "Chunk ID: {}\nWall time: {} seconds\nProcess exited with code 0\nOutput:\ncalc.py\n"

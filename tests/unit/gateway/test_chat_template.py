@@ -143,7 +143,7 @@ def test_a_late_system_message_is_never_lost(tmp_path: Path, template: str) -> N
     assert "<turn>user\nnote<end>" in added
 
 
-def test_no_bridge_where_the_rest_hangs_on_the_history(tmp_path: Path) -> None:
+def test_no_bridge_if_the_new_part_depends_on_the_history(tmp_path: Path) -> None:
     """A template that repeats the first message in every turn cannot be bridged, and is not."""
     tokenizer, renderer = _format(tmp_path, COUNTS)
     prompt = renderer.render_ids([_say("user", "hi")], add_generation_prompt=True)
@@ -153,7 +153,7 @@ def test_no_bridge_where_the_rest_hangs_on_the_history(tmp_path: Path) -> None:
 
 
 def test_an_answer_is_read_as_reasoning_text_and_calls(tmp_path: Path) -> None:
-    """The three parts of a sampled completion are told apart."""
+    """Reasoning, text and calls of a sampled completion are separated."""
     tokenizer, renderer = _format(tmp_path)
     raw = '<think>hm</think>ok<tool_call>{"name": "ls", "arguments": {"n": "1"}}</tool_call>'
     fast_ids: list[int] = []

@@ -259,7 +259,7 @@ async def test_a_client_that_hangs_up_loses_nothing(
     assert engine.stats().calls == 1
 
 
-async def test_a_restarted_gateway_goes_on_from_its_journal(
+async def test_a_restarted_gateway_continues_from_its_journal(
     tmp_path: Path, engine: ScriptedEngine
 ) -> None:
     """After a restart the retry is replayed, in the other framing too, and the next turn bridges."""
@@ -571,7 +571,7 @@ def _bodies() -> st.SearchStrategy[Any]:
 async def test_wrong_types_are_a_clients_error(
     gateway: LocalGateway, http: httpx.AsyncClient, fields: dict[str, Any]
 ) -> None:
-    """Whatever a field holds, the answer is a completion or a dialect-correct 400."""
+    """For any content of a field, the answer is a completion or a dialect-correct 400."""
     key = await gateway.open("s")
     answer = await _post(http, key, {**_ask(), **fields})
 
@@ -611,7 +611,7 @@ async def test_malformed_bodies_are_a_clients_error(
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_half_a_surrogate_pair_is_survived(
+async def test_half_a_surrogate_pair_is_accepted(
     gateway: LocalGateway, http: httpx.AsyncClient
 ) -> None:
     """JSON may carry text that no encoding can; it is sampled on, and echoed turns still bridge."""

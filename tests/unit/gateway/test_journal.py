@@ -65,7 +65,7 @@ async def test_records_appended_together_keep_their_order(journal: LocalJournal)
     assert [record["number"] for record in await journal.read("s")] == [*range(20)]
 
 
-async def test_reading_goes_on_where_it_ended(journal: LocalJournal, other: LocalJournal) -> None:
+async def test_reading_continues_where_it_ended(journal: LocalJournal, other: LocalJournal) -> None:
     """A process reads only what another one has added since."""
     await journal.append("s", {"number": 0}, position=0)
     await other.read("s")
@@ -153,7 +153,7 @@ async def test_a_full_disk_leaves_no_half_record(tmp_path: Path, journal: LocalJ
     assert await journal.read("s") == [{"number": 0}, {"number": 1}]
 
 
-async def test_of_two_writers_one_wins(journal: LocalJournal, other: LocalJournal) -> None:
+async def test_one_of_two_writers_wins(journal: LocalJournal, other: LocalJournal) -> None:
     """Two processes that name the same number: one record is there, one writer was told."""
     outcomes = await asyncio.gather(
         journal.append("s", {"by": "one"}, position=0),

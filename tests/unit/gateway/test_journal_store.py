@@ -279,7 +279,9 @@ async def test_a_store_that_is_away_does_not_stop_a_turn(tmp_path: Path, store: 
     assert [record["n"] for record in await Parts(store).read("s")] == [0, 1]
 
 
-async def test_of_two_hosts_that_went_on_one_steps_back(tmp_path: Path, store: Weather) -> None:
+async def test_one_of_two_hosts_that_continued_a_session_gives_it_up(
+    tmp_path: Path, store: Weather
+) -> None:
     """The host whose records are not in the store refuses the session; no record is mixed in."""
     shared = _mirrored(tmp_path / "a", store)
     await shared.append("s", {"n": 0}, position=0)

@@ -52,7 +52,7 @@ def _calls(client: httpx.AsyncClient, count: int, size: int) -> "list[asyncio.Ta
 @pytest.mark.parametrize(
     "limits", [Limits(calls=3), Limits(body_bytes=300)], ids=["calls", "bytes of bodies"]
 )
-async def test_what_is_too_much_waits(limits: Limits) -> None:
+async def test_calls_over_the_limit_wait(limits: Limits) -> None:
     """Ten calls where three fit: never more than three at once, and all are answered."""
     app = Slow()
     async with _client(CallLimiter(app, limits)) as client:
@@ -103,7 +103,7 @@ async def test_a_call_that_gives_up_makes_room() -> None:
         assert (await last).status_code == 200
 
 
-async def test_a_crowd_stops_the_accepting_until_it_is_over() -> None:
+async def test_too_many_waiting_calls_pause_accepting() -> None:
     """The gate says once that too many wait, and once that they do not any more."""
     app = Slow()
     told: list[bool] = []

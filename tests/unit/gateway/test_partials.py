@@ -107,7 +107,7 @@ async def test_nothing_of_another_turn_is_used(
     assert list(found.ids) == []
 
 
-async def test_what_an_engine_said_later_about_its_versions_holds(
+async def test_later_reports_of_versions_replace_earlier_ones(
     store: PartialStore, tmp_path: Path
 ) -> None:
     """vLLM tells its versions at the end; what was written before that is corrected."""
@@ -143,7 +143,7 @@ async def test_tokens_of_weights_in_doubt_are_not_kept(store: PartialStore, tmp_
     assert (doubted, proven) == ([10, 11], [10, 11, 12])
 
 
-async def test_what_was_let_go_is_not_taken_over(store: PartialStore, tmp_path: Path) -> None:
+async def test_dropped_tokens_are_not_taken_over(store: PartialStore, tmp_path: Path) -> None:
     """Written already, then found to be of weights that may not sample it, and sampled anew."""
     partials = Partials(store)
     partial = await partials.begin(INPUTS)
@@ -166,7 +166,7 @@ async def test_what_was_let_go_is_not_taken_over(store: PartialStore, tmp_path: 
 
 
 @pytest.mark.parametrize("more", [[], [13, 14]])
-async def test_all_of_it_may_be_let_go(
+async def test_a_partial_may_lose_all_its_tokens(
     store: PartialStore, tmp_path: Path, more: list[int]
 ) -> None:
     """While the call waits for another engine nothing is left of it; then what that one samples."""
@@ -186,7 +186,7 @@ async def test_all_of_it_may_be_let_go(
     assert list(found.ids) == more
 
 
-async def test_a_torn_end_costs_only_itself(tmp_path: Path) -> None:
+async def test_a_torn_end_of_a_partial_loses_only_its_own_tokens(tmp_path: Path) -> None:
     """A process killed in the middle of a write leaves half a line: the lines before it count."""
     (tmp_path / "s").mkdir()
     store = LocalPartialStore(tmp_path)
@@ -198,7 +198,7 @@ async def test_a_torn_end_costs_only_itself(tmp_path: Path) -> None:
     assert list((await Partials(store).begin(AGAIN)).salvage.ids) == [10, 11]
 
 
-async def test_the_longest_try_is_continued_and_all_are_let_go(
+async def test_the_longest_partial_is_continued_and_all_are_deleted(
     store: PartialStore, tmp_path: Path
 ) -> None:
     """A second process that also died left less or more; a final turn leaves nothing behind."""

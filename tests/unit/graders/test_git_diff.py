@@ -115,7 +115,7 @@ def test_refuses_what_git_would_not_write(diff: bytes) -> None:
 
 
 def test_reads_modes_links_and_binaries() -> None:
-    """Modes, the target of a symlink and missing binary content are told apart."""
+    """Modes, the target of a symlink and missing binary content are distinguished."""
     files = {file.new_path: file for file in parse(diff_of({"l": "-> a/b", "i": b"\0\1"}) + TEXT)}
     bare = parse(b"diff --git a/i b/i\nindex 1234..5678 100644\nBinary files a/i and b/i differ\n")[
         0

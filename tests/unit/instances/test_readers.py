@@ -34,7 +34,7 @@ def test_jsonl_numbers_are_lines(tmp_path: Path) -> None:
 
 
 def test_bad_line_does_not_hide_the_next(tmp_path: Path) -> None:
-    """A line that is not JSON becomes a problem of its own, and reading goes on."""
+    """A line that is not JSON becomes a problem of its own, and reading continues."""
     path = tmp_path / "rows.jsonl"
     path.write_text("{oops\n" + json.dumps(ROWS[1]) + "\n[1]\n")
     broken, whole, other = read_rows(path)

@@ -270,7 +270,7 @@ async def test_agent_cannot_flood_the_keepers_pipe(box: NamespaceSandbox) -> Non
     assert result.status.ok
 
 
-async def test_killed_keeper_takes_its_helpers_along(
+async def test_killed_keeper_ends_its_helpers(
     provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
     """kill -9 of the keeper ends its launcher, forwarder and holder at once."""

@@ -66,7 +66,7 @@ async def test_garbage_at_the_end_of_the_log_holds_nothing_back() -> None:
 
 
 async def test_an_endless_line_costs_only_the_connection() -> None:
-    """Hostile code on the relay's port costs a connection, and the watch goes on."""
+    """Hostile code on the relay's port costs one connection, and the watch continues."""
     endless = b"1" * (1 << 17)
     whole = b"%d %d 0\n%s" % (SIZE, len(LINES[1]), LINES[1])
 

@@ -42,7 +42,7 @@ class Folder(GuestSandbox):
         return (await process.communicate())[0].decode()
 
     def _relocated(self, call: re.Match[str]) -> str:
-        """A staged upload lies in this folder, too."""
+        """Staged uploads are in this folder too."""
         order = base64.b64decode(call[1]).decode().replace(guested.FOLDER, str(self.folder))
         return f"call:{base64.b64encode(order.encode()).decode()}"
 

@@ -49,14 +49,16 @@ def test_a_link_and_its_end_both_follow(prefix: Path, tmp_path: Path) -> None:
     assert brought == {"/opt/tool", str(link), str(prefix)}
 
 
-def test_what_a_mount_brings_is_not_brought_twice(prefix: Path, tmp_path: Path) -> None:
+def test_an_interpreter_that_the_agent_mounts_is_not_sent_twice(
+    prefix: Path, tmp_path: Path
+) -> None:
     """An agent that names its own interpreter keeps it."""
     mounts = (environment_on(prefix, tmp_path / "tool"), Mount(prefix, str(prefix)))
 
     assert with_interpreters(mounts) == mounts
 
 
-def test_the_systems_own_is_not_brought(tmp_path: Path) -> None:
+def test_the_systems_own_interpreter_is_not_sent(tmp_path: Path) -> None:
     """An interpreter in /usr is not sent."""
     mounts = (environment_on(Path("/usr"), tmp_path / "tool"),)
 

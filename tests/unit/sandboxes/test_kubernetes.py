@@ -48,7 +48,7 @@ PREEMPTED = condition("DisruptionTarget", "True", "PreemptionByScheduler", "for 
         (pod("Failed", conditions=PREEMPTED), "over", "PreemptionByScheduler: for p2"),
     ],
 )
-def test_how_a_pod_stands(said: dict[str, Any], state: str, why: str) -> None:
+def test_the_state_of_a_pod_is_read(said: dict[str, Any], state: str, why: str) -> None:
     """Its phase, its container's state and who disrupted it, in the cluster's own words."""
     assert pods.state_of(said) == (state, why)
 
@@ -78,7 +78,7 @@ def test_a_pod_that_is_being_deleted_is_going_whatever_its_phase() -> None:
         ("{", "cannot be read"),
     ],
 )
-def test_a_pod_file_cannot_open_walls(
+def test_a_pod_file_cannot_weaken_isolation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
 ) -> None:
     """The file may set only where and how a pod is placed; the error names the file and the field."""
@@ -119,7 +119,7 @@ def test_a_pod_file_adds_to_every_pod(tmp_path: Path, monkeypatch: pytest.Monkey
         (500, "InternalError", "etcdserver: request timed out", ControlPlaneError),
     ],
 )
-def test_what_each_refusal_means(
+def test_each_refusal_of_the_api_has_its_error_type(
     status: int, reason: str, message: str, kind: type[PerdureError]
 ) -> None:
     """The status and its reason decide: repeat, queue, adopt, or a configuration error."""

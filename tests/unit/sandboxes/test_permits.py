@@ -107,7 +107,7 @@ def test_a_burst_of_500_never_meets_caps_that_are_known() -> None:
     assert (len(service.created), service.refusals, service.most) == (500, [], 20)
 
 
-def test_a_burst_finds_out_caps_that_nobody_named() -> None:
+def test_a_burst_finds_out_caps_that_are_not_configured() -> None:
     """Without known caps all are served, and few creates are refused."""
     burst = account()
     for number in range(500):
@@ -119,7 +119,7 @@ def test_a_burst_finds_out_caps_that_nobody_named() -> None:
     assert len(service.refusals) < 100, service.refusals
 
 
-def test_what_others_give_back_is_used_within_seconds() -> None:
+def test_permits_that_others_return_are_used_within_seconds() -> None:
     """Others held 18 of 20 slots for ten minutes. After they leave, the account is full again after the
     next try and a few boots, not after a minute for each sandbox."""
     crowded = account()
@@ -199,7 +199,7 @@ def test_an_account_of_one_sandbox_serves_rollouts_that_need_two() -> None:
     assert one.empty
 
 
-def test_a_slot_is_kept_for_the_grading_of_its_rollout() -> None:
+def test_a_permit_is_kept_for_the_grading_of_its_rollout() -> None:
     """A holder gets its next sandbox at once, although the account is full and others wait."""
     full = account()
     ask(full, "first", caps=AccountCaps(live=1))
@@ -211,7 +211,7 @@ def test_a_slot_is_kept_for_the_grading_of_its_rollout() -> None:
     assert names(full, 0.0) == ["first"]
 
 
-def test_asking_again_takes_no_second_slot() -> None:
+def test_asking_again_takes_no_second_permit() -> None:
     """A request repeated after a lost answer is granted again, on the same slot."""
     one = account()
     ask(one, "a", caps=AccountCaps(live=2))
@@ -221,7 +221,7 @@ def test_asking_again_takes_no_second_slot() -> None:
     assert (len(one.permits), names(one, 0.0)) == (1, [])
 
 
-def test_a_refusal_puts_the_wish_back_at_the_front() -> None:
+def test_a_refused_request_goes_back_to_the_front_of_the_queue() -> None:
     """After a refusal for concurrency the slot is free, and no create follows until one is released."""
     learned = account()
     for name in ("a", "b", "c"):
@@ -274,7 +274,7 @@ def test_a_restart_forgets_nothing() -> None:
     assert Counter(p.starting for p in state.permits.values()) == {False: 1, True: 1}
 
 
-def test_a_restart_does_not_put_off_the_look_at_holders() -> None:
+def test_a_restart_does_not_delay_the_lookup_of_holders() -> None:
     """A workflow that restarts often still checks which holders were terminated."""
     before = account()
     ask(before, "a")
@@ -283,7 +283,7 @@ def test_a_restart_does_not_put_off_the_look_at_holders() -> None:
     assert Account(state, 30.0).checked_at == before.checked_at == 0.0
 
 
-def test_a_sandbox_that_came_up_ungranted_counts() -> None:
+def test_a_sandbox_without_a_permit_counts() -> None:
     """The worker died after a refusal, and the next one made the sandbox: it holds a slot and does
     not wait."""
     one = account()
@@ -333,7 +333,7 @@ def test_a_sandbox_booted_ahead_counts_like_any_other() -> None:
     assert (names(one, 0.0), one.has_room(0.0)) == (["a"], False)
 
 
-def test_nothing_is_booted_ahead_where_somebody_waits() -> None:
+def test_no_sandbox_is_booted_ahead_while_a_rollout_waits() -> None:
     """A slot for which a rollout waits is never used to boot ahead."""
     slow = stocked(0, AccountCaps(creates_per_s=10))
     names(slow, 0.0)
@@ -344,7 +344,7 @@ def test_nothing_is_booted_ahead_where_somebody_waits() -> None:
     assert (too_soon, slow.has_room(60.0)) == (False, False)
 
 
-def test_whoever_takes_one_has_its_slot() -> None:
+def test_the_rollout_that_takes_a_ready_sandbox_holds_its_permit() -> None:
     """The permit of a sandbox booted ahead passes to the rollout that takes it."""
     one = stocked(1, AccountCaps(live=1))
     ask(one, "a", caps=AccountCaps(live=1))
@@ -355,8 +355,8 @@ def test_whoever_takes_one_has_its_slot() -> None:
     assert (held, one.empty) == ((["a"], []), True)
 
 
-def test_ready_ones_give_way_on_a_full_account() -> None:
-    """On a full account, as many sandboxes booted ahead are ended as requests wait, and no more."""
+def test_ready_sandboxes_are_ended_on_a_full_account() -> None:
+    """On a full account, one sandbox booted ahead is ended per waiting request."""
     one = stocked(3, AccountCaps(live=3))
     before = one.to_end(0.0)
     ask(one, "a", caps=AccountCaps(live=3))
@@ -366,7 +366,7 @@ def test_ready_ones_give_way_on_a_full_account() -> None:
     assert (before, leaving, names(one, 0.0)) == ([], ("ready/0", "e2b"), ["a"])
 
 
-def test_one_that_boots_gives_way_only_when_it_is_late() -> None:
+def test_a_booting_ready_sandbox_is_given_up_only_when_it_is_late() -> None:
     """A sandbox that is booting ahead is not ended; one of a dead worker soon is."""
     one = Account(AccountState(caps=AccountCaps(live=1)), 0.0)
     one.reserve("ready/0", "e2b", 0.0)
@@ -387,7 +387,7 @@ def test_a_refused_boot_ahead_queues_no_request() -> None:
     assert (one.empty, one.live) == (True, 0)
 
 
-def test_what_a_dead_worker_booted_ahead_is_forgotten() -> None:
+def test_permits_of_sandboxes_booted_by_a_dead_worker_are_freed() -> None:
     """An old permit for a sandbox booted ahead is dropped, because its provider has ended it."""
     one = stocked(1, AccountCaps(live=5))
     unchecked = one.longest_unchecked(10)
@@ -396,7 +396,7 @@ def test_what_a_dead_worker_booted_ahead_is_forgotten() -> None:
     assert (unchecked, one.empty) == ([], True)
 
 
-def test_a_restart_keeps_the_pause() -> None:
+def test_a_restart_keeps_the_pause_after_a_refusal() -> None:
     """A Retry-After also holds after a restart of the workflow."""
     before = account()
     for number in range(2):

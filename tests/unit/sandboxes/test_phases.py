@@ -26,7 +26,7 @@ def instance(**said: Any) -> Instance:
     return Instance.model_validate({**fields, "phases": said})
 
 
-def test_the_request_wins_over_the_instance_and_the_instance_over_the_rollout() -> None:
+def test_the_phase_of_the_request_overrides_the_instance_and_the_instance_the_rollout() -> None:
     """Field by field: a phase of the request, then of the instance, then `sandbox` and `limits`."""
     asked = request(
         sandbox="local",
@@ -44,8 +44,8 @@ def test_the_request_wins_over_the_instance_and_the_instance_over_the_rollout() 
     )
 
 
-def test_the_requests_provider_wins_over_the_instances() -> None:
-    """The request decides where its phases run, whatever the instance prefers."""
+def test_the_requests_provider_overrides_the_instances() -> None:
+    """The request decides where its phases run, also if the instance prefers another provider."""
     asked = request(sandbox="local", phases={"agent": {"provider": "bubblewrap"}})
 
     assert phases.place(asked, instance(agent={"provider": "podman"}), "agent").provider == (
@@ -100,7 +100,7 @@ def test_an_instance_opens_no_network_by_itself() -> None:
         ({"phases": {"environment": {"provider": "local"}}}, {}, "phases.environment.provider"),
     ],
 )
-def test_a_field_that_cannot_be_honoured_is_refused_by_name(
+def test_a_field_that_the_provider_cannot_enforce_is_refused_by_name(
     tmp_path: Path, fields: dict[str, Any], row: dict[str, Any], named: str
 ) -> None:
     """The error names the field of an unknown provider, and of a limit or network it cannot give."""

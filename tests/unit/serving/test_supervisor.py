@@ -79,14 +79,14 @@ def supervised(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Super
     held.close()
 
 
-def test_a_dead_owner_takes_the_whole_engine_along(supervised: Supervised) -> None:
+def test_a_dead_owner_ends_the_whole_engine(supervised: Supervised) -> None:
     """When the pipe from the owner closes, server and worker both end."""
     supervised.owner_dies()
 
     assert supervised.gone()
 
 
-def test_a_killed_server_takes_its_worker_along(supervised: Supervised) -> None:
+def test_a_killed_server_ends_its_worker(supervised: Supervised) -> None:
     """An engine core whose API server was killed releases the device."""
     os.kill(supervised.server, signal.SIGKILL)
 
@@ -113,7 +113,7 @@ def test_sigterm_ends_the_engine_in_order(supervised: Supervised) -> None:
     assert not supervised.note.exists()
 
 
-def test_a_killed_supervisor_takes_the_server_along(supervised: Supervised) -> None:
+def test_a_killed_supervisor_ends_the_server(supervised: Supervised) -> None:
     """The kernel kills the server when its supervisor is killed: no server outlives its owner."""
     pidfd = supervised.watched[0]
 

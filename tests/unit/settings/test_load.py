@@ -57,8 +57,8 @@ def test_aliases_of_fields_name_fields_of_a_request() -> None:
     assert fields <= RolloutRequest.model_fields.keys()
 
 
-def test_no_variable_is_honoured_and_refused() -> None:
-    """A variable stands in one of the two tables."""
+def test_each_variable_is_either_honoured_or_refused() -> None:
+    """Each variable is in exactly one of the two tables."""
     assert not {one.name for one in aliases.ALIASES} & aliases.NOT_APPLICABLE.keys()
 
 

@@ -80,7 +80,7 @@ async def test_child_that_dies_is_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "refused"), [(2, True), (1, False)])
-async def test_child_that_refuses_its_settings_is_told_apart(
+async def test_child_that_refuses_its_settings_is_recognised(
     tmp_path: Path, code: int, refused: bool
 ) -> None:
     """After exit code 2 a child counts as refused: a restart would end the same way."""
