@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from perdure.episodes.turns import decode
+from perdure.episodes.turns_parquet import decode
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.settings.tree import Settings

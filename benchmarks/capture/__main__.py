@@ -19,7 +19,7 @@ from benchmarks.capture.ours import captured
 from benchmarks.capture.slime import Slime
 from benchmarks.peers.environments import Unavailable
 from perdure.episodes.accounting import TrajectoryCounts, count_trajectory
-from perdure.episodes.files import read_run
+from perdure.episodes.episode_store import read_run
 from perdure.episodes.segments import cut
 from perdure.settings.tree import Settings
 from perdure.storage.base import open_store

@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.capture.recordings import Session, read
-from perdure.episodes import turns
+from perdure.episodes import turns_parquet
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -39,4 +39,4 @@ async def captured(recording: Path, home: Path) -> list[Turn]:
                     answer.raise_for_status()
                     session.answered(exchange, answer.json()["content"])
             await gateway.control.close(name)
-            return turns.decode((await gateway.store.get(turns_key_of(name))).data)
+            return turns_parquet.decode((await gateway.store.get(turns_key_of(name))).data)

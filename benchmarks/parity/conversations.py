@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import httpx
 
-from perdure.episodes import turns
+from perdure.episodes import turns_parquet
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.home import load_secret
@@ -105,7 +105,7 @@ class Gateway:
         """The turns that a trainer would get."""
         await self.control.close(name)
         store = LocalStore(self.home / "store")
-        return list(turns.decode((await store.get(_turns_key(name))).data))
+        return list(turns_parquet.decode((await store.get(_turns_key(name))).data))
 
 
 def _turns_key(name: str) -> str:

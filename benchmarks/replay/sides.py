@@ -17,9 +17,9 @@ from typing import Any
 
 from benchmarks.endpoint import Endpoint
 from benchmarks.perdure_stack import Home, Stack, right_answers
-from perdure.episodes import turns
+from perdure.episodes import turns_parquet
 from perdure.episodes.episode import Episode
-from perdure.episodes.files import read_run
+from perdure.episodes.episode_store import read_run
 from perdure.gateway.canonical import VOLATILE
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.sandboxes.base import identity_of
@@ -151,7 +151,7 @@ async def _end(home: Home, episode: Episode) -> str:
 async def _turns(home: Home, episode: Episode, attempt: int) -> Sequence[Turn]:
     rollout = keys.rollout(episode.run_id, episode.instance_id, episode.sample_index)
     stored = await open_store(home.settings).get(f"{rollout}/attempts/{attempt}/turns.parquet")
-    return turns.decode(stored.data)
+    return turns_parquet.decode(stored.data)
 
 
 def _difference(one: Turn, other: Turn) -> str:

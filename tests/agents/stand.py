@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from perdure.agents.base import EXEC_ID, Agent, AgentTask, Evidence
-from perdure.episodes import segments, turns
+from perdure.episodes import segments, turns_parquet
 from perdure.errors import NotFound
 from perdure.gateway.base import SessionSummary
 from perdure.gateway.rendering.tokenizers import load_tokenizer
@@ -184,7 +184,7 @@ class Stand:
                     summary.turns,
                 )
                 captured = await patch.capture(sandbox, patch.BASE_GIT)
-            recorded = turns.decode((await gateway.store.get(turns_key_of("s-1"))).data)
+            recorded = turns_parquet.decode((await gateway.store.get(turns_key_of("s-1"))).data)
             return Run(
                 end=agent.classify(evidence),
                 evidence=evidence,

@@ -19,7 +19,7 @@ from perdure.cli.runs.steps import current_step
 from perdure.client import names
 from perdure.engines.roster import StoredRoster, add_engine, remove_engine, roster_key
 from perdure.engines.state import EngineSpec, name_of
-from perdure.episodes import turns
+from perdure.episodes import turns_parquet
 from perdure.home import load_secret
 from perdure.types import EpisodeRef, Outcome, RolloutRequest, RolloutStatus, Turn
 from tests.stack.engine import TURNS, commands
@@ -98,7 +98,7 @@ async def test_a_lost_sandbox_means_a_new_attempt_and_keeps_the_old_evidence(sta
     stack.engine.let_go()
 
     await stack.solved_once(request, attempt=2, replayed=HELD)
-    kept = turns.decode(await stack.read(request, "turns.parquet", attempt=1))
+    kept = turns_parquet.decode(await stack.read(request, "turns.parquet", attempt=1))
     assert len(kept) == HELD
     assert await stack.lines(request, "stdout.log", attempt=1) == [
         f"{command} 0" for command in commands()[:HELD]
@@ -114,7 +114,9 @@ async def test_an_episode_shows_where_its_replay_ended(stack: Stack) -> None:
     await stack.held(request, attempt=2)
     stack.engine.let_go()
     told = (await stack.episode(request)).trajectory
-    lost, final = [turns.decode(await stack.read(request, "turns.parquet", n)) for n in (1, 2)]
+    lost, final = [
+        turns_parquet.decode(await stack.read(request, "turns.parquet", n)) for n in (1, 2)
+    ]
 
     assert (told.replayed_turns, told.replay_ended_at) == (HELD, HELD)
     assert told.replayed_tokens == sum(len(turn.completion_ids) for turn in lost)
@@ -161,7 +163,7 @@ async def _cancelled(stack: Stack, request: RolloutRequest) -> None:
         await stack.handle(request).result()
     await stack.nothing_left()
     episode = await stack.episode(request)
-    kept = turns.decode(await stack.read(request, "turns.parquet"))
+    kept = turns_parquet.decode(await stack.read(request, "turns.parquet"))
 
     assert isinstance(ended.value.cause, CancelledError)
     assert (episode.status, episode.reward, episode.failure) == (

@@ -14,7 +14,7 @@ import pytest
 from perdure.engines.clients.wire import new_client
 from perdure.engines.roster import LoneRoster, add_engine, drain_engine, remove_engine
 from perdure.engines.state import EngineSpec, EngineState, name_of
-from perdure.episodes.turns import decode
+from perdure.episodes.turns_parquet import decode
 from perdure.errors import GatewayUnavailable
 from perdure.gateway.base import control_token
 from perdure.testing.local_gateway import LocalGateway, turns_key_of

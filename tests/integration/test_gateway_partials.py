@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from perdure.episodes.turns import decode
+from perdure.episodes.turns_parquet import decode
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.journal.partial_stores import LocalPartialStore
 from perdure.testing.scripted_engine import ScriptedEngine, logprob

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from perdure.episodes.turns import decode
+from perdure.episodes.turns_parquet import decode
 from perdure.errors import GatewayUnavailable
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl

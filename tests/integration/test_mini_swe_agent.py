@@ -13,7 +13,7 @@ from perdure.agents import prompts
 from perdure.agents.base import EXEC_ID, AgentTask, Evidence
 from perdure.agents.mini_swe_agent import TRAJECTORY, MiniSweAgent
 from perdure.agents.oracle import Oracle
-from perdure.episodes import turns
+from perdure.episodes import turns_parquet
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import AgentSettings, Settings
@@ -119,7 +119,7 @@ class Stand:
             return evidence, await sandbox.get("greeting.txt")
 
     async def turns(self) -> list[Turn]:
-        return turns.decode((await self.gateway.store.get(turns_key_of("s-1"))).data)
+        return turns_parquet.decode((await self.gateway.store.get(turns_key_of("s-1"))).data)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from perdure.engines.roster import StoredRoster, add_engine, roster_key
 from perdure.engines.state import EngineSpec, name_of
 from perdure.engines.weights.publishing import Weights
 from perdure.engines.weights.update import UpdatePolicy, UpdateRefused, WeightCanary
-from perdure.episodes import turns
+from perdure.episodes import turns_parquet
 from perdure.episodes.episode import EpisodeSegments
 from perdure.errors import Boundary
 from perdure.gateway.rendering.tokenizers import load_tokenizer
@@ -149,7 +149,9 @@ class Loop:
             attempt = one.episode.attempts[-1].attempt
             session = self.stack.identity(_request(one), "agent", attempt)
             assert one.episode.turns_key is not None
-            recorded = turns.decode((await self.stack.store.get(one.episode.turns_key)).data)
+            recorded = turns_parquet.decode(
+                (await self.stack.store.get(one.episode.turns_key)).data
+            )
             for turn, calls in zip(recorded, self._calls(session), strict=False):
                 seen.update(zip(_recorded(turn), self._true(turn, calls), strict=True))
         return seen
@@ -158,7 +160,9 @@ class Loop:
         """Turns that were met in the middle by an update."""
         keys = [one.episode.turns_key or "" for one in found]
         recorded = [
-            turn for key in keys for turn in turns.decode((await self.stack.store.get(key)).data)
+            turn
+            for key in keys
+            for turn in turns_parquet.decode((await self.stack.store.get(key)).data)
         ]
         return sum(len({span.version for span in turn.versions}) > 1 for turn in recorded)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from perdure.episodes.episode import Episode
-from perdure.episodes.files import read_run
+from perdure.episodes.episode_store import read_run
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore

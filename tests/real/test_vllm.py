@@ -37,8 +37,8 @@ from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineSpec
-from perdure.episodes import turns
-from perdure.episodes.files import read_run
+from perdure.episodes import turns_parquet
+from perdure.episodes.episode_store import read_run
 from perdure.gateway.http.server import NO_GRACE, make_server
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.instances import catalog
@@ -324,7 +324,7 @@ async def test_a_rollout_records_exactly_what_vllm_sampled(
     store = LocalStore(home / "store")
     (episode,) = await read_run(store, "noise")
     assert episode.turns_key is not None
-    recorded = turns.decode((await store.get(episode.turns_key)).data)
+    recorded = turns_parquet.decode((await store.get(episode.turns_key)).data)
     assert len(recorded) == len(between.seen) == 3
     assert [_facts(turn) for turn in recorded] == [_told(*pair) for pair in between.seen.values()]
     assert (episode.trainable, episode.trained_tokens) == (True, 3 * 32)

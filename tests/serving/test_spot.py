@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from perdure.engines.pool.pool import EnginePool
-from perdure.episodes import turns
-from perdure.episodes.files import read_run
+from perdure.episodes import turns_parquet
+from perdure.episodes.episode_store import read_run
 from perdure.instances import catalog
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.serving.cluster import process_tree
@@ -146,7 +146,9 @@ async def test_rollouts_outlive_a_killed_node(home: Home) -> None:
 
     episodes = await read_run(store, "spot")
     assert [one.grade.outcome for one in episodes if one.grade] == [Outcome.RESOLVED] * ROLLOUTS
-    recorded = [turns.decode((await store.get(one.turns_key or "")).data) for one in episodes]
+    recorded = [
+        turns_parquet.decode((await store.get(one.turns_key or "")).data) for one in episodes
+    ]
     said = {tuple(tuple(each.completion_ids) for each in one) for one in recorded}
     assert len(said) == 1
     assert [len(one) for one in recorded] == [len(script)] * ROLLOUTS

@@ -15,9 +15,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from perdure.episodes import turns
+from perdure.episodes import turns_parquet
 from perdure.episodes.episode import Episode
-from perdure.episodes.files import read_run
+from perdure.episodes.episode_store import read_run
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
@@ -59,7 +59,7 @@ class Live:
         store = LocalStore(self.home / "store")
         (episode,) = await read_run(store, agent)
         assert episode.turns_key is not None
-        return episode, list(turns.decode((await store.get(episode.turns_key)).data))
+        return episode, list(turns_parquet.decode((await store.get(episode.turns_key)).data))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -30,7 +30,7 @@ from temporalio.service import RPCError
 from perdure.client import names
 from perdure.client.api import Perdure
 from perdure.episodes.episode import Episode
-from perdure.episodes.files import read_episode
+from perdure.episodes.episode_store import read_episode
 from perdure.home import host_of
 from perdure.rollouts.messages import SweepRequest
 from perdure.sandboxes.base import identity_of

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Iterable
 
 from perdure.episodes.episode import EpisodeSegments, parse_episode
-from perdure.episodes.files import read_segments
+from perdure.episodes.episode_store import read_segments
 from perdure.episodes.segments import RewardShare, SegmentMode
 from perdure.errors import ConfigurationError
 from perdure.settings.load import load_settings

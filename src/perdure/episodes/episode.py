@@ -1,7 +1,7 @@
 """An episode: the facts of one finished rollout, and how they are put together.
 
 `build_episode` copies and sums; it judges nothing. A rollout without a grade has reward null, never 0.
-Imports no pyarrow, so that `perdure show` starts fast; `files` writes episodes and reads them back.
+Imports no pyarrow, so that `perdure show` starts fast; `episode_store` writes episodes and reads them back.
 """
 
 import functools

@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from perdure.episodes.episode import Episode, EpisodeSegments
-from perdure.episodes.files import read_segments, scan_run
+from perdure.episodes.episode_parquet import TOKENS_SCHEMA
+from perdure.episodes.episode_store import read_segments, scan_run
 from perdure.episodes.segments import RewardShare, SegmentMode
-from perdure.episodes.tokens import TOKENS_SCHEMA
 from perdure.episodes.trainer_files import TrainerFile, TrainerFormat
 from perdure.errors import ConfigurationError, NotFound
 from perdure.storage.base import Store

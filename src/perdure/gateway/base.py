@@ -35,7 +35,7 @@ class SessionSpec(Frozen):
     model: str = DEFAULT_MODEL
     sampling: Sampling = Sampling()
     turns_key: str
-    """Store key of the turns (parquet, `perdure.episodes.turns`), written at close."""
+    """Store key of the turns (parquet, `perdure.episodes.turns_parquet`), written at close."""
     labels: dict[str, str] = Field(default_factory=dict)
     replay_of: SessionId | None = None
     """Session of the rollout's earlier, lost attempt: its recorded completions answer requests that

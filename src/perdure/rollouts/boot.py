@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from perdure.episodes.files import read_episode
+from perdure.episodes.episode_store import read_episode
 from perdure.errors import InstanceError, NotFound, RateLimited, SandboxLost
 from perdure.graders import patch
 from perdure.graders.patch import BASE_GIT

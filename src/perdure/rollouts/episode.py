@@ -2,9 +2,9 @@
 
 import time
 
-from perdure.episodes import segments, turns
+from perdure.episodes import segments, turns_parquet
 from perdure.episodes.episode import AttemptSummary, EpisodeParts, build_episode
-from perdure.episodes.files import read_episode, write_episode
+from perdure.episodes.episode_store import read_episode, write_episode
 from perdure.errors import NotFound
 from perdure.instances import catalog
 from perdure.rollouts import checkpoints
@@ -86,7 +86,7 @@ async def _attempt(store: Store, ending: Ending, number: int) -> AttemptSummary:
 
 async def _turns(store: Store, key: str) -> list[Turn]:
     try:
-        return turns.decode((await store.get(key)).data)
+        return turns_parquet.decode((await store.get(key)).data)
     except NotFound:
         return []
 

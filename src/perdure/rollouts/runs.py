@@ -5,7 +5,7 @@ import json
 
 from perdure.agents.check import check_options
 from perdure.episodes.accounting import count
-from perdure.episodes.files import scan_run
+from perdure.episodes.episode_store import scan_run
 from perdure.episodes.manifest import build_manifest
 from perdure.errors import ConfigurationError, NotFound
 from perdure.instances import catalog

@@ -15,7 +15,7 @@ from click.shell_completion import BashComplete
 
 from perdure.cli.main import COMMANDS, cli, invoke
 from perdure.episodes.episode import EpisodeParts, build_episode
-from perdure.episodes.files import write_episode
+from perdure.episodes.episode_store import write_episode
 from perdure.errors import ConfigurationError
 from perdure.settings.tree import Settings
 from perdure.stack import state as stack_state

@@ -11,7 +11,7 @@ import pytest
 from perdure.cli.main import invoke
 from perdure.cli.rollouts import stored
 from perdure.cli.rollouts import turns as show_turns
-from perdure.episodes import turns
+from perdure.episodes import turns_parquet
 from perdure.errors import NotFound
 from perdure.sandboxes.base import identity_of
 from perdure.testing.local_gateway import LocalGateway
@@ -67,7 +67,7 @@ def shown(
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("PERDURE_STORE", raising=False)
 
-    def run(*options: str, data: bytes = turns.encode(TURNS)) -> str:
+    def run(*options: str, data: bytes = turns_parquet.encode(TURNS)) -> str:
         file = tmp_path / "home" / "store" / ATTEMPT / "turns.parquet"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)

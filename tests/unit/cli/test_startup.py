@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from perdure.episodes.episode import EpisodeParts, build_episode
-from perdure.episodes.files import write_episode
+from perdure.episodes.episode_store import write_episode
 from perdure.storage.local import LocalStore
 from perdure.types import RolloutRequest, RolloutStatus
 

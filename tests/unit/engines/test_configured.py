@@ -14,7 +14,7 @@ from perdure.engines.configured import ConfiguredEngine, check_engine_settings, 
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster, StoredRoster, add_engine, roster_key
 from perdure.engines.state import EngineRecord, EngineSpec
-from perdure.episodes.turns import decode
+from perdure.episodes.turns_parquet import decode
 from perdure.errors import ConfigurationError, GatewayUnavailable
 from perdure.gateway.sampling import chat_request
 from perdure.home import load_secret

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, build_episode
-from perdure.episodes.files import read_episode, read_run, write_episode
+from perdure.episodes.episode_parquet import encode_segments
+from perdure.episodes.episode_store import read_episode, read_run, write_episode
 from perdure.episodes.manifest import build_manifest, pass_at
 from perdure.episodes.segments import cut
-from perdure.episodes.tokens import encode_segments
 from perdure.errors import Boundary
 from perdure.storage import keys
 from perdure.storage.local import LocalStore

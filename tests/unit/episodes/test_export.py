@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from perdure.episodes.episode import AttemptSummary, EpisodeParts, build_episode
+from perdure.episodes.episode_store import write_episode
 from perdure.episodes.export import Format, export_run
-from perdure.episodes.files import write_episode
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError, NotFound, StoreUnavailable
 from perdure.storage.local import LocalStore

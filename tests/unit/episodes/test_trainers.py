@@ -10,10 +10,10 @@ import pytest
 
 from perdure.cli.main import invoke
 from perdure.client.episodes import read_episodes
-from perdure.episodes import trainers, turns
+from perdure.episodes import trainers, turns_parquet
 from perdure.episodes.episode import EpisodeParts, EpisodeSegments, build_episode
+from perdure.episodes.episode_store import read_segments, write_episode
 from perdure.episodes.export import ExportReport, Format, Rules, export_run
-from perdure.episodes.files import read_segments, write_episode
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError
 from perdure.storage.local import LocalStore
@@ -69,7 +69,7 @@ class Run:
             run_id="r", instance=f"tests/{instance}", sample_index=sample_index
         )
         key = f"runs/r/rollouts/{instance}/{sample_index}/attempts/1/turns.parquet"
-        await self.store.put(key, turns.encode(taken))
+        await self.store.put(key, turns_parquet.encode(taken))
         outcome = Outcome.RESOLVED if reward else Outcome.UNRESOLVED
         parts = EpisodeParts(
             request=request,

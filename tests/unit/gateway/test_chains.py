@@ -17,7 +17,7 @@ from perdure.engines.base import NO_LABELS, Completion, Engine
 from perdure.engines.clients.token_server import body_with_ids
 from perdure.engines.pool.salvage import Salvage
 from perdure.episodes.segments import cut
-from perdure.episodes.turns import decode
+from perdure.episodes.turns_parquet import decode
 from perdure.errors import GatewayUnavailable
 from perdure.gateway import sessions as sessions_module
 from perdure.gateway.answers import PLACEHOLDER

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from perdure.episodes.turns import decode
+from perdure.episodes.turns_parquet import decode
 from perdure.errors import ConfigurationError, NotFound
 from perdure.gateway.base import SessionSpec, control_token
 from perdure.gateway.rendering.tokenizers import load_tokenizer

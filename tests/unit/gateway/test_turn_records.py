@@ -12,7 +12,15 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 
 from perdure.dialects.base import Answer
-from perdure.episodes.turns import SCHEMA, VERSION, Delta, decode, encode, encode_deltas, schema_of
+from perdure.episodes.turns_parquet import (
+    SCHEMA,
+    VERSION,
+    Delta,
+    decode,
+    encode,
+    encode_deltas,
+    schema_of,
+)
 from perdure.gateway.journal.encoding import frame, split
 from perdure.gateway.journal.turn_record import (
     TurnRecord,

@@ -15,7 +15,7 @@ import click
 
 from perdure.cli.console import many
 from perdure.cli.rollouts.stored import StoredRollout
-from perdure.episodes import turns as turn_files
+from perdure.episodes import turns_parquet as turn_files
 from perdure.episodes.accounting import count_trajectory
 from perdure.episodes.segments import MAIN, cut, untrained
 from perdure.errors import NotFound

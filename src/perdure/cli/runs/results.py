@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from perdure.episodes.files import scan_run
+from perdure.episodes.episode_store import scan_run
 from perdure.storage.base import Store
 from perdure.types import EpisodeRef
 

@@ -8,10 +8,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perdure.episodes import turns
+from perdure.episodes import turns_parquet
 from perdure.episodes.episode import Episode, EpisodeSegments, parse_episode
+from perdure.episodes.episode_parquet import decode_segments, encode_segments
 from perdure.episodes.segments import RewardShare, SegmentMode, cut
-from perdure.episodes.tokens import decode_segments, encode_segments
 from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
 from perdure.storage import keys
 from perdure.storage.base import Store
@@ -127,6 +127,6 @@ async def read_segments(
     elif episode.turns_key is None:
         found = []
     else:
-        recorded = turns.decode((await store.get(episode.turns_key)).data)
+        recorded = turns_parquet.decode((await store.get(episode.turns_key)).data)
         found = cut(recorded, mode=mode)
     return EpisodeSegments(episode, tuple(found)).shared(reward_share)

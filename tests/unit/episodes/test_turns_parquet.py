@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perdure.episodes.turns import decode, encode
+from perdure.episodes.turns_parquet import decode, encode
 from perdure.types import FinishReason, Purpose, Turn, VersionSpan
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)

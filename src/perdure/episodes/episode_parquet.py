@@ -1,6 +1,6 @@
 """Segments as parquet, `episode.parquet`: token ids, masks, logprobs and versions as arrays.
 
-Owns the form of that file; where it is stored is in `files`.
+Owns the form of that file; `episode_store` stores it.
 """
 
 import io
