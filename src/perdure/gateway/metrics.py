@@ -40,6 +40,9 @@ class Metrics:
         self.placeholders = Counter(
             name("placeholders"), "Answers without anything visible.", registry=registry
         )
+        self.paced = Counter(
+            name("paced"), "Calls that waited: over the session's ceiling.", registry=registry
+        )
         self.bridge_misses = Counter(
             name("bridge_misses"), "Prompts rendered in full.", ["reason"], registry=registry
         )

@@ -22,6 +22,7 @@ from perdure.gateway.journal.turn_record import (
     TURN,
     TurnRecord,
 )
+from perdure.gateway.pace import Pace
 from perdure.gateway.replay import Recording
 from perdure.types import EngineSpan
 
@@ -64,6 +65,7 @@ class Session:
     """One attempt of one rollout: the part that stays in memory while the session sleeps."""
 
     spec: SessionSpec
+    pace: Pace = field(default_factory=Pace)
     totals: Totals = field(default_factory=Totals)
     awake: "Awake | None" = None
     """Its turns as a tree. None while it sleeps: then only the journal holds its turns."""

@@ -36,10 +36,11 @@ from perdure.gateway.journal.turn_record import (
     turn_records,
 )
 from perdure.gateway.metrics import Metrics
+from perdure.gateway.pace import DEFAULT_CEILINGS, Ceilings, Pace
 from perdure.gateway.rendering.tokenizers import Format
 from perdure.gateway.replay import Recording
 from perdure.gateway.session_state import Awake, CallKey, Session
-from perdure.gateway.turn_maker import PendingTurn, TurnMaker, replayed
+from perdure.gateway.turn_maker import PendingTurn, TurnMaker, abandonable, replayed
 from perdure.storage.base import Store
 
 MAX_WAITING = 64
@@ -68,7 +69,9 @@ class Sessions:
         metrics: Metrics,
         *,
         partials: Partials,
+        ceilings: Ceilings = DEFAULT_CEILINGS,
     ) -> None:
+        self._ceilings = ceilings
         self._partials = partials
         self._journal = journal
         self._store = store
@@ -109,7 +112,7 @@ class Sessions:
                 problem = f"session {spec.session_id!r} was opened elsewhere and cannot be read"
                 raise GatewayUnavailable(problem) from None
             return found
-        session = Session(spec)
+        session = Session(spec, Pace(self._ceilings))
         session.wake(self._tool_digests, [record])
         return self._keep(session)
 
@@ -197,7 +200,8 @@ class Sessions:
         records = await self._journal.read(session_id)
         if not records:  # its opener was killed before it answered
             return None
-        session = Session(SessionSpec.model_validate(records[0]["spec"]))
+        spec = SessionSpec.model_validate(records[0]["spec"])
+        session = Session(spec, Pace(self._ceilings))
         session.wake(self._tool_digests, records)
         if session.closed:
             session.sleep()
@@ -328,8 +332,16 @@ class Sessions:
         """Sample a turn. A refusal that ends the rollout is journaled, so that every process of the
         pool can report it."""
         session = pending.session
+        if session.pace.wait_s() > 0:
+            log.info("a session waits: it calls too often", session_id=session.spec.session_id)
+            self._metrics.paced.inc()
+            await abandonable(session, session.pace.turn())
+        else:
+            await session.pace.turn()
         try:
-            return await self._maker.sampled(pending)
+            record = await self._maker.sampled(pending)
+            session.pace.sampled(record.answer.usage.get("completion_tokens") or 0)
+            return record
         except Refused as refused:
             if refused.code == TOO_STALE:
                 await self._note_stale(session, str(refused))

@@ -87,6 +87,10 @@ class GatewaySettings(Group):
     """How sandboxes reach it: by `url`, a unix `socket`, a relay (`dial`, `stdio`, `file`), or `auto`."""
     processes: int = Field(1, ge=1, le=64)
     """Gateway processes that `perdure up` starts. One process serves about 100 turns a second."""
+    calls_per_minute: int = Field(1_200, ge=1)
+    """Model calls that one session may start a minute in one gateway process; more of them wait."""
+    tokens_per_minute: int = Field(400_000, ge=1)
+    """Tokens that one session may sample a minute in one gateway process; further calls wait."""
     durability: Literal["local", "store"] = "local"
     """Where a turn must be before it is answered: on the `local` disk (an S3 store gets it seconds later), or in the `store`."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.gateway.http.app import create_app
-from perdure.gateway.http.server import NO_GRACE, Server, make_server
+from perdure.gateway.http.server import NO_GRACE, Server, limited, make_server
 from perdure.gateway.journal.local import LocalJournal
 from perdure.home import load_secret
 from perdure.settings.tree import Settings
@@ -41,7 +41,8 @@ class LocalGateway:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.control = GatewayControl(self.url, self.secret)
-        self._server = make_server(app, timeout_graceful_shutdown=NO_GRACE)
+        guarded = limited(app, self.secret)
+        self._server = make_server(guarded, timeout_graceful_shutdown=NO_GRACE)
         self._serving = asyncio.create_task(self._server.serve([listener]))
         return self
 

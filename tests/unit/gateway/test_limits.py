@@ -2,12 +2,14 @@
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from perdure.dialects.base import Refused
 from perdure.gateway.http.acceptor import Acceptor
 from perdure.gateway.http.limits import CallLimiter, Limits
 from perdure.gateway.http.listeners import bind_unix
@@ -17,16 +19,21 @@ class Slow:
     """An app that answers once it is told to, and knows how many calls it has."""
 
     def __init__(self) -> None:
+        self.arriving = 0
+        """Calls whose body is not complete."""
         self.running = 0
         self.most = 0
         self.go = asyncio.Event()
         self.changed = asyncio.Condition()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.running += 1
-        self.most = max(self.most, self.running)
-        async with self.changed:
-            self.changed.notify_all()
+        await self._count(arriving=1)
+        try:
+            while (await receive()).get("more_body"):
+                pass
+        finally:
+            await self._count(arriving=-1)
+        await self._count(running=1)
         try:
             await self.go.wait()
         finally:
@@ -34,13 +41,31 @@ class Slow:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"done"})
 
+    async def _count(self, arriving: int = 0, running: int = 0) -> None:
+        self.arriving += arriving
+        self.running += running
+        self.most = max(self.most, self.running)
+        async with self.changed:
+            self.changed.notify_all()
+
     async def until_running(self, count: int) -> None:
         async with self.changed:
             await self.changed.wait_for(lambda: self.running == count)
 
+    async def until_arriving(self, count: int) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.arriving == count)
+
+
+def _session(headers: Mapping[str, str]) -> str | None:
+    """The key is the session's name; without one the caller is nobody's."""
+    return headers.get("x-api-key")
+
 
 def _client(gate: CallLimiter) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://gateway")
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(gate), base_url="http://gateway", headers={"x-api-key": "s"}
+    )
 
 
 def _calls(client: httpx.AsyncClient, count: int, size: int) -> "list[asyncio.Task[Any]]":
@@ -50,18 +75,20 @@ def _calls(client: httpx.AsyncClient, count: int, size: int) -> "list[asyncio.Ta
 
 
 @pytest.mark.parametrize(
-    "limits", [Limits(calls=3), Limits(body_bytes=300)], ids=["calls", "bytes of bodies"]
+    ("limits", "most"),
+    [(Limits(calls=3), 3), (Limits(body_bytes=300), 3), (Limits(session_bytes=300), 3)],
+    ids=["calls", "bytes of bodies", "bytes of one session"],
 )
-async def test_calls_over_the_limit_wait(limits: Limits) -> None:
-    """Ten calls where three fit: never more than three at once, and all are answered."""
+async def test_calls_over_the_limit_wait(limits: Limits, most: int) -> None:
+    """Ten calls of 100 bytes: never more at once than fit, and all are answered."""
     app = Slow()
-    async with _client(CallLimiter(app, limits)) as client:
+    async with _client(CallLimiter(app, _session, limits)) as client:
         calls = _calls(client, 10, 100)
-        await app.until_running(3)
+        await app.until_running(most)
         app.go.set()
         answers = await asyncio.gather(*calls)
 
-    assert app.most == 3
+    assert app.most == most
     assert [answer.status_code for answer in answers] == [200] * 10
 
 
@@ -69,16 +96,69 @@ async def test_a_body_larger_than_the_room_is_worked_on_alone() -> None:
     """It is not locked out; the app refuses it if it is too large."""
     app = Slow()
     app.go.set()
-    async with _client(CallLimiter(app, Limits(body_bytes=10))) as client:
+    async with _client(CallLimiter(app, _session, Limits(body_bytes=10))) as client:
         answer = await client.post("/v1/messages", content=b"x" * 100)
 
     assert answer.status_code == 200
 
 
+async def test_idle_uploads_of_one_session_stop_nobody_else() -> None:
+    """Bodies that never end hold the bytes that came, so other sessions' calls pass at once."""
+    app = Slow()
+    app.go.set()
+    gate = CallLimiter(app, _session, Limits(calls=4, body_bytes=300, session_bytes=100))
+    endless = asyncio.Event()
+
+    async def drip() -> AsyncIterator[bytes]:
+        yield b"x" * 50
+        await endless.wait()
+
+    async with _client(gate) as client:
+        uploads = [
+            asyncio.create_task(client.post("/v1/messages", content=drip())) for _ in range(8)
+        ]
+        await app.until_arriving(8)
+        other = await client.post("/v1/messages", content=b"y", headers={"x-api-key": "other"})
+        endless.set()
+        await asyncio.gather(*uploads)
+
+    assert other.status_code == 200
+
+
+async def test_a_body_that_does_not_arrive_is_given_up() -> None:
+    """Its deadline passes while the client is silent: the call is refused and its room is free."""
+    app = Slow()
+    gate = CallLimiter(app, _session, Limits(body_s=0.05))
+    silent = asyncio.Event()
+
+    async def drip() -> AsyncIterator[bytes]:
+        yield b"x"
+        await silent.wait()
+
+    async with _client(gate) as client:
+        with pytest.raises(Refused, match=r"body did not arrive within 0\.05 s"):
+            await client.post("/v1/messages", content=drip())
+
+
+async def test_without_a_key_nothing_is_booked() -> None:
+    """A caller without a key is passed on to be refused, also while every place is taken."""
+    app = Slow()
+    async with _client(CallLimiter(app, _session, Limits(calls=1))) as client:
+        calls = _calls(client, 2, 1)
+        await app.until_running(1)
+        client.headers.pop("x-api-key")
+        stranger = asyncio.create_task(client.post("/v1/messages", content=b"x"))
+        await app.until_running(2)
+        app.go.set()
+        await asyncio.gather(*calls, stranger)
+
+    assert stranger.result().status_code == 200
+
+
 async def test_health_and_control_do_not_wait() -> None:
     """With every place taken by agents' calls, everything else still passes."""
     app = Slow()
-    async with _client(CallLimiter(app, Limits(calls=1))) as client:
+    async with _client(CallLimiter(app, _session, Limits(calls=1))) as client:
         calls = _calls(client, 2, 1)
         await app.until_running(1)
         health = asyncio.create_task(client.get("/healthz"))
@@ -92,7 +172,7 @@ async def test_health_and_control_do_not_wait() -> None:
 async def test_a_call_that_gives_up_makes_room() -> None:
     """A cancelled call leaves the queue, whether it waits or works."""
     app = Slow()
-    async with _client(CallLimiter(app, Limits(calls=1))) as client:
+    async with _client(CallLimiter(app, _session, Limits(calls=1))) as client:
         working, waiting, last = _calls(client, 3, 1)
         await app.until_running(1)
         waiting.cancel()
@@ -107,7 +187,7 @@ async def test_too_many_waiting_calls_pause_accepting() -> None:
     """The gate says once that too many wait, and once that they do not any more."""
     app = Slow()
     told: list[bool] = []
-    gate = CallLimiter(app, Limits(calls=1, waiting=2))
+    gate = CallLimiter(app, _session, Limits(calls=1, waiting=2))
     gate.on_crowded = told.append
     async with _client(gate) as client:
         calls = _calls(client, 4, 1)

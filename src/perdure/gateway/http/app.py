@@ -6,7 +6,6 @@ anything.
 
 import asyncio
 import contextlib
-import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +31,13 @@ from perdure.errors import (
     PerdureError,
     RetryHere,
 )
-from perdure.gateway.base import SessionSpec, control_token, session_key
+from perdure.gateway.base import SessionSpec
 from perdure.gateway.http import engine_routes
+from perdure.gateway.http.keys import may_control, session_of
 from perdure.gateway.journal.base import Journal
 from perdure.gateway.journal.configured import open_partials
 from perdure.gateway.metrics import Metrics
+from perdure.gateway.pace import Ceilings
 from perdure.gateway.rendering.tokenizers import load_format
 from perdure.gateway.sessions import Sessions
 from perdure.settings.tree import Settings
@@ -103,7 +104,18 @@ def create_app(
             roster, keys = StoredRoster(store, roster_key(secret)), engine_keys(secret)
             engine = ConfiguredEngine(settings, client, roster, home_key=keys.data)
             partials = open_partials(settings, store)
-            sessions = Sessions(journal, engine, model_format, store, metrics, partials=partials)
+            ceilings = Ceilings(
+                settings.gateway.calls_per_minute, settings.gateway.tokens_per_minute
+            )
+            sessions = Sessions(
+                journal,
+                engine,
+                model_format,
+                store,
+                metrics,
+                partials=partials,
+                ceilings=ceilings,
+            )
             app.state.gateway = Gateway(settings, secret, sessions, engine, metrics, patience)
             following = asyncio.create_task(engine.follow())
             try:
@@ -200,10 +212,8 @@ def _dialect_of(request: Request) -> Dialect:
 
 def _session_of(request: Request) -> str:
     """The session whose key the caller holds. Raises: Refused (401)."""
-    key = _bearer(request) or request.headers.get("x-api-key", "").strip()
-    session_id = key.rpartition(".")[0]
-    expected = session_key(_gateway(request).secret, session_id)
-    if not session_id or not hmac.compare_digest(key.encode(), expected.encode()):
+    session_id = session_of(_gateway(request).secret, request.headers)
+    if session_id is None:
         raise Refused(401, "invalid_api_key", "the session key is missing or wrong")
     return session_id
 
@@ -259,8 +269,7 @@ def _control(handler: Handler) -> Handler:
 
     async def route(request: Request) -> Response:
         try:
-            expected = control_token(_gateway(request).secret)
-            if not hmac.compare_digest(_bearer(request).encode(), expected.encode()):
+            if not may_control(_gateway(request).secret, request.headers):
                 raise Refused(401, "invalid_control_token", "the control token is missing or wrong")
             return await handler(request)
         except NotFound as error:
@@ -290,11 +299,6 @@ async def _metrics(request: Request) -> Response:
 def _gateway(request: Request) -> Gateway:
     gateway: Gateway = request.app.state.gateway
     return gateway
-
-
-def _bearer(request: Request) -> str:
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _check_headers(request: Request) -> None:

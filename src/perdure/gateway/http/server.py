@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import itertools
+import resource
 import signal
 import socket
+import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from starlette.types import ASGIApp
 from perdure.gateway.http import listeners
 from perdure.gateway.http.acceptor import Acceptor
 from perdure.gateway.http.app import create_app
+from perdure.gateway.http.idle import IDLE_S, IdleConnections
+from perdure.gateway.http.keys import session_of
 from perdure.gateway.http.limits import CallLimiter
 from perdure.gateway.journal.configured import open_journal
 from perdure.settings.tree import Settings
@@ -34,8 +39,9 @@ log = structlog.get_logger()
 class Server(uvicorn.Server):
     """uvicorn inside a program that owns its signals, and that stops at once when told to."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, idle_s: float = IDLE_S) -> None:
         super().__init__(config)
+        self.idle_s = idle_s
         self._stopping = asyncio.Event()
         self._acceptor: Acceptor | None = None
 
@@ -56,7 +62,9 @@ class Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         ticks = itertools.count()
+        idle = IdleConnections(self.idle_s)
         while not await self.on_tick(next(ticks)):
+            idle.close_old(self.server_state.connections, time.monotonic())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
 
@@ -85,7 +93,12 @@ class Server(uvicorn.Server):
         return protocol
 
 
-def make_server(app: ASGIApp, **options: Any) -> Server:
+def limited(app: ASGIApp, secret: bytes) -> CallLimiter:
+    """The app behind the limits of one process."""
+    return CallLimiter(app, partial(session_of, secret))
+
+
+def make_server(app: ASGIApp, *, idle_s: float = IDLE_S, **options: Any) -> Server:
     config = uvicorn.Config(
         app,
         ws="none",
@@ -96,7 +109,7 @@ def make_server(app: ASGIApp, **options: Any) -> Server:
         timeout_keep_alive=75,
         **{"http": "h11", "timeout_graceful_shutdown": GRACE_S, **options},
     )
-    return Server(config)
+    return Server(config, idle_s)
 
 
 async def serve(
@@ -113,9 +126,12 @@ async def serve(
     unix socket of this process alone, for health checks.
     Raises: ConfigurationError.
     """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection takes a descriptor
     loop = asyncio.get_running_loop()
     journal = open_journal(settings, store)
-    server = make_server(CallLimiter(create_app(settings, secret, store, journal)))
+    app = create_app(settings, secret, store, journal)
+    server = make_server(limited(app, secret))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     with _sockets(settings, descriptors, health) as sockets:

@@ -1,75 +1,144 @@
 """Forwards TCP connections on 127.0.0.1 to the gateway's unix socket, in a process of its own.
 
 The keeper forks it on the host. It enters only the sandbox's network namespace, so hostile code can
-reach the gateway through it, but neither the socket's folder nor this process.
+reach the gateway through it, but neither the socket's folder nor this process. One thread and at
+most `MOST` connections: what code in the sandbox opens beyond them waits in the kernel's queue.
 """
 
 import _socket
-import _thread
 import os
-from time import monotonic, sleep
+import select
+from time import monotonic
 
 CONNECT_FOR_S = 30.0
 """Seconds that callers wait for a gateway that restarts, before their connection is closed."""
+CONNECT_AGAIN_MS = 50
+MOST = 64
+"""Connections at once, as many as calls that the gateway accepts of one session."""
+CHUNK = 65536
 
 
-def serve(port: int, path: str, tell: int) -> None:
-    """Never returns. Writes the port it listens on to the descriptor `tell`. `port` 0: any."""
+def serve(port: int, path: str, tell: int, groups: list[str]) -> None:
+    """Never returns. Writes the port it listens on to the descriptor `tell`. `port` 0: any.
+
+    Then it joins the sandbox's `groups` (files named cgroup.procs), whose limits count it from then on.
+    """
     listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
     listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     listener.listen(256)
+    listener.setblocking(False)
     os.write(tell, f"{listener.getsockname()[1]}\n".encode())
     os.close(tell)
+    for procs in groups:
+        with open(procs, "w") as file:
+            file.write("0")
+    connections: list[_Connection] = []
     while True:
-        fd, _ = listener._accept()  # type: ignore[attr-defined]  # what socket.accept wraps
-        client = _socket.socket(fileno=fd)
+        connections = _turn(listener, path, connections)
+
+
+def _turn(
+    listener: _socket.socket, path: str, connections: "list[_Connection]"
+) -> "list[_Connection]":
+    """Wait for something to do and do it. Returns the connections that are still open."""
+    poll = select.poll()
+    if len(connections) < MOST:
+        poll.register(listener, select.POLLIN)
+    for connection in connections:
+        for end, events in connection.wanted():
+            poll.register(end, events)
+    waiting = any(connection.gateway is None for connection in connections)
+    ready = {fd for fd, _ in poll.poll(CONNECT_AGAIN_MS if waiting else None)}
+    if listener.fileno() in ready:
+        try:
+            fd, _ = listener._accept()  # type: ignore[attr-defined]  # what socket.accept wraps
+        except OSError:  # the caller went away
+            pass
+        else:
+            connections.append(_Connection(_socket.socket(fileno=fd)))
+    for connection in connections:
+        connection.advance(path, ready)
+    return [connection for connection in connections if not connection.over]
+
+
+class _Connection:
+    def __init__(self, client: _socket.socket) -> None:
+        client.setblocking(False)
         client.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
-        _thread.start_new_thread(_carry, (client, path))
+        self.client = client
+        self.gateway: _socket.socket | None = None
+        self.over = False
+        self._flows: tuple[_Flow, ...] = ()
+        self._until = monotonic() + CONNECT_FOR_S
 
+    def wanted(self) -> list[tuple[_socket.socket, int]]:
+        """Ends that can move something, with the events to wait for. An end that waits for nothing is
+        left out, because poll reports a closed one again and again."""
+        events: dict[_socket.socket, int] = {}
+        for flow in self._flows:
+            end, event = flow.wanted()
+            if event:
+                events[end] = events.get(end, 0) | event
+        return list(events.items())
 
-def _carry(client: _socket.socket, path: str) -> None:
-    try:
-        gateway = _connect(path)
-    except OSError:
-        client.close()
-        return
-    over = _thread.allocate_lock()
-    over.acquire()
-    _thread.start_new_thread(_back, (gateway, client, over))
-    _pump(client, gateway)
-    over.acquire()
-    client.close()
-    gateway.close()
+    def advance(self, path: str, ready: set[int]) -> None:
+        try:
+            if self.gateway is None:
+                self._connect(path)
+            for flow in self._flows:
+                flow.advance(ready)
+        except OSError:
+            self._close()
+        else:
+            if self._flows and all(flow.done for flow in self._flows):
+                self._close()
 
-
-def _connect(path: str) -> _socket.socket:
-    until = monotonic() + CONNECT_FOR_S
-    while True:
+    def _connect(self, path: str) -> None:
         gateway = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        gateway.setblocking(False)
         try:
             gateway.connect(path)
-            return gateway
         except OSError:
             gateway.close()
-            if monotonic() > until:
+            if monotonic() > self._until:
                 raise
-            sleep(0.05)
+        else:
+            self.gateway = gateway
+            self._flows = (_Flow(self.client, gateway), _Flow(gateway, self.client))
+
+    def _close(self) -> None:
+        self.client.close()
+        if self.gateway is not None:
+            self.gateway.close()
+        self.over = True
 
 
-def _back(gateway: _socket.socket, client: _socket.socket, over: "_thread.LockType") -> None:
-    _pump(gateway, client)
-    over.release()
+class _Flow:
+    """Bytes in one direction. Reads no more while the other end has not taken what was read."""
 
+    def __init__(self, source: _socket.socket, sink: _socket.socket) -> None:
+        self._source = source
+        self._sink = sink
+        self._data = b""
+        self.done = False
 
-def _pump(source: _socket.socket, sink: _socket.socket) -> None:
-    try:
-        while data := source.recv(65536):
-            sink.sendall(data)
-    except OSError:
-        pass
-    for end, how in ((sink, _socket.SHUT_WR), (source, _socket.SHUT_RD)):
-        try:  # noqa: SIM105  # contextlib would cost every sandbox an import
-            end.shutdown(how)
-        except OSError:
-            pass
+    def wanted(self) -> tuple[_socket.socket, int]:
+        if self._data:
+            return self._sink, select.POLLOUT
+        return self._source, 0 if self.done else select.POLLIN
+
+    def advance(self, ready: set[int]) -> None:
+        if not self._data and not self.done and self._source.fileno() in ready:
+            try:
+                self._data = self._source.recv(CHUNK)
+            except BlockingIOError:
+                return
+            if not self._data:
+                self.done = True
+                self._sink.shutdown(_socket.SHUT_WR)
+        if self._data:
+            try:
+                self._data = self._data[self._sink.send(self._data) :]
+            except BlockingIOError:
+                return

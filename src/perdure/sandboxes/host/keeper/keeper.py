@@ -163,8 +163,7 @@ class Keeper:
             os.close(fd)
         assert self._launcher is not None
         self._launcher.recv(64)  # it has joined its cgroups: the next join is quick
-        groups = [f"{self._groups}/holder/cgroup.procs"] if self._groups else []
-        for path in (*self._joins, *groups):
+        for path in self._helpers_groups():
             with open(path, "w") as file:
                 file.write(str(self._holder))
 
@@ -192,6 +191,11 @@ class Keeper:
             if not said:
                 raise OSError("the launcher ended")
 
+    def _helpers_groups(self) -> list[str]:
+        """What a helper of the sandbox joins, so that the sandbox's limits count it."""
+        own = [f"{self._groups}/holder/cgroup.procs"] if self._groups else []
+        return [*self._joins, *own]
+
     def _fork_forwarder(self) -> str:
         """The port it listens on, or - if the sandbox has no gateway."""
         gateway: tuple[int, str] | None = self._order["gateway"]  # type: ignore[assignment]
@@ -208,7 +212,7 @@ class Keeper:
                 if self._holder:
                     users = linux.users_to_enter_first(self._holder)
                     linux.enter(self._holder_fd, users | linux.NEW_NETWORK)
-                forwarder.serve(*gateway, tell=writer)
+                forwarder.serve(*gateway, tell=writer, groups=self._helpers_groups())
             except Exception as error:
                 _log(error)
             finally:

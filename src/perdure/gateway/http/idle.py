@@ -1,0 +1,36 @@
+"""Closes connections on which no request arrives: silent ones, and headers that never end."""
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+IDLE_S = 90.0
+"""Seconds a connection may stay without a whole request head; clients keep idle ones for less."""
+LOOK_EVERY_S = 5.0
+
+
+class IdleConnections:
+    """Knows since when each connection of a server has been without a request."""
+
+    def __init__(self, idle_s: float = IDLE_S) -> None:
+        self._idle_s = idle_s
+        self._look_at = 0.0
+        self._since: WeakKeyDictionary[Any, tuple[Any, float]] = WeakKeyDictionary()
+        """Each idle connection's last request, and when it was first seen idle after it."""
+
+    def close_old(self, connections: Iterable[Any], now: float) -> None:
+        """Close those that have been idle for too long. `connections`: uvicorn's HTTP protocols."""
+        if now < self._look_at:
+            return
+        self._look_at = now + min(LOOK_EVERY_S, self._idle_s)
+        for connection in list(connections):
+            last = connection.cycle
+            if last is not None and not last.response_complete:
+                self._since.pop(connection, None)
+                continue
+            known, since = self._since.get(connection, (last, now))
+            if known is not last:
+                since = now
+            self._since[connection] = (last, since)
+            if now - since >= self._idle_s:
+                connection.transport.close()

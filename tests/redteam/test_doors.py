@@ -1,0 +1,119 @@
+"""Hostile code holds the doors to the gateway open: it takes its own share and no more."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from perdure.sandboxes.base import SandboxProvider
+from perdure.sandboxes.host.keeper.forwarder import MOST
+from perdure.sandboxes.host.namespaces import NamespaceSandbox
+from tests.redteam.conftest import Boot, require
+from tests.stack.waiting import until
+
+IDLE = """
+import os, socket, sys, time
+held = []
+for _ in range(1000):
+    end = socket.socket()
+    end.settimeout(1)
+    try:
+        end.connect(("127.0.0.1", int(sys.argv[1])))
+    except OSError:
+        break
+    held.append(end)
+print(len(held), flush=True)
+time.sleep(600)
+"""
+
+ASK = """
+import socket, sys
+end = socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=60)
+end.sendall(b"x" * 300000)
+end.shutdown(socket.SHUT_WR)
+got = 0
+while data := end.recv(65536):
+    got += len(data)
+print(got)
+"""
+
+
+class Gateway:
+    """Sends back what it was sent, and counts the connections it holds."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.most = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.held += 1
+        self.most = max(self.most, self.held)
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+            writer.close()
+        self.held -= 1
+
+
+@pytest.fixture
+async def gateway(home: Path) -> AsyncIterator[Gateway]:
+    served = Gateway()
+    (home / "gw").mkdir()
+    server = await asyncio.start_unix_server(served.serve, home / "gw" / "gateway.sock")
+    yield served
+    server.close()
+
+
+async def test_idle_connections_stay_within_the_sandboxs_share(
+    boot: Boot, provider: SandboxProvider, home: Path, gateway: Gateway
+) -> None:
+    """A thousand connections cost the host no thread, the gateway 64, and end with the command."""
+    if not provider.sees_host:
+        pytest.skip("its sandboxes reach the gateway without a forwarder")
+    box = await boot(gateway=home / "gw" / "gateway.sock")
+    assert isinstance(box, NamespaceSandbox)
+    assert box.gateway_url is not None
+    port = box.gateway_url.rpartition(":")[2]
+    await box.start("idle", ["python3", "-c", IDLE, port])
+    await until(lambda: gateway.held == MOST, "the forwarder has as many connections as it takes")
+
+    keeper = box.box.keeper
+    assert keeper is not None
+    children = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text()
+    helpers = [Path(f"/proc/{pid}/task") for pid in children.split()]
+    threads = sum(len([*tasks.iterdir()]) for tasks in helpers)
+    await box.signal("idle", 9)
+    await until(lambda: gateway.held == 0, "the connections ended with the command")
+    asked = await box.exec(["python3", "-c", ASK, port], timeout=60)
+
+    assert gateway.most == MOST
+    assert threads == len(helpers)
+    assert asked.stdout.strip() == b"300000"
+
+
+async def test_the_forwarder_counts_against_the_sandboxs_limits(
+    boot: Boot, provider: SandboxProvider, home: Path, gateway: Gateway
+) -> None:
+    """What a sandbox sends through the forwarder costs the sandbox's own share of the host."""
+    if not provider.sees_host:
+        pytest.skip("its sandboxes reach the gateway without a forwarder")
+    box = await boot(gateway=home / "gw" / "gateway.sock")
+    require(box, "memory")
+    assert isinstance(box, NamespaceSandbox)
+    keeper = box.box.keeper
+    assert keeper is not None
+    children = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text().split()
+    (forwarder,) = (pid for pid in children if _name(pid) == "perdure-forward")
+
+    def joined() -> bool:
+        groups = Path(f"/proc/{forwarder}/cgroup").read_text()
+        return all(Path(group).name in groups for group in box.box.groups)
+
+    await until(joined, "the forwarder is in every group of the sandbox")
+
+
+def _name(pid: str) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()

@@ -1,0 +1,129 @@
+"""Callers that only hold connections open keep nobody else out of the gateway."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from perdure.gateway.http.listeners import bind_unix
+from perdure.gateway.http.server import NO_GRACE, make_server
+from perdure.gateway.pace import Ceilings, Pace
+from perdure.testing.local_gateway import LocalGateway
+from perdure.testing.scripted_engine import ScriptedEngine
+
+ANNOUNCED = (
+    "POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\nauthorization: Bearer {}\r\n"
+    "content-type: application/json\r\ncontent-length: 33554432\r\n\r\n{{"
+)
+QUESTION = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def test_idle_uploads_keep_nobody_out(tmp_path: Path) -> None:
+    """One session announces four bodies of 32 MiB and sends a byte of each: another is answered."""
+    async with (
+        ScriptedEngine({"default": {"turns": [{"content": "hi"}]}}) as engine,
+        LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway,
+    ):
+        hostile, innocent = await gateway.open("hostile"), await gateway.open("innocent")
+        port = int(gateway.url.rpartition(":")[2])
+        async with contextlib.AsyncExitStack() as held:
+            for _ in range(4):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                held.callback(writer.close)
+                writer.write(ANNOUNCED.format(hostile).encode())
+                await writer.drain()
+            async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+                answer = await client.post(
+                    "/v1/chat/completions",
+                    json=QUESTION,
+                    headers={"authorization": f"Bearer {innocent}"},
+                )
+
+    assert answer.status_code == 200
+
+
+@pytest.fixture
+async def impatient(tmp_path: Path) -> AsyncIterator[Path]:
+    """A server that gives idle connections a tenth of a second."""
+
+    async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await receive()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            return await send({"type": "lifespan.shutdown.complete"})
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"hello"})
+
+    path = tmp_path / "s"
+    server = make_server(hello, idle_s=0.1, timeout_graceful_shutdown=NO_GRACE)
+    serving = asyncio.create_task(server.serve([bind_unix(path)]))
+    yield path
+    server.stop()
+    await serving
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HTTP/1.1\r\nhost: ", b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"]
+)
+async def test_a_connection_without_a_request_is_closed(impatient: Path, sent: bytes) -> None:
+    """Silent ones, those whose headers never end, and those kept after an answer."""
+    reader, writer = await asyncio.open_unix_connection(str(impatient))
+    writer.write(sent)
+
+    answer = await asyncio.wait_for(reader.read(), 60)  # returns at the end of the connection
+    writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 200") == sent.endswith(b"\r\n\r\n")
+
+
+def test_a_session_over_its_ceiling_waits_until_its_share_has_grown() -> None:
+    """Calls and sampled tokens both count; a debt of tokens is paid off by time."""
+    now = 0.0
+    pace = Pace(Ceilings(calls=60, tokens=600), clock=lambda: now)
+
+    async def call(times: int) -> None:
+        for _ in range(times):
+            await pace.turn()
+
+    asyncio.run(call(60))
+    assert pace.wait_s() == pytest.approx(1.0)  # one call a second comes back
+    now = 30.0
+    assert pace.wait_s() == 0.0
+    pace.sampled(1200)
+    assert pace.wait_s() == pytest.approx(60.0, abs=0.2)
+    now = 91.0
+    assert pace.wait_s() == 0.0
+
+
+async def test_a_session_over_its_ceiling_is_slowed_and_others_are_not(tmp_path: Path) -> None:
+    """The second call of a session with one call a minute waits; closing the session ends the wait."""
+    async with (
+        ScriptedEngine({"default": {"turns": [{"content": "hi"}]}}) as engine,
+        LocalGateway(
+            tmp_path,
+            engine={"url": engine.url, "kind": "vllm"},
+            gateway={"calls_per_minute": 1},
+        ) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
+    ):
+
+        async def ask(key: str, content: str) -> httpx.Response:
+            question = {"model": "m", "messages": [{"role": "user", "content": content}]}
+            headers = {"authorization": f"Bearer {key}"}
+            return await client.post("/v1/chat/completions", json=question, headers=headers)
+
+        busy, other = await gateway.open("busy"), await gateway.open("other")
+        first = await ask(busy, "one")
+        second = asyncio.create_task(ask(busy, "two"))
+        elsewhere = await ask(other, "one")
+        assert not second.done()
+        await gateway.control.close("busy")
+        refused = await second
+
+    assert (first.status_code, elsewhere.status_code) == (200, 200)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "session_closed")
