@@ -110,7 +110,7 @@ async def test_the_forwarder_counts_against_the_sandboxs_limits(
 
     def joined() -> bool:
         groups = Path(f"/proc/{forwarder}/cgroup").read_text()
-        return all(Path(group).name in groups for group in box.box.groups)
+        return all(Path(group).name in groups for group in box.box.meta().groups)
 
     await until(joined, "the forwarder is in every group of the sandbox")
 
