@@ -1,4 +1,5 @@
-"""`python -m benchmarks.crash`: kill -9 in the middle, the documented way back, then count.
+"""`python -m benchmarks.crash`: kills with signal 9 in the middle of a job, restarts as documented,
+and counts the calls.
 
 It kills the peer's runner, and every process of Perdure: supervisor, Temporal's server, gateway,
 worker, command line. Calls are counted at the endpoint, where they are paid for.

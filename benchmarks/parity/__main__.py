@@ -1,10 +1,10 @@
 """`python -m benchmarks.parity`: recorded tokens of rollouts, scored again by transformers.
 
 A real vLLM samples conversations through the gateway, greedily and at random. Then transformers, in an
-environment of its own, reads exactly the recorded ids, in the served dtype and in float32. Reported:
-how far its logprobs are from the recorded ones, the effect on a trainer's importance ratios, whether
-its greedy ids agree, and tokens per second of both and of the engine alone. `--device cuda` runs all
-of it on a GPU; without a GPU it is reported as not run.
+environment of its own, reads exactly the recorded ids, in the served dtype and in float32. The
+report has the distance of its logprobs from the recorded ones, the effect on a trainer's importance
+ratios, and whether its greedy ids agree. It also has tokens per second of both and of the engine
+alone. `--device cuda` runs all of it on a GPU; without a GPU it is reported as not run.
 """
 
 import argparse

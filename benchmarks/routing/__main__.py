@@ -1,14 +1,14 @@
 """`python -m benchmarks.routing`: prefix-cache hits of the gateway's leases and of other routers.
 
 `two gateways` have separate leases; each call of a session goes to either, as connections do.
-`--router PATH` adds vLLM's own router (the package vllm-router, in an environment of its own) before
-the same engines, with each policy that uses sessions, prompts or loads. Its policy `kv_aware` needs KV
-events of the engines, which modelled caches do not send.
+`--router PATH` puts vLLM's own router before the same engines, with each policy that uses sessions,
+prompts or loads. It is the package vllm-router, in an environment of its own. Its policy `kv_aware`
+needs KV events of the engines, which modelled caches do not send.
 
 Two scripted engines have a modelled prefix cache (blocks of 128 tokens, LRU) and prefill one prompt
 after the other, which takes time. Sessions come in groups with one opening prompt, all at once. Each
-turn's prompt is the last prompt, its completion and a tool's result. Reusable are the tokens that one
-engine with an unlimited cache would have hit in the same order of calls.
+turn's prompt is the last prompt, its completion and a tool's result. A token is reusable if one
+engine with an unlimited cache would have hit it in the same order of calls.
 """
 
 import argparse

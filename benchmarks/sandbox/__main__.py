@@ -2,9 +2,10 @@
 
     python -m benchmarks.sandbox [--providers NAMES] [--parallel COUNTS] [--rounds N] [--json]
 
-Within each round, each provider and its plain tool do the same work in turn: `bwrap` with the same
-flags running `true`, the `podman` and `docker` command lines, the E2B and Daytona SDKs against the
-same double, whose sandboxes run on this host too. `x plain` is our overhead.
+Within each round, each provider and its plain tool do the same work in turn. The plain tools are
+`bwrap` with the same flags running `true`, the `podman` and `docker` command lines, and the E2B and
+Daytona SDKs. Both sides use the same double, whose sandboxes run on this host too. `x plain` is our
+overhead.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """`python -m benchmarks.startup`: CPU seconds of the commands that people call all day.
 
-A stack runs in a scratch home and has finished one rollout. Each round calls every command once, and
-also a bare Python and the two imports that `status` needs, so that other load on the machine affects
-all of them alike.
+A stack runs in a scratch home and has finished one rollout. Each round calls every command once, so
+that other load on the machine affects all of them alike. It also starts a bare Python and makes the
+two imports that `status` needs.
 """
 
 import argparse

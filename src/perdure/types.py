@@ -542,9 +542,11 @@ class Purpose(StrEnum):
     STEP = "step"
     """The agent's next step: trained."""
     COMPACTION = "compaction"
-    """A summary of its own history, from which it continues: trained, a branch of its own."""
+    """The agent summarises its own history and continues from the summary. The turn is trained and
+    starts a new branch."""
     SIDE = "side"
-    """A title, a topic, a probe: the outcome does not depend on it. Recorded, never trained."""
+    """A request for a title or a topic, or a probe. The outcome does not depend on it, so it is
+    recorded and never trained."""
 
 
 class TurnFacts(Frozen):

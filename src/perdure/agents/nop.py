@@ -1,4 +1,4 @@
-"""The agent that does nothing: every sound instance must stay unresolved."""
+"""The agent that does nothing. With it, every sound instance must stay unresolved."""
 
 from pathlib import Path
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""The oracle: applies the gold patch, so every sound instance must come out resolved."""
+"""The oracle applies the gold patch. With it, every sound instance must be resolved."""
 
 from pathlib import Path
 from typing import ClassVar

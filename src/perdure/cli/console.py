@@ -1,4 +1,4 @@
-"""The two streams of a command: its answer on stdout, everything else on stderr.
+"""What a command prints: its answer on stdout, everything else on stderr.
 
 Rich is imported only where a table is printed: it costs a tenth of a second.
 """

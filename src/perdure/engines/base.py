@@ -14,7 +14,7 @@ from perdure.types import EngineSpan, FinishReason, Frozen, VersionSpan
 DEFAULT_MODEL = "policy"
 """Model name of the policy if the settings name none."""
 TOO_STALE = "policy_too_stale"
-"""Error code if every engine serves newer weights than the session's group may be sampled by."""
+"""Error code if every engine serves newer weights than the session's group accepts."""
 
 
 class Wait(Frozen):

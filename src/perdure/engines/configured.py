@@ -62,7 +62,7 @@ class ConfiguredEngine:
 
     @property
     def name(self) -> str:
-        """The engine in use, for /healthz; before the first call, what is configured."""
+        """The engine in use, for /healthz. Before the first call: the configured one."""
         return self._engine.name if self._engine else _url_and_kind(self._settings)[0] or "none"
 
     async def follow(self) -> None:

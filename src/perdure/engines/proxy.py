@@ -22,8 +22,8 @@ HEAD_S = 30.0
 HOP = (b"authorization", b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"te")
 """Headers that are not forwarded."""
 LINE_ENDS = (b"\r", b"\n", b"\0")
-"""Bytes refused within a line: some engines take them for the line's end, and would read a second
-request there."""
+"""Bytes that a line may not contain: some engines take them for the end of the line and would read
+a second request after them."""
 OPEN_TO_GATEWAYS = frozenset(
     {
         *(("GET", path) for path in ("/health", "/metrics", "/v1/models", "/version")),

@@ -89,7 +89,7 @@ class EngineRecord(Frozen):
     start_id: str = ""
     """Identifies this start of the server: its fenced model name, or its process's start time."""
     condemned: str = ""
-    """The `start_id` that may not serve again, because a weight update broke it."""
+    """A weight update broke the engine with this `start_id`, so that start may not serve again."""
     held_by: str = ""
     """What paused it and will release it, such as `update 7`."""
     version: int | None = None

@@ -1,7 +1,7 @@
 """Exports a finished run for other programs: predictions, token arrays, JSON lines, messages.
 
-Owns the files outside the store. A rollout that cannot be exported exactly is listed with the reason;
-it is neither altered nor silently left out.
+Owns the files outside the store. A rollout that cannot be exported exactly is left out unaltered
+and listed with the reason.
 """
 
 import json

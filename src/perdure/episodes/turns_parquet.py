@@ -73,7 +73,8 @@ class Delta(NamedTuple):
 
 
 def encode(turns: Sequence[Turn]) -> bytes:
-    """One row a turn; each prompt as what it adds to its parent turn, so the file stays linear."""
+    """One row per turn. A row holds only the ids that its prompt adds to the parent turn, so the
+    size of the file grows linearly."""
     return encode_deltas(_deltas(turns))
 
 

@@ -1,7 +1,7 @@
 """The grader contract: a fresh sandbox, a captured diff, one verdict.
 
-Everything hidden (tests, lists, gold) arrives from the host and is parsed on the host; no grader
-believes what the agent or the code under test reports about itself.
+The host supplies and parses everything hidden: tests, lists, gold patch. No grader believes what
+the agent or the code under test reports about itself.
 """
 
 from typing import ClassVar, NamedTuple, Protocol

@@ -1,7 +1,7 @@
 """Grades by one command: exit code 0 in the workdir means resolved.
 
-This is the weakest protocol: without a canary, code under test that exits 0 early wins, and no
-check covers tests that passed before. If a row has test lists, use `swebench`.
+This is the weakest protocol. It has no canary, so code under test that exits early with 0 counts as
+resolved. It does not check that other tests still pass. If a row has test lists, use `swebench`.
 """
 
 from typing import ClassVar

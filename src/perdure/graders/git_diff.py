@@ -1,4 +1,5 @@
-"""A strict, byte-level reader of git diffs: one part per file, no byte lost, nothing guessed.
+"""A strict, byte-level reader of git diffs. It returns one part per file, keeps every byte and
+guesses nothing.
 
 It is strict because this reader and `git apply` must agree on which files a patch touches: a diff
 that it cannot read never reaches `git apply`. `patch.py` judges the result.

@@ -1,6 +1,6 @@
 """Builds a dataset from its recipe: download, environment, calibration, catalog.
 
-Sandboxes and environments are those that the workers of this home use, so nothing is built twice.
+It uses the sandboxes and environments of this home's workers, so nothing is built twice.
 """
 
 import asyncio

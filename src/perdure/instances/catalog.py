@@ -22,8 +22,8 @@ async def save(store: Store, instance: Instance) -> None:
 async def load(store: Store, ref: str) -> Instance:
     """The instance that `<dataset>/<instance_id>` names.
 
-    Raises: ConfigurationError when `ref` has another form; NotFound naming what comes close and
-    what adds it; InstanceError when what is stored is no instance.
+    Raises: ConfigurationError when `ref` has another form; NotFound naming similar references and
+    the command that adds one; InstanceError when the stored object is not an instance.
     """
     if not re.match(INSTANCE_REF, ref):
         raise ConfigurationError(f"instance {ref!r} is not of the form <dataset>/<instance_id>")

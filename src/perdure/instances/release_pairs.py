@@ -1,4 +1,5 @@
-"""Instances from consecutive releases: the base is release N, the gold patch and tests are N+1's.
+"""Makes instances from consecutive releases: release N is the base, and release N+1 has the gold
+patch and the tests.
 
 This module reads the recipe (facts only) and makes everything except the FAIL_TO_PASS and
 PASS_TO_PASS lists; calibration in `graders` computes those by running the tests.

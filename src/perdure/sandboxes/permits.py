@@ -25,8 +25,8 @@ PROBE_S = 60.0
 GROWTH = 2
 """More sandboxes to try for each one that has started since then: the number doubles each time."""
 OVERSHOOT = 4, 0.25
-"""The most sandboxes tried at once beyond those that are up: this many, or this fraction of them,
-whichever is more. It bounds how many are refused at once."""
+"""How many sandboxes may boot beyond those that run: this number, or this fraction of the running
+ones if that is more. It bounds how many are refused at once."""
 AHEAD_S = 1200.0
 """Seconds after which a sandbox booted ahead has ended, even if its worker died."""
 SLOW_S = 120.0

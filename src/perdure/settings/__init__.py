@@ -1,1 +1,2 @@
-"""Every variable that a user may set: our own tree, the documents' aliases, other tools' variables."""
+"""Every variable that a user may set: our own tree, aliases from the documents, and variables of
+other tools."""

@@ -117,7 +117,7 @@ def as_variables(settings: Settings) -> dict[str, str]:
 
 
 def for_child(settings: Settings, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child process: what it inherits, with these very settings."""
+    """The environment of a child process: the inherited variables, and these settings."""
     ours = {variable(path) for path in fields()}
     kept = {name: text for name, text in inherited.items() if name.upper() not in ours}
     return kept | as_variables(settings)

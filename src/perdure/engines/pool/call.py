@@ -98,13 +98,14 @@ class GenerateCall:
 
     @property
     def fit(self) -> int:
-        """Tokens before the first one that is of a version its group may not be sampled by."""
+        """How many leading tokens may be kept: all before the first one of a version that the group
+        does not accept."""
         spans = self.salvage.versions if self.versions.last is not None else ()
         outside = (span.start for span in spans if not self.versions.include(span.version))
         return next(outside, len(self.salvage.ids))
 
     def be_patient(self) -> None:
-        """Restart patience: what it waits for is on its way."""
+        """Start the patience again, because what the call waits for is coming."""
         self._since = time.monotonic()
 
     def patience(self, patience_s: float) -> float:

@@ -43,7 +43,7 @@ class RunningCall:
         self.judged.set()
 
     def doubt(self, coming: int | None) -> None:
-        """Its engine is about to get other weights."""
+        """Its engine will get other weights in a moment."""
         self.salvage.doubt(coming)
         self.judged.clear()
 

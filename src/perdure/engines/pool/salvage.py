@@ -101,8 +101,8 @@ class Salvage:
 
     @property
     def sure(self) -> int:
-        """Tokens that are surely of proven weights: those before the doubt, and those that the engine
-        reported as an older version."""
+        """How many tokens are of proven weights: those before the update, and those that the engine
+        reported with an older version."""
         if self._doubted is None:
             return len(self.ids)
         unsure = (None, self._coming)

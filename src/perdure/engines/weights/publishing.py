@@ -166,7 +166,7 @@ class Weights:
                 return await self._updates.update(version, transfer, published.canaries, policy)
 
     def _checkpoint(self, published: Published) -> Checkpoint | None:
-        """What is loaded if a newer version fails; downloaded only then."""
+        """The version that is loaded if a newer one fails. It is downloaded only then."""
         source = published.source
         if not source:
             return None

@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 
 class UpdateRefused(PerdureError):
-    """The new weights are not served; the message names the engine and what it showed."""
+    """The new weights are not served. The message names the engine and what its canary answered."""
 
     boundary = Boundary.ENGINE
 

@@ -1,1 +1,1 @@
-"""Sandboxes elsewhere, from the host's side: durable commands through a guest program."""
+"""The host's side of sandboxes on other hosts: durable commands through a guest program."""

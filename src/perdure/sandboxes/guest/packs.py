@@ -1,4 +1,5 @@
-"""Folders of this host as archives for sandboxes elsewhere. Each state of a folder is packed once."""
+"""Packs folders of this host as archives for sandboxes on other hosts. Each state of a folder is
+packed once."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""What sandboxes elsewhere share: a guest program inside runs commands and handles files.
+"""What sandboxes on other hosts share: a guest program inside them runs commands and handles files.
 
 The guest keeps durable records, so every order may be repeated after a lost answer. Trees and mounts
 are packed once and uploaded. Each provider defines how an order gets in.

@@ -1,4 +1,5 @@
-"""What providers of sandboxes elsewhere share: scopes, cancelled creates, and checks of a spec.
+"""What providers of sandboxes on other hosts share: scopes, cancelled creates, and checks of a
+spec.
 
 Several deployments may share one account of a service. A *scope* says which one owns a sandbox.
 """

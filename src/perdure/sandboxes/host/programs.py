@@ -1,4 +1,4 @@
-"""Programs of this host that make sandboxes, and the package that brings each."""
+"""The programs of this host that make sandboxes, and the package that installs each."""
 
 import shutil
 from collections.abc import Iterable

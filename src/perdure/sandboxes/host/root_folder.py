@@ -1,4 +1,5 @@
-"""The root folder of a sandbox that runs this host's own programs: what it shows of them, its /etc."""
+"""The root folder of a sandbox that runs this host's own programs: which of them it contains, and
+its /etc."""
 
 import hashlib
 import os

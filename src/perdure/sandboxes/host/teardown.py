@@ -51,7 +51,7 @@ async def destroy(box: Box) -> None:
 
 
 async def _bid_farewell(command: Sequence[str]) -> None:
-    """Its failure is ignored: what it removes may never have existed."""
+    """Ignores failures, because the thing that it removes may never have existed."""
     if command:
         process = await asyncio.create_subprocess_exec(
             *command,

@@ -148,7 +148,7 @@ class ApptainerProvider(NamespaceProvider):
 
     @cached_property
     def _skeleton(self) -> Path:
-        """Empty folders, on which the host's programs are bound, and an /etc of ours."""
+        """Empty folders, on which the host's programs are bound, and our own /etc."""
         return self._made_once(f".skeleton-{self._etc.name}", self._write_root)
 
     def _write_root(self, folder: Path) -> None:
@@ -213,7 +213,7 @@ def _version(binary: str) -> tuple[int, ...]:
 
 
 def _settings() -> list[str]:
-    """What it needs to find the instances and the cache of this user."""
+    """The variables that `apptainer` needs to find this user's instances and cache."""
     names = ("HOME", "USER", "APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
     return [f"PATH={SYSTEM_PATH}", *environment.assignments(names)]
 

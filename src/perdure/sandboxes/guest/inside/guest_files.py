@@ -89,7 +89,7 @@ def read(path: str, offset: int, limit: int) -> Answer:
 
 
 def read_file(path: str, offset: int, limit: int) -> Answer:
-    """Refuses what cannot be opened as missing, because the agent decides what is there."""
+    """Reports a file that cannot be opened as missing, because the agent may put anything there."""
     try:
         return read(path, offset, limit)
     except OSError as error:

@@ -1,6 +1,6 @@
 """Calls of the `docker` program, one process each, with typed failures.
 
-Its exit codes 125, 126 and 127 may come from the client or from the command, so only what it printed
+Exit codes 125, 126 and 127 may come from the client or from the command, so only the printed text
 decides. The program itself reads `DOCKER_HOST`, contexts and TLS settings.
 """
 

@@ -1,4 +1,4 @@
-"""How long a pod may take to come up, by what it waits for."""
+"""How long a pod may take to boot. The limit depends on what the pod waits for."""
 
 import time
 

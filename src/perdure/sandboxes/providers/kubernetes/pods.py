@@ -177,7 +177,7 @@ def _disruption(status: Mapping[str, Any]) -> str:
 
 
 def obstacle(pod: Mapping[str, Any]) -> Obstacle | None:
-    """Why a `coming` pod is not up, as far as its status shows it."""
+    """Why a `coming` pod does not run yet, if its status says so."""
     status = pod.get("status") or {}
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable":

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 LARGEST_BODY = 32 << 20
 INLINE = 48 << 10
-"""Bytes up to which a request's body is in its line. A larger one is in a file beside the log."""
+"""Up to this size in bytes, a request's line contains its body. A larger one is in a file beside
+the log."""
 MOST_REQUESTS = 64
 """Requests at a time. One more is answered with 503."""
 BEAT_S = 15.0
