@@ -285,17 +285,29 @@ async def test_killed_keeper_ends_its_helpers(
 # -- limits ---------------------------------------------------------------------------------------
 
 
-async def test_expired_sandbox_ends_by_itself(provider: BubblewrapProvider) -> None:
-    """At its deadline a sandbox and its commands end, without a worker or a reaper."""
-    box = await provider.create(SPEC, "expires")
-    await box.start("long", ["sleep", "infinity"])
-    await box.touch(0.5)  # set after the boot, which may take longer on a slow host
+async def test_sandboxes_end_by_themselves(provider: BubblewrapProvider) -> None:
+    """Past its deadline or without its folder, a sandbox ends without a worker or a reaper.
 
-    status = await box.wait("long", timeout_s=60)
+    At its deadline its commands, cgroups and mounts go at once; the reaper removes the folder. A
+    keeper looks every five seconds, so both wait in one test.
+    """
+    expires, bare = [await provider.create(SPEC, name) for name in ("expires", "bare")]
+    assert isinstance(bare, NamespaceSandbox)
+    keeper = bare.box.keeper
+    assert keeper is not None
+    await expires.start("long", ["sleep", "infinity"])
+    await expires.touch(0.5)  # set after the boot, which may take longer on a slow host
+    shutil.rmtree(bare.box.path)
+    status = await expires.wait("long", timeout_s=60)
+    folder = str(provider.root / "expires")
+    while leftovers(provider, "expires") != [folder]:
+        await asyncio.sleep(0.05)
 
     assert (status.state, status.cause) == (ExecState.KILLED, "sandbox")
+    assert [info.alive for info in await provider.list()] == [False]
     with pytest.raises(SandboxLost):
         await provider.attach("expires")
+    assert await ended(keeper, 60)
 
 
 async def test_first_deadline_is_the_specs(provider: BubblewrapProvider) -> None:
@@ -319,32 +331,6 @@ async def test_a_kernel_without_cgroup_kill_ends_commands_and_sandboxes(
 
     assert status.cause == "timeout"
     assert leftovers(provider, "v1") == []
-
-
-async def test_sandbox_without_its_folder_ends_by_itself(
-    provider: BubblewrapProvider, box: NamespaceSandbox
-) -> None:
-    """After its home is removed by hand, no sandbox is left running."""
-    keeper = box.box.keeper
-    assert keeper is not None
-
-    shutil.rmtree(box.box.path)
-
-    assert await ended(keeper, 60)
-
-
-async def test_a_sandbox_that_ends_by_itself_leaves_its_folder_alone(
-    provider: BubblewrapProvider,
-) -> None:
-    """At its deadline its processes, cgroups and mounts go at once; the reaper removes the folder."""
-    box = await provider.create(SPEC, "alone")
-    await box.start("long", ["sleep", "600"])
-    await box.touch(0.5)
-    folder = str(provider.root / "alone")
-    while leftovers(provider, "alone") != [folder]:
-        await asyncio.sleep(0.05)
-
-    assert not (await provider.list())[0].alive
 
 
 @pytest.mark.parametrize("place", ["/testbed", "/tmp", "/home/agent", "/dev/shm"])
