@@ -51,7 +51,7 @@ def path_of(kind: str, table: dict[str, str], name: str) -> str:
 
 
 def load(kind: str, table: dict[str, str], name: str) -> Any:
-    """The object that `name` stands for: a registered name, or a dotted path `package.module:Name`.
+    """The object that `name` means: a registered name, or a dotted path `package.module:Name`.
 
     Raises:
         ConfigurationError: the name is unknown (the message lists the known ones), or the dotted

@@ -36,7 +36,7 @@ class HeldEngine(ScriptedEngine):
     """Holds the calls of one turn until a test releases them, so that a rollout stops at a known
     point.
 
-    Held calls are sampled when they are let go, whether or not somebody still waits for them: as
+    Held calls are sampled when they are let go, also if no caller waits for them any more: as
     expensive as an engine can be.
     """
 

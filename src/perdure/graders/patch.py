@@ -159,7 +159,7 @@ if [ "$mode" = repair ]; then
   find . -path ./.git -prune -o -name .git -prune -exec bash -c \
     'for path; do rm -rf "${path%.git}$0" && mv -T "$path" "${path%.git}$0"; done' "$aside" {} +
 fi
-# Also refreshes the index by reading alone; `add` would store again whatever looks touched.
+# Also refreshes the index by reading alone; `add` would store every file again that looks changed.
 ignored=0
 mapfile -t seen < <(git status --porcelain --ignored -uall --no-renames)
 for line in "${seen[@]}"; do [[ $line != '!!'* ]] || ((++ignored)); done

@@ -117,7 +117,7 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def key_of(name: str) -> str:
-    """The file name that stands for an image."""
+    """The file name that Perdure uses for an image."""
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 

@@ -29,8 +29,8 @@ async def guarded() -> AsyncIterator[tuple[ScriptedEngine, str]]:
     async with ScriptedEngine({}) as engine:
         port = urlsplit(engine.url).port
         assert port is not None
-        async with EngineProxy(key_hashes(KEYS), "127.0.0.1", port) as front:
-            yield engine, f"http://127.0.0.1:{front.port}"
+        async with EngineProxy(key_hashes(KEYS), "127.0.0.1", port) as proxy:
+            yield engine, f"http://127.0.0.1:{proxy.port}"
 
 
 async def status(url: str, method: str, path: str, key: str = "") -> int:
@@ -76,7 +76,7 @@ async def test_the_control_key_opens_control() -> None:
 
 async def test_a_pool_samples_through_the_proxy() -> None:
     """A gateway that has the home's key gets whole streamed completions of an engine behind a proxy."""
-    turns = {"default": {"turns": [{"content": "Said through the door."}]}}
+    turns = {"default": {"turns": [{"content": "Said through the proxy."}]}}
     async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         engine.control(scripts=turns)
         roster = LoneRoster()
@@ -107,8 +107,8 @@ async def test_a_client_that_disconnects_ends_its_request() -> None:
 
     server = await asyncio.start_server(engine, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, EngineProxy(key_hashes(KEYS), "127.0.0.1", port) as front:
-        _, asker = await asyncio.open_connection("127.0.0.1", front.port)
+    async with server, EngineProxy(key_hashes(KEYS), "127.0.0.1", port) as proxy:
+        _, asker = await asyncio.open_connection("127.0.0.1", proxy.port)
         asker.write(POST + f"authorization: Bearer {KEYS.data}\r\n\r\n".encode())
         await asker.drain()
         asker.close()
@@ -129,8 +129,8 @@ async def test_a_second_request_on_the_connection_is_not_forwarded() -> None:
 
     server = await asyncio.start_server(engine, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, EngineProxy(key_hashes(KEYS), "127.0.0.1", port) as front:
-        _, asker = await asyncio.open_connection("127.0.0.1", front.port)
+    async with server, EngineProxy(key_hashes(KEYS), "127.0.0.1", port) as proxy:
+        _, asker = await asyncio.open_connection("127.0.0.1", proxy.port)
         key = f"authorization: Bearer {KEYS.data}\r\n".encode()
         asker.write(POST + key + b"content-length: 2\r\n\r\n{}POST /pause HTTP/1.1\r\n\r\n")
         await asker.drain()

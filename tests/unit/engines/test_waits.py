@@ -45,7 +45,7 @@ async def pool() -> AsyncIterator[EnginePool]:
 
 
 @pytest.fixture
-def nobody() -> Iterator[str]:
+def unused_url() -> Iterator[str]:
     """An address where no process listens during the test."""
     with held_ports.held(1) as (port,):
         yield f"http://127.0.0.1:{port}"
@@ -108,9 +108,9 @@ async def _call(gateway: LocalGateway, key: str) -> int:
         return (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code
 
 
-async def test_a_wait_is_in_the_sessions_summary(tmp_path: Path, nobody: str) -> None:
+async def test_a_wait_is_in_the_sessions_summary(tmp_path: Path, unused_url: str) -> None:
     """A client with the control token reads which engine is missing while the call waits."""
-    async with LocalGateway(tmp_path, engine={"url": nobody, "kind": "vllm"}) as gateway:
+    async with LocalGateway(tmp_path, engine={"url": unused_url, "kind": "vllm"}) as gateway:
         asked = asyncio.ensure_future(_call(gateway, await gateway.open("s")))
 
         async def waits() -> Wait | None:
@@ -119,15 +119,15 @@ async def test_a_wait_is_in_the_sessions_summary(tmp_path: Path, nobody: str) ->
         wait = await until(waits)
         asked.cancel()
 
-    assert nobody.removeprefix("http://") in wait.reason
+    assert unused_url.removeprefix("http://") in wait.reason
 
 
 async def test_an_answer_of_another_gateway_ends_the_wait(
-    tmp_path: Path, nobody: str, engine: ScriptedEngine
+    tmp_path: Path, unused_url: str, engine: ScriptedEngine
 ) -> None:
     """An agent that retries may reach another process; the first one ends the wait too."""
     async with (
-        LocalGateway(tmp_path, engine={"url": nobody}) as one,
+        LocalGateway(tmp_path, engine={"url": unused_url}) as one,
         LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as other,
     ):
         key = await one.open("s")
@@ -138,11 +138,11 @@ async def test_an_answer_of_another_gateway_ends_the_wait(
 
 
 async def test_calls_that_no_engine_answered_count_from_the_first(
-    tmp_path: Path, nobody: str
+    tmp_path: Path, unused_url: str
 ) -> None:
     """An agent that is refused retries; the wait counts from its first try until it has an answer."""
     told: list[Wait | None] = []
-    async with LocalGateway(tmp_path, engine={"url": nobody}) as gateway:
+    async with LocalGateway(tmp_path, engine={"url": unused_url}) as gateway:
         key = await gateway.open("s")
         for _ in range(2):
             assert await _call(gateway, key) == httpx.codes.SERVICE_UNAVAILABLE

@@ -57,7 +57,7 @@ class Tokenizer:
 
     @property
     def control_tokens(self) -> Sequence[str]:
-        """Every text that stands for an id of its own."""
+        """Every text that has an id of its own."""
         return tuple(self._added)
 
     @abstractmethod
