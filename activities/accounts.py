@@ -83,7 +83,9 @@ class ReadyPermits:
         try:
             await _signal(self._client, self._account, signal, argument)
         except RPCError as error:
-            log.warning("no signal to the account", signal=signal, reason=str(error))
+            log.warning(
+                "cannot signal the workflow of the account", signal=signal, reason=str(error)
+            )
 
 
 async def _signal(client: Client, account: str, signal: str, argument: object) -> None:

@@ -54,11 +54,11 @@ async def serve(settings: Settings, roles: Sequence[str]) -> None:
         workers = _workers(client, settings, roles, stack)
         for worker in workers:
             await stack.enter_async_context(worker)
-        log.info("polling", roles=list(roles), host=host, pid=os.getpid())
+        log.info("the worker polls its queues", roles=list(roles), host=host, pid=os.getpid())
         counting = asyncio.create_task(_count_sandboxes(settings, roles))
         await stop.wait()
         counting.cancel()
-        log.info("handing over")
+        log.info("handing the work over to other workers")
         await asyncio.gather(*(worker.shutdown() for worker in workers))
 
 

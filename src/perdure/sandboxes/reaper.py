@@ -45,7 +45,9 @@ async def sweep(
         try:
             found = await provider.list()
         except PerdureError as error:
-            log.warning("provider not swept", provider=provider.name, reason=str(error))
+            log.warning(
+                "the reaper cannot sweep a provider", provider=provider.name, reason=str(error)
+            )
             fates.append("failed")
             continue
         for info in found:
@@ -65,10 +67,12 @@ async def _settle(
         reason = await _reason_to_kill(info, owner_is_alive, grace_s, now)
         if reason is None:
             return "kept"
-        log.info("sandbox swept", identity=info.identity, reason=reason, **info.labels)
+        log.info(
+            "the reaper killed a sandbox", identity=info.identity, reason=reason, **info.labels
+        )
         await provider.kill(info.identity)
     except PerdureError as error:
-        log.warning("sandbox not swept", identity=info.identity, reason=str(error))
+        log.warning("the reaper cannot kill a sandbox", identity=info.identity, reason=str(error))
         return "failed"
     return "killed"
 

@@ -202,7 +202,7 @@ class Supervisor:
                 if name in checks and not stopped.done():
                     failed[name] = 0 if await checks[name]() else failed[name] + 1
                     if failed[name] >= HANGS_AFTER:
-                        log.warning("does not answer; starting it again", name=name)
+                        log.warning("a process does not answer; starting it again", name=name)
                         failed[name] = 0
                         child.kill()
 

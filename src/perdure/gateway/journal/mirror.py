@@ -149,7 +149,9 @@ class MirroredJournal:
                 error=str(error),
             )
         except PerdureError as error:
-            log.error("journal part not uploaded", session_id=session_id, error=str(error))
+            log.error(
+                "cannot upload a part of the journal", session_id=session_id, error=str(error)
+            )
 
     async def _upload(self, session_id: str) -> None:
         if session_id not in self._uploaded:

@@ -121,5 +121,5 @@ async def end_ready(services: Services, permit: ReadyPermit) -> bool:
     try:
         return await ready.give_way(services.store, services.provider(permit.provider), identity)
     except PerdureError as error:
-        log.warning("ready sandbox not ended", identity=identity, reason=str(error))
+        log.warning("cannot end a ready sandbox", identity=identity, reason=str(error))
         return False

@@ -195,7 +195,7 @@ class ReadySandboxes:
         except RateLimited:
             log.info("account full: no sandbox is booted ahead", provider=provider.name)
         except PerdureError as error:
-            log.warning("no ready sandbox", provider=provider.name, reason=str(error))
+            log.warning("cannot boot a ready sandbox", provider=provider.name, reason=str(error))
         finally:
             self._tasks.pop(key, None)
 

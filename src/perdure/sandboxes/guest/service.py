@@ -86,7 +86,9 @@ class ServiceProvider(SandboxProvider):
                 await asyncio.gather(making, return_exceptions=True)
                 await self.kill(identity)
         except (PerdureError, TimeoutError) as error:
-            log.warning("sandbox left to the reaper", identity=identity, reason=str(error))
+            log.warning(
+                "cannot kill a sandbox; the reaper will", identity=identity, reason=str(error)
+            )
 
     async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
         return [] if self._is_unused else await self._list(labels or {})

@@ -222,7 +222,9 @@ class Relay:
     async def _explain_early_end(self, number: int) -> None:
         """Raise if it never wrote a line: then the next one would not either."""
         if self._port:
-            log.warning("relay ended, started again", sandbox=self._sandbox.identity, number=number)
+            log.warning(
+                "the relay ended; starting it again", sandbox=self._sandbox.identity, number=number
+            )
             return
         exec_id = exec_id_of(self._name, number)
         status = await self._sandbox.poll(exec_id)
@@ -299,7 +301,7 @@ class Relay:
                 if body is not None:
                     await self._ask(request, body)
         except PerdureError as error:  # the serving task meets it too, and raises it
-            log.warning("an answer could not be handed over", error=str(error))
+            log.warning("cannot give the relay an answer", error=str(error))
 
     async def _body(self, heard: Heard) -> bytes | None:
         if "size" not in heard.line:
