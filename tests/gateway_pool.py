@@ -21,6 +21,7 @@ import httpx
 from perdure.episodes.turns_parquet import decode
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
+from perdure.home import Secrets
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -60,7 +61,7 @@ class Pool:
         return open_store(Settings(home=self.homes[0], **given))  # type: ignore[arg-type]
 
     def control(self) -> GatewayControl:
-        return GatewayControl(self.url, SECRET)
+        return GatewayControl(self.url, Secrets.of(SECRET))
 
     async def __aenter__(self) -> "Pool":
         self.processes = [self._spawn(number) for number in range(len(self.homes))]

@@ -14,7 +14,7 @@ import httpx
 from benchmarks.capture.slime import Slime
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
-from perdure.home import load_secret
+from perdure.home import load_secrets
 from perdure.settings.tree import Settings
 from perdure.types import Sampling
 
@@ -40,7 +40,7 @@ async def perdure(home: Path, engine_url: str) -> AsyncIterator[Serving]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PERDURE_")}
     with _process([sys.executable, "-m", "perdure.gateway"], inherited | ours) as child:
         url = f"http://127.0.0.1:{_port(child, b'gateway listens')}"
-        async with GatewayControl(url, load_secret(Settings(home=home))) as control:
+        async with GatewayControl(url, load_secrets(Settings(home=home))) as control:
             spec = SessionSpec(
                 session_id="s",
                 turns_key="turns.parquet",

@@ -20,7 +20,7 @@ from benchmarks.gateway_cost.engine import InstantEngine
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.gateway.rendering.tokenizers import load_tokenizer
-from perdure.home import load_secret
+from perdure.home import load_secrets
 from perdure.settings.tree import Settings
 from perdure.testing.scripted_policy import Policy
 
@@ -81,7 +81,7 @@ async def measure(home: Path, rounds: int) -> Streamed:
     async with (
         PacedEngine() as engine,
         sides.perdure(home, engine.url) as serving,
-        GatewayControl(serving.url, load_secret(Settings(home=home))) as control,
+        GatewayControl(serving.url, load_secrets(Settings(home=home))) as control,
         httpx.AsyncClient(base_url=serving.url, timeout=120, trust_env=False) as client,
     ):
         keys = [await _opened(control, f"stream-{number}") for number in range(STREAMS)]

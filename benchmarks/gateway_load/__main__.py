@@ -32,6 +32,7 @@ from benchmarks.measuring import own_seconds
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.home import Secrets
 
 SECRET = b"a benchmark's secret"
 LATENCY_S = 1.0
@@ -227,7 +228,7 @@ async def _started(folder: Path, history: str, sessions: int) -> AsyncIterator[L
             limits = httpx.Limits(max_connections=None)
             async with (
                 httpx.AsyncClient(timeout=CALL_S, limits=limits, trust_env=False) as client,
-                GatewayControl(url, SECRET, timeout_s=CALL_S) as control,
+                GatewayControl(url, Secrets.of(SECRET), timeout_s=CALL_S) as control,
             ):
                 urls = engine_urls.split(",")
                 yield Load(history, urls, url, second.pid, log, client, control)

@@ -21,7 +21,7 @@ import httpx
 from perdure.episodes import turns_parquet
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
-from perdure.home import load_secret
+from perdure.home import load_secrets
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import Sampling, Turn
@@ -143,7 +143,7 @@ async def gateway(home: Path, engine_url: str, tokenizer: str) -> AsyncIterator[
         url = f"http://127.0.0.1:{await _port(process, log)}"
         async with (
             httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client,
-            GatewayControl(url, load_secret(Settings(home=home))) as control,
+            GatewayControl(url, load_secrets(Settings(home=home))) as control,
         ):
             yield Gateway(home, url, client, control)
     finally:

@@ -25,6 +25,7 @@ from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.pool.salvage import Salvage
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
+from perdure.home import Secrets
 
 BREATH_S = 0.3
 
@@ -95,7 +96,7 @@ async def _in_the_middle(job: Job, crowd: Crowd, kill: Callable[[], None]) -> No
 
 
 async def _through_gateway(deployment: Deployment, job: Job, crowd: Crowd) -> None:
-    async with GatewayControl(deployment.url, SECRET) as control:
+    async with GatewayControl(deployment.url, Secrets.of(SECRET)) as control:
         specs = [
             SessionSpec(
                 session_id=f"a-{n}", turns_key=f"turns/{n}", labels={"group": f"g-{n // 4}"}

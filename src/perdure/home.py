@@ -1,13 +1,14 @@
-"""What all processes of a home share: its host name, its secret, the sandbox providers it has used.
+"""What all processes of a home share: its host name, its secrets, the sandbox providers it has used.
 
-Session keys, the control token, the engines' keys and the name of their roster derive from the secret.
-The package that uses a key derives it.
+Session keys, the control token, the engines' keys and the name of their roster derive from a
+secret. The package that uses a key derives it.
 """
 
 import hashlib
 import os
 import secrets
 import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -15,7 +16,7 @@ from perdure.errors import ConfigurationError
 from perdure.registry import SANDBOXES
 from perdure.settings.tree import Settings
 
-SECRET_VARIABLE = "PERDURE_SECRET"
+SECRET_VARIABLE, PREVIOUS_VARIABLE = "PERDURE_SECRET", "PERDURE_SECRET_PREVIOUS"
 SHORTEST_SECRET = 16
 
 
@@ -28,26 +29,92 @@ def host_of(settings: Settings) -> str:
     return f"{socket.gethostname()}-{home}"
 
 
+class Secrets:
+    """The secrets of a home. The newest signs, all are accepted: so one can replace another while
+    sessions are open. Every look reads the source again, so a running process sees a new one."""
+
+    def __init__(self, read: Callable[[], tuple[bytes, ...]]) -> None:
+        """`read`: the valid secrets, the newest first."""
+        self._read = read
+
+    @classmethod
+    def of(cls, *secrets: bytes) -> "Secrets":
+        return cls(lambda: secrets)
+
+    @property
+    def accepted(self) -> tuple[bytes, ...]:
+        return self._read()
+
+    @property
+    def newest(self) -> bytes:
+        """Signs session keys and control calls."""
+        return self._read()[0]
+
+    @property
+    def oldest(self) -> bytes:
+        """Names the roster and keys the engines, which must not change while a secret is replaced."""
+        return self._read()[-1]
+
+
+def load_secrets(settings: Settings) -> Secrets:
+    """PERDURE_SECRET and PERDURE_SECRET_PREVIOUS if set (for many hosts), otherwise the lines of a file
+    under the home, which the first process creates.
+
+    Raises: ConfigurationError if one is too short, or the file cannot be read.
+    """
+    given = settings.secret.get_secret_value().strip()
+    earlier = settings.secret_previous.get_secret_value().replace(",", " ").split()
+    if given:
+        return Secrets.of(*_long_enough([given, *earlier], SECRET_VARIABLE))
+    if earlier:
+        raise ConfigurationError(f"{PREVIOUS_VARIABLE} is set without {SECRET_VARIABLE}")
+    file = _SecretFile(settings.home.absolute() / "run" / "secret")
+    file.read()
+    return Secrets(file.read)
+
+
 def load_secret(settings: Settings) -> bytes:
-    """The home's secret: PERDURE_SECRET if set (for many hosts), otherwise a file under the home, which
-    the first process creates.
+    """The home's oldest valid secret, from which the engines' keys and their roster's name derive.
 
     Raises: ConfigurationError if it is too short or cannot be read.
     """
-    given = settings.secret.get_secret_value().strip()
-    source = SECRET_VARIABLE
-    if not given:
-        path = settings.home.absolute() / "run" / "secret"
-        source = str(path)
-        try:
-            given = _read_or_create(path)
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot read {path}: {error.strerror}; set {SECRET_VARIABLE}"
-            ) from error
-    if len(given) < SHORTEST_SECRET:
+    return load_secrets(settings).oldest
+
+
+def _long_enough(found: Sequence[str], source: str) -> tuple[bytes, ...]:
+    """Raises: ConfigurationError."""
+    if not found or any(len(secret) < SHORTEST_SECRET for secret in found):
         raise ConfigurationError(f"{source} is shorter than {SHORTEST_SECRET} characters")
-    return given.encode()
+    return tuple(secret.encode() for secret in found)
+
+
+class _SecretFile:
+    """A file of secrets, one a line, the newest first; read again when it changes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen = (0, 0, 0)
+        self._secrets: tuple[bytes, ...] = ()
+
+    def read(self) -> tuple[bytes, ...]:
+        """Raises: ConfigurationError; later, a broken file leaves the secrets that were read before."""
+        try:
+            text = _read_or_create(self._path) if not self._secrets else None
+            found = self._path.stat()
+            seen = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if seen != self._seen:
+                text = text or self._path.read_text()
+                self._secrets = _long_enough(text.split(), str(self._path))
+                self._seen = seen
+        except OSError as error:
+            if not self._secrets:
+                raise ConfigurationError(
+                    f"cannot read {self._path}: {error.strerror}; set {SECRET_VARIABLE}"
+                ) from error
+        except ConfigurationError:
+            if not self._secrets:
+                raise
+        return self._secrets
 
 
 def _read_or_create(path: Path) -> str:

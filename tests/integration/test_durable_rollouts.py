@@ -87,6 +87,22 @@ async def test_a_worker_that_is_told_to_stop_hands_over(stack: Stack) -> None:
     assert (await stack.episode(request)).evictions == 1
 
 
+async def test_a_replaced_secret_ends_no_rollout(stack: Stack) -> None:
+    """The secret changes mid-turn, and worker and gateway start again: the agent goes on with its key."""
+    stack.engine.hold(HELD)
+    request = await stack.start("secret-replaced", heartbeat_timeout_s=DEATH_S)
+    await stack.held(request)
+    file = stack.home / "run" / "secret"
+    both = file.with_name("both")
+    both.write_text("another-secret-of-this-home\n" + file.read_text())
+    both.replace(file)
+    await stack.kill_all(stack.gateway, *stack.workers)
+    await stack.recover()
+    stack.engine.let_go()
+
+    await stack.solved_once(request, again=1)
+
+
 async def test_a_lost_sandbox_means_a_new_attempt_and_keeps_the_old_evidence(stack: Stack) -> None:
     """kill -9 of what holds the sandbox: attempt 2 solves it, and samples no turn of attempt 1 again;
     turns and output of 1 stay."""

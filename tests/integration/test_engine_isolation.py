@@ -14,6 +14,7 @@ from perdure.gateway.http import listeners
 from perdure.gateway.http.app import create_app
 from perdure.gateway.http.server import NO_GRACE, make_server
 from perdure.gateway.journal.local import LocalJournal
+from perdure.home import Secrets
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
@@ -53,7 +54,7 @@ def socket() -> Iterator[Path]:
 async def gateway(home: Path, socket: Path, engine_url: str) -> AsyncIterator[None]:
     settings = Settings(home=home, engine={"url": engine_url, "kind": "vllm"})
     journal = LocalJournal(home / "journal")
-    app = create_app(settings, SECRET, LocalStore(home / "store"), journal)
+    app = create_app(settings, Secrets.of(SECRET), LocalStore(home / "store"), journal)
     server = make_server(app, timeout_graceful_shutdown=NO_GRACE)
     serving = asyncio.create_task(server.serve([listeners.bind_unix(socket)]))
     yield

@@ -15,11 +15,11 @@ import httpx
 import pytest
 
 from perdure.episodes.turns_parquet import decode
-from perdure.errors import GatewayUnavailable
-from perdure.gateway.base import SessionSpec
+from perdure.errors import ConfigurationError, GatewayUnavailable
+from perdure.gateway.base import SessionSpec, session_key
 from perdure.gateway.control import GatewayControl
 from perdure.gateway.journal.local import FILE_NAME
-from perdure.home import load_secret
+from perdure.home import Secrets, load_secrets
 from perdure.settings.tree import Settings
 from perdure.storage.base import open_store
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -84,7 +84,9 @@ class Process:
         return self.child.returncode
 
     def control(self) -> GatewayControl:
-        return GatewayControl(HOST, load_secret(self.settings), socket=self.settings.gateway_socket)
+        return GatewayControl(
+            HOST, load_secrets(self.settings), socket=self.settings.gateway_socket
+        )
 
     def agent(self, key: str) -> httpx.AsyncClient:
         transport = httpx.AsyncHTTPTransport(uds=str(self.settings.gateway_socket))
@@ -187,8 +189,8 @@ async def test_both_sockets_serve_and_the_secret_is_private(process: Process) ->
     await process.start()
     async with process.control() as control:
         await control.open(SPEC)
-    secret = load_secret(process.settings)
-    async with GatewayControl(f"http://127.0.0.1:{process.port}", secret) as control:
+    secrets = load_secrets(process.settings)
+    async with GatewayControl(f"http://127.0.0.1:{process.port}", secrets) as control:
         summary = await control.get(SPEC.session_id)
 
     mode = (process.settings.home / "run" / "secret").stat().st_mode
@@ -209,6 +211,78 @@ async def test_a_second_gateway_on_one_home_is_refused(process: Process, home: P
 
 async def test_a_gateway_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
     """Control calls then raise what activities retry."""
-    async with GatewayControl("http://127.0.0.1:9", b"x" * 16) as control:
+    async with GatewayControl("http://127.0.0.1:9", Secrets.of(b"x" * 16)) as control:
         with pytest.raises(GatewayUnavailable, match="no answer"):
             await control.get("s")
+
+
+OLD, NEW = b"the-old-secret-of-a-home", b"the-new-secret-of-a-home"
+
+
+def _replace_secret(home: Path, *secrets: bytes) -> None:
+    """As an operator does: another file in the place of the old one, the newest secret first."""
+    draft = home / "run" / "secret.draft"
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    draft.write_bytes(b"\n".join(secrets) + b"\n")
+    draft.chmod(0o600)
+    draft.replace(home / "run" / "secret")
+
+
+async def test_a_secret_is_replaced_while_sessions_are_open(process: Process) -> None:
+    """Without a restart: a session of the old secret goes on, a new one is signed by the new secret,
+    and a secret that is removed opens nothing."""
+    home = process.settings.home
+    _replace_secret(home, OLD)
+    await process.start()
+    first: list[dict[str, Any]] = [{"role": "user", "content": "Go."}]
+    async with process.control() as control:
+        await control.open(SPEC)
+        key = control.key(SPEC.session_id)
+        async with process.agent(key) as agent:
+            answer = await _turn(agent, first)
+            _replace_secret(home, NEW, OLD)
+            goes_on = await _turn(agent, _extend(first, answer))
+            later = SPEC.model_copy(update={"session_id": "later", "turns_key": "later.parquet"})
+            await control.open(later)
+            async with process.agent(control.key("later")) as other:
+                signed_anew = await _turn(other, first)
+            _replace_secret(home, NEW)
+            refused = await _turn(agent, first)
+        summary = await control.close("later")
+
+    assert (answer.status_code, goes_on.status_code, signed_anew.status_code) == (200, 200, 200)
+    assert control.key("later") == session_key(NEW, "later")
+    assert (refused.status_code, summary.turns) == (401, 1)
+
+
+async def test_gateways_that_know_both_secrets_serve_workers_of_either(
+    home: Path, engine: ScriptedEngine
+) -> None:
+    """Many hosts: gateways get both secrets first, so workers may change one after the other."""
+    both = (f"PERDURE_SECRET={NEW.decode()}", f"PERDURE_SECRET_PREVIOUS={OLD.decode()}")
+    process = Process(home, engine.url, *both)
+    await process.start()
+    try:
+        for secret, session in ((OLD, "of-the-old"), (NEW, "of-the-new")):
+            spec = SPEC.model_copy(update={"session_id": session, "turns_key": session})
+            url, socket = HOST, process.settings.gateway_socket
+            async with GatewayControl(url, Secrets.of(secret), socket=socket) as control:
+                await control.open(spec)
+                async with process.agent(control.key(session)) as agent:
+                    answer = await _turn(agent, [{"role": "user", "content": "Go."}])
+
+            assert answer.status_code == 200
+    finally:
+        process.kill()
+
+
+def test_a_broken_file_keeps_the_secrets_in_use(tmp_path: Path) -> None:
+    """A slip in the file while processes run ends no session; a process that starts refuses it."""
+    _replace_secret(tmp_path, OLD)
+    settings = Settings(home=tmp_path)
+    secrets = load_secrets(settings)
+    _replace_secret(tmp_path, b"short", OLD)
+
+    assert secrets.accepted == (OLD,)
+    with pytest.raises(ConfigurationError, match="shorter than 16"):
+        load_secrets(settings)

@@ -17,7 +17,7 @@ def main() -> int:
     options = _options()
     try:
         from perdure.gateway.http.server import serve
-        from perdure.home import load_secret
+        from perdure.home import load_secrets
         from perdure.storage.base import open_store
         from perdure.telemetry import configure_logging
 
@@ -25,7 +25,7 @@ def main() -> int:
         configure_logging("gateway")
         serving = serve(
             settings,
-            load_secret(settings),
+            load_secrets(settings),
             open_store(settings),
             descriptors=options.listeners,
             health=options.health,

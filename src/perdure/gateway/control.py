@@ -11,6 +11,7 @@ import httpx
 
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
 from perdure.gateway.base import SessionSpec, SessionSummary, control_token, session_key
+from perdure.home import Secrets
 
 TIMEOUT_S = 60.0
 """Closing a session writes its turns to the store first."""
@@ -20,24 +21,23 @@ class GatewayControl:
     """Opens, reads and closes sessions. Repeating any call is safe.
 
     Example:
-        async with GatewayControl(settings.gateway_base_url, load_secret(settings)) as control:
+        async with GatewayControl(settings.gateway_base_url, load_secrets(settings)) as control:
             await control.open(SessionSpec(session_id="try-1.click.0.0", turns_key="..."))
     """
 
     def __init__(
         self,
         base_url: str,
-        secret: bytes,
+        secrets: Secrets,
         *,
         socket: Path | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         """`socket`: talk through the gateway's unix socket instead of the network."""
-        self._secret = secret
+        self._secrets = secrets
         transport = httpx.AsyncHTTPTransport(uds=str(socket)) if socket else None
         self._client = httpx.AsyncClient(
             base_url=base_url,
-            headers={"authorization": f"Bearer {control_token(secret)}"},
             timeout=timeout_s,
             transport=transport,
             trust_env=False,
@@ -54,7 +54,7 @@ class GatewayControl:
 
     def key(self, session_id: str) -> str:
         """The bearer token of a session, for its agent."""
-        return session_key(self._secret, session_id)
+        return session_key(self._secrets.newest, session_id)
 
     async def open(self, spec: SessionSpec) -> SessionSummary:
         """Open a session, or join it.
@@ -77,7 +77,8 @@ class GatewayControl:
 
     async def _call(self, method: str, path: str, content: bytes = b"") -> SessionSummary:
         try:
-            response = await self._client.request(method, path, content=content)
+            headers = {"authorization": f"Bearer {control_token(self._secrets.newest)}"}
+            response = await self._client.request(method, path, content=content, headers=headers)
         except httpx.TransportError as error:
             raise GatewayUnavailable(
                 f"no answer from the gateway at {self._client.base_url}: {type(error).__name__}"

@@ -8,7 +8,7 @@ from perdure.agents.base import Agent
 from perdure.errors import ConfigurationError, PerdureError
 from perdure.gateway.control import GatewayControl
 from perdure.graders.base import Grader
-from perdure.home import host_of, load_secret
+from perdure.home import host_of, load_secrets
 from perdure.instances.environments import Environments
 from perdure.rollouts.sandbox.ready import ReadySandboxes
 from perdure.sandboxes.base import SandboxProvider
@@ -42,7 +42,7 @@ class Services:
 
     @functools.cached_property
     def gateway(self) -> GatewayControl:
-        return GatewayControl(self.settings.gateway_base_url, load_secret(self.settings))
+        return GatewayControl(self.settings.gateway_base_url, load_secrets(self.settings))
 
     async def close(self) -> None:
         """End the sandboxes that this process booted ahead."""

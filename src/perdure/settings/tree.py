@@ -260,6 +260,8 @@ class Settings(BaseSettings):
     """S3 API to use, if it is not Amazon's. Credentials come from the `AWS_*` variables."""
     secret: SecretStr = Field(SecretStr(""), exclude=True)
     """Secret from which session keys derive; all processes of a deployment need the same. Empty = a file in the home."""
+    secret_previous: SecretStr = Field(SecretStr(""), exclude=True)
+    """Earlier secrets, separated by commas, that are still accepted while `secret` replaces them."""
     diff_max_bytes: int = Field(10 << 20, ge=1, le=64 << 20)
     """Largest diff of an agent, in bytes. A larger one counts as no diff: `patch_too_large`."""
 

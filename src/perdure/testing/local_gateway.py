@@ -10,7 +10,7 @@ from perdure.gateway.control import GatewayControl
 from perdure.gateway.http.app import create_app
 from perdure.gateway.http.server import NO_GRACE, Server, limited, make_server
 from perdure.gateway.journal.local import LocalJournal
-from perdure.home import load_secret
+from perdure.home import load_secret, load_secrets
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 
@@ -37,11 +37,12 @@ class LocalGateway:
 
     async def __aenter__(self) -> "LocalGateway":
         self._journal = LocalJournal(self.settings.home.absolute() / "journal")
-        app = create_app(self.settings, self.secret, self.store, self._journal)
+        secrets = load_secrets(self.settings)
+        app = create_app(self.settings, secrets, self.store, self._journal)
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.control = GatewayControl(self.url, self.secret)
-        guarded = limited(app, self.secret)
+        self.control = GatewayControl(self.url, secrets)
+        guarded = limited(app, secrets)
         self._server = make_server(guarded, timeout_graceful_shutdown=NO_GRACE)
         self._serving = asyncio.create_task(self._server.serve([listener]))
         return self

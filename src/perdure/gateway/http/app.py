@@ -40,6 +40,7 @@ from perdure.gateway.metrics import Metrics
 from perdure.gateway.pace import Ceilings
 from perdure.gateway.rendering.tokenizers import load_format
 from perdure.gateway.sessions import Sessions
+from perdure.home import Secrets
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store
 
@@ -76,7 +77,7 @@ class Gateway:
     """What every route needs."""
 
     settings: Settings
-    secret: bytes
+    secrets: Secrets
     sessions: Sessions
     engine: ConfiguredEngine
     metrics: Metrics
@@ -85,7 +86,7 @@ class Gateway:
 
 def create_app(
     settings: Settings,
-    secret: bytes,
+    secrets: Secrets,
     store: Store,
     journal: Journal,
     patience: Patience = Patience(),
@@ -101,7 +102,10 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with new_client() as client:
-            roster, keys = StoredRoster(store, roster_key(secret)), engine_keys(secret)
+            roster, keys = (
+                StoredRoster(store, roster_key(secrets.oldest)),
+                engine_keys(secrets.oldest),
+            )
             engine = ConfiguredEngine(settings, client, roster, home_key=keys.data)
             partials = open_partials(settings, store)
             ceilings = Ceilings(
@@ -116,7 +120,7 @@ def create_app(
                 partials=partials,
                 ceilings=ceilings,
             )
-            app.state.gateway = Gateway(settings, secret, sessions, engine, metrics, patience)
+            app.state.gateway = Gateway(settings, secrets, sessions, engine, metrics, patience)
             following = asyncio.create_task(engine.follow())
             try:
                 yield
@@ -212,7 +216,7 @@ def _dialect_of(request: Request) -> Dialect:
 
 def _session_of(request: Request) -> str:
     """The session whose key the caller holds. Raises: Refused (401)."""
-    session_id = session_of(_gateway(request).secret, request.headers)
+    session_id = session_of(_gateway(request).secrets, request.headers)
     if session_id is None:
         raise Refused(401, "invalid_api_key", "the session key is missing or wrong")
     return session_id
@@ -269,7 +273,7 @@ def _control(handler: Handler) -> Handler:
 
     async def route(request: Request) -> Response:
         try:
-            if not may_control(_gateway(request).secret, request.headers):
+            if not may_control(_gateway(request).secrets, request.headers):
                 raise Refused(401, "invalid_control_token", "the control token is missing or wrong")
             return await handler(request)
         except NotFound as error:

@@ -23,6 +23,7 @@ from perdure.gateway.http.idle import IDLE_S, IdleConnections
 from perdure.gateway.http.keys import session_of
 from perdure.gateway.http.limits import CallLimiter
 from perdure.gateway.journal.configured import open_journal
+from perdure.home import Secrets
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store
 
@@ -93,9 +94,9 @@ class Server(uvicorn.Server):
         return protocol
 
 
-def limited(app: ASGIApp, secret: bytes) -> CallLimiter:
+def limited(app: ASGIApp, secrets: Secrets) -> CallLimiter:
     """The app behind the limits of one process."""
-    return CallLimiter(app, partial(session_of, secret))
+    return CallLimiter(app, partial(session_of, secrets))
 
 
 def make_server(app: ASGIApp, *, idle_s: float = IDLE_S, **options: Any) -> Server:
@@ -114,7 +115,7 @@ def make_server(app: ASGIApp, *, idle_s: float = IDLE_S, **options: Any) -> Serv
 
 async def serve(
     settings: Settings,
-    secret: bytes,
+    secrets: Secrets,
     store: Store,
     *,
     descriptors: Sequence[int] = (),
@@ -130,8 +131,8 @@ async def serve(
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection takes a descriptor
     loop = asyncio.get_running_loop()
     journal = open_journal(settings, store)
-    app = create_app(settings, secret, store, journal)
-    server = make_server(limited(app, secret))
+    app = create_app(settings, secrets, store, journal)
+    server = make_server(limited(app, secrets))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     with _sockets(settings, descriptors, health) as sockets:
