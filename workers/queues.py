@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from temporalio.client import Client
-from temporalio.worker import PollerBehaviorAutoscaling, Worker
+from temporalio.worker import PollerBehaviorAutoscaling, Worker, WorkerTuner
 
 from activities.account_holders import ClosedHolders, EndReady
 from activities.boot_sandbox import BootSandbox
@@ -19,9 +19,15 @@ from activities.runs import Runs
 from activities.sweep_sandboxes import SweepSandboxes
 from perdure.client import names
 from perdure.rollouts.services import Services
+from workers import seats
 
 # A spot notice gives 30 s or more; activities hand over at once, so this is only the last bound.
 GRACE = timedelta(seconds=10)
+
+
+WATCHES = 10_000
+"""Slots for watching the agents of this host. Its seats are the limit, and each has an agent, so that
+no agent that runs here ever waits to be watched."""
 
 
 @dataclass(frozen=True)
@@ -30,34 +36,30 @@ class Queue:
 
     name: str
     activities: Sequence[Callable[..., Any]]
-    slots: int
+    slots: int | WorkerTuner
 
 
 def queues(role: str, services: Services) -> list[Queue]:
     """The queues that a worker of `role` polls; an agent worker also polls its own host's."""
     settings = services.settings
     if role == "boot":
-        return [Queue(names.BOOT_QUEUE, [BootSandbox(services).boot], settings.slots.boot)]
+        places = seats.tuner(services.seats, settings.slots.boot)
+        return [Queue(names.BOOT_QUEUE, [BootSandbox(services).boot], places)]
     if role == "grade":
         return [
             Queue(names.GRADE_QUEUE, [GradeInFreshSandbox(services).grade], settings.slots.grade)
         ]
     if role == "agent":
-        here: list[Callable[..., Any]] = [
-            RunAgent(services).run,
-            CaptureDiff(services).capture,
-            DestroySandbox(services).destroy,
-            SweepSandboxes(services).sweep,
-        ]
+        watch: list[Callable[..., Any]] = [RunAgent(services).run]
         return [
-            Queue(names.AGENT_QUEUE, here, settings.slots.agent),
-            Queue(names.host_queue(services.host), here, settings.slots.agent),
+            Queue(names.AGENT_QUEUE, watch, settings.slots.agent),
+            Queue(names.host_queue(services.host), watch, WATCHES),
+            Queue(names.upkeep_queue(services.host), _upkeep(services), settings.slots.io),
         ]
     runs = Runs(services)
     io: list[Callable[..., Any]] = [
+        *_upkeep(services),
         EmitEpisode(services).emit,
-        DestroySandbox(services).destroy,
-        SweepSandboxes(services).sweep,
         ClosedHolders().closed,
         EndReady(services).end,
         runs.prepare,
@@ -67,12 +69,23 @@ def queues(role: str, services: Services) -> list[Queue]:
     return [Queue(names.IO_QUEUE, io, settings.slots.io)]
 
 
+def _upkeep(services: Services) -> list[Callable[..., Any]]:
+    """Short work on sandboxes, which never waits behind agents."""
+    return [
+        CaptureDiff(services).capture,
+        DestroySandbox(services).destroy,
+        SweepSandboxes(services).sweep,
+    ]
+
+
 def activity_worker(client: Client, queue: Queue) -> Worker:
+    tuner, most = (None, queue.slots) if isinstance(queue.slots, int) else (queue.slots, None)
     return Worker(
         client,
         task_queue=queue.name,
         activities=queue.activities,
-        max_concurrent_activities=queue.slots,
+        max_concurrent_activities=most,
+        tuner=tuner,
         graceful_shutdown_timeout=GRACE,
         # Unsent heartbeats die with a SIGKILL: send them soon.
         max_heartbeat_throttle_interval=timedelta(seconds=5),

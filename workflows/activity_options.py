@@ -5,6 +5,7 @@ and a 502 each use one. No activity is tried again after the SDK's oversized-pay
 would otherwise repeat a finished agent run for ever.
 """
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypedDict
 
@@ -23,6 +24,11 @@ RETRY = RetryPolicy(
     non_retryable_error_types=OVERSIZED,
 )
 
+BOOT_TRIES = 150
+"""About two hours of failed boots, not counting the wait for a seat before each."""
+EXPIRY_S = 1.0
+"""A rollout that waits for a seat ends this long after its `expires_at`."""
+
 HOST_UNREACHABLE_AFTER = timedelta(minutes=10)
 """If no worker of the sandbox's host polls for this long, the host and the sandbox are gone."""
 
@@ -39,50 +45,61 @@ class ActivityOptions(TypedDict, total=False):
     summary: str
 
 
-def _options(queue: str, *, each: float, total: float, beat: float) -> ActivityOptions:
+def _options(
+    queue: str, *, each: float, total: float | None = None, beat: float
+) -> ActivityOptions:
     """`beat`: after this many seconds without a heartbeat, Temporal gives the work to another worker.
 
-    `each` and `total`: seconds for one try, and for all of them.
+    `each` and `total`: seconds for one try, and for all of them with their time in the queue.
     """
-    return ActivityOptions(
+    options = ActivityOptions(
         task_queue=queue,
         start_to_close_timeout=timedelta(seconds=each),
-        schedule_to_close_timeout=timedelta(seconds=total),
         heartbeat_timeout=timedelta(seconds=beat),
         retry_policy=RETRY,
         # The clean-up must not start while the activity is still at work.
         cancellation_type=ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
     )
+    if total is not None:
+        options["schedule_to_close_timeout"] = timedelta(seconds=total)
+    return options
 
 
-def boot(request: RolloutRequest) -> ActivityOptions:
-    """Long, because the first use of an instance builds its environment."""
-    return _options(names.BOOT_QUEUE, each=1800, total=2 * 3600, beat=request.heartbeat_timeout_s)
+def boot(request: RolloutRequest, now: float) -> ActivityOptions:
+    """A boot waits in its queue until a host has a free seat, however long that takes.
+
+    One try is long, because the first use of an instance builds its environment. Time in the queue
+    counts toward nothing but `expires_at`, so the tries are bounded by their number.
+    """
+    options = _options(names.BOOT_QUEUE, each=1800, beat=request.heartbeat_timeout_s)
+    options["retry_policy"] = replace(RETRY, maximum_attempts=BOOT_TRIES)
+    if request.expires_at is not None:
+        left = max(0.0, request.expires_at - now)
+        options["schedule_to_start_timeout"] = timedelta(seconds=left + EXPIRY_S)
+    return options
 
 
-def _on(host: str | None, options: ActivityOptions) -> ActivityOptions:
-    if host is not None:
-        options["task_queue"] = names.host_queue(host)
-        options["schedule_to_start_timeout"] = HOST_UNREACHABLE_AFTER
+def _on(queue: str, options: ActivityOptions) -> ActivityOptions:
+    """The queue of one host. Nothing waits there for a slot, only for a worker."""
+    options["task_queue"] = queue
+    options["schedule_to_start_timeout"] = HOST_UNREACHABLE_AFTER
     return options
 
 
 def run_agent(request: RolloutRequest, host: str | None) -> ActivityOptions:
     budget = request.agent_budget_s
-    return _on(
-        host,
-        _options(
-            names.AGENT_QUEUE,
-            each=budget + 300,
-            total=3 * budget + 1800,
-            beat=request.heartbeat_timeout_s,
-        ),
+    options = _options(
+        names.AGENT_QUEUE,
+        each=budget + 300,
+        total=3 * budget + 1800,
+        beat=request.heartbeat_timeout_s,
     )
+    return options if host is None else _on(names.host_queue(host), options)
 
 
 def capture(request: RolloutRequest, host: str | None) -> ActivityOptions:
-    beat = request.heartbeat_timeout_s
-    return _on(host, _options(names.AGENT_QUEUE, each=300, total=1800, beat=beat))
+    options = _options(names.IO_QUEUE, each=300, total=1800, beat=request.heartbeat_timeout_s)
+    return options if host is None else _on(names.upkeep_queue(host), options)
 
 
 def grade(request: RolloutRequest) -> ActivityOptions:
@@ -100,7 +117,7 @@ def destroy(request: RolloutRequest, host: str | None) -> ActivityOptions:
     """Bounded: where it fails, the provider's TTL and the reaper end the sandbox."""
     options = _options(names.IO_QUEUE, each=120, total=900, beat=request.heartbeat_timeout_s)
     if host is not None:
-        options["task_queue"] = names.host_queue(host)
+        options["task_queue"] = names.upkeep_queue(host)
         options["schedule_to_start_timeout"] = timedelta(minutes=2)
     return options
 
@@ -117,7 +134,7 @@ def look() -> ActivityOptions:
 def sweep(host: str | None) -> ActivityOptions:
     options = _options(names.IO_QUEUE, each=300, total=300, beat=60)
     if host is not None:
-        options["task_queue"] = names.host_queue(host)
+        options["task_queue"] = names.upkeep_queue(host)
     return options
 
 

@@ -71,8 +71,14 @@ def failure_of(error: ActivityError) -> Failure:
     )
 
 
+def waited_too_long(error: ActivityError) -> bool:
+    """It was taken by no worker in time, so it never ran, or was about to be tried again."""
+    cause = error.cause
+    return isinstance(cause, TimeoutError) and cause.type is TimeoutType.SCHEDULE_TO_START
+
+
 def _timed_out(error: ActivityError, cause: TimeoutError) -> Failure:
-    if cause.type is TimeoutType.SCHEDULE_TO_START:
+    if waited_too_long(error):
         return Failure(
             boundary=Boundary.SANDBOX,
             type="SandboxLost",

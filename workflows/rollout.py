@@ -28,7 +28,14 @@ with workflow.unsafe.imports_passed_through():
     )
     from perdure.types import AgentEnd, EpisodeRef, Failure, RolloutRequest, RolloutStatus
     from workflows import activity_options
-    from workflows.failures import failure_of, parse, stop_if_cancelled, type_of, was_dropped
+    from workflows.failures import (
+        failure_of,
+        parse,
+        stop_if_cancelled,
+        type_of,
+        waited_too_long,
+        was_dropped,
+    )
     from workflows.web_ui import RolloutPage
 
 Result = TypeVar("Result")
@@ -74,6 +81,11 @@ class RolloutWorkflow:
         """The sandbox of this step may be made now."""
         self.grants.add(step)
 
+    @workflow.signal(name=names.BOOTING)
+    def booting(self, attempt: int) -> None:
+        """It has a seat, and its sandbox takes longer than a moment."""
+        self.page.booting(attempt)
+
     @workflow.query
     def state(self) -> dict[str, Any]:
         """How far the rollout is: for people and for `perdure status`."""
@@ -103,7 +115,7 @@ class RolloutWorkflow:
         host: str | None = None
         clean = False
         try:
-            self.page.stage("boot", self.attempt)
+            self.page.stage("waiting", self.attempt)
             booted = await self._boot(attempt)
             if booted.done is not None or booted.expired:
                 clean = True
@@ -128,12 +140,20 @@ class RolloutWorkflow:
                 await _to_the_end(self._destroy(attempt, host))
 
     async def _boot(self, attempt: Attempt) -> Booted:
+        """The rollout waits in the boot queue until a host has a free seat."""
         summary = f"{attempt.request.sandbox} · attempt {attempt.attempt}"
-        options = activity_options.described(
-            activity_options.boot(attempt.request), summary, f"boot-{attempt.attempt}"
-        )
         while True:
-            booted = await self._do("boot_sandbox", attempt, Booted, options)
+            options = activity_options.described(
+                activity_options.boot(attempt.request, workflow.time()),
+                summary,
+                f"boot-{attempt.attempt}",
+            )
+            try:
+                booted = await self._do("boot_sandbox", attempt, Booted, options)
+            except ActivityError as error:
+                if not waited_too_long(error):
+                    raise
+                return Booted(expired=True)
             if not booted.waits_for:
                 return booted
             stop_if_cancelled()

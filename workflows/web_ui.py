@@ -31,7 +31,7 @@ class RolloutPage:
         self.evidence = ""
         self.shown_as = ""
         self.requested_version: int | None = None
-        self._listed = ("boot", 1)
+        self._listed = ("waiting", 1)
         self._listing: asyncio.Task[None] | None = None
 
     def open(self, rollout: RolloutRequest) -> None:
@@ -52,9 +52,19 @@ class RolloutPage:
         if self._listed != (name, attempt) and self._listing is None:
             self._listing = asyncio.create_task(self._list_stage())
 
+    def booting(self, attempt: int) -> None:
+        """The boot itself says so, once it has lasted."""
+        if self.current == "waiting":
+            self.current, self.number = "boot", attempt
+            self._show()
+            self._list()
+
     async def _list_stage(self) -> None:
         await workflow.sleep(LIST_STAGE_AFTER, summary="stage is listed if it lasts 2 s")
         self._listing = None
+        self._list()
+
+    def _list(self) -> None:
         stage, attempt = self.current, self.number
         changed: list[Any] = [attributes.STAGE.value_set(stage)]
         if attempt != self._listed[1]:
@@ -132,7 +142,8 @@ class RolloutPage:
 
     def _show(self) -> None:
         body = "\n".join(f"- {line}" for line in self.lines)
-        stage = f"stage **{self.current}**, attempt {max(self.number, 1)}"
+        waits = " for a free seat on a host" if self.current == "waiting" else ""
+        stage = f"stage **{self.current}**{waits}, attempt {max(self.number, 1)}"
         where = f"\n\nEvidence: `{self.evidence}`" if self.evidence else ""
         where += f"\n\nPatch, tests, logs: `perdure show {self.shown_as}`"
         workflow.set_current_details(f"{self.headline}\n\n{stage}\n\n{body}{where}")

@@ -280,7 +280,7 @@ class Stack:
             "sweep_sandboxes",
             SweepRequest(grace_s=grace_s),
             id=f"sweep-{uuid4().hex}",
-            task_queue=names.host_queue(host_of(self.settings)),
+            task_queue=names.upkeep_queue(host_of(self.settings)),
             start_to_close_timeout=timedelta(minutes=1),
             result_type=SweepReport,
         )

@@ -259,7 +259,7 @@ async def record(scenario: Callable[[Client, Stages], Awaitable[Handle]]) -> str
         stages = Stages()
         queues = (names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE)
         async with AsyncExitStack() as workers:
-            for queue in (*queues, names.host_queue(HOST)):
+            for queue in (*queues, names.host_queue(HOST), names.upkeep_queue(HOST)):
                 worker = Worker(client, task_queue=queue, activities=stages.activities())
                 await workers.enter_async_context(worker)
             await workers.enter_async_context(workflow_worker(client, checking_runner()))

@@ -29,7 +29,7 @@ from workers.orchestration import checking_runner, workflow_worker
 
 QUEUES = (
     *(names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE),
-    names.host_queue("host-1"),
+    *(names.host_queue("host-1"), names.upkeep_queue("host-1")),
 )
 HEARD_WITHIN = timedelta(seconds=0.2)
 """A stage with heartbeats learns of its cancellation within this time. Its time-out stays long, because

@@ -145,3 +145,17 @@ async def test_a_wait_of_the_workflow_is_shown(client: Client) -> None:
 async def test_an_unknown_rollout_has_no_step(client: Client) -> None:
     """For an unknown rollout the line is empty."""
     assert await current_step(client, "rollout/r/i/2") == ""
+
+
+async def test_a_wait_for_a_seat_is_shown(client: Client) -> None:
+    """No host has a free seat, so no worker has taken the boot yet."""
+    async with Worker(
+        client, task_queue=QUEUE, workflows=[Boots], workflow_runner=UnsandboxedWorkflowRunner()
+    ):
+        await client.start_workflow(Boots.run, id="rollout/r/i/5", task_queue=QUEUE)
+
+        async def waits() -> bool:
+            line = await current_step(client, "rollout/r/i/5")
+            return line == "waits for a free seat on a host"
+
+        assert await until(waits, "the wait is told")

@@ -284,7 +284,7 @@ async def test_stages_follow_the_sandbox_to_its_host(client: Client, stages: Sta
     }  # fmt: skip
     assert (scheduled["run_agent"], scheduled["capture_diff"]) == (
         names.host_queue("host-1"),
-        names.host_queue("host-1"),
+        names.upkeep_queue("host-1"),
     )
 
 

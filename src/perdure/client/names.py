@@ -9,6 +9,8 @@ ACCOUNT = "SandboxAccountWorkflow"
 
 GRANTED = "granted"
 """Signal to a rollout: the sandbox that it waits for may be created now."""
+BOOTING = "booting"
+"""Signal to a rollout: it has a seat, and its sandbox is being made for longer than a moment."""
 
 WORKFLOWS_QUEUE = "rollout-workflows"
 BOOT_QUEUE = "sandbox-boot"
@@ -20,6 +22,11 @@ IO_QUEUE = "rollout-io"
 def host_queue(host: str) -> str:
     """The queue of one host's agent workers: only they reach sandboxes that are its processes."""
     return f"{AGENT_QUEUE}@{host}"
+
+
+def upkeep_queue(host: str) -> str:
+    """Captures, clean-ups and sweeps of one host: short work that never waits behind its agents."""
+    return f"upkeep@{host}"
 
 
 def account_id(account: str) -> str:

@@ -53,7 +53,7 @@ def of_rollout(request: RolloutRequest) -> TypedSearchAttributes:
         SearchAttributePair(INSTANCE, request.instance),
         SearchAttributePair(AGENT, request.agent),
         SearchAttributePair(SAMPLE, request.sample_index),
-        SearchAttributePair(STAGE, "boot"),
+        SearchAttributePair(STAGE, "waiting"),
     ]
     if request.group_id is not None:
         pairs.append(SearchAttributePair(GROUP, request.group_id))

@@ -34,6 +34,7 @@ async def run_agent(job: Job) -> AgentRun:
 
 async def _run(job: Job) -> AgentRun:
     sandbox = await attach(job)
+    job.services.seats.take(sandbox.identity)
     session = session_of(job)
     try:
         opened = await session.open() if session is not None else None
@@ -84,6 +85,7 @@ async def _watch(
         status = await sandbox.wait(EXEC_ID, WATCH_S)
         if status.done:
             break
+        job.services.seats.take(sandbox.identity)
         route.check()
         if time.monotonic() - renewed > ttl_s / 4:
             renewed = time.monotonic()

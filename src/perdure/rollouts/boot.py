@@ -148,6 +148,7 @@ async def _boot_sandbox(job: Job) -> BootRecord | None:
         await asyncio.shield(sandbox.kill())
     elif taken is not None:
         await taken.touch(spec.ttl_s)
+    job.services.seats.take(record.identity)
     job.services.ready.refill(plan.provider, spec, plan.admission.ahead())
     return record
 

@@ -20,6 +20,7 @@ async def capture(job: Job) -> Captured:
     # At once: the grading's sandbox needs the room.
     identity = await sandbox_of(job)
     await job.agent_sandbox.provider.kill(identity)
+    job.services.seats.leave(identity)
     await job.services.ready.forget(identity)
     return Captured(
         size=found.size,

@@ -12,6 +12,7 @@ from perdure.rollouts.job import Job, SandboxPlan
 async def destroy(job: Job) -> None:
     identity = await sandbox_of(job)
     await _kill(job.agent_sandbox, identity)
+    job.services.seats.leave(identity)
     await job.services.ready.forget(identity)
     await _kill(job.grade_sandbox, job.grade_identity)
     await _close_session(job)

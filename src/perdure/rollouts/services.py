@@ -11,6 +11,7 @@ from perdure.graders.base import Grader
 from perdure.home import host_of, load_secrets
 from perdure.instances.environments import Environments
 from perdure.rollouts.sandbox.ready import ReadySandboxes
+from perdure.rollouts.sandbox.seats import Seats
 from perdure.sandboxes.base import SandboxProvider
 from perdure.sandboxes.relay.choice import Reach, choose_reach
 from perdure.settings.tree import Settings
@@ -39,6 +40,10 @@ class Services:
     def ready(self) -> ReadySandboxes:
         labels = {"app": "perdure", "owner": self.host}
         return ReadySandboxes(self.settings, self.store, labels)
+
+    @functools.cached_property
+    def seats(self) -> Seats:
+        return Seats(self.home / "run" / "seats", self.settings.slots.agent)
 
     @functools.cached_property
     def gateway(self) -> GatewayControl:

@@ -123,7 +123,7 @@ class SlotSettings(Group):
     boot: int = Field(8, ge=1)
     """Sandboxes that it boots."""
     agent: int = Field(64, ge=1)
-    """Agent runs that it watches."""
+    """Seats of its home: agents that have a sandbox there. More rollouts wait, without a sandbox."""
     grade: int = Field(8, ge=1)
     """Gradings that it runs."""
     io: int = Field(32, ge=1)

@@ -35,7 +35,8 @@ SOCKET_TIMEOUT_S = 5.0
 RETENTION = timedelta(days=7)
 """By default the dev server keeps closed workflows for a day; resuming by id should work for a week."""
 
-ACTIVITY_QUEUES = (names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE)
+ACTIVITY_QUEUES = (names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE)
+"""Without the boot queue, which a worker polls only while its host has a free seat."""
 
 
 async def wait_for_temporal(address: str | None, settings: Settings) -> Client:

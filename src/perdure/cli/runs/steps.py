@@ -21,6 +21,7 @@ from perdure.client.api import RolloutInfo
 QUIET = timedelta(seconds=5)
 FAILED = "; the last one: "
 WAITS = ": waits for "
+BOOT = "boot_sandbox"
 SHOWN = 5
 """Rollouts of a run to show: most wait for the same thing."""
 
@@ -65,6 +66,8 @@ async def _failure(client: Client, step: PendingActivityInfo) -> str:
 
 
 def _of_step(step: PendingActivityInfo, failed: str, progress: dict[str, Any]) -> str:
+    if _waits_for_a_seat(step):
+        return "waits for a free seat on a host"
     turns, waits = progress.get("turns"), progress.get("waits")
     line = step.activity_type.name
     line += "" if turns is None else f", {many(turns, 'turn')}"
@@ -72,6 +75,11 @@ def _of_step(step: PendingActivityInfo, failed: str, progress: dict[str, Any]) -
     if waits:
         return line + _wait(waits)
     return line + (f"{FAILED}{failed}" if failed else "")
+
+
+def _waits_for_a_seat(step: PendingActivityInfo) -> bool:
+    waits = step.state == PendingActivityState.PENDING_ACTIVITY_STATE_SCHEDULED
+    return waits and step.activity_type.name == BOOT and not step.HasField("last_failure")
 
 
 def _wait(waits: dict[str, Any]) -> str:

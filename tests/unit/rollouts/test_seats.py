@@ -1,0 +1,101 @@
+"""The seats of a home: as many agents' sandboxes as it has, over all its worker processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from perdure.rollouts.sandbox.seats import LAPSES_S, Seats
+
+TWO = 2
+HOLDS = """
+import sys
+from pathlib import Path
+from perdure.rollouts.sandbox.seats import Seats
+held = Seats(Path(sys.argv[1]), 2).reserve()
+print("reserved", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def seats(tmp_path: Path) -> Seats:
+    return Seats(tmp_path / "seats", TWO)
+
+
+def test_a_full_home_has_no_seat(seats: Seats) -> None:
+    """Reserved and taken seats count alike, whichever worker process asks."""
+    seats.take("p-1-agent-1")
+    reserved = Seats(seats.folder, TWO).reserve()
+
+    assert (reserved is not None, seats.reserve()) == (True, None)
+
+
+def test_a_released_seat_is_free(seats: Seats) -> None:
+    """So is one whose sandbox is gone."""
+    for name in ("p-1-agent-1", "p-2-agent-1"):
+        seats.take(name)
+    assert seats.reserve() is None
+    seats.leave("p-1-agent-1")
+    again = seats.reserve()
+    assert again is not None
+    again.release()
+
+    assert seats.reserve() is not None
+
+
+def test_a_renewed_seat_is_one_seat(seats: Seats) -> None:
+    """Who watches renews the same seat again and again."""
+    for _ in range(3):
+        seats.take("p-1-agent-1")
+
+    assert seats.taken() == 1
+
+
+def test_a_seat_that_nobody_renews_is_free(seats: Seats) -> None:
+    """Its worker died between the boot and its answer: the seat is not lost for ever."""
+    seats.take("p-1-agent-1")
+    _last_renewed(seats, "p-1-agent-1", monotonic() - LAPSES_S)
+
+    assert seats.taken() == 0
+
+
+def test_a_seat_of_before_the_reboot_is_free(seats: Seats) -> None:
+    """The machine's clock of uptime began again."""
+    seats.take("p-1-agent-1")
+    _last_renewed(seats, "p-1-agent-1", monotonic() + 1000)
+
+    assert seats.taken() == 0
+
+
+def test_a_worker_that_comes_back_keeps_the_seats(seats: Seats) -> None:
+    """Its watchers get the time to renew them."""
+    seats.take("p-1-agent-1")
+    _last_renewed(seats, "p-1-agent-1", monotonic() - LAPSES_S)
+    seats.keep()
+
+    assert seats.taken() == 1
+
+
+def test_a_killed_process_leaves_its_reservation(seats: Seats) -> None:
+    """kill -9 during a boot: the seat that was reserved for it is free at once."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(seats.folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"reserved\n"
+        assert seats.taken() == 1
+        process.send_signal(signal.SIGKILL)
+
+    assert seats.taken() == 0
+
+
+def _last_renewed(seats: Seats, name: str, when: float) -> None:
+    os.utime(seats.folder / name, (when, when))

@@ -1,0 +1,83 @@
+"""Slots of the boot queue that are seats of the host: a full host asks Temporal for no more boots.
+
+So whoever waits for a seat is a boot in Temporal's queue, in Temporal's order, on no host at all.
+"""
+
+import asyncio
+from time import monotonic
+from weakref import WeakSet
+
+import structlog
+from temporalio.worker import (
+    CustomSlotSupplier,
+    FixedSizeSlotSupplier,
+    SlotMarkUsedContext,
+    SlotPermit,
+    SlotReleaseContext,
+    SlotReserveContext,
+    WorkerTuner,
+)
+
+from perdure.rollouts.sandbox.seats import Reservation, Seats
+
+log = structlog.get_logger("perdure.seats")
+
+LOOK_S = 0.2
+"""Seconds between two looks for a free seat."""
+PAUSED_S = 10.0
+"""A look that comes this much too late: the process was stopped, and its watchers with it."""
+UNUSED = FixedSizeSlotSupplier(1)
+
+
+class SeatPermit(SlotPermit):
+    def __init__(self, reservation: Reservation) -> None:
+        self.reservation = reservation
+
+
+class SeatSupplier(CustomSlotSupplier):
+    """A slot is a reserved seat; at most `boots` of them at once in this process."""
+
+    def __init__(self, seats: Seats, boots: int) -> None:
+        self._seats, self._boots = seats, boots
+        self._out: WeakSet[SeatPermit] = WeakSet()  # the SDK forgets a permit now and then
+        seats.keep()
+
+    async def reserve_slot(self, ctx: SlotReserveContext) -> SlotPermit:
+        while (permit := self.try_reserve_slot(ctx)) is None:
+            began = monotonic()
+            await asyncio.sleep(LOOK_S)
+            if monotonic() - began > PAUSED_S:
+                self._seats.keep()
+        return permit
+
+    def try_reserve_slot(self, ctx: SlotReserveContext) -> SlotPermit | None:
+        if len(self._out) >= self._boots:
+            return None
+        try:
+            reservation = self._seats.reserve()
+        except OSError as error:  # a full disk: no new sandbox is booted on it
+            log.warning("no seat can be reserved", reason=str(error))
+            return None
+        if reservation is None:
+            return None
+        permit = SeatPermit(reservation)
+        self._out.add(permit)
+        return permit
+
+    def mark_slot_used(self, ctx: SlotMarkUsedContext) -> None:
+        return None
+
+    def release_slot(self, ctx: SlotReleaseContext) -> None:
+        assert isinstance(ctx.permit, SeatPermit)
+        self._out.discard(ctx.permit)
+        ctx.permit.reservation.release()
+
+
+def tuner(seats: Seats, boots: int) -> WorkerTuner:
+    """For a worker that runs nothing but boots."""
+    return WorkerTuner.create_composite(
+        workflow_supplier=UNUSED,
+        activity_supplier=SeatSupplier(seats, boots),
+        local_activity_supplier=UNUSED,
+        nexus_supplier=UNUSED,
+    )
