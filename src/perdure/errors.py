@@ -4,7 +4,7 @@ PerdureError
 ├── RetryHere            the call failed, nothing happened, or repeating it is safe: try again here
 │   ├── ControlPlaneError    a provider answered 5xx, or a transient 401; `retry_after` in seconds
 │   │   └── RateLimited          429: too many creates at a time, or too many sandboxes at once
-│   ├── StoreUnavailable     the store could not be reached
+│   ├── StoreUnavailable     the store could not be reached, or refused for now
 │   └── GatewayUnavailable   the gateway or every engine behind it could not be reached
 ├── OutcomeUnknown       the request may have been carried out: look by identity, then repeat
 ├── SandboxLost          this sandbox is gone or condemned: boot a new attempt
@@ -85,7 +85,14 @@ class RateLimited(ControlPlaneError):
 
 
 class StoreUnavailable(RetryHere):
+    """`fix`: what to correct if the store has never worked; empty: it only was busy."""
+
     boundary = Boundary.STORE
+
+    def __init__(self, problem: str, *, fix: str = "") -> None:
+        super().__init__(f"{problem}; if this lasts, {fix}" if fix else problem)
+        self.problem = problem
+        self.fix = fix
 
 
 class GatewayUnavailable(RetryHere):

@@ -126,8 +126,9 @@ def main() -> NoReturn:
         sys.stderr.flush()
     except BrokenPipeError:
         code = code or 1
-    if "temporalio" in sys.modules:
-        # The SDK's native threads can crash Python while it shuts down.
+    if {"temporalio", "boto3"} & sys.modules.keys():
+        # The SDK's native threads can crash Python while it shuts down, and threads that wait for
+        # an S3 server would keep it alive.
         os._exit(code)
     sys.exit(code)
 

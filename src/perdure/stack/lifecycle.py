@@ -39,7 +39,7 @@ def running(settings: Settings) -> StackState | None:
 def ensure_up(settings: Settings, engine: str, tell: Say) -> tuple[StackState, bool]:
     """Wait for a ready stack, starting it if none runs. Returns its state, and whether we started it.
 
-    Raises: ConfigurationError, MissingDependency, StoreUnavailable, StackFailed.
+    Raises: ConfigurationError, MissingDependency, StackFailed.
     """
     find_root()
     state = running(settings)
@@ -74,7 +74,7 @@ def _start(settings: Settings, engine: str, tell: Say) -> None:
     """Spawn a detached supervisor and follow its report until it is ready or has failed."""
     from perdure.stack import preflight as beforehand
 
-    beforehand.check(settings, engine)
+    beforehand.check(settings, engine, tell)
     logs = settings.home.absolute() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / "supervisor.log"

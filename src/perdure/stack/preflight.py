@@ -4,21 +4,24 @@ Each check is cheap and raises the error that the part itself would raise minute
 """
 
 import asyncio
-import uuid
+from collections.abc import Callable
 
 from perdure.client.server import given_address
 from perdure.errors import ConfigurationError, StoreUnavailable
 from perdure.settings.tree import Settings
 from perdure.stack import ports
-from perdure.storage.base import open_store
+from perdure.storage.preflight import check_store
 
 TEMPORAL_S = 10.0
 """Seconds to wait for a server of the user's own, which may have been started a moment ago."""
 PAUSE_S = 0.2
 
 
-def check(settings: Settings, engine: str) -> None:
-    """`engine`: the value of --engine. Raises: ConfigurationError, MissingDependency, StoreUnavailable."""
+def check(settings: Settings, engine: str, tell: Callable[[str], None]) -> None:
+    """`engine`: the value of --engine. A store that has worked is waited for.
+
+    Raises: ConfigurationError, MissingDependency.
+    """
     from perdure.engines.configured import check_engine_settings
     from perdure.gateway.rendering.tokenizer_setting import folder_of
 
@@ -29,29 +32,12 @@ def check(settings: Settings, engine: str) -> None:
 
         load_format(settings.engine.tokenizer)
     ports.check_host(settings.gateway.host)
-    asyncio.run(_store_takes_writes(settings))
+    try:
+        asyncio.run(check_store(settings))
+    except StoreUnavailable as error:
+        tell(f"warning: rollouts wait for the store: {error}")
     if given_address(settings) is not None:
         asyncio.run(_temporal_answers(settings))
-
-
-async def write_and_remove(settings: Settings) -> None:
-    """Write conditionally, read back and delete, as every stage of a rollout does.
-
-    Raises: ConfigurationError, MissingDependency, StoreUnavailable.
-    """
-    store = open_store(settings)
-    key = f"doctor/{uuid.uuid4().hex}"  # a pid would not be unique: containers share them
-    await store.put_if_absent(key, b"doctor")
-    await store.get(key)
-    await store.delete(key)
-
-
-async def _store_takes_writes(settings: Settings) -> None:
-    try:
-        await write_and_remove(settings)
-    except StoreUnavailable as error:
-        named = "PERDURE_STORE and PERDURE_S3_ENDPOINT_URL name it"
-        raise StoreUnavailable(f"{error}; {named}") from error
 
 
 async def _temporal_answers(settings: Settings) -> None:

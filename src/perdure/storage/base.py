@@ -24,12 +24,18 @@ class Stored(NamedTuple):
 class Store(Protocol):
     """Objects under `/`-separated keys.
 
-    All methods raise `StoreUnavailable` if the store cannot be reached (repeat the call), and
-    `ConfigurationError` if it refuses us permanently (bad credentials, no such bucket).
+    All methods raise `StoreUnavailable` if the store cannot be reached, or refuses for a reason that
+    can pass (keys, an absent bucket, a full disk): repeat the call. `preflight` finds stores that
+    have never worked. `ConfigurationError`: this very call can never succeed.
     """
 
     url: str
     """`file:///...` or `s3://bucket/prefix`; `url + "/" + key` is what people see."""
+
+    @property
+    def worked(self) -> bool:
+        """This object has carried out a call."""
+        ...
 
     async def get(self, key: str) -> Stored:
         """Raises: NotFound."""

@@ -43,6 +43,7 @@ class LocalStore:
         self.url = self.root.as_uri()
         self._tmp = self.root / OWN / "tmp"
         self._locks = self.root / OWN / "locks"
+        self.worked = False
         with self._readable_errors(str(self.root)):
             for folder in (self._tmp, self._locks):
                 self._make(folder)
@@ -63,16 +64,26 @@ class LocalStore:
                 inline = path.stat().st_size < INLINE_READ
                 return _read(path) if inline else await asyncio.to_thread(_read, path)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                self._check_mounted()
                 raise NotFound(f"no {key!r} in {self.url}") from None
 
     async def exists(self, key: str) -> bool:
-        return self._path(key).is_file()
+        path = self._path(key)
+        with self._readable_errors(key):
+            found = path.is_file()
+            if not found:
+                self._check_mounted()
+        return found
 
     async def put(self, key: str, data: bytes, *, if_match: str | None = None) -> str:
-        return await asyncio.to_thread(self._put, key, data, if_match)
+        etag = await asyncio.to_thread(self._put, key, data, if_match)
+        self.worked = True
+        return etag
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
-        return await asyncio.to_thread(self._put_if_absent, key, data)
+        written = await asyncio.to_thread(self._put_if_absent, key, data)
+        self.worked = True
+        return written
 
     async def delete(self, key: str) -> None:
         await asyncio.to_thread(self._delete, key)
@@ -97,8 +108,9 @@ class LocalStore:
 
     def _put_if_absent(self, key: str, data: bytes) -> bool:
         path = self._path(key)
-        if path.is_file():  # a repeated write is common, and costs nothing here
-            return False
+        with self._readable_errors(key):
+            if path.is_file():  # a repeated write is common, and costs nothing here
+                return False
         with self._readable_errors(key), self._written(data) as temporary:
             _make_parents(path)
             try:
@@ -118,6 +130,13 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return
             _sync_folder(path.parent)
+
+    def _check_mounted(self) -> None:
+        """Where the whole folder is gone, nothing is known about a key. Raises: StoreUnavailable."""
+        if not self._tmp.is_dir():
+            raise StoreUnavailable(
+                f"store {self.root} is gone", fix="mount or restore it, or correct PERDURE_STORE"
+            )
 
     def _etag(self, path: Path) -> str | None:
         try:
@@ -170,6 +189,7 @@ class LocalStore:
             with os.scandir(self.root / base) as entries:
                 names = sorted(e.name + "/" * e.is_dir() for e in entries)
         except (FileNotFoundError, NotADirectoryError):
+            self._check_mounted()
             return
         for name in names:
             key = base + name
@@ -198,7 +218,8 @@ class LocalStore:
                     f"{reason}; free space there: the write is retried"
                 ) from error
             if error.errno in REFUSED:
-                raise ConfigurationError(f"{reason}; give this user write access") from error
+                fix = "give this user write access, or correct PERDURE_STORE"
+                raise StoreUnavailable(reason, fix=fix) from error
             if error.errno in IN_THE_WAY:
                 raise ConfigurationError(
                     f"{reason}; a key cannot continue another object's key"

@@ -1,49 +1,34 @@
-"""The store in an S3 bucket, through boto3 without its own retries, because Temporal retries.
+"""The store in an S3 bucket.
 
 Needs a server that honours `If-None-Match` and `If-Match` on PutObject, as AWS and current S3
 servers do. Credentials and region come from the AWS_* variables and files.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from io import BytesIO
+from typing import TYPE_CHECKING
 
 from perdure.errors import (
     ConfigurationError,
     MissingDependency,
     NotFound,
-    PerdureError,
     PreconditionFailed,
     StoreUnavailable,
 )
 from perdure.storage.base import Stored, check_key
 
 try:
-    import boto3
-    import botocore.exceptions as sdk
-    from botocore.config import Config
+    from perdure.storage.s3_answers import Garbled, Place, is_empty_object
+    from perdure.storage.s3_calls import Limit, S3Calls
 except ImportError as error:
     raise MissingDependency("a store on S3 needs boto3: pip install 'perdure[s3]'") from error
 
 if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
     from mypy_boto3_s3.type_defs import ListObjectsV2OutputTypeDef
 
-T = TypeVar("T")
-
-CONNECTIONS = 64
-BUSY_STATUS = {409, 429, 500, 502, 503, 504}
-BUSY_CODE = {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException"}
 PAGE = 1000
-UNREACHABLE = (
-    sdk.ConnectionError,
-    sdk.HTTPClientError,
-    sdk.IncompleteReadError,
-    sdk.CredentialRetrievalError,
-    sdk.MetadataRetrievalError,
-)
-CREDENTIALS = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_DEFAULT_REGION"
 
 
 class S3Store:
@@ -52,44 +37,33 @@ class S3Store:
     def __init__(self, url: str, endpoint_url: str | None = None) -> None:
         """`url`: `s3://bucket` or `s3://bucket/prefix`. Makes no network call yet.
 
-        Raises: ConfigurationError if the URL names no bucket or the AWS_* settings are unusable.
+        Raises: ConfigurationError if the URL names no bucket or the endpoint is no URL.
         """
         self.bucket, _, prefix = url.removeprefix("s3://").rstrip("/").partition("/")
         if not url.startswith("s3://") or not self.bucket:
             raise ConfigurationError(f"store {url!r}: write s3://bucket or s3://bucket/prefix")
         self.url = f"s3://{self.bucket}/{prefix}".rstrip("/")
         self._prefix = f"{prefix}/" if prefix else ""
-        self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="s3")
-        config = Config(
-            retries={"total_max_attempts": 1, "mode": "standard"},
-            max_pool_connections=CONNECTIONS,
-            connect_timeout=10,
-            read_timeout=60,
-            s3={"addressing_style": "path" if endpoint_url else "auto"},
-        )
-        try:
-            self._client = boto3.client("s3", endpoint_url=endpoint_url, config=config)
-        except (sdk.BotoCoreError, ValueError) as error:
-            raise ConfigurationError(f"store {url!r}: {error}; check {CREDENTIALS}") from error
+        self._calls = S3Calls(Place(self.url, self.bucket, endpoint_url or None))
+
+    @property
+    def worked(self) -> bool:
+        return self._calls.worked
 
     async def get(self, key: str) -> Stored:
-        return await self._call(f"get {key!r}", partial(self._get, self._name(key)))
+        limit = Limit()
+        return await self._calls.call(f"get {key!r}", partial(self._get, key, limit), limit)
 
     async def exists(self, key: str) -> bool:
-        look = partial(self._client.head_object, Bucket=self.bucket, Key=self._name(key))
         try:
-            await self._call(f"look up {key!r}", look)
+            return await self._calls.call(f"look up {key!r}", partial(self._exists, key))
         except NotFound:
             return False
-        return True
 
     async def put(self, key: str, data: bytes, *, if_match: str | None = None) -> str:
-        name = self._name(key)
-        put = partial(self._client.put_object, Bucket=self.bucket, Key=name, Body=data)
-        if if_match is not None:
-            put = partial(put, IfMatch=if_match)
+        conditions = {} if if_match is None else {"IfMatch": if_match}
         try:
-            return (await self._call(f"put {key!r}", put))["ETag"]
+            return await self._put(key, data, conditions)
         except NotFound:
             raise PreconditionFailed(f"{key!r} was deleted by another writer") from None
         except StoreUnavailable:
@@ -101,10 +75,8 @@ class S3Store:
             raise
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
-        name = self._name(key)
-        put = partial(self._client.put_object, Bucket=self.bucket, Key=name, Body=data)
         try:
-            await self._call(f"put {key!r}", partial(put, IfNoneMatch="*"))
+            await self._put(key, data, {"IfNoneMatch": "*"})
         except PreconditionFailed:
             return False
         except StoreUnavailable:
@@ -115,13 +87,15 @@ class S3Store:
         return True
 
     async def delete(self, key: str) -> None:
-        delete = partial(self._client.delete_object, Bucket=self.bucket, Key=self._name(key))
-        await self._call(f"delete {key!r}", delete)
+        name = self._name(key)
+        await self._calls.call(
+            f"delete {key!r}", lambda s3: s3.delete_object(Bucket=self.bucket, Key=name)
+        )
 
     async def list(self, prefix: str) -> AsyncIterator[str]:
         after: str | None = ""
         while after is not None:
-            page = await self._call(f"list {prefix!r}", partial(self._page, prefix, after))
+            page = await self._calls.call(f"list {prefix!r}", partial(self._page, prefix, after))
             for entry in page.get("Contents", ()):
                 yield entry["Key"].removeprefix(self._prefix)
             after = page.get("NextContinuationToken")
@@ -131,14 +105,39 @@ class S3Store:
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
 
-    def _get(self, name: str) -> Stored:
-        answer = self._client.get_object(Bucket=self.bucket, Key=name)
-        return Stored(answer["Body"].read(), answer["ETag"])
+    async def _put(self, key: str, data: bytes, conditions: dict[str, str]) -> str:
+        name = self._name(key)
 
-    def _page(self, prefix: str, after: str) -> "ListObjectsV2OutputTypeDef":
-        page = partial(self._client.list_objects_v2, Bucket=self.bucket, MaxKeys=PAGE)
-        page = partial(page, Prefix=self._prefix + prefix)
-        return page(ContinuationToken=after) if after else page()
+        def put(s3: "S3Client") -> str:
+            # As a file it is sent in blocks, and the time-out counts for each of them.
+            answer = s3.put_object(Bucket=self.bucket, Key=name, Body=BytesIO(data), **conditions)  # type: ignore[arg-type]  # the conditions
+            return _etag(answer.get("ETag"))
+
+        return await self._calls.call(f"put {key!r}", put, Limit(len(data)))
+
+    def _get(self, key: str, limit: Limit, s3: "S3Client") -> Stored:
+        answer = s3.get_object(Bucket=self.bucket, Key=self._name(key))
+        limit.allow(answer["ContentLength"])
+        return Stored(answer["Body"].read(), _etag(answer.get("ETag")))
+
+    def _exists(self, key: str, s3: "S3Client") -> bool:
+        """Ask for the first byte: a HEAD has no body, so an absent bucket would be an absent key."""
+        try:
+            answer = s3.get_object(Bucket=self.bucket, Key=self._name(key), Range="bytes=0-0")
+        except Exception as error:
+            if is_empty_object(error):
+                return True
+            raise
+        answer["Body"].read()
+        return bool(_etag(answer.get("ETag")))
+
+    def _page(self, prefix: str, after: str, s3: "S3Client") -> "ListObjectsV2OutputTypeDef":
+        ask = partial(s3.list_objects_v2, Bucket=self.bucket, MaxKeys=PAGE)
+        ask = partial(ask, Prefix=self._prefix + prefix)
+        page = ask(ContinuationToken=after) if after else ask()
+        if "IsTruncated" not in page:
+            raise Garbled("the answer is no list of objects")
+        return page
 
     async def _read_back(self, key: str) -> Stored | None:
         """The object after a write whose answer was lost; None if absent. Raises: StoreUnavailable."""
@@ -147,35 +146,8 @@ class S3Store:
         except NotFound:
             return None
 
-    async def _call(self, doing: str, call: Callable[[], T]) -> T:
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._threads, call)
-        except sdk.ClientError as error:
-            raise self._refusal(doing, error) from error
-        except UNREACHABLE as error:
-            raise StoreUnavailable(f"{self.url}: cannot {doing}: {error}") from error
-        except sdk.BotoCoreError as error:
-            raise ConfigurationError(
-                f"{self.url}: cannot {doing}: {error}; check {CREDENTIALS}"
-            ) from error
 
-    def _refusal(self, doing: str, error: sdk.ClientError) -> PerdureError:
-        """The error to raise for an error answer of the server."""
-        code = error.response.get("Error", {}).get("Code", "")
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        said = f"{self.url}: cannot {doing}: {error}"
-        if code == "NoSuchBucket":
-            return ConfigurationError(
-                f"{self.url}: bucket {self.bucket!r} does not exist; make it, or set PERDURE_STORE"
-            )
-        if status == 404:
-            return NotFound(said)
-        if status == 412:
-            return PreconditionFailed(said)
-        if status in BUSY_STATUS or code in BUSY_CODE:
-            return StoreUnavailable(said)
-        return ConfigurationError(
-            f"{said}; check bucket {self.bucket!r} and {CREDENTIALS}",
-            boundary=StoreUnavailable.boundary,
-        )
+def _etag(etag: str | None) -> str:
+    if etag is None:
+        raise Garbled("the answer has no ETag")
+    return etag

@@ -171,9 +171,9 @@ def disk(settings: Settings) -> Finding:
 
 
 def store(settings: Settings) -> Finding:
-    from perdure.stack.preflight import write_and_remove
+    from perdure.storage.preflight import check_store
 
-    asyncio.run(write_and_remove(settings))
+    asyncio.run(check_store(settings))
     return Finding("store", "ok", f"{settings.store_url} can be written")
 
 

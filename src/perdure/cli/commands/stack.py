@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from perdure.cli.console import answer, json_option, say
+from perdure.errors import StoreUnavailable
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 from perdure.stack import state as stack_state
@@ -59,7 +60,7 @@ def _run_here(settings: Settings, engine: str) -> None:
     from perdure.stack import preflight as beforehand
     from perdure.stack import supervisor
 
-    beforehand.check(settings, engine)
+    beforehand.check(settings, engine, say)
     roster = _roster_line(
         settings
     )  # reads the store, which `report` cannot do inside a running loop
@@ -80,7 +81,11 @@ def _roster_line(settings: Settings) -> str:
     """Which engines serve when the settings name none."""
     from perdure.stack.engines import any_added
 
-    if any_added(settings):
+    try:
+        added = any_added(settings)
+    except StoreUnavailable:  # it was warned of
+        added = True
+    if added:
         return "see `perdure engines list`"
     return "none: set OPENAI_BASE_URL, or `perdure up --engine URL`"
 

@@ -28,6 +28,7 @@ from perdure.stack.plan import configured_engine
 from perdure.stack.sandboxes import provider, ready_provider
 from perdure.storage import keys
 from perdure.storage.base import open_store
+from perdure.storage.preflight import check_store
 from perdure.types import EpisodeRef, RolloutStatus, RunRequest
 
 NONE_READY = (
@@ -64,6 +65,7 @@ def show_plan(settings: Settings, options: RunOptions, *, as_json: bool) -> None
 
 def run(settings: Settings, options: RunOptions, *, wait: bool, as_json: bool) -> int:
     """Check, start and follow a run; return the exit code. Raises: PerdureError, ValidationError."""
+    asyncio.run(check_store(settings))
     planned = asyncio.run(plan(settings, options))
     make_ready(settings, planned.request)
     return asyncio.run(_drive(settings, planned, wait=wait, as_json=as_json))
