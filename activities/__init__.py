@@ -1,1 +1,1 @@
-"""The temporal shells: each makes one call into `perdure.rollouts`."""
+"""The activities of Temporal. Each makes one call into `perdure.rollouts`."""

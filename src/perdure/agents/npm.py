@@ -30,7 +30,7 @@ ANY = "any"
 """The platform of a package without machine code."""
 TRIES = 3
 TIMEOUT_S = 120.0
-"""Of silence on the connection, not of the whole download."""
+"""Seconds of silence on the connection. The whole download may take longer."""
 BLOCK = 1 << 20
 
 

@@ -1,6 +1,6 @@
 """npm's own configuration, as far as a download needs it: registry, scope, key, certificates.
 
-Read in npm's order (environment, user file, global file); a project's `.npmrc` is not ours to obey.
+Read in npm's order: environment, user file, global file. A project's `.npmrc` is ignored.
 """
 
 import base64

@@ -1,4 +1,5 @@
-"""From the reference of a finished rollout to its tokens, for the adapters of `perdure.integrations`.
+"""Reads the tokens of a finished rollout from its reference, for the adapters of
+`perdure.integrations`.
 
 Owns finding the episode in the store; `perdure.episodes` says what its arrays mean.
 """

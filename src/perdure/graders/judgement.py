@@ -1,4 +1,5 @@
-"""Verdicts that every protocol shares: those of the filter, of git, and of the provider."""
+"""Verdicts that every protocol shares: the patch was refused, does not apply, or the provider
+killed the tests."""
 
 import hashlib
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The reaper of one home: kills sandboxes whose workflow is closed."""
+"""The reaper of one home. It kills sandboxes whose workflow is closed."""
 
 import time
 from collections.abc import Awaitable, Callable

@@ -40,7 +40,7 @@ class ReplicaRegistration:
         return await self._roster.read()
 
     async def reserve_generation(self) -> int:
-        """A fencing number that the home never gives again."""
+        """A fencing number that the home uses only once."""
 
         def reserved(roster: Roster) -> Roster:
             return roster.model_copy(update={"next_generation": roster.next_generation + 1})

@@ -1,4 +1,4 @@
-"""Whether there is an engine to sample from: in the settings, or in the roster of this home."""
+"""Whether the settings or the roster of this home name an engine."""
 
 import asyncio
 import socket

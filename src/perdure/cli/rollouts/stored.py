@@ -1,4 +1,4 @@
-"""One rollout as the store has it: its attempts, their files, and its episode."""
+"""Reads one rollout from the store: its attempts, their files, and its episode."""
 
 import json
 from collections.abc import Callable, Sequence

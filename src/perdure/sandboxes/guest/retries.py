@@ -1,7 +1,7 @@
 """Repeats calls to a service that makes sandboxes, while their failure is transient.
 
-All our calls may be repeated, because of the sandbox's identity and the guest's records. Each
-provider's `failures` turns the errors of its service into ours.
+The sandbox's identity and the guest's records make every call safe to repeat. Each provider's
+`failures` turns the errors of its service into ours.
 """
 
 import asyncio

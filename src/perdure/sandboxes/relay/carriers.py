@@ -1,4 +1,4 @@
-"""How lines of the relay inside a sandbox reach this host, and pieces of answers go back.
+"""Carries the lines of the relay inside a sandbox to this host, and pieces of answers back.
 
 Three carriers of one protocol: `stdio` reads the relay's standard output by offset, `file` reads a
 file, `dial` connects to the relay's port. All that they read is untrusted.

@@ -1,4 +1,4 @@
-"""Chooses how a sandbox reaches the gateway, from the setting and the provider, before the boot.
+"""Chooses before the boot how a sandbox reaches the gateway. The setting and the provider decide.
 
 Also checks the URL from inside. `relay` runs the relays.
 """
