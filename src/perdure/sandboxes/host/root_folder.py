@@ -35,6 +35,8 @@ ETC_OF_HOST = (
     "pki/tls/certs", "protocols", "python3", f"python3.{sys.version_info.minor}", "redhat-release",
     "services", "ssl/certs", "ssl/openssl.cnf", "timezone",
 )  # fmt: skip
+PAGES = shutil.ignore_patterns("*.gz")
+"""Links to manual pages in /etc/alternatives: often half of all files, and no program needs them."""
 
 
 def host_programs() -> list[Mount]:
@@ -68,7 +70,7 @@ def write_etc(folder: Path) -> None:
         path, copy = Path("/etc", name), folder / name
         copy.parent.mkdir(exist_ok=True)
         if path.is_dir():
-            shutil.copytree(path, copy, symlinks=True, ignore_dangling_symlinks=True)
+            shutil.copytree(path, copy, symlinks=True, ignore_dangling_symlinks=True, ignore=PAGES)
         elif path.exists():
             shutil.copy2(path, copy, follow_symlinks=name != "localtime")
     for name, text in ETC.items():
