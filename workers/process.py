@@ -1,5 +1,6 @@
 """A worker process: connects, polls its queues, and hands its work over at SIGTERM."""
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -7,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import structlog
 from temporalio.client import (
@@ -30,6 +32,7 @@ from perdure.home import host_of
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 from perdure.telemetry import configure_logging, metrics, temporal_runtime
+from workers.health import answering
 
 ROLES = ("workflows", "boot", "agent", "grade", "io")
 """What a worker process may poll for."""
@@ -41,8 +44,11 @@ ASK_AGAIN_S = 1.0
 log = structlog.get_logger("perdure.worker")
 
 
-async def serve(settings: Settings, roles: Sequence[str]) -> None:
-    """Poll until SIGTERM or SIGINT, then hand over and return."""
+async def serve(settings: Settings, roles: Sequence[str], health: Path | None = None) -> None:
+    """Poll until SIGTERM or SIGINT, then hand over and return.
+
+    `health`: a unix socket that answers while the event loop runs.
+    """
     client = await connect(settings=settings, runtime=temporal_runtime(settings))
     host = host_of(settings)
     stop = asyncio.Event()
@@ -50,7 +56,7 @@ async def serve(settings: Settings, roles: Sequence[str]) -> None:
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     if "agent" in roles:
         await _ensure_reaper(client, host, stop)
-    async with contextlib.AsyncExitStack() as stack:
+    async with answering(health), contextlib.AsyncExitStack() as stack:
         workers = _workers(client, settings, roles, stack)
         for worker in workers:
             await stack.enter_async_context(worker)
@@ -131,12 +137,15 @@ async def _ensure_reaper(client: Client, host: str, stop: asyncio.Event) -> None
 
 def main(*roles: str) -> None:
     """Entry of every `python -m workers.<name>`. Exit code 1 and one line if it cannot start."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--health", type=Path, help="a unix socket to answer on while it runs")
+    options = parser.parse_args()
     chosen = roles or ROLES
     code = 0
     try:
         settings = load_settings()
         configure_logging(f"worker-{chosen[0] if len(chosen) == 1 else 'all'}")
-        asyncio.run(serve(settings, chosen))
+        asyncio.run(serve(settings, chosen, options.health))
     except PerdureError as error:
         log.error("cannot start", reason=str(error))
         code = 1

@@ -4,7 +4,9 @@ Owns names and set-up. Everything logs to stderr, so that stdout stays a command
 SDK and structlog are imported where they are used, so that commands start fast.
 """
 
+import faulthandler
 import logging
+import signal
 import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -14,6 +16,8 @@ from perdure.settings.tree import Settings
 if TYPE_CHECKING:
     from temporalio.common import MetricMeter
     from temporalio.runtime import Runtime
+
+STACKS_SIGNAL = signal.SIGUSR1
 
 SECONDS = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0]
 
@@ -128,8 +132,13 @@ def temporal_runtime(settings: Settings) -> "Runtime":
 
 
 def configure_logging(process: str) -> None:
-    """Send structlog's and the standard library's records to stderr: JSON lines, or text on a terminal."""
+    """Send structlog's and the standard library's records to stderr: JSON lines, or text on a terminal.
+
+    From then on `STACKS_SIGNAL` makes the process write the stack of each of its threads there.
+    """
     import structlog
+
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
     renderer: Any = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():

@@ -18,6 +18,7 @@ from pathlib import Path
 from perdure.stack.failures import USAGE
 from perdure.stack.processes import identify
 from perdure.stack.state import ChildState
+from perdure.telemetry import STACKS_SIGNAL
 
 LOG_BYTES = 32 << 20
 """A larger log is copied to `<name>.log.1` and truncated."""
@@ -84,6 +85,11 @@ class Child:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
+
+    def write_stacks(self) -> None:
+        """Ask it to write the stack of each thread to its log. It must have configured our logging."""
+        if self._process is not None and self._process.returncode is None:
+            os.kill(self._process.pid, STACKS_SIGNAL)
 
     def kill(self) -> None:
         """Kill a process that hangs; it is then started again."""

@@ -142,12 +142,13 @@ class Plan:
         """One gateway process; without arguments it binds its own sockets."""
         return self._python(name, "perdure.gateway", *arguments)
 
-    def health_socket(self, gateway: str) -> Path:
-        """The unix socket on which only this gateway process answers."""
-        return self.home / "run" / f"{gateway}.health"
+    def health_socket(self, name: str) -> Path:
+        """The unix socket on which only this gateway or worker process answers."""
+        return self.home / "run" / f"{name}.health"
 
     def worker(self) -> ChildSpec:
-        return self._python("worker", "workers.all", grace_s=WORKER_GRACE_S)
+        health = str(self.health_socket("worker"))
+        return self._python("worker", "workers.all", "--health", health, grace_s=WORKER_GRACE_S)
 
     def scripted_engine(self) -> ChildSpec | None:
         """The scripted policy if --engine names one. Raises: ConfigurationError."""

@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -35,13 +35,14 @@ from perdure.stack.failures import explain
 from perdure.stack.plan import Addresses, Plan, gateway_names
 from perdure.stack.processes import identify, stop
 from perdure.stack.state import StackState
+from perdure.stack.watch import Watch
 from perdure.telemetry import configure_logging, temporal_runtime
 
 START_LIMIT_S = 120.0
 """Seconds within which all parts must answer; otherwise the start has failed."""
 CHECK_EVERY_S = 10.0
-HANGS_AFTER = 6
-"""A part that fails this many checks in a row is killed and started again."""
+STACKS_S = 1.0
+"""Seconds that a hanging part gets to write where each of its threads is, before it is killed."""
 EARLY_EXITS = 3
 """A part that ends this often before it was ready makes the start fail."""
 PORT_TRIES = 3
@@ -190,21 +191,25 @@ class Supervisor:
 
     async def _keep(self, stopped: "asyncio.Task[Any]") -> None:
         """Check every part now and then; restart one that hangs."""
-        checks: dict[str, Callable[[], Awaitable[bool]]] = {"temporal": self._temporal_answers}
-        for name in self._gateways():
-            check = functools.partial(readiness.socket_answers, self.plan.health_socket(name))
-            checks[name] = check
-        failed = dict.fromkeys(checks, 0)
+        watches = {"temporal": Watch(self._temporal_answers)}
+        for name in (*self._gateways(), "worker"):
+            health = self.plan.health_socket(name)
+            watches[name] = Watch(functools.partial(readiness.socket_answers, health))
         while not stopped.done():
             await asyncio.wait({stopped}, timeout=CHECK_EVERY_S)
             for name, child in self.children.items():
                 child.rotate()
-                if name in checks and not stopped.done():
-                    failed[name] = 0 if await checks[name]() else failed[name] + 1
-                    if failed[name] >= HANGS_AFTER:
-                        log.warning("a process does not answer; starting it again", name=name)
-                        failed[name] = 0
-                        child.kill()
+                if name not in watches or child.state is None or stopped.done():
+                    continue
+                if await watches[name].hangs(child.state.pid):
+                    log.warning("a process does not answer; starting it again", name=name)
+                    await self._end_hanging(name, child)
+
+    async def _end_hanging(self, name: str, child: Child) -> None:
+        if name != "temporal":  # only our own programs write their stacks when they get the signal
+            child.write_stacks()
+            await asyncio.sleep(STACKS_S)
+        child.kill()
 
     async def _temporal_answers(self) -> bool:
         assert self.client is not None

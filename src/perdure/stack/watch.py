@@ -1,0 +1,28 @@
+"""Decides from regular checks whether a part of the stack hangs."""
+
+from collections.abc import Awaitable, Callable
+
+HANGS_AFTER = 6
+"""Checks in a row that a part fails before it counts as hanging."""
+STARTS_WITHIN = 18
+"""As many for a part that has not answered since it was started: on a busy host imports take long."""
+
+
+class Watch:
+    """The checks of one part, whose process may be another one each time."""
+
+    def __init__(self, check: Callable[[], Awaitable[bool]]) -> None:
+        self._check = check
+        self._pid = 0
+        self._answered = False
+        self._failed = 0
+
+    async def hangs(self, pid: int) -> bool:
+        """Check once. True: process `pid` must be started again."""
+        if pid != self._pid:
+            self._pid, self._answered, self._failed = pid, False, 0
+        if await self._check():
+            self._answered, self._failed = True, 0
+            return False
+        self._failed += 1
+        return self._failed >= (HANGS_AFTER if self._answered else STARTS_WITHIN)
