@@ -65,7 +65,6 @@ def show_plan(settings: Settings, options: RunOptions, *, as_json: bool) -> None
 
 def run(settings: Settings, options: RunOptions, *, wait: bool, as_json: bool) -> int:
     """Check, start and follow a run; return the exit code. Raises: PerdureError, ValidationError."""
-    asyncio.run(check_store(settings))
     planned = asyncio.run(plan(settings, options))
     make_ready(settings, planned.request)
     return asyncio.run(_drive(settings, planned, wait=wait, as_json=as_json))
@@ -74,6 +73,7 @@ def run(settings: Settings, options: RunOptions, *, wait: bool, as_json: bool) -
 async def plan(settings: Settings, options: RunOptions) -> CheckedRun:
     """Check every option and find the instances. Starts nothing."""
     phases.check(check(options), None, partial(provider, settings))
+    await check_store(settings)
     store = open_store(settings)
     found = await selection.resolve(store, options.source, skip_bad_rows=options.skip_bad_rows)
     for note in found.notes:
