@@ -337,13 +337,17 @@ def test_two_homes_run_side_by_side(home: Home, other: Home) -> None:
 
 
 def test_a_killed_supervisor_leaves_no_process(other: Home) -> None:
-    """After kill -9 of the supervisor its children end, and `up` works again."""
+    """After kill -9 of the supervisor its children end, and `up` works again, twice at once."""
     killed = other.state
     os.kill(killed.pid, signal.SIGKILL)
     left = [name for name, c in killed.children.items() if not ended(c.process)]
 
+    both = [other.start("up"), other.start("up")]
+    said = [command.communicate()[1] for command in both]
+
     assert left == []
-    assert other.perdure("up").returncode == 0
+    assert [command.returncode for command in both] == [0, 0]
+    assert sorted("Already running" in text for text in said) == [False, True]
 
 
 def test_a_run_survives_down_and_up(home: Home, other: Home) -> None:

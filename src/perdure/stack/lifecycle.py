@@ -42,15 +42,13 @@ def ensure_up(settings: Settings, engine: str, tell: Say) -> tuple[StackState, b
     Raises: ConfigurationError, MissingDependency, StackFailed.
     """
     find_root()
-    state = running(settings)
-    if state is None:
-        _start(settings, engine, tell)
-        return _ready(settings), True
-    if engine and engine != state.engine:
+    started = running(settings) is None and _start(settings, engine, tell)
+    state = _ready(settings)
+    if not started and engine and engine != state.engine:
         raise ConfigurationError(
             f"a stack runs here with engine {state.engine or 'none'!r}: `perdure down` first"
         )
-    return _ready(settings), False
+    return state, started
 
 
 def shut_down(settings: Settings, tell: Say, *, keep_sandboxes: bool = False) -> list[str]:
@@ -70,8 +68,11 @@ def shut_down(settings: Settings, tell: Say, *, keep_sandboxes: bool = False) ->
     return stopped
 
 
-def _start(settings: Settings, engine: str, tell: Say) -> None:
-    """Spawn a detached supervisor and follow its report until it is ready or has failed."""
+def _start(settings: Settings, engine: str, tell: Say) -> bool:
+    """Spawn a detached supervisor and follow its report until it is ready or has failed.
+
+    False: another command has started one meanwhile.
+    """
     from perdure.stack import preflight as beforehand
 
     beforehand.check(settings, engine, tell)
@@ -98,11 +99,13 @@ def _start(settings: Settings, engine: str, tell: Say) -> None:
     tell(f"Starting Temporal, the gateway and the workers in {settings.home} ...")
     for event in _events(reader):
         relay(event, tell)
+        if event.get("taken"):
+            return False
         if event["event"] == "failed":
             failed = ConfigurationError if event.get("code") == USAGE else StackFailed
             raise failed(f"{event['reason']} (logs: {logs})")
         if event["event"] == "ready":
-            return
+            return True
     raise StackFailed(f"the supervisor ended during the start: see {log}")
 
 
@@ -123,8 +126,9 @@ def _ready(settings: Settings) -> StackState:
     """Wait until the state says ready: another `perdure up` may be starting this stack right now."""
     while True:
         state = running(settings)
-        if state is None:
-            raise StackFailed(f"the stack in {settings.home} stopped: see its logs")
-        if state.status == "ready":
+        if state is not None and state.status == "ready":
             return state
+        # A supervisor writes its state some time after it has taken the lock.
+        if state is None and not stack_state.is_locked(settings):
+            raise StackFailed(f"the stack in {settings.home} stopped: see its logs")
         time.sleep(SAME_HOME_PAUSE_S)

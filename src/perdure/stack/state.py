@@ -3,15 +3,24 @@
 Written by the supervisor alone; every command reads it to find the ports that were chosen.
 """
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from perdure.errors import ConfigurationError
 from perdure.sandboxes.host.process import ProcessId
 from perdure.settings.tree import Settings
+
+LOCK = "supervisor.lock"
+LOCK_TRIES = 20
+LOCK_PAUSE_S = 0.05
+"""A command that looks at the lock holds it for a moment."""
 
 
 @dataclass(frozen=True)
@@ -82,3 +91,33 @@ def write(settings: Settings, state: StackState) -> None:
 
 def forget(settings: Settings) -> None:
     (run_folder(settings) / "state.json").unlink(missing_ok=True)
+
+
+class Locked(ConfigurationError):
+    """Another supervisor holds the home."""
+
+
+@contextlib.contextmanager
+def locked(settings: Settings) -> Iterator[None]:
+    """Hold the home as its only supervisor. Raises: Locked when another one holds it."""
+    folder = run_folder(settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as lock:
+        for _ in range(LOCK_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(LOCK_PAUSE_S)
+        else:
+            raise Locked(f"a stack is running in {settings.home} already")
+        yield
+
+
+def is_locked(settings: Settings) -> bool:
+    """Whether a supervisor holds the home; it may not have written its state yet."""
+    with contextlib.suppress(FileNotFoundError), (run_folder(settings) / LOCK).open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -7,13 +7,12 @@ until it ends. Reports each step as a JSON line on the given descriptor.
 import argparse
 import asyncio
 import contextlib
-import fcntl
 import functools
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -263,25 +262,12 @@ def stop_survivors(settings: Settings) -> list[str]:
     return list(survivors)
 
 
-@contextlib.contextmanager
-def only_one(settings: Settings) -> Iterator[None]:
-    """Hold the home's lock. Raises: ConfigurationError when another supervisor holds it."""
-    folder = stack_state.run_folder(settings)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "supervisor.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigurationError(f"a stack is running in {settings.home} already") from None
-        yield
-
-
 async def supervise(settings: Settings, engine: str, report: Report) -> None:
     """Run one stack until SIGTERM, SIGINT or SIGHUP. Raises: ConfigurationError, StartFailed, ..."""
     stopping = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
-    with only_one(settings):
+    with stack_state.locked(settings):
         left = await asyncio.to_thread(stop_survivors, settings)
         if left:
             report(
@@ -314,7 +300,8 @@ def run(engine: str, report: Report) -> int:
     except Exception as error:
         code, line = explain(error)
         log.error("stopped", reason=line, exc_info=not isinstance(error, PerdureError))
-        report({"event": "failed", "reason": line, "code": code})
+        taken = isinstance(error, stack_state.Locked)
+        report({"event": "failed", "reason": line, "code": code, "taken": taken})
         return code
     return 0
 

@@ -21,7 +21,7 @@ from perdure.settings.tree import Settings
 from perdure.stack import state as stack_state
 from perdure.stack.state import StackState
 from perdure.storage.local import LocalStore
-from perdure.types import RolloutRequest, RolloutStatus
+from perdure.types import RolloutRequest, RolloutStatus, RunRequest
 from tests import held_ports
 from tests.paths import ROOT
 
@@ -428,6 +428,29 @@ def test_endpoint_that_does_not_answer_is_named() -> None:
 
         with pytest.raises(GatewayUnavailable, match=f"engine at {url} cannot be reached"):
             check_engine(url, "mini_swe_agent")
+
+
+def test_only_a_new_run_needs_an_engine_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the engine restarts a new run is refused, and one that has begun is joined."""
+    from perdure.cli.runs import launch
+    from perdure.errors import GatewayUnavailable
+
+    started: list[Any] = []
+    monkeypatch.setattr(launch.lifecycle, "ensure_up", lambda *stack: started.append(stack))
+    with held_ports.held(1) as (port,):
+        settings = Settings(home=tmp_path, engine={"url": f"http://127.0.0.1:{port}/v1"})
+        rollout = {"agent": "mini_swe_agent", "sandbox": "bubblewrap"}
+        request = RunRequest(run_id="r", dataset="rows", rollout=rollout)
+
+        with pytest.raises(GatewayUnavailable, match="cannot be reached"):
+            launch.make_ready(settings, request)
+        assert not started
+        launch.make_ready(settings, request, joins=True)
+
+    assert len(started) == 1
+    assert "open rollouts wait for the engine" in capsys.readouterr().err
 
 
 def test_one_answering_engine_of_several_is_enough() -> None:

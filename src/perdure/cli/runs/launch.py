@@ -20,6 +20,7 @@ from perdure.cli.runs.request import (
 )
 from perdure.client.api import RunHandle
 from perdure.client.server import given_address
+from perdure.errors import GatewayUnavailable
 from perdure.sandboxes import phases
 from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
@@ -66,7 +67,7 @@ def show_plan(settings: Settings, options: RunOptions, *, as_json: bool) -> None
 def run(settings: Settings, options: RunOptions, *, wait: bool, as_json: bool) -> int:
     """Check, start and follow a run; return the exit code. Raises: PerdureError, ValidationError."""
     planned = asyncio.run(plan(settings, options))
-    make_ready(settings, planned.request)
+    make_ready(settings, planned.request, joins=planned.joins)
     return asyncio.run(_drive(settings, planned, wait=wait, as_json=as_json))
 
 
@@ -84,8 +85,11 @@ async def plan(settings: Settings, options: RunOptions) -> CheckedRun:
     return CheckedRun(request, refs, await store.exists(keys.run(request.run_id)))
 
 
-def make_ready(settings: Settings, request: RunRequest) -> None:
-    """Check sandbox providers and engine; start a stack if none runs."""
+def make_ready(settings: Settings, request: RunRequest, *, joins: bool = False) -> None:
+    """Check sandbox providers and engine; start a stack if none runs.
+
+    `joins`: the run has begun, so its rollouts wait for an engine that cannot be reached now.
+    """
     if given_address(settings) is not None:
         return  # a cluster has its own hosts and engines; its workers check them
     rollout = request.rollout_request("any/instance")
@@ -93,7 +97,12 @@ def make_ready(settings: Settings, request: RunRequest) -> None:
     for name in sorted({rollout.sandbox, *named_in_phases(rollout)}):
         ready_provider(settings, name)
     if needs_model(agent):
-        _engine_ready(settings, agent)
+        try:
+            _engine_ready(settings, agent)
+        except GatewayUnavailable as error:
+            if not joins:
+                raise
+            say(f"warning: open rollouts wait for the engine: {error}")
     lifecycle.ensure_up(settings, "", say)
 
 
