@@ -15,6 +15,7 @@ from temporalio import activity
 
 from activities.failures import translated
 from activities.heartbeats import heartbeats
+from perdure import tracing
 from perdure.rollouts.messages import WORKER_EVICTED
 from perdure.telemetry import bind, metrics
 
@@ -40,7 +41,7 @@ def shell(
     ) -> Callable[[Any, Argument], Awaitable[Result]]:
         @functools.wraps(method)
         async def run(self: Any, argument: Argument) -> Result:
-            with _observed(name, argument):
+            with _traced(name, argument), _observed(name, argument):
                 async with heartbeats(), _interrupted_by_shutdown(leave_at_once):
                     return await translated(method(self, argument))
 
@@ -67,6 +68,21 @@ def _observed(name: str, argument: Any) -> Iterator[None]:
             metrics.stage(name, seconds, queued, cause)
             level = log.warning if cause not in ("", WORKER_EVICTED) else log.info
             level("stage", stage=name, seconds=round(seconds, 3), try_=info.attempt, cause=cause)
+
+
+@contextlib.contextmanager
+def _traced(name: str, argument: Any) -> Iterator[None]:
+    """A span for one try of one stage, and one for the wait for a free slot before it."""
+    info = activity.info()
+    attributes: tracing.Attributes = {
+        "perdure.workflow_id": info.workflow_id,
+        "perdure.attempt": getattr(argument, "attempt", None),
+        "temporal.try": info.attempt,
+        "temporal.task_queue": info.task_queue,
+    }
+    tracing.past(f"wait for {name}", info.current_attempt_scheduled_time, info.started_time)
+    with tracing.stage(name, attributes):
+        yield
 
 
 def _bound(argument: Any) -> contextlib.AbstractContextManager[None]:

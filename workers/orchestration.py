@@ -32,7 +32,14 @@ WORKFLOWS: Sequence[type] = (
     SandboxAccountWorkflow,
 )
 
-PASSTHROUGH = ("perdure", "activities", "workflows", "pydantic_settings", "structlog")
+PASSTHROUGH = (
+    "perdure",
+    "activities",
+    "workflows",
+    "pydantic_settings",
+    "structlog",
+    "opentelemetry",
+)
 
 
 def checking_runner() -> SandboxedWorkflowRunner:

@@ -24,7 +24,7 @@ from temporalio.client import (
 from temporalio.service import RPCError
 from temporalio.worker import Worker
 
-from perdure import home
+from perdure import home, tracing
 from perdure.client import names
 from perdure.client.connection import connect
 from perdure.errors import PerdureError
@@ -49,6 +49,7 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
 
     `health`: a unix socket that answers while the event loop runs.
     """
+    tracing.configure(settings, "worker")
     client = await connect(settings=settings, runtime=temporal_runtime(settings))
     host = host_of(settings)
     stop = asyncio.Event()
@@ -149,6 +150,7 @@ def main(*roles: str) -> None:
     except PerdureError as error:
         log.error("cannot start", reason=str(error))
         code = 1
+    tracing.flush()
     # The SDK's native threads can crash a Python that is tearing down.
     sys.stdout.flush()
     sys.stderr.flush()

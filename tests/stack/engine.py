@@ -45,6 +45,8 @@ class HeldEngine(ScriptedEngine):
         self.turns = turns
         self.waiting: list[str] = []
         """`<session>-<turn>` of the calls that arrived while their turn was held."""
+        self.traceparents: list[str] = []
+        """What each call said of its trace; empty if it had none."""
         self._gates: dict[int, asyncio.Event] = {}
 
     def hold(self, turn: int) -> None:
@@ -65,6 +67,7 @@ class HeldEngine(ScriptedEngine):
         self.waiting.clear()
 
     async def _generate(self, request: Request) -> Response:
+        self.traceparents.append(request.headers.get("traceparent", ""))
         body = await request.json()  # taken in, so it is sampled even if its caller dies meanwhile
         turn = turn_of(body["token_ids"])
         gate = self._gates.get(turn)

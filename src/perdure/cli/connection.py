@@ -4,6 +4,7 @@ import contextlib
 
 from temporalio.runtime import Runtime
 
+from perdure import tracing
 from perdure.client.api import Perdure
 from perdure.client.server import given_address
 from perdure.errors import ConfigurationError
@@ -32,6 +33,7 @@ class Connection:
 async def connect(settings: Settings) -> Connection:
     """Raises: ConfigurationError when nothing runs here and no address is given."""
     ui_url = _ui_url(settings)
+    tracing.configure(settings, "cli")
     with contextlib.suppress(RuntimeError):  # this process has a runtime already
         # Without it the SDK logs to stdout. Port 0: only services serve metrics.
         Runtime.set_default(temporal_runtime(settings.changed(metrics={"port": 0})))

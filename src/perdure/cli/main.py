@@ -126,6 +126,10 @@ def main() -> NoReturn:
         sys.stderr.flush()
     except BrokenPipeError:
         code = code or 1
+    if "perdure.tracing" in sys.modules:
+        from perdure import tracing
+
+        tracing.flush()
     if {"temporalio", "boto3"} & sys.modules.keys():
         # The SDK's native threads can crash Python while it shuts down, and threads that wait for
         # an S3 server would keep it alive.

@@ -7,12 +7,13 @@ import time
 from dataclasses import replace
 from typing import ClassVar, Self, cast
 
-from temporalio.client import Client
+from temporalio.client import Client, Interceptor
 from temporalio.contrib.pydantic import PydanticPayloadConverter, ToJsonOptions
 from temporalio.converter import DataConverter, DefaultFailureConverterWithEncodedAttributes
 from temporalio.runtime import Runtime
 from temporalio.service import RPCError
 
+from perdure import tracing
 from perdure.client import local_stack
 from perdure.client.server import Server, dev_server, given_address, given_server
 from perdure.errors import ConfigurationError
@@ -88,13 +89,25 @@ async def connect_to(server: Server, settings: Settings, runtime: Runtime | None
     atexit.register(_let_native_threads_end)
     try:
         return await Client.connect(
-            **server.arguments(), data_converter=data_converter(settings), runtime=runtime
+            **server.arguments(),
+            data_converter=data_converter(settings),
+            runtime=runtime,
+            interceptors=_interceptors(settings),
         )
     except (RuntimeError, RPCError, ValueError) as error:
         raise ConfigurationError(
             f"no Temporal server answers at {server.address}: run `perdure up`, or set TEMPORAL_ADDRESS"
             f" ({_reason(error)})"
         ) from error
+
+
+def _interceptors(settings: Settings) -> list[Interceptor]:
+    """None without traces, and none in a trainer's process that lacks OpenTelemetry."""
+    if not tracing.wanted(settings) or not tracing.importable():
+        return []
+    from perdure.client.traced import interceptors
+
+    return interceptors()
 
 
 def _reason(error: Exception) -> str:

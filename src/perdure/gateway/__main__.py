@@ -9,6 +9,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from perdure import tracing
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.settings.load import load_settings
 
@@ -23,6 +24,7 @@ def main() -> int:
 
         settings = load_settings()
         configure_logging("gateway")
+        tracing.configure(settings, "gateway")
         serving = serve(
             settings,
             load_secrets(settings),
@@ -31,6 +33,7 @@ def main() -> int:
             health=options.health,
         )
         asyncio.run(serving)
+        tracing.flush()
     except (ConfigurationError, MissingDependency) as error:
         print(f"perdure gateway: {error}", file=sys.stderr)
         return 2

@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from perdure import tracing
 from perdure.dialects.base import Answer, ModelRequest, Refused
 from perdure.engines.base import TOO_STALE, Wait
 from perdure.engines.configured import ConfiguredEngine
@@ -292,7 +293,7 @@ class Sessions:
             raise Refused(
                 429, "too_many_calls", f"this session has {MAX_WAITING} calls in flight already"
             )
-        call = asyncio.create_task(self._turn(awake, request, location))
+        call = asyncio.create_task(self._traced_turn(awake, request, location))
         session.calls[key] = call
         call.add_done_callback(lambda task: _forget(session, key, task))
         return call
@@ -305,6 +306,25 @@ class Sessions:
             self._metrics.replays.inc()
             self._metrics.retries.labels("repeated").inc()
         return node
+
+    async def _traced_turn(self, awake: Awake, request: ModelRequest, location: Location) -> Answer:
+        """A turn, as a span of the rollout that its session names."""
+        spec = awake.session.spec
+        parent = spec.labels.get(tracing.PARENT, "")
+        with tracing.span(
+            "turn", {"perdure.chain": request.chain}, kind="server", parent=parent
+        ) as span:
+            answer = await self._turn(awake, request, location)
+            span.set(
+                {
+                    "gen_ai.conversation.id": spec.session_id,
+                    "gen_ai.request.model": spec.model,
+                    "gen_ai.usage.input_tokens": answer.usage.get("prompt_tokens"),
+                    "gen_ai.usage.output_tokens": answer.usage.get("completion_tokens"),
+                    "gen_ai.response.finish_reasons": [answer.finish_reason],
+                }
+            )
+            return answer
 
     async def _turn(self, awake: Awake, request: ModelRequest, location: Location) -> Answer:
         arrived = time.time()
@@ -364,7 +384,8 @@ class Sessions:
                 record = draft.model_copy(update={"index": len(awake.tree.nodes)})
                 try:
                     fields = to_journal(record)
-                    await self._append(session.spec.session_id, fields, session.position)
+                    with tracing.span("write turn"):
+                        await self._append(session.spec.session_id, fields, session.position)
                     break
                 except Overtaken:
                     await self._read_on(session)

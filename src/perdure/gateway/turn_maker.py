@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from perdure import tracing
 from perdure.dialects.base import ModelRequest, Refused
 from perdure.engines.base import ChatEngine, Completion, HostedEngine, TokenEngine
 from perdure.engines.configured import ConfiguredEngine
@@ -88,7 +89,9 @@ class TurnMaker:
 
     async def _sample(self, pending: PendingTurn, engine: TokenEngine) -> TurnRecord:
         session, request, turn_id = pending.session, pending.request, new_turn_id(pending.session)
-        prompt, miss = await self._prompt(pending)
+        with tracing.span("make prompt") as span:
+            prompt, miss = await self._prompt(pending)
+            span.set({"perdure.bridge_miss": miss})
         sampling = token_sampling(session.spec.sampling, request, len(prompt), self._stop_ids)
         partial = await self._partials.begin(_wanted(pending, turn_id, prompt, sampling))
         started = time.monotonic()
@@ -106,7 +109,8 @@ class TurnMaker:
                 ),
             )
         engine_seconds = time.monotonic() - started
-        read = read_completion(self._format, request, prompt, completion, turn_id)
+        with tracing.span("read answer"):
+            read = read_completion(self._format, request, prompt, completion, turn_id)
         return _record(
             pending,
             turn_id=turn_id,
@@ -160,9 +164,17 @@ class TurnMaker:
         session, turn_id = pending.session, new_turn_id(pending.session)
         body = chat_request(session.spec.sampling, pending.request) | {"model": session.spec.model}
         started = time.monotonic()
-        completion = await abandonable(
-            session, engine.chat(body, session_id=session.spec.session_id)
-        )
+        attributes: tracing.Attributes = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": name.partition(" ")[0],
+            "gen_ai.request.model": session.spec.model,
+            "gen_ai.conversation.id": session.spec.session_id,
+            "perdure.engine": name,
+        }
+        with tracing.span("engine call", attributes, kind="client"):
+            completion = await abandonable(
+                session, engine.chat(body, session_id=session.spec.session_id)
+            )
         engine_seconds = time.monotonic() - started
         read = hosted_answer(pending.request, completion, turn_id)
         cut = read.answer.finish_reason == FinishReason.LENGTH.value

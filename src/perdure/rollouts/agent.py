@@ -5,6 +5,7 @@ import contextlib
 import signal
 import time
 
+from perdure import tracing
 from perdure.agents.base import EXEC_ID
 from perdure.errors import NotFound, PerdureError, PolicyTooStale, SandboxLost
 from perdure.gateway.base import SessionSummary
@@ -39,10 +40,12 @@ async def _run(job: Job) -> AgentRun:
     try:
         opened = await session.open() if session is not None else None
         async with reached(job, session, sandbox) as route:
-            await _start_once(job, session, sandbox, route.url)
-            if opened is not None:
-                _report(job, opened)
-            status = await _watch(job, session, sandbox, route)
+            with tracing.span("agent command", {"perdure.agent": job.request.agent}) as span:
+                await _start_once(job, session, sandbox, route.url)
+                if opened is not None:
+                    _report(job, opened)
+                status = await _watch(job, session, sandbox, route)
+                span.set({"process.exit.code": status.code})
         return await _conclude(job, session, sandbox, status)
     except asyncio.CancelledError:
         if job.this_try.is_cancelled_on_purpose():

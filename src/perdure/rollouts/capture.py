@@ -3,6 +3,7 @@
 import hashlib
 import signal
 
+from perdure import tracing
 from perdure.agents.base import EXEC_ID
 from perdure.graders import patch
 from perdure.rollouts.boot import BootRecord, attach, sandbox_of
@@ -36,11 +37,12 @@ async def _take(job: Job) -> PatchRef:
     # No process of the agent may race the capture.
     await sandbox.signal(EXEC_ID, signal.SIGKILL)
     boot = await job.read("sandbox.json", BootRecord)
-    captured = await patch.capture(
-        sandbox,
-        boot.base_git if boot else None,
-        max_bytes=job.services.settings.diff_max_bytes,
-    )
+    with tracing.span("take diff"):
+        captured = await patch.capture(
+            sandbox,
+            boot.base_git if boot else None,
+            max_bytes=job.services.settings.diff_max_bytes,
+        )
     key, store = job.key("patch.diff"), job.services.store
     if not await store.put_if_absent(key, captured.data):
         captured = captured.with_data((await store.get(key)).data)

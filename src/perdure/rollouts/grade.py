@@ -2,6 +2,7 @@
 
 import time
 
+from perdure import tracing
 from perdure.errors import Boundary, GiveUp, NotFound, RetryHere, SandboxLost
 from perdure.graders.base import Graded
 from perdure.rollouts.job import Job
@@ -90,7 +91,8 @@ async def _run_tests(job: Job, patch: bytes) -> Graded:
         async with killed_at_the_end(job.this_try, sandbox):
             await plan.admission.started()
             grader = job.services.grader(instance.grading.protocol)
-            return await grader.grade(sandbox, instance, patch, timeout_s=timeout_s)
+            with tracing.span("run tests", {"perdure.grader": instance.grading.protocol}):
+                return await grader.grade(sandbox, instance, patch, timeout_s=timeout_s)
     except SandboxLost as error:
         raise await _lost(job, error) from error
 

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 
+from perdure import tracing
 from perdure.agents.base import Agent, AgentTask
 from perdure.errors import NotFound
 from perdure.instances import catalog
@@ -181,7 +182,10 @@ class Job:
         """The instance's environment for a sandbox of this plan; built if it does not exist."""
         build = self._placement("environment")
         environments = self.services.environments(plan.placement.provider, build.provider)
-        return await environments.prepare(self.instance, limits=build.limits, network=build.network)
+        with tracing.span("prepare environment"):
+            return await environments.prepare(
+                self.instance, limits=build.limits, network=build.network
+            )
 
     def task(self, *, gateway_url: str | None, session_key: str) -> AgentTask:
         request, instance = self.request, self.instance

@@ -33,6 +33,7 @@ class Foreign(NamedTuple):
 
 FOREIGN = (
     Foreign("Temporal", ("TEMPORAL_*",), "address, namespace, TLS and profile of the server"),
+    Foreign("OpenTelemetry", ("OTEL_*",), "where traces go, sampling, names of services"),
     Foreign("AWS SDK", ("AWS_*",), "credentials and region of an S3 store"),
     Foreign(
         "OpenAI",

@@ -240,6 +240,18 @@ class MetricsSettings(Group):
     """Address that the port listens on; `0.0.0.0` in a container."""
 
 
+class TraceSettings(Group):
+    """OpenTelemetry traces of every process; all other `OTEL_*` variables count too."""
+
+    endpoint: str = ""
+    """OTLP address by HTTP, such as `http://collector:4318`. Empty = `OTEL_EXPORTER_OTLP_ENDPOINT`, else no traces."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _has_a_scheme(cls, url: str) -> str:
+        return _with_scheme(url).rstrip("/")
+
+
 class Settings(BaseSettings):
     """Resolved once per process; `run.json` keeps the resolved copy beside each run."""
 
@@ -277,6 +289,7 @@ class Settings(BaseSettings):
     daytona: DaytonaSettings = DaytonaSettings()
     agents: AgentSettings = AgentSettings()
     metrics: MetricsSettings = MetricsSettings()
+    traces: TraceSettings = TraceSettings()
 
     @field_validator("s3_endpoint_url")
     @classmethod

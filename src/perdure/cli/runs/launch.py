@@ -7,6 +7,7 @@ from functools import partial
 
 import click
 
+from perdure import tracing
 from perdure.cli.connection import Connection, connect
 from perdure.cli.console import answer, many, me, print_table, say
 from perdure.cli.runs import follow, results, selection, tables, text
@@ -118,7 +119,8 @@ def _engine_ready(settings: Settings, agent: str) -> None:
 
 async def _drive(settings: Settings, planned: CheckedRun, *, wait: bool, as_json: bool) -> int:
     connection = await connect(settings)
-    handle = await connection.perdure.start_run(planned.request)
+    with tracing.span("perdure run", {"perdure.run_id": planned.request.run_id}, root=True):
+        handle = await connection.perdure.start_run(planned.request)
     if planned.joins:
         say(f"Joined: {text.progress_line(await handle.progress())}")
     else:

@@ -16,6 +16,7 @@ import httpx
 import numpy
 import orjson
 
+from perdure import tracing
 from perdure.dialects.base import Refused
 from perdure.engines.clients.vllm_control import version_number
 from perdure.engines.clients.wire import TRANSIENT, UNREADABLE, excerpt, refusal, retry_after
@@ -96,7 +97,7 @@ class TokenServer:
         Raises: StreamBroken if it does not begin, breaks off or cannot be read; Refused.
         """
         try:
-            asked = {**self._headers, **headers}
+            asked = {**self._headers, **headers, **tracing.carrier()}
             async with self._client.stream(
                 "POST", self._url, content=body, headers=asked
             ) as answer:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from perdure import tracing
 from perdure.dialects.base import Refused
 from perdure.errors import Boundary, GatewayUnavailable
 
@@ -98,7 +99,7 @@ class HostedApi(ABC):
     async def _once(self, path: str, content: bytes, read: Read) -> dict[str, Any]:
         try:
             response = await self._client.post(
-                self._root + path, content=content, headers=self._headers
+                self._root + path, content=content, headers=self._headers | tracing.carrier()
             )
         except httpx.TransportError as error:
             raise self._unavailable(f"{type(error).__name__} {error}".strip()) from None

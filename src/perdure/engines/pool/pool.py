@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import structlog
 
+from perdure import tracing
 from perdure.dialects.base import Refused
 from perdure.engines.base import NO_LABELS, TOO_STALE, Completion, Wait
 from perdure.engines.clients.token_server import BreakKind, StreamBroken
@@ -126,10 +127,13 @@ class EnginePool:
                 return call.completion(ended, last.engine)
         call.last = self._start_of(last)
         while True:
-            engine = await self._engine_for(call)
+            with tracing.span("wait for an engine"):
+                engine = await self._engine_for(call)
             generation = engine.record.generation
             try:
-                reason = await self._sample(engine, call)
+                with tracing.span("engine call", _asked(call, engine), kind="client") as span:
+                    reason = await self._sample(engine, call)
+                    span.set({"gen_ai.usage.output_tokens": call.salvage.part})
             except StreamBroken as broken:
                 ended = call.lost(broken, engine)
                 if ended is None:
@@ -335,3 +339,21 @@ class EnginePool:
             )
         if call.gained == 0:
             await asyncio.sleep(call.pause(broken.retry_after))
+
+
+def _asked(call: GenerateCall, engine: PooledEngine) -> tracing.Attributes:
+    """Attributes of a call by OpenTelemetry's conventions for generative AI."""
+    if not tracing.on():
+        return tracing.NOTHING
+    return {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": engine.record.kind,
+        "gen_ai.request.model": engine.record.model,
+        "gen_ai.request.max_tokens": call.sampling.get("max_tokens"),
+        "gen_ai.request.temperature": call.sampling.get("temperature"),
+        "gen_ai.conversation.id": call.session_id,
+        "gen_ai.usage.input_tokens": len(call.prompt_ids),
+        "perdure.engine": engine.client.name,
+        "perdure.policy_version": engine.record.version,
+        "perdure.move": call.moves,
+    }

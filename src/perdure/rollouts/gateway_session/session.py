@@ -2,6 +2,7 @@
 
 import contextlib
 
+from perdure import tracing
 from perdure.errors import NotFound
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.rollouts.gateway_session.earlier_attempt import most_recorded
@@ -38,6 +39,7 @@ class AgentSession:
                     # Siblings share their prompt: the gateway sends them to one engine.
                     "group": request.group_id or f"{request.run_id}/{request.instance_id}",
                     **_versions(request),
+                    **_trace(),
                 },
                 replay_of=await self._earlier(),
             )
@@ -59,6 +61,11 @@ class AgentSession:
 def session_of(job: Job) -> AgentSession | None:
     """None: the agent calls no model."""
     return AgentSession(job) if job.agent.needs_model else None
+
+
+def _trace() -> dict[str, str]:
+    """The span of the rollout, which the session's turns join. Not the stage's, whose try may be lost."""
+    return {tracing.PARENT: above} if (above := tracing.above()) else {}
 
 
 def _versions(request: RolloutRequest) -> dict[str, str]:

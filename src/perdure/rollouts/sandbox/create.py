@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from perdure import tracing
 from perdure.errors import PerdureError
 from perdure.rollouts.job import Try
 from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
@@ -18,6 +19,13 @@ async def create_sandbox(
     this_try: Try, provider: SandboxProvider, spec: SandboxSpec, identity: str
 ) -> Sandbox:
     """Call `provider.create`. A cancelled try leaves no sandbox, unless another try may own it."""
+    with tracing.span("boot sandbox", {"perdure.provider": provider.name}):
+        return await _created(this_try, provider, spec, identity)
+
+
+async def _created(
+    this_try: Try, provider: SandboxProvider, spec: SandboxSpec, identity: str
+) -> Sandbox:
     creating = asyncio.ensure_future(provider.create(spec, identity))
     try:
         return await asyncio.shield(creating)
