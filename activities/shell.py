@@ -72,7 +72,7 @@ def _observed(name: str, argument: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _traced(name: str, argument: Any) -> Iterator[None]:
-    """A span for one try of one stage, and one for the wait for a free slot before it."""
+    """A span for one try of one stage, and one for the wait for a free slot or seat before it."""
     info = activity.info()
     attributes: tracing.Attributes = {
         "perdure.workflow_id": info.workflow_id,
