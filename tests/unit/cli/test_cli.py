@@ -436,9 +436,10 @@ def test_only_a_new_run_needs_an_engine_at_once(
     """While the engine restarts a new run is refused, and one that has begun is joined."""
     from perdure.cli.runs import launch
     from perdure.errors import GatewayUnavailable
+    from perdure.stack import lifecycle
 
     started: list[Any] = []
-    monkeypatch.setattr(launch.lifecycle, "ensure_up", lambda *stack: started.append(stack))
+    monkeypatch.setattr(lifecycle, "ensure_up", lambda *stack: started.append(stack))
     with held_ports.held(1) as (port,):
         settings = Settings(home=tmp_path, engine={"url": f"http://127.0.0.1:{port}/v1"})
         rollout = {"agent": "mini_swe_agent", "sandbox": "bubblewrap"}
