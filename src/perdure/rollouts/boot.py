@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from perdure.episodes.episode_store import read_episode
 from perdure.errors import InstanceError, NotFound, RateLimited, SandboxLost
 from perdure.graders import patch
+from perdure.graders.history import cut_history
 from perdure.graders.patch import BASE_GIT
 from perdure.instances.environments import Prepared
 from perdure.rollouts.job import Job
@@ -138,7 +139,7 @@ async def _boot_sandbox(job: Job) -> BootRecord | None:
             await plan.admission.started()
         else:
             await plan.admission.took(taken.identity, job.agent_step)
-        base_git = BASE_GIT if prepared.tree else await patch.prepare_capture(sandbox)
+        base_git = await _base_git(sandbox, prepared)
         record = await _record(job, sandbox, started, base_git)
     except BaseException:
         if taken is not None:  # the next try finds a sandbox of the attempt's own identity only
@@ -211,6 +212,14 @@ def _spec(job: Job, prepared: Prepared, tools: Sequence[Mount]) -> SandboxSpec:
         labels=job.labels("agent"),
         ttl_s=services.settings.sandbox.ttl_s,
     )
+
+
+async def _base_git(sandbox: Sandbox, prepared: Prepared) -> str:
+    """Where the pristine git directory is inside. An image's is copied, without its later commits."""
+    if prepared.tree:
+        return BASE_GIT
+    await cut_history(sandbox, prepared.base_commit)
+    return await patch.prepare_capture(sandbox)
 
 
 def _pristine_git(prepared: Prepared) -> tuple[Mount, ...]:

@@ -5,6 +5,7 @@ import time
 from perdure import tracing
 from perdure.errors import Boundary, GiveUp, NotFound, RetryHere, SandboxLost
 from perdure.graders.base import Graded
+from perdure.graders.history import cut_history
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import GradedPatch
 from perdure.rollouts.sandbox.create import create_sandbox, killed_at_the_end
@@ -90,6 +91,8 @@ async def _run_tests(job: Job, patch: bytes) -> Graded:
             sandbox = await create_sandbox(job.this_try, plan.provider, spec, job.grade_identity)
         async with killed_at_the_end(job.this_try, sandbox):
             await plan.admission.started()
+            if spec.tree is None:  # the change under test could look for the fix as well
+                await cut_history(sandbox, instance.base_commit)
             grader = job.services.grader(instance.grading.protocol)
             with tracing.span("run tests", {"perdure.grader": instance.grading.protocol}):
                 return await grader.grade(sandbox, instance, patch, timeout_s=timeout_s)
