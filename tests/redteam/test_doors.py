@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -103,16 +105,39 @@ async def test_the_forwarder_counts_against_the_sandboxs_limits(
     box = await boot(gateway=home / "gw" / "gateway.sock")
     require(box, "memory")
     assert isinstance(box, NamespaceSandbox)
-    keeper = box.box.keeper
-    assert keeper is not None
-    children = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text().split()
-    (forwarder,) = (pid for pid in children if _name(pid) == "perdure-forward")
+    forwarder = _forwarder(box)
 
     def joined() -> bool:
         groups = Path(f"/proc/{forwarder}/cgroup").read_text()
         return all(Path(group).name in groups for group in box.box.meta().groups)
 
     await until(joined, "the forwarder is in every group of the sandbox")
+
+
+async def test_a_killed_forwarder_is_replaced(
+    boot: Boot, provider: SandboxProvider, home: Path, gateway: Gateway
+) -> None:
+    """After kill -9 of its forwarder a sandbox reaches the gateway at the same address."""
+    if not provider.sees_host:
+        pytest.skip("its sandboxes reach the gateway without a forwarder")
+    box = await boot(gateway=home / "gw" / "gateway.sock")
+    assert isinstance(box, NamespaceSandbox)
+    assert box.gateway_url is not None
+    os.kill(_forwarder(box), signal.SIGKILL)
+
+    async def asked() -> bool:
+        port = (box.gateway_url or "").rpartition(":")[2]
+        return (await box.exec(["python3", "-c", ASK, port], timeout=60)).stdout == b"300000\n"
+
+    await until(asked, "the gateway is reached again")
+
+
+def _forwarder(box: NamespaceSandbox) -> int:
+    keeper = box.box.keeper
+    assert keeper is not None
+    children = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text().split()
+    (forwarder,) = (pid for pid in children if _name(pid) == "perdure-forward")
+    return int(forwarder)
 
 
 def _name(pid: str) -> str:

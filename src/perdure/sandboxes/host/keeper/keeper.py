@@ -78,6 +78,10 @@ def _log(error: Exception) -> None:
     os.write(2, f"{error}\n".encode())
 
 
+FORWARDERS = 100
+"""How often a sandbox's forwarder is replaced at most."""
+
+
 class _Command:
     """A running command. `record` is its open `pid` file, to which the result is appended."""
 
@@ -112,6 +116,10 @@ class Keeper:
         self._holder = 0
         self._holder_fd = -1
         self._holder_gone = False
+        self._forwarder = 0
+        self._forwarders_left = FORWARDERS
+        self._gateway: tuple[int, str] | None = None
+        """The forwarder's port, and the socket that it connects to."""
         self._poll = select.poll()
         self._count = 0
         self._running: dict[int, _Command] = {}
@@ -127,7 +135,13 @@ class Keeper:
         holder: dict[str, object] | None = self._order["holder"]  # type: ignore[assignment]
         if holder is not None:
             self._boot_holder(holder)
-        port = self._fork_forwarder()
+        gateway: tuple[int, str] | None = self._order["gateway"]  # type: ignore[assignment]  # by keeper_client
+        port = "-"
+        if gateway is not None:
+            port = self._fork_forwarder(*gateway)
+            if not port:
+                os._exit(1)  # the log says why
+            self._gateway = (int(port), gateway[1])
         self._enter_launcher(self._launcher)
         with open("ready.new", "w") as file:
             started = procfs.started_at(self._holder) if self._holder else 0
@@ -196,14 +210,12 @@ class Keeper:
         own = [f"{self._groups}/holder/cgroup.procs"] if self._groups else []
         return [*self._joins, *own]
 
-    def _fork_forwarder(self) -> str:
-        """The port it listens on, or - if the sandbox has no gateway."""
-        gateway: tuple[int, str] | None = self._order["gateway"]  # type: ignore[assignment]
-        if gateway is None:
-            return "-"
+    def _fork_forwarder(self, port: int, path: str) -> str:
+        """Fork what carries connections to the gateway; returns its port, "" if it cannot listen."""
         reader, writer = os.pipe()
         keeper = os.getpid()
-        if os.fork() == 0:
+        self._forwarder = os.fork()
+        if self._forwarder == 0:
             try:
                 linux.die_with_parent(keeper)
                 linux.set_name("perdure-forward")
@@ -212,17 +224,22 @@ class Keeper:
                 if self._holder:
                     users = linux.users_to_enter_first(self._holder)
                     linux.enter(self._holder_fd, users | linux.NEW_NETWORK)
-                forwarder.serve(*gateway, tell=writer, groups=self._helpers_groups())
+                forwarder.serve(port, path, tell=writer, groups=self._helpers_groups())
             except Exception as error:
                 _log(error)
             finally:
                 os._exit(1)
         os.close(writer)
-        port = os.read(reader, 16).decode().strip()
+        listening = os.read(reader, 16).decode().strip()
         os.close(reader)
-        if not port:
-            os._exit(1)  # the log says why
-        return port
+        return listening
+
+    def _replace_forwarder(self) -> None:
+        """It was killed, perhaps for lack of memory: its callers connect again."""
+        self._forwarder = 0
+        if self._gateway and self._forwarders_left and not self._holder_is_gone():
+            self._forwarders_left -= 1
+            self._fork_forwarder(*self._gateway)
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -335,6 +352,8 @@ class Keeper:
                 return
             if pid == 0:
                 return
+            if pid == self._forwarder:
+                self._replace_forwarder()
             if (command := self._running.pop(pid, None)) is not None:
                 command.status = status
                 self._end(command)
