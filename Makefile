@@ -6,6 +6,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
 EXTRAS := --extra laptop --extra e2b --extra daytona --extra kubernetes --extra doubles --extra encryption --extra traces
 RUN := $(UV) run --frozen $(EXTRAS)
+SEEDS ?= 1
+ROLLOUTS ?= 24
 SUITES := tests/integration tests/contracts tests/unit tests/workflows
 
 help: ## list the commands
@@ -61,8 +63,8 @@ build: setup ## the wheel, installed bare, its client imported
 	@$(UV) build -q --wheel
 	@infra/setup/check_wheel
 
-chaos: setup ## kill -9, SIGTERM and lost answers, with real processes (slow)
-	@$(RUN) pytest tests/chaos
+chaos: setup ## kill -9, SIGTERM and lost answers, with real processes (slow); SEEDS=1,2 ROLLOUTS=200
+	@$(RUN) pytest -s tests/chaos --seeds $(SEEDS) --rollouts $(ROLLOUTS)
 
 bench: setup ## the benchmarks that need nothing else, one after the other (slow)
 	@for b in startup overhead crash flaky replay sandbox sandbox.ready relay gateway_load gateway_cost routing preemption saturation weights; do $(RUN) python -m benchmarks.$$b || exit 1; done

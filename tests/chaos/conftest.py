@@ -9,6 +9,20 @@ from tests.stack.host import why_not_here
 from tests.stack.stack import DEATH_S, Stack, running
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seeds", default="1", help="seeds of the drawn chaos, separated by commas")
+    parser.addoption("--rollouts", default=24, type=int, help="rollouts of each seed")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames and "rollouts" in metafunc.fixturenames:
+        seeds = metafunc.config.getoption("--seeds", "1")
+        rollouts = metafunc.config.getoption("--rollouts", 24)
+        metafunc.parametrize(
+            ("seed", "rollouts"), [(int(seed), rollouts) for seed in seeds.split(",")]
+        )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "chaos" in item.path.parts:

@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from temporalio.api.workflow.v1 import PendingActivityInfo
@@ -55,6 +56,7 @@ from tests.stack.host import cmdline, folders, pids, started_at
 from tests.stack.instances import INSTANCE, add_instances
 from tests.stack.process import Process, answering
 from tests.stack.waiting import nothing, until
+from tests.wire import Wire
 
 TOOLS = ROOT / ".perdure" / "tools"
 """Agents of all stacks of this checkout: each is fetched once, by the first test that runs it."""
@@ -72,6 +74,8 @@ class Stack:
     plan: Plan
     engine: HeldEngine
     client: Client
+    wire: Wire | None = None
+    """The connection from the gateway to the engine, if a test may break it."""
     beat_s: float = BEAT_S
     processes: list[Process] = field(default_factory=list)
     requests: list[RolloutRequest] = field(default_factory=list)
@@ -422,23 +426,37 @@ STARTED = 2
 """PENDING_ACTIVITY_STATE_STARTED"""
 
 
+def _wire_to(engine: HeldEngine) -> Wire:
+    port = urlsplit(engine.url).port
+    assert port is not None
+    return Wire(port)
+
+
 @asynccontextmanager
 async def running(
     home: Path,
     *,
     turns: int = TURNS,
     workers: int = 1,
-    store: Path | None = None,
+    store: Path | str | None = None,
+    s3_url: str = "",
+    wired: bool = False,
     beat_s: float = BEAT_S,
 ) -> AsyncIterator[Stack]:
-    """A stack that is up, with the toy instances in its store; nothing of it remains afterwards."""
+    """A stack that is up, with the toy instances in its store; nothing of it remains afterwards.
+
+    `store`: a folder, or `s3://bucket` at `s3_url`. `wired`: the engine is reached through a `Wire`.
+    """
     home.mkdir(parents=True, exist_ok=True)
     TOOLS.mkdir(parents=True, exist_ok=True)
     if not (home / "tools").exists():
         (home / "tools").symlink_to(TOOLS)
     engine = HeldEngine(turns)
     with held_ports.held(3) as (temporal_port, ui_port, gateway_port):
-        async with engine:
+        async with AsyncExitStack() as parts:
+            await parts.enter_async_context(engine)
+            wire = await parts.enter_async_context(_wire_to(engine)) if wired else None
+            url = engine.url if wire is None else f"http://{ports.LOOPBACK}:{wire.port}"
             addresses = Addresses(
                 temporal_address=None,
                 temporal_port=temporal_port,
@@ -452,11 +470,12 @@ async def running(
                 home=home,
                 store=str(store or home / "store"),
                 gateway={"port": addresses.gateway_port},
-                engine={"url": engine.url},
+                engine={"url": url},
+                s3_endpoint_url=s3_url,
             )
-            plan = Plan(settings, ROOT, addresses, engine=engine.url)
+            plan = Plan(settings, ROOT, addresses, engine=url)
             # Lazy: this client outlives every restart of the server.
-            stack = Stack(home, plan, engine, client=None, beat_s=beat_s)  # type: ignore[arg-type]  # set below
+            stack = Stack(home, plan, engine, client=None, wire=wire, beat_s=beat_s)  # type: ignore[arg-type]  # set below
             try:
                 await stack.start_temporal()
                 stack.client = await readiness.wait_for_temporal(address, settings)
