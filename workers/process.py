@@ -145,6 +145,7 @@ def main(*roles: str) -> None:
     code = 0
     try:
         settings = load_settings()
+        home.keep_private(settings)
         configure_logging(f"worker-{chosen[0] if len(chosen) == 1 else 'all'}")
         asyncio.run(serve(settings, chosen, options.health))
     except PerdureError as error:

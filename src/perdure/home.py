@@ -1,13 +1,16 @@
-"""What all processes of a home share: its host name, its secrets, the sandbox providers it has used.
+"""What all processes of a home share: its host name, its secrets, its files' modes, the sandbox
+providers it has used.
 
 Session keys, the control token, the engines' keys and the name of their roster derive from a
 secret. The package that uses a key derives it.
 """
 
+import contextlib
 import hashlib
 import os
 import secrets
 import socket
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -18,6 +21,10 @@ from perdure.settings.tree import Settings
 
 SECRET_VARIABLE, PREVIOUS_VARIABLE = "PERDURE_SECRET", "PERDURE_SECRET_PREVIOUS"
 SHORTEST_SECRET = 16
+PRIVATE = ("journal", "logs", "providers", "run", "store")
+"""Folders of the home that no sandbox mounts."""
+STORED = (".perdure", "blobs", "engines", "instances", "journal", "runs")
+"""Folders of a store. Its own folder may hold what is not ours."""
 
 
 def host_of(settings: Settings) -> str:
@@ -135,6 +142,48 @@ def _read_or_create(path: Path) -> str:
     finally:
         draft.unlink()
     return path.read_text().strip()
+
+
+def keep_private(settings: Settings) -> None:
+    """Files that this process makes from now on are for its own user alone.
+
+    What an earlier version left open to other users of the host is closed: the home, the files in it
+    that no sandbox mounts, and the objects of a store that is a folder.
+    """
+    os.umask(0o077)
+    home = settings.home.absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    folders = [home / name for name in PRIVATE]
+    if "://" not in settings.store_url.removeprefix("file://"):
+        store = Path(settings.store_url.removeprefix("file://"))
+        folders += [store / name for name in STORED]
+    for folder in folders:
+        if folder.is_dir() and stat.S_IMODE(folder.stat().st_mode) & 0o077:
+            for where, _, files in os.walk(
+                folder, topdown=False
+            ):  # `folder` last: then all is done
+                for path in (*(os.path.join(where, name) for name in files), where):
+                    _close(path)
+    for file in (*home.glob("temporal.db*"), home):
+        _close(file)
+
+
+def _close(path: str | Path) -> None:
+    with contextlib.suppress(OSError):  # it is gone, or another user's
+        mode = os.lstat(path).st_mode
+        if mode & 0o077 and not stat.S_ISLNK(mode) and not mode & stat.S_ISVTX:
+            os.chmod(path, stat.S_IMODE(mode) & 0o700)
+
+
+def show_to_sandboxes(folder: Path) -> None:
+    """Let any user read a folder that sandboxes mount: the user inside may be another one of this host.
+    The home above it keeps the host's other users out."""
+    for where, _, files in os.walk(folder):
+        for path in (where, *(os.path.join(where, name) for name in files)):
+            mode = os.lstat(path).st_mode
+            wanted = stat.S_IMODE(mode) | 0o044 | (0o011 if mode & 0o100 else 0)
+            if not stat.S_ISLNK(mode) and wanted != stat.S_IMODE(mode):
+                os.chmod(path, wanted)
 
 
 def remember_sandboxes(home: Path, name: str) -> None:

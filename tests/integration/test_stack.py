@@ -210,6 +210,16 @@ def test_run_prints_one_document(home: Home) -> None:
     }
 
 
+def test_no_other_user_reads_the_home(home: Home) -> None:
+    """Database, logs, journal, sockets and results of a running stack are its user's alone."""
+    assert home.path.stat().st_mode & 0o077 == 0
+    mounted = {"environments", "sandboxes", "tools"}
+    for folder in [path for path in home.path.iterdir() if path.name not in mounted]:
+        for path in (folder, *folder.rglob("*")):
+            if "locks" not in path.parts:
+                assert path.stat().st_mode & 0o077 == 0, path
+
+
 def test_show_prints_the_rollout_and_its_patch_byte_for_byte(home: Home) -> None:
     """`perdure show` says how a rollout ended, and --patch prints only the diff."""
     run_id = home.json("run", "sums/add", "--agent", "oracle", "--wait")["run_id"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perdure.errors import AgentError, MissingDependency
+from perdure.home import show_to_sandboxes
 
 INSTALL_TIMEOUT_S = 900
 
@@ -39,6 +40,7 @@ def _build_once(folder: Path, build: Callable[[Path], None]) -> None:
         partial = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         build(partial)
+        show_to_sandboxes(partial)
         partial.rename(folder)
 
 

@@ -18,11 +18,12 @@ def main() -> int:
     options = _options()
     try:
         from perdure.gateway.http.server import serve
-        from perdure.home import load_secrets
+        from perdure.home import keep_private, load_secrets
         from perdure.storage.base import open_store
         from perdure.telemetry import configure_logging
 
         settings = load_settings()
+        keep_private(settings)
         configure_logging("gateway")
         tracing.configure(settings, "gateway")
         serving = serve(

@@ -19,6 +19,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from perdure.errors import Boundary, ConfigurationError, InstanceError, RetryHere, SandboxLost
+from perdure.home import show_to_sandboxes
 from perdure.instances import repository, sources, uv
 from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, SandboxSpec
 from perdure.sandboxes.phases import INSTALL_LIMITS
@@ -138,6 +139,7 @@ class Environments:
                 await self._install(instance, key, spec)
             commit = await asyncio.to_thread(_commit, folder / "tree")
             (folder / "base_commit").write_text(commit)
+            await asyncio.to_thread(show_to_sandboxes, folder)
             folder.rename(ready)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

@@ -76,6 +76,7 @@ def _start(settings: Settings, engine: str, tell: Say) -> bool:
     from perdure.stack import preflight as beforehand
 
     beforehand.check(settings, engine, tell)
+    settings.home.absolute().mkdir(mode=0o700, parents=True, exist_ok=True)
     logs = settings.home.absolute() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / "supervisor.log"
@@ -90,7 +91,7 @@ def _start(settings: Settings, engine: str, tell: Say) -> bool:
         for_child(settings, environment.variables()),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, str(log), append, 0o644),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), append, 0o600),
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
         setsid=True,

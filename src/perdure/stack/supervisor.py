@@ -24,6 +24,7 @@ from temporalio.service import RPCError
 from perdure.client.server import given_address
 from perdure.errors import ConfigurationError, PerdureError
 from perdure.gateway.http import listeners
+from perdure.home import keep_private
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 from perdure.stack import readiness
@@ -293,6 +294,7 @@ async def supervise(settings: Settings, engine: str, report: Report) -> None:
 def run(engine: str, report: Report) -> int:
     """Run a stack to its end and return the exit code; a failed start is logged and reported."""
     settings = load_settings()
+    keep_private(settings)
     configure_logging("supervisor")
     Runtime.set_default(temporal_runtime(settings.changed(metrics={"port": 0})))
     try:

@@ -51,7 +51,9 @@ class LocalStore:
 
     def _make(self, folder: Path) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for path in (self.root / OWN, folder):
+                path.mkdir(mode=0o700, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ConfigurationError(
                 f"store {self.root}: a file is in the way; name a folder, or s3://bucket/prefix"
@@ -160,7 +162,7 @@ class LocalStore:
                 view = memoryview(data)
                 while view:
                     view = view[file.write(view) :]
-                os.fchmod(file.fileno(), 0o644)
+                os.fchmod(file.fileno(), 0o600)
                 os.fsync(file.fileno())
             yield Path(name)
         finally:
@@ -237,7 +239,7 @@ def _make_parents(path: Path) -> None:
     missing = list(itertools.takewhile(lambda folder: not folder.is_dir(), path.parents))
     for folder in reversed(missing):
         with suppress(FileExistsError):
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
         _sync_folder(folder.parent)
 
 

@@ -57,7 +57,7 @@ def bind_unix(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     listener.listen(BACKLOG)  # from now on callers wait instead of being refused
-    path.chmod(0o666)  # the key in each request is what counts, not the sandbox's uid
+    path.chmod(0o600)  # forwarders connect as the worker's user; sandboxes never see the file
     return listener
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from perdure.errors import NotFound, SandboxLost
+from perdure.home import show_to_sandboxes
 from perdure.sandboxes.base import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
 from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.host import cgroups
@@ -84,6 +85,7 @@ class HostProvider(SandboxProvider):
         if not folder.exists():
             draft = self.root / f"{DRAFT}{uuid4().hex}"
             write(draft)
+            show_to_sandboxes(draft)
             try:
                 draft.rename(folder)
             except OSError:  # another process was quicker

@@ -17,6 +17,7 @@ def main() -> None:
     channel = socket(fileno=0)
     linux.set_name("perdure-zygote")
     os.chdir("/")
+    os.umask(0o022)  # of what sandboxes see; their folder keeps other users out
     os.closerange(3, 1 << 20)  # inherited by the worker; otherwise every command would inherit them
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps its keepers
     gc.disable()
