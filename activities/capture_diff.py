@@ -5,6 +5,7 @@ from activities.shell import shell
 from perdure.rollouts.capture import capture
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import Attempt, Captured
+from perdure.rollouts.sandbox.kept_alive import kept_alive
 from perdure.rollouts.services import Services
 
 
@@ -14,4 +15,5 @@ class CaptureDiff:
 
     @shell("capture_diff")
     async def capture(self, attempt: Attempt) -> Captured:
-        return await capture(await Job.of(self.services, attempt, ThisTry()))
+        async with kept_alive(self.services, attempt):
+            return await capture(await Job.of(self.services, attempt, ThisTry()))

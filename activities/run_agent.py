@@ -5,6 +5,7 @@ from activities.shell import shell
 from perdure.rollouts.agent import run_agent
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import AgentRun, Attempt
+from perdure.rollouts.sandbox.kept_alive import kept_alive
 from perdure.rollouts.services import Services
 
 
@@ -14,4 +15,5 @@ class RunAgent:
 
     @shell("run_agent", leave_at_once=True)
     async def run(self, attempt: Attempt) -> AgentRun:
-        return await run_agent(await Job.of(self.services, attempt, ThisTry()))
+        async with kept_alive(self.services, attempt):
+            return await run_agent(await Job.of(self.services, attempt, ThisTry()))

@@ -110,7 +110,7 @@ def grade(request: RolloutRequest) -> ActivityOptions:
 
 def emit(request: RolloutRequest) -> ActivityOptions:
     beat = request.heartbeat_timeout_s
-    return _options(names.IO_QUEUE, each=120, total=24 * 3600, beat=beat)
+    return _options(names.IO_QUEUE, each=600, total=None, beat=beat)
 
 
 def destroy(request: RolloutRequest, host: str | None) -> ActivityOptions:
@@ -123,7 +123,8 @@ def destroy(request: RolloutRequest, host: str | None) -> ActivityOptions:
 
 
 def bookkeeping() -> ActivityOptions:
-    return _options(names.IO_QUEUE, each=600, total=3600, beat=60)
+    """As long as the store is away: rollouts in flight depend on it."""
+    return _options(names.IO_QUEUE, each=600, total=None, beat=60)
 
 
 def look() -> ActivityOptions:

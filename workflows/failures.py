@@ -1,7 +1,9 @@
 """Checks a workflow's input, and finds the cause and boundary of a failed activity."""
 
 import asyncio
+import contextlib
 import sys
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -9,9 +11,11 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError, TimeoutError, TimeoutType
 
 from perdure.errors import Boundary
+from perdure.rollouts.messages import STORE_UNAVAILABLE
 from perdure.types import Failure
 
 Model = TypeVar("Model", bound=BaseModel)
+Result = TypeVar("Result")
 
 MESSAGE_LIMIT = 500
 
@@ -104,6 +108,15 @@ def stop_if_cancelled() -> None:
         raise asyncio.CancelledError("the workflow was cancelled")
 
 
+async def to_the_end(cleaning: Coroutine[Any, Any, Result]) -> Result:
+    """The result, even if the workflow is cancelled meanwhile: this work is never cancelled."""
+    work = asyncio.create_task(cleaning)
+    while not work.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(work)
+    return work.result()
+
+
 def was_dropped() -> bool:
     """In a `finally`: this worker is dropping the workflow, which continues on another worker.
 
@@ -114,3 +127,13 @@ def was_dropped() -> bool:
 
 def type_of(error: ActivityError) -> str | None:
     return error.cause.type if isinstance(error.cause, ApplicationError) else None
+
+
+def store_was_away(error: ActivityError) -> bool:
+    """The activity's tries or time ran out while the store refused: order the same work again."""
+    cause = error.cause
+    if isinstance(cause, TimeoutError):
+        if cause.type is TimeoutType.SCHEDULE_TO_START:
+            return False  # no worker of its host answers, whatever the store does
+        cause = cause.cause
+    return isinstance(cause, ApplicationError) and cause.type == STORE_UNAVAILABLE

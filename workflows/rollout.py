@@ -5,8 +5,6 @@ workflow itself fails only on a refused input or a bug, so a red line in the Web
 """
 
 import asyncio
-import contextlib
-from collections.abc import Coroutine
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -32,6 +30,8 @@ with workflow.unsafe.imports_passed_through():
         failure_of,
         parse,
         stop_if_cancelled,
+        store_was_away,
+        to_the_end,
         type_of,
         waited_too_long,
         was_dropped,
@@ -45,6 +45,8 @@ ASK_AGAIN_S = 600.0
 """After this wait the rollout asks for its permit again, because the account's workflow may have
 been terminated."""
 CLEANING = ("destroy_sandbox", "emit_episode")
+EMIT_AGAIN = timedelta(minutes=10)
+"""After this pause it tries again to write an episode, where even one without evidence failed."""
 
 
 @workflow.defn(name=names.ROLLOUT)
@@ -70,7 +72,7 @@ class RolloutWorkflow:
         if isinstance(ending, EpisodeRef):
             self.page.close(ending)
             return ending
-        episode = await _to_the_end(self._emit(rollout, *ending))
+        episode = await to_the_end(self._emit(rollout, *ending))
         self.page.close(episode)
         if cancelled:
             raise asyncio.CancelledError("the rollout was cancelled; its episode is in the store")
@@ -137,7 +139,7 @@ class RolloutWorkflow:
             return RolloutStatus.GRADED, None
         finally:
             if not clean and not was_dropped():
-                await _to_the_end(self._destroy(attempt, host))
+                await to_the_end(self._destroy(attempt, host))
 
     async def _boot(self, attempt: Attempt) -> Booted:
         """The rollout waits in the boot queue until a host has a free seat."""
@@ -226,7 +228,16 @@ class RolloutWorkflow:
             started_at=workflow.info().start_time.timestamp(),
         )
         options = activity_options.described(activity_options.emit(rollout), status.value, "emit")
-        return await self._do("emit_episode", ending, EpisodeRef, options)
+        try:
+            return await self._do("emit_episode", ending, EpisodeRef, options)
+        except ActivityError as error:
+            bare = ending.without_evidence(failure_of(error))
+        while True:
+            try:
+                return await self._do("emit_episode", bare, EpisodeRef, options)
+            except ActivityError as error:
+                workflow.logger.error("no episode can be written yet: %s", error.cause)
+                await workflow.sleep(EMIT_AGAIN)
 
     async def _destroy(self, attempt: Attempt, host: str | None) -> None:
         options = activity_options.described(
@@ -242,7 +253,8 @@ class RolloutWorkflow:
     async def _do(
         self, activity: str, argument: Any, result: type[Result], options: dict[str, Any]
     ) -> Result:
-        """Run an activity; if its worker is told to stop, dispatch it again to another one."""
+        """Run an activity. It is dispatched again if its worker is told to stop, and if its time ran
+        out while the store was away: that costs no finished work."""
         while True:
             try:
                 done: Result = await workflow.execute_activity(
@@ -250,21 +262,18 @@ class RolloutWorkflow:
                 )
                 return done
             except ActivityError as error:
-                if type_of(error) != WORKER_EVICTED or self.evictions >= MAX_EVICTIONS:
+                cleaning = activity in CLEANING
+                if store_was_away(error):
+                    if not cleaning:
+                        stop_if_cancelled()
+                    continue
+                too_many = self.evictions >= MAX_EVICTIONS and not cleaning
+                if type_of(error) != WORKER_EVICTED or too_many:
                     raise
-                if activity not in CLEANING:
+                if not cleaning:
                     stop_if_cancelled()
                 self.evictions += 1
                 self.page.evicted(self.evictions)
-
-
-async def _to_the_end(cleaning: Coroutine[Any, Any, Result]) -> Result:
-    """The result, even if the workflow is cancelled meanwhile: this work is never cancelled."""
-    work = asyncio.create_task(cleaning)
-    while not work.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(work)
-    return work.result()
 
 
 def _agent_failure(run: AgentRun) -> Failure:

@@ -20,7 +20,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.rollouts.messages import PreparedRun, RunSummary, ShardRequest
     from perdure.types import RolloutRequest, RolloutStatus, RunRequest, RunStatus
     from workflows import activity_options
-    from workflows.failures import parse, stop_if_cancelled, was_dropped
+    from workflows.failures import parse, stop_if_cancelled, to_the_end, was_dropped
     from workflows.window import STILL_RUNNING, Counts, Throttle, Window
 
 SHARD = 500
@@ -53,12 +53,17 @@ class RunWorkflow:
         self.run_id, self.throttle.concurrency = run.run_id, run.concurrency
         if not attributes.are_set(workflow.info().typed_search_attributes):
             workflow.upsert_search_attributes([attributes.RUN.value_set(run.run_id)])
-        prepared = await workflow.execute_activity(
-            "prepare_run",
-            run,
-            result_type=PreparedRun,
-            **activity_options.described(activity_options.bookkeeping(), "list the instances"),
-        )
+        try:
+            prepared = await workflow.execute_activity(
+                "prepare_run",
+                run,
+                result_type=PreparedRun,
+                **activity_options.described(activity_options.bookkeeping(), "list the instances"),
+            )
+        except asyncio.CancelledError:
+            # The list is done: its completion came together with the cancellation.
+            await to_the_end(self._finish(run))
+            raise
         self.total = prepared.total * run.n_samples
         self.state = "running"
         workflow.set_current_details(f"**{run.run_id}** · {self.total} rollouts · `{prepared.uri}`")
@@ -72,9 +77,9 @@ class RunWorkflow:
         except GeneratorExit:  # this worker dropped the workflow, which continues on another worker
             raise
         except BaseException:
-            await self._finish(run)
+            await to_the_end(self._finish(run))
             raise
-        summary = await self._finish(run)
+        summary = await to_the_end(self._finish(run))
         await workflow.wait_condition(workflow.all_handlers_finished)
         return summary
 
@@ -164,8 +169,10 @@ class RunWorkflow:
                 lambda shard=shard, task=task: task.done() or self._is_drained(shard)  # type: ignore[misc]
             )
             if not self._is_drained(shard):
-                task.result()  # raises: the shard ended before it sent its last report
-        await asyncio.gather(*tasks)
+                break  # it ended before it sent its last report
+        await asyncio.gather(*tasks, return_exceptions=True)  # one that fails ends no other
+        for task in tasks:
+            task.result()
 
     async def _play_shard(self, run: RunRequest, shard: int, start: int, stop: int) -> None:
         request = ShardRequest(

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 from temporalio import workflow
-from temporalio.exceptions import FailureError, is_cancelled_exception
+from temporalio.exceptions import ActivityError, FailureError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from perdure.client import names
@@ -107,6 +107,10 @@ class Window:
                 task.add_done_callback(tasks.discard)
             self.nothing_left_to_start = True
             await workflow.wait_condition(lambda: not tasks)
+        except ActivityError as error:
+            if not is_cancelled_exception(error):  # no list of what is next: what runs goes on
+                await workflow.wait_condition(lambda: not tasks)
+            raise
         finally:
             left = [] if was_dropped() else list(tasks)
             for task in left:

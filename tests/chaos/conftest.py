@@ -11,7 +11,7 @@ from tests.stack.stack import DEATH_S, Stack, running
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", default="1", help="seeds of the drawn chaos, separated by commas")
-    parser.addoption("--rollouts", default=24, type=int, help="rollouts of each seed")
+    parser.addoption("--rollouts", default=24, type=int, help="rollouts of the tests that scale")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

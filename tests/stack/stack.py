@@ -5,6 +5,7 @@ decides who dies and who comes back. Only the scripted engine lives in the test'
 """
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -89,7 +90,7 @@ class Stack:
     def perdure(self) -> Perdure:
         return Perdure(self.client)
 
-    @property
+    @functools.cached_property
     def store(self) -> Store:
         return open_store(self.settings)
 

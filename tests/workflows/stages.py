@@ -60,6 +60,12 @@ class Stages:
     @asynccontextmanager
     async def at_work(self, client: Client) -> AsyncIterator[None]:
         """Workers on every queue, the real workflow worker among them."""
+        async with self.carried_out(client), workflow_worker(client, checking_runner()):
+            yield
+
+    @asynccontextmanager
+    async def carried_out(self, client: Client) -> AsyncIterator[None]:
+        """Workers for the activities; a test decides when one for the workflows runs."""
         async with AsyncExitStack() as workers:
             for queue in QUEUES:
                 worker = Worker(
@@ -69,7 +75,6 @@ class Stages:
                     max_heartbeat_throttle_interval=HEARD_WITHIN,
                 )
                 await workers.enter_async_context(worker)
-            await workers.enter_async_context(workflow_worker(client, checking_runner()))
             yield
 
     def activities(self) -> list[Callable[..., Any]]:
@@ -146,8 +151,10 @@ class Stages:
 
     @activity.defn(name="load_page")
     async def page(self, request: PageRequest) -> Page:
-        self.calls.append(("load_page", 0))
-        return Page(instances=self.instances[request.start : request.stop])
+        page: Page = await self._do(
+            "load_page", request, Page(instances=self.instances[request.start : request.stop])
+        )
+        return page
 
     @activity.defn(name="finish_run")
     async def finish(self, run: RunRequest) -> RunSummary:

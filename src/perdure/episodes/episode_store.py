@@ -14,7 +14,7 @@ from perdure.episodes.episode_parquet import decode_segments, encode_segments
 from perdure.episodes.segments import RewardShare, SegmentMode, cut
 from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
 from perdure.storage import keys
-from perdure.storage.base import Store
+from perdure.storage.base import Store, Stored
 from perdure.types import RolloutRequest, Segment
 
 READS_AT_ONCE = 32
@@ -23,18 +23,20 @@ READS_AT_ONCE = 32
 async def write_episode(store: Store, episode: Episode, segments: Sequence[Segment]) -> Episode:
     """Store both forms, the JSON last; returns the episode that is in the store afterwards.
 
+    One that is unreadable is replaced.
+
     If the same workflow run writes again, its first episode stays. If another workflow run of the
     same rollout writes (after a reset), its episode replaces the earlier one.
     """
-    found = await _find(store, episode.key)
-    ours = episode.provenance.workflow_run_id
-    if found is not None and found[0].provenance.workflow_run_id == ours:
-        return found[0]
+    stored = await _stored(store, episode.key)
+    earlier = _readable(episode.key, stored)
+    if earlier is not None and _is_of_same_run(earlier, episode):
+        return earlier
     await store.put(episode.tokens_key, encode_segments(episode, segments))
     data = episode.model_dump_json(indent=1).encode()
     try:
-        if found is not None:
-            await store.put(episode.key, data, if_match=found[1])
+        if stored is not None:
+            await store.put(episode.key, data, if_match=stored.etag)
             return episode
         if await store.put_if_absent(episode.key, data):
             return episode
@@ -46,8 +48,9 @@ async def write_episode(store: Store, episode: Episode, segments: Sequence[Segme
 
 async def read_episode(store: Store, request: RolloutRequest) -> Episode | None:
     """The rollout's episode, or None when it has not finished."""
-    found = await _find(store, keys.episode(request))
-    return found[0] if found else None
+    key = keys.episode(request)
+    stored = await _stored(store, key)
+    return parse_episode(key, stored.data) if stored is not None else None
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,22 @@ def _is_episode(key: str) -> bool:
     return len(parts) == 6 and parts[4].isdigit() and parts[5] == "episode.json"
 
 
-async def _find(store: Store, key: str) -> tuple[Episode, str] | None:
+async def _stored(store: Store, key: str) -> Stored | None:
     try:
-        stored = await store.get(key)
+        return await store.get(key)
     except NotFound:
         return None
-    return parse_episode(key, stored.data), stored.etag
+
+
+def _readable(key: str, stored: Stored | None) -> Episode | None:
+    try:
+        return parse_episode(key, stored.data) if stored is not None else None
+    except ValueError:
+        return None
+
+
+def _is_of_same_run(one: Episode, other: Episode) -> bool:
+    return one.provenance.workflow_run_id == other.provenance.workflow_run_id
 
 
 async def read_segments(

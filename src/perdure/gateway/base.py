@@ -23,6 +23,8 @@ from pydantic import Field, StringConstraints
 from perdure.engines.base import DEFAULT_MODEL, Wait
 from perdure.types import Frozen, Sampling
 
+STORE_AWAY = "store_unavailable"
+"""Code of an error answer: the store is away, and the gateway itself is not."""
 SESSION_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,239}$"
 SessionId = Annotated[str, StringConstraints(pattern=SESSION_ID)]
 """Names a folder of the journal and a path of the control API: no slashes."""

@@ -9,8 +9,14 @@ from typing import Any
 
 import httpx
 
-from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
-from perdure.gateway.base import SessionSpec, SessionSummary, control_token, session_key
+from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, StoreUnavailable
+from perdure.gateway.base import (
+    STORE_AWAY,
+    SessionSpec,
+    SessionSummary,
+    control_token,
+    session_key,
+)
 from perdure.home import Secrets
 
 TIMEOUT_S = 60.0
@@ -71,7 +77,7 @@ class GatewayControl:
     async def close(self, session_id: str) -> SessionSummary:
         """Seal a session and write its turns to the store.
 
-        Raises: GatewayUnavailable (also when the store is), NotFound.
+        Raises: GatewayUnavailable, StoreUnavailable, NotFound.
         """
         return await self._call("POST", f"/sessions/{session_id}/close")
 
@@ -92,11 +98,21 @@ def _failure(response: httpx.Response) -> Exception:
     status, message = response.status_code, _message(response)
     if status == httpx.codes.NOT_FOUND:
         return NotFound(message)
+    if _code(response) == STORE_AWAY:
+        return StoreUnavailable(message)
     if status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS:
         return GatewayUnavailable(f"the gateway answered {status}: {message}")
     if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         message += "; workers and gateway must share PERDURE_HOME or PERDURE_SECRET"
     return ConfigurationError(f"the gateway refused: {message}")
+
+
+def _code(response: httpx.Response) -> str:
+    try:
+        body: Any = json.loads(response.content)
+        return str(body["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _message(response: httpx.Response) -> str:

@@ -70,8 +70,10 @@ async def sandbox_of(job: Job) -> str:
 async def attach(job: Job) -> Sandbox:
     """The sandbox of this attempt's agent. Raises: SandboxLost."""
     identity = await sandbox_of(job)
+    plan = job.agent_sandbox
+    job.services.held[job.agent_identity] = plan.placement.provider, identity
     try:
-        return await job.agent_sandbox.provider.attach(identity)
+        return await plan.provider.attach(identity)
     except NotFound as error:
         raise SandboxLost(f"sandbox {identity} is gone") from error
 

@@ -22,6 +22,7 @@ async def capture(job: Job) -> Captured:
     identity = await sandbox_of(job)
     await job.agent_sandbox.provider.kill(identity)
     job.services.seats.leave(identity)
+    job.services.held.pop(job.agent_identity, None)
     await job.services.ready.forget(identity)
     return Captured(
         size=found.size,

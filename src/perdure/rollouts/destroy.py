@@ -13,6 +13,7 @@ async def destroy(job: Job) -> None:
     identity = await sandbox_of(job)
     await _kill(job.agent_sandbox, identity)
     job.services.seats.leave(identity)
+    job.services.held.pop(job.agent_identity, None)
     await job.services.ready.forget(identity)
     await _kill(job.grade_sandbox, job.grade_identity)
     await _close_session(job)

@@ -3,7 +3,7 @@
 import time
 
 from perdure.episodes import segments, turns_parquet
-from perdure.episodes.episode import AttemptSummary, EpisodeParts, build_episode
+from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, build_episode
 from perdure.episodes.episode_store import read_episode, write_episode
 from perdure.errors import NotFound
 from perdure.instances import catalog
@@ -19,15 +19,35 @@ from perdure.types import EpisodeRef, Grade, Instance, PatchRef, RolloutStatus, 
 
 async def emit_episode(store: Store, ending: Ending) -> EpisodeRef:
     """Needs only the store, so that a rollout whose configuration is wrong has its episode too."""
-    earlier = await read_episode(store, ending.request)
+    earlier = await _earlier(store, ending)
     if earlier and earlier.provenance.workflow_run_id == ending.workflow_run_id:
         return earlier.ref(store.url)
-    parts = await _gather(store, ending)
+    parts = _bare(ending) if ending.bare else await _gather(store, ending)
     cut = segments.cut(list(parts.turns))
     episode = await write_episode(store, build_episode(parts, cut), cut)
     outcome = episode.outcome.value if episode.outcome else ""
     metrics.rollout(episode.agent, episode.status.value, outcome, episode.sampled_tokens)
     return episode.ref(store.url)
+
+
+async def _earlier(store: Store, ending: Ending) -> Episode | None:
+    try:
+        return await read_episode(store, ending.request)
+    except ValueError:  # unreadable: the new one replaces it
+        return None
+
+
+def _bare(ending: Ending) -> EpisodeParts:
+    return EpisodeParts(
+        request=ending.request,
+        status=ending.status,
+        started_at=ending.started_at,
+        finished_at=time.time(),
+        attempts=[AttemptSummary(attempt=number) for number in range(1, ending.attempts + 1)],
+        failure=ending.failure,
+        evictions=ending.evictions,
+        workflow_run_id=ending.workflow_run_id,
+    )
 
 
 async def _gather(store: Store, ending: Ending) -> EpisodeParts:

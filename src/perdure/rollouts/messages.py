@@ -20,6 +20,8 @@ from perdure.types import (
 WORKER_EVICTED = "WorkerEvicted"
 """The worker was told to stop. The workflow dispatches the same work again and counts no
 attempt."""
+STORE_UNAVAILABLE = "StoreUnavailable"
+"""The store is away: work whose time runs out meanwhile is ordered again."""
 SANDBOX_LOST = "SandboxLost"
 """Boot a new attempt."""
 ACTION_NEEDED = frozenset({"ConfigurationError", "MissingDependency"})
@@ -89,6 +91,12 @@ class Ending(Frozen):
     failure: Failure | None = None
     started_at: float
     """Unix seconds at which the workflow started."""
+    bare: bool = False
+    """Without what the stages left: an episode could not be made of that."""
+
+    def without_evidence(self, failure: Failure) -> "Ending":
+        status = RolloutStatus.FAILED if self.status is RolloutStatus.GRADED else self.status
+        return self.model_copy(update={"status": status, "failure": failure, "bare": True})
 
 
 class PreparedRun(Frozen):

@@ -7,17 +7,20 @@ from perdure.agents.check import check_options
 from perdure.episodes.accounting import count
 from perdure.episodes.episode_store import scan_run
 from perdure.episodes.manifest import build_manifest
-from perdure.errors import ConfigurationError, NotFound
+from perdure.errors import ConfigurationError, NotFound, PreconditionFailed, StoreUnavailable
 from perdure.instances import catalog
 from perdure.rollouts.messages import Page, PageRequest, PreparedRun, RunSummary
 from perdure.rollouts.services import Services
 from perdure.sandboxes import phases
 from perdure.storage import keys
 from perdure.storage.base import Store
+from perdure.storage.preflight import check_store
 from perdure.types import RunRequest
 
 
 async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
+    """Raises: ConfigurationError, also for a store that has never worked; StoreUnavailable."""
+    await check_store(services.settings, lambda: services.store)
     rollout = run.rollout_request("any/instance")
     check_options(rollout.agent, rollout.agent_options)
     phases.check(rollout, None, services.provider)
@@ -72,6 +75,8 @@ async def finish_run(store: Store, run: RunRequest) -> RunSummary:
         await store.put(key, data, if_match=(await store.get(key)).etag)
     except NotFound:
         await store.put_if_absent(key, data)
+    except PreconditionFailed as error:  # another try: this one reads and writes again
+        raise StoreUnavailable(str(error)) from error
     graded = [e for e in episodes if e.reward is not None]
     return RunSummary(
         run_id=run.run_id,

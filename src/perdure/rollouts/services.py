@@ -27,6 +27,8 @@ class Services:
         self.host = host_of(settings)
         self.home: Path = settings.home.absolute()
         self.tools: Path = self.home / "tools"
+        self.held: dict[str, tuple[str, str]] = {}
+        """Provider and identity of the sandboxes that this process reached, by the attempt's identity."""
         self._providers: dict[str, SandboxProvider] = {}
         self._environments: dict[tuple[str, str], Environments] = {}
         self._agents: dict[str, Agent] = {}

@@ -20,7 +20,7 @@ from perdure.storage.base import Stored, check_key
 
 try:
     from perdure.storage.s3_answers import Garbled, Place, is_empty_object
-    from perdure.storage.s3_calls import Limit, S3Calls
+    from perdure.storage.s3_calls import Limit, S3Calls, tries
 except ImportError as error:
     raise MissingDependency("a store on S3 needs boto3: pip install 'perdure[s3]'") from error
 
@@ -52,50 +52,62 @@ class S3Store:
 
     async def get(self, key: str) -> Stored:
         limit = Limit()
-        return await self._calls.call(f"get {key!r}", partial(self._get, key, limit), limit)
+        return await self._calls.repeat(f"get {key!r}", partial(self._get, key, limit), limit)
 
     async def exists(self, key: str) -> bool:
         try:
-            return await self._calls.call(f"look up {key!r}", partial(self._exists, key))
+            return await self._calls.repeat(f"look up {key!r}", partial(self._exists, key))
         except NotFound:
             return False
 
     async def put(self, key: str, data: bytes, *, if_match: str | None = None) -> str:
         conditions = {} if if_match is None else {"IfMatch": if_match}
-        try:
-            return await self._put(key, data, conditions)
-        except NotFound:
-            raise PreconditionFailed(f"{key!r} was deleted by another writer") from None
-        except StoreUnavailable:
+        limit, in_doubt = Limit(len(data)), False
+        async for is_last in tries(limit):
+            try:
+                return await self._put(key, data, conditions, limit)
+            except (NotFound, PreconditionFailed):
+                if not in_doubt:
+                    raise PreconditionFailed(f"{key!r} was changed by another writer") from None
+            except StoreUnavailable as error:
+                in_doubt, failure = True, error
             found = await self._read_back(key)
             if found is not None and found.data == data:
                 return found.etag
             if if_match is not None and (found is None or found.etag != if_match):
-                raise PreconditionFailed(f"{key!r} was changed by another writer") from None
-            raise
+                raise PreconditionFailed(f"{key!r} was changed by another writer")
+            if is_last:
+                break
+        raise failure
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
-        try:
-            await self._put(key, data, {"IfNoneMatch": "*"})
-        except PreconditionFailed:
-            return False
-        except StoreUnavailable:
+        limit, in_doubt = Limit(len(data)), False
+        async for is_last in tries(limit):
+            try:
+                await self._put(key, data, {"IfNoneMatch": "*"}, limit)
+                return True
+            except PreconditionFailed:
+                if not in_doubt:
+                    return False
+            except StoreUnavailable as error:
+                in_doubt, failure = True, error
             found = await self._read_back(key)
-            if found is None:
-                raise
-            return found.data == data
-        return True
+            if found is not None:
+                return found.data == data
+            if is_last:
+                break
+        raise failure
 
     async def delete(self, key: str) -> None:
         name = self._name(key)
-        await self._calls.call(
+        await self._calls.repeat(
             f"delete {key!r}", lambda s3: s3.delete_object(Bucket=self.bucket, Key=name)
         )
 
     async def list(self, prefix: str) -> AsyncIterator[str]:
         after: str | None = ""
         while after is not None:
-            page = await self._calls.call(f"list {prefix!r}", partial(self._page, prefix, after))
+            page = await self._calls.repeat(f"list {prefix!r}", partial(self._page, prefix, after))
             for entry in page.get("Contents", ()):
                 yield entry["Key"].removeprefix(self._prefix)
             after = page.get("NextContinuationToken")
@@ -105,7 +117,7 @@ class S3Store:
     def _name(self, key: str) -> str:
         return self._prefix + check_key(key)
 
-    async def _put(self, key: str, data: bytes, conditions: dict[str, str]) -> str:
+    async def _put(self, key: str, data: bytes, conditions: dict[str, str], limit: Limit) -> str:
         name = self._name(key)
 
         def put(s3: "S3Client") -> str:
@@ -113,7 +125,7 @@ class S3Store:
             answer = s3.put_object(Bucket=self.bucket, Key=name, Body=BytesIO(data), **conditions)  # type: ignore[arg-type]  # the conditions
             return _etag(answer.get("ETag"))
 
-        return await self._calls.call(f"put {key!r}", put, Limit(len(data)))
+        return await self._calls.once(f"put {key!r}", put, limit)
 
     def _get(self, key: str, limit: Limit, s3: "S3Client") -> Stored:
         answer = s3.get_object(Bucket=self.bucket, Key=self._name(key))

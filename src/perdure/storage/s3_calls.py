@@ -1,13 +1,18 @@
 """Calls of an S3 client in threads: limited in time, with the credentials that are valid now.
 
 boto3 reads the environment and the shared files once. After a refusal they are read again, and
-the call is repeated if they have changed. There are no other retries here, because Temporal retries.
+the call is repeated if they have changed.
+
+A stage makes some ten calls. If each failed call cost the whole stage, a store that fails a fifth
+of them would stop all work, so a call is repeated here for about a second; longer trouble is
+Temporal's.
 """
 
 import asyncio
+import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -36,11 +41,26 @@ LOOK_EVERY_S = 1.0
 """Seconds between two looks for other credentials: many calls are refused at the same time."""
 
 
+PAUSES_S = (0.1, 0.3, 0.9)
+"""Before each further try of a call, up to half as long again."""
+
+
+async def tries(limit: "Limit") -> AsyncIterator[bool]:
+    """Pauses between two tries; true at the last one, for which there is time or number no more."""
+    for pause in PAUSES_S:
+        if limit.half_over():
+            break
+        yield False
+        await asyncio.sleep(pause * random.uniform(1.0, 1.5))
+    yield True
+
+
 class Limit:
     """When a call counts as stalled. A read learns the size of its object from the answer's head."""
 
     def __init__(self, size: int = 0) -> None:
         self._end = time.monotonic() + CALL_S
+        self._half = self._end - CALL_S / 2
         self.allow(size)
 
     def allow(self, size: int) -> None:
@@ -48,6 +68,10 @@ class Limit:
 
     def left(self) -> float:
         return self._end - time.monotonic()
+
+    def half_over(self) -> bool:
+        """Too late for another try."""
+        return time.monotonic() > self._half
 
 
 class _Connection(NamedTuple):
@@ -76,11 +100,21 @@ class S3Calls:
                 f"store {place.url!r}: {error}; correct PERDURE_S3_ENDPOINT_URL"
             ) from error
 
-    async def call(
+    async def repeat(
         self, doing: str, ask: Callable[["S3Client"], T], limit: Limit | None = None
     ) -> T:
-        """Raises: NotFound, PreconditionFailed, StoreUnavailable, ConfigurationError."""
+        """A call that may be carried out twice. Raises: as `once`."""
         limit = limit or Limit()
+        async for is_last in tries(limit):
+            try:
+                return await self.once(doing, ask, limit)
+            except StoreUnavailable:
+                if is_last:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    async def once(self, doing: str, ask: Callable[["S3Client"], T], limit: Limit) -> T:
+        """Raises: NotFound, PreconditionFailed, StoreUnavailable, ConfigurationError."""
         try:
             answer = await self._in_time(partial(self._ask, ask), limit)
         except SDK_ERRORS as error:

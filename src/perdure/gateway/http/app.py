@@ -30,8 +30,9 @@ from perdure.errors import (
     NotFound,
     PerdureError,
     RetryHere,
+    StoreUnavailable,
 )
-from perdure.gateway.base import SessionSpec
+from perdure.gateway.base import STORE_AWAY, SessionSpec
 from perdure.gateway.http import engine_routes
 from perdure.gateway.http.keys import may_control, session_of
 from perdure.gateway.journal.base import Journal
@@ -334,6 +335,10 @@ def _as_refused(error: Exception) -> Refused:
             return error
         case NotFound():
             return Refused(403, "session_not_open", "this session is not open")
+        case StoreUnavailable():
+            return Refused(503, STORE_AWAY, str(error))
+        case RetryHere() if isinstance(error.__cause__, StoreUnavailable):
+            return Refused(503, STORE_AWAY, str(error))
         case RetryHere():
             return Refused(503, "engine_unavailable", str(error))
         case RecursionError():

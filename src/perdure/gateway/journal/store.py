@@ -103,7 +103,9 @@ class StoreJournal:
 
 def _told(error: Exception) -> Exception:
     if isinstance(error, StoreUnavailable):
-        return GatewayUnavailable(f"the journal cannot be written: {error}")
+        told = GatewayUnavailable(f"the journal cannot be written: {error}")
+        told.__cause__ = error
+        return told
     if isinstance(error, (ConfigurationError, JournalDamaged)):
         return error
     return GatewayUnavailable(f"the journal cannot be written: {error!r}")

@@ -1,0 +1,36 @@
+"""Keeps an agent's sandbox while the store is away.
+
+A stage then fails at its first read, before it reaches the sandbox. Without this, the sandbox would
+end at its deadline with the agent's finished work in it, and its seat would lapse.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from perdure.errors import PerdureError, StoreUnavailable
+from perdure.rollouts.messages import Attempt
+from perdure.rollouts.services import Services
+from perdure.sandboxes import phases
+from perdure.sandboxes.base import identity_of
+
+
+@asynccontextmanager
+async def kept_alive(services: Services, attempt: Attempt) -> AsyncIterator[None]:
+    try:
+        yield
+    except StoreUnavailable:
+        with contextlib.suppress(PerdureError):  # the next try asks again
+            await _extend(services, attempt)
+        raise
+
+
+async def _extend(services: Services, attempt: Attempt) -> None:
+    """Where this process has not reached the sandbox, only what the request says of it is known."""
+    request = attempt.request
+    own = identity_of(request.run_id, request.workflow_id, "agent", attempt.attempt)
+    default = phases.place(request, None, "agent").provider, own
+    provider, identity = services.held.get(own, default)
+    sandbox = await services.provider(provider).attach(identity)
+    await sandbox.touch(services.settings.sandbox.ttl_s)
+    services.seats.take(identity)
