@@ -4,6 +4,7 @@
 """
 
 import json
+import logging
 import os
 import random
 import subprocess
@@ -58,6 +59,7 @@ async def world(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "dummy")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "dummy")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line for each request
     server = S3Server()
     proxy = S3Proxy(server.url)
     async with httpx.AsyncClient() as client:

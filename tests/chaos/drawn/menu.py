@@ -32,7 +32,7 @@ class World:
     """The small disk under the home; None where none may be mounted."""
     dice: random.Random
     agents_killed: int = 0
-    """Each of these rollouts may end without its fix, graded."""
+    """Each of these rollouts ends as a crash of its agent, unless the agent had finished."""
 
     def pause_s(self) -> float:
         return self.dice.uniform(SHORT_S, LONG_S)

@@ -35,8 +35,8 @@ async def judge(
             wrong.append(f"{request.workflow_id}: no episode")
             continue
         attempts[len(episode.attempts)] += 1
-        if episode.agent_end is AgentEnd.CRASHED and episode.status is RolloutStatus.GRADED:
-            crashed += 1  # its fix may or may not have been made before the kill
+        if episode.agent_end is AgentEnd.CRASHED:
+            crashed += 1  # a crash is the agent's own end: no other attempt is bought
             continue
         wrong += [f"{request.workflow_id}: {said}" for said in _wrong_in(episode, stack)]
         wrong += [
