@@ -396,6 +396,10 @@ class Outcome(StrEnum):
     EMPTY_PATCH = "empty_patch"
     TIMEOUT = "timeout"
     TAMPERED = "tampered"
+    UNPARSABLE = "unparsable"
+    """What the tests or the agent wrote costs more than the host's limits to read."""
+    CAPTURE_FAILED = "capture_failed"
+    """No diff could be formed from the tree that the agent left."""
 
 
 class TestStatus(StrEnum):
@@ -414,7 +418,8 @@ class Rewards(Frozen):
     """All rewards of one grade; `binary` is the default, the others for dense training.
 
     `partial` = (f2p passed + p2p passed) / (f2p total + p2p total); empty F2P counts 0,
-    empty P2P counts 1. All are 0 for tampered, apply_failed and empty_patch.
+    empty P2P counts 1. All are 0 where no test results are believed: tampered, unparsable,
+    apply_failed, capture_failed and empty_patch.
     """
 
     binary: float
@@ -457,6 +462,10 @@ class PatchRef(Frozen):
     files: int = 0
     ignored_files: int = 0
     too_large: bool = False
+    dropped: tuple[str, ...] = ()
+    """What no diff can hold, as `reason: path`: FIFOs, `.git` folders, files over the cap."""
+    refused: str = ""
+    """Why no diff could be formed; empty where there is one, or nothing changed."""
 
 
 class Failure(Frozen):

@@ -19,7 +19,7 @@ from perdure.episodes import segments, turns_parquet
 from perdure.errors import NotFound
 from perdure.gateway.base import SessionSummary
 from perdure.gateway.rendering.tokenizers import load_tokenizer
-from perdure.graders import patch
+from perdure.graders import capture
 from perdure.graders.eval_cmd import EvalCmdGrader
 from perdure.sandboxes.base import ExecStatus, Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
@@ -159,7 +159,7 @@ class Stand:
             key = await gateway.open("s-1", sampling=sampling)
             mounts = (
                 *await agent.install(self.tools, AgentSettings()),
-                Mount(self.tree / ".git", patch.BASE_GIT),
+                Mount(self.tree / ".git", capture.BASE_GIT),
             )
             spec = SandboxSpec(WORKDIR, tree=self.tree, mounts=mounts, gateway=link.path)
             async with await self.provider.create(spec, f"p-agent-{self._runs}") as sandbox:
@@ -183,7 +183,7 @@ class Stand:
                     await _artifacts(agent, sandbox),
                     summary.turns,
                 )
-                captured = await patch.capture(sandbox, patch.BASE_GIT)
+                captured = await capture.capture(sandbox, capture.BASE_GIT)
             recorded = turns_parquet.decode((await gateway.store.get(turns_key_of("s-1"))).data)
             return Run(
                 end=agent.classify(evidence),

@@ -24,7 +24,7 @@ from perdure.stack import sandboxes
 from perdure.stack.sandboxes import kill_all
 from perdure.storage import keys
 from perdure.storage.base import put_blob
-from perdure.types import Grading, Instance, PatchRef, RolloutRequest, Source, SourceKind
+from perdure.types import Grading, Instance, Outcome, PatchRef, RolloutRequest, Source, SourceKind
 
 REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", sandbox="local")
 PATCH = b"diff --git a/a.txt b/a.txt\n"
@@ -89,6 +89,23 @@ async def test_grading_sandboxes_that_are_always_lost_end_the_grading(services: 
     assert [cause.non_retryable for cause in causes] == [False, False, True]
     assert {cause.details[0] for cause in causes} == {"sandbox"}
     assert causes[-1].type == "GradingSandboxesLost"
+
+
+async def test_a_tree_that_gave_no_diff_is_a_verdict(services: Services) -> None:
+    """Where the agent left no diff to form, its grade is 0 with the reason, and no sandbox boots."""
+    request = REQUEST.model_copy(update={"sample_index": 1})
+    folder = keys.attempt(request, 1)
+    ref = PatchRef(
+        key=f"{folder}/patch.diff", sha256="0" * 64, size=0, empty=True, refused="the disk is full"
+    )
+    await checkpoints.write(services.store, f"{folder}/patch.json", ref)
+
+    graded = await ActivityEnvironment().run(
+        GradeInFreshSandbox(services).grade, Attempt(request=request, attempt=1)
+    )
+
+    assert (graded.outcome, graded.reward) == (Outcome.CAPTURE_FAILED, 0.0)
+    assert graded.reason == "the disk is full"
 
 
 async def test_a_provider_that_was_named_by_path_is_swept(services: Services) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from perdure.errors import InstanceError, SandboxLost
 from perdure.graders.calibrate import calibrate, verify
+from perdure.graders.capture import BASE_GIT, capture, prepare_capture
 from perdure.graders.eval_cmd import EvalCmdGrader
 from perdure.graders.git_diff import parse
-from perdure.graders.patch import BASE_GIT, capture, prepare_capture
 from perdure.graders.swebench import SwebenchGrader
 from perdure.instances.repository import commit_all
 from perdure.sandboxes.base import Mount, Sandbox, SandboxProvider, SandboxSpec
@@ -36,6 +36,7 @@ from perdure.testing.grader_contract import (
     write,
 )
 from perdure.types import Outcome
+from perdure.untrusted import reading
 
 MakeSandbox = Callable[[str], Awaitable[Sandbox]]
 LATIN_1 = "caf\xe9 = '\xfc'\n".encode("latin-1")
@@ -230,7 +231,7 @@ async def test_capture_runs_nothing_of_the_agents(agent: Sandbox, repository: Pa
 @pytest.mark.parametrize(
     ("limits", "script"),
     [
-        ({"max_bytes": 10_000}, "head -c 20000 /dev/urandom > big"),
+        ({"max_bytes": 10_000}, "head -c 9000 /dev/urandom >one; head -c 9000 /dev/urandom >two"),
         ({"max_files": 10}, "for n in $(seq 11); do echo $n > f$n; done"),
     ],
     ids=["bytes", "files"],
@@ -293,12 +294,25 @@ async def test_copy_for_the_capture_is_no_change_of_the_tree(
     assert (captured.data, Path(base).parent) == (b"", Path("/tmp"))
 
 
-async def test_capture_of_an_unreadable_base_loses_the_sandbox(agent: Sandbox) -> None:
-    """A capture that cannot work is no empty patch: the attempt is lost, not graded 0."""
+async def test_capture_needs_a_base_that_the_agent_may_have_destroyed(agent: Sandbox) -> None:
+    """Where the only base lies in the sandbox, an agent that destroys it gets a verdict and no new
+    attempt."""
     await _act(agent, "rm -rf .git")
 
+    captured = await capture(agent, None)
+
+    assert (captured.data, captured.too_large) == (b"", False)
+    assert "no repository" in captured.refused
+
+
+async def test_capture_without_the_hosts_base_is_no_verdict(
+    agent: Sandbox, repository: Path, tmp_path: Path
+) -> None:
+    """A base that the host should have given and did not is a lost sandbox, not a reward of 0."""
+    await _act(agent, "echo 1 > one")
+
     with pytest.raises(SandboxLost, match="cannot be captured"):
-        await capture(agent, None)
+        await capture(agent, tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("mounted", [False, True], ids=["uploaded base", "mounted base"])
@@ -350,6 +364,27 @@ async def test_captured_fix_is_resolved_in_podman(tmp_path: Path) -> None:
         graded = await SwebenchGrader().grade(sandbox, tiny_instance(), captured.data, timeout_s=60)
 
     assert graded.grade.outcome is Outcome.RESOLVED, graded.grade.reason
+
+
+async def test_a_log_that_costs_too_much_is_a_verdict(
+    make_sandbox: MakeSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results that no process can hold within its limits score 0, and are told apart from failures."""
+    small = "from perdure.untrusted import child; child.MEMORY = 32 << 20; "
+    monkeypatch.setattr(reading, "_idle", [])
+    monkeypatch.setattr(reading, "_START", reading._START.replace("from", f"{small}from", 1))
+    flood = (
+        "import os\nwith open('/proc/%d/fd/1' % os.getppid(), 'a') as log:\n"
+        "    print(*(f'PASSED t{n}' for n in range(200_000)), sep='\\n', file=log)\n"
+    )
+    patch = diff_of({"calc/core.py": flood + str(GOLD["calc/core.py"])})
+
+    async with await make_sandbox("grade") as sandbox:
+        graded = await SwebenchGrader().grade(sandbox, tiny_instance(), patch, timeout_s=60)
+
+    assert (graded.grade.outcome, graded.grade.reward) == (Outcome.UNPARSABLE, 0.0)
+    assert "MiB of memory" in graded.grade.reason
+    assert b"PASSED t199999" in graded.log
 
 
 @pytest.mark.parametrize(

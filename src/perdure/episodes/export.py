@@ -24,6 +24,7 @@ from perdure.episodes.trainer_files import TrainerFile, TrainerFormat
 from perdure.errors import ConfigurationError, NotFound
 from perdure.storage.base import Store
 from perdure.types import RolloutStatus
+from perdure.untrusted.reading import Unparsable, read
 
 Format = Literal["preds", "preds-all", "episodes", "jsonl", "sft"] | TrainerFormat
 """preds      predictions of the SWE-bench harness: one JSON object, one patch an instance
@@ -233,8 +234,17 @@ class _Exporter:
             "sample_index": episode.sample_index,
             "reward": episode.reward,
             "outcome": episode.outcome and episode.outcome.value,
-            "messages": _messages_of(await self._get(kept[0])),
+            "messages": await self._conversation(kept[0]),
         }
+
+    async def _conversation(self, key: str) -> list[dict[str, Any]]:
+        try:
+            found = await read(messages_of, await self._get(key))
+        except Unparsable as error:
+            raise _Left(f"its trajectory.json: {error}") from None
+        if found is None:
+            raise _Left("its trajectory.json is incomplete or has another form")
+        return found
 
     async def _get(self, key: str) -> bytes:
         try:
@@ -243,8 +253,9 @@ class _Exporter:
             raise _Damaged(f"{key} is gone from the store") from None
 
 
-def _messages_of(trajectory: bytes) -> list[dict[str, Any]]:
-    """Role, content and tool calls of each message; the agent wrote the file, so no shape is assumed."""
+def messages_of(trajectory: bytes) -> list[dict[str, Any]] | None:
+    """Role, content and tool calls of each message; the agent wrote the file, so no shape is assumed.
+    Call this through `read`."""
     wanted = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content")
     try:
         messages = json.loads(trajectory)["messages"]
@@ -254,7 +265,7 @@ def _messages_of(trajectory: bytes) -> list[dict[str, Any]]:
             if message["role"] != "exit"
         ]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise _Left("its trajectory.json is incomplete or has another form") from None
+        return None
 
 
 @contextmanager

@@ -14,10 +14,17 @@ from perdure.graders.base import Grader
 from perdure.graders.eval_cmd import EvalCmdGrader
 from perdure.graders.judgement import judge_filtered, judge_killed, judge_refusal, last_line
 from perdure.graders.patch import filter_patch
-from perdure.graders.swebench import SuiteRun, SwebenchGrader, run_suite, validate_suite
+from perdure.graders.swebench import (
+    SuiteRun,
+    SwebenchGrader,
+    reading_of,
+    run_suite,
+    validate_suite,
+)
 from perdure.graders.verdict import F2P_PASSES
 from perdure.instances.calibrated import Calibrated, CalibrationReport, MakeSandbox
-from perdure.types import Instance, Outcome, TestStatus
+from perdure.types import Grading, Instance, Outcome, TestStatus
+from perdure.untrusted.reading import Unparsable, read
 
 
 async def calibrate(
@@ -32,8 +39,8 @@ async def calibrate(
     validate_suite(instance)
     limit_s = timeout_s or instance.grading.timeout_s
     suites = [await _both(instance, make_sandbox, n + 1, limit_s) for n in range(runs)]
-    gold = [_passed_in(gold, instance) for gold, _ in suites]
-    nop = [_passed_in(nop, instance) for _, nop in suites]
+    gold = [await _passed_in(gold, instance) for gold, _ in suites]
+    nop = [await _passed_in(nop, instance) for _, nop in suites]
     fail_to_pass = _in_all(gold) - set().union(*nop)
     if not fail_to_pass:
         raise InstanceError(_nothing_fixed(instance, gold))
@@ -100,22 +107,27 @@ async def _suite(
         return await run_suite(sandbox, instance, filtered.data, timeout_s=limit_s)
 
 
-def _passed_in(suite: SuiteRun, instance: Instance) -> set[str]:
+async def _passed_in(suite: SuiteRun, instance: Instance) -> set[str]:
     """Ids that passed in a run. Only the unpatched base may end early; then no test has passed.
 
     Raises: InstanceError when the run cannot be believed.
     """
-    unfit = judge_refusal(suite.run) if suite.reading is None else judge_killed(suite.run)
-    if unfit is not None or suite.reading is None:
-        reason = unfit.reason if unfit else "nothing ran"
-        raise InstanceError(f"{instance.ref}: the tests did not run to their end: {reason}")
-    reading, code = suite.reading, suite.run.status.code
+    try:
+        return await read(passed_in, suite, instance.ref, instance.grading)
+    except Unparsable as error:
+        raise InstanceError(f"{instance.ref}: the output of the tests: {error}") from error
+
+
+def passed_in(suite: SuiteRun, ref: str, grading: Grading) -> set[str]:
+    """Call this through `read`. Raises: InstanceError."""
+    unfit = judge_refusal(suite.run) if suite.run.refusal else judge_killed(suite.run)
+    if unfit is not None:
+        raise InstanceError(f"{ref}: the tests did not run to their end: {unfit.reason}")
+    reading, code = reading_of(suite, grading), suite.run.status.code
     if reading.canary_status is TestStatus.MISSING and code != 0:
         return set()  # collection failed: the base lacks what the hidden tests import
     if forged := tampering.distrust(reading, code, ()):
-        raise InstanceError(
-            f"{instance.ref}: the tests cannot be guarded: {forged}; {last_line(suite.run)}"
-        )
+        raise InstanceError(f"{ref}: the tests cannot be guarded: {forged}; {last_line(suite.run)}")
     passed = {test for test, status in reading.statuses.items() if status in F2P_PASSES}
     # A test counts only if junit confirms it: printed text can look like a result.
     return {test for test in passed if not tampering.distrust(reading, code, (test,))}

@@ -16,7 +16,7 @@ from perdure.graders.judgement import (
     last_line,
     make_grade,
 )
-from perdure.graders.patch import filter_patch
+from perdure.graders.patch import filter_patch, filtered
 from perdure.graders.test_run import Command, TestRun, run_tests, scratch_folder
 from perdure.sandboxes.base import Sandbox
 from perdure.types import Instance, Outcome, Rewards
@@ -39,19 +39,19 @@ class EvalCmdGrader:
     ) -> Graded:
         """Raises: InstanceError, RetryHere, SandboxLost."""
         self.validate(instance)
-        filtered = filter_patch(patch, instance)
-        if (early := judge_filtered(filtered)) is not None:
-            return Graded(make_grade(self, early, patch, filtered), b"")
+        kept = await filtered(patch, instance)
+        if (early := judge_filtered(kept)) is not None:
+            return Graded(make_grade(self, early, patch, kept), b"")
         command = Command(instance.grading.eval_cmd or "", {})
         run = await run_tests(
             sandbox,
             instance,
-            filtered.data,
+            kept.data,
             command,
             scratch=scratch_folder(),
             timeout_s=timeout_s,
         )
-        return Graded(make_grade(self, _judge(run), patch, filtered, run), run.log)
+        return Graded(make_grade(self, _judge(run), patch, kept, run), run.log)
 
 
 def _judge(run: TestRun) -> Judgement:

@@ -2,11 +2,11 @@
 guesses nothing.
 
 It is strict because this reader and `git apply` must agree on which files a patch touches: a diff
-that it cannot read never reaches `git apply`. `patch.py` judges the result.
+that it cannot read never reaches `git apply`. `patch.py` judges the result. Hostile code decides
+what the diff says, so the time is linear in its length.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 REGULAR = b"100644"
@@ -66,35 +66,44 @@ def paths_of(diff: bytes) -> frozenset[bytes]:
     return frozenset(path for file in parse(diff) for path in file.paths)
 
 
+def count_files(diff: bytes) -> int:
+    """How many parts `parse` would find, without the cost of it."""
+    return diff.count(b"\ndiff --git ") + diff.startswith(b"diff --git ")
+
+
 class _Reader:
-    """The lines with their newlines, and the current position."""
+    """The current line with its newline, and where it starts."""
 
     def __init__(self, data: bytes) -> None:
-        self.lines = data.split(b"\n")
-        self.lines = [line + b"\n" for line in self.lines[:-1]] + self.lines[-1:]
-        if not self.lines[-1]:
-            self.lines.pop()
-        self.at = 0
+        self.data = data
+        self.number = 0
+        self.start = self._end = 0
+        self.line = b""
+        self.take()
 
     def at_end(self) -> bool:
-        return self.at >= len(self.lines)
+        return not self.line
 
     def peek(self) -> bytes:
-        return b"" if self.at_end() else self.lines[self.at]
+        """Empty at the end."""
+        return self.line
 
     def take(self) -> bytes:
-        line = self.peek()
-        self.at += 1
-        return line
+        self.number += 1
+        self.start = self._end
+        self._end = self.data.find(b"\n", self.start) + 1 or len(self.data)
+        taken, self.line = self.line, self.data[self.start : self._end]
+        return taken
 
     def take_rest_if_blank(self) -> None:
         """Dataset rows often end in empty lines, which git ignores."""
-        if self.peek() == b"\n" and set(self.lines[self.at :]) == {b"\n"}:
-            self.at = len(self.lines)
+        if self.line == b"\n" and not self.data[self.start :].strip(b"\n"):
+            self.start = self._end = len(self.data)
+            self.line = b""
 
     def wrong(self, what: str) -> MalformedDiff:
-        shown = self.peek()[:80].decode("utf-8", "backslashreplace").rstrip("\n")
-        return MalformedDiff(f"line {self.at + 1}: {what}: {shown!r}")
+        shown = self.line[:80].decode("utf-8", "backslashreplace").rstrip("\n")
+        return MalformedDiff(f"line {self.number}: {what}: {shown!r}")
 
 
 @dataclass
@@ -121,7 +130,7 @@ _BASE85 = re.compile(rb"[A-Za-z][0-9A-Za-z!#$%&()*+;<=>?@^_`{|}~-]+\n")
 
 
 def _file(reader: _Reader) -> FileDiff:
-    start = reader.at
+    start = reader.start
     if not reader.peek().startswith(b"diff --git "):
         raise reader.wrong("expected 'diff --git'")
     title = reader.take()[len(b"diff --git ") :].removesuffix(b"\n")
@@ -130,7 +139,7 @@ def _file(reader: _Reader) -> FileDiff:
     body = _body(reader, header)
     reader.take_rest_if_blank()
     return FileDiff(
-        raw=b"".join(reader.lines[start : reader.at]),
+        raw=reader.data[start : reader.start],
         old_path=header.old_path,
         new_path=header.new_path,
         modes=frozenset(header.modes),
@@ -165,36 +174,40 @@ def _extended_headers(reader: _Reader) -> _Header:
 
 def _name_paths(reader: _Reader, header: _Header, title: bytes) -> None:
     """Read both paths from the title; the lines of a rename must name the same paths."""
-    moved = (header.old_path, header.new_path) if header.old_path or header.new_path else None
-    for old, new in _title_splits(reader, title):
-        if (old, new) == moved or (moved is None and old == new):
-            header.old_path, header.new_path = old, new
-            return
-    raise reader.wrong("'diff --git' line names no single path")
-
-
-def _title_splits(reader: _Reader, title: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Every way to read `a/X b/Y`; spaces in names make it ambiguous."""
     if len(title) > _LONGEST_TITLE:
         raise reader.wrong("file name is too long")
+    moved = bool(header.old_path or header.new_path)
+    left, right = _split_title(reader, title, header.old_path if moved else None)
+    old, new = _unquoted(reader, left), _unquoted(reader, right)
+    paths = (old[2:], new[2:])
+    agrees = paths == (header.old_path, header.new_path) if moved else paths[0] == paths[1]
+    if not (old.startswith(b"a/") and new.startswith(b"b/") and agrees):
+        raise reader.wrong("'diff --git' line names no single path")
+    header.old_path, header.new_path = paths
+
+
+def _split_title(reader: _Reader, title: bytes, old_path: bytes | None) -> tuple[bytes, bytes]:
+    """The halves of `a/X b/Y`. Names may hold spaces, so what the title means decides: a quoted name
+    ends at its quote, the old name of a rename is known, and otherwise both names are equal."""
     if title.startswith(b'"'):
-        end = _closing_quote(reader, title)
-        candidates = [(title[: end + 1], title[end + 2 :])]
+        at = _closing_quote(reader, title) + 1
+    elif old_path is not None:
+        at = len(b"a/" + old_path)
+    elif title.endswith(b'"'):  # an unquoted name holds no quote
+        at = title.index(b'"') - 1
     else:
-        candidates = [
-            (title[: match.start()], title[match.end() :])
-            for match in re.finditer(rb' (?=b/|"b/)', title)
-        ]
-    for left, right in candidates:
-        old, new = _unquoted(reader, left), _unquoted(reader, right)
-        if old.startswith(b"a/") and new.startswith(b"b/"):
-            yield old[2:], new[2:]
+        at = len(title) // 2
+    if title[at : at + 1] != b" ":
+        raise reader.wrong("'diff --git' line names no single path")
+    return title[:at], title[at + 1 :]
 
 
 @dataclass
 class _Body:
     """The facts about one part that the filter needs."""
 
+    is_kept: bool = False
+    """The added lines are needed: they are the target of a symlink."""
     added: list[bytes] = field(default_factory=list)
     partial: bool = False
     """The diff has context lines."""
@@ -219,7 +232,7 @@ def _body(reader: _Reader, header: _Header) -> _Body:
     if line.startswith(b"Binary files ") and line.rstrip(b"\n").endswith(b" differ"):
         reader.take()
         return _Body(binary=True, lacks_content=True)
-    body = _Body()
+    body = _Body(is_kept=header.new_mode == SYMLINK)
     if line.startswith(b"--- "):
         _check_name(reader, b"--- ", b"a/" + header.old_path, b"new file mode" in header.seen)
         _check_name(reader, b"+++ ", b"b/" + header.new_path, b"deleted file mode" in header.seen)
@@ -261,7 +274,8 @@ def _hunk(reader: _Reader, old: int, new: int, body: _Body) -> None:
             old -= 1
         elif sign == b"+":
             new -= 1
-            body.added.append(line[1:])
+            if body.is_kept:
+                body.added.append(line[1:])
         elif sign != b"\\" or not line.startswith(b"\\ ") or last not in (b"-", b"+", b" "):
             raise reader.wrong("hunk is cut short")
         elif last == b"+":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from perdure.graders import verdict
 from perdure.graders.base import Grader
 from perdure.graders.patch import FilteredPatch
-from perdure.graders.test_run import Refusal, TestRun
+from perdure.graders.test_run import Refusal, TestRun, last_lines
 from perdure.sandboxes.base import ExecState
 from perdure.types import Grade, Outcome, Rewards
 
@@ -26,6 +26,8 @@ def judge_filtered(filtered: FilteredPatch) -> Judgement | None:
     """The verdict if the filter has already decided. An empty patch is run on the base."""
     if filtered.tampered:
         return Judgement(Outcome.TAMPERED, filtered.tampered)
+    if filtered.unparsable:
+        return Judgement(Outcome.UNPARSABLE, f"the diff: {filtered.unparsable}")
     if filtered.refused:
         return Judgement(Outcome.APPLY_FAILED, filtered.refused)
     if not filtered.data and not filtered.was_empty:
@@ -57,7 +59,7 @@ def judge_killed(run: TestRun) -> Judgement | None:
 
 
 def last_line(run: TestRun) -> str:
-    lines = run.log.decode("utf-8", "replace").strip().splitlines()
+    lines = last_lines(run.log, 1)
     return lines[-1][:200] if lines else "no output"
 
 

@@ -1,13 +1,13 @@
 """From pytest's junit file to one status per test, under the keys that pytest derives from ids.
 
-Hostile code can write this file, so its size is bounded, DTDs are refused, and a result counts only
-if the log agrees.
+Hostile code can write this file, so its size and depth are bounded, DTDs are refused, no tree is
+built of it, and a result counts only if the log agrees.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from xml.etree import ElementTree
+from xml.parsers import expat
 
 from perdure.graders.log_parsers import worst
 from perdure.types import TestStatus
@@ -16,6 +16,8 @@ Key = tuple[str, str]
 """(class name, test name), as in the file."""
 
 MAX_BYTES = 64 << 20
+MAX_DEPTH = 64
+"""pytest's own files have depth 5."""
 
 
 class UnusableJunit(ValueError):
@@ -45,30 +47,60 @@ class JunitReport:
 
 def parse_junit(data: bytes, rename: Callable[[str], str] = str) -> JunitReport:
     """Raises: UnusableJunit."""
+    if len(data) > MAX_BYTES:
+        raise UnusableJunit(f"{len(data)} bytes")
     if not data.startswith(b"<?xml") or b"<!DOCTYPE" in data or b"<!ENTITY" in data:
         raise UnusableJunit("not a junit file")
     if b"utf-8" not in data[:100].lower():
         raise UnusableJunit("not in UTF-8")
+    cases = _Cases(rename)
+    parser = expat.ParserCreate("utf-8", "}")  # whatever the file declares
+    parser.StartElementHandler, parser.EndElementHandler = cases.start, cases.end
     try:
-        root = ElementTree.fromstring(data)
-    except ElementTree.ParseError as error:
+        parser.Parse(data, True)
+    except expat.ExpatError as error:
+        if error.code == expat.errors.codes[expat.errors.XML_ERROR_NO_MEMORY]:
+            raise MemoryError from error
         raise UnusableJunit(f"incomplete: {error}") from error
-    found: dict[Key, TestStatus] = {}
-    for case in root.iter("testcase"):
-        key = (case.get("classname", ""), rename(case.get("name", "")))
-        found[key] = worst((found.get(key, TestStatus.PASSED), _status(case)))
-    return JunitReport(found, rename)
+    return JunitReport(cases.found, rename)
 
 
-def _status(case: ElementTree.Element) -> TestStatus:
-    if case.find("error") is not None:
-        return TestStatus.ERROR
-    if case.find("failure") is not None:
-        return TestStatus.FAILED
-    skipped = case.find("skipped")
-    if skipped is None:
-        return TestStatus.PASSED
-    return TestStatus.XFAIL if skipped.get("type") == "pytest.xfail" else TestStatus.SKIPPED
+class _Cases:
+    """Collects the status of each `testcase` while the file is read."""
+
+    def __init__(self, rename: Callable[[str], str]) -> None:
+        self.found: dict[Key, TestStatus] = {}
+        self._rename = rename
+        self._depth = 0
+        self._open: list[tuple[int, Key, dict[str, TestStatus]]] = []
+        """Depth, key, and status by child, of each test case that has not ended."""
+
+    def start(self, name: str, attributes: dict[str, str]) -> None:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise UnusableJunit(f"deeper than {MAX_DEPTH} elements")
+        if self._open and self._open[-1][0] == self._depth - 1 and name in _MEANINGS:
+            self._open[-1][2].setdefault(name, _meaning(name, attributes))
+        if name == "testcase":
+            key = (attributes.get("classname", ""), self._rename(attributes.get("name", "")))
+            self._open.append((self._depth, key, {}))
+
+    def end(self, name: str) -> None:
+        if name == "testcase":
+            _, key, said = self._open.pop()
+            status = next((said[kind] for kind in _MEANINGS if kind in said), TestStatus.PASSED)
+            self.found[key] = worst((self.found.get(key, TestStatus.PASSED), status))
+        self._depth -= 1
+
+
+_MEANINGS = ("error", "failure", "skipped")
+"""Elements in a test case, in the order in which they count."""
+
+
+def _meaning(name: str, attributes: dict[str, str]) -> TestStatus:
+    if name != "skipped":
+        return TestStatus.ERROR if name == "error" else TestStatus.FAILED
+    return TestStatus.XFAIL if attributes.get("type") == "pytest.xfail" else TestStatus.SKIPPED
 
 
 def _key(test: str) -> Key:

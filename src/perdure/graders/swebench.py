@@ -17,19 +17,21 @@ from perdure.graders.judgement import (
 )
 from perdure.graders.junit import JunitReport, UnusableJunit, parse_junit
 from perdure.graders.log_parsers import LogParser, parser_named
-from perdure.graders.patch import filter_patch
-from perdure.graders.tampering import Reading
+from perdure.graders.patch import filtered
+from perdure.graders.tampering import CanaryTest, Reading
 from perdure.graders.test_run import TestRun, run_tests, scratch_folder
 from perdure.sandboxes.base import Sandbox
-from perdure.types import Instance, Outcome, TestStatus
+from perdure.types import Grading, Instance, Outcome, TestStatus
+from perdure.untrusted.reading import Unparsable, read
 
 
 @dataclass(frozen=True)
 class SuiteRun:
-    """A run of the row's test command and its parsed output; `reading` is None if no test ran."""
+    """A run of the row's guarded test command; if it has a refusal, no test ran."""
 
     run: TestRun
-    reading: Reading | None = None
+    canary: CanaryTest
+    writes_junit: bool
 
 
 class SwebenchGrader:
@@ -50,11 +52,15 @@ class SwebenchGrader:
     ) -> Graded:
         """Raises: InstanceError, RetryHere, SandboxLost."""
         self.validate(instance)
-        filtered = filter_patch(patch, instance)
-        if (early := judge_filtered(filtered)) is not None:
-            return Graded(make_grade(self, early, patch, filtered), b"")
-        suite = await run_suite(sandbox, instance, filtered.data, timeout_s=timeout_s)
-        grade = make_grade(self, judge(suite, instance), patch, filtered, suite.run)
+        kept = await filtered(patch, instance)
+        if (early := judge_filtered(kept)) is not None:
+            return Graded(make_grade(self, early, patch, kept), b"")
+        suite = await run_suite(sandbox, instance, kept.data, timeout_s=timeout_s)
+        try:
+            judgement = await read(judge, suite, instance.grading)
+        except Unparsable as error:
+            judgement = Judgement(Outcome.UNPARSABLE, f"the output of the tests: {error}")
+        grade = make_grade(self, judgement, patch, kept, suite.run)
         return Graded(grade, suite.run.log, suite.run.junit)
 
 
@@ -86,12 +92,15 @@ async def run_suite(
     scratch = scratch_folder()
     command, canary = tampering.guarded_command(instance.grading, scratch)
     run = await run_tests(sandbox, instance, patch, command, scratch=scratch, timeout_s=timeout_s)
-    if run.refusal is not None:
-        return SuiteRun(run)
-    parser = parser_named(instance.grading.log_parser)
-    canary_status, statuses = canary.take(parser.statuses(run.log))
-    junit = _junit(run, parser) if command.junit_path else None
-    return SuiteRun(run, Reading(canary, canary_status, statuses, junit))
+    return SuiteRun(run, canary, writes_junit=bool(command.junit_path))
+
+
+def reading_of(suite: SuiteRun, grading: Grading) -> Reading:
+    """The output of a finished run, parsed. Hostile code wrote it: call this through `read`."""
+    run, parser = suite.run, parser_named(grading.log_parser)
+    canary_status, statuses = suite.canary.take(parser.statuses(run.log))
+    junit = _junit(run, parser) if suite.writes_junit else None
+    return Reading(suite.canary, canary_status, statuses, junit)
 
 
 def _junit(run: TestRun, parser: LogParser) -> JunitReport:
@@ -102,13 +111,13 @@ def _junit(run: TestRun, parser: LogParser) -> JunitReport:
         return JunitReport({}, parser.rename)
 
 
-def judge(suite: SuiteRun, instance: Instance) -> Judgement:
-    """The verdict on a finished run."""
-    if suite.reading is None:
+def judge(suite: SuiteRun, grading: Grading) -> Judgement:
+    """The verdict on a finished run. Call this through `read`."""
+    if suite.run.refusal is not None:
         return judge_refusal(suite.run)
     if (ended := judge_killed(suite.run)) is not None:
         return ended
-    grading, reading = instance.grading, suite.reading
+    reading = reading_of(suite, grading)
     code = suite.run.status.code
     score = verdict.score(
         reading.statuses,

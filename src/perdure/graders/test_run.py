@@ -44,8 +44,12 @@ class TestRun:
     @property
     def refusal_text(self) -> str:
         """git's last words, in one line."""
-        lines = self.log.decode("utf-8", "replace").strip().splitlines()
-        return "; ".join(lines[-3:])[:500]
+        return "; ".join(last_lines(self.log, 3))[:500]
+
+
+def last_lines(log: bytes, count: int) -> list[str]:
+    """Of the last 8 KiB: hostile code may have written any number of lines of any length."""
+    return log.rstrip()[-8192:].decode("utf-8", "replace").strip().splitlines()[-count:]
 
 
 @dataclass(frozen=True)

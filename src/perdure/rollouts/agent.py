@@ -117,7 +117,7 @@ async def _conclude(
         raise PolicyTooStale(summary.too_stale)
     if summary is not None:
         metrics.agent_time(status.seconds or 0.0, summary.engine_seconds)
-    end = job.agent.classify(found)
+    end = await agent_output.end_of(job.agent, found)
     return AgentRun(
         end=end,
         turns=found.turns,

@@ -1,15 +1,18 @@
 """What an agent left behind in its sandbox: its output and its files, kept in the store."""
 
-from perdure.agents.base import EXEC_ID, Evidence
+from perdure.agents.base import EXEC_ID, Agent, Evidence
 from perdure.errors import NotFound
 from perdure.rollouts.job import Job
 from perdure.sandboxes.base import ExecStatus, Sandbox
 from perdure.types import AgentEnd
+from perdure.untrusted.reading import Unparsable, read
 
 TAIL = 4 << 20
 """Bytes of each of the agent's output streams that are kept."""
 ARTIFACT_LIMIT = 64 << 20
 """Bytes of one file of the agent's."""
+LAST_LINE = 8 << 10
+"""Bytes in which its last line is looked for."""
 
 
 async def collect(
@@ -44,6 +47,18 @@ async def keep(job: Job, evidence: Evidence) -> None:
             await job.services.store.put_if_absent(job.key(f"agent/{name}"), data)
 
 
+async def end_of(agent: Agent, evidence: Evidence) -> AgentEnd:
+    """How it ended, by its own rules. If its files are made to be unreadable it met a limit: its diff
+    is graded, so that no agent can discard an episode.
+
+    Raises: RetryHere.
+    """
+    try:
+        return await read(agent.classify, evidence)
+    except Unparsable:
+        return AgentEnd.LIMIT
+
+
 def detail(end: AgentEnd, evidence: Evidence) -> str:
     """How the agent ended and its last line of output; empty where it ended well."""
     if end in (AgentEnd.FINISHED, AgentEnd.GAVE_UP):
@@ -52,6 +67,7 @@ def detail(end: AgentEnd, evidence: Evidence) -> str:
     how = f"{status.state.value}" + (
         f" by {status.cause}" if status.cause else f" {status.code}" if status.code else ""
     )
-    last = (evidence.stderr_tail or evidence.stdout_tail).strip().splitlines()[-1:]
+    tail = (evidence.stderr_tail or evidence.stdout_tail).rstrip()[-LAST_LINE:]
+    last = tail.splitlines()[-1:]
     line = last[0][-200:].decode("utf-8", "replace") if last else ""
     return f"{how}; {line}" if line else how

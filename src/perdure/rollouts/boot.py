@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from perdure.episodes.episode_store import read_episode
 from perdure.errors import InstanceError, NotFound, RateLimited, SandboxLost
-from perdure.graders import patch
+from perdure.graders.capture import BASE_GIT, prepare_capture
 from perdure.graders.history import cut_history
-from perdure.graders.patch import BASE_GIT
 from perdure.instances.environments import Prepared
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import AgentRun, Booted
@@ -221,7 +220,7 @@ async def _base_git(sandbox: Sandbox, prepared: Prepared) -> str:
     if prepared.tree:
         return BASE_GIT
     await cut_history(sandbox, prepared.base_commit)
-    return await patch.prepare_capture(sandbox)
+    return await prepare_capture(sandbox)
 
 
 def _pristine_git(prepared: Prepared) -> tuple[Mount, ...]:

@@ -5,7 +5,7 @@ import signal
 
 from perdure import tracing
 from perdure.agents.base import EXEC_ID
-from perdure.graders import patch
+from perdure.graders import capture as diff
 from perdure.rollouts.boot import BootRecord, attach, sandbox_of
 from perdure.rollouts.grade import needs_tests
 from perdure.rollouts.job import Job
@@ -39,7 +39,7 @@ async def _take(job: Job) -> PatchRef:
     await sandbox.signal(EXEC_ID, signal.SIGKILL)
     boot = await job.read("sandbox.json", BootRecord)
     with tracing.span("take diff"):
-        captured = await patch.capture(
+        captured = await diff.capture(
             sandbox,
             boot.base_git if boot else None,
             max_bytes=job.services.settings.diff_max_bytes,
@@ -55,6 +55,8 @@ async def _take(job: Job) -> PatchRef:
         files=captured.files,
         ignored_files=captured.ignored_files,
         too_large=captured.too_large,
+        dropped=captured.dropped,
+        refused=captured.refused,
     )
 
 

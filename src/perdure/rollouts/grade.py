@@ -40,8 +40,10 @@ def checkpoint(workflow_run_id: str) -> str:
 
 def needs_tests(job: Job, patch: PatchRef) -> bool:
     """Whether a sandbox is booted for the verdict at all."""
-    if patch.too_large or not patch.empty:
-        return not patch.too_large
+    if patch.refused or patch.too_large:
+        return False
+    if not patch.empty:
+        return True
     if job.request.grade_empty_patch is not None:
         return job.request.grade_empty_patch
     return bool(getattr(job.agent, "grade_empty_patch", False))
@@ -60,6 +62,8 @@ async def _grade(job: Job) -> Grade:
     if patch is None:
         raise NotFound(f"no captured patch at {job.key('patch.json')}")
     if not needs_tests(job, patch):
+        if patch.refused:
+            return _without_tests(patch, Outcome.CAPTURE_FAILED, patch.refused)
         if patch.too_large:
             return _without_tests(patch, Outcome.APPLY_FAILED, "patch_too_large")
         return _without_tests(patch, Outcome.EMPTY_PATCH, "the agent changed nothing")

@@ -162,6 +162,11 @@ _HISTORY = (
 
 _WIPE = "import os\n\nopen('/proc/%d/fd/1' % os.getppid(), 'w').close()\nos._exit(94)\n"
 
+_LONG_LINE = (
+    "import os\n\nwith open('/proc/%d/fd/1' % os.getppid(), 'a') as log:\n"
+    "    log.write('a::' * 400000 + '\\n')\n\n\n"
+) + _WRONG
+
 
 def _new_file(path: str, mode: str = "100644", line: str = "x") -> bytes:
     """A hand-made diff that git would not write."""
@@ -196,8 +201,10 @@ ATTACKS = [
     Attack("an absolute path", _NOTE, Outcome.TAMPERED, raw=_new_file("/etc/cron.d/x")),
     Attack("a path out of the tree", _NOTE, Outcome.TAMPERED, raw=_new_file("calc/../../x")),
     Attack("a path with a NUL", _NOTE, Outcome.TAMPERED, raw=_new_file("calc/x\0y")),
-    Attack("a symlink out of the tree", {"calc/out": "-> ../../etc/passwd"}, Outcome.APPLY_FAILED),
-    Attack("an absolute symlink", {"calc/out": "-> /etc/passwd"}, Outcome.APPLY_FAILED),
+    Attack("a symlink out of the tree", {"calc/out": "-> ../../etc/passwd"}, Outcome.EMPTY_PATCH, ("calc/out",)),
+    Attack("an absolute symlink", {"calc/out": "-> /etc/passwd"}, Outcome.EMPTY_PATCH, ("calc/out",)),
+    Attack("symlinks that leave the tree together", {"a": "-> .", "x": "-> a/../etc/passwd"}, Outcome.UNRESOLVED, ("x",)),
+    Attack("one printed line without end", {"calc/core.py": _LONG_LINE}, Outcome.UNRESOLVED),
     Attack("a write through a symlink", {"alias": "-> tests"}, Outcome.APPLY_FAILED, raw=_new_file("alias/test_x.py")),
     Attack("a symlink in place of the tests", {"tests/test_old.py": None}, Outcome.UNRESOLVED, ("tests",), raw=_new_file("tests", "120000", "calc")),
     Attack("a gitlink", {}, Outcome.APPLY_FAILED, raw=_new_file("vendored", "160000", "Subproject commit " + "1" * 40)),
@@ -248,6 +255,14 @@ class GraderContract:
 
         assert (grade.outcome, grade.reward) == (attack.outcome, 0.0), grade.reason
         assert grade.dropped_paths == attack.dropped
+
+    async def test_a_stray_symlink_costs_no_fix(self, grader: Grader, sandbox: Sandbox) -> None:
+        """A fix beside a virtual environment's link to an interpreter is graded without the link."""
+        patch = diff_of({**GOLD, ".venv/bin/python": "-> /usr/bin/python3"})
+
+        grade = (await grader.grade(sandbox, tiny_instance(), patch, timeout_s=60)).grade
+
+        assert (grade.outcome, grade.dropped_paths) == (Outcome.RESOLVED, (".venv/bin/python",))
 
     async def test_allowed_conftest_cannot_forge(self, grader: Grader, sandbox: Sandbox) -> None:
         """If gold itself edits conftest.py the file is kept, and the canary test finds the forgery."""

@@ -2,6 +2,7 @@
 
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,44 @@ def test_reads_modes_links_and_binaries() -> None:
     assert (files[b"i"].binary, files[b"i"].lacks_content) == (True, False)
     assert (bare.binary, bare.lacks_content) == (True, True)
     assert files[b"x"].link_target is None
+
+
+def test_names_full_of_separators_cost_no_more_than_others() -> None:
+    """A title is split by what it means, not by trying every ` b/` in it."""
+    hostile, plain = _long_names("x b/"), _long_names("x_b/")
+
+    assert _cpu_of(hostile) <= 5 * _cpu_of(plain) + 0.03
+
+
+def _long_names(folder: str) -> bytes:
+    names = (f"{folder * 900}{n}" for n in range(60))
+    return "".join(
+        f"diff --git a/{name} b/{name}\nold mode 100644\nnew mode 100755\n" for name in names
+    ).encode()
+
+
+def _cpu_of(diff: bytes) -> float:
+    started = time.process_time()
+    assert len(parse(diff)) == 60
+    return time.process_time() - started
+
+
+@pytest.mark.parametrize(
+    ("title", "more", "paths"),
+    [
+        (b"a/x b/x b/x b/x", b"", (b"x b/x", b"x b/x")),
+        (b'"a/\\303\\274" "b/\\303\\274"', b"", ("ü".encode(), "ü".encode())),
+        (b'a/x "b/\\303\\274"', b"rename from x\nrename to \"\\303\\274\"\n", (b"x", "ü".encode())),
+        (b'"a/\\303\\274" b/x y', b"rename from \"\\303\\274\"\nrename to x y\n", ("ü".encode(), b"x y")),
+        (b"a/x b/y b/z", b"rename from x b/y\nrename to z\n", (b"x b/y", b"z")),
+    ],
+)  # fmt: skip
+def test_reads_names_that_look_like_two(
+    title: bytes, more: bytes, paths: tuple[bytes, bytes]
+) -> None:
+    """Spaces and quotes in names leave one meaning of a title."""
+    (file,) = parse(
+        b"diff --git " + title + b"\n" + (more or b"old mode 100644\nnew mode 100755\n")
+    )
+
+    assert (file.old_path, file.new_path) == paths

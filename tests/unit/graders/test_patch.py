@@ -73,22 +73,32 @@ def test_tells_empty_before_from_empty_after() -> None:
 
 @pytest.mark.parametrize(
     ("target", "stays"),
-    [("core.py", True), ("../setup.cfg", True), ("../calc/../x", True), ("../..", False), ("../../calc", False), ("/testbed", False), ("a\nb", False)],
+    [("core.py", True), ("../setup.cfg", True), ("./.././x", True), ("../..", False), ("../../calc", False), ("/testbed", False), ("a\nb", False), ("a/../b", False), ("../calc/../x", False)],
 )  # fmt: skip
-def test_symlinks_stay_inside(target: str, stays: bool) -> None:
-    """A symlink may point anywhere in the tree, and nowhere else."""
-    filtered = filter_patch(diff_of({"calc/link": f"-> {target}"}), tiny_instance())
+def test_symlinks_that_leave_are_dropped(target: str, stays: bool) -> None:
+    """A symlink may point anywhere in the tree; another is left out, named, and costs no fix."""
+    filtered = filter_patch(diff_of({**GOLD, "calc/link": f"-> {target}"}), tiny_instance())
 
-    assert (filtered.refused is None) == stays
+    assert filtered.dropped_paths == (() if stays else ("calc/link",))
+    assert stays or filtered.data == diff_of(GOLD)
 
 
-def test_refuses_a_symlink_that_cannot_be_read() -> None:
-    """An edit of a link that shows only a part of its target is refused."""
+def test_chains_of_symlinks_do_not_leave() -> None:
+    """Two links that lead out of the tree only together: the one that climbs back is dropped."""
+    chain = {"a": "-> .", "x": "-> a/../etc/passwd", "calc/b": "-> ..", "y": "-> calc/b/b/../.."}
+
+    filtered = filter_patch(diff_of(chain), tiny_instance())
+
+    assert filtered.dropped_paths == ("x", "y")
+
+
+def test_drops_a_symlink_that_cannot_be_read() -> None:
+    """An edit of a link that shows only a part of its target is left out."""
     base = {**BASE, "calc/link": "-> a\nb\nc"}
 
     filtered = filter_patch(diff_of({"calc/link": "-> a\nb\nd"}, base), tiny_instance())
 
-    assert filtered.refused is not None
+    assert filtered.dropped_paths == ("calc/link",)
 
 
 def test_refuses_too_large_a_diff(monkeypatch: pytest.MonkeyPatch) -> None:

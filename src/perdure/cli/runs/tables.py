@@ -21,6 +21,8 @@ OUTCOME_STYLES = {
     "apply_failed": "yellow",
     "timeout": "magenta",
     "tampered": "bold red",
+    "unparsable": "bold red",
+    "capture_failed": "bold red",
     "failed": "bold red",
     "cancelled": "dim",
     "expired": "dim",

@@ -1,0 +1,1 @@
+"""Reads what code in a sandbox wrote, in a child process with limits."""

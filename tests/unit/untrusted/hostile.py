@@ -1,0 +1,130 @@
+"""Every reader of bytes that come out of a sandbox, and bytes made to cost it as much as possible.
+
+A new reader gets a line in `readers()`. The tests that draw on it are in `test_every_reader.py`.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hypothesis import strategies as st
+
+from perdure.agents.base import Agent, Evidence
+from perdure.episodes.export import messages_of
+from perdure.errors import InstanceError
+from perdure.graders import capture, git_diff, junit, swebench
+from perdure.graders.calibrate import passed_in
+from perdure.graders.git_diff import MalformedDiff
+from perdure.graders.judgement import last_line
+from perdure.graders.junit import UnusableJunit
+from perdure.graders.log_parsers import PARSERS, LogParser
+from perdure.graders.patch import filter_patch
+from perdure.graders.swebench import SuiteRun
+from perdure.graders.tampering import guarded_command
+from perdure.graders.test_run import TestRun
+from perdure.registry import AGENTS, load
+from perdure.rollouts import agent_output
+from perdure.sandboxes.base import ExecState, ExecStatus
+from perdure.testing.grader_contract import tiny_instance
+from perdure.types import AgentEnd
+
+Reader = Callable[[bytes], object]
+
+_EXITED = ExecStatus(ExecState.EXITED, 1)
+_INSTANCE = tiny_instance(pass_to_pass=("t[a", *(f"tests/test_a.py::test_{n}" for n in range(50))))
+REFUSALS = (MalformedDiff, UnusableJunit, InstanceError)
+"""What readers raise on purpose; it reaches the caller, who decides."""
+
+
+def readers() -> dict[str, Reader]:
+    """Name -> reader. Parsers and agents come from their own tables, so none can be missing."""
+    found: dict[str, Reader] = {
+        "diff": git_diff.parse,
+        "diff for the filter": lambda data: filter_patch(data, _INSTANCE),
+        "diff for the capture": capture._without_gitlinks,
+        "record of the capture": lambda data: capture._read_record(data, "name"),
+        "junit": junit.parse_junit,
+        "verdict by log and junit": _judged,
+        "calibration by log and junit": _calibrated,
+        "last line of the tests": lambda data: last_line(TestRun(_EXITED, data)),
+        "last words of git": lambda data: TestRun(_EXITED, data).refusal_text,
+        "last line of the agent": lambda data: agent_output.detail(
+            AgentEnd.CRASHED, _evidence(data)
+        ),
+        "messages of a trajectory": messages_of,
+    }
+    for parser in set(PARSERS.values()):
+        name = next(name for name in PARSERS if PARSERS[name] is parser)
+        found[f"log of {name}"] = parser.statuses
+    for name in AGENTS:
+        found[f"end of {name}"] = partial(_classified, load("agent", AGENTS, name)())
+    return found
+
+
+def covered(parser: LogParser) -> bool:
+    """Whether a parser's reader is in the table."""
+    return parser.statuses in readers().values()
+
+
+def _evidence(data: bytes, agent: Agent | None = None) -> Evidence:
+    files = dict.fromkeys(agent.artifacts if agent else (), data)
+    return Evidence(_EXITED, data, data, files, turns=1)
+
+
+def _classified(agent: Agent, data: bytes) -> AgentEnd:
+    return agent.classify(_evidence(data, agent))
+
+
+def _suite(data: bytes) -> SuiteRun:
+    _, canary = guarded_command(_INSTANCE.grading, "/tmp/x")
+    return SuiteRun(TestRun(_EXITED, data, data), canary, writes_junit=True)
+
+
+def _judged(data: bytes) -> object:
+    return swebench.judge(_suite(data), _INSTANCE.grading)
+
+
+def _calibrated(data: bytes) -> object:
+    return passed_in(_suite(data), "x", _INSTANCE.grading)
+
+
+PIECES = [
+    b"\n", b"\n\n", b" ", b"\t", b"\r", b"\0", b"\xff", b"\xc3\xa9", b"a", b"0", b"_", b"::", b"a::", b"x b/", b" b/", b"b/",
+    b"PASSED", b"FAILED ", b"PASSED a\n", b" PASSED", b"[ 5%]", b" [", b"[1] ", b"] - ", b"SKIPPED [1] ", b"\x1b[", b"\x1b[32m",
+    b" ... ", b" ... ok\n", b"ok\n", b"FAIL: a\n", b" ... Testing against Django installed in ", b" silenced).\nok\n",
+    b" ... Internal Server Error: /", b" ... System check identified no issues (0 silenced)\nok\n", b"test_a ok\n", b"_ ", b" _", b".py:",
+    b"diff --git a/x b/x\n", b'diff --git "a/', b'"', b"\\", b"\\303", b"new file mode 120000\n", b"index 1234567..1234567\n", b"--- a/x\n", b"+++ b/x\n",
+    b"@@ -1 +1 @@\n", b"@@ -1,999999999999 +1 @@\n", b"-a\n", b"+a\n", b"+", b"GIT binary patch\n", b"literal 1\n", b"IcmZPo000310RR91\n",
+    b"<?xml version='1.0' encoding='utf-8'?>", b"<a>", b"</a>", b"<testcase classname='a' name='t'>", b"<testcase/>", b"<error/>", b"<!--", b"-->", b"<![CDATA[", b"&lt;", b" a='1'", b"<a ",
+    b"[", b"]", b"{", b"}", b'{"type":"result"}\n', b'{"a":', b'"a",', b"1,", b"1e9,", b"-", b"9", b'{"info":{"exit_status":', b'{"messages":[',
+]  # fmt: skip
+"""What the formats are made of. Costly input repeats a few of them."""
+
+SHAPES = st.tuples(
+    st.lists(st.sampled_from(PIECES), max_size=3).map(b"".join),
+    st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map(b"".join),
+    st.lists(st.sampled_from(PIECES), max_size=2).map(b"".join),
+)
+"""A beginning, what is repeated, an end."""
+
+
+def grown(shape: tuple[bytes, bytes, bytes], size: int) -> bytes:
+    """About so many bytes of a shape."""
+    head, body, tail = shape
+    return head + body * (size // len(body) + 1) + tail
+
+
+def cpu_of(read: Reader, data: bytes) -> float:
+    """Seconds of CPU time of one reading."""
+    started = time.process_time()
+    tried(read, data)
+    return time.process_time() - started
+
+
+def tried(read: Reader, data: bytes) -> Any:
+    """The result, or the refusal."""
+    try:
+        return read(data)
+    except REFUSALS as refusal:
+        return refusal

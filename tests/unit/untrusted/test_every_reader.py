@@ -1,0 +1,72 @@
+"""No bytes from a sandbox cost a reader more than their length warrants, and none break it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perdure.graders.log_parsers import PARSERS
+from tests.unit.untrusted.hostile import (
+    PIECES,
+    SHAPES,
+    Reader,
+    covered,
+    cpu_of,
+    grown,
+    readers,
+    tried,
+)
+
+READERS = readers()
+FIXED = [(b"", piece, b"") for piece in PIECES] + [
+    (b"", b"a::", b" PASSED"),
+    (b"diff --git a/", b"x b/", b"\n"),
+    (b"<?xml version='1.0' encoding='utf-8'?>", b"<a>", b""),
+    (b"<?xml version='1.0' encoding='utf-8'?><a>", b"<testcase classname='a' name='t'/>", b"</a>"),
+    (b"_ ", b".py:", b" _"),
+    (b"PASSED t[", b" ", b"x"),
+]
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@settings(max_examples=30, deadline=None)
+@given(
+    st.one_of(st.lists(st.sampled_from(PIECES), max_size=20).map(b"".join), st.binary(max_size=200))
+)
+def test_no_bytes_break_a_reader(reader: Reader, data: bytes) -> None:
+    """Whatever the bytes are, a reader gives a result or refuses them by name."""
+    tried(reader, data)
+
+
+def _grows_linearly(reader: Reader, shape: tuple[bytes, bytes, bytes], size: int) -> None:
+    """Three tries, because CPU time on a busy host is no exact measure; a square fails each time."""
+    small, large = grown(shape, size), grown(shape, 4 * size)
+    costs = []
+    for _ in range(3):
+        costs.append((cpu_of(reader, small), cpu_of(reader, large)))
+        if costs[-1][1] <= 5 * costs[-1][0] + 0.05:
+            return
+
+    raise AssertionError(f"{shape} of {size} bytes, and four times as many: {costs} s")
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+def test_four_times_the_bytes_cost_at_most_some_five_times(reader: Reader) -> None:
+    """The known shapes of hostile input, such as one line of `a::`, cost in proportion."""
+    for shape in FIXED:
+        _grows_linearly(reader, shape, 8 << 10)
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@settings(max_examples=15, deadline=None)
+@given(shape=SHAPES)
+def test_no_shape_costs_more_than_its_length(
+    reader: Reader, shape: tuple[bytes, bytes, bytes]
+) -> None:
+    """The same for drawn shapes, and larger."""
+    _grows_linearly(reader, shape, 32 << 10)
+
+
+def test_the_table_holds_every_parser() -> None:
+    """A log parser that a row can name is in the table of hostile readers."""
+    assert all(map(covered, PARSERS.values()))

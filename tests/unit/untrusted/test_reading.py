@@ -1,0 +1,169 @@
+"""Reading hostile bytes in a child: what it gives back, and what each way to misbehave costs."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perdure.errors import ConfigurationError, InstanceError
+from perdure.graders.log_parsers import parser_named
+from perdure.untrusted import reading
+from perdure.untrusted.reading import Unparsable, read
+
+
+async def test_gives_back_what_the_function_gives() -> None:
+    """A value comes back as it is, however large, and so does an error of Perdure's own."""
+    large = bytes(range(256)) * 40_000
+
+    assert await read(json.loads, b'{"a": [1, 2]}') == {"a": [1, 2]}
+    assert await read(bytes.upper, large) == large.upper()
+    with pytest.raises(InstanceError, match="unknown `log_parser`"):
+        await read(parser_named, "mocha")
+
+
+async def test_a_broken_reader_is_a_verdict() -> None:
+    """An error that no one foresaw is Unparsable, so that nothing tries again for ever."""
+    with pytest.raises(Unparsable, match="JSONDecodeError"):
+        await read(json.loads, b"[")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "why"),
+    [
+        (bytes, (4 << 30,), "1024 MiB of memory"),
+        (os.abort, (), "ended its process with -6"),
+        (os._exit, (3,), "ended its process with 3"),
+        (sys.setrecursionlimit, (-1,), "ValueError"),
+    ],
+    ids=["memory", "crash", "exit", "exception"],
+)
+async def test_misbehaviour_ends_the_child_alone(
+    function: object, arguments: tuple[object, ...], why: str
+) -> None:
+    """A child that takes too much or crashes is a verdict with its reason; the next one reads on."""
+    with pytest.raises(Unparsable, match=why):
+        await read(function, *arguments)  # type: ignore[arg-type]
+
+    assert await read(len, b"abc") == 3
+
+
+async def test_endless_work_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expression that backtracks for ever ends by CPU time, while the event loop goes on."""
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    with pytest.raises(Unparsable, match="1 s of CPU time"):
+        await _with_cpu_limit(1, monkeypatch)
+    ticking.cancel()
+
+    assert ticks > 20
+
+
+async def _with_cpu_limit(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = f"from perdure.untrusted import child; child.CPU_S = {seconds}; "
+    monkeypatch.setattr(reading, "_idle", [])
+    monkeypatch.setattr(
+        reading, "_START", reading._START.replace("from perdure", start + "from perdure", 1)
+    )
+    monkeypatch.setattr(reading, "CPU_S", seconds)
+    await read(re.match, "(a|aa)+$", "a" * 60 + "b")
+
+
+def _kill_myself(note: str, times: int) -> str:
+    """End this process from outside, so often."""
+    with open(note, "a") as file:
+        file.write("x")
+    if len(Path(note).read_text()) <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "read"
+
+
+async def test_a_killed_child_is_replaced_once(tmp_path: Path) -> None:
+    """What the kernel ends for want of memory is read once more; ended twice it is a verdict."""
+    assert await read(_kill_myself, str(tmp_path / "once"), 1) == "read"
+    with pytest.raises(Unparsable, match="ended twice"):
+        await read(_kill_myself, str(tmp_path / "always"), 9)
+
+    assert (tmp_path / "always").read_text() == "xx"
+
+
+async def test_a_cancelled_reading_leaves_no_child_at_work(tmp_path: Path) -> None:
+    """Who no longer waits does not leave a process that computes on."""
+    note = tmp_path / "working"
+    waiting = asyncio.create_task(read(_work_for_ever, str(note)))
+    while not note.exists():
+        await asyncio.sleep(0.01)
+    pid = int(note.read_text())
+
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+    assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_a_child_that_no_one_waits_for_serves_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reading that is cancelled while its child starts leaves the child to another."""
+    monkeypatch.setattr(reading, "_idle", [])
+    waiting = asyncio.create_task(read(len, b"abc"))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+    while not reading._idle:
+        await asyncio.sleep(0.01)
+    (child,) = reading._idle
+    await read(len, b"abc")
+    (same,) = reading._idle
+    child.end()
+
+    assert same is child
+
+
+def _work_for_ever(note: str) -> None:
+    Path(note).with_suffix(".part").write_text(str(os.getpid()))
+    Path(note).with_suffix(".part").rename(note)
+    re.match("(a|aa)+$", "a" * 60 + "b")
+
+
+async def test_only_a_modules_own_function_can_be_sent() -> None:
+    """A function that the child could not find is refused by name."""
+    with pytest.raises(ConfigurationError, match="a module's own"):
+        await read(lambda: 1)
+
+
+def test_children_end_with_their_process() -> None:
+    """A process that is killed leaves no reader behind."""
+    program = (
+        "import asyncio, os, signal\n"
+        "from perdure.untrusted import reading\n"
+        "asyncio.run(reading.read(len, b'x'))\n"
+        "print([child._process.pid for child in reading._alive][0], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False)
+    pid = int(done.stdout)
+
+    try:  # a pidfd is readable once the process has ended
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    import select
+
+    assert select.select([fd], [], [], 60)[0]
+    os.close(fd)
