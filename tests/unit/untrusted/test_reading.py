@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -163,7 +164,5 @@ def test_children_end_with_their_process() -> None:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    import select
-
     assert select.select([fd], [], [], 60)[0]
     os.close(fd)
