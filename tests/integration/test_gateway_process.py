@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from perdure.episodes.turns_parquet import decode
-from perdure.errors import ConfigurationError, GatewayUnavailable
+from perdure.errors import ConfigurationError, GatewayUnavailable, StoreUnavailable
 from perdure.gateway.base import SessionSpec, session_key
 from perdure.gateway.control import GatewayControl
 from perdure.gateway.journal.local import FILE_NAME
@@ -214,6 +214,25 @@ async def test_a_gateway_that_is_not_there_is_unavailable(tmp_path: Path) -> Non
     async with GatewayControl("http://127.0.0.1:9", Secrets.of(b"x" * 16)) as control:
         with pytest.raises(GatewayUnavailable, match="no answer"):
             await control.get("s")
+
+
+@pytest.mark.parametrize("durability", ["local", "store"])
+async def test_a_store_that_is_away_is_told_from_the_gateway(
+    home: Path, engine: ScriptedEngine, durability: str
+) -> None:
+    """The stage then waits for the store, and its time starts again when it is over."""
+    process = Process(home, engine.url, f"PERDURE_GATEWAY__DURABILITY={durability}")
+    await process.start()
+    async with process.control() as control:
+        await control.open(SPEC)
+        (home / "store").rename(home / "away")
+        with pytest.raises(StoreUnavailable, match=r"is gone|No such file"):
+            await control.close(SPEC.session_id)
+        (home / "away").rename(home / "store")
+        closed = await control.close(SPEC.session_id)
+    process.kill()
+
+    assert not closed.open
 
 
 OLD, NEW = b"the-old-secret-of-a-home", b"the-new-secret-of-a-home"

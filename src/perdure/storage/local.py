@@ -103,7 +103,7 @@ class LocalStore:
         with self._readable_errors(key), self._written(data) as temporary, self._locked(key):
             if if_match is not None and self._etag(path) != if_match:
                 raise PreconditionFailed(f"{key!r} was changed by another writer")
-            _make_parents(path)
+            _make_parents(path, self.root)
             temporary.rename(path)
             _sync_folder(path.parent)
         return hashlib.sha256(data).hexdigest()
@@ -114,7 +114,7 @@ class LocalStore:
             if path.is_file():  # a repeated write is common, and costs nothing here
                 return False
         with self._readable_errors(key), self._written(data) as temporary:
-            _make_parents(path)
+            _make_parents(path, self.root)
             try:
                 os.link(temporary, path)
             except FileExistsError:
@@ -234,9 +234,10 @@ def _read(path: Path) -> Stored:
     return Stored(data, hashlib.sha256(data).hexdigest())
 
 
-def _make_parents(path: Path) -> None:
-    """Create missing folders durably: each new one's parent is synced."""
-    missing = list(itertools.takewhile(lambda folder: not folder.is_dir(), path.parents))
+def _make_parents(path: Path, root: Path) -> None:
+    """Create missing folders below `root` durably: each new one's parent is synced."""
+    below = itertools.takewhile(lambda folder: folder != root, path.parents)
+    missing = list(itertools.takewhile(lambda folder: not folder.is_dir(), below))
     for folder in reversed(missing):
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
