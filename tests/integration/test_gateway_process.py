@@ -216,12 +216,21 @@ async def test_a_gateway_that_is_not_there_is_unavailable(tmp_path: Path) -> Non
             await control.get("s")
 
 
-@pytest.mark.parametrize("durability", ["local", "store"])
+@pytest.fixture(params=["local", "store"])
+def durable_in(
+    request: pytest.FixtureRequest, home: Path, engine: ScriptedEngine
+) -> Iterator[Process]:
+    process = Process(home, engine.url, f"PERDURE_GATEWAY__DURABILITY={request.param}")
+    yield process
+    if process.child.poll() is None:
+        process.kill()
+
+
 async def test_a_store_that_is_away_is_told_from_the_gateway(
-    home: Path, engine: ScriptedEngine, durability: str
+    durable_in: Process, home: Path
 ) -> None:
     """The stage then waits for the store, and its time starts again when it is over."""
-    process = Process(home, engine.url, f"PERDURE_GATEWAY__DURABILITY={durability}")
+    process = durable_in
     await process.start()
     async with process.control() as control:
         await control.open(SPEC)
@@ -230,7 +239,6 @@ async def test_a_store_that_is_away_is_told_from_the_gateway(
             await control.close(SPEC.session_id)
         (home / "away").rename(home / "store")
         closed = await control.close(SPEC.session_id)
-    process.kill()
 
     assert not closed.open
 
