@@ -125,3 +125,15 @@ async def test_a_hundred_thousand_files_are_too_many_at_once(agent: Sandbox) -> 
 
     assert (captured.data, captured.too_large) == (b"", True)
     assert captured.files > 40_000
+
+
+async def test_a_daemon_that_kills_the_capture_gets_a_verdict(agent: Sandbox) -> None:
+    """Who ends the capture from inside loses its change, and the sandbox is not called lost."""
+    daemon = "import glob, os\nwhile True:\n  for comm in glob.glob('/proc/[1-9]*/comm'):\n    pid = int(comm.split('/')[2])\n    try:\n      if open(comm).read() in ('git\\n', 'bash\\n'): os.kill(pid, 9)\n    except OSError: pass\n"
+    await agent.put("/tmp/daemon.py", daemon.encode())
+    await agent.start("daemon", ["python3", "/tmp/daemon.py"])
+
+    captured = await capture(agent, BASE_GIT)
+
+    assert (captured.data, captured.too_large) == (b"", False)
+    assert captured.refused

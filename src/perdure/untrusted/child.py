@@ -22,7 +22,9 @@ CPU_S = 10
 MEMORY = 1 << 30
 """Bytes of address space that a child may take beyond what it starts with."""
 LARGE = 256 << 20
-"""Bytes of memory after which a child retires."""
+"""Bytes of memory in use after which a child retires."""
+ADDRESSES, RESIDENT = 0, 1
+"""Columns of /proc/self/statm."""
 OUT_OF_MEMORY = 77
 """Exit code."""
 READY = b"r"
@@ -44,7 +46,7 @@ def main() -> None:
             return
         answer, is_value = _answer(request)
         del request
-        retires = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > LARGE
+        retires = _memory(RESIDENT) > LARGE
         connection.sendall(HEADER.pack(len(answer), is_value, retires))
         connection.sendall(answer)
         if retires:
@@ -55,10 +57,17 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):  # a kernel in need ends the child, not the worker
         Path("/proc/self/oom_score_adj").write_text("1000")
-    with suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    if size := _memory(ADDRESSES):
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+
+
+def _memory(kind: int) -> int:
+    """Bytes now; 0 where the system does not tell. `ru_maxrss` would begin at the worker's own."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0
+    return int(pages[kind]) * resource.getpagesize()
 
 
 def _answer(request: bytes) -> tuple[bytes, bool]:

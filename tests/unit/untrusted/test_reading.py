@@ -28,6 +28,35 @@ async def test_gives_back_what_the_function_gives() -> None:
         await read(parser_named, "mocha")
 
 
+async def test_a_large_worker_keeps_its_child() -> None:
+    """A child stays warm however much memory the process that started it has."""
+    program = (
+        "import asyncio, os\n"
+        "from perdure.untrusted.reading import read\n"
+        "large = bytearray(os.urandom(1) * (400 << 20))\n"
+        "async def twice(): return {await read(os.getpid), await read(os.getpid)}\n"
+        "print(len(asyncio.run(twice())))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True)
+
+    assert done.stdout == b"1\n"
+
+
+async def test_a_child_gives_large_memory_back() -> None:
+    """A child that holds much after a request is replaced by a small one."""
+    before = await read(os.getpid)
+    await read(_hoard, 300 << 20)
+
+    assert await read(os.getpid) != before
+
+
+_HOARD: list[bytes] = []
+
+
+def _hoard(size: int) -> None:
+    _HOARD.append(b"x" * size)
+
+
 async def test_a_broken_reader_is_a_verdict() -> None:
     """An error that no one foresaw is Unparsable, so that nothing tries again for ever."""
     with pytest.raises(Unparsable, match="JSONDecodeError"):
