@@ -54,7 +54,7 @@ def readers() -> dict[str, Reader]:
         ),
         "messages of a trajectory": messages_of,
     }
-    for parser in set(PARSERS.values()):
+    for parser in dict.fromkeys(PARSERS.values()):
         name = next(name for name in PARSERS if PARSERS[name] is parser)
         found[f"log of {name}"] = parser.statuses
     for name in AGENTS:
