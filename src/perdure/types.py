@@ -80,8 +80,9 @@ class Phase(Request):
     provider: str | None = None
     """A name of the sandbox registry, or a dotted path."""
     limits: LimitChanges = LimitChanges()
-    network: Literal["none", "host"] | None = None
-    """`none`: the gateway and nothing else. `host`: everything the host or the service reaches."""
+    network: Literal["none", "index", "host"] | None = None
+    """`none`: the gateway and nothing else. `index`: the package index, for builds only. `host`:
+    everything the host or the service reaches."""
 
 
 PhaseName = Literal["environment", "agent", "grade"]
@@ -96,7 +97,7 @@ class Phases(Request):
     """
 
     environment: Phase = Phase()
-    """The sandbox in which an environment's install lines run, with the host's network."""
+    """The sandbox in which an environment's install lines run; it reaches the package index."""
     agent: Phase = Phase()
     """The sandbox that the boot stage makes, in which the agent works."""
     grade: Phase = Phase()
@@ -129,7 +130,7 @@ class Source(Frozen):
 class Environment(Frozen):
     """What the repository needs to run; prepared once per instance, shared read-only.
 
-    `install` are shell lines run once, with network, in a sandbox where `$VENV`, `$REPO` and
+    `install` are shell lines run once, with the package index, in a sandbox where `$VENV`, `$REPO` and
     `$WORK` (a scratch directory) are set, in `$REPO`. `env` is set for the agent and the tests.
     """
 

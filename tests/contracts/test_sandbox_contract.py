@@ -29,14 +29,14 @@ class TestLocal(SandboxContract):
 
     @pytest.fixture
     def provider(self, tmp_path: Path) -> LocalProvider:
-        return LocalProvider(Settings(home=tmp_path / "home"))
+        return LocalProvider(Settings(home=tmp_path / "home", sandbox={"allow_local": True}))
 
 
 async def test_sandbox_whose_folder_went_away_is_lost(tmp_path: Path) -> None:
     """If another process kills it between two steps of ours, that is SandboxLost, not a missing file."""
-    box = await LocalProvider(Settings(home=tmp_path / "home")).create(
-        SandboxSpec("/testbed"), "one"
-    )
+    box = await LocalProvider(
+        Settings(home=tmp_path / "home", sandbox={"allow_local": True})
+    ).create(SandboxSpec("/testbed"), "one")
     assert isinstance(box, LocalSandbox)
     folder = box.box.path.rename(tmp_path / "taken")
     try:

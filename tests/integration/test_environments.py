@@ -55,7 +55,10 @@ class Home:
         self.store = LocalStore(folder / "store")
         self.provider = BubblewrapProvider(Settings(home=folder))
         self.environments = Environments(folder / "environments", self.store, self.provider)
-        self.shared = folder / "environments" / "uv-cache"  # what every build can write to
+        self.shared = (
+            folder / "environments" / "caches" / "d"
+        )  # what every build of the dataset can write to
+        self.shared.mkdir()
 
     async def instance(self, *install: str, files: dict[str, bytes] | None = None) -> Instance:
         tree = self.folder / "tree"
@@ -222,7 +225,9 @@ async def test_a_missing_python_is_named(home: Home) -> None:
 async def test_local_sandbox_refuses_install_lines(home: Home) -> None:
     """Without isolation there is no /opt/perdure/venv to install into; the error names bubblewrap."""
     environments = Environments(
-        home.folder / "e", home.store, LocalProvider(Settings(home=home.folder))
+        home.folder / "e",
+        home.store,
+        LocalProvider(Settings(home=home.folder, sandbox={"allow_local": True})),
     )
 
     with pytest.raises(ConfigurationError, match="bubblewrap instead of local"):

@@ -89,7 +89,9 @@ async def _boot(
 @pytest.fixture
 async def agent(repository: Path, tmp_path: Path) -> AsyncIterator[Sandbox]:
     """A sandbox in which the test plays the agent."""
-    async with await _boot(LocalProvider(Settings(home=tmp_path / "home")), repository) as sandbox:
+    async with await _boot(
+        LocalProvider(Settings(home=tmp_path / "home", sandbox={"allow_local": True})), repository
+    ) as sandbox:
         yield sandbox
 
 
@@ -99,7 +101,7 @@ def make_sandbox(tmp_path: Path) -> MakeSandbox:
     tree = tmp_path / "tiny"
     tree.mkdir()
     make_repository(tree)
-    provider = LocalProvider(Settings(home=tmp_path / "home"))
+    provider = LocalProvider(Settings(home=tmp_path / "home", sandbox={"allow_local": True}))
 
     async def make(purpose: str) -> Sandbox:
         return await _boot(provider, tree, purpose)
@@ -261,7 +263,10 @@ async def test_capture_without_a_base_on_the_host(agent: Sandbox) -> None:
 
 async def test_capture_leaves_nothing_outside_its_sandbox(repository: Path, tmp_path: Path) -> None:
     """Where /tmp is the host's own, the copy and git's own folder lie in the sandbox and end with it."""
-    provider, seen = LocalProvider(Settings(home=tmp_path / "home")), tmp_path / "seen"
+    provider, seen = (
+        LocalProvider(Settings(home=tmp_path / "home", sandbox={"allow_local": True})),
+        tmp_path / "seen",
+    )
     git, real = tmp_path / "bin/git", shutil.which("git")
     git.parent.mkdir()
     git.write_text(f'#!/bin/sh\necho "$GIT_DIR" >>{seen}\nexec {real} "$@"\n')
@@ -285,7 +290,7 @@ async def test_copy_for_the_capture_is_no_change_of_the_tree(
     repository: Path, tmp_path: Path
 ) -> None:
     """An image whose temporary files lie in the repository gets no copy of git's folder there."""
-    provider = LocalProvider(Settings(home=tmp_path / "home"))
+    provider = LocalProvider(Settings(home=tmp_path / "home", sandbox={"allow_local": True}))
     async with await _boot(provider, repository, env={"TMPDIR": "/testbed"}) as sandbox:
         base = await prepare_capture(sandbox)
         captured = await capture(sandbox, base)

@@ -154,7 +154,7 @@ async def permits(stack: Stack) -> int:
 
 async def test_a_try_that_died_after_it_took_one_leaves_it_to_the_next(tmp_path: Path) -> None:
     """The next try of the attempt, in another worker, has the same sandbox; another attempt has not."""
-    settings = Settings(home=tmp_path / "home", sandbox={"ready": 1})
+    settings = Settings(home=tmp_path / "home", sandbox={"ready": 1, "allow_local": True})
     store, free = LocalStore(str(tmp_path / "store")), Unmetered()
     provider = LocalProvider(settings)
     spec = SandboxSpec("/testbed", labels={"run": "r1"})
@@ -174,7 +174,7 @@ async def test_a_try_that_died_after_it_took_one_leaves_it_to_the_next(tmp_path:
 
 async def test_one_is_ended_or_taken_never_both(tmp_path: Path) -> None:
     """A claim in the store decides: one that is taken is not ended, one that is ended not taken."""
-    settings = Settings(home=tmp_path / "home", sandbox={"ready": 2})
+    settings = Settings(home=tmp_path / "home", sandbox={"ready": 2, "allow_local": True})
     store, free = LocalStore(str(tmp_path / "store")), Unmetered()
     provider = LocalProvider(settings)
     spec = SandboxSpec("/testbed", labels={"run": "r1"})
@@ -194,7 +194,8 @@ async def test_one_is_ended_or_taken_never_both(tmp_path: Path) -> None:
 
 async def test_a_later_try_takes_none_that_it_had_not_taken_before(tmp_path: Path) -> None:
     """The try before may have begun to create the attempt's own sandbox, which would be left over."""
-    settings = Settings(home=tmp_path / "home", store=str(tmp_path / "s"), sandbox={"ready": 1})
+    allowed = {"ready": 1, "allow_local": True}
+    settings = Settings(home=tmp_path / "home", store=str(tmp_path / "s"), sandbox=allowed)
     services, environment = Services(settings), ActivityEnvironment()
     provider = services.provider("local")
     spec = SandboxSpec("/testbed", labels={"run": "r1"})

@@ -92,12 +92,16 @@ class Builder:
         provider: SandboxProvider,
         dataset: str,
         calibrate: Calibrate,
+        *,
+        build_hosts: str = "",
     ) -> None:
         self.store = store
         self.provider = provider
         self.dataset = dataset
         self.calibrate = calibrate
-        self.environments = Environments(home / "environments", store, provider)
+        self.environments = Environments(
+            home / "environments", store, provider, build_hosts=build_hosts
+        )
 
     async def build(self, pair: Pair, *, rebuild: bool) -> Built:
         started = time.monotonic()

@@ -1,6 +1,6 @@
 """Environments: an instance's base repository and what it needs to run, built once per worker.
 
-Each is built in a sandbox with network, then shared read-only by the sandboxes of all rollouts.
+Each is built in a sandbox that reaches the package index, then shared read-only by all rollouts.
 This module owns the cache and its locks; the rollout stages make the sandboxes that use it.
 """
 
@@ -16,11 +16,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import quote
 from uuid import uuid4
 
 from perdure.errors import Boundary, ConfigurationError, InstanceError, RetryHere, SandboxLost
 from perdure.home import show_to_sandboxes
 from perdure.instances import repository, sources, uv
+from perdure.instances.index_hosts import how_to_allow, index_hosts
+from perdure.instances.index_proxy import Asked, index_proxy, variables
 from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, SandboxSpec
 from perdure.sandboxes.phases import INSTALL_LIMITS
 from perdure.storage.base import Store
@@ -67,14 +70,16 @@ class Environments:
         provider: SandboxProvider,
         *,
         runs_on: SandboxProvider | None = None,
+        build_hosts: str = "",
     ) -> None:
         """`runs_on`: the provider whose sandboxes use the environments, if `provider` only builds
-        them."""
+        them. `build_hosts`: what builds may reach besides the package index."""
         self.root = root.absolute()
         self._store = store
         self._provider = provider
         self._runs_on = runs_on or provider
-        for folder in ("ready", "building", "locks", "logs", "uv-cache"):
+        self._build_hosts = build_hosts
+        for folder in ("ready", "building", "locks", "logs", "caches"):
             (self.root / folder).mkdir(parents=True, exist_ok=True)
 
     async def prepare(
@@ -82,7 +87,7 @@ class Environments:
         instance: Instance,
         *,
         limits: Limits = INSTALL_LIMITS,
-        network: Network = Network.HOST,
+        network: Network = Network.INDEX,
     ) -> Prepared:
         """The instance's environment; builds it if it does not exist yet. `limits` and `network`
         apply to the sandbox in which its install lines run.
@@ -136,7 +141,8 @@ class Environments:
             if instance.environment.install:
                 spec = await asyncio.to_thread(self._build_spec, instance, key, folder)
                 spec = replace(spec, limits=limits, network=network)
-                await self._install(instance, key, spec)
+                async with self._way_out(instance, spec, key) as (spec, asked):
+                    await self._install(instance, key, spec, asked)
             commit = await asyncio.to_thread(_commit, folder / "tree")
             (folder / "base_commit").write_text(commit)
             await asyncio.to_thread(show_to_sandboxes, folder)
@@ -152,7 +158,21 @@ class Environments:
         for folder in (self.root / "building").glob(f"{key}-*"):
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    async def _install(self, instance: Instance, key: str, spec: SandboxSpec) -> None:
+    @asynccontextmanager
+    async def _way_out(
+        self, instance: Instance, spec: SandboxSpec, key: str
+    ) -> AsyncIterator[tuple[SandboxSpec, Asked]]:
+        """The spec of a sandbox with loopback only, which reaches the package index by a proxy."""
+        if spec.network is not Network.INDEX:
+            yield spec, Asked()
+            return
+        hosts = index_hosts(instance.environment.install, self._build_hosts)
+        socket = self.root / f"{key[:12]}.index"
+        async with index_proxy(socket, hosts) as asked:
+            env = {k: v for k, v in spec.env.items() if not k.lower().endswith("_proxy")}
+            yield replace(spec, network=Network.NONE, gateway=socket, env=env), asked
+
+    async def _install(self, instance: Instance, key: str, spec: SandboxSpec, asked: Asked) -> None:
         """Run the install lines under the paths that every later sandbox has."""
         identity = f"p-{key[:24]}-build-{uuid4().hex[:8]}"
         try:
@@ -163,13 +183,20 @@ class Environments:
                     ["bash", f"{WORK}/install.sh"],
                     cwd=instance.environment.workdir,
                     timeout=INSTALL_TIMEOUT_S,
+                    env=variables(sandbox.gateway_url) if sandbox.gateway_url else None,
                 )
         except SandboxLost as error:  # not the rollout's sandbox: building again is safe
             raise RetryHere(str(error), boundary=Boundary.SANDBOX) from error
         log = self.root / "logs" / f"{key}.log"
         await asyncio.to_thread(log.write_bytes, done.stdout + done.stderr)
         if not done.status.ok:
-            raise _install_error(instance, done, log)
+            raise _install_error(instance, done, log, asked)
+
+    def _cache_of(self, instance: Instance) -> Path:
+        """Builds of one dataset share a cache. What they put there reaches no other dataset."""
+        folder = self.root / "caches" / quote(instance.dataset, safe="")
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def _build_spec(self, instance: Instance, key: str, folder: Path) -> SandboxSpec:
         environment = instance.environment
@@ -181,7 +208,7 @@ class Environments:
                 Mount(folder / "tree", environment.workdir, writable=True),
                 Mount(folder / "venv", VENV, writable=True),
                 Mount(folder / "work", WORK, writable=True),
-                Mount(self.root / "uv-cache", UV_CACHE, writable=True),
+                Mount(self._cache_of(instance), UV_CACHE, writable=True),
                 Mount(binary, f"{UV_FOLDER}/uv"),
                 *registry_files,
                 *_python_mounts(prefix),
@@ -202,7 +229,7 @@ class Environments:
 
 def environment_key(instance: Instance) -> str:
     """Digest of everything that decides the content: instances with the same digest share one
-    build."""
+    build. The dataset is part of it where install lines run, because they read its cache."""
     source = instance.source
     parts = [
         FORMAT,
@@ -210,6 +237,8 @@ def environment_key(instance: Instance) -> str:
         instance.environment.model_dump(mode="json"),
         str(uv.find_python(instance.environment.python)),
     ]
+    if instance.environment.install:
+        parts.append(instance.dataset)
     if source.kind is SourceKind.DIRECTORY and source.path:
         parts.append(_fingerprint(Path(source.path)))
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:40]
@@ -316,10 +345,17 @@ def _fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _install_error(instance: Instance, done: ExecResult, log: Path) -> InstanceError | RetryHere:
+def _install_error(
+    instance: Instance, done: ExecResult, log: Path, asked: Asked
+) -> InstanceError | RetryHere:
     output = done.stdout + done.stderr
     tail = "\n".join(output.decode("utf-8", "replace").splitlines()[-TAIL_LINES:])
     how = f"exit code {done.status.code}" if done.status.code is not None else done.status.cause
+    if asked.refused and not asked.unreachable:
+        told = how_to_allow(sorted(asked.refused))
+        return InstanceError(
+            f"{instance.ref}: `install` failed ({how}); {told}; log: {log}\n{tail}"
+        )
     if uv.UNREACHABLE.search(output):
         return RetryHere(
             f"{instance.ref}: the package index failed during install ({how}); log: {log}\n{tail}",

@@ -18,7 +18,7 @@ from perdure.settings import environment
 
 UNREACHABLE = re.compile(
     rb"Failed to fetch|Request failed|error sending request|tcp connect error|dns error"
-    rb"|Temporary failure in name resolution|Connection refused|timed out|operation timed out"
+    rb"|Tunnel connection failed: 50\d|Temporary failure in name resolution|Connection refused|timed out|operation timed out"
 )
 """Messages of uv and pip that mean a fault of the registry, not of the request."""
 

@@ -110,7 +110,11 @@ class Services:
         key = sandbox, builder
         if key not in self._environments:
             self._environments[key] = Environments(
-                self.home / "environments", self.store, self.provider(builder), runs_on=runs_on
+                self.home / "environments",
+                self.store,
+                self.provider(builder),
+                runs_on=runs_on,
+                build_hosts=self.settings.sandbox.build_hosts,
             )
         return self._environments[key]
 

@@ -26,6 +26,8 @@ class Network(StrEnum):
     """Loopback only; also the gateway if `SandboxSpec.gateway` is set."""
     HOST = "host"
     """The host's network: for building environments, never for agents or grading."""
+    INDEX = "index"
+    """Of builds: loopback, and on it a proxy to the package index. Whoever builds makes the proxy."""
 
 
 @dataclass(frozen=True)

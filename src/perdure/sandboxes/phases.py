@@ -73,6 +73,8 @@ def _check(
     fields: _Fields, request: RolloutRequest, placement: PhasePlacement, provider: SandboxProvider
 ) -> None:
     building = fields.phase == "environment"
+    if not provider.isolated and (refusal := provider.check()):
+        raise ConfigurationError(f"phases.{fields.phase}: {refusal[0]}")
     if building and not (provider.sees_host and provider.isolated):
         raise ConfigurationError(
             f"phases.environment.provider: environments are built on this host, in isolation, which "
@@ -111,11 +113,15 @@ def _fields(request: RolloutRequest, instance: Instance | None, phase: PhaseName
 
 def _network(fields: _Fields) -> Network:
     request, instance = fields.request.network, fields.instance.network
-    if fields.phase == "environment":
-        return Network(request or instance or Network.HOST)
+    if "index" in (request, instance) and fields.phase != "environment":
+        raise ConfigurationError(
+            f"phases.{fields.phase}.network 'index' is for phases.environment, where an environment is "
+            "built: set it to 'none', or leave it out"
+        )
     if request is None and instance == "host":
         raise ConfigurationError(
             f"the instance asks for phases.{fields.phase}.network 'host', which only a request may "
             f"grant: set phases.{fields.phase}.network to 'host', or to 'none' to run it without"
         )
-    return Network(request or instance or Network.NONE)
+    usual = Network.INDEX if fields.phase == "environment" else Network.NONE
+    return Network(request or instance or usual)

@@ -137,6 +137,10 @@ class SandboxSettings(Group):
     """A sandbox that no worker renews for this many seconds is killed, by its provider or by the reaper."""
     caps: dict[str, AccountCaps] = Field(default_factory=dict)
     """Limits of provider accounts, shared by all workers: `{"e2b": {"live": 20, "creates_per_s": 5, "starting": 16}}`."""
+    allow_local: bool = False
+    """Whether `--sandbox local` may be used, whose commands run as you, with your files and network."""
+    build_hosts: str = ""
+    """Hosts that builds of environments may reach besides the package index: `github.com,files.example:8443`."""
     ready: int = Field(0, ge=0)
     """Agent sandboxes that a worker boots ahead, for each environment that it booted lately."""
     ready_total: int = Field(16, ge=1)

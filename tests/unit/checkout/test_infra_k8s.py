@@ -1,5 +1,6 @@
 """The cluster's side of the kubernetes provider agrees with what the provider asks for."""
 
+import ipaddress
 from typing import Any
 
 import pytest
@@ -62,17 +63,55 @@ def test_the_role_allows_the_calls_and_no_more(resource: str) -> None:
     assert set(rule["verbs"]) == needed
 
 
-@pytest.mark.parametrize("network", Network)
-def test_the_policy_closes_every_sandbox_but_those_that_ask(network: Network) -> None:
-    """A pod without network is selected and nothing is let in or out; one with the host's is not."""
-    policy = OBJECTS["NetworkPolicy"]["spec"]
-    (term,) = policy["podSelector"]["matchExpressions"]
-    labels = {kubernetes_pods.NETWORK: str(network)}
+def _policies() -> list[dict[str, Any]]:
+    return [one["spec"] for one in ALL if one["kind"] == "NetworkPolicy"]
 
-    assert policy.keys() == {"podSelector", "policyTypes"}  # no rule: nothing passes
-    assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
-    assert term["operator"] == "NotIn"
-    assert (labels[term["key"]] not in term["values"]) is (network is Network.NONE)
+
+def test_every_pod_of_the_namespace_is_closed() -> None:
+    """One policy selects all pods and has no rule, so that only what another one opens passes."""
+    closed = [one for one in _policies() if one["podSelector"] == {}]
+
+    assert [(set(one), set(one["policyTypes"])) for one in closed] == [
+        ({"podSelector", "policyTypes"}, {"Ingress", "Egress"})
+    ]
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["10.96.0.1", "10.244.1.7", "172.20.0.1", "192.168.1.1", "127.0.0.1", "169.254.169.254",
+     "100.100.0.1", "fd00:ec2::254", "fe80::1", "::1"],
+)  # fmt: skip
+def test_a_pod_with_an_open_network_reaches_nothing_of_the_cluster(address: str) -> None:
+    """Services, other pods, nodes and metadata are closed to it as well; no Temporal answers it."""
+    (opened,) = [one for one in _policies() if one["podSelector"]]
+    blocks = [
+        peer["ipBlock"] for rule in opened["egress"] for peer in rule["to"] if "ipBlock" in peer
+    ]
+    found = ipaddress.ip_address(address)
+
+    assert opened["podSelector"] == {"matchLabels": {kubernetes_pods.NETWORK: str(Network.HOST)}}
+    assert opened["policyTypes"] == ["Egress"]
+    for block in blocks:
+        assert found not in ipaddress.ip_network(block["cidr"]) or any(
+            found in ipaddress.ip_network(refused) for refused in block["except"]
+        )
+
+
+def test_a_pod_with_an_open_network_reaches_the_internet_and_its_names() -> None:
+    """Public addresses of both families pass, and the cluster's name server alone inside it."""
+    (opened,) = [one for one in _policies() if one["podSelector"]]
+    peers = [peer for rule in opened["egress"] for peer in rule["to"]]
+    blocks = [peer["ipBlock"] for peer in peers if "ipBlock" in peer]
+    inside = [rule for rule in opened["egress"] if "ipBlock" not in rule["to"][0]]
+
+    for address in ("151.101.0.223", "2a04:4e42::223"):
+        found = ipaddress.ip_address(address)
+        assert any(
+            found in ipaddress.ip_network(block["cidr"])
+            and not any(found in ipaddress.ip_network(refused) for refused in block["except"])
+            for block in blocks
+        )
+    assert [{port["port"] for port in rule["ports"]} for rule in inside] == [{53}]
 
 
 def test_a_pod_passes_the_namespaces_security() -> None:

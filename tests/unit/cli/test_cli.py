@@ -412,9 +412,18 @@ def test_no_stack_is_started_for_an_agent_without_an_engine(
     for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
 
+    monkeypatch.setenv("PERDURE_SANDBOX__ALLOW_LOCAL", "true")
     done = perdure("run", str(rows(tmp_path)), "--sandbox", "local")
 
     assert "mini_swe_agent calls a model and no engine is configured: " in done.error
+    assert not (tmp_path / "home/logs").exists()
+
+
+def test_local_is_refused_before_the_run(tmp_path: Path, perdure: Perdure) -> None:
+    """A run without isolation needs the setting, which the error names; nothing is started."""
+    done = perdure("run", str(rows(tmp_path)), "--agent", "nop", "--sandbox", "local")
+
+    assert (done.code, "PERDURE_SANDBOX__ALLOW_LOCAL=true" in done.error) == (2, True)
     assert not (tmp_path / "home/logs").exists()
 
 

@@ -98,6 +98,8 @@ def test_an_instance_opens_no_network_by_itself() -> None:
         ),
         ({"phases": {"agent": {"network": "host"}}}, {}, "phases.agent.network"),
         ({"phases": {"environment": {"provider": "local"}}}, {}, "phases.environment.provider"),
+        ({"phases": {"grade": {"network": "index"}}}, {}, "phases.grade.network"),
+        ({}, {"environment": {"network": "host"}}, "phases.environment.network"),
     ],
 )
 def test_a_field_that_the_provider_cannot_enforce_is_refused_by_name(
@@ -109,7 +111,7 @@ def test_a_field_that_the_provider_cannot_enforce_is_refused_by_name(
     def providers(name: str) -> Any:
         if name not in made:
             raise ConfigurationError(f"unknown sandbox {name!r}")
-        return made[name](Settings(home=tmp_path))
+        return made[name](Settings(home=tmp_path, sandbox={"allow_local": True}))
 
     with pytest.raises(ConfigurationError) as refused:
         phases.check(request(**fields), instance(**row), providers)
@@ -117,10 +119,30 @@ def test_a_field_that_the_provider_cannot_enforce_is_refused_by_name(
     assert named in str(refused.value)
 
 
+def test_local_is_refused_without_its_setting(tmp_path: Path) -> None:
+    """No request boots a sandbox without isolation unless this host allows it; the fix is named."""
+    with pytest.raises(ConfigurationError, match=r"phases\.environment.*ALLOW_LOCAL=true"):
+        phases.check(
+            request(sandbox="local", phases={"environment": {"provider": "local"}}),
+            instance(),
+            lambda _: LocalProvider(Settings(home=tmp_path)),
+        )
+
+
+def test_builds_reach_the_package_index_unless_the_request_says_otherwise() -> None:
+    """Neither `none` nor the host's network is the default of a build."""
+    asked = request(phases={"environment": {"network": "host"}})
+
+    assert phases.place(request(), instance(), "environment").network is Network.INDEX
+    assert phases.place(asked, instance(), "environment").network is Network.HOST
+
+
 def test_a_default_limit_refuses_no_provider(tmp_path: Path) -> None:
     """A provider that cannot hold a limit is refused only if a field sets that limit."""
     phases.check(
-        request(sandbox="local"), instance(), lambda _: LocalProvider(Settings(home=tmp_path))
+        request(sandbox="local"),
+        instance(),
+        lambda _: LocalProvider(Settings(home=tmp_path, sandbox={"allow_local": True})),
     )
 
 

@@ -20,7 +20,7 @@ SPEC = SandboxSpec(workdir="/testbed", ttl_s=HOUR)
 
 @pytest.fixture
 async def provider(tmp_path: Path) -> AsyncIterator[LocalProvider]:
-    provider = LocalProvider(Settings(home=tmp_path / "home"))
+    provider = LocalProvider(Settings(home=tmp_path / "home", sandbox={"allow_local": True}))
     yield provider
     for info in await provider.list():
         await provider.kill(info.identity)

@@ -77,7 +77,7 @@ def bubblewrap(settings: Settings) -> Finding:
 
     problems = provider(settings, "bubblewrap").check()
     if problems:
-        fix = "infra/setup/bubblewrap does it, or `--sandbox local` without isolation"
+        fix = "infra/setup/bubblewrap does it, or PERDURE_SANDBOX__ALLOW_LOCAL=true and `--sandbox local`, without isolation"
         return Finding("bubblewrap", "missing", problems[0], fix)
     return Finding("bubblewrap", "ok", f"{shutil.which('bwrap')}, user namespaces, overlay")
 

@@ -84,6 +84,7 @@ async def build_dataset(
         ready_provider(settings, SANDBOX),
         recipe.name,
         functools.partial(calibrate, runs=runs),
+        build_hosts=settings.sandbox.build_hosts,
     )
     async for one in building.build_all(builder, pairs, rebuild=rebuild):
         built.append(one)

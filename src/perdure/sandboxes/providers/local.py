@@ -70,9 +70,16 @@ class LocalProvider(HostProvider):
     networks = frozenset({Network.HOST})
 
     def check(self) -> Sequence[str]:
-        return []
+        if self.settings.sandbox.allow_local:
+            return []
+        return [
+            "sandbox local does not isolate: commands run as you, with your files and network; "
+            "set PERDURE_SANDBOX__ALLOW_LOCAL=true if you trust agent and rows, or use bubblewrap"
+        ]
 
     async def _boot(self, spec: SandboxSpec, box: Box) -> LocalSandbox:
+        for refusal in self.check():
+            raise ConfigurationError(refusal)
         log.warning(
             "sandbox without isolation: agent code runs as you, with your files and network",
             provider=self.name,

@@ -16,6 +16,8 @@ CONNECT_AGAIN_MS = 50
 MOST = 64
 """Connections at once, as many as calls that the gateway accepts of one session."""
 CHUNK = 65536
+LONGEST_PATH = 107
+"""Of a unix socket, in bytes; a longer one is reached from its folder."""
 
 
 def serve(port: int, path: str, tell: int, groups: list[str]) -> None:
@@ -23,6 +25,9 @@ def serve(port: int, path: str, tell: int, groups: list[str]) -> None:
 
     Then it joins the sandbox's `groups` (files named cgroup.procs), whose limits count it from then on.
     """
+    if len(os.fsencode(path)) > LONGEST_PATH:
+        folder, _, path = path.rpartition("/")
+        os.chdir(folder)
     listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
     listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
