@@ -12,6 +12,7 @@ from temporalio.worker import (
     PollerBehaviorAutoscaling,
     UnsandboxedWorkflowRunner,
     Worker,
+    WorkerDeploymentConfig,
     WorkflowRunner,
 )
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
@@ -48,12 +49,18 @@ def checking_runner() -> SandboxedWorkflowRunner:
     return SandboxedWorkflowRunner(restrictions=restrictions)
 
 
-def workflow_worker(client: Client, runner: WorkflowRunner | None = None) -> Worker:
-    """`runner`: None is production's, without checks."""
+def workflow_worker(
+    client: Client,
+    runner: WorkflowRunner | None = None,
+    build: WorkerDeploymentConfig | None = None,
+    workflows: Sequence[type] = WORKFLOWS,
+) -> Worker:
+    """`runner`: None is production's, without checks. `build`: None is no versioning."""
     return Worker(
         client,
         task_queue=names.WORKFLOWS_QUEUE,
-        workflows=WORKFLOWS,
+        workflows=workflows,
+        deployment_config=build,
         workflow_runner=runner or UnsandboxedWorkflowRunner(),
         max_cached_workflows=2000,
         # How long a task waits for the worker that cached its workflow, before any other may take it.

@@ -32,6 +32,7 @@ from perdure.home import host_of
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 from perdure.telemetry import configure_logging, metrics, temporal_runtime
+from workers.builds import build_of, say_if_not_current
 from workers.health import answering
 
 ROLES = ("workflows", "boot", "agent", "grade", "io")
@@ -62,6 +63,8 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
         for worker in workers:
             await stack.enter_async_context(worker)
         log.info("the worker polls its queues", roles=list(roles), host=host, pid=os.getpid())
+        if settings.deployment.build_id:
+            await say_if_not_current(client, settings.deployment)
         counting = asyncio.create_task(_count_sandboxes(settings, roles))
         await stop.wait()
         counting.cancel()
@@ -74,10 +77,11 @@ def _workers(
 ) -> list[Worker]:
     """Imports only what the roles need: a workflow worker loads no sandbox, grader or store."""
     workers = []
+    build = build_of(settings.deployment)
     if "workflows" in roles:
         from workers.orchestration import workflow_worker
 
-        workers.append(workflow_worker(client))
+        workers.append(workflow_worker(client, build=build))
     others = [role for role in roles if role != "workflows"]
     if others:
         from perdure.rollouts.services import Services
@@ -86,7 +90,7 @@ def _workers(
         services = Services(settings)
         stack.push_async_callback(services.close)
         for role in others:
-            workers += [activity_worker(client, queue) for queue in queues(role, services)]
+            workers += [activity_worker(client, queue, build) for queue in queues(role, services)]
     return workers
 
 

@@ -6,7 +6,12 @@ from datetime import timedelta
 from typing import Any
 
 from temporalio.client import Client
-from temporalio.worker import PollerBehaviorAutoscaling, Worker, WorkerTuner
+from temporalio.worker import (
+    PollerBehaviorAutoscaling,
+    Worker,
+    WorkerDeploymentConfig,
+    WorkerTuner,
+)
 
 from activities.account_holders import ClosedHolders, EndReady
 from activities.boot_sandbox import BootSandbox
@@ -37,6 +42,8 @@ class Queue:
     name: str
     activities: Sequence[Callable[..., Any]]
     slots: int | WorkerTuner
+    of_host: bool = False
+    """Only one host polls it, with workers of any build (docs/decisions/0021-builds.md)."""
 
 
 def queues(role: str, services: Services) -> list[Queue]:
@@ -53,8 +60,13 @@ def queues(role: str, services: Services) -> list[Queue]:
         watch: list[Callable[..., Any]] = [RunAgent(services).run]
         return [
             Queue(names.AGENT_QUEUE, watch, settings.slots.agent),
-            Queue(names.host_queue(services.host), watch, WATCHES),
-            Queue(names.upkeep_queue(services.host), _upkeep(services), settings.slots.io),
+            Queue(names.host_queue(services.host), watch, WATCHES, of_host=True),
+            Queue(
+                names.upkeep_queue(services.host),
+                _upkeep(services),
+                settings.slots.io,
+                of_host=True,
+            ),
         ]
     runs = Runs(services)
     io: list[Callable[..., Any]] = [
@@ -78,12 +90,15 @@ def _upkeep(services: Services) -> list[Callable[..., Any]]:
     ]
 
 
-def activity_worker(client: Client, queue: Queue) -> Worker:
+def activity_worker(
+    client: Client, queue: Queue, build: WorkerDeploymentConfig | None = None
+) -> Worker:
     tuner, most = (None, queue.slots) if isinstance(queue.slots, int) else (queue.slots, None)
     return Worker(
         client,
         task_queue=queue.name,
         activities=queue.activities,
+        deployment_config=None if queue.of_host else build,
         max_concurrent_activities=most,
         tuner=tuner,
         graceful_shutdown_timeout=GRACE,

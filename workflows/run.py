@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from temporalio import workflow
+from temporalio.common import VersioningBehavior
 from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
@@ -30,7 +31,7 @@ Shard = workflow.ChildWorkflowHandle["RunShardWorkflow", RunStatus]
 Value = TypeVar("Value")
 
 
-@workflow.defn(name=names.RUN)
+@workflow.defn(name=names.RUN, versioning_behavior=VersioningBehavior.AUTO_UPGRADE)
 class RunWorkflow:
     """Prepares the list, plays it, writes the manifest. Pause, resume, resize by update."""
 
@@ -215,7 +216,7 @@ class RunWorkflow:
         )
 
 
-@workflow.defn(name=names.SHARD)
+@workflow.defn(name=names.SHARD, versioning_behavior=VersioningBehavior.AUTO_UPGRADE)
 class RunShardWorkflow:
     """Instances [start, stop) of a large run; reports to its parent as it goes."""
 

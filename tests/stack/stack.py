@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -150,11 +150,12 @@ class Stack:
         await answering(process, readiness.wait_for_http(f"{self.plan.gateway_url}/healthz"))
         return process
 
-    async def start_worker(self, *argv: str) -> Process:
+    async def start_worker(self, *argv: str, **env: str) -> Process:
         """A worker of all stages, polling when this returns; `argv`: another program instead."""
         spec = self.plan.worker()
         if argv:
             spec = ChildSpec("worker", (sys.executable, "-m", *argv), spec.env)
+        spec = replace(spec, env={**(spec.env or {}), **env})
         process = self.spawn(spec)
         await answering(process, readiness.wait_for_pollers(self.client, process.pid))
         return process

@@ -130,6 +130,15 @@ class SlotSettings(Group):
     """Captures, episodes and clean-ups that it runs."""
 
 
+class DeploymentSettings(Group):
+    """Which build a worker runs, so that open rollouts stay on the build that began them."""
+
+    build_id: str = Field("", pattern=r"^[A-Za-z0-9_.+-]{0,64}$")
+    """Name of this build, for example its git commit. Empty = rollouts move to any worker's code."""
+    name: str = Field("perdure", pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    """Name of the deployment in Temporal; all builds share it."""
+
+
 class SandboxSettings(Group):
     """Sandboxes of every provider."""
 
@@ -285,6 +294,7 @@ class Settings(BaseSettings):
     gateway: GatewaySettings = GatewaySettings()
     engine: EngineSettings = EngineSettings()
     slots: SlotSettings = SlotSettings()
+    deployment: DeploymentSettings = DeploymentSettings()
     sandbox: SandboxSettings = SandboxSettings()
     apptainer: ApptainerSettings = ApptainerSettings()
     docker: DockerSettings = DockerSettings()

@@ -1,0 +1,81 @@
+"""`python -m tests.next_build`: a worker of a later build, whose rollouts have one more activity, and
+whose grader answers with other fields. Neither build can read the other's verdict."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from temporalio import workflow
+from temporalio.common import VersioningBehavior
+
+from activities.grade import GradeInFreshSandbox
+from activities.shell import shell
+from perdure.client import names
+from perdure.rollouts.messages import Attempt, GradedPatch
+from perdure.rollouts.services import Services
+from perdure.types import EpisodeRef, Frozen, Outcome
+from workers import orchestration, queues
+from workers.process import main
+from workflows import activity_options
+from workflows.rollout import RolloutWorkflow
+
+
+class Verdict(Frozen):
+    """What `GradedPatch` has become: `score` is required, and there is no `reward`."""
+
+    outcome: Outcome
+    score: float
+    reason: str = ""
+
+    @property
+    def reward(self) -> float:
+        return self.score
+
+    @classmethod
+    def of(cls, graded: GradedPatch) -> "Verdict":
+        return cls(outcome=graded.outcome, score=graded.reward, reason=graded.reason)
+
+
+@workflow.defn(name=names.ROLLOUT, versioning_behavior=VersioningBehavior.PINNED)
+class NextRollout(RolloutWorkflow):
+    @workflow.run
+    async def run(self, request: Any = None) -> EpisodeRef:
+        return await super().run(request)
+
+    async def _grade(self, attempt: Attempt) -> Any:
+        options: dict[str, Any] = {**activity_options.grade(attempt.request)}
+        await self._do("review_patch", attempt, type(None), options)
+        attempt = attempt.model_copy(update={"workflow_run_id": workflow.info().run_id})
+        return await self._do("grade_in_fresh_sandbox", attempt, Verdict, options)
+
+
+WORKFLOWS = [NextRollout if one is RolloutWorkflow else one for one in orchestration.WORKFLOWS]
+
+
+class NextGrading(GradeInFreshSandbox):
+    @shell("grade_in_fresh_sandbox")
+    async def grade(self, attempt: Attempt) -> Any:
+        return Verdict.of(await super().grade(attempt))
+
+    @shell("review_patch")
+    async def review(self, attempt: Attempt) -> None:
+        """Nothing: that it is there is the change."""
+
+
+def next_queues(role: str, services: Services) -> list[queues.Queue]:
+    found = _queues(role, services)
+    if role != "grade":
+        return found
+    grading = NextGrading(services)
+    return [replace(one, activities=[grading.grade, grading.review]) for one in found]
+
+
+_queues = queues.queues
+
+
+if __name__ == "__main__":
+    queues.queues = next_queues
+    orchestration.workflow_worker = functools.partial(
+        orchestration.workflow_worker, workflows=WORKFLOWS
+    )
+    main()

@@ -1,0 +1,180 @@
+"""Two builds on one real server: rollouts stay on the build that began them, runs move on."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio import activity
+from temporalio.client import Client
+from temporalio.common import VersioningBehavior
+from temporalio.exceptions import ApplicationError
+from temporalio.workflow import _Definition
+
+from perdure.client import names
+from perdure.client.api import Perdure
+from perdure.rollouts.messages import WORKER_EVICTED, AgentRun, Attempt
+from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutRequest, RunRequest
+from tests.stack.waiting import until
+from tests.workflows import builds, dev_server
+from tests.workflows.builds import Build
+from tests.workflows.stages import Stages
+from workers.orchestration import WORKFLOWS
+
+SOON = (
+    *("--dynamic-config-value", 'matching.wv.VersionDrainageStatusVisibilityGracePeriod="1s"'),
+    *("--dynamic-config-value", 'matching.wv.VersionDrainageStatusRefreshInterval="1s"'),
+)
+"""The server looks each second whether a version has drained, not after three minutes."""
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    async with dev_server.serving(*SOON) as client:
+        yield client
+
+
+class Gate:
+    """Agents run until it opens."""
+
+    def __init__(self) -> None:
+        self.open, self.running = asyncio.Event(), set[str]()
+
+    async def agent(self, attempt: Attempt) -> AgentRun:
+        self.running.add(attempt.request.workflow_id)
+        await self.open.wait()
+        return AgentRun(end=AgentEnd.FINISHED, turns=4)
+
+    async def reached(self, *requests: RolloutRequest) -> None:
+        wanted = {request.workflow_id for request in requests}
+        await until(lambda: wanted <= self.running, f"the agents of {wanted} run")
+
+
+def rollout(run_id: str) -> RolloutRequest:
+    return RolloutRequest(
+        run_id=run_id, instance="toy/add-1", agent="nop", heartbeat_timeout_s=3600.0
+    )
+
+
+async def test_a_deploy_a_rollback_and_a_changed_message(client: Client, tmp_path: Path) -> None:
+    """Each rollout boots, is graded and ends on the build that began it; new ones on the current.
+
+    The next build has one more activity, and other fields in the grader's message.
+    """
+    gate, perdure = Gate(), Perdure(client)
+    old, new = Build("v1", Stages()), builds.next_build("v2")
+    for build in (old, new):
+        build.stages.override["run_agent"] = gate.agent
+    started: dict[str, Any] = {}
+
+    async def begin(run_id: str) -> None:
+        started[run_id] = await perdure.start_rollout(rollout(run_id))
+        await gate.reached(rollout(run_id))
+
+    async with old.at_work(client, tmp_path), new.at_work(client, tmp_path):
+        await builds.make_current(client, "v1")
+        await begin("before")
+        await builds.make_current(client, "v2")
+        await begin("deployed")
+        await builds.make_current(client, "v1")
+        await begin("rolled-back")
+        gate.open.set()
+        episodes: list[EpisodeRef] = [await one.result() for one in started.values()]
+
+    bound = ("boot_sandbox", "review_patch", "grade_in_fresh_sandbox")
+
+    def ran(build: Build) -> list[tuple[str, str]]:
+        return sorted(done for done in build.done if done[0] in bound)
+
+    assert [(one.outcome, one.reward, one.attempts) for one in episodes] == [
+        (Outcome.RESOLVED, 1.0, 1)
+    ] * 3
+    assert ran(old) == sorted(
+        (stage, run) for stage in bound[::2] for run in ("before", "rolled-back")
+    )
+    assert ran(new) == sorted((stage, "deployed") for stage in bound)
+
+
+async def test_the_old_worker_of_a_host_may_go_at_once(client: Client, tmp_path: Path) -> None:
+    """Another build's worker on that host takes its agents over, so no sandbox is stranded.
+
+    All else stays on the build that began, wherever its workers are.
+    """
+    gate, running = Gate(), asyncio.Event()
+    old, elsewhere, new = Build("v1", Stages()), Build("v1", Stages()), builds.next_build("v2")
+
+    async def evicted(_: Attempt) -> AgentRun:
+        running.set()
+        await activity.wait_for_worker_shutdown()
+        raise ApplicationError("stop", type=WORKER_EVICTED, non_retryable=True)
+
+    old.stages.override["run_agent"] = evicted
+    new.stages.override["run_agent"] = gate.agent
+    async with AsyncExitStack() as others:
+        async with old.at_work(client, tmp_path):
+            await builds.make_current(client, "v1")
+            handle = await Perdure(client).start_rollout(rollout("before"))
+            await running.wait()
+            await others.enter_async_context(new.at_work(client, tmp_path))
+            await others.enter_async_context(elsewhere.at_work(client, tmp_path / "other"))
+        await gate.reached(rollout("before"))
+        gate.open.set()
+        episode = await handle.result()
+
+    assert (episode.outcome, episode.attempts) == (Outcome.RESOLVED, 1)
+    assert new.done == [("capture_diff", "before")]
+    assert elsewhere.done == [("grade_in_fresh_sandbox", "before")]
+
+
+async def test_an_open_run_moves_on_and_the_old_version_drains(
+    client: Client, tmp_path: Path
+) -> None:
+    """Its next rollouts begin on the current build; when the last one of the old build has ended,
+    the server calls that version drained."""
+    gate = Gate()
+    old, new = Build("v1", Stages()), builds.next_build("v2")
+    for build in (old, new):
+        build.stages.instances = ("toy/add-1", "toy/add-2")
+        build.stages.override["run_agent"] = gate.agent
+    request = RunRequest(
+        run_id="long",
+        dataset="toy",
+        concurrency=1,
+        rollout={"agent": "nop", "heartbeat_timeout_s": 3600},
+    )
+    async with old.at_work(client, tmp_path), new.at_work(client, tmp_path):
+        await builds.make_current(client, "v1")
+        run = await Perdure(client).start_run(request)
+        await gate.reached(rollout("long"))
+        await builds.make_current(client, "v2")
+        before = await builds.statuses(client)
+        gate.open.set()
+        summary = await run.result()
+
+        async def drained() -> bool:
+            return (await builds.statuses(client))["v1"] == "DRAINED"
+
+        await until(drained, "the old version has drained")
+
+    assert before == {"v1": "DRAINING", "v2": "CURRENT"}
+    assert summary["rollouts"] == 2
+    assert ("grade_in_fresh_sandbox", "long") in old.done
+    assert ("review_patch", "long") in new.done
+
+
+def test_every_workflow_says_what_a_deploy_does_to_it() -> None:
+    """Rollouts and groups stay on their build; what lives for longer moves to the current one."""
+    pinned = {name for name, one in _definitions().items() if one is VersioningBehavior.PINNED}
+    moving = {n for n, one in _definitions().items() if one is VersioningBehavior.AUTO_UPGRADE}
+
+    assert pinned == {names.ROLLOUT, names.GROUP}
+    assert pinned | moving == set(_definitions())
+
+
+def _definitions() -> dict[str, VersioningBehavior]:
+    found = [_Definition.must_from_class(one) for one in WORKFLOWS]
+    return {
+        str(one.name): one.versioning_behavior or VersioningBehavior.UNSPECIFIED for one in found
+    }
