@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import importlib
 import math
 import re
 import time
@@ -283,6 +284,7 @@ class E2BProvider(ServiceProvider):
         )
 
     async def _ask(self, spec: SandboxSpec, own: Mapping[str, str], key: str) -> "AsyncSandbox":
+        await _import()
         from e2b import AsyncSandbox
 
         template = self._template(spec)
@@ -334,6 +336,7 @@ class E2BProvider(ServiceProvider):
 
     async def _find(self, wanted: Mapping[str, str]) -> "Sequence[Any]":
         """Our sandboxes, oldest first: if two have one identity, every caller takes the same."""
+        await _import()
         from e2b import AsyncSandbox, SandboxQuery
 
         query = SandboxQuery(metadata={**wanted, f"{OWN}scope": self._scope})
@@ -363,6 +366,7 @@ class E2BProvider(ServiceProvider):
 
     async def _info(self, sandbox_id: str) -> Any:
         """Raises: Missing."""
+        await _import()
         from e2b import AsyncSandbox
 
         async def info() -> Any:
@@ -382,6 +386,7 @@ class E2BProvider(ServiceProvider):
             raise lost(self.name, identity) from None
 
     async def _connect(self, sandbox_id: str, identity: str, own: Mapping[str, str]) -> E2BSandbox:
+        await _import()
         from e2b import AsyncSandbox
 
         async def connect() -> "AsyncSandbox":
@@ -395,6 +400,7 @@ class E2BProvider(ServiceProvider):
         return E2BSandbox(self, sdk, identity, own)
 
     async def _kill(self, sandbox_id: str) -> None:
+        await _import()
         from e2b import AsyncSandbox
 
         async def kill() -> bool:
@@ -430,3 +436,8 @@ def _noted(hint: Path) -> str | None:
         return hint.read_text()
     except FileNotFoundError:
         return None
+
+
+async def _import() -> None:
+    """It takes half a second, and heartbeats must go on."""
+    await asyncio.to_thread(importlib.import_module, "e2b")
