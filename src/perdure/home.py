@@ -149,23 +149,33 @@ def keep_private(settings: Settings) -> None:
 
     What an earlier version left open to other users of the host is closed: the home, the files in it
     that no sandbox mounts, and the objects of a store that is a folder.
+    Raises: ConfigurationError if this user cannot use the home.
     """
     os.umask(0o077)
     home = settings.home.absolute()
-    home.mkdir(parents=True, exist_ok=True)
-    folders = [home / name for name in PRIVATE]
-    if "://" not in settings.store_url.removeprefix("file://"):
-        store = Path(settings.store_url.removeprefix("file://"))
-        folders += [store / name for name in STORED]
-    for folder in folders:
-        if folder.is_dir() and stat.S_IMODE(folder.stat().st_mode) & 0o077:
-            for where, _, files in os.walk(
-                folder, topdown=False
-            ):  # `folder` last: then all is done
-                for path in (*(os.path.join(where, name) for name in files), where):
-                    _close(path)
-    for file in (*home.glob("temporal.db*"), home):
-        _close(file)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        for folder in (*(home / name for name in PRIVATE), *_stored(settings)):
+            _close_all(folder)
+        for file in (*home.glob("temporal.db*"), home):
+            _close(file)
+    except OSError as error:
+        raise ConfigurationError(
+            f"PERDURE_HOME={home} or the store cannot be used: {error.strerror} ({error.filename})"
+        ) from error
+
+
+def _stored(settings: Settings) -> list[Path]:
+    store = settings.store_url.removeprefix("file://")
+    return [] if "://" in store else [Path(store).absolute() / name for name in STORED]
+
+
+def _close_all(folder: Path) -> None:
+    """A folder that is closed already was done before: it is closed last."""
+    if folder.is_dir() and stat.S_IMODE(folder.stat().st_mode) & 0o077:
+        for where, _, files in os.walk(folder, topdown=False):
+            for path in (*(os.path.join(where, name) for name in files), where):
+                _close(path)
 
 
 def _close(path: str | Path) -> None:

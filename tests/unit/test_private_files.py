@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from perdure.errors import ConfigurationError
 from perdure.gateway.http.listeners import bind_unix
 from perdure.home import keep_private, show_to_sandboxes
 from perdure.settings.tree import Settings
@@ -51,6 +52,13 @@ def test_files_of_an_earlier_version_are_closed(tmp_path: Path) -> None:
 
     assert (mode(home), open_to_others(home)) == (0o700, [])
     assert (home / "store" / "runs" / "r" / "patch.diff").read_text() == "x"
+
+
+def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    """The error says which setting is wrong."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="PERDURE_HOME"):
+        keep_private(Settings(home=tmp_path / "file" / "home"))
 
 
 def test_foreign_files_beside_a_store_stay_as_they_are(tmp_path: Path) -> None:

@@ -81,6 +81,55 @@ def test_the_image_is_built_from_what_is_here() -> None:
     assert set(re.findall(r"--extra (\w+)", dockerfile)) - set(extras) == set()
 
 
+IMAGES = [ROOT / "infra/images/Dockerfile", ROOT / "infra/ray/Dockerfile"]
+
+
+@pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: str(path.parent.name))
+def test_images_run_as_a_user_and_their_bases_can_be_pinned(dockerfile: Path) -> None:
+    """The last USER is not root, and each base is a build argument that takes a digest."""
+    text = dockerfile.read_text()
+    users = re.findall(r"^USER (\S+)$", text, re.MULTILINE)
+    bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
+
+    assert users[-1:] == ["perdure"]
+    assert [base for base in bases if not re.fullmatch(r"\$\{\w+_IMAGE\}", base)] == []
+    assert "@sha256:" in text
+
+
+def test_uv_is_the_locked_one_with_its_hashes() -> None:
+    """Set-up script and image install the wheels of uv that uv.lock names, and no other."""
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    (uv,) = [package for package in lock["package"] if package["name"] == "uv"]
+    wanted = (ROOT / "infra/setup/uv.txt").read_text()
+    scripts = [(ROOT / name).read_text() for name in ("infra/setup/uv", "infra/images/Dockerfile")]
+
+    assert re.findall(r"^uv==(\S+)", wanted, re.MULTILINE) == [uv["version"]]
+    assert set(re.findall(r"--hash=(\S+)", wanted)) == {wheel["hash"] for wheel in uv["wheels"]}
+    assert all("--require-hashes" in script and "uv.txt" in script for script in scripts)
+
+
+def test_only_who_needs_temporal_is_on_its_network() -> None:
+    """The gateway, which talks to agents, cannot reach Temporal; no sandbox has a network at all."""
+    networks = {n: s.get("networks", ["default"]) for n, s in COMPOSE["services"].items()}
+    workers = {name for name in OURS if name.startswith("worker-")}
+
+    assert {name for name, on in networks.items() if "temporal" in on and name in OURS} == (
+        workers | {"cli"}
+    )
+    assert {networks[name][0] for name in ("temporal", "postgres")} == {"temporal"}
+    assert all("networks" not in s or "host" not in s["networks"] for s in OURS.values())
+    assert all("network_mode" not in s for s in COMPOSE["services"].values())
+
+
+def test_only_services_with_sandboxes_or_the_home_are_root() -> None:
+    """The others run as the image's user; the gateway is root without a capability."""
+    root = {name for name, service in OURS.items() if service.get("user") == "root"}
+    homes = {name for name, service in OURS.items() if service.get("volumes")}
+
+    assert root == homes == set(OURS) - {"worker-workflows", "s3-bucket"}
+    assert OURS["gateway"]["cap_drop"] == ["ALL"]
+
+
 SQL_TOOL = """#!/bin/sh
 # As temporal-sql-tool behaves on PostgreSQL: a version reset to 0.0 makes the next update collide.
 while [ "$1" != --db ]; do shift; done
