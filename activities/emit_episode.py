@@ -2,6 +2,7 @@
 
 from activities.shell import shell
 from perdure.rollouts.episode import emit_episode
+from perdure.rollouts.gateway_session.forget import forget_sessions
 from perdure.rollouts.messages import Ending
 from perdure.rollouts.services import Services
 from perdure.types import EpisodeRef
@@ -13,4 +14,6 @@ class EmitEpisode:
 
     @shell("emit_episode")
     async def emit(self, ending: Ending) -> EpisodeRef:
-        return await emit_episode(self.services.store, ending)
+        episode = await emit_episode(self.services.store, ending)
+        await forget_sessions(self.services, ending)
+        return episode

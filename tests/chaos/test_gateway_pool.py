@@ -84,13 +84,14 @@ async def test_a_frozen_process_comes_back(
 async def test_hosts_that_share_only_the_store(
     tmp_path: Path, engine: ScriptedEngine, s3: S3Server, where: str
 ) -> None:
-    """With `store` durability a host's death loses nothing, though no disk is shared."""
+    """A host's death loses no answered turn, though no disk is shared: by default where the store is
+    S3, with `store` durability in a shared folder."""
     sessions = SESSIONS if where == "folder" else FEW
-    store = {"store": str(tmp_path / "store")}
+    store = {"store": str(tmp_path / "store"), "gateway__durability": "store"}
     if where == "s3":
         store = {"store": "s3://results/pool", "s3_endpoint_url": s3.url}
     homes = [tmp_path / f"host-{number}" for number in range(3)]
-    async with Pool(homes, engine.url, gateway__durability="store", **store) as pool:
+    async with Pool(homes, engine.url, **store) as pool:
 
         async def disturb(crowd: Crowd) -> None:
             await crowd.until(sessions)

@@ -21,6 +21,7 @@ from perdure.engines.roster import StoredRoster, add_engine, remove_engine, rost
 from perdure.engines.state import EngineSpec, name_of
 from perdure.episodes import turns_parquet
 from perdure.home import load_secret
+from perdure.sandboxes.base import identity_of
 from perdure.types import EpisodeRef, Outcome, RolloutRequest, RolloutStatus, Turn
 from tests.stack.engine import TURNS, commands
 from tests.stack.host import why_not_here
@@ -105,7 +106,7 @@ async def test_a_replaced_secret_ends_no_rollout(stack: Stack) -> None:
 
 async def test_a_lost_sandbox_means_a_new_attempt_and_keeps_the_old_evidence(stack: Stack) -> None:
     """kill -9 of what holds the sandbox: attempt 2 solves it, and samples no turn of attempt 1 again;
-    turns and output of 1 stay."""
+    turns and output of 1 stay, and only the journal goes when the episode is there."""
     stack.engine.hold(HELD)
     request = await stack.start("sandbox-lost")
     await stack.held(request)
@@ -119,6 +120,10 @@ async def test_a_lost_sandbox_means_a_new_attempt_and_keeps_the_old_evidence(sta
     assert await stack.lines(request, "stdout.log", attempt=1) == [
         f"{command} 0" for command in commands()[:HELD]
     ]
+    sessions = [
+        identity_of(request.run_id, request.workflow_id, "agent", number) for number in (1, 2)
+    ]
+    assert [name for name in sessions if (stack.home / "journal" / name).exists()] == []
 
 
 async def test_an_episode_shows_where_its_replay_ended(stack: Stack) -> None:

@@ -7,6 +7,7 @@ finds it again. Control calls carry the control token and are not reachable with
     PUT  /sessions/{session_id}        SessionSpec    -> SessionSummary   open; repeating is joining
     GET  /sessions/{session_id}                       -> SessionSummary
     POST /sessions/{session_id}/close                 -> SessionSummary   seal, write turns to the store
+    DELETE /sessions/{session_id}                     -> (nothing)        close, delete its journal
     POST /v1/messages, /v1/messages/count_tokens      (Authorization: Bearer, or x-api-key:
     POST /v1/chat/completions, /v1/responses           the session key)
     GET  /v1/models

@@ -81,7 +81,18 @@ class GatewayControl:
         """
         return await self._call("POST", f"/sessions/{session_id}/close")
 
+    async def forget(self, session_id: str) -> None:
+        """Close a session that no attempt will replay, and delete its journal; repeating is harmless.
+
+        Raises: GatewayUnavailable (also when the store is).
+        """
+        await self._request("DELETE", f"/sessions/{session_id}")
+
     async def _call(self, method: str, path: str, content: bytes = b"") -> SessionSummary:
+        response = await self._request(method, path, content)
+        return SessionSummary.model_validate_json(response.content)
+
+    async def _request(self, method: str, path: str, content: bytes = b"") -> httpx.Response:
         try:
             headers = {"authorization": f"Bearer {control_token(self._secrets.newest)}"}
             response = await self._client.request(method, path, content=content, headers=headers)
@@ -90,7 +101,7 @@ class GatewayControl:
                 f"no answer from the gateway at {self._client.base_url}: {type(error).__name__}"
             ) from error
         if response.is_success:
-            return SessionSummary.model_validate_json(response.content)
+            return response
         raise _failure(response)
 
 

@@ -20,7 +20,7 @@ from perdure import tracing
 from perdure.dialects.base import Answer, ModelRequest, Refused
 from perdure.engines.base import TOO_STALE, Wait
 from perdure.engines.configured import ConfiguredEngine
-from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
+from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, PerdureError
 from perdure.gateway.base import SESSION_ID, SessionSpec, SessionSummary
 from perdure.gateway.canonical import ToolDigests
 from perdure.gateway.chains import Location, Node
@@ -131,11 +131,37 @@ class Sessions:
         async with self._using(session_id) as session, session.close_lock:
             if not session.closed:
                 await self._seal(session)
-                await self._store.put(session.spec.turns_key, await self._turns(session_id))
+                records = await self._journal.read(session_id)
+                await self._store.put(
+                    session.spec.turns_key, await asyncio.to_thread(_pack, records)
+                )
                 await self._mark(session, CLOSED)
                 self._partials.left(session_id)
                 session.sleep()
+                await self._tidy(session, records)
             return session.summary()
+
+    async def forget(self, session_id: str) -> None:
+        """Close the session, then delete its journal: its turns are in the store. Repeating is harmless.
+
+        Raises: StoreUnavailable (repeat the call).
+        """
+        with contextlib.suppress(NotFound):
+            await self.close(session_id)
+            await self._journal.forget(session_id)
+            self._sessions.pop(session_id, None)
+
+    async def _tidy(self, session: Session, records: list[dict[str, Any]]) -> None:
+        if session.position != len(records) + 1:
+            return  # another process closed it at the same time, and packs it
+        try:
+            await self._journal.pack(session.spec.session_id, [*records, {"kind": CLOSED}])
+        except PerdureError as error:  # the records stay where they are
+            log.warning(
+                "cannot pack a closed session",
+                session_id=session.spec.session_id,
+                error=str(error),
+            )
 
     async def _seal(self, session: Session) -> None:
         session.sealing = True
@@ -166,10 +192,6 @@ class Sessions:
                     await self._read_on(session)
                 else:
                     session.note(record)
-
-    async def _turns(self, session_id: str) -> bytes:
-        records = await self._journal.read(session_id)
-        return await asyncio.to_thread(_pack, records)
 
     # --- memory --------------------------------------------------------------------------------
 

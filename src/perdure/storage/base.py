@@ -41,6 +41,10 @@ class Store(Protocol):
         """Raises: NotFound."""
         ...
 
+    async def get_range(self, key: str, start: int, length: int) -> bytes:
+        """The bytes that the object has from byte `start` on, at most `length`. Raises: NotFound."""
+        ...
+
     async def put(self, key: str, data: bytes, *, if_match: str | None = None) -> str:
         """Write atomically and return the new etag.
 
@@ -55,8 +59,8 @@ class Store(Protocol):
 
     async def exists(self, key: str) -> bool: ...
 
-    def list(self, prefix: str) -> AsyncIterator[str]:
-        """Keys that start with `prefix`, in lexical order."""
+    def list(self, prefix: str, *, after: str = "") -> AsyncIterator[str]:
+        """Keys that start with `prefix` and come after the key `after`, in lexical order."""
         ...
 
     async def delete(self, key: str) -> None:

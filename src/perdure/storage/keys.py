@@ -64,3 +64,12 @@ def claim(identity: str) -> str:
 
 def journal(session_id: str) -> str:
     return f"journal/{session_id}/"
+
+
+def journal_batch(chain: str, number: int) -> str:
+    """Turns of many sessions that one gateway process committed together."""
+    return f"{journal_chain(chain)}{number:010d}"
+
+
+def journal_chain(chain: str) -> str:
+    return f"journal-batches/{chain}/"

@@ -69,6 +69,9 @@ class LocalStore:
                 self._check_mounted()
                 raise NotFound(f"no {key!r} in {self.url}") from None
 
+    async def get_range(self, key: str, start: int, length: int) -> bytes:
+        return (await self.get(key)).data[start : start + length]
+
     async def exists(self, key: str) -> bool:
         path = self._path(key)
         with self._readable_errors(key):
@@ -90,8 +93,8 @@ class LocalStore:
     async def delete(self, key: str) -> None:
         await asyncio.to_thread(self._delete, key)
 
-    async def list(self, prefix: str) -> AsyncIterator[str]:
-        keys = self._walk(prefix)
+    async def list(self, prefix: str, *, after: str = "") -> AsyncIterator[str]:
+        keys = (key for key in self._walk(prefix) if key > after)
         while batch := await asyncio.to_thread(lambda: [*itertools.islice(keys, LIST_BATCH)]):
             for key in batch:
                 yield key

@@ -52,7 +52,12 @@ class S3Store:
 
     async def get(self, key: str) -> Stored:
         limit = Limit()
-        return await self._calls.repeat(f"get {key!r}", partial(self._get, key, limit), limit)
+        return await self._calls.repeat(f"get {key!r}", partial(self._get, key, limit, {}), limit)
+
+    async def get_range(self, key: str, start: int, length: int) -> bytes:
+        limit, wanted = Limit(), {"Range": f"bytes={start}-{start + length - 1}"}
+        get = partial(self._get, key, limit, wanted)
+        return (await self._calls.repeat(f"get {key!r}", get, limit)).data
 
     async def exists(self, key: str) -> bool:
         try:
@@ -104,13 +109,15 @@ class S3Store:
             f"delete {key!r}", lambda s3: s3.delete_object(Bucket=self.bucket, Key=name)
         )
 
-    async def list(self, prefix: str) -> AsyncIterator[str]:
-        after: str | None = ""
-        while after is not None:
-            page = await self._calls.repeat(f"list {prefix!r}", partial(self._page, prefix, after))
+    async def list(self, prefix: str, *, after: str = "") -> AsyncIterator[str]:
+        start = {"StartAfter": self._prefix + after} if after else {}
+        while True:
+            page = await self._calls.repeat(f"list {prefix!r}", partial(self._page, prefix, start))
             for entry in page.get("Contents", ()):
                 yield entry["Key"].removeprefix(self._prefix)
-            after = page.get("NextContinuationToken")
+            if (following := page.get("NextContinuationToken")) is None:
+                return
+            start = {"ContinuationToken": following}
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -127,8 +134,8 @@ class S3Store:
 
         return await self._calls.once(f"put {key!r}", put, limit)
 
-    def _get(self, key: str, limit: Limit, s3: "S3Client") -> Stored:
-        answer = s3.get_object(Bucket=self.bucket, Key=self._name(key))
+    def _get(self, key: str, limit: Limit, wanted: dict[str, str], s3: "S3Client") -> Stored:
+        answer = s3.get_object(Bucket=self.bucket, Key=self._name(key), **wanted)  # type: ignore[arg-type]  # the range
         limit.allow(answer["ContentLength"])
         return Stored(answer["Body"].read(), _etag(answer.get("ETag")))
 
@@ -143,10 +150,11 @@ class S3Store:
         answer["Body"].read()
         return bool(_etag(answer.get("ETag")))
 
-    def _page(self, prefix: str, after: str, s3: "S3Client") -> "ListObjectsV2OutputTypeDef":
+    def _page(
+        self, prefix: str, start: dict[str, str], s3: "S3Client"
+    ) -> "ListObjectsV2OutputTypeDef":
         ask = partial(s3.list_objects_v2, Bucket=self.bucket, MaxKeys=PAGE)
-        ask = partial(ask, Prefix=self._prefix + prefix)
-        page = ask(ContinuationToken=after) if after else ask()
+        page = ask(Prefix=self._prefix + prefix, **start)  # type: ignore[arg-type]  # where to start
         if "IsTruncated" not in page:
             raise Garbled("the answer is no list of objects")
         return page

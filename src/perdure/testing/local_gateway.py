@@ -9,7 +9,8 @@ from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.gateway.http.app import create_app
 from perdure.gateway.http.server import NO_GRACE, Server, limited, make_server
-from perdure.gateway.journal.local import LocalJournal
+from perdure.gateway.journal.base import Journal
+from perdure.gateway.journal.configured import open_journal
 from perdure.home import load_secret, load_secrets
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
@@ -31,12 +32,12 @@ class LocalGateway:
         self.secret = load_secret(self.settings)
         self.url = ""
         self.control: GatewayControl
-        self._journal: LocalJournal
+        self._journal: Journal
         self._server: Server
         self._serving: asyncio.Task[None]
 
     async def __aenter__(self) -> "LocalGateway":
-        self._journal = LocalJournal(self.settings.home.absolute() / "journal")
+        self._journal = open_journal(self.settings, self.store)
         secrets = load_secrets(self.settings)
         app = create_app(self.settings, secrets, self.store, self._journal)
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -61,4 +62,4 @@ class LocalGateway:
 
 
 def turns_key_of(session_id: str) -> str:
-    return f"journal/{session_id}/turns.parquet"
+    return f"turns/{session_id}.parquet"

@@ -45,6 +45,15 @@ class StoreContract:
             with pytest.raises(NotFound):
                 await store.get(absent)
 
+    async def test_reads_a_part_of_an_object(self, store: Store) -> None:
+        """A reader gets the bytes that it asks for, and NotFound for an absent key."""
+        await store.put("a", b"0123456789")
+
+        assert await store.get_range("a", 3, 4) == b"3456"
+        assert await store.get_range("a", 8, 4) == b"89"
+        with pytest.raises(NotFound):
+            await store.get_range("b", 0, 1)
+
     async def test_put_overwrites(self, store: Store) -> None:
         """An unconditional put replaces the object and its etag."""
         first = await store.put("a", b"1")
@@ -116,6 +125,8 @@ class StoreContract:
         assert [key async for key in store.list("a/b")] == ["a/b.json", "a/b/c", "a/b2/c"]
         assert [key async for key in store.list("a/b2/c")] == ["a/b2/c"]
         assert [key async for key in store.list("nothing/")] == []
+        assert [key async for key in store.list("a/", after="a/b.json")] == ["a/b/c", "a/b2/c"]
+        assert [key async for key in store.list("a/", after="a/z")] == []
 
     async def test_lists_more_than_a_page(self, store: Store) -> None:
         """A listing longer than one page is complete."""

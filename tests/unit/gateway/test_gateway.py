@@ -445,7 +445,12 @@ async def test_only_the_sessions_own_key_opens_its_routes(
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("PUT", "/sessions/s"), ("GET", "/sessions/s"), ("POST", "/sessions/s/close")],
+    [
+        ("PUT", "/sessions/s"),
+        ("GET", "/sessions/s"),
+        ("POST", "/sessions/s/close"),
+        ("DELETE", "/sessions/s"),
+    ],
 )
 async def test_a_session_key_controls_nothing(
     gateway: LocalGateway, http: httpx.AsyncClient, method: str, path: str
@@ -488,6 +493,22 @@ async def test_opening_and_closing_twice_changes_nothing(
     assert not (
         await gateway.control.open(SessionSpec(session_id="s", turns_key=turns_key_of("s")))
     ).open
+
+
+async def test_a_forgotten_session_leaves_its_turns_alone(
+    gateway: LocalGateway, http: httpx.AsyncClient
+) -> None:
+    """Its journal is deleted after its turns are in the store; forgetting again changes nothing."""
+    key = await gateway.open("s")
+    await _post(http, key, _ask())
+    await gateway.control.forget("s")
+    await gateway.control.forget("s")
+    await gateway.control.forget("never-opened")
+
+    assert len(decode((await gateway.store.get(turns_key_of("s"))).data)) == 1
+    assert [*(gateway.settings.home / "journal").iterdir()] == []
+    with pytest.raises(NotFound):
+        await gateway.control.get("s")
 
 
 async def test_another_spec_does_not_join(gateway: LocalGateway) -> None:

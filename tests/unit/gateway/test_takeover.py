@@ -10,6 +10,7 @@ import pytest
 
 from perdure.engines.state import EngineState
 from perdure.gateway.base import control_token
+from perdure.storage.local import LocalStore
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.gateway_pool import scripts
@@ -21,13 +22,20 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
         yield engine
 
 
-@pytest.fixture
-async def gateways(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[list[LocalGateway]]:
-    """Two gateways of one home, which share nothing but its journal."""
+@pytest.fixture(params=["disk", "store"])
+async def gateways(
+    request: pytest.FixtureRequest, tmp_path: Path, engine: ScriptedEngine
+) -> AsyncIterator[list[LocalGateway]]:
+    """Two gateways that share nothing but the journal: of one home, or of two hosts with one store."""
     settings: dict[str, Any] = {"engine": {"url": engine.url, "kind": "vllm"}}
+    homes = [tmp_path, tmp_path]
+    if request.param == "store":
+        settings |= {"store": LocalStore(tmp_path / "store"), "gateway": {"durability": "store"}}
+        settings["secret"] = "s" * 32
+        homes = [tmp_path / "one", tmp_path / "other"]
     async with (
-        LocalGateway(tmp_path, **settings) as one,
-        LocalGateway(tmp_path, **settings) as other,
+        LocalGateway(homes[0], **settings) as one,
+        LocalGateway(homes[1], **settings) as other,
     ):
         yield [one, other]
 

@@ -139,6 +139,7 @@ def create_app(
             Route("/api/hello", _hello, methods=["HEAD"]),
             Route("/sessions/{session_id}", _control(_open), methods=["PUT"]),
             Route("/sessions/{session_id}", _control(_get), methods=["GET"]),
+            Route("/sessions/{session_id}", _control(_forget), methods=["DELETE"]),
             Route("/sessions/{session_id}/close", _control(_close), methods=["POST"]),
             *engine_routes.routes(_control),
             Route("/healthz", _healthz),
@@ -267,6 +268,13 @@ async def _close(request: Request) -> Response:
     summary = await _gateway(request).sessions.close(request.path_params["session_id"])
     _gateway(request).engine.pool.left(summary.session_id)
     return Response(summary.model_dump_json(), media_type="application/json")
+
+
+async def _forget(request: Request) -> Response:
+    session_id = request.path_params["session_id"]
+    await _gateway(request).sessions.forget(session_id)
+    _gateway(request).engine.pool.left(session_id)
+    return Response(status_code=204)
 
 
 def _control(handler: Handler) -> Handler:

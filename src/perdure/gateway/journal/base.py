@@ -1,5 +1,6 @@
 """The journal contract: every turn is durable here before it is answered."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from perdure.errors import Boundary, PerdureError
@@ -28,6 +29,17 @@ class Journal(Protocol):
     async def append(self, session_id: str, record: dict[str, Any], *, position: int) -> None:
         """Durable when it returns. Raises: Overtaken when number `position` is already taken;
         GatewayUnavailable when it cannot be written (disk full, store unreachable): nothing was."""
+        ...
+
+    async def pack(self, session_id: str, records: Sequence[dict[str, Any]]) -> None:
+        """The session is closed, and these are all of its records: keep them in few objects.
+
+        Raises: StoreUnavailable.
+        """
+        ...
+
+    async def forget(self, session_id: str) -> None:
+        """Delete the records of a closed session; repeating is harmless. Raises: StoreUnavailable."""
         ...
 
     async def aclose(self) -> None:

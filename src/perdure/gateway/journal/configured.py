@@ -24,11 +24,22 @@ def open_journal(settings: Settings, store: Store) -> Journal:
     not copied into it.
     """
     local, parts = LocalJournal(folder(settings)), Parts(store)
-    if settings.gateway.durability == "store":
-        return StoreJournal(parts, MirroredJournal(local, parts).adopt)
-    return local if store.url.startswith("file:") else MirroredJournal(local, parts)
+    if in_store(settings, store):
+        return StoreJournal(store, MirroredJournal(local, parts).adopt)
+    return local if _is_folder(store) else MirroredJournal(local, parts)
+
+
+def in_store(settings: Settings, store: Store) -> bool:
+    """Whether a turn is in the store before it is answered."""
+    wanted = settings.gateway.durability
+    return wanted == "store" or (wanted == "auto" and not _is_folder(store))
+
+
+def _is_folder(store: Store) -> bool:
+    return store.url.startswith("file:")
 
 
 def open_partials(settings: Settings, store: Store) -> Partials:
-    in_store = settings.gateway.durability == "store"
-    return Partials(RemotePartialStore(store) if in_store else LocalPartialStore(folder(settings)))
+    """With `auto`, a partial stays on this host: it is lost only together with the turn in flight."""
+    remote = settings.gateway.durability == "store"
+    return Partials(RemotePartialStore(store) if remote else LocalPartialStore(folder(settings)))

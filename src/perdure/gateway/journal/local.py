@@ -6,10 +6,12 @@ the number its writer named, or the writer gets `Overtaken`. Files are in `local
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,10 +87,24 @@ class LocalJournal:
         self._queue.put(item)
         await item.done
 
+    async def pack(self, session_id: str, records: Sequence[dict[str, Any]]) -> None:
+        """A session is one file already."""
+
+    async def forget(self, session_id: str) -> None:
+        await asyncio.to_thread(self._forget, session_id)
+
     async def aclose(self) -> None:
         """Write what is queued."""
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
+
+    def _forget(self, session_id: str) -> None:
+        path = self._path(session_id)
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it has partials of a call that ends right now
+            path.parent.rmdir()
+        with self._known_lock:
+            self._known.pop(session_id, None)
 
     def _path(self, session_id: str) -> Path:
         return self._folder / session_id / FILE_NAME

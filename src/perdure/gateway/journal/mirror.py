@@ -5,7 +5,7 @@ written, and what happens if two hosts continued one session; `parts` owns the b
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -14,7 +14,7 @@ from perdure.errors import GatewayUnavailable, PerdureError, StoreUnavailable
 from perdure.gateway.journal.base import Overtaken
 from perdure.gateway.journal.local import LocalJournal
 from perdure.gateway.journal.local_file import Known
-from perdure.gateway.journal.parts import Parts, Record
+from perdure.gateway.journal.parts import MOVED, Moved, Parts, Record
 
 PAUSE_S = 2.0
 """Seconds between two rounds of uploads; the turns of one round share a part."""
@@ -54,6 +54,15 @@ class MirroredJournal:
         self._check(session_id)
         await self._local.append(session_id, record, position=position)
         self._mark([session_id])
+
+    async def pack(self, session_id: str, records: Sequence[Record]) -> None:
+        """Its parts stay as they are until the session is forgotten."""
+
+    async def forget(self, session_id: str) -> None:
+        self._behind.discard(session_id)
+        self._uploaded.pop(session_id, None)
+        await self._parts.delete(session_id)
+        await self._local.forget(session_id)
 
     async def aclose(self) -> None:
         """Write what is queued to disk and, if the store is reachable, to the store."""
@@ -109,6 +118,8 @@ class MirroredJournal:
         Two records of one number that differ were written by two hosts: this host loses the session.
         Raises: Overtaken.
         """
+        if there and there[-1].get("kind") == MOVED:
+            raise Moved(session_id)
         common = min(len(here), len(there))
         if here[:common] != there[:common]:
             return self._lose(session_id)

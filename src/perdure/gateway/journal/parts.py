@@ -8,14 +8,27 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from perdure.errors import NotFound
+from perdure.errors import GatewayUnavailable, NotFound
+from perdure.gateway.journal.chains.claims import PREFIX as CLAIM
 from perdure.gateway.journal.encoding import JournalDamaged, frame, split
 from perdure.storage import keys
 from perdure.storage.base import Store
 
 Record = dict[str, Any]
 DIGITS = 8
+MOVED = "moved"
+"""Kind of the last record: a gateway that journals in the store has claimed the session."""
 READ_AT_ONCE = 16
+
+
+class Moved(GatewayUnavailable):
+    """A gateway that journals in the store has the session."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(
+            f"session {session_id!r} belongs to a gateway that journals in the store: "
+            "set PERDURE_GATEWAY__DURABILITY to the same value at all gateways"
+        )
 
 
 class Parts:
@@ -25,9 +38,14 @@ class Parts:
         self._store = store
 
     async def firsts(self, session_id: str) -> list[int]:
-        """The first record number of each part, in order."""
+        """The first record number of each part, in order.
+
+        Raises: Moved.
+        """
         prefix = keys.journal(session_id)
         names = [key.removeprefix(prefix) async for key in self._store.list(prefix)]
+        if any(name.startswith(CLAIM) for name in names):
+            raise Moved(session_id)
         return [int(name) for name in names if len(name) == DIGITS and name.isdigit()]
 
     async def has(self, session_id: str, first: int) -> bool:
@@ -72,6 +90,10 @@ class Parts:
 
     async def put_records(self, session_id: str, first: int, records: Sequence[Record]) -> bool:
         return await self.put(session_id, first, [frame(record) for record in records])
+
+    async def delete(self, session_id: str) -> None:
+        async for key in self._store.list(keys.journal(session_id)):
+            await self._store.delete(key)
 
     @staticmethod
     def _key(session_id: str, first: int) -> str:

@@ -1,0 +1,140 @@
+"""Deletes batches that no session needs: of this process's chain, and of chains whose owner is gone.
+
+A session needs its batches until a newer claim holds its records. The newest batch of a chain stays,
+and so does what other processes wrote behind it: there a sleeping owner finds that it has lost.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import structlog
+
+from perdure.errors import PerdureError
+from perdure.gateway.journal.chains.claims import Claims
+from perdure.gateway.journal.chains.others import OtherChains
+from perdure.storage import keys
+from perdure.storage.base import Store
+
+LOOK_EVERY_S = 30.0
+"""Seconds between two looks whether released sessions have been claimed."""
+AT_ONCE = 8
+
+log = structlog.get_logger()
+
+
+class Garbage:
+    """`moved` is called with a released session and its epoch once another process has claimed it."""
+
+    def __init__(
+        self,
+        store: Store,
+        chain: str,
+        claims: Claims,
+        others: OtherChains,
+        moved: Callable[[str, int], None],
+    ) -> None:
+        self.newest = 0
+        """The newest batch of this process's chain."""
+        self._store = store
+        self._chain = chain
+        self._claims = claims
+        self._others = others
+        self._moved = moved
+        self._users: dict[int, set[str]] = {}
+        self._batches: dict[str, set[int]] = {}
+        self._foreign: list[int] = []
+        self._released: dict[str, int] = {}
+        self._looked = time.monotonic()
+        self._gone: dict[str, set[tuple[str, int]]] = {}
+        """Sessions and epochs that are known to need a chain of another process no more."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(AT_ONCE)
+
+    def written(self, number: int, sessions: Iterable[str]) -> None:
+        """A batch with records of these sessions is in the store."""
+        older, self.newest = self.newest, number
+        self._users[number] = set(sessions)
+        for session_id in self._users[number]:
+            self._batches.setdefault(session_id, set()).add(number)
+        self._delete_unused([older] if older else [])
+        self._delete(self._foreign)
+        self._foreign = []
+        if self._released and time.monotonic() - self._looked > LOOK_EVERY_S:
+            self._looked = time.monotonic()
+            self._start(self._look_released())
+
+    def foreign(self, number: int) -> None:
+        """Another process wrote this number; it may go when this process has written a later one."""
+        self._foreign.append(number)
+
+    def left(self, session_id: str) -> None:
+        """The session needs none of its batches any more."""
+        numbers = self._batches.pop(session_id, set())
+        for number in numbers:
+            self._users[number].discard(session_id)
+        self._delete_unused(sorted(numbers))
+
+    def released(self, session_id: str, epoch: int) -> None:
+        self._released[session_id] = epoch
+
+    def taken_from(self, chain: str) -> None:
+        """A session of another process's chain has been claimed by this one."""
+        self._start(self._clear_other(chain))
+
+    async def aclose(self) -> None:
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _look_released(self) -> None:
+        for session_id, epoch in [*self._released.items()]:
+            if await self._is_over(session_id, epoch):
+                self._released.pop(session_id, None)
+                self._moved(session_id, epoch)
+
+    async def _is_over(self, session_id: str, epoch: int) -> bool:
+        """Whether the session's records are elsewhere, or deleted."""
+        epochs = (await self._claims.look(session_id)).epochs
+        return not epochs or epochs[-1] > epoch
+
+    async def _clear_other(self, chain: str) -> None:
+        """Delete the batches of a chain that no session needs; the owner may be dead or alive."""
+        found = await self._others.standings(chain)
+        gone = self._gone.setdefault(chain, set())
+        for session_id, standing in found.standings.items():
+            name = (session_id, standing.epoch)
+            if name not in gone and not await self._is_over(*name):
+                return
+            gone.add(name)
+        prefix = keys.journal_chain(chain)
+        newest = keys.journal_batch(chain, found.number)
+        async for key in self._store.list(prefix):
+            if key >= newest:
+                break
+            await self._store.delete(key)
+
+    def _delete_unused(self, numbers: Iterable[int]) -> None:
+        unused = [n for n in numbers if n != self.newest and not self._users.get(n)]
+        for number in unused:
+            self._users.pop(number, None)
+        self._delete(unused)
+
+    def _delete(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._start(self._deleted(keys.journal_batch(self._chain, number)))
+
+    async def _deleted(self, key: str) -> None:
+        async with self._room:
+            await self._store.delete(key)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._harmless(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _harmless(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except PerdureError as error:  # what stays costs space only
+            log.warning("cannot delete batches of the journal", error=str(error))

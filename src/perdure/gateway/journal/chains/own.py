@@ -1,0 +1,85 @@
+"""The chain of this process: batches under consecutive numbers, each written only if its number is free.
+
+A number that is taken holds what another process wrote there, or a batch of this process whose
+answer was lost. Either is read before the next number is tried: so this process cannot write
+past a release that it has not seen.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from perdure.errors import StoreUnavailable
+from perdure.gateway.journal.chains.entry import Entry, decode, encode_skip
+from perdure.storage import keys
+from perdure.storage.base import Store
+
+PATIENCE_S = 10.0
+"""How long a write is repeated. Then its turns are refused, and their clients ask again."""
+PAUSE_S = 0.2
+
+
+class OwnChain:
+    """`learn` is called with each entry that was found under a number that this process wanted."""
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        learn: Callable[[int, Entry], None],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.name = name
+        self.unsure = False
+        """Whether the last write may have happened without an answer."""
+        self._store = store
+        self._learn = learn
+        self._patience_s = patience_s
+        self._last = 0
+        self._writing = asyncio.Lock()
+
+    async def write(self, make: Callable[[int], bytes | None]) -> int | None:
+        """Write what `make` returns for a number; the number, or None when there was nothing left.
+
+        `make` is called again after each entry that was learned. Raises: StoreUnavailable (it may have
+        been written: `unsure`), ConfigurationError.
+        """
+        async with self._writing:
+            return await self._write(make)
+
+    async def settle(self) -> None:
+        """Find out whether the last write happened. Raises: as `write`."""
+        async with self._writing:
+            if self.unsure:
+                await self._write(lambda number: encode_skip())
+
+    async def _write(self, make: Callable[[int], bytes | None]) -> int | None:
+        give_up = time.monotonic() + self._patience_s
+        number = self._last + 1
+        data = make(number)
+        while data is not None:
+            try:
+                there = await self._put(number, data)
+            except StoreUnavailable:
+                self.unsure = True
+                if time.monotonic() > give_up:
+                    raise
+                await asyncio.sleep(PAUSE_S)
+                continue
+            self._last, self.unsure = number, False
+            if there == data:
+                return number
+            self._learn(number, decode(number, there, self._key(number)))
+            number += 1
+            data = make(number)
+        return None
+
+    async def _put(self, number: int, data: bytes) -> bytes:
+        """What the number holds now."""
+        key = self._key(number)
+        if await self._store.put_if_absent(key, data):
+            return data
+        return (await self._store.get(key)).data
+
+    def _key(self, number: int) -> str:
+        return keys.journal_batch(self.name, number)
