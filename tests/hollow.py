@@ -38,6 +38,9 @@ class HollowSandbox(E2BSandbox):
     async def signal(self, exec_id: str, signum: int) -> None:
         return None
 
+    async def end_all(self) -> None:
+        return None
+
     async def set_up(self, spec: SandboxSpec) -> None:
         return None
 

@@ -4,7 +4,9 @@ import asyncio
 from pathlib import Path
 from uuid import uuid4
 
-from perdure.sandboxes.base import SandboxProvider
+import pytest
+
+from perdure.sandboxes.base import Sandbox, SandboxProvider
 from perdure.sandboxes.host.procfs import marked
 from perdure.sandboxes.providers.docker.provider import DockerSandbox
 from tests.redteam.conftest import SPEC, Boot, attack
@@ -23,6 +25,51 @@ open("up", "w").close()
 while True:
     signal.pause()
 """
+
+NAMELESS = """
+import fcntl, os, signal, sys
+for signum in range(1, 65):
+    if signum not in (9, 19, 32, 33):
+        signal.signal(signum, signal.SIG_IGN)
+lock = os.open("lock", os.O_RDWR | os.O_CREAT)
+fcntl.flock(lock, fcntl.LOCK_EX)
+os.set_inheritable(lock, True)
+if os.fork():
+    sys.stdout.write("left" * ("stay" not in sys.argv))
+    sys.stdout.flush()
+    signal.pause() if "stay" in sys.argv else os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+os.execve(sys.executable, ["python3", "-c", sys.argv[1]], {})
+"""
+"""Leaves a process without parent, session, environment or fear of signals. It holds `lock`."""
+
+SLEEPS = "import time; open('up', 'w').close(); time.sleep(600)"
+FORKS_ON = """
+import os
+open("up", "w").close()
+while True:
+    if os.fork():
+        os._exit(0)
+"""
+HEADLESS = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+open("up", "w").close()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+"""Its first thread ends, so that the process looks dead, and another goes on."""
+KILLS_ALL = """
+import os
+open("up", "w").close()
+while True:
+    try:
+        os.kill(-1, 9)
+    except OSError:
+        pass
+"""
+LOCK_IS_FREE = "flock -w 30 lock true"
 
 NESTING = """
 import ctypes, mmap, os, platform, signal, subprocess
@@ -113,13 +160,17 @@ ANTIDOTE = (
 )
 
 
+async def until_up(box: Sandbox) -> None:
+    while not (await box.exec("[ -e up ]")).status.ok:
+        await asyncio.sleep(0.01)
+
+
 async def test_daemons_die_with_their_box(boot: Boot) -> None:
     """Double fork, setsid, nohup, ignored signals: after kill no process of it is on the host."""
     mark = uuid4().hex
     box = await boot()
     await box.exec(["python3", "-c", DAEMONS], env={"REDTEAM": mark})
-    while not (await box.exec("[ -e up ]")).status.ok:
-        await asyncio.sleep(0.01)
+    await until_up(box)
     await box.kill()
 
     assert marked(f"REDTEAM={mark}".encode()) == []
@@ -131,14 +182,60 @@ async def test_daemons_die_when_the_agent_is_stopped(boot: Boot) -> None:
     box = await boot()
     await box.start("agent", ["python3", "-c", DAEMONS], env={"REDTEAM": mark})
     await box.wait("agent")
-    while not (await box.exec("[ -e up ]")).status.ok:
-        await asyncio.sleep(0.01)
+    await until_up(box)
     await box.signal("agent", 9)
     async with asyncio.timeout(30):  # they are killed at once, and take a moment to end
         while marked(f"REDTEAM={mark}".encode()):
             await asyncio.sleep(0.01)
 
     assert (await box.exec(["true"])).status.ok
+
+
+@pytest.mark.parametrize(
+    "left", [SLEEPS, FORKS_ON, HEADLESS], ids=["sleeps", "forks on", "headless"]
+)
+async def test_nothing_of_a_killed_command_lives_on(boot: Boot, left: str) -> None:
+    """Without parent, session and environment, forking for ever or seeming dead: SIGKILL of the
+    command ends it."""
+    box = await boot()
+    await box.start("agent", ["python3", "-c", NAMELESS, left])
+    await box.wait("agent", timeout_s=60)
+    await until_up(box)
+    await box.signal("agent", 9)
+
+    assert (await box.exec(LOCK_IS_FREE)).status.ok
+
+
+async def test_nothing_of_a_command_outlives_its_deadline(boot: Boot) -> None:
+    """The deadline too ends what has neither parent nor session nor environment."""
+    box = await boot()
+    await box.start("agent", ["python3", "-c", NAMELESS, SLEEPS, "stay"], timeout_s=3)
+    status = await box.wait("agent", timeout_s=60)
+
+    assert (status.cause, (await box.exec(LOCK_IS_FREE)).status.ok) == ("timeout", True)
+
+
+async def test_killing_a_command_spares_others(boot: Boot) -> None:
+    """What another command left running on purpose is still there."""
+    box = await boot()
+    await box.exec("flock kept sleep 600 & until ! flock -n kept true; do :; done", check=True)
+    await box.start("agent", ["python3", "-c", NAMELESS, SLEEPS])
+    await box.wait("agent", timeout_s=60)
+    await box.signal("agent", 9)
+
+    assert (await box.exec("flock -n kept true")).status.code == 1
+
+
+async def test_no_process_can_kill_what_follows_the_agent(boot: Boot) -> None:
+    """After `end_all` a capture runs to its end, though the agent left a process that kills all others."""
+    box = await boot()
+    await box.start("agent", ["python3", "-c", NAMELESS, KILLS_ALL])
+    await box.wait("agent", timeout_s=60)
+    await box.signal("agent", 9)
+    await box.end_all()
+    result = await box.exec("flock -w 30 lock seq 100000")
+
+    assert (result.status.code, result.stdout.count(b"\n")) == (0, 100000)
 
 
 async def test_no_namespace_can_be_made(boot: Boot) -> None:

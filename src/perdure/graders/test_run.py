@@ -6,6 +6,7 @@ protocols give the verdict.
 
 import io
 import posixpath
+import signal
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -86,7 +87,8 @@ async def run_tests(
     setup = await _run(sandbox, [_SETUP, "grade", scratch], upload, _SETUP_LIMIT_S)
     if not setup.status.ok:
         return _refused(instance, setup)
-    run = await _run(sandbox, [_TESTS, "grade", scratch, command.junit_path], b"", timeout_s)
+    tests = [_TESTS, "grade", scratch, command.junit_path]
+    run = await _run(sandbox, tests, b"", timeout_s, ends_rest=True)
     return replace(run, junit=_after_mark(run.junit, scratch))
 
 
@@ -95,14 +97,19 @@ def _after_mark(stderr: bytes | None, scratch: str) -> bytes | None:
     return (stderr or b"").partition(f"{scratch}\n".encode())[2] or None
 
 
-async def _run(sandbox: Sandbox, script: list[str], stdin: bytes, timeout_s: float) -> TestRun:
-    """`junit` is all of stderr."""
+async def _run(
+    sandbox: Sandbox, script: list[str], stdin: bytes, timeout_s: float, *, ends_rest: bool = False
+) -> TestRun:
+    """`junit` is all of stderr. `ends_rest`: what it left running ends before its output is read;
+    `pre_commands` may leave a service for the tests."""
     exec_id = f"grade-{token_hex(8)}"
     argv = ["bash", "-c", *script]
     await sandbox.start(exec_id, argv, cwd=sandbox.workdir, stdin=stdin, timeout_s=timeout_s)
     status = await sandbox.wait(exec_id, timeout_s + _GRACE_S)
     if status.state in (ExecState.LOST, ExecState.RUNNING) or status.cause == "sandbox":
         raise SandboxLost(f"the test run in {sandbox.identity} has no result: {status}")
+    if ends_rest:
+        await sandbox.signal(exec_id, signal.SIGKILL)
     log = await _everything(sandbox, exec_id, "stdout")
     junit = await _everything(sandbox, exec_id, "stderr")
     return TestRun(status, log, junit or None)

@@ -109,6 +109,7 @@ async def _conclude(
     job: Job, session: AgentSession | None, sandbox: Sandbox, status: ExecStatus
 ) -> AgentRun:
     summary = await session.close() if session is not None else None
+    await sandbox.signal(EXEC_ID, signal.SIGKILL)  # what it left running could go on writing
     found = await agent_output.collect(
         sandbox, status, job.agent.artifacts, turns=summary.turns if summary else 0
     )

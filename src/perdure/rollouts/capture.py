@@ -1,10 +1,8 @@
 """The capture stage: take the diff as bytes, then end the agent's sandbox."""
 
 import hashlib
-import signal
 
 from perdure import tracing
-from perdure.agents.base import EXEC_ID
 from perdure.graders import capture as diff
 from perdure.rollouts.boot import BootRecord, attach, sandbox_of
 from perdure.rollouts.grade import needs_tests
@@ -35,8 +33,7 @@ async def capture(job: Job) -> Captured:
 
 async def _take(job: Job) -> PatchRef:
     sandbox = await attach(job)
-    # No process of the agent may race the capture.
-    await sandbox.signal(EXEC_ID, signal.SIGKILL)
+    await sandbox.end_all()  # no process of the agent may race the capture, or kill it
     boot = await job.read("sandbox.json", BootRecord)
     with tracing.span("take diff"):
         captured = await diff.capture(

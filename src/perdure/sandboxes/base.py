@@ -184,6 +184,10 @@ class Sandbox(ABC):
         SIGKILL also ends what a finished command left running in the background."""
 
     @abstractmethod
+    async def end_all(self) -> None:
+        """SIGKILL every process that commands started, whichever command it was. The sandbox lives on."""
+
+    @abstractmethod
     async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
         """Upload bytes or a host file under a temporary name, verify, rename. Makes parent folders."""
 

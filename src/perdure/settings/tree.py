@@ -144,6 +144,8 @@ class SandboxSettings(Group):
 
     ttl_s: float = Field(3600.0, ge=60)
     """A sandbox that no worker renews for this many seconds is killed, by its provider or by the reaper."""
+    open_files: int = Field(4096, ge=64)
+    """Files that one process in a sandbox of a worker's host or of Docker may open; at most half of the worker's own hard limit."""
     caps: dict[str, AccountCaps] = Field(default_factory=dict)
     """Limits of provider accounts, shared by all workers: `{"e2b": {"live": 20, "creates_per_s": 5, "starting": 16}}`."""
     allow_local: bool = False

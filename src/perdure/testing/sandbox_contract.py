@@ -372,6 +372,19 @@ class SandboxContract:
 
             assert (status.code, held.ok, gone.ok) == (0, False, True)
 
+    async def test_end_all_ends_what_any_command_left(self, provider: SandboxProvider) -> None:
+        """end_all ends running commands and what finished ones left; the sandbox takes new commands."""
+        async with self.box(provider) as box:
+            left = BACKGROUND_TREE.replace("sleep 600\n", "exit 0\n")
+            await box.start("left", ["bash", "-c", left])
+            await box.start("long", LONG)
+            done = await box.wait("left", timeout_s=60)
+            await box.end_all()
+            status = await box.wait("long", timeout_s=60)
+            gone = (await box.exec(TREE_IS_GONE)).status
+
+            assert (done.code, status.state, gone.ok) == (0, ExecState.KILLED, True)
+
     async def test_gentle_signal_can_be_handled(self, provider: SandboxProvider) -> None:
         """A command may catch SIGTERM, and its own exit code is then the result."""
         async with self.box(provider) as box:

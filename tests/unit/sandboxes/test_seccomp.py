@@ -11,10 +11,10 @@ ALLOWED = 0
 NEW_USERS, NEW_TIME, SIGCHLD = 0x10000000, 0x80, 17
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7, "i386": 0x40000003}
 NUMBERS = {
-    "x86_64": {"clone": 56, "clone3": 435, "ioctl": 16, "mount": 165, "openat": 257, "ptrace": 101,
-               "socket": 41, "unshare": 272},
-    "aarch64": {"clone": 220, "clone3": 435, "ioctl": 29, "mount": 40, "openat": 56, "ptrace": 117,
-                "socket": 198, "unshare": 97},
+    "x86_64": {"clone": 56, "clone3": 435, "fcntl": 72, "ioctl": 16, "mount": 165, "openat": 257,
+               "ptrace": 101, "socket": 41, "unshare": 272},
+    "aarch64": {"clone": 220, "clone3": 435, "fcntl": 25, "ioctl": 29, "mount": 40, "openat": 56,
+                "ptrace": 117, "socket": 198, "unshare": 97},
 }  # fmt: skip
 
 
@@ -52,6 +52,11 @@ def verdict(machine: str, number: int, *arguments: int, audit: int | None = None
         ("ptrace", (0,), ALLOWED),
         ("ptrace", (16, 1), errno.EPERM),
         ("ptrace", (0x4206, 1), errno.EPERM),
+        ("fcntl", (0, 2), ALLOWED),
+        ("fcntl", (0, 1025), ALLOWED),
+        ("fcntl", (0, 1024), errno.EPERM),
+        ("fcntl", (0, 1026), errno.EPERM),
+        ("fcntl", (0, 1040), errno.EPERM),
         ("ioctl", (0, 0x5401), ALLOWED),
         ("ioctl", (0, 0x5412), errno.EPERM),
         ("socket", (1,), ALLOWED),

@@ -185,6 +185,9 @@ class GuestSandbox(Sandbox):
         check_exec_id(exec_id)
         await self._guest("signal", exec_id=exec_id, signum=int(signum))
 
+    async def end_all(self) -> None:
+        await self._guest("end_all")
+
     async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
         if isinstance(data, bytes) and len(data) <= INLINE_BYTES // 2:
             sha256, text = hashlib.sha256(data).hexdigest(), base64.b64encode(data).decode()

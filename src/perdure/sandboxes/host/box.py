@@ -31,6 +31,8 @@ class BoxMeta:
     env: Mapping[str, str]
     output_mb: int
     disk_mb: int
+    open_files: int = 4096
+    """Most descriptors of one process."""
     groups: tuple[str, ...] = ()
     """Cgroups of this sandbox; they are removed with it."""
     exec_groups: str | None = None
@@ -71,6 +73,12 @@ class Box:
         """Pid 1 of its namespaces; None if it has no namespaces, or has not booted yet."""
         process = read_process_id(self.path / "ready")
         return process if process is not None and process.pid else None
+
+    @property
+    def own_pids(self) -> tuple[int, ...]:
+        """In its pid namespace, running before the first command: the holder and what came with it."""
+        holder, _, _, *others = (self.path / "ready").read_text().split()
+        return tuple(map(int, (holder, *others))) if holder != "0" else ()
 
     @property
     def processes(self) -> tuple[ProcessId | None, ...]:
@@ -118,7 +126,17 @@ class Box:
 
     def request(self, exec_id: str, timeout_s: float | None) -> None:
         """Ask the keeper to run the command. Raises OSError when there is no keeper."""
-        line = f"{exec_id} {'-' if timeout_s is None else f'{timeout_s:.3f}'}\n"
+        self._ask(f"{exec_id} {'-' if timeout_s is None else f'{timeout_s:.3f}'}\n")
+
+    def request_end_of_all(self) -> Path:
+        """Ask the keeper to let pid 1 kill all others. The file returned appears when that is done.
+
+        Raises: OSError when there is no keeper."""
+        done = self.path / f"ended-{uuid4().hex}"
+        self._ask(f"- {done.name}\n")
+        return done
+
+    def _ask(self, line: str) -> None:
         pipe = os.open(self.path / "requests", os.O_WRONLY | os.O_NONBLOCK)
         try:
             os.write(pipe, line.encode())  # atomic: far below PIPE_BUF

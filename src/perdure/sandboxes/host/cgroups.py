@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from perdure.sandboxes.host.procfs import runs
 from perdure.types import Limits
 
 PERIOD_US = 100_000
@@ -119,6 +120,11 @@ def members(group: Path) -> list[int]:
     return found
 
 
+def below(folder: Path) -> list[Path]:
+    """The commands' groups."""
+    return sorted(folder.glob("x*"))
+
+
 def kill(group: Path) -> None:
     """SIGKILL every process in the group and below it, including those it forks meanwhile."""
     try:
@@ -128,17 +134,10 @@ def kill(group: Path) -> None:
         # v1 or a kernel before 5.14 (the file cannot be made), or the group was just removed
         if error.errno not in (errno.EACCES, errno.ENOENT, errno.ENODEV):
             raise
-    while pids := [pid for pid in members(group) if not _is_zombie(pid)]:
+    while pids := [pid for pid in members(group) if runs(pid)]:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return b") Z" in Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return True
 
 
 async def remove(folders: Iterable[Path]) -> None:

@@ -1,6 +1,7 @@
 """The durable record of one command: a folder on the host that the sandbox cannot reach.
 
-Written by `Sandbox.start` (run, in), the launcher (out, err) and the keeper (pid, cause).
+Written by `Sandbox.start` (run, in) and the keeper (pid, cause, out, err). Commands hold none of them:
+they write into out.pipe and err.pipe, which the keeper reads.
 
     no folder                   never started
     pid has a second line       over: exited or killed, as the kernel told the keeper
@@ -91,21 +92,6 @@ class ExecRecord:
         """Write why it will be killed. The first cause stays."""
         with contextlib.suppress(FileExistsError), open(self.path / "cause", "x") as file:
             file.write(f"{cause}\n")
-
-    def longest_output(self) -> int:
-        """Bytes."""
-        return max(self._size("out"), self._size("err"))
-
-    def truncate(self, size: int) -> None:
-        for name in ("out", "err"):
-            if self._size(name) > size:
-                os.truncate(self.path / name, size)
-
-    def _size(self, name: str) -> int:
-        try:
-            return os.stat(self.path / name).st_size
-        except FileNotFoundError:
-            return 0  # the command is about to be launched
 
     def status(self) -> ExecStatus:
         if (over := self._over()) is not None:

@@ -16,9 +16,6 @@ from uuid import uuid4
 
 from perdure.errors import Boundary, ConfigurationError, NotFound, RetryHere
 
-INLINE_BYTES = 1 << 18
-"""Bytes up to which a copy runs on the event loop, which is quicker than a thread."""
-
 _OPENAT2 = 437
 _RESOLVE_NO_MAGICLINKS = 0x02
 _RESOLVE_IN_ROOT = 0x10
@@ -61,13 +58,17 @@ def open_file(root: Path, path: str) -> BinaryIO:
 
 
 async def read_file(root: Path, path: str, offset: int, limit: int | None) -> bytes:
-    """Bytes [offset, offset + limit) of the file. Raises: NotFound."""
+    """Bytes [offset, offset + limit) of the file. Raises: NotFound.
+
+    Never on the event loop: code in the sandbox holds the same file.
+    """
+    return await asyncio.to_thread(_read_file, root, path, offset, limit)
+
+
+def _read_file(root: Path, path: str, offset: int, limit: int | None) -> bytes:
     with open_file(root, path) as file:
         left = max(0, os.fstat(file.fileno()).st_size - offset)
-        size = left if limit is None else min(left, limit)
-        if size <= INLINE_BYTES:
-            return _read_at(file, offset, size)
-        return await asyncio.to_thread(_read_at, file, offset, size)
+        return _read_at(file, offset, left if limit is None else min(left, limit))
 
 
 def _read_at(file: BinaryIO, offset: int, size: int) -> bytes:
@@ -84,10 +85,7 @@ async def write_file(root: Path, path: str, data: bytes | Path, mode: int) -> No
 
     Raises: ConfigurationError when the disk is full or the folder is read-only.
     """
-    if isinstance(data, bytes) and len(data) <= INLINE_BYTES:
-        _write_file(root, path, data, mode)
-    else:
-        await asyncio.to_thread(_write_file, root, path, data, mode)
+    await asyncio.to_thread(_write_file, root, path, data, mode)
 
 
 def _write_file(root: Path, path: str, data: bytes | Path, mode: int) -> None:

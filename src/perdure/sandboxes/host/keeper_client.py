@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import marshal
 import os
+import resource
 import signal
 import socket
 import sys
@@ -42,6 +43,9 @@ class Holder:
     """Mount options of the overlay at `disk/root`, if `argv` uses that as its root folder."""
     pid_file: str | None = None
     """The file its pid is written to instead of descriptor 3."""
+    kills: bool = False
+    """At each line on descriptor 0, a socket, it kills all other processes of its pid namespace and
+    answers with a line."""
 
 
 async def start_keeper(
@@ -66,6 +70,7 @@ async def start_keeper(
         "joins": [str(path) for path in plan.joins],
         "groups": str(plan.exec_groups) if plan.exec_groups else None,
         "folders": [str(path) for path in plan.folders],
+        "output": box.meta().output_mb << 20,
         "oom": str(plan.oom_file) if plan.oom_file else None,
         "holder": None if holder is None else {**vars(holder), "argv": list(holder.argv)},
         "gateway": None if gateway is None else (gateway[0], str(gateway[1])),
@@ -127,12 +132,24 @@ class _Zygote:
             reap(self.pid)
 
 
+def _allow_open_files() -> None:
+    """To this process: as many as it may have. A keeper is asked for by a descriptor in flight.
+
+    The kernel counts descriptors in flight for each user, commands' too, and refuses ours beyond the
+    soft limit. Commands have a lower one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 _zygotes: list[_Zygote] = []
 """Empty, or the one of this process."""
 
 
 def _fork_keeper(line: int) -> None:
     """Ask the zygote to fork. Starts one if there is none, and again if it was killed."""
+    _allow_open_files()
     try:
         socket.send_fds(_our_zygote().channel, [b"k"], [line])
     except ConnectionError:

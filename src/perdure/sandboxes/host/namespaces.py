@@ -23,9 +23,13 @@ GATEWAY_PORT = 18001
 CAP_SYS_ADMIN = 21
 LEAST_INODES, INODES_PER_MB = 1 << 15, 256
 
-INIT = "echo up; exec >/dev/null; while read -r line; do :; done"
+INIT = (
+    "/bin/bash", "--norc", "-c",
+    "echo up; exec >/dev/null 2>&1; while read -r line; do kill -KILL -1; echo >&0; done",
+)  # fmt: skip
 """Pid 1, a bash: it reaps orphans while it waits for input, without a process to wait for (dash does
-not). No line ever arrives; its input ends when the keeper does, and then it exits."""
+not). At each line it kills every other process at once, and none of them can kill it; then it answers
+with a line. Its input ends when the keeper does, and then it exits. `--norc`: its input is a socket, at which bash reads ~/.bashrc."""
 
 
 class NamespaceSandbox(HostSandbox):

@@ -42,17 +42,39 @@ def _holds(pid: str, marker: bytes) -> bool:
         return False
 
 
+def runs(pid: int) -> bool:
+    """Whether any thread of it runs: the first one may have ended alone."""
+    fields = stat(pid)
+    return bool(fields) and (fields[0] not in b"ZX" or int(fields[17]) > 1)
+
+
+def depth(pid: int) -> int:
+    """The number of pid namespaces it is in; 0 if it is gone."""
+    for line in read(f"/proc/{pid}/status").split(b"\n"):
+        if line.startswith(b"NSpid:"):
+            return len(line.split()) - 1
+    return 0
+
+
+def children(pid: int) -> list[int]:
+    """Of all its threads."""
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found += map(int, file.read().split())
+        except OSError:
+            continue  # it ended, and so its children have another parent now
+    return found
+
+
 def below(pid: int) -> list[int]:
     """Every descendant of `pid`, nearest first."""
-    found: list[int] = []
-    queue = [pid]
-    while queue:
-        parent = queue.pop(0)
-        try:
-            with open(f"/proc/{parent}/task/{parent}/children") as file:
-                children = [int(child) for child in file.read().split()]
-        except OSError:
-            continue
-        found += children
-        queue += children
+    found = children(pid)
+    for child in found:
+        found += children(child)
     return found

@@ -134,6 +134,7 @@ class HostProvider(SandboxProvider):
             env=dict(env),
             output_mb=spec.limits.output_mb,
             disk_mb=spec.limits.disk_mb,
+            open_files=self.settings.sandbox.open_files,
             groups=tuple(map(str, plan.folders)),
             exec_groups=str(plan.exec_groups) if plan.exec_groups else None,
             enforced=enforced,

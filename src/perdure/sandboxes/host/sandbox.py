@@ -8,9 +8,11 @@ import contextlib
 import os
 import resource
 import signal
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 from uuid import uuid4
 
@@ -22,13 +24,13 @@ from perdure.errors import (
 from perdure.sandboxes.base import (
     ExecState,
     ExecStatus,
-    KillCause,
     Sandbox,
 )
 from perdure.sandboxes.checks import check_argv, check_variables
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.box import Box, BoxMeta
 from perdure.sandboxes.host.execs import ExecRecord
+from perdure.sandboxes.host.keeper.killing import end_all, end_command, kill_group
 from perdure.sandboxes.host.process import ended, is_alive
 from perdure.sandboxes.host.procfs import below, marked
 from perdure.sandboxes.host.teardown import destroy, lock_of
@@ -38,9 +40,12 @@ Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 RESULT_S = 1.0
 """Longest pause while waiting for the keeper to write the result of a command that has ended."""
-OUTPUT_CHECK_S = 0.5
-"""How often `wait` looks whether a running command has written too much."""
-OPEN_FILES = 1 << 16
+HOLDER_KILLS_S = 10.0
+"""Longest wait for pid 1 to kill all others; if it does not, they are killed one by one."""
+LOOK_S = 0.5
+"""How often `wait` looks whether a command that it waits for still has a sandbox."""
+INLINE_BYTES = 1 << 18
+"""Bytes of output up to which a read runs on the event loop, which is quicker than a thread."""
 
 
 def _lost_with_its_folder(method: Method) -> Method:
@@ -124,11 +129,6 @@ class HostSandbox(Sandbox):
     async def poll(self, exec_id: str) -> ExecStatus:
         record = self._known(exec_id)
         status = record.status()
-        if record.longest_output() > self._output_cap:
-            self._end(record, "output")
-            await self._reported(record)
-            record.truncate(self._output_cap)
-            status = record.status()
         if status.state is ExecState.LOST:
             if self._awaits_result(record):
                 return ExecStatus(ExecState.RUNNING)
@@ -145,7 +145,7 @@ class HostSandbox(Sandbox):
         end = None if timeout_s is None else loop.time() + timeout_s
         while True:
             status = await self.poll(exec_id)
-            left = OUTPUT_CHECK_S if end is None else min(OUTPUT_CHECK_S, end - loop.time())
+            left = LOOK_S if end is None else min(LOOK_S, end - loop.time())
             if status.done or left <= 0:
                 return status
             process = self.box.record(exec_id).process
@@ -163,29 +163,40 @@ class HostSandbox(Sandbox):
         limit: int = 1 << 24,
     ) -> bytes:
         path = self._known(exec_id).path / ("out" if stream == "stdout" else "err")
-        limit = max(0, min(limit, self._output_cap - offset))
-        try:
+        try:  # a file that nothing in the sandbox can hold
             with open(path, "rb", buffering=0) as file:
-                return os.pread(file.fileno(), limit, offset)
+                size = max(0, min(limit, os.fstat(file.fileno()).st_size - offset))
+                if size <= INLINE_BYTES:
+                    return os.pread(file.fileno(), size, offset)
+                return await asyncio.to_thread(os.pread, file.fileno(), size, offset)
         except FileNotFoundError:
-            return b""  # not launched yet
+            return b""  # it has written nothing yet
 
     @_lost_with_its_folder
     async def signal(self, exec_id: str, signum: int) -> None:
         record = self._known(exec_id)
         done = record.status().done
         if signum == signal.SIGKILL and done:
-            self._kill_tree(record)  # background processes that it left
+            await asyncio.to_thread(self._kill_tree, record)  # what it left in the background
             return
         if done:
             return
         if signum == signal.SIGKILL:
-            self._end(record, "signal")
+            record.claim_cause("signal")
+            await asyncio.to_thread(self._kill_tree, record)
             await self._reported(record)
             return
-        for pid in self._tree(record):
+        for pid in await asyncio.to_thread(self._tree, record):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
+
+    @_lost_with_its_folder
+    async def end_all(self) -> None:
+        self._check_alive()
+        if not await asyncio.to_thread(self._end_all):
+            raise SandboxLost(
+                f"sandbox {self.identity!r} has processes that cannot be ended; boot a new generation"
+            )
 
     @_lost_with_its_folder
     async def touch(self, ttl_s: float) -> None:
@@ -216,10 +227,6 @@ class HostSandbox(Sandbox):
 
     # -- helpers ----------------------------------------------------------------------------------
 
-    @property
-    def _output_cap(self) -> int:
-        return self.meta.output_mb << 20
-
     def _order(
         self,
         argv: Sequence[str],
@@ -237,7 +244,7 @@ class HostSandbox(Sandbox):
         limits = {
             resource.RLIMIT_CORE: 0,
             resource.RLIMIT_FSIZE: largest_file,
-            resource.RLIMIT_NOFILE: _open_files(),
+            resource.RLIMIT_NOFILE: _open_files(self.meta.open_files),
             **_rlimits(self.enforced),
         }
         variables = {"PERDURE_EXEC": token, **env}
@@ -277,21 +284,37 @@ class HostSandbox(Sandbox):
                 pids += [process.pid, *below(process.pid)]
         return list(dict.fromkeys(pids))
 
-    def _end(self, record: ExecRecord, cause: KillCause) -> None:
-        record.claim_cause(cause)
-        self._kill_tree(record)
-
-    def _kill_tree(self, record: ExecRecord) -> None:
-        """Kill the whole tree, in rounds: the next round meets what forked during this one."""
-        if record.process is None:
-            return
+    def _kill_tree(self, record: ExecRecord) -> bool:
+        """Kill the command with all it started. It may take a while, so never on the event loop."""
+        process = record.process
+        if process is None:
+            return True
         if (group := record.group) is not None:
-            cgroups.kill(group)
-            return
-        while pids := self._tree(record):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            return kill_group(str(group))
+        execs, name = str(record.path.parent), record.path.name
+        return end_command(execs, name, process, self._keeper, self.box.own_pids)
+
+    def _end_all(self) -> bool:
+        if self.meta.exec_groups is not None:
+            for group in cgroups.below(Path(self.meta.exec_groups)):
+                kill_group(str(group))
+        if own := self.box.own_pids:
+            self._let_holder_kill()
+            return end_all(self._keeper, own)
+        execs = self.box.path / "execs"
+        return all([self._kill_tree(ExecRecord(path)) for path in execs.glob("[!.]*")])
+
+    def _let_holder_kill(self) -> None:
+        with contextlib.suppress(OSError):  # there is no keeper, so its pid 1 ends too
+            done, end = self.box.request_end_of_all(), time.monotonic() + HOLDER_KILLS_S
+            while not done.exists() and time.monotonic() < end:
+                time.sleep(0.001)
+            done.unlink(missing_ok=True)
+
+    @property
+    def _keeper(self) -> int:
+        keeper = self._processes[0]
+        return keeper.pid if keeper else 0
 
     async def _reported(self, record: ExecRecord) -> None:
         """Wait until the keeper has written the result of a command that was just killed."""
@@ -313,9 +336,10 @@ class HostSandbox(Sandbox):
             pause *= 1.5
 
 
-def _open_files() -> int:
+def _open_files(wanted: int) -> int:
+    """Below the worker's own limit, because the kernel counts descriptors in flight for both together."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard // 2)
 
 
 def _rlimits(enforced: Mapping[str, str]) -> dict[int, int]:

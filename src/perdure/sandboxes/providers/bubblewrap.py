@@ -56,7 +56,7 @@ class BubblewrapProvider(NamespaceProvider):
             enforced=enforced(plan, spec),
         )
         box.lay_out(meta, spec.ttl_s)
-        holder = Holder(tuple(self.command(spec, box)), *disk_of(spec))
+        holder = Holder(tuple(self.command(spec, box)), *disk_of(spec), kills=True)
         await start_keeper(box, plan, holder, gateway_of(spec), in_own_users=needs_own_users())
         return self._handle(box, meta)
 
@@ -116,7 +116,7 @@ def _bwrap(spec: SandboxSpec, box: Box, etc: Path) -> list[str]:
         # and a read-only /proc.
         *(part for name in DEVICES for part in _device(disk / "dev" / name, name)),
         *("--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/"),
-        *("--chdir", spec.workdir, "--", "/bin/bash", "-c", INIT),
+        *("--chdir", spec.workdir, "--", *INIT),
     ]
 
 

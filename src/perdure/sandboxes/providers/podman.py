@@ -102,7 +102,7 @@ class PodmanProvider(NamespaceProvider):
             *ULIMITS,
             *([] if spec.image else ["--read-only", "--read-only-tmpfs=false"]),
             *(part for volume in volumes for part in ("--volume", volume)),
-            *("--rootfs", str(disk / "root"), "/bin/bash", "-c", INIT),
+            *("--rootfs", str(disk / "root"), *INIT),
         ]
 
     # -- the root folder without an image -----------------------------------------------------------

@@ -131,6 +131,7 @@ def touch(ttl: float) -> Answer:
 
 OPERATIONS: dict[str, Any] = {
     "begin": begin,
+    "end_all": commands.end_all,
     "output": commands.output,
     "place": files.place,
     "poll": commands.poll,

@@ -138,6 +138,35 @@ def send_signal(exec_id: str, signum: int) -> Answer:
     return {}
 
 
+def end_all() -> Answer:
+    """Kill all that commands started, whichever command it was."""
+    while True:
+        pids = [pid for pid in left() if pid != os.getpid()]
+        if not pids:
+            return {}
+        for pid in pids:
+            processes.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def left() -> list[int]:
+    """In a container of ours: all but its first process, supervisors, the resident and processes from
+    outside. Elsewhere others may run beside commands: only what belongs to one."""
+    supervisors = []
+    for name in os.listdir(files.state("execs")) if os.path.isdir(files.state("execs")) else []:
+        folder = files.state("execs", name)
+        process = None if name.startswith(".") else records.process_of(folder)
+        if process is not None:
+            supervisors.append((folder, process))
+    if files.meta().get("seal") is None:
+        return [pid for folder, process in supervisors for pid in tree(folder, process)]
+    ours = {process[0] for _, process in supervisors if processes.alive(process)}
+    resident = records.resident()
+    if resident is not None and processes.alive(resident):
+        ours.update((resident[0], *processes.below(resident[0])))
+    return [pid for pid in processes.below(1) if pid not in ours]
+
+
 def tree(folder: str, process: tuple[int, str]) -> list[int]:
     if processes.alive(process):
         return processes.below(process[0])

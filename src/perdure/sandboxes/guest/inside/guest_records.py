@@ -46,6 +46,16 @@ def process_of(folder: str) -> tuple[int, str] | None:
     return (int(fields[0]), fields[1]) if len(fields) == 2 else None
 
 
+def resident() -> tuple[int, str] | None:
+    """The process that answers orders, as `guest_door` wrote it."""
+    try:
+        with open(files.state("door.lock")) as file:
+            fields = file.read().split()
+    except FileNotFoundError:
+        return None
+    return (int(fields[0]), fields[1]) if len(fields) == 2 else None
+
+
 def result_of(folder: str) -> Answer | None:
     try:
         with open(os.path.join(folder, "rc")) as file:

@@ -15,8 +15,9 @@ from time import monotonic, sleep, time
 from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.keeper import forwarder, linux
 from perdure.sandboxes.host.keeper.holder import become_holder
-from perdure.sandboxes.host.keeper.killing import kill_group, kill_marked, removed
+from perdure.sandboxes.host.keeper.killing import end_command, kill_group, removed
 from perdure.sandboxes.host.keeper.launcher import CANNOT_EXECUTE, Launcher
+from perdure.sandboxes.host.keeper.streams import Outputs, Stream
 
 DYING_S = 0.05
 """When pid 1 dies, the kernel kills its commands first: wait this long before deciding whether a
@@ -32,7 +33,11 @@ REMOVING_S = 5.0
 """Seconds to retry the removal of busy cgroups; then they are left to the reaper."""
 
 _SAVE_AGAIN_S = 0.5
-"""Seconds between two tries to write a result to a full disk."""
+"""Seconds between two tries to write outputs and results to a full disk."""
+
+ALL = "-"
+"""In place of a command's id: end every process in the sandbox. Then comes the file that tells the end."""
+_HOLDER_KILLS_S = 5.0
 
 
 def keep(line: socket) -> None:
@@ -88,6 +93,7 @@ class _Command:
     def __init__(self, exec_id: str, record: int, group: str | None, ooms: int) -> None:
         self.exec_id = exec_id
         self.record = record
+        self.streams: tuple[Stream, ...] = ()
         self.group = group
         self.ooms = ooms
         self.pid = 0
@@ -105,6 +111,7 @@ class Keeper:
     def __init__(self, order: dict[str, object], line: socket) -> None:
         self._order = order
         self._line = line
+        self._pid = os.getpid()
         self._joins: list[str] = order["joins"]  # type: ignore[assignment]  # by keeper_client
         self._groups: str | None = order["groups"]  # type: ignore[assignment]
         self._ooms = os.open(str(order["oom"]), os.O_RDONLY) if order["oom"] else -1
@@ -114,6 +121,7 @@ class Keeper:
         signal.set_wakeup_fd(wakeup)
         self._launcher: socket | None = None
         self._holder = 0
+        self._own: tuple[int, ...] = ()
         self._holder_fd = -1
         self._holder_gone = False
         self._forwarder = 0
@@ -121,6 +129,8 @@ class Keeper:
         self._gateway: tuple[int, str] | None = None
         """The forwarder's port, and the socket that it connects to."""
         self._poll = select.poll()
+        cap: int = order["output"]  # type: ignore[assignment]
+        self._outputs = Outputs(self._poll, cap)
         self._count = 0
         self._running: dict[int, _Command] = {}
         self._deadlines: list[tuple[float, _Command]] = []
@@ -143,16 +153,21 @@ class Keeper:
                 os._exit(1)  # the log says why
             self._gateway = (int(port), gateway[1])
         self._enter_launcher(self._launcher)
+        if self._holder:  # before any command runs
+            self._own = (self._holder, *procfs.below(self._holder))
         with open("ready.new", "w") as file:
             started = procfs.started_at(self._holder) if self._holder else 0
-            file.write(f"{self._holder} {started} {port}\n")
+            others = " ".join(map(str, self._own[1:]))
+            file.write(f"{self._holder} {started} {port} {others}\n")
         os.rename("ready.new", "ready")
 
     def _boot_holder(self, holder: dict[str, object]) -> None:
-        """It reads from a pipe whose other end the keeper holds, so it exits when the keeper does."""
+        """It reads from a socket whose other end the keeper holds, so it exits when the keeper does.
+        A command could open a pipe again by its name in /proc, but not a socket."""
         told, info = os.pipe()
         up, say_up = os.pipe()
-        self_end, self._life = os.pipe()
+        ours, theirs = socketpair()
+        self_end, self._life = theirs.detach(), ours.detach()
         keeper = os.getpid()
         if os.fork() == 0:
             try:
@@ -260,7 +275,7 @@ class Keeper:
 
     def _pause_ms(self) -> int:
         times = [self._look_at, *(when for when, _ in (*self._deadlines, *self._undecided))]
-        if self._unsaved:
+        if self._unsaved or self._outputs.stuck:
             times.append(monotonic() + _SAVE_AGAIN_S)
         return max(0, int((min(times) - monotonic()) * 1000) + 1)
 
@@ -268,9 +283,14 @@ class Keeper:
         if fd == self._requests:
             for line in os.read(fd, 1 << 16).splitlines():
                 exec_id, timeout = line.decode().split()
+                if exec_id == ALL:
+                    self._let_holder_kill(timeout)
+                    continue
                 self._start(exec_id, None if timeout == "-" else float(timeout))
         elif fd == self._wakeup:
             os.read(fd, 4096)
+        elif fd in self._outputs:
+            self._outputs.carry(fd)
         else:
             self._holder_gone = True
             self._poll.unregister(fd)
@@ -284,6 +304,14 @@ class Keeper:
         except (FileExistsError, FileNotFoundError):
             return
         command = _Command(exec_id, record, self._new_group(), self._count_ooms())
+        try:
+            command.streams = self._outputs.open(
+                exec_id, lambda: self._end_early(command, "output")
+            )
+        except OSError as error:  # a full disk
+            _log(error)
+            os.close(record)
+            return
         pid = self._launch(command)
         if pid > 0:
             command.pid, command.started = pid, procfs.started_at(pid)
@@ -296,6 +324,7 @@ class Keeper:
             _log(error)
             os.close(record)
             self._kill_tree(command)
+            self._outputs.close(command.streams)
             return
         if pid <= 0:
             self._refuse(command, -pid)
@@ -333,6 +362,7 @@ class Keeper:
 
     def _refuse(self, command: _Command, reason: int) -> None:
         """It never ran, or that is unknown: then its cgroup is killed, in case it has begun."""
+        self._outputs.close(command.streams)
         if reason == 0 or self._holder_is_gone():
             if command.group is not None:
                 kill_group(command.group)
@@ -360,6 +390,7 @@ class Keeper:
 
     def _end(self, command: _Command) -> None:
         """After a SIGKILL, wait a moment: it may have been the end of the whole sandbox."""
+        self._outputs.drain(command.streams)
         self._deadlines = [entry for entry in self._deadlines if entry[1] is not command]
         sudden = os.WIFSIGNALED(command.status) and os.WTERMSIG(command.status) == signal.SIGKILL
         oom = self._count_ooms() > command.ooms
@@ -387,7 +418,9 @@ class Keeper:
         self._save()
 
     def _save(self) -> None:
-        """On a full disk results are written later; they are not lost."""
+        """On a full disk outputs and results are written later; they are not lost."""
+        if not self._outputs.flush():
+            return
         while self._unsaved:
             record, result = self._unsaved[0]
             try:
@@ -422,11 +455,12 @@ class Keeper:
         if left > 0:
             self._look_at = monotonic() + min(left, LOOK_S)
             return
-        for command in self._running.values():
-            self._kill_at_once(command)
-        if self._holder:
+        if self._holder:  # the kernel ends all in its pid namespace with it
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._holder_fd, signal.SIGKILL)
+        else:
+            for command in self._running.values():
+                self._kill_at_once(command)
         self._fork_remover()
         os._exit(0)  # its other children die with it; the reaper removes the folder
 
@@ -447,15 +481,15 @@ class Keeper:
         for when, command in [*self._deadlines]:
             if when <= now:
                 self._deadlines.remove((when, command))
-                self._claim_timeout(command)
-                self._kill_tree(command)
+                self._end_early(command, "timeout")
 
-    def _claim_timeout(self, command: _Command) -> None:
+    def _end_early(self, command: _Command, cause: str) -> None:
         try:
             with open(f"execs/{command.exec_id}/cause", "x") as file:
-                file.write("timeout\n")
+                file.write(f"{cause}\n")
         except FileExistsError:
             pass
+        self._kill_tree(command)
 
     def _kill_tree(self, command: _Command) -> None:
         """In a process of its own: a tree that keeps forking would block the keeper."""
@@ -469,4 +503,16 @@ class Keeper:
         if command.group is not None:
             kill_group(command.group)
         else:
-            kill_marked(command.exec_id, command.pid, command.started)
+            process = command.pid, command.started
+            end_command("execs", command.exec_id, process, self._pid, self._own)
+
+    def _let_holder_kill(self, done: str) -> None:
+        """Pid 1 kills all others in one system call, and nothing inside can kill pid 1."""
+        holder: dict[str, object] | None = self._order["holder"]  # type: ignore[assignment]
+        if holder is not None and holder["kills"]:
+            with contextlib.suppress(OSError):  # it is gone
+                os.write(self._life, b"\n")
+                if select.select([self._life], [], [], _HOLDER_KILLS_S)[0]:
+                    os.read(self._life, 64)
+        with open(done, "x"):
+            pass

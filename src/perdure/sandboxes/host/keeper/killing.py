@@ -1,25 +1,41 @@
-"""Kills a command with all it started, and removes its cgroups, from the keeper's side."""
+"""Kills a command with all it started, or everything in a sandbox; removes cgroups.
+
+Keepers use it, and workers in a thread. Whatever a process does, it stays below its sandbox's pid 1
+or its keeper, so no empty environment, new session or dead parent hides it.
+"""
 
 import contextlib
 import os
 import signal
-from time import sleep
+from collections.abc import Callable, Collection, Iterable, Mapping
+from time import monotonic, sleep
 
 from perdure.sandboxes.host import procfs
 
+ENOUGH_S = 30.0
+"""Seconds after which a killing gives up. Only a process that forks without rest takes so long."""
+_CLEAN_LOOKS = 2
+"""A process may move between two lists while they are read, so one empty look proves nothing."""
+_MARK = b"PERDURE_EXEC="
 
-def kill_group(group: str) -> None:
-    try:
-        with open(f"{group}/cgroup.kill", "w") as file:
-            file.write("1")
-        return
-    except (FileNotFoundError, PermissionError):
-        pass  # v1 or a kernel before 5.14: the file cannot be made
-    while True:
-        with open(f"{group}/cgroup.procs") as file:
-            pids = [int(pid) for pid in file]
-        if not _kill([pid for pid in pids if _runs(pid)]):
-            return
+
+def kill_group(group: str) -> bool:
+    """Kill all in a command's cgroup. False: something still runs.
+
+    The kernel's `cgroup.kill` kills at once what forks without rest, but it misses a process whose
+    first thread has ended, so the members are killed too.
+    """
+    with contextlib.suppress(OSError), open(f"{group}/cgroup.kill", "w") as file:
+        file.write("1")  # v1 and kernels before 5.14 cannot
+
+    def left() -> Iterable[int]:
+        try:
+            with open(f"{group}/cgroup.procs") as file:
+                return [int(pid) for pid in file]
+        except OSError:
+            return []  # it was removed, so it was empty
+
+    return _until_none(left)
 
 
 def removed(group: str) -> bool:
@@ -37,15 +53,96 @@ def removed(group: str) -> bool:
     return True
 
 
-def kill_marked(exec_id: str, pid: int, started: int) -> None:
-    with open(f"execs/{exec_id}/run", "rb") as file:
-        token = file.readline().split()[2]
-    while pid:
-        found = procfs.marked(b"PERDURE_EXEC=" + token)
-        if procfs.started_at(pid) == started:  # otherwise the pid may be another process's
-            found += [pid, *procfs.below(pid)]
-        if not _kill([one for one in found if _runs(one)]):
-            return
+def end_command(
+    execs: str, exec_id: str, process: tuple[int, int], keeper: int, own: Collection[int]
+) -> bool:
+    """Kill the command and all it started, where it has no cgroup. False: something still runs.
+
+    `execs`: the folder of the sandbox's commands. `process`: pid and start time of its first. `own`: the sandbox's own processes. If it has none
+    (no namespaces), only the mark in the environment finds a process whose parent has ended.
+    """
+    pid, started = process
+    token = _token(f"{execs}/{exec_id}")
+    if not pid:
+        return True
+    if not own:
+        return _until_none(lambda: _marked_or_below(token, pid, started))
+
+    def left() -> Iterable[int]:
+        """Spared: what descends from the first process of another command, or bears its mark."""
+        tree = _tree(keeper, *own)
+        ours = [pid] if procfs.started_at(pid) == started else []
+        ours += _below(ours, tree)
+        spared = {*ours, *own}
+        orphans = [one for one in _below(own, tree) if one not in spared]
+        if orphans:
+            others = {_token(f"{execs}/{name}") for name in os.listdir(execs)} - {token, b""}
+            orphans = [one for one in orphans if _mark_of(one) not in others]
+        return (*ours, *orphans)
+
+    return _until_none(left)
+
+
+def end_all(keeper: int, own: Collection[int]) -> bool:
+    """Kill everything in the sandbox's pid namespace but its own processes. False: something still runs."""
+
+    depth = procfs.depth(keeper)
+
+    def left() -> Iterable[int]:
+        tree = _tree(keeper, *own)
+        found = {one for ones in tree.values() for one in ones}.difference(own)
+        return [one for one in found if procfs.depth(one) > depth]
+
+    return _until_none(left)
+
+
+def _tree(*roots: int) -> Mapping[int, list[int]]:
+    """Parent -> children, of all that descends from `roots`."""
+    found: dict[int, list[int]] = {}
+    queue = [*roots]
+    for parent in queue:
+        if parent not in found:
+            found[parent] = procfs.children(parent)
+            queue += found[parent]
+    return found
+
+
+def _below(pids: Iterable[int], tree: Mapping[int, list[int]]) -> list[int]:
+    found = [child for pid in pids for child in tree.get(pid, ())]
+    for pid in found:
+        found += tree.get(pid, ())
+    return found
+
+
+def _marked_or_below(token: bytes, pid: int, started: int) -> list[int]:
+    found = procfs.marked(_MARK + token)
+    if procfs.started_at(pid) == started:  # otherwise the pid may be another process's
+        found += [pid, *procfs.below(pid)]
+    return found
+
+
+def _token(folder: str) -> bytes:
+    """What marks the processes of the command in this folder; empty if there is none."""
+    words = procfs.read(f"{folder}/run").split(b"\n", 1)[0].split()
+    return words[2] if len(words) > 2 else b""
+
+
+def _mark_of(pid: int) -> bytes:
+    """The token in its environment, which it may have chosen itself."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        for variable in file.read().split(b"\0"):
+            if variable.startswith(_MARK):
+                return variable.removeprefix(_MARK)
+    return b""
+
+
+def _until_none(left: Callable[[], Iterable[int]]) -> bool:
+    clean, end = 0, monotonic() + ENOUGH_S
+    while clean < _CLEAN_LOOKS:
+        clean = 0 if _kill([pid for pid in left() if procfs.runs(pid)]) else clean + 1
+        if monotonic() > end:
+            return False
+    return True
 
 
 def _kill(pids: list[int]) -> bool:
@@ -55,8 +152,3 @@ def _kill(pids: list[int]) -> bool:
     if pids:
         sleep(0.001)
     return bool(pids)
-
-
-def _runs(pid: int) -> bool:
-    state = procfs.stat(pid)
-    return bool(state) and state[0] not in b"ZX"

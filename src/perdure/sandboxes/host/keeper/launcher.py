@@ -7,12 +7,14 @@ cgroups takes about 13 ms; forking inside them takes no extra time.
 """
 
 import errno
+import fcntl
 import os
 import resource
 import signal
 from _socket import socket
 
-from perdure.sandboxes.host.keeper import linux, seccomp
+from perdure.sandboxes.host.keeper import linux, quotas, seccomp
+from perdure.sandboxes.host.keeper.streams import pipe_of
 
 CANNOT_START, CANNOT_EXECUTE, NOT_FOUND = 125, 126, 127
 """Exit codes of a command that could not be executed, as `env` uses them."""
@@ -30,6 +32,8 @@ _TO_DEFAULT = (
 
 TOLD_TO_ROOT = ("keys", "kpagecgroup", "kpagecount", "kpageflags", "slabinfo", "vmallocinfo")
 """Files of /proc about the host that only root may read. A sandbox's user may be the host's root."""
+
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 _FILTER = seccomp.program()  # assembled once, in the zygote
 
@@ -78,12 +82,33 @@ class Launcher:
         self._last_to_enter = others & (linux.NEW_USERS | linux.NEW_CGROUPS)
         # the holder's folder is the workdir, a mount point that no command can replace
         folder = os.open(f"/proc/{holder}/cwd", os.O_PATH)
+        terminals = quotas.terminals_of(holder)
+        settings = os.open("/proc/sys", os.O_PATH)
         first = linux.users_to_enter_first(holder)
         self._last_to_enter &= ~first
         linux.enter(self._holder, first | _INSIDE | others & linux.NEW_NETWORK)
-        if not self._last_to_enter & linux.NEW_USERS:
+        if self._last_to_enter & linux.NEW_USERS:
+            self._bound_inotify(settings)
+        else:
             _seal()
+        if terminals is not None:
+            quotas.bound_terminals(terminals)
+        os.close(settings)
         os.fchdir(folder)
+
+    def _bound_inotify(self, settings: int) -> None:
+        """In a child: there is no way back out of the sandbox's user namespace."""
+        assert self._holder is not None
+        pid = os.fork()
+        if pid == 0:
+            try:
+                linux.enter(self._holder, linux.NEW_USERS)
+                quotas.bound_inotify(settings)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        if os.waitpid(pid, 0)[1] != 0:
+            raise OSError(errno.EPERM, "inotify instances cannot be bounded")
 
     def _launch(self, exec_id: str, group: str) -> int:
         """The pid of the command. Its parent is the keeper."""
@@ -130,6 +155,8 @@ class Launcher:
         for limit in limits:
             number, value = map(int, limit.split(b"="))
             resource.setrlimit(number, (value, value))
+        if self._last_to_enter & linux.NEW_USERS:
+            quotas.bound_user()
         if self._holder is not None:
             linux.drop_capabilities()
             linux.refuse_calls(_FILTER)
@@ -165,15 +192,26 @@ def _read(folder: int) -> bytes:
 
 
 def _open_streams(folder: int, has_stdin: bool) -> None:
-    writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    given = os.open("in", os.O_RDONLY, dir_fd=folder) if has_stdin else -1
+    """No stream is a file of the host: a command could lease, fill or cut it."""
     streams = (
-        given if has_stdin else os.open("/dev/null", os.O_RDONLY),
-        os.open("out", writing, 0o600, dir_fd=folder),
-        os.open("err", writing, 0o600, dir_fd=folder),
+        _in_memory(folder) if has_stdin else os.open("/dev/null", os.O_RDONLY),
+        os.open(pipe_of("out"), os.O_WRONLY, dir_fd=folder),
+        os.open(pipe_of("err"), os.O_WRONLY, dir_fd=folder),
     )
     for target, fd in enumerate(streams):
         os.dup2(fd, target, inheritable=True)
+
+
+def _in_memory(folder: int) -> int:
+    """A copy of `in` that counts in the sandbox's memory and cannot be changed."""
+    copy = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    given = os.open("in", os.O_RDONLY, dir_fd=folder)
+    while os.sendfile(copy, given, None, 1 << 20):
+        pass
+    os.close(given)
+    fcntl.fcntl(copy, fcntl.F_ADD_SEALS, _SEALS)
+    os.lseek(copy, 0, os.SEEK_SET)
+    return copy
 
 
 def _execute(argv: list[bytes], env: dict[bytes, bytes]) -> None:

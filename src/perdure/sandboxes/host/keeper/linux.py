@@ -13,7 +13,7 @@ NEW_NETWORK = 0x40000000
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 0x1, 0x2, 0x4, 0x20
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
-_MS_KEPT = 0xF
+MS_KEPT = 0xF
 """Flags that a remount in a user namespace may not remove; statvfs has the same bits."""
 
 _CLONE_PARENT = 0x00008000
@@ -62,7 +62,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str) -> None
 
 def remount_read_only(target: str) -> None:
     """Make one mount point read-only in this mount namespace."""
-    flags = os.statvfs(target).f_flag & _MS_KEPT | MS_REMOUNT | MS_BIND | MS_RDONLY
+    flags = os.statvfs(target).f_flag & MS_KEPT | MS_REMOUNT | MS_BIND | MS_RDONLY
     mount("none", target, "", flags, "")
 
 

@@ -16,6 +16,8 @@ ALLOWED_FAMILIES = (1, 2, 10, 16)
 reaches the hypervisor of a virtual machine."""
 
 _PTRACE_ATTACH, _PTRACE_SEIZE = 16, 0x4206
+_SETLEASE, _NOTIFY, _SETDELEG = 1024, 1026, 1040
+"""Commands of `fcntl`. A lease makes everybody who opens the file wait for 45 s, host and neighbours too."""
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
 # name: (x86_64, aarch64); None if the architecture does not have the call
@@ -46,7 +48,7 @@ _ABSENT = {
 }  # fmt: skip
 
 _CHECKED = {
-    "clone": (56, 220), "ioctl": (16, 29), "ptrace": (101, 117), "socket": (41, 198),
+    "clone": (56, 220), "fcntl": (72, 25), "ioctl": (16, 29), "ptrace": (101, 117), "socket": (41, 198),
     "socketpair": (53, 199), "unshare": (272, 97),
 }  # fmt: skip
 
@@ -108,6 +110,7 @@ def _only(index: int, values: tuple[int, ...], code: int) -> tuple[_Instruction,
 
 _BODIES = {
     "clone": _unless_none_of(0, NEW_NAMESPACES & ~0xFF, errno.EPERM),
+    "fcntl": _unless_other_than(1, (_SETLEASE, _NOTIFY, _SETDELEG), errno.EPERM),
     "ioctl": _unless_other_than(1, (_TIOCSTI, _TIOCLINUX), errno.EPERM),
     "ptrace": _unless_other_than(0, (_PTRACE_ATTACH, _PTRACE_SEIZE), errno.EPERM),
     "socket": _only(0, ALLOWED_FAMILIES, errno.EAFNOSUPPORT),

@@ -250,7 +250,7 @@ class DockerProvider(ServiceProvider):
         image = await self._present(spec.image or self.settings.docker.image)
         labels = self._labels(identity, self._own(spec, engine, self._variables[image]))
         try:
-            command = run_command(spec, name, image, labels, engine, settings=self.settings.docker)
+            command = run_command(spec, name, image, labels, engine, settings=self.settings)
             await cli.done(*command, seconds=BOOT_S, what="run")
         except Conflict:  # another creator was quicker: both use its container
             return await again(lambda: self._made(name))

@@ -11,11 +11,10 @@ from perdure.sandboxes.base import Mount, Network, SandboxSpec
 from perdure.sandboxes.guest.containers import CAPABILITIES, ROOT, init_command
 from perdure.sandboxes.guest.sandbox import FOLDER
 from perdure.sandboxes.providers.docker import cli
-from perdure.settings.tree import DockerSettings
+from perdure.settings.tree import Settings
 
 SPARE_PIDS = 32
 """Added to the pids limit, so that the guest can run when commands have used up the limit."""
-NO_FILES = 20000
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,11 @@ def run_command(
     labels: Mapping[str, str],
     engine: DockerEngine,
     *,
-    settings: DockerSettings,
+    settings: Settings,
 ) -> list[str]:
     """`docker run` of one sandbox. The root folder of an instance's own image is writable."""
-    network, runtime = settings.network or "none", settings.runtime
+    network, runtime = settings.docker.network or "none", settings.docker.runtime
+    files = settings.sandbox.open_files
     owner = ROOT if spec.image else agent_user()
     folders = [HOME, *([] if spec.image else ["/tmp"])]
     if not spec.image and any(mount.target.startswith("/root/") for mount in spec.mounts):
@@ -73,7 +73,7 @@ def run_command(
         *(part for key, value in labels.items() for part in cli.with_label(key, value)),
         *("--security-opt", "no-new-privileges", "--cap-drop", "ALL"),
         *(part for capability in CAPABILITIES for part in ("--cap-add", capability)),
-        *("--ulimit", f"nofile={NO_FILES}:{NO_FILES}", "--ulimit", "core=0:0"),
+        *("--ulimit", f"nofile={files}:{files}", "--ulimit", "core=0:0"),
         *_limits(spec, engine),
         *(("--read-only",) if engine.binds and not spec.image else ()),
         *("--volume", FOLDER, "--shm-size", f"{limits.disk_mb}m"),
