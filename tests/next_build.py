@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from temporalio import workflow
-from temporalio.common import VersioningBehavior
 
 from activities.grade import GradeInFreshSandbox
 from activities.shell import shell
@@ -36,7 +35,7 @@ class Verdict(Frozen):
         return cls(outcome=graded.outcome, score=graded.reward, reason=graded.reason)
 
 
-@workflow.defn(name=names.ROLLOUT, versioning_behavior=VersioningBehavior.PINNED)
+@workflow.defn(name=names.ROLLOUT)
 class NextRollout(RolloutWorkflow):
     @workflow.run
     async def run(self, request: Any = None) -> EpisodeRef:

@@ -1,13 +1,26 @@
 """Which build this worker runs: what Temporal pins open rollouts to (docs/upgrade.md)."""
 
+from dataclasses import replace
+
 import structlog
 from temporalio.api.workflowservice.v1 import DescribeWorkerDeploymentRequest
 from temporalio.client import Client
-from temporalio.common import WorkerDeploymentVersion
+from temporalio.common import VersioningBehavior, WorkerDeploymentVersion
 from temporalio.service import RPCError
-from temporalio.worker import WorkerDeploymentConfig
+from temporalio.worker import (
+    UnsandboxedWorkflowRunner,
+    WorkerDeploymentConfig,
+    WorkflowInstance,
+    WorkflowInstanceDetails,
+)
 
+from perdure.client import names
 from perdure.settings.tree import DeploymentSettings
+
+PINNED = (names.ROLLOUT, names.GROUP)
+"""Workflows that stay on the build that began them. They end within hours."""
+MOVING = (names.RUN, names.SHARD, names.REAPER, names.ACCOUNT)
+"""Workflows that move to the current build: they live for days, and begin the next rollouts."""
 
 log = structlog.get_logger("perdure.worker")
 
@@ -19,7 +32,22 @@ def build_of(settings: DeploymentSettings) -> WorkerDeploymentConfig | None:
     return WorkerDeploymentConfig(
         version=WorkerDeploymentVersion(settings.name, settings.build_id),
         use_worker_versioning=True,
+        default_versioning_behavior=VersioningBehavior.PINNED,
     )
+
+
+class MovingRunner(UnsandboxedWorkflowRunner):
+    """Says of each workflow in `MOVING` that it moves.
+
+    Not in its `workflow.defn`: a worker without a build would say it too, and the server then refuses
+    whatever that worker decides.
+    """
+
+    def create_instance(self, det: WorkflowInstanceDetails) -> WorkflowInstance:
+        if det.info.workflow_type in MOVING:
+            moves = replace(det.defn, versioning_behavior=VersioningBehavior.AUTO_UPGRADE)
+            det = replace(det, defn=moves)
+        return super().create_instance(det)
 
 
 async def say_if_not_current(client: Client, settings: DeploymentSettings) -> None:

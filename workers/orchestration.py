@@ -18,6 +18,7 @@ from temporalio.worker import (
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
 from perdure.client import names
+from workers.builds import MovingRunner
 from workflows.account import SandboxAccountWorkflow
 from workflows.group import RolloutGroupWorkflow
 from workflows.reaper import ReaperWorkflow
@@ -61,7 +62,7 @@ def workflow_worker(
         task_queue=names.WORKFLOWS_QUEUE,
         workflows=workflows,
         deployment_config=build,
-        workflow_runner=runner or UnsandboxedWorkflowRunner(),
+        workflow_runner=runner or (MovingRunner() if build else UnsandboxedWorkflowRunner()),
         max_cached_workflows=2000,
         # How long a task waits for the worker that cached its workflow, before any other may take it.
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=5),

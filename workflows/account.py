@@ -8,7 +8,6 @@ import asyncio
 from datetime import timedelta
 
 from temporalio import workflow
-from temporalio.common import VersioningBehavior
 from temporalio.exceptions import ActivityError, FailureError
 
 with workflow.unsafe.imports_passed_through():
@@ -28,7 +27,7 @@ JITTER = 0.1
 """Random share added to a wait: other users of the account pace their calls too."""
 
 
-@workflow.defn(name=names.ACCOUNT, versioning_behavior=VersioningBehavior.AUTO_UPGRADE)
+@workflow.defn(name=names.ACCOUNT)
 class SandboxAccountWorkflow:
     @workflow.init
     def __init__(self, state: AccountState | None = None) -> None:

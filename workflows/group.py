@@ -5,7 +5,6 @@ from datetime import timedelta
 from typing import Any
 
 from temporalio import workflow
-from temporalio.common import VersioningBehavior
 
 with workflow.unsafe.imports_passed_through():
     from perdure.client import names
@@ -18,7 +17,7 @@ with workflow.unsafe.imports_passed_through():
 MAX_WAIT_S = 30.0
 
 
-@workflow.defn(name=names.GROUP, versioning_behavior=VersioningBehavior.PINNED)
+@workflow.defn(name=names.GROUP)
 class RolloutGroupWorkflow:
     """Ends at its quorum or deadline; stragglers are cancelled, or kept running on their own."""
 

@@ -1,7 +1,6 @@
 """ReaperWorkflow: kills sandboxes without an owner; one schedule per host starts it."""
 
 from temporalio import workflow
-from temporalio.common import VersioningBehavior
 
 with workflow.unsafe.imports_passed_through():
     from perdure.client import names
@@ -10,7 +9,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import activity_options
 
 
-@workflow.defn(name=names.REAPER, versioning_behavior=VersioningBehavior.AUTO_UPGRADE)
+@workflow.defn(name=names.REAPER)
 class ReaperWorkflow:
     @workflow.run
     async def run(self, host: str | None = None) -> SweepReport:

@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from temporalio import workflow
-from temporalio.common import VersioningBehavior
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
@@ -50,7 +49,7 @@ EMIT_AGAIN = timedelta(minutes=10)
 """After this pause it tries again to write an episode, where even one without evidence failed."""
 
 
-@workflow.defn(name=names.ROLLOUT, versioning_behavior=VersioningBehavior.PINNED)
+@workflow.defn(name=names.ROLLOUT)
 class RolloutWorkflow:
     """boot_sandbox -> run_agent -> capture_diff -> grade_in_fresh_sandbox -> emit_episode."""
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from temporalio import workflow
-from temporalio.common import VersioningBehavior
 from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
@@ -31,7 +30,7 @@ Shard = workflow.ChildWorkflowHandle["RunShardWorkflow", RunStatus]
 Value = TypeVar("Value")
 
 
-@workflow.defn(name=names.RUN, versioning_behavior=VersioningBehavior.AUTO_UPGRADE)
+@workflow.defn(name=names.RUN)
 class RunWorkflow:
     """Prepares the list, plays it, writes the manifest. Pause, resume, resize by update."""
 
@@ -216,7 +215,7 @@ class RunWorkflow:
         )
 
 
-@workflow.defn(name=names.SHARD, versioning_behavior=VersioningBehavior.AUTO_UPGRADE)
+@workflow.defn(name=names.SHARD)
 class RunShardWorkflow:
     """Instances [start, stop) of a large run; reports to its parent as it goes."""
 

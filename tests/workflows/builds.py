@@ -25,7 +25,7 @@ from tests.stack.waiting import until
 from tests.workflows.stages import Stages
 from workers import queues
 from workers.builds import build_of
-from workers.orchestration import WORKFLOWS, checking_runner, workflow_worker
+from workers.orchestration import WORKFLOWS, workflow_worker
 from workers.process import ROLES
 
 STATUS_PREFIX = "WORKER_DEPLOYMENT_VERSION_STATUS"
@@ -71,7 +71,7 @@ class Build:
                     worker = queues.activity_worker(client, ours, build)
                     await workers.enter_async_context(worker)
             await workers.enter_async_context(
-                workflow_worker(client, checking_runner(), build, self.workflows)
+                workflow_worker(client, build=build, workflows=self.workflows)
             )
             yield
 

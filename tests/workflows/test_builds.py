@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from temporalio import activity
 from temporalio.client import Client
-from temporalio.common import VersioningBehavior
 from temporalio.exceptions import ApplicationError
 from temporalio.workflow import _Definition
 
-from perdure.client import names
 from perdure.client.api import Perdure
 from perdure.rollouts.messages import WORKER_EVICTED, AgentRun, Attempt
 from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutRequest, RunRequest
@@ -21,6 +19,7 @@ from tests.stack.waiting import until
 from tests.workflows import builds, dev_server
 from tests.workflows.builds import Build
 from tests.workflows.stages import Stages
+from workers.builds import MOVING, PINNED
 from workers.orchestration import WORKFLOWS
 
 SOON = (
@@ -164,17 +163,8 @@ async def test_an_open_run_moves_on_and_the_old_version_drains(
     assert ("review_patch", "long") in new.done
 
 
-def test_every_workflow_says_what_a_deploy_does_to_it() -> None:
+def test_it_is_known_of_every_workflow_what_a_deploy_does_to_it() -> None:
     """Rollouts and groups stay on their build; what lives for longer moves to the current one."""
-    pinned = {name for name, one in _definitions().items() if one is VersioningBehavior.PINNED}
-    moving = {n for n, one in _definitions().items() if one is VersioningBehavior.AUTO_UPGRADE}
+    known = {str(_Definition.must_from_class(one).name) for one in WORKFLOWS}
 
-    assert pinned == {names.ROLLOUT, names.GROUP}
-    assert pinned | moving == set(_definitions())
-
-
-def _definitions() -> dict[str, VersioningBehavior]:
-    found = [_Definition.must_from_class(one) for one in WORKFLOWS]
-    return {
-        str(one.name): one.versioning_behavior or VersioningBehavior.UNSPECIFIED for one in found
-    }
+    assert known == {*PINNED, *MOVING}
