@@ -1,7 +1,7 @@
 """Leaves one state of a repository that came with an image: its base, without past and future.
 
 Such a repository is often a full clone, whose later commits hold the fix. A new git directory gets only
-what is listed here, so an unknown hiding place is left out too. Needs bash and git in the sandbox.
+what is listed here, so an unknown hiding place is left out too. Needs bash, git and find in the sandbox.
 """
 
 from perdure.errors import InstanceError
@@ -52,7 +52,7 @@ replace() { # $1: a git directory
     mv -T "$1/cut.done" "$1/cut.last" || fail "cannot write to $1"
   fi
   for path in "$1"/cut.last/*; do mv -T "$path" "$1/${path##*/}" || fail "cannot write to $1"; done
-  rmdir "$1/cut.last" || fail "cannot finish $1"
+  rm -rf "$1/cut.last" || fail "cannot finish $1"
 }
 
 cut() { # $1: a git directory, $2: its base commit or nothing
@@ -98,6 +98,7 @@ cut() { # $1: a git directory, $2: its base commit or nothing
   replace "$old"
 }
 
+command -v find >/dev/null || fail "the image lacks find"
 # After an interruption the folder may lack HEAD, so git is not asked where it is.
 top=.git
 [ ! -f .git ] || { read -r _ top <.git; }
