@@ -13,6 +13,7 @@ from perdure.errors import ConfigurationError
 from perdure.gateway.http.listeners import bind_unix
 from perdure.home import keep_private, show_to_sandboxes
 from perdure.settings.tree import Settings
+from perdure.storage.base import open_store
 from perdure.storage.local import LocalStore
 
 
@@ -69,6 +70,13 @@ def test_foreign_files_beside_a_store_stay_as_they_are(tmp_path: Path) -> None:
 
     assert mode(tmp_path / "data" / "runs") == 0o700
     assert (mode(tmp_path / "data"), mode(tmp_path / "data" / "yours")) == (0o755, 0o755)
+
+
+def test_a_home_that_a_command_makes_is_private(tmp_path: Path) -> None:
+    """Before any `perdure up`, importing or building instances makes the home for its user alone."""
+    open_store(Settings(home=tmp_path / "home"))
+
+    assert (mode(tmp_path / "home"), mode(tmp_path / "home" / "store")) == (0o700, 0o700)
 
 
 async def test_results_are_private(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import os
+import re
 import socket
 import urllib.request
 from collections.abc import AsyncIterator
@@ -22,7 +23,11 @@ HEAD_S, CONNECT_S = 30.0, 20.0
 CHUNK = 1 << 16
 MOST_NOTED = 100
 """Names kept of each kind: a hostile build may ask for any number."""
-_NOT_PASSED = (b"proxy-", b"connection:", b"keep-alive:")
+_CONTROL = re.compile(rb"[\r\n\0]")
+_NOT_PASSED = (
+    b"proxy-", b"connection:", b"keep-alive:", b"host:", b"content-length:", b"transfer-encoding:"
+)  # fmt: skip
+"""Fields of a plain request that end here: it has no body, and its host is the one that was checked."""
 
 
 @dataclass
@@ -110,7 +115,7 @@ class _Exchange:
                 await self._refuse(431, "the request's head is too long")
             line, *fields = head[:-4].split(b"\r\n")
             words = line.decode("latin-1").split(" ")
-            if len(words) != 3:
+            if len(words) != 3 or _CONTROL.search(b"".join((line, *fields))):
                 await self._refuse(400, "this is no HTTP request")
             if words[0] == "CONNECT":
                 await self._tunnel(words[1])
@@ -144,13 +149,12 @@ class _Exchange:
         upstream = _upstream("http", place)
         reader, writer = await self._connect(place, upstream)
         try:
-            wanted = (
-                target
-                if upstream
-                else f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
-            )
+            host = place.host if place.port == 80 else str(place)
+            asked = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
+            wanted = f"http://{host}{asked}" if upstream else asked  # never the text that came
             kept = [one for one in fields if not one.lower().startswith(_NOT_PASSED)]
-            head = [f"{method} {wanted} HTTP/1.1".encode("latin-1"), *kept, b"Connection: close"]
+            head = [f"{method} {wanted} HTTP/1.1\r\nHost: {host}".encode("latin-1"), *kept]
+            head.append(b"Connection: close")
             writer.write(b"\r\n".join(head) + b"\r\n")
             writer.write((upstream.authorization if upstream else b"") + b"\r\n")
             await _copy(reader, self._writer)

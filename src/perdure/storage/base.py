@@ -3,6 +3,7 @@
 Every implementation passes `perdure.testing.store_contract`.
 """
 
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
@@ -105,4 +106,7 @@ def open_store(settings: Settings) -> Store:
     folder = settings.store_url.removeprefix("file://")
     if "://" in folder:
         raise ConfigurationError(f"PERDURE_STORE is {folder}: use a folder, or s3://bucket/prefix")
+    if not settings.store:
+        with contextlib.suppress(OSError):  # the store says better what is wrong
+            settings.home.absolute().mkdir(mode=0o700, parents=True, exist_ok=True)
     return LocalStore(folder)

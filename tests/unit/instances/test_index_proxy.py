@@ -67,15 +67,13 @@ async def test_a_tunnel_leads_to_the_configured_index(tmp_path: Path) -> None:
 async def test_a_plain_request_is_passed_once_without_the_proxys_own_fields(tmp_path: Path) -> None:
     """The index sees an ordinary request; a second one behind it, for another host, is dropped."""
     async with index() as (place, heads), proxy(tmp_path, place):
-        asked = (
-            f"GET http://{place}/simple/?q HTTP/1.1\r\nHost: {place}\r\nProxy-Connection: x\r\n\r\n"
-        )
+        asked = f"GET http://{place}/simple/?q HTTP/1.1\r\nHost: other.example\r\nX: y\r\nProxy-Connection: x\r\n\r\n"
         smuggled = "GET http://evil.example/ HTTP/1.1\r\n\r\n"
         answer = await said(tmp_path / "p", (asked + smuggled).encode())
 
     assert answer.endswith(b"hello")
     assert heads == [
-        f"GET /simple/?q HTTP/1.1\r\nHost: {place}\r\nConnection: close\r\n\r\n".encode()
+        f"GET /simple/?q HTTP/1.1\r\nHost: {place}\r\nX: y\r\nConnection: close\r\n\r\n".encode()
     ]
 
 
@@ -117,6 +115,7 @@ async def test_an_index_that_is_away_is_told_from_a_refusal(tmp_path: Path) -> N
         (b"GET ftp://pypi.org/ HTTP/1.1\r\n\r\n", b"405"),
         (b"CONNECT pypi.org HTTP/1.1 x\r\n\r\n", b"400"),
         (b"CONNECT @:443 HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET http://pypi.org/ HTTP/1.1\r\nX: y\n\nGET http://evil/ HTTP/1.1\r\n\r\n", b"400"),
         (b"GET / HTTP/1.1\r\nX: " + b"x" * HEAD_BYTES * 2, b"431"),
     ],
 )
