@@ -107,7 +107,7 @@ class _Exchange:
         self._reader, self._writer = reader, writer
 
     async def run(self) -> None:
-        with contextlib.suppress(OSError, EOFError, TimeoutError, _Answered):
+        with contextlib.suppress(OSError, EOFError, ValueError, _Answered):
             try:
                 async with asyncio.timeout(HEAD_S):
                     head = await self._reader.readuntil(b"\r\n\r\n")
