@@ -73,8 +73,6 @@ def _check(
     fields: _Fields, request: RolloutRequest, placement: PhasePlacement, provider: SandboxProvider
 ) -> None:
     building = fields.phase == "environment"
-    if not provider.isolated and (refusal := provider.check()):
-        raise ConfigurationError(f"phases.{fields.phase}: {refusal[0]}")
     if building and not (provider.sees_host and provider.isolated):
         raise ConfigurationError(
             f"phases.environment.provider: environments are built on this host, in isolation, which "
@@ -104,6 +102,8 @@ def _check(
             f"phases.{fields.phase}.network: a sandbox of {provider.name} cannot have {network!r}, "
             f"only {can}; leave it out, or choose another provider"
         )
+    if not provider.isolated and (refusal := provider.check()):
+        raise ConfigurationError(f"phases.{fields.phase}: {refusal[0]}")
 
 
 def _fields(request: RolloutRequest, instance: Instance | None, phase: PhaseName) -> _Fields:

@@ -121,11 +121,9 @@ def test_a_field_that_the_provider_cannot_enforce_is_refused_by_name(
 
 def test_local_is_refused_without_its_setting(tmp_path: Path) -> None:
     """No request boots a sandbox without isolation unless this host allows it; the fix is named."""
-    with pytest.raises(ConfigurationError, match=r"phases\.environment.*ALLOW_LOCAL=true"):
+    with pytest.raises(ConfigurationError, match=r"phases\.agent.*ALLOW_LOCAL=true"):
         phases.check(
-            request(sandbox="local", phases={"environment": {"provider": "local"}}),
-            instance(),
-            lambda _: LocalProvider(Settings(home=tmp_path)),
+            request(sandbox="local"), instance(), lambda _: LocalProvider(Settings(home=tmp_path))
         )
 
 
