@@ -1,5 +1,7 @@
 """What a stage may ask of Temporal: about this try of its activity, and about workflows."""
 
+import time
+
 from temporalio import activity
 from temporalio.client import WorkflowExecutionStatus
 from temporalio.service import RPCError, RPCStatusCode
@@ -13,9 +15,16 @@ class ThisTry:
 
     accounts = TemporalAccounts()
 
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
     @property
     def number(self) -> int:
         return activity.info().attempt
+
+    def now(self) -> float:
+        started: float = activity.info().started_time.timestamp()
+        return started + time.monotonic() - self._began
 
     def is_cancelled_on_purpose(self) -> bool:
         details = activity.cancellation_details()

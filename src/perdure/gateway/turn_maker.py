@@ -8,7 +8,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import structlog
@@ -50,6 +50,8 @@ class PendingTurn:
     location: Location
     arrived: float
     """Unix seconds."""
+    since: float = field(default_factory=time.monotonic)
+    """The same by the clock that measures."""
 
     @property
     def session(self) -> Session:
@@ -270,7 +272,7 @@ def _record(
         bridge_miss=miss,
         trainable=bool(completion.token_ids) and request.purpose is not Purpose.SIDE,
         engine_seconds=engine_seconds,
-        seconds=time.time() - pending.arrived,
+        seconds=time.monotonic() - pending.since,
         answer=read.answer,
         reasoning_open=read.reasoning_open,
         placeholder=read.placeholder,

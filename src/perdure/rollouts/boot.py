@@ -38,7 +38,7 @@ async def boot(job: Job) -> Booted:
     if done is not None:
         await job.agent_sandbox.admission.release()
         return Booted(done=done)
-    if job.request.expires_at is not None and time.time() > job.request.expires_at:
+    if job.request.expires_at is not None and job.this_try.now() > job.request.expires_at:
         await job.agent_sandbox.admission.release()
         return Booted(expired=True)
     uri = f"{job.services.store.url}/{keys.rollout_of(job.request)}"
@@ -124,7 +124,7 @@ async def _may_live(job: Job, record: BootRecord) -> bool:
 
 async def _boot_sandbox(job: Job) -> BootRecord | None:
     """None: the account has not granted this rollout a sandbox yet."""
-    started = time.time()
+    started = time.monotonic()
     _refuse_what_cannot_run(job)
     plan = job.agent_sandbox
     prepared = await job.prepared(plan)
@@ -173,13 +173,12 @@ async def _create_own(job: Job, spec: SandboxSpec) -> Sandbox | None:
 
 
 async def _record(job: Job, sandbox: Sandbox, started: float, base_git: str) -> BootRecord:
-    now = time.time()
     record = BootRecord(
         identity=sandbox.identity,
         provider=job.agent_sandbox.provider.name,
         host=job.services.host,
-        booted_at=now,
-        seconds=now - started,
+        booted_at=time.time(),
+        seconds=time.monotonic() - started,
         base_git=base_git,
     )
     return await job.write(CHECKPOINT, record)

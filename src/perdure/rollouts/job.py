@@ -39,6 +39,10 @@ class Try(Protocol):
     @property
     def accounts(self) -> Accounts: ...
 
+    def now(self) -> float:
+        """Unix seconds by Temporal's clock, so that a host's clock that is wrong ends no rollout."""
+        ...
+
     def is_cancelled_on_purpose(self) -> bool:
         """Inside `except CancelledError`: a person or the workflow cancelled, so undo the work."""
         ...

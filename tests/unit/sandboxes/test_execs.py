@@ -71,11 +71,29 @@ def test_dead_without_result_is_lost(record: ExecRecord) -> None:
 
 def test_never_picked_up_is_lost_for_good(record: ExecRecord) -> None:
     """A command that was declared lost at its launch can never run: its guard is taken."""
-    long_ago = time.time() - LAUNCH_GRACE_S - 1
-    os.utime(record.path, (long_ago, long_ago))
+    _pass(record, LAUNCH_GRACE_S + 1)
     states = [record.status().state for _ in range(2)]
 
     assert (states, (record.path / "pid").exists()) == ([ExecState.LOST] * 2, True)
+
+
+@pytest.mark.parametrize("jump", [7200, -7200])
+def test_a_clock_that_is_set_loses_no_command(
+    record: ExecRecord, monkeypatch: pytest.MonkeyPatch, jump: int
+) -> None:
+    """A command that its keeper is about to start stays so when the wall clock jumps."""
+    true_time = time.time
+    monkeypatch.setattr(time, "time", lambda: true_time() + jump)
+
+    assert record.status() == ExecStatus(ExecState.RUNNING)
+
+
+def _pass(record: ExecRecord, seconds: float) -> None:
+    """As if it had been prepared that long ago."""
+    first, _, rest = (record.path / "run").read_bytes().partition(b"\n")
+    *words, since = first.split()
+    earlier = str(float(since) - seconds).encode()
+    (record.path / "run").write_bytes(b" ".join([*words, earlier]) + b"\n" + rest)
 
 
 def test_prepare_twice_changes_nothing(record: ExecRecord) -> None:

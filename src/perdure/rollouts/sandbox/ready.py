@@ -154,7 +154,7 @@ class ReadySandboxes:
         self._kept[key] = queue
         while queue:
             ready = queue.popleft()
-            if ready.until - time.time() < LEAST_LEFT_S:
+            if ready.until - time.monotonic() < LEAST_LEFT_S:
                 await ready.end()
                 continue
             try:
@@ -205,7 +205,7 @@ class ReadySandboxes:
         """None: the account has no free permit."""
         identity = f"p-{key}{MARK}{uuid4().hex[:12]}"
         labels = {**self._labels, "run": "ready", "rollout": owner(identity)}
-        until = time.time() + LIFE_S
+        until = time.monotonic() + LIFE_S
         ours = replace(spec, labels={**labels, "purpose": "agent"}, ttl_s=LIFE_S)
         try:
             if not await permits.reserve(identity):

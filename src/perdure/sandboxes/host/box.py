@@ -4,6 +4,7 @@ Owns the files' names and formats. `provider` boots a sandbox, `teardown` kills 
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -17,6 +18,20 @@ from perdure.sandboxes.host.process import ProcessId, is_alive, read_process_id
 
 DRAFT = ".draft-"
 """Prefix of a folder that is not complete yet."""
+
+
+def hidden_name(prefix: str) -> str:
+    """A new name that tells by the monotonic clock since when it is there."""
+    return f"{prefix}{time.monotonic():.0f}-{uuid4().hex}"
+
+
+def age_of(name: str, prefix: str) -> float:
+    """Seconds; infinite if the machine has started again since, or the name is none of ours."""
+    try:
+        age = time.monotonic() - float(name.removeprefix(prefix).partition("-")[0])
+    except ValueError:
+        return math.inf
+    return age if age > -1 else math.inf
 
 
 @dataclass(frozen=True)
@@ -98,13 +113,13 @@ class Box:
 
     def lay_out(self, meta: BoxMeta, ttl_s: float) -> None:
         """Make the folder complete, by rename."""
-        draft = self.path.parent / f"{DRAFT}{uuid4().hex}"
+        draft = self.path.parent / hidden_name(DRAFT)
         draft.mkdir(mode=0o700, parents=True)
         for name in ("disk", "execs"):
             (draft / name).mkdir()
         os.mkfifo(draft / "requests", 0o600)
         (draft / "meta.json").write_text(json.dumps(asdict(meta)))
-        (draft / "deadline").write_text(str(time.time() + ttl_s))
+        (draft / "deadline").write_text(str(time.monotonic() + ttl_s))
         draft.rename(self.path)
 
     def meta(self) -> BoxMeta:
@@ -113,11 +128,13 @@ class Box:
         return BoxMeta(**{**fields, **tuples})
 
     def expires(self) -> float:
-        return float((self.path / "deadline").read_text())
+        """Unix seconds. The file has the monotonic clock's, which all processes of a host share: a
+        clock that is set, and a machine that was suspended, end no sandbox."""
+        return time.time() + float((self.path / "deadline").read_text()) - time.monotonic()
 
     def extend(self, ttl_s: float) -> None:
         draft = self.path / f"deadline.{uuid4().hex}"
-        draft.write_text(str(time.time() + ttl_s))
+        draft.write_text(str(time.monotonic() + ttl_s))
         draft.replace(self.path / "deadline")
 
     def record(self, exec_id: str) -> ExecRecord:

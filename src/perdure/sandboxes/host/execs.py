@@ -53,7 +53,8 @@ class ExecRecord:
         digest = argv_digest(argv)
         draft = self.path.with_name(f".{uuid4().hex}")
         draft.mkdir(mode=0o700)
-        (draft / "run").write_bytes(f"# {digest} {token}\n".encode() + run)
+        first = f"# {digest} {token} {time.monotonic()}\n"
+        (draft / "run").write_bytes(first.encode() + run)
         if stdin is not None:
             (draft / "in").write_bytes(stdin)
         try:
@@ -84,7 +85,8 @@ class ExecRecord:
         return self._identified_by()[1]
 
     def _identified_by(self) -> list[str]:
-        """Digest of the argv, and the token that marks the command's processes."""
+        """Digest of the argv, the token that marks the command's processes, and since when it waits
+        for its keeper, by the monotonic clock."""
         with open(self.path / "run", "rb") as file:
             return file.readline().decode().split()[1:]
 
@@ -103,10 +105,10 @@ class ExecRecord:
 
     def _abandoned(self) -> bool:
         """Whether it can never run. We make the `pid` file, so that no keeper starts it any more."""
-        if time.time() - self.path.stat().st_mtime < LAUNCH_GRACE_S:
+        if time.monotonic() - float(self._identified_by()[2]) < LAUNCH_GRACE_S:
             return False
         with contextlib.suppress(FileExistsError), open(self.path / "pid", "x") as file:
-            file.write(f"0 0 - 0 {time.time()}\n")
+            file.write(f"0 0 - 0 {time.monotonic()}\n")
         return True
 
     def _over(self) -> ExecStatus | None:

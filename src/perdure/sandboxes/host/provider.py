@@ -7,14 +7,13 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from uuid import uuid4
 
 from perdure.errors import NotFound, SandboxLost
 from perdure.home import show_to_sandboxes
 from perdure.sandboxes.base import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
 from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta
+from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta, age_of, hidden_name
 from perdure.sandboxes.host.sandbox import HostSandbox
 from perdure.sandboxes.host.teardown import GRAVE, destroy, lock_of
 from perdure.sandboxes.locks import locked
@@ -83,7 +82,7 @@ class HostProvider(SandboxProvider):
         """The folder `name` that all sandboxes of this provider share, written on first use."""
         folder = self.root / name
         if not folder.exists():
-            draft = self.root / f"{DRAFT}{uuid4().hex}"
+            draft = self.root / hidden_name(DRAFT)
             write(draft)
             show_to_sandboxes(draft)
             try:
@@ -94,9 +93,9 @@ class HostProvider(SandboxProvider):
 
     def _clear_leftovers(self) -> None:
         """Remove folders whose creator or remover was killed. No process ever ran in them."""
-        for path in (*self.root.glob(f"{DRAFT}*"), *self.root.glob(f"{GRAVE}*")):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > STALE_S:
+        for prefix in (DRAFT, GRAVE):
+            for path in self.root.glob(f"{prefix}*"):
+                if age_of(path.name, prefix) > STALE_S:
                     shutil.rmtree(path, ignore_errors=True)
 
     def _adopt(self, box: Box) -> HostSandbox:

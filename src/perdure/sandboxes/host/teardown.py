@@ -7,10 +7,9 @@ import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from uuid import uuid4
 
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import Box
+from perdure.sandboxes.host.box import Box, hidden_name
 from perdure.sandboxes.host.execs import ExecRecord
 from perdure.sandboxes.host.process import ProcessId, ended, is_alive, kill_process
 from perdure.sandboxes.host.procfs import marked
@@ -45,7 +44,7 @@ async def destroy(box: Box) -> None:
             await ended(process, 5.0)
     await _bid_farewell(meta.farewell)
     await cgroups.remove(map(Path, meta.groups))
-    grave = box.path.with_name(f"{GRAVE}{uuid4().hex}")
+    grave = box.path.with_name(hidden_name(GRAVE))
     box.path.rename(grave)  # every process sees it gone at once, however long the removal takes
     await asyncio.to_thread(shutil.rmtree, grave, ignore_errors=True)
 

@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from uuid import uuid4
 
 from perdure.errors import ConfigurationError, MissingDependency, RetryHere
 from perdure.sandboxes import images
@@ -21,7 +20,7 @@ from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, SYSTEM_PATH
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
 from perdure.sandboxes.checks import check_folders
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta
+from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta, hidden_name
 from perdure.sandboxes.host.keeper_client import Holder, start_keeper
 from perdure.sandboxes.host.namespaces import (
     NamespaceProvider,
@@ -190,7 +189,7 @@ def stop_command(binary: str, name: str) -> list[str]:
 def _build(binary: str, name: str, mirrored: str, folder: Path) -> str:
     """Unpack under a draft name, then rename: a folder of that name is complete."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = folder.with_name(f"{DRAFT}{uuid4().hex}")
+    draft = folder.with_name(hidden_name(DRAFT))
     try:
         _apptainer(binary, "build", "--sandbox", str(draft), f"docker://{mirrored}")
         draft.rename(folder)

@@ -49,6 +49,7 @@ def start(  # noqa: PLR0917
         os.makedirs(draft)
         order: Answer = {"argv": argv, "digest": digest, "env": env, "cwd": cwd, "root": root}
         order.update(timeout=timeout, token=os.urandom(16).hex(), stdin=stdin)
+        order["made"] = time.monotonic()
         files.replace(os.path.join(draft, "order"), json.dumps(order).encode())
         try:
             os.rename(draft, folder)
@@ -100,7 +101,7 @@ def wait(exec_id: str, seconds: float) -> Answer:
 
 def abandoned(folder: str) -> bool:
     """Whether it can never start. We make the pid file, so that no supervisor can."""
-    if time.time() - os.stat(folder).st_mtime < supervisor.LAUNCH_GRACE_S:
+    if time.monotonic() - records.order_of(folder)["made"] < supervisor.LAUNCH_GRACE_S:
         return False
     try:
         with open(os.path.join(folder, "pid"), "x") as file:

@@ -10,7 +10,7 @@ import os
 import select
 import signal
 from _socket import AF_UNIX, SOCK_SEQPACKET, socket, socketpair
-from time import monotonic, sleep, time
+from time import monotonic, sleep
 
 from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.keeper import forwarder, linux
@@ -317,7 +317,7 @@ class Keeper:
             command.pid, command.started = pid, procfs.started_at(pid)
         who = f"{command.pid} {command.started} {command.group or '-'} {command.ooms}"
         try:
-            os.write(record, f"{who} {time()}\n".encode())
+            os.write(record, f"{who} {monotonic()}\n".encode())
         except (
             OSError
         ) as error:  # a full disk: a command whose result cannot be recorded must not run
@@ -414,7 +414,7 @@ class Keeper:
         return f"{how} oom={self._count_ooms()}"
 
     def _report(self, command: _Command, how: str) -> None:
-        self._unsaved.append((command.record, f"{how} {time()}\n".encode()))
+        self._unsaved.append((command.record, f"{how} {monotonic()}\n".encode()))
         self._save()
 
     def _save(self) -> None:
@@ -449,7 +449,7 @@ class Keeper:
         """End the sandbox if its deadline has passed or its folder is gone."""
         try:
             with open("deadline") as file:
-                left = float(file.read()) - time()
+                left = float(file.read()) - monotonic()
         except FileNotFoundError:
             left = 0.0
         if left > 0:

@@ -1,0 +1,48 @@
+"""A sandbox's folder tells time by the clock that nobody sets."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta, age_of, hidden_name
+
+META = BoxMeta("p", "one", 0.0, "/", {}, {}, 1, 1)
+
+
+JUMPS = pytest.mark.parametrize("jump", [7200, -7200], ids=["forward", "back"])
+
+
+def _set_clock(monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+    true_time = time.time
+    monkeypatch.setattr(time, "time", lambda: true_time() + jump)
+
+
+@JUMPS
+@pytest.mark.parametrize("renewed", [False, True])
+def test_its_deadline_stays_as_far_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renewed: bool, jump: float
+) -> None:
+    """When the wall clock is set by two hours, the sandbox has the seconds left that it had."""
+    box = Box(tmp_path / "one")
+    box.lay_out(META, 600)
+    if renewed:
+        box.extend(600)
+    _set_clock(monkeypatch, jump)
+
+    assert box.expires() - time.time() == pytest.approx(600, abs=60)
+
+
+@JUMPS
+def test_what_is_being_made_is_young(monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+    """No other process takes the draft of a sandbox for a leftover when the clock is set."""
+    name = hidden_name(DRAFT)
+    _set_clock(monkeypatch, jump)
+
+    assert age_of(name, DRAFT) < 60
+
+
+@pytest.mark.parametrize("name", [f"{DRAFT}{time.monotonic() + 1e6:.0f}-x", f"{DRAFT}x"])
+def test_what_an_earlier_start_of_the_machine_left_is_old(name: str) -> None:
+    """The monotonic clock begins anew, so a later time is one of before."""
+    assert age_of(name, DRAFT) == float("inf")
