@@ -116,5 +116,5 @@ def test_troubleshooting_quotes_what_the_product_prints() -> None:
     quoted = [part.strip(" `") for row in rows for part in row.split("\N{HORIZONTAL ELLIPSIS}")]
     product = printed()
 
-    assert len(rows) > 40
+    assert len(rows) > 30
     assert [part for part in quoted if part not in product] == []
