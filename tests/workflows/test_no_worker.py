@@ -74,7 +74,8 @@ def perdure(client: Client, hurried: Hurried) -> Perdure:
 async def test_a_run_whose_workers_have_gone_says_so(
     client: Client, perdure: Perdure, hurried: Hurried
 ) -> None:
-    """Its progress is an answer, also when the server knows that no worker polls."""
+    """Its progress is an answer, also when the server knows that no worker polls: its rollouts are
+    counted without one."""
     stages, begun = Stages(), asyncio.Event()
     stages.instances = ("toy/add-1",)
 
@@ -92,6 +93,10 @@ async def test_a_run_whose_workers_have_gone_says_so(
         return RPCStatusCode.FAILED_PRECONDITION in hurried.statuses
 
     assert await until(refused, "the server misses the workers")
+    counted = await run.progress()
+    assert (counted.started, counted.running, counted.done) == (1, 1, 0)
+    impatient = await run.progress(patience=timedelta(milliseconds=300))
+    assert impatient.running == 1
 
 
 async def test_episodes_of_a_finished_group_wait_for_a_worker(

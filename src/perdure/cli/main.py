@@ -20,7 +20,7 @@ COMMANDS = {
     "run": ("perdure.cli.commands.run:run", "Run an agent on instances, or join such a run."),
     "status": (
         "perdure.cli.commands.status:status",
-        "The stack and its runs; with RUN: each of its rollouts.",
+        "The stack and its runs; with RUN: its rollouts, open ones first.",
     ),
     "watch": ("perdure.cli.commands.watch:watch", "Follow a run live."),
     "show": (

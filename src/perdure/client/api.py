@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from temporalio.client import (
@@ -52,6 +53,7 @@ FAILING = "Workflow Task in failed state"
 """Waiting does not cure it. A query gets it with FAILED_PRECONDITION, the status of passing troubles
 too, so only the message tells them apart."""
 NO_WORKER, CODE_FAILS = "no worker answers", "its workflow code fails"
+NO_ANSWER_YET = "no answer yet"
 """States of an open run whose workflow cannot answer."""
 
 QUERY_TRIES = 4
@@ -187,19 +189,39 @@ class RunHandle:
         self.run_id = run_id
         self.handle = handle
 
-    async def progress(self) -> RunStatus:
-        """How far the run is. A closed run answers from its result."""
-        described = await _described(self.handle, f"run '{self.run_id}'")
+    async def progress(
+        self, *, listed: WorkflowExecution | None = None, patience: timedelta | None = None
+    ) -> RunStatus:
+        """How far the run is. A closed run answers from its result.
+
+        `listed`: the run as a listing showed it, which saves a request. `patience`: how long its
+        workflow may take to answer; without an answer its rollouts are counted.
+        """
+        described = listed or await _described(self.handle, f"run '{self.run_id}'")
         if described.status is WorkflowExecutionStatus.RUNNING:
             try:
-                status = await self.handle.query("status", result_type=dict)
+                status = await self.handle.query("status", result_type=dict, rpc_timeout=patience)
                 return RunStatus.model_validate(status)
             except RPCError as error:
                 if not _unanswered(error) and FAILING not in error.message:
                     raise
-                state = CODE_FAILS if FAILING in error.message else NO_WORKER
-                return RunStatus(run_id=self.run_id, state=state)
+                return await self._counted(_why_unanswered(error, patience))
         return await self._closed(described.status)
+
+    async def _counted(self, state: str) -> RunStatus:
+        """What the server knows of an open run's rollouts without any worker."""
+        rollouts = f"WorkflowType = '{names.ROLLOUT}' AND PerdureRun = '{self.run_id}'"
+        found = await self.perdure.client.count_workflows(f"{rollouts} GROUP BY ExecutionStatus")
+        by_state = {str(group.group_values[0]): group.count for group in found.groups}
+        running = by_state.get("Running", 0)
+        started = sum(by_state.values())
+        return RunStatus(
+            run_id=self.run_id,
+            state=state,
+            started=started,
+            running=running,
+            done=started - running,
+        )
 
     async def _closed(self, status: WorkflowExecutionStatus | None) -> RunStatus:
         if status is not WorkflowExecutionStatus.COMPLETED:
@@ -362,6 +384,14 @@ def _check_agent(rollout: dict[str, Any]) -> None:
 
 def _passing(error: RPCError) -> bool:
     return error.status in PASSING
+
+
+def _why_unanswered(error: RPCError, patience: timedelta | None) -> str:
+    """The state of an open run. A worker that replays a long run first may answer after a short wait."""
+    if FAILING in error.message:
+        return CODE_FAILS
+    ran_out = error.status in (RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED)
+    return NO_ANSWER_YET if patience is not None and ran_out else NO_WORKER
 
 
 def _unanswered(error: RPCError) -> bool:

@@ -1,6 +1,7 @@
 """`perdure status`: the stack and its runs, or one run with its rollouts."""
 
 import asyncio
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,15 +13,23 @@ from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
 
 if TYPE_CHECKING:
-    from perdure.client.api import RolloutInfo, RunHandle
+    from temporalio.client import WorkflowExecution
+
+    from perdure.client.api import Perdure, RolloutInfo
     from perdure.types import RunStatus
+
+AT_ONCE = 64
+ROWS = 200
+"""Of a run's table: open rollouts first. A thousand more cost half a second of CPU."""
+PATIENCE = timedelta(seconds=1)
+"""For one run's answer; a worker may have to replay the run first. Then its rollouts are counted."""
 
 
 @click.command()
 @click.argument("run_id", metavar="[RUN]", required=False, shell_complete=completion.runs)
 @json_option
 def status(run_id: str | None, as_json: bool) -> None:
-    """The stack and its runs; with RUN: each of its rollouts."""
+    """The stack and its runs; with RUN: its rollouts, open ones first."""
     settings = load_settings()
     asyncio.run(_of_run(settings, run_id, as_json) if run_id else _of_stack(settings, as_json))
 
@@ -29,9 +38,7 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
     from perdure.cli.connection import connect
 
     connection = await connect(settings)
-    runs = [
-        await _progress(connection.perdure, found.id) for found in await connection.perdure.runs()
-    ]
+    runs = await _progress_of(connection.perdure, await connection.perdure.runs())
     state = lifecycle.running(settings)
     if as_json:
         answer(
@@ -63,9 +70,19 @@ def _stack_document(state: Any) -> dict[str, Any]:
     return asdict(state)
 
 
-async def _progress(perdure: Any, workflow_id: str) -> "RunStatus":
-    handle: RunHandle = await perdure.run(workflow_id.removeprefix("run/"))
-    return await handle.progress()
+async def _progress_of(perdure: "Perdure", runs: "list[WorkflowExecution]") -> "list[RunStatus]":
+    """All at once: a run whose worker is away or busy answers late or never."""
+    from perdure.client.api import RunHandle
+
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(found: "WorkflowExecution") -> "RunStatus":
+        handle = perdure.client.get_workflow_handle(found.id)
+        async with room:
+            run = RunHandle(perdure, found.id.removeprefix("run/"), handle)
+            return await run.progress(listed=found, patience=PATIENCE)
+
+    return await asyncio.gather(*map(one, runs))
 
 
 async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
@@ -73,7 +90,7 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
 
     connection = await connect(settings)
     handle = await connection.perdure.run(run_id)
-    progress, rollouts = await handle.progress(), await handle.rollouts()
+    progress, rollouts = await asyncio.gather(handle.progress(patience=PATIENCE), handle.rollouts())
     if as_json:
         document = progress.model_dump(mode="json")
         answer({**document, "rollouts": [_rollout_document(r) for r in rollouts]})
@@ -83,7 +100,9 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
     from perdure.cli.runs.steps import current_steps
 
     click.echo(text.progress_line(progress))
-    print_table(tables.running(rollouts, rows=len(rollouts)))
+    print_table(tables.running(rollouts, rows=ROWS))
+    if (more := len(rollouts) - ROWS) > 0:
+        click.echo(f"{more} more; --json lists all of them")
     for line in await current_steps(connection.perdure.client, rollouts):
         click.echo(line)
     if connection.ui_url:

@@ -18,7 +18,7 @@ from perdure.cli.console import many
 from perdure.cli.runs.text import clock
 from perdure.client.api import RolloutInfo
 
-QUIET = timedelta(seconds=5)
+QUIET = timedelta(seconds=1)
 FAILED = "; the last one: "
 WAITS = ": waits for "
 BOOT = "boot_sandbox"

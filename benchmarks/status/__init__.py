@@ -1,0 +1,1 @@
+"""How fast `perdure status` answers beside thousands of rollouts."""
