@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -21,10 +22,13 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from benchmarks.measuring import Meter
+from benchmarks.ledger import BoughtCall, Ledger
+from benchmarks.measuring import Meter, kill_all
+from perdure.engines.clients.vllm_control import PROBE_SESSION
 from perdure.testing.scripted_engine import ScriptedEngine
 
 CALLS = ("/v1/chat/completions", "/inference/v1/generate")
+SCRIPT, LEDGER = "script.json", "ledger.tsv"
 
 
 class Calls(NamedTuple):
@@ -36,20 +40,26 @@ class Calls(NamedTuple):
 
 
 class TimedEngine(ScriptedEngine):
-    """Also records when the first call came and when the last one was answered."""
+    """Also records when the first call came and when the last one was answered, and each in a ledger."""
 
     first = 0.0
     last = 0.0
+    ledger: Ledger
 
     def app(self) -> Starlette:
         inner = super().app()
 
         async def timed(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["path"] not in CALLS:
+            session = _session(scope)
+            if scope["path"] not in CALLS or session == PROBE_SESSION:
                 await inner(scope, receive, send)
                 return
             self.first = self.first or time.monotonic()
-            await inner(scope, receive, send)
+            name = self.ledger.begin(session)
+            try:
+                await inner(scope, receive, send)
+            finally:
+                self.ledger.end(name)
             self.last = time.monotonic()
 
         async def bought(_: Request) -> JSONResponse:
@@ -66,7 +76,7 @@ class TimedEngine(ScriptedEngine):
 
 
 class Endpoint:
-    """A running endpoint. `turns`: the length of its script.
+    """A running endpoint.
 
     Example:
         with Endpoint.start(folder, script) as endpoint:
@@ -75,29 +85,42 @@ class Endpoint:
             endpoint.calls().total
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", meter: Meter, url: str) -> None:
-        self._process = process
+    def __init__(self, folder: Path, meter: Meter) -> None:
         self.meter = meter
-        self.url = url
+        self._folder = folder
+        self._ledger = Ledger(folder / LEDGER)
+        self._control: dict[str, Any] = {}
+        self._process, self.url = self._serve(port=0)
 
     @classmethod
     def start(cls, folder: Path, script: dict[str, Any]) -> "Endpoint":
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "script.json").write_text(json.dumps(script))
-        meter = Meter.open("endpoint", folder)
-        argv = [sys.executable, "-m", "benchmarks.endpoint", str(folder / "script.json")]
-        process = meter.popen(argv, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        url = process.stdout.readline().decode().strip()
-        if not url:
-            raise RuntimeError("the endpoint did not start; its error is above")
-        return cls(process, meter, url)
+        (folder / SCRIPT).write_text(json.dumps(script))
+        return cls(folder, Meter.open("endpoint", folder))
+
+    def kill(self) -> None:
+        """Kill -9, with the calls in flight."""
+        kill_all(self.meter.pids(), signal.SIGKILL)
+        self._process.wait()
+        self._ledger.cut()
+
+    def start_again(self) -> None:
+        """After `kill`: at the same address, with the same script and control."""
+        self._process, self.url = self._serve(port=int(self.url.rpartition(":")[2]))
+        if self._control:
+            self._ask("/control", self._control)
 
     def reset(self, **control: Any) -> None:
         """Reset the counts; `control`: fields of the engine's /control, such as latency_s or scripts."""
         self._ask("/reset", {})
+        self._ledger.clear()
+        self._control |= control
         if control:
             self._ask("/control", control)
+
+    def bought(self) -> list[BoughtCall]:
+        """Every call since the last reset, also one whose caller or whose engine died."""
+        return self._ledger.calls()
 
     def calls(self) -> Calls:
         return Calls(**self._ask("/bought"))
@@ -116,26 +139,46 @@ class Endpoint:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
+    def _serve(self, port: int) -> "tuple[subprocess.Popen[bytes], str]":
+        argv = [sys.executable, "-m", "benchmarks.endpoint", str(self._folder), str(port)]
+        process = self.meter.popen(argv, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        url = process.stdout.readline().decode().strip()
+        if not url:
+            raise RuntimeError("the endpoint did not start; its error is above")
+        return process, url
+
     def __enter__(self) -> "Endpoint":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait()
+        self._ledger.close()
         self.meter.close()
 
 
-async def _serve(script: Path) -> None:
-    async with TimedEngine(json.loads(script.read_text())) as engine:
+def _session(scope: Scope) -> str:
+    headers: dict[bytes, bytes] = dict(scope.get("headers", ()))
+    return headers.get(b"x-session-id", b"").decode("latin-1")
+
+
+async def _serve(folder: Path, port: int) -> None:
+    script = json.loads((folder / SCRIPT).read_text())
+    timed = TimedEngine(script, port=port)
+    timed.ledger = Ledger(folder / LEDGER)
+    async with timed as engine:
         print(engine.url, flush=True)
         await engine.serve_forever()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.endpoint")
-    parser.add_argument("script", type=Path)
+    parser.add_argument("folder", type=Path, help="of its script and its ledger")
+    parser.add_argument("port", type=int, help="0 = any")
+    options = parser.parse_args(arguments)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(parser.parse_args(arguments).script))
+        asyncio.run(_serve(options.folder, options.port))
 
 
 if __name__ == "__main__":

@@ -65,9 +65,12 @@ class Home:
 
     def add_instances(self, tree: Path, count: int) -> None:
         """`count` copies of the toy instance, graded by the hidden test in a fresh sandbox."""
-        asyncio.run(self._add_instances(tree, count))
+        asyncio.run(self.add_toys(tree, count))
 
-    async def _add_instances(self, tree: Path, count: int) -> None:
+    async def add_instance(self, instance: Instance) -> None:
+        await catalog.save(open_store(self.settings), instance)
+
+    async def add_toys(self, tree: Path, count: int) -> None:
         store = open_store(self.settings)
         key = await put_blob(store, toy.pack(tree))
         for name in toy.instance_ids(count):

@@ -1,8 +1,9 @@
 """`python -m benchmarks.crash`: kills with signal 9 in the middle of a job, restarts as documented,
 and counts the calls.
 
-It kills the peer's runner, and every process of Perdure: supervisor, Temporal's server, gateway,
-worker, command line. Calls are counted at the endpoint, where they are paid for.
+It kills the engine, then agents' sandboxes, then the peer's runner or every process of Perdure:
+supervisor, Temporal's server, gateway, worker, command line. Calls are counted at the endpoint, where
+they are paid for. The promise: at most the turns in flight at the kills are bought again.
 """
 
 import argparse
@@ -13,7 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import toy
-from benchmarks.crash.sides import Crash, CrashedPeer, CrashedPerdure, Outcome
+from benchmarks.crash.outcome import Crash, Outcome
+from benchmarks.crash.sides import CrashedPeer, CrashedPerdure
 from benchmarks.endpoint import Endpoint
 from benchmarks.options import add_output, words
 from benchmarks.overhead.report import machine
@@ -30,8 +32,8 @@ AGENTS = {
 }
 PEERS: dict[str, Callable[[Path], Peer]] = {"mini-swe-agent": MiniSweAgent, "harbor": Harbor}
 HEAD = (
-    "side | finished at the kill | calls | bought again | left behind | back after s | right |"
-    " sandboxes lost"
+    "side | finished at the kill | calls | bought again | turns in flight at the kills | at most those |"
+    " left behind | back after s | right | sandboxes lost"
 )
 
 
@@ -42,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         turns=options.turns,
         latency_s=options.latency,
         workers=options.workers,
-        at=options.at,
+        sandboxes=options.sandboxes,
+        engine_at=options.at[0],
+        sandboxes_at=options.at[1],
+        everything_at=options.at[2],
     )
     outcomes: list[Outcome] = []
     skipped: list[str] = []
@@ -77,7 +82,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--latency", type=float, default=0.5, help="seconds of each model call")
     parser.add_argument("--workers", type=int, default=8, help="rollouts at a time")
-    parser.add_argument("--at", type=float, default=0.6, help="kill after this share of the calls")
+    parser.add_argument("--sandboxes", type=int, default=4, help="agents' sandboxes to kill")
+    parser.add_argument(
+        "--at",
+        type=float,
+        nargs=3,
+        default=(0.2, 0.4, 0.6),
+        metavar=("ENGINE", "SANDBOXES", "EVERYTHING"),
+        help="kill after these shares of the calls",
+    )
     parser.add_argument("--agents", type=words, default=tuple(AGENTS))
     parser.add_argument("--peers", type=words, default=tuple(PEERS), help="- for none")
     add_output(parser)
@@ -92,10 +105,13 @@ def _told(outcome: Outcome) -> Outcome:
 def _table(outcomes: Sequence[Outcome]) -> list[str]:
     rows = [f"| {HEAD} |", "|" + "---|" * (HEAD.count("|") + 1)]
     for o in outcomes:
-        again = f"**{o.bought_again:+d} ({100 * o.bought_again / o.ideal_calls:.1f} %)**"
+        flight = ", ".join(f"{what} {count}" for what, count in o.in_flight.items())
+        kept = "yes" if o.bought_again <= o.most_bought_again else "**no**"
+        lost = f"{o.attempts_lost} of {o.sandboxes_killed} killed"
         rows.append(
-            f"| {o.side} | {o.finished_at_kill} | {o.calls} | {again} | {o.left_behind} |"
-            f" {o.resume_wall:.1f} | {o.right} of {o.rollouts} | {o.attempts_lost} |"
+            f"| {o.side} | {o.finished_at_kill} | {o.calls} | **{o.bought_again}** |"
+            f" {o.most_bought_again} ({flight}) | {kept} | {o.left_behind} |"
+            f" {o.resume_wall:.1f} | {o.right} of {o.rollouts} | {lost} |"
         )
     return rows
 

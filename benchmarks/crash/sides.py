@@ -1,84 +1,24 @@
-"""One side of the crash test: run, kill at the right call, resume, count what is left."""
+"""One side of the crash test: run, kill at the right calls, resume, count what is left."""
 
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import toy
+from benchmarks.crash.acts import LIMIT_S, PAUSE_S, SETTLE_S, Acts, mounts_below
+from benchmarks.crash.outcome import Crash, LeftBehind, Outcome
 from benchmarks.endpoint import Endpoint
-from benchmarks.measuring import Meter, command_of, name_of, parent_of
+from benchmarks.measuring import Meter, command_of, kill_all, name_of, parent_of
 from benchmarks.peers.base import Grading, Job, Peer
 from benchmarks.perdure_stack import DATASET, PERDURE, ROOT, Home, Stack, right_answers
 from perdure.sandboxes.base import identity_of
+from perdure.sandboxes.host.box import Box
+from perdure.sandboxes.host.process import ProcessId, kill_process
 
 RUN = "crash"
-PAUSE_S = 0.02
-LIMIT_S = 300.0
-SETTLE_S = 5.0
-"""Seconds that clean-up may take before something counts as left behind."""
-
-
-@dataclass(frozen=True)
-class Crash:
-    """The job, and when it is killed. `at`: share of all calls."""
-
-    rollouts: int
-    turns: int
-    latency_s: float
-    workers: int
-    at: float
-
-    @property
-    def ideal_calls(self) -> int:
-        return self.rollouts * self.turns
-
-
-@dataclass(frozen=True)
-class LeftBehind:
-    """The side's own sandbox folders, mounts, control groups and processes."""
-
-    folders: int
-    mounts: int
-    groups: int
-    processes: int
-
-    def __str__(self) -> str:
-        found = {name: count for name, count in vars(self).items() if count}
-        return ", ".join(f"{count} {name}" for name, count in found.items()) or "0"
-
-    @property
-    def nothing(self) -> bool:
-        return not any(vars(self).values())
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the crash cost. `calls`: model calls of both halves together."""
-
-    side: str
-    rollouts: int
-    ideal_calls: int
-    calls_at_kill: int
-    finished_at_kill: int
-    calls: int
-    resume_wall: float
-    right: int
-    left_behind: LeftBehind
-    attempts_lost: int = 0
-    """Sandboxes that rollouts lost."""
-
-    @property
-    def bought_again(self) -> int:
-        return self.calls - self.ideal_calls
-
-    @property
-    def keeps_its_promise(self) -> bool:
-        cheap = self.bought_again <= 0.02 * self.ideal_calls
-        return cheap and self.left_behind.nothing and self.right == self.rollouts
 
 
 class CrashedPerdure:
@@ -97,28 +37,29 @@ class CrashedPerdure:
         with Meter.open("crash", self._folder / "meter") as meter:
             stack = Stack.start(self._home, meter)
             client = self._start_run(crash, meter)
-            at_kill = _wait_for_calls(self._endpoint, crash, client)
+            acts = Acts(crash, self._endpoint, client)
+            acts.kill_engine()
+            acts.kill_sandboxes(self._kill_sandboxes)
+            acts.kill_everything(lambda: _kill_with_client(stack, client))
             finished = self._finished()
-            stack.kill()
-            client.kill()
-            client.wait()
             began = time.monotonic()
             stack = Stack.start(self._home, meter)
             document = stack.run([*self._asked(crash)], self._folder / "run.log")
             resume_wall = time.monotonic() - began
-            left = self._left_behind(crash, stack, meter)
-            calls = self._endpoint.calls().total
+            left = _settled(lambda: self._left_behind(crash, stack, meter))
+            calls = len(self._endpoint.bought())
             stack.stop()
         return Outcome(
             side=self.name,
             rollouts=crash.rollouts,
             ideal_calls=crash.ideal_calls,
-            calls_at_kill=at_kill,
             finished_at_kill=finished,
             calls=calls,
+            in_flight=acts.in_flight(),
             resume_wall=resume_wall,
             right=right_answers(document),
             left_behind=left,
+            sandboxes_killed=crash.sandboxes,
             attempts_lost=sum(r["attempts"] - 1 for r in document["rollouts"]),
         )
 
@@ -146,6 +87,27 @@ class CrashedPerdure:
                 stderr=log,
             )
 
+    def _kill_sandboxes(self, count: int) -> tuple[str, ...]:
+        """Agents' sandboxes with a call in flight: the keeper of one, the holder of the next."""
+        killed: list[str] = []
+        deadline = time.monotonic() + LIMIT_S
+        while len(killed) < count:
+            for box in self._working(killed):
+                kill_process(_victim(box, len(killed)), signal.SIGKILL)
+                killed.append(box.identity)
+                if len(killed) == count:
+                    break
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"only {len(killed)} sandboxes could be killed")
+            time.sleep(PAUSE_S)
+        return tuple(killed)
+
+    def _working(self, without: Collection[str]) -> Iterator[Box]:
+        asking = {c.session for c in self._endpoint.bought() if c.ended == float("inf")}
+        for path in (self._home.folder / "sandboxes").glob("*/p-*-agent-1"):
+            if path.name in asking and path.name not in without and Box(path).alive:
+                yield Box(path)
+
     def _finished(self) -> int:
         return len(list((self._home.folder / "store/runs" / RUN).glob("rollouts/*/*/episode.json")))
 
@@ -154,24 +116,12 @@ class CrashedPerdure:
         state = stack.state()
         ours = {state.pid, *(child.pid for child in state.children.values())}
         ours.add(stack.pid)
-        deadline = time.monotonic() + SETTLE_S
-        while True:
-            left = LeftBehind(
-                folders=len(list((self._home.folder / "sandboxes").glob("*/p-*"))),
-                mounts=_mounts_below(self._home.folder),
-                groups=_groups(RUN, crash),
-                processes=sum(_is_left(pid, ours) for pid in meter.pids()),
-            )
-            if left.nothing or time.monotonic() > deadline:
-                return left
-            time.sleep(PAUSE_S)
-
-
-def _is_left(pid: int, ours: Collection[int]) -> bool:
-    """Processes that run, and are neither of the stack nor a running worker's zygote, which
-    boots its next sandboxes."""
-    zygote = name_of(pid) == "perdure-zygote" and parent_of(pid) in ours
-    return pid not in ours and not zygote and bool(command_of(pid))
+        return LeftBehind(
+            folders=len(list((self._home.folder / "sandboxes").glob("*/p-*"))),
+            mounts=mounts_below(self._home.folder),
+            groups=_groups(RUN, crash),
+            processes=sum(_is_left(pid, ours) for pid in meter.pids()),
+        )
 
 
 class CrashedPeer:
@@ -189,34 +139,28 @@ class CrashedPeer:
             argv, env = self._peer.command(job)
             with job.log.open("wb") as log:
                 runner = meter.popen(argv, env=env, stdout=log, stderr=log)
-            at_kill = _wait_for_calls(self._endpoint, crash, runner)
+            acts = Acts(crash, self._endpoint, runner)
+            acts.kill_engine()
+            acts.kill_sandboxes(lambda count: _kill_commands(meter, count))
+            acts.kill_everything(lambda: _kill(runner))
             finished = len(self._peer.patches(job))
-            runner.send_signal(signal.SIGKILL)
-            runner.wait()
             began = time.monotonic()
             argv, env = self._peer.command(job, again=True)
             meter.run(argv, job.log, env=env)
             resume_wall = time.monotonic() - began
-            left = self._left_behind(job, meter)
+            left = _settled(lambda: _left_by_peer(job, meter))
+            kill_all(meter.pids(), signal.SIGKILL)
         return Outcome(
             side=self._peer.name,
             rollouts=crash.rollouts,
             ideal_calls=crash.ideal_calls,
-            calls_at_kill=at_kill,
             finished_at_kill=finished,
-            calls=self._endpoint.calls().total,
+            calls=len(self._endpoint.bought()),
+            in_flight=acts.in_flight(),
             resume_wall=resume_wall,
             right=self._right(job),
             left_behind=left,
-        )
-
-    def _left_behind(self, job: Job, meter: Meter) -> LeftBehind:
-        folders = [p for p in job.temporary.glob("*") if p.name.startswith(("harbor-box-", "mini"))]
-        return LeftBehind(
-            folders=len(folders),
-            mounts=_mounts_below(job.temporary),
-            groups=0,
-            processes=len(meter.pids()),
+            sandboxes_killed=crash.sandboxes,
         )
 
     def _right(self, job: Job) -> int:
@@ -227,19 +171,59 @@ class CrashedPeer:
             return grading.resolved(self._peer.patches(job), job.workers)
 
 
-def _wait_for_calls(endpoint: Endpoint, crash: Crash, runner: "subprocess.Popen[bytes]") -> int:
-    """Wait until that share of the calls was made. Raises: RuntimeError if the runner ends before."""
+def _kill_with_client(stack: Stack, client: "subprocess.Popen[bytes]") -> None:
+    stack.kill()
+    _kill(client)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+
+
+def _victim(box: Box, number: int) -> ProcessId | None:
+    return box.keeper if number % 2 == 0 else box.holder
+
+
+def _kill_commands(meter: Meter, count: int) -> tuple[str, ...]:
+    """A peer's sandbox is one bubblewrap for each command: kill so many of them, whenever they run.
+
+    No model call is in flight while a command runs, so no session is returned.
+    """
+    killed: set[int] = set()
     deadline = time.monotonic() + LIMIT_S
-    while (calls := endpoint.calls().total) < crash.at * crash.ideal_calls:
-        if runner.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"only {calls} calls were made before the run ended")
+    while len(killed) < count:
+        running = [pid for pid in meter.pids() if name_of(pid) == "bwrap" and pid not in killed]
+        kill_all(running[:1], signal.SIGKILL)
+        killed.update(running[:1])
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"only {len(killed)} commands could be killed")
+    return ()
+
+
+def _settled(look: Callable[[], LeftBehind]) -> LeftBehind:
+    """What is left after clean-up had its time, the same for every side."""
+    deadline = time.monotonic() + SETTLE_S
+    while not (left := look()).nothing and time.monotonic() < deadline:
         time.sleep(PAUSE_S)
-    return calls
+    return left
 
 
-def _mounts_below(folder: Path) -> int:
-    lines = Path("/proc/self/mounts").read_text().splitlines()
-    return sum(line.split()[1].startswith(str(folder)) for line in lines)
+def _left_by_peer(job: Job, meter: Meter) -> LeftBehind:
+    folders = [p for p in job.temporary.glob("*") if p.name.startswith(("harbor-box-", "mini"))]
+    return LeftBehind(
+        folders=len(folders),
+        mounts=mounts_below(job.temporary),
+        groups=0,
+        processes=len(meter.pids()),
+    )
+
+
+def _is_left(pid: int, ours: Collection[int]) -> bool:
+    """Processes that run, and are neither of the stack nor a running worker's zygote, which
+    boots its next sandboxes."""
+    zygote = name_of(pid) == "perdure-zygote" and parent_of(pid) in ours
+    return pid not in ours and not zygote and bool(command_of(pid))
 
 
 def _groups(run_id: str, crash: Crash) -> int:

@@ -3,6 +3,7 @@
 # mypy: ignore-errors
 # Harbor is importable only in its own environment.
 
+import asyncio
 import functools
 import json
 import os
@@ -15,6 +16,7 @@ from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 
 URL = os.environ.get("BENCH_ENDPOINT", "") + "/v1/chat/completions"
+TRIES = 60
 DONE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 TOOL = {
     "type": "function",
@@ -34,6 +36,20 @@ TOOL = {
 def session() -> aiohttp.ClientSession:
     """One pool of connections for all trials of the job."""
     return aiohttp.ClientSession()
+
+
+async def ask(body: dict) -> dict:
+    """Repeats the call, as the other sides' agents do, while the engine is away."""
+    for tries in range(TRIES):
+        try:
+            async with session().post(URL, json=body) as response:
+                if response.status < 500:
+                    response.raise_for_status()
+                    return await response.json()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
+            pass
+        await asyncio.sleep(min(0.1 * 2**tries, 2.0))
+    raise ConnectionError("the engine stayed away")
 
 
 class BashAgent(BaseAgent):
@@ -56,9 +72,7 @@ class BashAgent(BaseAgent):
         ]
         while True:
             body = {"model": "policy", "messages": messages, "tools": [TOOL]}
-            async with session().post(URL, json=body) as response:
-                response.raise_for_status()
-                answer = await response.json()
+            answer = await ask(body)
             message = answer["choices"][0]["message"]
             messages.append(message)
             for call in message["tool_calls"]:

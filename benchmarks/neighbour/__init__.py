@@ -1,0 +1,1 @@
+"""What a hostile rollout costs the rollout beside it."""
