@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from temporalio import activity
 from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
@@ -19,7 +20,7 @@ from tests.stack.waiting import until
 from tests.workflows import builds, dev_server
 from tests.workflows.builds import Build
 from tests.workflows.stages import Stages
-from workers.builds import MOVING, PINNED
+from workers.builds import MOVING, PINNED, say_if_not_current
 from workers.orchestration import WORKFLOWS
 
 SOON = (
@@ -161,6 +162,22 @@ async def test_an_open_run_moves_on_and_the_old_version_drains(
     assert summary["rollouts"] == 2
     assert ("grade_in_fresh_sandbox", "long") in old.done
     assert ("review_patch", "long") in new.done
+
+
+async def test_a_worker_says_that_its_build_is_not_current(client: Client, tmp_path: Path) -> None:
+    """Its log has the command that makes it current, and nothing once it is."""
+    ours = builds.DEPLOYMENT.model_copy(update={"build_id": "v1"})
+    async with Build("v1", Stages()).at_work(client, tmp_path):
+        with capture_logs() as before:
+            await say_if_not_current(client, ours)
+        await builds.make_current(client, "v1")
+        with capture_logs() as after:
+            await say_if_not_current(client, ours)
+
+    warnings = [line["fix"] for line in before + after if line["log_level"] == "warning"]
+    assert warnings == [
+        "temporal worker deployment set-current-version --deployment-name perdure --build-id v1"
+    ]
 
 
 def test_it_is_known_of_every_workflow_what_a_deploy_does_to_it() -> None:
