@@ -3,7 +3,7 @@
 The engines are scripted, with a second's latency, all in one process, and enough of them that no call
 waits for room. The agents are plain HTTP clients in this process. In each round every session makes
 one more call with a long history through the gateway. As many calls with as many tokens go to the
-engines directly. Calls start evenly spread over the round, 16 a second. Reported: the latency that the
+engines directly. Calls start evenly spread over the round, 16 a second (`--rate`). Reported: the latency that the
 gateway adds, its CPU per turn above its CPU at rest, and its memory with many additional idle
 sessions.
 """
@@ -38,6 +38,12 @@ SECRET = b"a benchmark's secret"
 LATENCY_S = 1.0
 CALLS_PER_S = 16.0
 OPENED_AT_ONCE = 16
+Counts = Callable[[], dict[str, Any]]
+UPLOADED_S = 5.0
+"""With `local` durability, the last parts are uploaded after some seconds."""
+S3_MODES = ("local", "store")
+S3_LATENCY_S = 0.03
+"""Seconds of each request to the store in memory."""
 CALL_S = 60.0
 """Seconds without an answer after which the benchmark stops, because its figures mean nothing."""
 PATIENCE = 4
@@ -90,6 +96,7 @@ class Load:
     gateway_log: Path
     client: httpx.AsyncClient
     control: GatewayControl
+    calls_per_s: float
     stage: str = ""
 
     def begin(self, stage: str) -> None:
@@ -132,11 +139,13 @@ class Load:
         return answer.raise_for_status(), seconds
 
 
-async def _spread(calls: Sequence[Callable[[], Awaitable[float]]]) -> list[float]:
+async def _spread(
+    calls: Sequence[Callable[[], Awaitable[float]]], calls_per_s: float
+) -> list[float]:
     """Start the calls evenly, without waiting for earlier ones; returns their seconds."""
 
     async def one(number: int, call: Callable[[], Awaitable[float]]) -> float:
-        await asyncio.sleep(number / CALLS_PER_S)
+        await asyncio.sleep(number / calls_per_s)
         return await call()
 
     return await asyncio.gather(*(one(number, call) for number, call in enumerate(calls)))
@@ -166,7 +175,7 @@ async def _charged(
 ) -> tuple[list[float], float, float]:
     """The calls' seconds, the gateway's CPU meanwhile, and the duration."""
     before, since = own_seconds(load.gateway_pid), time.perf_counter()
-    seconds = await _spread(calls)
+    seconds = await _spread(calls, load.calls_per_s)
     return seconds, own_seconds(load.gateway_pid) - before, time.perf_counter() - since
 
 
@@ -208,12 +217,17 @@ def _process(arguments: list[str], environment: dict[str, str], log: Path) -> It
 
 
 @contextlib.asynccontextmanager
-async def _started(folder: Path, history: str, sessions: int) -> AsyncIterator[Load]:
+async def _started(
+    folder: Path, options: argparse.Namespace, sessions: int, settings: dict[str, str]
+) -> AsyncIterator[Load]:
+    """`settings`: more of the gateway's environment."""
+    history = _text(options.tokens)
+    folder.mkdir()
     scripts = folder / "scripts.json"
     scripts.write_text(json.dumps(SCRIPT))
     command = ["benchmarks.gateway_load.engines", "--count", str(engines.needed(sessions))]
-    options = ["--scripts", str(scripts), "--latency", str(LATENCY_S)]
-    with _process([*command, *options], {}, folder / "engines.log") as first:
+    command += ["--scripts", str(scripts), "--latency", str(LATENCY_S)]
+    with _process(command, {}, folder / "engines.log") as first:
         engine_urls = first.stdout.readline().decode().strip()
         environment = {
             "PERDURE_HOME": str(folder / "home"),
@@ -221,6 +235,7 @@ async def _started(folder: Path, history: str, sessions: int) -> AsyncIterator[L
             "PERDURE_SECRET": SECRET.decode(),
             "PERDURE_ENGINE__URL": engine_urls,
             "PERDURE_ENGINE__KIND": "vllm",
+            **settings,
         }
         log = folder / "gateway.log"
         with _process(["perdure.gateway"], environment, log) as second:
@@ -231,7 +246,7 @@ async def _started(folder: Path, history: str, sessions: int) -> AsyncIterator[L
                 GatewayControl(url, Secrets.of(SECRET), timeout_s=CALL_S) as control,
             ):
                 urls = engine_urls.split(",")
-                yield Load(history, urls, url, second.pid, log, client, control)
+                yield Load(history, urls, url, second.pid, log, client, control, options.rate)
 
 
 async def _url(log: Path, process: "subprocess.Popen[bytes]") -> str:
@@ -246,31 +261,83 @@ async def _url(log: Path, process: "subprocess.Popen[bytes]") -> str:
 def _expected_s(options: argparse.Namespace) -> float:
     """Seconds that the engines' latency takes; an idle host adds little."""
     opened: int = sum(options.sessions) + options.idle
-    rounds = sum(2 * (count / CALLS_PER_S + LATENCY_S) for count in options.sessions)
+    rounds = sum(2 * (count / options.rate + LATENCY_S) for count in options.sessions)
     expected: float = opened / OPENED_AT_ONCE * LATENCY_S + options.rounds * rounds
     return expected
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Raises: Stuck."""
+    """The figures of each store and durability in turn. Raises: Stuck."""
     expected = _expected_s(options)
-    print(f"this takes {expected / 60:.0f} minutes or more", file=sys.stderr, flush=True)
-    sessions = sum(options.sessions) + options.idle
+    modes = S3_MODES if options.s3 else ("",)
+    print(
+        f"this takes {len(modes) * expected / 60:.0f} minutes or more", file=sys.stderr, flush=True
+    )
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="perdure-gateway-load-") as name:
-        async with _started(Path(name), _text(options.tokens), sessions) as load:
-            try:
-                async with asyncio.timeout(60 + PATIENCE * expected):
-                    return await _measured(load, options)
-            except TimeoutError:
-                raise load.stuck(f"it took {PATIENCE} times as long as it should") from None
+        for mode in modes:
+            with _s3(Path(name), mode) as (settings, counts):
+                folder = Path(name) / (mode or "folder")
+                found[mode] = await _mode(folder, options, settings, counts)
+    return found
+
+
+async def _mode(
+    folder: Path, options: argparse.Namespace, settings: dict[str, str], counts: Counts
+) -> dict[str, Any]:
+    expected = _expected_s(options)
+    sessions = sum(options.sessions) + options.idle
+    async with _started(folder, options, sessions, settings) as load:
+        try:
+            async with asyncio.timeout(60 + PATIENCE * expected):
+                found = await _measured(load, options)
+                if options.s3:
+                    found["s3"] = await _requests(load, options, counts)
+                return found
+        except TimeoutError:
+            raise load.stuck(f"it took {PATIENCE} times as long as it should") from None
+
+
+@contextlib.contextmanager
+def _s3(folder: Path, mode: str) -> Iterator[tuple[dict[str, str], Counts]]:
+    """The gateway's settings for a store in memory, and how to ask for its requests."""
+    if not mode:
+        yield {}, dict
+        return
+    command = ["benchmarks.gateway_load.s3", "--latency", str(S3_LATENCY_S)]
+    with _process(command, {}, folder / f"s3-{mode}.log") as process:
+        url = json.loads(process.stdout.readline())["url"]
+        settings = {
+            "PERDURE_STORE": "s3://bench/store",
+            "PERDURE_S3_ENDPOINT_URL": url,
+            "PERDURE_GATEWAY__DURABILITY": mode,
+            "AWS_ACCESS_KEY_ID": "bench",
+            "AWS_SECRET_ACCESS_KEY": "bench",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        yield settings, lambda: httpx.get(f"{url}/-/counts", trust_env=False).json()
+
+
+async def _requests(load: Load, options: argparse.Namespace, counts: Counts) -> dict[str, Any]:
+    """What the store was asked and holds: with all sessions open, closed, and forgotten."""
+    await asyncio.sleep(UPLOADED_S)
+    found = {"open": await asyncio.to_thread(counts)}
+    names = [f"busy-{count}-{n}" for count in options.sessions for n in range(count)]
+    for state, act in {"closed": load.control.close, "forgotten": load.control.forget}.items():
+        for name in names:
+            await act(name)
+        found[state] = await asyncio.to_thread(counts)
+    return found
 
 
 async def _measured(load: Load, options: argparse.Namespace) -> dict[str, Any]:
     levels = [await _level(load, count, options.rounds) for count in options.sessions]
-    await _opened(load, "idle", options.idle, _text(options.idle_tokens))
+    if options.idle:
+        await _opened(load, "idle", options.idle, _text(options.idle_tokens))
     return {
         "history_tokens": options.tokens,
         "engines": len(load.engine_urls),
+        "turns": sum(options.sessions) * (options.rounds + 1) + options.idle,
         "levels": [level.line() for level in levels],
         "idle_sessions": options.idle,
         "idle_tokens": options.idle_tokens,
@@ -283,10 +350,14 @@ async def _measured(load: Load, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway_load", description=__doc__)
     parser.add_argument("--sessions", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--rate", type=float, default=CALLS_PER_S, help="calls that start a second")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=30_000, help="history of a busy session")
     parser.add_argument("--idle", type=int, default=1000, help="additional idle sessions")
     parser.add_argument("--idle-tokens", type=int, default=30_000, help="history of each of them")
+    parser.add_argument(
+        "--s3", action="store_true", help="compare `local` and `store` durability on S3"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     try:
@@ -296,7 +367,8 @@ def main() -> None:
     if options.json:
         print(json.dumps(found, indent=1))
     else:
-        print_table(found)
+        for mode, figures in found.items():
+            print_table(figures, mode)
 
 
 if __name__ == "__main__":

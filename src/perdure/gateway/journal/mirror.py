@@ -72,12 +72,15 @@ class MirroredJournal:
         await self._round()
         await self._local.aclose()
 
-    async def adopt(self, session_id: str) -> None:
-        """Upload, once, the records that only this disk has. Raises: as `read`."""
-        if session_id not in self._uploaded and await self._local.read(session_id):
+    async def adopt(self, session_id: str) -> bool:
+        """Upload, once, the records that only this disk has; whether it has any. Raises: as `read`."""
+        if session_id not in self._uploaded:
+            if not await self._local.read(session_id):
+                return False
             await self._meet(session_id, needed=True)
             await self._upload(session_id)
             self._check(session_id)
+        return True
 
     # --- comparing disk and store --------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from perdure.errors import (
 )
 from perdure.gateway.journal.appends import Append, accept, overtaken, resolve, to_append
 from perdure.gateway.journal.base import Overtaken
-from perdure.gateway.journal.chains.claims import Claim, Claims
+from perdure.gateway.journal.chains.claims import UNCLAIMED, Claim, Claims
 from perdure.gateway.journal.chains.entry import BATCH, Entry, Part, Piece, Standing, encode_batch
 from perdure.gateway.journal.chains.garbage import Garbage
 from perdure.gateway.journal.chains.others import OtherChains
@@ -84,7 +84,7 @@ class StoreJournal:
     def __init__(
         self,
         store: Store,
-        adopt: Callable[[str], Awaitable[None]] | None = None,
+        adopt: Callable[[str], Awaitable[bool]] | None = None,
         *,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -133,8 +133,8 @@ class StoreJournal:
     async def _find(self, session_id: str) -> _Found:
         """The newest claim, and where its later records lie. Raises: NotFound (look again)."""
         claim = await self._claims.newest(session_id)
-        if claim is None:
-            return _Found(await self._unclaimed(session_id), [])
+        if claim is None or not claim.epoch:
+            return _Found(await self._unclaimed(session_id, has_parts=claim is not None), [])
         if not claim.chain:
             return _Found(claim, [])
         pieces = await self._others.pieces(claim.chain, session_id, claim.epoch, claim.newest)
@@ -156,10 +156,11 @@ class StoreJournal:
             before = (await self._claims.get(session_id, claim.epoch)).records or []
         return before[after:] + later
 
-    async def _unclaimed(self, session_id: str) -> Claim:
+    async def _unclaimed(self, session_id: str, *, has_parts: bool) -> Claim:
         """What an earlier version, or `local` durability, left of a session."""
-        if self._adopt is not None:
-            await self._adopt(session_id)
+        uploaded = self._adopt is not None and await self._adopt(session_id)
+        if not (has_parts or uploaded):
+            return UNCLAIMED
         try:
             records = await self._parts.read(session_id)
         except Moved as error:  # another process claimed it at this moment

@@ -33,6 +33,9 @@ class Claim(NamedTuple):
     """None: not read."""
 
 
+UNCLAIMED = Claim(0, "", 0, 0, [])
+
+
 class Listing(NamedTuple):
     """What the store has of a session."""
 
@@ -58,11 +61,14 @@ class Claims:
         return await self._store.exists(_key(session_id, epoch))
 
     async def newest(self, session_id: str) -> Claim | None:
-        """Raises: JournalDamaged."""
+        """None: there is no object of the session at all. Epoch 0: there are parts of other gateways.
+
+        Raises: JournalDamaged.
+        """
         for _ in range(TRIES):
             listing = await self.look(session_id)
             if not listing.epochs:
-                return None
+                return UNCLAIMED if listing.has_parts else None
             try:
                 return await self.get(session_id, listing.epochs[-1])
             except NotFound:  # a newer one has replaced it

@@ -1,0 +1,134 @@
+"""An S3 server in memory that answers after a fixed time and counts its requests.
+
+    python -m benchmarks.gateway_load.s3 --latency 0.03
+
+It has what the store needs: conditional PUT, GET with a range, DELETE, and lists. `GET /-/counts`
+returns the requests and the bytes written so far.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import socket
+from collections import Counter
+from urllib.parse import parse_qs
+from xml.sax.saxutils import escape
+
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+PAGE = 1000
+
+
+class MemoryS3:
+    """One bucket for every path."""
+
+    def __init__(self, latency_s: float) -> None:
+        self._latency_s = latency_s
+        self._objects: dict[str, bytes] = {}
+        self._counts: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope, receive)
+        answer = await self._answer(request)
+        await answer(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        if request.url.path == "/-/counts":
+            size = sum(map(len, self._objects.values()))
+            held = {"objects": len(self._objects), "held": size}
+            return JSONResponse({**self._counts, **held})
+        body = await request.body()
+        await asyncio.sleep(self._latency_s)
+        _, _, key = request.url.path.lstrip("/").partition("/")
+        if request.method == "GET" and "list-type" in request.query_params:
+            self._count("LIST", request.query_params.get("prefix", ""))
+            return self._list(parse_qs(request.url.query))
+        self._count(request.method, key)
+        if request.method == "PUT":
+            return self._put(key, _content(request, body), request.headers)
+        if request.method == "DELETE":
+            self._objects.pop(key, None)
+            return Response(status_code=204)
+        return self._get(key, request.headers.get("range"))
+
+    def _count(self, method: str, key: str) -> None:
+        """The gateway's journal apart from its leases and results."""
+        area = "journal" if "/journal" in key else "other"
+        self._counts[f"{method} {area}"] += 1
+
+    def _put(self, key: str, data: bytes, headers: object) -> Response:
+        if headers.get("if-none-match") == "*" and key in self._objects:  # type: ignore[attr-defined]  # starlette's
+            return _error(412, "PreconditionFailed")
+        self._objects[key] = data
+        self._counts["bytes"] += len(data)
+        return Response(headers={"etag": _etag(data)})
+
+    def _get(self, key: str, wanted: str | None) -> Response:
+        if key not in self._objects:
+            return _error(404, "NoSuchKey")
+        data = self._objects[key]
+        if not wanted:
+            return Response(data, headers={"etag": _etag(data)})
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        part = data[int(first) : int(last) + 1]
+        place = {"content-range": f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"}
+        return Response(part, 206, headers={"etag": _etag(data), **place})
+
+    def _list(self, query: dict[str, list[str]]) -> Response:
+        prefix = query.get("prefix", [""])[0]
+        after = query.get("continuation-token", query.get("start-after", [""]))[0]
+        keys = sorted(k for k in self._objects if k.startswith(prefix) and k > after)
+        page, more = keys[:PAGE], len(keys) > PAGE
+        following = (
+            f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
+        )
+        entries = "".join(f"<Contents><Key>{escape(key)}</Key></Contents>" for key in page)
+        truncated = f"<IsTruncated>{str(more).lower()}</IsTruncated>"
+        text = f"<ListBucketResult>{truncated}{following}{entries}</ListBucketResult>"
+        return Response(text, media_type="application/xml")
+
+
+def _content(request: Request, body: bytes) -> bytes:
+    """The object: boto3 may send it in chunks with checksums."""
+    if "aws-chunked" not in request.headers.get("content-encoding", ""):
+        return body
+    parts: list[bytes] = []
+    position = 0
+    while True:
+        end = body.index(b"\r\n", position)
+        size = int(body[position:end].split(b";")[0], 16)
+        if not size:
+            return b"".join(parts)
+        parts.append(body[end + 2 : end + 2 + size])
+        position = end + 2 + size + 2
+
+
+def _etag(data: bytes) -> str:
+    return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
+
+
+def _error(status: int, code: str) -> Response:
+    return Response(f"<Error><Code>{code}</Code></Error>", status, media_type="application/xml")
+
+
+async def _serve(latency_s: float) -> None:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    config = uvicorn.Config(MemoryS3(latency_s), log_config=None, access_log=False, lifespan="off")
+    print(json.dumps({"url": f"http://127.0.0.1:{listener.getsockname()[1]}"}), flush=True)
+    await uvicorn.Server(config).serve([listener])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway_load.s3")
+    parser.add_argument("--latency", type=float, default=0.03, help="seconds of each request")
+    asyncio.run(_serve(parser.parse_args().latency))
+
+
+if __name__ == "__main__":
+    main()
