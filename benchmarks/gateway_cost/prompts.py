@@ -25,7 +25,7 @@ from perdure.gateway.journal.partials import Partials
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering.tokenizers import load_format
 from perdure.gateway.sessions import Sessions
-from perdure.gateway.turn_maker import PendingTurn
+from perdure.gateway.turns.maker import PendingTurn
 from perdure.storage.local import LocalStore
 from perdure.types import EngineSpan, FinishReason, Sampling
 

@@ -20,8 +20,8 @@ from benchmarks.perdure_stack import Home, Stack, right_answers
 from perdure.episodes import turns_parquet
 from perdure.episodes.episode import Episode
 from perdure.episodes.episode_store import read_run
-from perdure.gateway.canonical import VOLATILE
 from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.gateway.turns.canonical import VOLATILE
 from perdure.sandboxes.base import identity_of
 from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider

@@ -13,8 +13,6 @@ from typing import Any
 from perdure.dialects.base import Answer, Refused
 from perdure.engines.base import Wait
 from perdure.gateway.base import SessionSpec, SessionSummary
-from perdure.gateway.canonical import Rolled, ToolDigests
-from perdure.gateway.chains import Node, Tree
 from perdure.gateway.journal.turn_record import (
     CLOSED,
     SEALED,
@@ -23,7 +21,9 @@ from perdure.gateway.journal.turn_record import (
     TurnRecord,
 )
 from perdure.gateway.pace import Pace
-from perdure.gateway.replay import Recording
+from perdure.gateway.turns.canonical import Rolled, ToolDigests
+from perdure.gateway.turns.chains import Node, Tree
+from perdure.gateway.turns.replay import Recording
 from perdure.types import EngineSpan
 
 CallKey = tuple[str, str]

@@ -2,7 +2,7 @@
 answers.
 
 Owns a session's life (open, calls, seal, close), its journal, which other gateway processes write too,
-and what is kept in memory. `turn_maker` makes a turn, `chains` finds which turn a request continues,
+and what is kept in memory. `turns.maker` makes a turn, `turns.chains` finds what it continues,
 `http.app` and `dialects` read and write the wire.
 """
 
@@ -22,8 +22,6 @@ from perdure.engines.base import TOO_STALE, Wait
 from perdure.engines.configured import ConfiguredEngine
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, PerdureError
 from perdure.gateway.base import SESSION_ID, SessionSpec, SessionSummary
-from perdure.gateway.canonical import ToolDigests
-from perdure.gateway.chains import Location, Node
 from perdure.gateway.journal.base import Journal, Overtaken
 from perdure.gateway.journal.partials import Partials
 from perdure.gateway.journal.turn_record import (
@@ -39,9 +37,11 @@ from perdure.gateway.journal.turn_record import (
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.pace import DEFAULT_CEILINGS, Ceilings, Pace
 from perdure.gateway.rendering.tokenizers import Format
-from perdure.gateway.replay import Recording
 from perdure.gateway.session_state import Awake, CallKey, Session
-from perdure.gateway.turn_maker import PendingTurn, TurnMaker, abandonable, replayed
+from perdure.gateway.turns.canonical import ToolDigests
+from perdure.gateway.turns.chains import Location, Node
+from perdure.gateway.turns.maker import PendingTurn, TurnMaker, abandonable, replayed
+from perdure.gateway.turns.replay import Recording
 from perdure.storage.base import Store
 
 MAX_WAITING = 64

@@ -16,7 +16,7 @@ from perdure.engines.roster import LoneRoster, StoredRoster, add_engine, roster_
 from perdure.engines.state import EngineRecord, EngineSpec
 from perdure.episodes.turns_parquet import decode
 from perdure.errors import ConfigurationError, GatewayUnavailable
-from perdure.gateway.sampling import chat_request
+from perdure.gateway.turns.sampling import chat_request
 from perdure.home import load_secret
 from perdure.settings.tree import Settings
 from perdure.testing.local_gateway import LocalGateway, turns_key_of

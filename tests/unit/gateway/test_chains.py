@@ -20,9 +20,7 @@ from perdure.episodes.segments import cut
 from perdure.episodes.turns_parquet import decode
 from perdure.errors import GatewayUnavailable
 from perdure.gateway import sessions as sessions_module
-from perdure.gateway.answers import PLACEHOLDER
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.chains import bridge
 from perdure.gateway.journal.local import LocalJournal
 from perdure.gateway.journal.partial_stores import LocalPartialStore
 from perdure.gateway.journal.partials import Partials
@@ -30,7 +28,9 @@ from perdure.gateway.journal.turn_record import turn_records, turns_of
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering.tokenizers import Format, load_format
 from perdure.gateway.sessions import Sessions
-from perdure.gateway.turn_maker import abandonable
+from perdure.gateway.turns.answers import PLACEHOLDER
+from perdure.gateway.turns.chains import bridge
+from perdure.gateway.turns.maker import abandonable
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import logprob
 from perdure.testing.scripted_policy import Policy

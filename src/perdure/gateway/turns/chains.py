@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from renderers.base import Renderer
 
 from perdure.dialects.base import ModelRequest
-from perdure.gateway.canonical import (
+from perdure.gateway.journal.turn_record import TurnRecord
+from perdure.gateway.turns.canonical import (
     Digests,
     Message,
     Rolled,
@@ -24,7 +25,6 @@ from perdure.gateway.canonical import (
     same_messages,
     visible,
 )
-from perdure.gateway.journal.turn_record import TurnRecord
 
 MOST_REPEATS = 12
 """How often a recorded answer is repeated. Clients retry ten times; an agent in a loop would retry

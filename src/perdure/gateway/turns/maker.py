@@ -17,17 +17,17 @@ from perdure import tracing
 from perdure.dialects.base import ModelRequest, Refused
 from perdure.engines.base import ChatEngine, Completion, HostedEngine, TokenEngine
 from perdure.engines.configured import ConfiguredEngine
-from perdure.gateway.answers import Read, hosted_answer, read_completion
-from perdure.gateway.canonical import Message
-from perdure.gateway.chains import Location, Miss, Node, bridge, common_ids
 from perdure.gateway.journal.partials import CallInputs, Partials, TryName, call_name
 from perdure.gateway.journal.turn_record import TurnRecord
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering import late_system
 from perdure.gateway.rendering.tokenizers import Format
-from perdure.gateway.replay import RecordedTurn
-from perdure.gateway.sampling import chat_request, token_sampling
 from perdure.gateway.session_state import Awake, Session
+from perdure.gateway.turns.answers import Read, hosted_answer, read_completion
+from perdure.gateway.turns.canonical import Message
+from perdure.gateway.turns.chains import Location, Miss, Node, bridge, common_ids
+from perdure.gateway.turns.replay import RecordedTurn
+from perdure.gateway.turns.sampling import chat_request, token_sampling
 from perdure.types import FinishReason, Purpose
 
 INLINE_CHARS = 65_536

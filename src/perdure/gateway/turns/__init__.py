@@ -1,0 +1,1 @@
+"""One turn: which turn it continues, its prompt, its sampling, and what the sampled ids say."""
