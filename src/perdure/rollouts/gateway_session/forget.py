@@ -1,6 +1,7 @@
-"""Forgets the gateway sessions of a rollout that has its episode.
+"""Forgets the gateway sessions of a graded rollout, whose turns are in the store as `turns.parquet`.
 
-No attempt follows, so nothing replays them, and their turns are in the store as `turns.parquet`.
+No attempt of it follows. A rollout that was cancelled or failed keeps its sessions: when it is started
+again, the next attempt replays them.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from perdure.errors import PerdureError
 from perdure.rollouts.messages import Ending
 from perdure.rollouts.services import Services
 from perdure.sandboxes.base import identity_of
+from perdure.types import RolloutStatus
 
 PATIENCE_S = 20.0
 """The episode is written: a gateway that is away must not hold the rollout."""
@@ -20,6 +22,8 @@ log = structlog.get_logger()
 
 async def forget_sessions(services: Services, ending: Ending) -> None:
     """Repeating is harmless. What cannot be deleted now stays in the journal."""
+    if ending.status is not RolloutStatus.GRADED:
+        return
     request = ending.request
     for number in range(1, ending.attempts + 1):
         session_id = identity_of(request.run_id, request.workflow_id, "agent", number)
