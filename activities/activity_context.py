@@ -3,11 +3,12 @@
 import time
 
 from temporalio import activity
-from temporalio.client import WorkflowExecutionStatus
+from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities.accounts import TemporalAccounts
 from activities.heartbeats import report
+from perdure.sandboxes.reaper import Owner
 
 
 class ThisTry:
@@ -36,20 +37,22 @@ class ThisTry:
 
     async def workflow_may_be_open(self) -> bool:
         try:
-            return await is_open(activity.info().workflow_id or "")
+            fate = await fate_of(activity.client(), activity.info().workflow_id or "")
         except RPCError:
             return True  # the reaper asks again
+        return fate is Owner.ALIVE
 
     def report(self, **progress: object) -> None:
         report(**progress)
 
 
-async def is_open(workflow_id: str) -> bool:
+async def fate_of(client: Client, workflow_id: str) -> Owner:
     """The server itself answers, because its visibility store lags behind."""
     try:
-        described = await activity.client().get_workflow_handle(workflow_id).describe()
+        described = await client.get_workflow_handle(workflow_id).describe()
     except RPCError as error:
         if error.status is RPCStatusCode.NOT_FOUND:
-            return False
+            return Owner.UNKNOWN
         raise
-    return described.status is WorkflowExecutionStatus.RUNNING
+    running = described.status is WorkflowExecutionStatus.RUNNING
+    return Owner.ALIVE if running else Owner.ENDED

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -20,6 +21,10 @@ from perdure.rollouts.messages import WORKER_EVICTED
 from perdure.telemetry import bind, metrics
 
 log = structlog.get_logger("perdure.activity")
+
+at_work: Counter[str] = Counter()
+"""Activities that run in this process now, by workflow id. Each of them learns by its heartbeats when its
+workflow is closed."""
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -57,6 +62,8 @@ def _observed(name: str, argument: Any) -> Iterator[None]:
     queued = (info.started_time - info.current_attempt_scheduled_time).total_seconds()
     started = time.monotonic()
     cause = ""
+    workflow_id = info.workflow_id or ""
+    at_work[workflow_id] += 1
     with _bound(argument):
         try:
             yield
@@ -64,6 +71,9 @@ def _observed(name: str, argument: Any) -> Iterator[None]:
             cause = getattr(error, "type", None) or type(error).__name__
             raise
         finally:
+            at_work.subtract([workflow_id])
+            if not at_work[workflow_id]:
+                del at_work[workflow_id]
             seconds = time.monotonic() - started
             metrics.stage(name, seconds, queued, cause)
             level = log.warning if cause not in ("", WORKER_EVICTED) else log.info

@@ -1,11 +1,13 @@
 """sweep_sandboxes: the shell of `perdure.rollouts.sweep`, the reaper."""
 
-from activities.activity_context import is_open
+from temporalio import activity
+
+from activities.activity_context import fate_of
 from activities.shell import shell
 from perdure.rollouts.messages import SweepRequest
 from perdure.rollouts.services import Services
 from perdure.rollouts.sweep import sweep
-from perdure.sandboxes.reaper import SweepReport
+from perdure.sandboxes.reaper import Owner, SweepReport
 
 
 class SweepSandboxes:
@@ -14,4 +16,8 @@ class SweepSandboxes:
 
     @shell("sweep_sandboxes")
     async def sweep(self, request: SweepRequest) -> SweepReport:
-        return await sweep(self.services, is_open, request.grace_s)
+        return await sweep(self.services, _fate, request.grace_s)
+
+
+async def _fate(workflow_id: str) -> Owner:
+    return await fate_of(activity.client(), workflow_id)

@@ -6,7 +6,7 @@ from datetime import timedelta
 from workers.process import main
 from workflows import activity_options
 
-activity_options.HOST_UNREACHABLE_AFTER = timedelta(seconds=float(sys.argv[1]))
+activity_options.HOST_UNREACHABLE_AFTER = timedelta(seconds=float(sys.argv.pop(1)))
 
 if __name__ == "__main__":
     main()

@@ -21,6 +21,7 @@ from perdure.client import names
 from workers.builds import MovingRunner
 from workflows.account import SandboxAccountWorkflow
 from workflows.group import RolloutGroupWorkflow
+from workflows.host import HostWorkflow
 from workflows.reaper import ReaperWorkflow
 from workflows.rollout import RolloutWorkflow
 from workflows.run import RunShardWorkflow, RunWorkflow
@@ -32,6 +33,7 @@ WORKFLOWS: Sequence[type] = (
     RunShardWorkflow,
     ReaperWorkflow,
     SandboxAccountWorkflow,
+    HostWorkflow,
 )
 
 PASSTHROUGH = (

@@ -6,9 +6,10 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import structlog
 from temporalio.client import (
@@ -31,15 +32,16 @@ from perdure.errors import PerdureError
 from perdure.home import host_of
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
-from perdure.telemetry import configure_logging, metrics, temporal_runtime
+from perdure.stack import host_life
+from perdure.telemetry import configure_logging, temporal_runtime
 from workers.builds import build_of, say_if_not_current
 from workers.health import answering
+from workers.host import life_kept
 
 ROLES = ("workflows", "boot", "agent", "grade", "io")
 """What a worker process may poll for."""
 
 REAP_EVERY = timedelta(minutes=10)
-COUNT_EVERY_S = 15.0
 ASK_AGAIN_S = 1.0
 
 log = structlog.get_logger("perdure.worker")
@@ -59,15 +61,17 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
     if "agent" in roles:
         await _ensure_reaper(client, host, stop)
     async with answering(health), contextlib.AsyncExitStack() as stack:
+        if {"boot", "agent"} & set(roles):
+            stack.enter_context(host_life.worker_is_here(settings))
         workers = _workers(client, settings, roles, stack)
         for worker in workers:
             await stack.enter_async_context(worker)
         log.info("the worker polls its queues", roles=list(roles), host=host, pid=os.getpid())
         if settings.deployment.build_id:
             await say_if_not_current(client, settings.deployment)
-        counting = asyncio.create_task(_count_sandboxes(settings, roles))
+        keeping = asyncio.create_task(_keep_house(client, settings, roles))
         await stop.wait()
-        counting.cancel()
+        keeping.cancel()
         log.info("handing the work over to other workers")
         await asyncio.gather(*(worker.shutdown() for worker in workers))
 
@@ -94,19 +98,22 @@ def _workers(
     return workers
 
 
-async def _count_sandboxes(settings: Settings, roles: Sequence[str]) -> None:
-    """Keep the gauge of this host's live sandboxes up to date, if metrics are served."""
-    if "agent" not in roles or not settings.metrics.port:
+async def _keep_house(client: Client, settings: Settings, roles: Sequence[str]) -> None:
+    """What a worker does beside its queues, depending on its roles."""
+    if not {"boot", "agent"} & set(roles):
         return
+    keeping = [life_kept.keep_alive(settings)]
+    if "agent" in roles:
+        keeping += _housekeeping(client, settings)
+    await asyncio.gather(*keeping)
+
+
+def _housekeeping(client: Client, settings: Settings) -> list[Coroutine[Any, Any, None]]:
     from perdure.rollouts.services import Services
+    from workers.host import housekeeping
 
     services = Services(settings)
-    while True:
-        for name in home.sandboxes_of(services.home):
-            with contextlib.suppress(PerdureError):
-                alive = sum(box.alive for box in await services.provider(name).list())
-                metrics.sandboxes_alive(name, alive)
-        await asyncio.sleep(COUNT_EVERY_S)
+    return [housekeeping.sweep_often(client, services), housekeeping.count_sandboxes(services)]
 
 
 async def _ensure_reaper(client: Client, host: str, stop: asyncio.Event) -> None:

@@ -21,10 +21,11 @@ from activities.emit_episode import EmitEpisode
 from activities.grade import GradeInFreshSandbox
 from activities.run_agent import RunAgent
 from activities.runs import Runs
+from activities.stand_in import StandIn
 from activities.sweep_sandboxes import SweepSandboxes
 from perdure.client import names
 from perdure.rollouts.services import Services
-from workers import seats
+from workers.host import seats
 
 # A spot notice gives 30 s or more; activities hand over at once, so this is only the last bound.
 GRACE = timedelta(seconds=10)
@@ -33,6 +34,10 @@ GRACE = timedelta(seconds=10)
 WATCHES = 10_000
 """Slots for watching the agents of this host. Its seats are the limit, and each has an agent, so that
 no agent that runs here ever waits to be watched."""
+
+
+LOST_HOSTS = 1_000
+"""Lost hosts that a worker answers for. Each costs a few open requests to the server."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ def queues(role: str, services: Services) -> list[Queue]:
     """The queues that a worker of `role` polls; an agent worker also polls its own host's."""
     settings = services.settings
     if role == "boot":
-        places = seats.tuner(services.seats, settings.slots.boot)
+        places = seats.tuner(services.seats, services.term, settings.slots.boot)
         return [Queue(names.BOOT_QUEUE, [BootSandbox(services).boot], places)]
     if role == "grade":
         return [
@@ -78,7 +83,10 @@ def queues(role: str, services: Services) -> list[Queue]:
         runs.page,
         runs.finish,
     ]
-    return [Queue(names.IO_QUEUE, io, settings.slots.io)]
+    return [
+        Queue(names.IO_QUEUE, io, settings.slots.io),
+        Queue(names.LOST_HOSTS_QUEUE, [StandIn(services).stand_in], LOST_HOSTS),
+    ]
 
 
 def _upkeep(services: Services) -> list[Callable[..., Any]]:

@@ -13,6 +13,7 @@ from temporalio.common import RetryPolicy
 from temporalio.workflow import ActivityCancellationType
 
 from perdure.client import names
+from perdure.rollouts.messages import Term
 from perdure.types import RolloutRequest
 
 OVERSIZED = ["PayloadsTooLarge", "PayloadSizeError"]
@@ -29,8 +30,8 @@ BOOT_TRIES = 150
 EXPIRY_S = 1.0
 """A rollout that waits for a seat ends this long after its `expires_at`."""
 
-HOST_UNREACHABLE_AFTER = timedelta(minutes=10)
-"""If no worker of the sandbox's host polls for this long, the host and the sandbox are gone."""
+HOST_UNREACHABLE_AFTER = timedelta(hours=1)
+"""The last resort, if no worker of the sandbox's host polls: a lost host is noticed by its workflow."""
 
 
 class ActivityOptions(TypedDict, total=False):
@@ -120,6 +121,32 @@ def destroy(request: RolloutRequest, host: str | None) -> ActivityOptions:
         options["task_queue"] = names.upkeep_queue(host)
         options["schedule_to_start_timeout"] = timedelta(minutes=2)
     return options
+
+
+OFFERED = 3 / 8
+"""Share of a host's silence in which it is asked once more. The server may have been away, not the host."""
+LOST_FOR = timedelta(hours=1)
+"""How long work that arrives for a lost host is answered in its place."""
+
+
+def serve_term(term: Term) -> ActivityOptions:
+    """One try each: the workflow decides what its end means."""
+    options = _options(
+        names.life_queue(term.host), each=24 * 3600, beat=term.silent_s * (1 - OFFERED)
+    )
+    options["schedule_to_start_timeout"] = timedelta(seconds=term.silent_s * OFFERED)
+    options["retry_policy"] = RetryPolicy(maximum_attempts=1)
+    return options
+
+
+def begin_anew(term: Term) -> ActivityOptions:
+    options = _options(names.life_queue(term.host), each=300, beat=300)
+    options["schedule_to_start_timeout"] = LOST_FOR
+    return options
+
+
+def stand_in() -> ActivityOptions:
+    return _options(names.LOST_HOSTS_QUEUE, each=2 * LOST_FOR.total_seconds(), beat=30)
 
 
 def bookkeeping() -> ActivityOptions:

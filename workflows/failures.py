@@ -11,7 +11,7 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError, TimeoutError, TimeoutType
 
 from perdure.errors import Boundary
-from perdure.rollouts.messages import STORE_UNAVAILABLE
+from perdure.rollouts.messages import HOST_LOST, STORE_UNAVAILABLE
 from perdure.types import Failure
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -79,6 +79,11 @@ def waited_too_long(error: ActivityError) -> bool:
     """It was taken by no worker in time, so it never ran, or was about to be tried again."""
     cause = error.cause
     return isinstance(cause, TimeoutError) and cause.type is TimeoutType.SCHEDULE_TO_START
+
+
+def is_host_lost(error: ActivityError) -> bool:
+    """Nothing that is sent to the sandbox's host will arrive."""
+    return isinstance(error.cause, ApplicationError) and HOST_LOST in error.cause.details
 
 
 def _timed_out(error: ActivityError, cause: TimeoutError) -> Failure:

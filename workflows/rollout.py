@@ -28,6 +28,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import activity_options
     from workflows.failures import (
         failure_of,
+        is_host_lost,
         parse,
         stop_if_cancelled,
         store_was_away,
@@ -137,6 +138,10 @@ class RolloutWorkflow:
             await self._grade(attempt)
             clean = True
             return RolloutStatus.GRADED, None
+        except ActivityError as error:
+            if is_host_lost(error):
+                host = None  # any other one keeps what the attempt's session recorded
+            raise
         finally:
             if not clean and not was_dropped():
                 await to_the_end(self._destroy(attempt, host))

@@ -16,11 +16,17 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.sweep_sandboxes import SweepSandboxes
 from perdure.client import names
-from perdure.home import host_of
+from perdure.gateway.control import GatewayControl
+from perdure.home import host_of, load_secrets
 from perdure.rollouts.messages import SweepRequest
 from perdure.rollouts.services import Services
 from perdure.sandboxes.reaper import SweepReport
+from perdure.types import RolloutRequest
 from tests.stack.stack import Stack
+from tests.stack.waiting import until
+
+SOON_S = 30.0
+TWO_MINUTES_S = 120.0
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -56,41 +62,64 @@ async def test_a_live_rollout_that_visibility_does_not_show_is_left_alone(stack:
     await stack.solved_once(request)
 
 
-async def test_a_terminated_rollouts_sandbox_is_swept_and_a_live_ones_is_not(stack: Stack) -> None:
-    """Agent and sandbox of the terminated one are gone; the live one is solved undisturbed."""
+async def test_a_terminated_rollout_ends_with_its_sandbox(stack: Stack) -> None:
+    """Its watcher ends agent and sandbox at once and closes the session; a live one goes on."""
     stack.engine.hold(3)
     dead, live = await stack.start("terminated"), await stack.start("alive")
     await stack.held(dead, live)
     await stack.temporal_cli(
         *("workflow", "terminate", "--workflow-id", dead.workflow_id, "--reason", "test")
     )
-    first = await stack.sweep(grace_s=0)
+    await until(lambda: not stack.box(dead, "agent").exists, "its sandbox is gone", SOON_S)
+    await until(lambda: _is_closed(stack, dead), "its session is closed", SOON_S)
 
-    assert (first.killed, first.kept) == (1, 1)
     assert stack.box(live, "agent").alive
-    assert not stack.box(dead, "agent").exists
     stack.engine.let_go()
     await stack.solved_once(live)
+    await stack.nothing_left()
 
 
-async def test_a_young_sandbox_is_not_judged(stack: Stack) -> None:
-    """The scheduled sweep leaves what may still be being made; the workflow itself runs through."""
+async def test_a_rollout_terminated_while_no_worker_ran_is_swept(stack: Stack) -> None:
+    """The next worker finds its sandbox, kills it and closes its session, and leaves a live one."""
     stack.engine.hold(3)
-    request = await stack.start("young")
+    dead, live = await stack.start("swept"), await stack.start("not-swept")
+    await stack.held(dead, live)
+    await stack.workers[0].kill()
+    await stack.handle(dead).terminate()
+    await stack.start_worker()
+    await until(lambda: not stack.box(dead, "agent").exists, "its sandbox is gone", TWO_MINUTES_S)
+    await until(lambda: _is_closed(stack, dead), "its session is closed", SOON_S)
+
+    assert stack.box(live, "agent").alive
+    stack.engine.let_go()
+    await stack.solved_once(live)
+    await stack.nothing_left()
+
+
+async def test_the_scheduled_sweep_ends_it_too(stack: Stack) -> None:
+    """The workflow that the schedule starts sweeps by itself, and says what it did."""
+    stack.engine.hold(3)
+    request = await stack.start("scheduled")
     await stack.held(request)
+    await stack.workers[0].kill()
     await stack.handle(request).terminate()
-    host = host_of(stack.settings)
+    await stack.start_worker()
     result = await stack.client.execute_workflow(
         names.REAPER,
-        host,
+        host_of(stack.settings),
         id="sweep-now",
         task_queue=names.WORKFLOWS_QUEUE,
         result_type=SweepReport,
     )
 
-    assert (result.killed, result.kept) == (0, 1)
-    assert (await stack.sweep(grace_s=0)).killed == 1
+    assert (result.killed, result.kept) == (1, 0)
     await stack.nothing_left()
+
+
+async def _is_closed(stack: Stack, request: RolloutRequest) -> bool:
+    """Whether the session of its first attempt takes no more calls."""
+    async with GatewayControl(stack.plan.gateway_url, load_secrets(stack.settings)) as control:
+        return not (await control.get(stack.identity(request, "agent"))).open
 
 
 async def test_a_terminated_rollout_started_again_takes_its_agent_over(stack: Stack) -> None:

@@ -14,11 +14,11 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.activity_context import ThisTry
 from perdure.rollouts.sandbox.create import create_sandbox, killed_at_the_end
-from perdure.sandboxes import reaper
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest import service
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
+from perdure.sandboxes.reaper import Owner, Sweep
 from perdure.settings.tree import Settings
 from perdure.types import Limits
 from tests.stack.waiting import until
@@ -135,11 +135,14 @@ async def test_a_slow_create_that_is_cancelled_ends_at_once(
     still_boots = [record["state"] for record in bench.server.sandboxes.all()]
 
     async def swept() -> bool:
-        report = await reaper.sweep([bench.provider], unowned, grace_s=0, now=time.time())
+        report = await Sweep(ended, nothing, 0, time.time()).over([bench.provider])
         return report.killed == 1
 
-    async def unowned(_: SandboxInfo) -> bool:
-        return False
+    async def ended(_: SandboxInfo) -> Owner:
+        return Owner.ENDED
+
+    async def nothing(_: SandboxInfo) -> None:
+        return None
 
     await until(swept, "the late sandbox is swept")
 

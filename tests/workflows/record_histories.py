@@ -23,7 +23,16 @@ from temporalio.worker import Worker
 
 from perdure.client import names
 from perdure.client.api import Perdure
-from perdure.rollouts.messages import AgentRun, AskPermit, Booted, Captured, ReadyPermit, ReadyTaken
+from perdure.rollouts.messages import (
+    HOST_LOST,
+    AgentRun,
+    AskPermit,
+    Booted,
+    Captured,
+    ReadyPermit,
+    ReadyTaken,
+    Term,
+)
 from perdure.sandboxes.permits import AccountState
 from perdure.types import AccountCaps, AgentEnd, GroupRequest, RolloutRequest, RunRequest
 from tests.workflows import dev_server
@@ -69,6 +78,54 @@ async def lost_sandbox(client: Client, stages: Stages) -> Handle:
 
     stages.override["run_agent"] = lose_the_first
     return (await Perdure(client).start_rollout(ROLLOUT)).handle
+
+
+async def lost_host(client: Client, stages: Stages) -> Handle:
+    """The host of attempt 1 is lost with it: its clean-up is sent to another host."""
+
+    async def boot(attempt: Any) -> Booted:
+        return Booted(host=HOST if attempt.attempt == 1 else None)
+
+    async def lose_the_first(attempt: Any) -> AgentRun:
+        if attempt.attempt == 1:
+            details = "sandbox", HOST_LOST
+            raise ApplicationError("gone", *details, type="SandboxLost", non_retryable=True)
+        return AgentRun(end=AgentEnd.FINISHED, turns=4)
+
+    stages.override |= {"boot_sandbox": boot, "run_agent": lose_the_first}
+    return (await Perdure(client).start_rollout(ROLLOUT)).handle
+
+
+async def host(client: Client, stages: Stages) -> Handle:
+    """A host leaves and comes back; the worker that answers for it is told to stop meanwhile."""
+    serving, standing, evicted = asyncio.Event(), asyncio.Event(), False
+
+    async def serve(term: Any) -> None:
+        if term.number:
+            serving.set()
+            await _beat_for_ever()
+
+    async def stand_in(_: Any) -> None:
+        nonlocal evicted
+        if not evicted:
+            evicted = True
+            raise ApplicationError("stop", type="WorkerEvicted", non_retryable=True)
+        standing.set()
+        await _beat_for_ever()
+
+    async def begin(_: Any) -> None:
+        await standing.wait()
+
+    stages.override |= {"serve_term": serve, "stand_in": stand_in, "begin_anew": begin}
+    handle = await client.start_workflow(
+        names.HOST,
+        Term(host=HOST, silent_s=72),
+        id=names.host_id(HOST),
+        task_queue=names.WORKFLOWS_QUEUE,
+    )
+    await serving.wait()
+    await handle.cancel()
+    return handle
 
 
 async def evictions(client: Client, stages: Stages) -> Handle:
@@ -229,7 +286,17 @@ async def account_ready(client: Client, stages: Stages) -> Handle:
 
 
 SCENARIOS = (
-    *(plain, slow_agent, lost_sandbox, evictions, cancelled, cancelled_in_boot, queued),
+    *(
+        plain,
+        slow_agent,
+        lost_sandbox,
+        lost_host,
+        host,
+        evictions,
+        cancelled,
+        cancelled_in_boot,
+        queued,
+    ),
     *(group, run, sharded, account, account_ready),
 )
 
@@ -257,7 +324,10 @@ async def record(scenario: Callable[[Client, Stages], Awaitable[Handle]]) -> str
     """Play one scenario on a server of its own; returns its history as JSON."""
     async with dev_server.serving(identity=IDENTITY) as client:
         stages = Stages()
-        queues = (names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE)
+        queues = (
+            *(names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE),
+            *(names.LOST_HOSTS_QUEUE, names.life_queue(HOST)),
+        )
         async with AsyncExitStack() as workers:
             for queue in (*queues, names.host_queue(HOST), names.upkeep_queue(HOST)):
                 worker = Worker(client, task_queue=queue, activities=stages.activities())

@@ -23,6 +23,7 @@ from perdure.rollouts.messages import (
     PreparedRun,
     ReadyPermit,
     RunSummary,
+    Term,
 )
 from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutStatus, RunRequest
 from workers.orchestration import checking_runner, workflow_worker
@@ -90,12 +91,27 @@ class Stages:
             self.page,
             self.finish,
             self.end_ready,
+            self.serve_term,
+            self.begin_anew,
+            self.stand_in,
         ]
 
     @activity.defn(name="end_ready")
     async def end_ready(self, permits: Sequence[ReadyPermit]) -> list[str]:
         ended: list[str] = await self._do("end_ready", permits, [one.holder for one in permits])
         return ended
+
+    @activity.defn(name="serve_term")
+    async def serve_term(self, term: Term) -> None:
+        await self._do("serve_term", term, None)
+
+    @activity.defn(name="begin_anew")
+    async def begin_anew(self, term: Term) -> None:
+        await self._do("begin_anew", term, None)
+
+    @activity.defn(name="stand_in")
+    async def stand_in(self, term: Term) -> None:
+        await self._do("stand_in", term, None)
 
     @activity.defn(name="boot_sandbox")
     async def boot(self, attempt: Attempt) -> Booted:

@@ -16,6 +16,7 @@ from activities.account_holders import ClosedHolders
 from perdure.client import names
 from perdure.rollouts.messages import AskPermit, ReadyPermit, ReadyTaken
 from perdure.sandboxes.permits import AccountState, Permit, PermitRequest
+from perdure.sandboxes.reaper import Owner
 from perdure.types import AccountCaps
 from tests.stack.waiting import until
 from workers.orchestration import checking_runner, workflow_worker
@@ -157,11 +158,11 @@ async def test_an_account_workflow_continues_if_its_holders_cannot_be_looked_up(
     """A lookup that fails costs no permit: a returned one goes to the rollout that waits."""
     looked: list[str] = []
 
-    async def fail(workflow_id: str) -> bool:
+    async def fail(_: Client, workflow_id: str) -> Owner:
         looked.append(workflow_id)
         raise ApplicationError("the server is away", non_retryable=True)
 
-    monkeypatch.setattr(activities.activity_context, "is_open", fail)
+    monkeypatch.setattr(activities.activity_context, "fate_of", fail)
     first, second = holders
     await ask(client, first)
     await holding(client, first)

@@ -17,10 +17,11 @@ from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure
 from perdure.rollouts.messages import AgentRun, Attempt, Booted, Captured
 from perdure.rollouts.sandbox.seats import Seats
+from perdure.rollouts.sandbox.term import HostTerm
 from perdure.types import AgentEnd, RolloutRequest, RolloutStatus
 from tests.stack.waiting import until
 from tests.workflows.stages import QUEUES, Stages
-from workers import seats as slots
+from workers.host import seats as slots
 from workers.orchestration import checking_runner, workflow_worker
 from workflows import activity_options
 
@@ -46,7 +47,9 @@ async def host(client: Client, seats: Seats, stages: Stages) -> AsyncIterator[No
                 client,
                 task_queue=queue,
                 activities=stages.activities(),
-                tuner=slots.tuner(seats, boots=8) if boots else None,
+                tuner=slots.tuner(seats, HostTerm(seats.folder / ".term", 60), boots=8)
+                if boots
+                else None,
             )
             await workers.enter_async_context(worker)
         await workers.enter_async_context(workflow_worker(client, checking_runner()))

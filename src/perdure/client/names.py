@@ -6,6 +6,7 @@ RUN = "RunWorkflow"
 SHARD = "RunShardWorkflow"
 REAPER = "ReaperWorkflow"
 ACCOUNT = "SandboxAccountWorkflow"
+HOST = "HostWorkflow"
 
 GRANTED = "granted"
 """Signal to a rollout: the sandbox that it waits for may be created now."""
@@ -17,6 +18,7 @@ BOOT_QUEUE = "sandbox-boot"
 AGENT_QUEUE = "agent-runs"
 GRADE_QUEUE = "grading"
 IO_QUEUE = "rollout-io"
+LOST_HOSTS_QUEUE = "lost-hosts"
 
 
 def host_queue(host: str) -> str:
@@ -27,6 +29,16 @@ def host_queue(host: str) -> str:
 def upkeep_queue(host: str) -> str:
     """Captures, clean-ups and sweeps of one host: short work that never waits behind its agents."""
     return f"upkeep@{host}"
+
+
+def life_queue(host: str) -> str:
+    """Polled by the process that shows the host's signs of life."""
+    return f"life@{host}"
+
+
+def host_id(host: str) -> str:
+    """The workflow that knows whether the host lives."""
+    return f"host/{host}"
 
 
 def account_id(account: str) -> str:

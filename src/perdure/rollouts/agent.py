@@ -11,6 +11,7 @@ from perdure.errors import NotFound, PerdureError, PolicyTooStale, SandboxLost
 from perdure.gateway.base import SessionSummary
 from perdure.rollouts import agent_output
 from perdure.rollouts.boot import attach
+from perdure.rollouts.destroy import destroy
 from perdure.rollouts.gateway_session.reach import GatewayRoute, reached
 from perdure.rollouts.gateway_session.session import AgentSession, session_of
 from perdure.rollouts.job import Job
@@ -50,6 +51,9 @@ async def _run(job: Job) -> AgentRun:
     except asyncio.CancelledError:
         if job.this_try.is_cancelled_on_purpose():
             await asyncio.shield(_abort(job, session, sandbox))
+        elif job.this_try.is_superseded() and not await job.this_try.workflow_may_be_open():
+            # Terminated: no clean-up will come, and the agent would go on buying turns.
+            await asyncio.shield(destroy(job))
         raise
     except SandboxLost:
         with contextlib.suppress(PerdureError):  # some providers still have what it printed

@@ -13,6 +13,7 @@ from perdure.rollouts.job import Job
 from perdure.rollouts.messages import AgentRun, Booted
 from perdure.rollouts.sandbox.create import create_sandbox
 from perdure.rollouts.sandbox.ready import taken_by
+from perdure.rollouts.sandbox.term import first_term
 from perdure.sandboxes import phases
 from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
 from perdure.storage import keys
@@ -31,6 +32,8 @@ class BootRecord(Frozen):
     seconds: float
     base_git: str = ""
     """The pristine git directory inside the sandbox, against which its diff is taken."""
+    term: int = 0
+    """The host's term in which it was booted."""
 
 
 async def boot(job: Job) -> Booted:
@@ -114,7 +117,8 @@ async def _is_captured(job: Job) -> bool:
 async def _may_live(job: Job, record: BootRecord) -> bool:
     provider = job.agent_sandbox.provider
     if provider.host_bound and record.host != job.services.host:
-        return True  # only that host can tell, and the agent stage runs there
+        # Only that host can tell, and the agent stage runs there, unless the host was lost since.
+        return record.term >= await first_term(job.services.store, record.host)
     try:
         await provider.attach(record.identity)
     except (NotFound, SandboxLost):
@@ -127,6 +131,8 @@ async def _boot_sandbox(job: Job) -> BootRecord | None:
     started = time.monotonic()
     _refuse_what_cannot_run(job)
     plan = job.agent_sandbox
+    if plan.provider.host_bound:
+        job.services.term.check()
     prepared = await job.prepared(plan)
     spec = _spec(
         job, prepared, await job.agent.install(job.services.tools, job.services.settings.agents)
@@ -180,6 +186,7 @@ async def _record(job: Job, sandbox: Sandbox, started: float, base_git: str) -> 
         booted_at=time.time(),
         seconds=time.monotonic() - started,
         base_git=base_git,
+        term=job.services.term.number,
     )
     return await job.write(CHECKPOINT, record)
 

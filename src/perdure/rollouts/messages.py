@@ -24,6 +24,8 @@ STORE_UNAVAILABLE = "StoreUnavailable"
 """The store is away: work whose time runs out meanwhile is ordered again."""
 SANDBOX_LOST = "SandboxLost"
 """Boot a new attempt."""
+HOST_LOST = "host lost"
+"""Detail of a SandboxLost: nothing that is sent to the sandbox's host will arrive."""
 ACTION_NEEDED = frozenset({"ConfigurationError", "MissingDependency"})
 """Failures that only a person can cure: the run pauses instead of failing every rollout."""
 
@@ -168,6 +170,22 @@ class ReadyTaken(Frozen):
     holder: str
     run: str
     step: str
+
+
+class Term(Frozen):
+    """A host's term: the time in which its sandboxes count."""
+
+    host: str
+    number: int = 0
+    silent_s: float
+    """Without a sign of life for so long, the host loses its term."""
+
+
+class HostState(Frozen):
+    """What a HostWorkflow knows."""
+
+    number: int
+    lost: bool
 
 
 class SweepRequest(Frozen):

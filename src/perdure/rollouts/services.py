@@ -12,6 +12,7 @@ from perdure.home import host_of, load_secrets
 from perdure.instances.environments import Environments
 from perdure.rollouts.sandbox.ready import ReadySandboxes
 from perdure.rollouts.sandbox.seats import Seats
+from perdure.rollouts.sandbox.term import HostTerm
 from perdure.sandboxes.base import SandboxProvider
 from perdure.sandboxes.relay.choice import Reach, choose_reach
 from perdure.settings.tree import Settings
@@ -42,6 +43,10 @@ class Services:
     def ready(self) -> ReadySandboxes:
         labels = {"app": "perdure", "owner": self.host}
         return ReadySandboxes(self.settings, self.store, labels)
+
+    @functools.cached_property
+    def term(self) -> HostTerm:
+        return HostTerm(self.home / "run" / "term", self.settings.host.silent_s)
 
     @functools.cached_property
     def seats(self) -> Seats:

@@ -1,26 +1,44 @@
-"""The reaper of one home. It kills sandboxes whose workflow is closed."""
+"""The reaper of one home: kills sandboxes whose workflow is closed."""
 
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
+from perdure.errors import PerdureError
 from perdure.rollouts.sandbox import ready
 from perdure.rollouts.services import Services
-from perdure.sandboxes import reaper
-from perdure.sandboxes.base import SandboxInfo
-from perdure.sandboxes.reaper import SweepReport
+from perdure.sandboxes.base import SandboxInfo, SandboxProvider
+from perdure.sandboxes.reaper import Owner, Sweep, SweepReport
 
-IsOpen = Callable[[str], Awaitable[bool]]
-"""Whether the workflow with this id is open, from the server itself."""
+FateOf = Callable[[str], Awaitable[Owner]]
+"""What the server itself says about the workflow with this id."""
 
 
-async def sweep(services: Services, is_open: IsOpen, grace_s: float) -> SweepReport:
-    async def is_owned(info: SandboxInfo) -> bool:
+async def sweep(
+    services: Services,
+    fate_of: FateOf,
+    grace_s: float,
+    providers: Sequence[SandboxProvider] | None = None,
+) -> SweepReport:
+    """`providers`: None for all that may have sandboxes of this home."""
+
+    async def owner_of(info: SandboxInfo) -> Owner:
         workflow_id = info.labels.get("rollout")
         if workflow_id is None:
-            return True  # Perdure did not make it
+            return Owner.ALIVE  # Perdure did not make it
         if workflow_id.startswith(ready.OWNER):
             taker = await ready.owner_of(services.store, workflow_id)
-            return taker is None or await is_open(taker)  # its deadline ends a ready one
-        return await is_open(workflow_id)
+            if taker is None:
+                return Owner.ALIVE  # its deadline ends a ready one
+            return await fate_of(taker)
+        return await fate_of(workflow_id)
 
-    return await reaper.sweep(services.providers_used(), is_owned, grace_s=grace_s, now=time.time())
+    async def orphaned(info: SandboxInfo) -> None:
+        """Its agent buys no more turns. The session has the name of the sandbox."""
+        services.seats.leave(info.identity)
+        if info.labels.get("purpose") == "agent":
+            with contextlib.suppress(PerdureError):  # it never called a model, or no gateway runs
+                await services.gateway.close(info.identity)
+
+    swept = services.providers_used() if providers is None else providers
+    return await Sweep(owner_of, orphaned, grace_s, time.time()).over(swept)

@@ -4,6 +4,8 @@ Owns the rules. The caller decides when it runs and how it looks up an owner.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
 
 import structlog
 
@@ -12,10 +14,22 @@ from perdure.sandboxes.base import SandboxInfo, SandboxProvider
 from perdure.types import Frozen
 
 OWNER_LABELS = frozenset({"run", "rollout"})
+ORPHANED = "orphaned"
 
 log = structlog.get_logger()
 
-OwnerIsAlive = Callable[[SandboxInfo], Awaitable[bool]]
+
+class Owner(StrEnum):
+    """What is known about the rollout that a sandbox belongs to."""
+
+    ALIVE = "alive"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+    """Nobody has heard of it: it may be another deployment's, or be started again."""
+
+
+OwnerOf = Callable[[SandboxInfo], Awaitable[Owner]]
+Orphaned = Callable[[SandboxInfo], Awaitable[None]]
 
 
 class SweepReport(Frozen):
@@ -28,60 +42,57 @@ class SweepReport(Frozen):
     """Sandboxes that could not be killed or checked, and providers that did not answer."""
 
 
-async def sweep(
-    providers: Iterable[SandboxProvider],
-    owner_is_alive: OwnerIsAlive,
-    *,
-    grace_s: float,
-    now: float,
-) -> SweepReport:
-    """Kill what has expired, and orphans older than `grace_s` (longer than the slowest create).
+@dataclass(frozen=True)
+class Sweep:
+    """The rules of one sweep. `now`: unix seconds."""
 
-    A sandbox without owner labels ends only by its own deadline. If one cannot be killed, the sweep
-    goes on with the others. `now`: unix seconds.
-    """
-    fates: list[str] = []
-    for provider in providers:
+    owner_of: OwnerOf
+    orphaned: Orphaned
+    """Called before an orphan is killed."""
+    grace_s: float
+    """How old the sandbox of an unknown owner becomes."""
+    now: float
+
+    async def over(self, providers: Iterable[SandboxProvider]) -> SweepReport:
+        """Kill what has expired, what has an ended owner, and what has had an unknown one for too long.
+
+        A sandbox without owner labels ends only by its own deadline. If one cannot be killed, the
+        sweep goes on with the others.
+        """
+        fates: list[str] = []
+        for provider in providers:
+            try:
+                found = await provider.list()
+            except PerdureError as error:
+                log.warning("provider not swept", provider=provider.name, reason=str(error))
+                fates.append("failed")
+                continue
+            for info in found:
+                fates.append(await self._settle(provider, info))
+        counts = {fate: fates.count(fate) for fate in ("kept", "killed", "failed")}
+        return SweepReport(found=len(fates), **counts)
+
+    async def _settle(self, provider: SandboxProvider, info: SandboxInfo) -> str:
         try:
-            found = await provider.list()
+            reason = await self._reason_to_kill(info)
+            if reason is None:
+                return "kept"
+            log.info("sandbox swept", identity=info.identity, reason=reason, **info.labels)
+            if reason == ORPHANED:
+                await self.orphaned(info)
+            await provider.kill(info.identity)
         except PerdureError as error:
-            log.warning(
-                "the reaper cannot sweep a provider", provider=provider.name, reason=str(error)
-            )
-            fates.append("failed")
-            continue
-        for info in found:
-            fates.append(await _settle(provider, info, owner_is_alive, grace_s, now))
-    counts = {fate: fates.count(fate) for fate in ("kept", "killed", "failed")}
-    return SweepReport(found=len(fates), **counts)
+            log.warning("sandbox not swept", identity=info.identity, reason=str(error))
+            return "failed"
+        return "killed"
 
-
-async def _settle(
-    provider: SandboxProvider,
-    info: SandboxInfo,
-    owner_is_alive: OwnerIsAlive,
-    grace_s: float,
-    now: float,
-) -> str:
-    try:
-        reason = await _reason_to_kill(info, owner_is_alive, grace_s, now)
-        if reason is None:
-            return "kept"
-        log.info(
-            "the reaper killed a sandbox", identity=info.identity, reason=reason, **info.labels
-        )
-        await provider.kill(info.identity)
-    except PerdureError as error:
-        log.warning("the reaper cannot kill a sandbox", identity=info.identity, reason=str(error))
-        return "failed"
-    return "killed"
-
-
-async def _reason_to_kill(
-    info: SandboxInfo, owner_is_alive: OwnerIsAlive, grace_s: float, now: float
-) -> str | None:
-    if info.expires <= now:
-        return "expired"
-    if not info.labels.keys() >= OWNER_LABELS or now - info.created < grace_s:
-        return None
-    return None if await owner_is_alive(info) else "orphaned"
+    async def _reason_to_kill(self, info: SandboxInfo) -> str | None:
+        if info.expires <= self.now:
+            return "expired"
+        if not info.labels.keys() >= OWNER_LABELS:
+            return None
+        owner = await self.owner_of(info)
+        young = self.now - info.created < self.grace_s
+        if owner is Owner.ALIVE or (owner is Owner.UNKNOWN and young):
+            return None
+        return ORPHANED

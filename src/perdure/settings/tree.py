@@ -139,6 +139,13 @@ class DeploymentSettings(Group):
     """Name of the deployment in Temporal; all builds share it."""
 
 
+class HostSettings(Group):
+    """A worker's host and its sandboxes."""
+
+    silent_s: float = Field(72.0, ge=4)
+    """A host without a sign of life for this many seconds is lost: its sandboxes end, its rollouts move. The same for all hosts."""
+
+
 class SandboxSettings(Group):
     """Sandboxes of every provider."""
 
@@ -297,6 +304,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = EngineSettings()
     slots: SlotSettings = SlotSettings()
     deployment: DeploymentSettings = DeploymentSettings()
+    host: HostSettings = HostSettings()
     sandbox: SandboxSettings = SandboxSettings()
     apptainer: ApptainerSettings = ApptainerSettings()
     docker: DockerSettings = DockerSettings()

@@ -12,7 +12,7 @@ from perdure.errors import ConfigurationError, PerdureError
 from perdure.settings import environment
 from perdure.settings.load import for_child
 from perdure.settings.tree import Settings
-from perdure.stack import sandboxes
+from perdure.stack import host_life, sandboxes
 from perdure.stack import state as stack_state
 from perdure.stack.checkout import find_root
 from perdure.stack.failures import USAGE
@@ -63,8 +63,11 @@ def shut_down(settings: Settings, tell: Say, *, keep_sandboxes: bool = False) ->
             stop(process, grace_s=10.0)
             stopped += [] if name in stopped else [name]
         stack_state.forget(settings)
-    if not keep_sandboxes and (killed := asyncio.run(sandboxes.kill_all(settings, tell))):
+    if keep_sandboxes:
+        return stopped
+    if killed := asyncio.run(sandboxes.kill_all(settings, tell)):
         stopped.append(f"{killed} sandbox{'es' if killed > 1 else ''}")
+    host_life.end(settings)
     return stopped
 
 

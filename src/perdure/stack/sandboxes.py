@@ -1,6 +1,7 @@
 """The sandbox providers of a home, configured as its workers configure them."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from perdure import home, registry
@@ -47,6 +48,18 @@ async def kill_all(settings: Settings, tell: Callable[[str], None]) -> int:
         except TimeoutError:
             tell(f"warning: sandboxes of {name} left to their time limit: it does not answer")
     return killed
+
+
+async def any_alive(settings: Settings) -> bool:
+    """Whether a sandbox that is bound to this host is alive, in a provider that answers."""
+    for name in home.sandboxes_of(settings.home.absolute()):
+        with contextlib.suppress(PerdureError, TimeoutError):
+            found = provider(settings, name)
+            if found.host_bound:
+                async with asyncio.timeout(LOOK_S):
+                    if any(box.alive for box in await found.list()):
+                        return True
+    return False
 
 
 async def _kill(found: SandboxProvider) -> int:

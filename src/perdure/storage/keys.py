@@ -12,6 +12,11 @@ def dataset_prefix(dataset: str) -> str:
     return f"instances/{dataset}/"
 
 
+def first_term(host: str) -> str:
+    """Number of the host's first term that is not over."""
+    return f"hosts/{host}/term"
+
+
 def run(run_id: str) -> str:
     return f"runs/{run_id}/run.json"
 

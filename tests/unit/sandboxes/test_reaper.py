@@ -9,7 +9,7 @@ import pytest
 
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.providers.local import LocalProvider
-from perdure.sandboxes.reaper import SweepReport, sweep
+from perdure.sandboxes.reaper import Owner, Sweep, SweepReport
 from perdure.settings.tree import Settings
 
 OWNED = {"run": "r", "rollout": "rollout/r/open/0", "attempt": "1"}
@@ -30,32 +30,48 @@ async def boot(provider: LocalProvider, identity: str, labels: Mapping[str, str]
     await provider.create(replace(SPEC, labels=labels), identity)
 
 
-async def is_open(info: SandboxInfo) -> bool:
-    return info.labels["rollout"] == OWNED["rollout"]
+FATES = {OWNED["rollout"]: Owner.ALIVE, ORPHAN["rollout"]: Owner.ENDED}
 
 
-async def test_orphan_is_killed_after_its_grace(provider: LocalProvider) -> None:
-    """A sandbox whose rollout is closed goes, one whose rollout is open stays."""
+async def fate(info: SandboxInfo) -> Owner:
+    return FATES.get(info.labels["rollout"], Owner.UNKNOWN)
+
+
+async def nothing(_: SandboxInfo) -> None:
+    return None
+
+
+async def test_an_orphan_is_killed_at_once(provider: LocalProvider) -> None:
+    """A sandbox whose rollout is closed goes, however young; one whose rollout is open stays."""
     await boot(provider, "owned", OWNED)
     await boot(provider, "orphan", ORPHAN)
-    report = await sweep([provider], is_open, grace_s=600, now=time.time() + 601)
+    orphans: list[str] = []
 
-    assert report == SweepReport(found=2, kept=1, killed=1)
+    async def orphaned(info: SandboxInfo) -> None:
+        assert await provider.list({"rollout": info.labels["rollout"]}), "it is told beforehand"
+        orphans.append(info.identity)
+
+    report = await Sweep(fate, orphaned, 600, time.time()).over([provider])
+
+    assert (report, orphans) == (SweepReport(found=2, kept=1, killed=1), ["orphan"])
     assert [info.identity for info in await provider.list()] == ["owned"]
 
 
-async def test_young_orphan_is_kept(provider: LocalProvider) -> None:
-    """Within the grace period a create whose answer was lost may still be adopted."""
-    await boot(provider, "orphan", ORPHAN)
-    report = await sweep([provider], is_open, grace_s=600, now=time.time() + 599)
+@pytest.mark.parametrize(("age", "kept"), [(599, 1), (601, 0)])
+async def test_the_sandbox_of_a_forgotten_rollout_has_a_grace(
+    provider: LocalProvider, age: float, kept: int
+) -> None:
+    """The server has never heard of it: it may be started again, or belong to another server."""
+    await boot(provider, "forgotten", {**OWNED, "rollout": "rollout/r/forgotten/0"})
+    report = await Sweep(fate, nothing, 600, time.time() + age).over([provider])
 
-    assert report == SweepReport(found=1, kept=1)
+    assert report == SweepReport(found=1, kept=kept, killed=1 - kept)
 
 
 async def test_expired_is_killed_though_owned(provider: LocalProvider) -> None:
     """A sandbox past its deadline goes, even if its owner is alive."""
     await boot(provider, "owned", OWNED)
-    report = await sweep([provider], is_open, grace_s=600, now=time.time() + HOUR + 1)
+    report = await Sweep(fate, nothing, 600, time.time() + HOUR + 1).over([provider])
 
     assert report == SweepReport(found=1, killed=1)
 
@@ -63,6 +79,6 @@ async def test_expired_is_killed_though_owned(provider: LocalProvider) -> None:
 async def test_foreign_is_left_alone(provider: LocalProvider) -> None:
     """A sandbox without owner labels is never judged an orphan."""
     await boot(provider, "foreign", {"team": "other"})
-    report = await sweep([provider], is_open, grace_s=0, now=time.time() + 600)
+    report = await Sweep(fate, nothing, 0, time.time() + 600).over([provider])
 
     assert report == SweepReport(found=1, kept=1)

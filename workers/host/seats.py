@@ -19,6 +19,7 @@ from temporalio.worker import (
 )
 
 from perdure.rollouts.sandbox.seats import Reservation, Seats
+from perdure.rollouts.sandbox.term import HostTerm
 
 log = structlog.get_logger("perdure.seats")
 
@@ -35,10 +36,13 @@ class SeatPermit(SlotPermit):
 
 
 class SeatSupplier(CustomSlotSupplier):
-    """A slot is a reserved seat; at most `boots` of them at once in this process."""
+    """A slot is a reserved seat; at most `boots` of them at once in this process.
 
-    def __init__(self, seats: Seats, boots: int) -> None:
-        self._seats, self._boots = seats, boots
+    None is reserved while the host's term may be over: its next one begins without sandboxes.
+    """
+
+    def __init__(self, seats: Seats, term: HostTerm, boots: int) -> None:
+        self._seats, self._term, self._boots = seats, term, boots
         self._out: WeakSet[SeatPermit] = WeakSet()  # the SDK forgets a permit now and then
         seats.keep()
 
@@ -51,7 +55,7 @@ class SeatSupplier(CustomSlotSupplier):
         return permit
 
     def try_reserve_slot(self, ctx: SlotReserveContext) -> SlotPermit | None:
-        if len(self._out) >= self._boots:
+        if len(self._out) >= self._boots or not self._term.is_confirmed:
             return None
         try:
             reservation = self._seats.reserve()
@@ -73,11 +77,11 @@ class SeatSupplier(CustomSlotSupplier):
         ctx.permit.reservation.release()
 
 
-def tuner(seats: Seats, boots: int) -> WorkerTuner:
+def tuner(seats: Seats, term: HostTerm, boots: int) -> WorkerTuner:
     """For a worker that runs nothing but boots."""
     return WorkerTuner.create_composite(
         workflow_supplier=UNUSED,
-        activity_supplier=SeatSupplier(seats, boots),
+        activity_supplier=SeatSupplier(seats, term, boots),
         local_activity_supplier=UNUSED,
         nexus_supplier=UNUSED,
     )

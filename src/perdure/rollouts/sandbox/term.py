@@ -1,0 +1,86 @@
+"""A host's term: the time in which its sandboxes count.
+
+A host that gives no sign of life for too long loses its term: its work moves, and its next term begins
+without the sandboxes of the one before. Its own processes read the term from a file of the home; all
+hosts read from the store which of its terms are over.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+from time import monotonic
+from uuid import uuid4
+
+from perdure.errors import NotFound, RetryHere
+from perdure.storage import keys
+from perdure.storage.base import Store
+
+LONG_AGO = -1e9
+"""Monotonic seconds, before any start of the machine."""
+
+
+class HostTerm:
+    """The term of this home, as the process that shows its signs of life last saw it confirmed.
+
+    Where no such process ever ran, there is no file, and nothing is refused.
+    """
+
+    def __init__(self, path: Path, silent_s: float) -> None:
+        self._path, self._silent_s = path, silent_s
+
+    @property
+    def number(self) -> int:
+        """0 before the first term."""
+        try:
+            return int(self._path.read_text())
+        except FileNotFoundError:
+            return 0
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether sandboxes may be booted here: the term cannot be over yet."""
+        try:
+            silent = monotonic() - self._path.stat().st_mtime
+        except FileNotFoundError:
+            return True
+        return -1 < silent < self._silent_s
+
+    def check(self) -> None:
+        """Raises: RetryHere when no sandbox may be booted here."""
+        if not self.is_confirmed:
+            raise RetryHere(
+                "the server has not confirmed for too long that this host lives, so it boots no sandbox"
+            )
+
+    def begin(self, number: int) -> None:
+        """Nothing is booted before the server confirms it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_name(f".term-{uuid4().hex}")
+        draft.write_text(str(number))
+        os.utime(draft, (LONG_AGO, LONG_AGO))
+        draft.replace(self._path)
+
+    def confirm(self) -> None:
+        """The server has just confirmed it. The file's time is the monotonic clock's."""
+        if not self._path.exists():
+            self.begin(0)
+        now = monotonic()
+        os.utime(self._path, (now, now))
+
+    def lapse(self) -> None:
+        """The host leaves."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._path, (LONG_AGO, LONG_AGO))
+
+
+async def end_terms_before(store: Store, host: str, number: int) -> None:
+    """For all hosts: sandboxes of earlier terms of this host are gone."""
+    await store.put(keys.first_term(host), str(number).encode())
+
+
+async def first_term(store: Store, host: str) -> int:
+    """The host's first term that is not over."""
+    try:
+        return int((await store.get(keys.first_term(host))).data)
+    except NotFound:
+        return 0

@@ -1,0 +1,117 @@
+"""A second host beside a stack: a home, a gateway and a worker of its own, the same server and store.
+
+It reaches the server through a line that a test can cut, and it can be lost with all its processes.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from perdure.stack import ports
+from perdure.stack.plan import Plan
+from tests import held_ports
+from tests.stack.host import pids
+from tests.stack.stack import TOOLS, Stack
+from tests.stack.waiting import nothing
+
+
+class Line:
+    """Carries the bytes of connections to one port; while it is cut, it holds them back silently."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    async def __aenter__(self) -> "Line":
+        self._server = await asyncio.start_server(self._accept, ports.LOOPBACK, 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+
+    def cut(self) -> None:
+        self._whole.clear()
+
+    def mend(self) -> None:
+        self._whole.set()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            await self._whole.wait()
+            far_reader, far_writer = await asyncio.open_connection(ports.LOOPBACK, self._port)
+            await asyncio.gather(self._carry(reader, far_writer), self._carry(far_reader, writer))
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                await self._whole.wait()
+                writer.write(data)
+                await writer.drain()
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def beside(stack: Stack, home: Path) -> AsyncIterator[tuple[Stack, Line]]:
+    """The second host, with its gateway and no worker yet. Nothing of it remains afterwards."""
+    home.mkdir(parents=True)
+    (home / "tools").symlink_to(TOOLS)
+    secret = home / "run" / "secret"
+    secret.parent.mkdir()
+    secret.write_text((stack.home / "run" / "secret").read_text())
+    temporal_port = stack.plan.addresses.temporal_port
+    with held_ports.held(1) as (gateway_port,):
+        async with Line(temporal_port) as line:
+            addresses = replace(
+                stack.plan.addresses,
+                temporal_address=f"{ports.LOOPBACK}:{line.port}",
+                gateway_port=gateway_port,
+            )
+            settings = stack.settings.changed(gateway={"port": gateway_port})
+            settings = settings.model_copy(update={"home": home, "store": stack.settings.store_url})
+            plan = Plan(settings, stack.plan.root, addresses, engine=stack.plan.engine)
+            second = Stack(home, plan, stack.engine, stack.client, beat_s=stack.beat_s)
+            try:
+                await second.start_gateway()
+                yield second, line
+            finally:
+                line.mend()
+                stack.engine.let_go()
+                await second.stop()
+                await nothing(lambda: _processes(home))
+
+
+def lose(host: Stack) -> None:
+    """kill -9 of every process of the host, sandboxes and their keepers too, and its folder is gone."""
+    while found := _processes(host.home):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    host.home.rename(host.home.with_name(f"{host.home.name}-lost"))
+
+
+def _processes(home: Path) -> list[int]:
+    """Those whose environment or command line names the home."""
+    return [pid for pid in pids() if pid != os.getpid() and _names(pid, f"{home}".encode())]
+
+
+def _names(pid: int, home: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        for name in ("environ", "cmdline"):
+            if home in Path(f"/proc/{pid}/{name}").read_bytes() and _state(pid) != b"Z":
+                return True
+    return False
+
+
+def _state(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]

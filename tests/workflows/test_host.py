@@ -1,0 +1,191 @@
+"""HostWorkflow on a real server: what follows when a host is silent, comes back, or leaves."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from temporalio import activity
+from temporalio.client import Client, WorkflowHandle
+from temporalio.worker import Worker
+
+from activities.stand_in import StandIn
+from perdure.client import names
+from perdure.client.api import Perdure
+from perdure.rollouts.messages import AgentRun, Attempt, Booted, HostState, Term
+from perdure.rollouts.sandbox.term import first_term
+from perdure.storage.local import LocalStore
+from perdure.types import AgentEnd, RolloutRequest, RolloutStatus
+from tests.stack.waiting import until
+from tests.workflows.stages import Stages
+from workers.orchestration import checking_runner, workflow_worker
+
+HOST = "host-1"
+TERM = Term(host=HOST, silent_s=4)
+REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", heartbeat_timeout_s=2)
+
+
+class HostLife:
+    """Shows signs of life while it is told to; counts what it was asked to do."""
+
+    def __init__(self) -> None:
+        self.beats = True
+        self.served: list[int] = []
+        self.begun: list[int] = []
+        self.leaves = asyncio.Event()
+
+    @activity.defn(name="serve_term")
+    async def serve(self, term: Term) -> None:
+        self.served.append(term.number)
+        while not self.leaves.is_set():
+            if self.beats:
+                activity.heartbeat()
+            await asyncio.sleep(0.2)
+        self.leaves.clear()
+
+    @activity.defn(name="begin_anew")
+    async def begin(self, term: Term) -> None:
+        self.begun.append(term.number)
+
+    @asynccontextmanager
+    async def shown(self, client: Client) -> AsyncIterator[None]:
+        async with Worker(
+            client, task_queue=names.life_queue(HOST), activities=[self.serve, self.begin]
+        ):
+            yield
+
+
+@pytest.fixture
+def life() -> HostLife:
+    return HostLife()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+async def host(client: Client, store: LocalStore) -> AsyncIterator[WorkflowHandle[Any, Any]]:
+    """The workflow of one host, and a worker elsewhere that may stand in."""
+    stand_in = StandIn(SimpleNamespace(store=store))  # type: ignore[arg-type]  # needs no more
+    async with AsyncExitStack() as workers:
+        for worker in (
+            workflow_worker(client, checking_runner()),
+            Worker(client, task_queue=names.LOST_HOSTS_QUEUE, activities=[stand_in.stand_in]),
+        ):
+            await workers.enter_async_context(worker)
+        handle = await client.start_workflow(
+            names.HOST, TERM, id=names.host_id(HOST), task_queue=names.WORKFLOWS_QUEUE
+        )
+        yield handle
+        await handle.terminate()
+
+
+async def _is(host: WorkflowHandle[Any, Any], **wanted: Any) -> bool:
+    state: HostState = await host.query("state", result_type=HostState)
+    return all(getattr(state, name) == value for name, value in wanted.items())
+
+
+TIMEOUT = timedelta(minutes=1)
+
+
+@asynccontextmanager
+async def _own_worker(client: Client) -> AsyncIterator[list[int]]:
+    """The host's own worker, and the attempts that it was given."""
+    stages = Stages()
+    seen: list[int] = []
+
+    async def run(attempt: Attempt) -> AgentRun:
+        seen.append(attempt.attempt)
+        return AgentRun(end=AgentEnd.FINISHED)
+
+    stages.override["run_agent"] = run
+    queue = names.host_queue(HOST)
+    async with Worker(client, task_queue=queue, activities=stages.activities()):
+        yield seen
+
+
+@pytest.mark.longer
+async def test_rollouts_of_a_silent_host_move(
+    client: Client, host: WorkflowHandle[Any, Any], life: HostLife, store: LocalStore
+) -> None:
+    """Its agents are answered in its place; a new attempt boots, and nothing more is sent there."""
+    stages, booted = Stages(), asyncio.Event()
+
+    async def boot(attempt: Attempt) -> Booted:
+        booted.set()
+        return Booted(host=HOST if attempt.attempt == 1 else None)
+
+    stages.override["boot_sandbox"] = boot
+    queues = (names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE)
+    async with AsyncExitStack() as workers:
+        for queue in queues:
+            worker = Worker(client, task_queue=queue, activities=stages.activities())
+            await workers.enter_async_context(worker)
+        async with life.shown(client):
+            await until(lambda: life.served, "the host serves")
+            rollout = await Perdure(client).start_rollout(REQUEST)
+            await booted.wait()
+        episode = await rollout.result()
+
+    assert (episode.status, episode.attempts) == (RolloutStatus.GRADED, 2)
+    history = await rollout.handle.fetch_history()
+    sent = [
+        event.activity_task_scheduled_event_attributes.task_queue.name for event in history.events
+    ]
+    assert (sent.count(names.host_queue(HOST)), sent.count(names.upkeep_queue(HOST))) == (1, 0)
+    assert await _is(host, lost=True, number=1)
+    assert await first_term(store, HOST) == 1
+
+
+@pytest.mark.longer
+async def test_a_host_whose_beats_were_not_heard_is_asked_once_more(
+    client: Client, host: WorkflowHandle[Any, Any], life: HostLife
+) -> None:
+    """The server was away, or the line: the host answers in time, and its term goes on."""
+    life.beats = False
+    async with life.shown(client):
+        await until(lambda: len(life.served) == 2, "it is asked again")
+
+        assert (life.served, life.begun) == ([0, 0], [])
+        assert await _is(host, lost=False, number=0)
+
+
+@pytest.mark.longer
+async def test_a_host_that_comes_back_begins_anew(
+    client: Client, host: WorkflowHandle[Any, Any], life: HostLife
+) -> None:
+    """It ends what is left of its last term before the next one; then its own workers are asked."""
+    await until(lambda: _is(host, lost=True), "the host is lost")
+    async with life.shown(client):
+        await until(lambda: life.served, "it serves again")
+
+        assert (life.begun, life.served) == ([1], [1])
+        assert await _is(host, lost=False, number=1)
+        async with _own_worker(client) as own:
+            await client.execute_activity(
+                "run_agent",
+                Attempt(request=REQUEST, attempt=1),
+                id="own",
+                task_queue=names.host_queue(HOST),
+                start_to_close_timeout=TIMEOUT,
+            )
+
+        assert own == [1]
+
+
+async def test_a_host_that_leaves_is_not_waited_for(
+    client: Client, host: WorkflowHandle[Any, Any], life: HostLife
+) -> None:
+    """It says goodbye: its work moves at once."""
+    async with life.shown(client):
+        await until(lambda: life.served, "the host serves")
+        life.leaves.set()
+        await until(lambda: life.begun, "its next term is offered")
+
+        assert life.begun == [1]

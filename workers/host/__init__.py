@@ -1,0 +1,1 @@
+"""A worker's host: its signs of life, its seats, its housekeeping."""

@@ -1,0 +1,61 @@
+"""What a worker does for its host now and then, beside its activities, at no event in Temporal."""
+
+import asyncio
+import contextlib
+
+import structlog
+from temporalio.client import Client
+from temporalio.service import RPCError
+
+from activities.activity_context import fate_of
+from activities.shell import at_work
+from perdure import home
+from perdure.errors import PerdureError
+from perdure.rollouts.services import Services
+from perdure.rollouts.sweep import sweep
+from perdure.sandboxes.base import SandboxProvider
+from perdure.sandboxes.reaper import Owner
+from perdure.telemetry import metrics
+
+SWEEP_EVERY_S = 30.0
+UNKNOWN_FOR_S = 600.0
+"""A sandbox whose workflow the server has never heard of ends this long after its boot."""
+COUNT_EVERY_S = 15.0
+
+log = structlog.get_logger("perdure.worker")
+
+
+async def sweep_often(client: Client, services: Services) -> None:
+    """End this host's sandboxes whose workflow was terminated while nothing here worked for it.
+
+    The scheduled reaper does the same for every provider, but seldom.
+    """
+
+    async def fate(workflow_id: str) -> Owner:
+        """Without asking the server where an activity here does so with its heartbeats."""
+        return Owner.ALIVE if at_work[workflow_id] else await fate_of(client, workflow_id)
+
+    await asyncio.sleep(SWEEP_EVERY_S)
+    providers = await asyncio.to_thread(_usable_here, services)
+    while True:
+        await asyncio.sleep(SWEEP_EVERY_S)
+        try:
+            await sweep(services, fate, UNKNOWN_FOR_S, providers)
+        except (RPCError, PerdureError, OSError) as error:
+            log.warning("this host was not swept", reason=str(error))
+
+
+def _usable_here(services: Services) -> list[SandboxProvider]:
+    """Providers whose sandboxes are processes of this host, which are listed at no cost."""
+    used = services.providers_used()
+    return [provider for provider in used if provider.host_bound and not provider.check()]
+
+
+async def count_sandboxes(services: Services) -> None:
+    """Keep the gauge of this host's live sandboxes up to date, if metrics are served."""
+    while services.settings.metrics.port:
+        for name in home.sandboxes_of(services.home):
+            with contextlib.suppress(PerdureError):
+                alive = sum(box.alive for box in await services.provider(name).list())
+                metrics.sandboxes_alive(name, alive)
+        await asyncio.sleep(COUNT_EVERY_S)

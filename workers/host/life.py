@@ -1,0 +1,267 @@
+"""`python -m workers.host.life`: shows the host's signs of life to Temporal, whatever its workers do.
+
+One per home, started by any worker that boots or watches agents, and ended by itself: when no worker
+and no sandbox is left, or when no worker has come back for long. It keeps the host's term by
+heartbeats. When the term was lost, it ends the host's sandboxes before the next one begins.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+from time import monotonic
+
+import structlog
+from temporalio.api.taskqueue.v1 import TaskQueue
+from temporalio.api.workflowservice.v1 import (
+    PollActivityTaskQueueRequest,
+    PollActivityTaskQueueResponse,
+    RecordActivityTaskHeartbeatRequest,
+    RespondActivityTaskCompletedRequest,
+)
+from temporalio.client import Client
+from temporalio.common import WorkflowIDConflictPolicy
+from temporalio.service import RPCError, RPCStatusCode
+
+from perdure.client import names
+from perdure.client.connection import connect
+from perdure.errors import ConfigurationError, PerdureError
+from perdure.home import host_of
+from perdure.rollouts.messages import Term
+from perdure.rollouts.sandbox.term import HostTerm, first_term
+from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
+from perdure.stack import host_life, sandboxes
+from perdure.storage.base import Store, open_store
+from perdure.telemetry import configure_logging
+
+BEATS = 16
+"""Signs of life in the time after which a silent host is lost."""
+POLL_S = 21.0
+"""The server warns of polls that are shorter than 20 s."""
+ANSWER_S = 5.0
+"""Seconds for an answer of the server; then another connection is tried."""
+LOOK_S = 2.0
+"""Seconds between two looks for workers and sandboxes."""
+PAUSE_S = 1.0
+ABSENT_S = 600.0
+"""Without a worker for this long, while the server answers, the host leaves: its rollouts move."""
+
+log = structlog.get_logger("perdure.life")
+
+
+@dataclass
+class Life:
+    """The signs of life of one host."""
+
+    settings: Settings
+    client: Client
+    store: Store
+    host: str
+    term: HostTerm
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    answered_at: float = field(default_factory=monotonic)
+    """When the server answered last."""
+    reached_at: float = field(default_factory=monotonic)
+    """When the server or the store answered last."""
+
+    async def run(self) -> None:
+        """Until the host leaves."""
+        minding = asyncio.create_task(self._mind())
+        leaving = asyncio.create_task(self.leaving.wait())
+        serving = asyncio.create_task(self._serve_for_ever())
+        try:
+            await asyncio.wait({leaving, serving, minding}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (minding, leaving):
+                task.cancel()
+        if serving.done() or minding.done():
+            (serving if serving.done() else minding).result()
+        with contextlib.suppress(TimeoutError, RPCError):
+            async with asyncio.timeout(ANSWER_S):
+                await serving  # it says goodbye
+        serving.cancel()
+
+    async def _serve_for_ever(self) -> None:
+        while not self.leaving.is_set():
+            try:
+                task = await self._next_task()
+            except (RPCError, PerdureError, TimeoutError):
+                await self._cut_off()
+                continue
+            if not task.task_token:
+                continue
+            [term] = await self.client.data_converter.decode(list(task.input.payloads), [Term])
+            if task.activity_type.name == "begin_anew":
+                await self._begin(term.number)
+                with contextlib.suppress(RPCError):  # then it is asked again
+                    await self._complete(task.task_token)
+            else:
+                await self._serve(term, task.task_token)
+
+    async def _next_task(self) -> PollActivityTaskQueueResponse:
+        """What the host's workflow wants next; empty: nothing yet."""
+        over = await first_term(self.store, self.host)
+        if over > self.term.number:
+            await self._begin(over)
+        await self.client.start_workflow(
+            names.HOST,
+            Term(
+                host=self.host,
+                number=self.term.number,
+                silent_s=self.settings.host.silent_s,
+            ),
+            id=names.host_id(self.host),
+            task_queue=names.WORKFLOWS_QUEUE,
+            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+            static_summary=f"whether {self.host} lives",
+            rpc_timeout=timedelta(seconds=ANSWER_S),
+        )
+        self.answered_at = self.reached_at = monotonic()
+        request = PollActivityTaskQueueRequest(
+            namespace=self.client.namespace,
+            task_queue=TaskQueue(name=names.life_queue(self.host)),
+            identity=f"{os.getpid()}@{self.host}",
+        )
+        try:
+            return await self.client.workflow_service.poll_activity_task_queue(
+                request, timeout=timedelta(seconds=POLL_S)
+            )
+        except RPCError as error:
+            if error.status in (RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED):
+                return PollActivityTaskQueueResponse()
+            raise
+
+    async def _serve(self, term: Term, token: bytes) -> None:
+        """Show signs of life until the server wants none, or the host leaves."""
+        if term.number != self.term.number:
+            await self._begin(term.number)
+        log.info("this host serves", term=term.number)
+        while not self.leaving.is_set():
+            try:
+                await self._beat(token)
+                self.term.confirm()
+                self.answered_at = self.reached_at = monotonic()
+            except RPCError as error:
+                if error.status is RPCStatusCode.NOT_FOUND:
+                    return  # too late: it is offered again, or lost
+                await self._cut_off()
+                if self.term.number != term.number:
+                    return
+            with contextlib.suppress(TimeoutError):
+                pause = self.settings.host.silent_s / BEATS
+                await asyncio.wait_for(self.leaving.wait(), pause)
+        self.term.lapse()
+        await self._complete(token)
+
+    async def _beat(self, token: bytes) -> None:
+        request = RecordActivityTaskHeartbeatRequest(
+            namespace=self.client.namespace, task_token=token
+        )
+        await self.client.workflow_service.record_activity_task_heartbeat(
+            request, timeout=timedelta(seconds=ANSWER_S)
+        )
+
+    async def _complete(self, token: bytes) -> None:
+        request = RespondActivityTaskCompletedRequest(
+            namespace=self.client.namespace, task_token=token
+        )
+        await self.client.workflow_service.respond_activity_task_completed(
+            request, timeout=timedelta(seconds=ANSWER_S)
+        )
+
+    async def _begin(self, number: int) -> None:
+        """A term without the sandboxes of the one before."""
+        await self._end_sandboxes(f"term {number} begins")
+        self.term.begin(number)
+
+    async def _end_sandboxes(self, why: str) -> None:
+        killed = await sandboxes.kill_all(self.settings, log.warning)
+        log.warning("ended the sandboxes of this host", killed=killed, why=why)
+
+    async def _cut_off(self) -> None:
+        """The server does not answer: connect again, and ask the store whether the term is over.
+
+        A server that is away takes no host's term, so its silence alone ends no sandbox. A host that
+        has reached neither server nor store for as long as a sandbox lives unwatched ends them.
+        """
+        with contextlib.suppress(PerdureError, TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                self.client = await connect(settings=self.settings)
+                return
+        with contextlib.suppress(PerdureError, TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                over = await first_term(self.store, self.host)
+            self.reached_at = monotonic()
+            if over > self.term.number:
+                await self._begin(over)
+        if monotonic() - self.reached_at > self.settings.sandbox.ttl_s:
+            await self._end_sandboxes("neither the server nor the store answers")
+        await asyncio.sleep(PAUSE_S)
+
+    async def _mind(self) -> None:
+        """Decide when the host leaves."""
+        seen = monotonic()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if not self.settings.home.is_dir():
+                self.leaving.set()
+                return
+            if host_life.has_worker(self.settings):
+                seen = monotonic()
+                continue
+            absent = monotonic() - seen
+            if absent > 2 * LOOK_S and not await sandboxes.any_alive(self.settings):
+                self.leaving.set()
+                return
+            heard = monotonic() - self.answered_at < self.settings.host.silent_s
+            if absent > ABSENT_S and heard:
+                await self._end_sandboxes("no worker has come back")
+                self.leaving.set()
+                return
+
+
+async def show_life(settings: Settings) -> None:
+    """Raises: ConfigurationError when nothing answers at Temporal's address."""
+    with host_life.life_is_here(settings) as alone:
+        if not alone:
+            return
+        term = HostTerm(settings.home.absolute() / "run" / "term", settings.host.silent_s)
+        client, store = await _connected(settings), open_store(settings)
+        life = Life(settings, client, store, host_of(settings), term)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signum, life.leaving.set)
+        await life.run()
+
+
+async def _connected(settings: Settings) -> Client:
+    while True:
+        try:
+            return await connect(settings=settings)
+        except ConfigurationError:
+            if not host_life.has_worker(settings):
+                raise
+            await asyncio.sleep(PAUSE_S)
+
+
+def main() -> int:
+    settings = load_settings()
+    configure_logging("life")
+    with contextlib.suppress(OSError):  # only root may
+        os.nice(-5)
+    try:
+        asyncio.run(show_life(settings))
+    except PerdureError as error:
+        log.error("this host shows no signs of life", reason=str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,96 @@
+"""HostWorkflow: knows whether one host lives. While the host is lost, it has others answer for it.
+
+A host shows its life by the heartbeats of one long activity, `serve_term`, which cost no events. They
+come from a process of their own (`workers.host.life`), so no stopped or busy worker is taken for a lost
+host.
+"""
+
+import asyncio
+import contextlib
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError
+
+with workflow.unsafe.imports_passed_through():
+    from perdure.client import names
+    from perdure.rollouts.messages import WORKER_EVICTED, HostState, Term
+    from workflows import activity_options
+    from workflows.failures import stop_if_cancelled, type_of, waited_too_long, was_dropped
+
+
+@workflow.defn(name=names.HOST)
+class HostWorkflow:
+    @workflow.init
+    def __init__(self, term: Term) -> None:
+        self.term = term
+        self.lost = False
+
+    @workflow.run
+    async def run(self, term: Term) -> None:
+        while True:
+            await self._serves()
+            self.term = self.term.model_copy(update={"number": self.term.number + 1})
+            self.lost = True
+            if not await self._comes_back():
+                return  # whoever starts it again tells the number of its term
+            self.lost = False
+
+    @workflow.query
+    def state(self) -> HostState:
+        return HostState(number=self.term.number, lost=self.lost)
+
+    async def _serves(self) -> None:
+        """Until the host is silent for too long, or leaves."""
+        while True:
+            if workflow.info().is_continue_as_new_suggested():
+                workflow.continue_as_new(self.term)
+            try:
+                await workflow.execute_activity(
+                    "serve_term",
+                    self.term,
+                    **activity_options.described(
+                        activity_options.serve_term(self.term), "signs of life"
+                    ),
+                )
+                return  # it said goodbye
+            except ActivityError as error:
+                stop_if_cancelled()
+                if waited_too_long(error):
+                    return  # silent, and it did not answer when it was asked once more
+
+    async def _comes_back(self) -> bool:
+        """Have others answer for the host until it has ended what is left of its last term."""
+        answering = asyncio.create_task(self._stand_in())
+        try:
+            await workflow.execute_activity(
+                "begin_anew",
+                self.term,
+                **activity_options.described(
+                    activity_options.begin_anew(self.term), "waits for the host"
+                ),
+            )
+        except ActivityError as error:
+            stop_if_cancelled()
+            if not waited_too_long(error):
+                raise
+            return False
+        finally:
+            if not was_dropped():
+                answering.cancel()
+                with contextlib.suppress(asyncio.CancelledError, ActivityError):
+                    await answering
+        return True
+
+    async def _stand_in(self) -> None:
+        while True:
+            try:
+                await workflow.execute_activity(
+                    "stand_in",
+                    self.term,
+                    **activity_options.described(
+                        activity_options.stand_in(), "answers for the lost host"
+                    ),
+                )
+            except ActivityError as error:
+                if type_of(error) != WORKER_EVICTED:
+                    raise
