@@ -60,6 +60,7 @@ class Arena:
         await home.add_toys(toy.make_tree(folder / "tree"), 1)
         await home.add_instance(innocent.long_log_instance(folder / "tree"))
         with Meter.open("neighbour", folder / "meter") as meter:
+            stack: Stack | None = None
             try:
                 stack = await asyncio.to_thread(Stack.start, home, meter)
                 perdure = await Perdure.connect(
@@ -69,8 +70,9 @@ class Arena:
                 for instance in (*toy.instance_ids(1), innocent.LONG_LOG):
                     await arena.innocent(instance)  # builds its environment
                 yield arena
-                stack.stop()
             finally:
+                if stack is not None:
+                    stack.stop()  # it also removes what a spoiled stack has left
                 kill_all(meter.pids(), signal.SIGKILL)
 
     async def innocent(self, instance: str = toy.instance_ids(1)[0]) -> Innocent:
