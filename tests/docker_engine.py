@@ -26,7 +26,7 @@ def why_not() -> str:
     """Empty, or why no engine can be started here."""
     for name in ("docker", "dockerd"):
         if shutil.which(name, path=PATH) is None:
-            return f"{name} is not installed (Debian: apt-get install docker.io docker-cli)"
+            return f"{name} is not installed (Debian: apt-get install docker.io, after 12 docker-cli too)"
     if os.geteuid() != 0:
         return "dockerd needs root"
     return small_image.why_not()

@@ -14,7 +14,7 @@ PROGRAMS = (
     "tail", "grep", "sed", "tr", "stat", "sha256sum", "flock", "setsid", "yes", "true", "false",
     "pwd", "ln", "id", "git", "timeout", "chmod", "chown", "find", "xargs", "tar", "gzip", "base64",
     "mktemp", "date", "dirname", "basename", "sort", "uniq", "wc", "cut", "nohup", "uname", "tty",
-    "dd", "kill", "mknod", "nproc", "awk", "diff", "patch", "df", "du", "whoami", "readlink",
+    "dd", "kill", "seq", "mknod", "nproc", "awk", "diff", "patch", "df", "du", "whoami", "readlink",
 )  # fmt: skip
 WHEELS_NEED = (
     "libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0", "libresolv.so.2",

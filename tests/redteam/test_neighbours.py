@@ -150,6 +150,15 @@ timer = ctypes.c_void_p()
 assert ctypes.CDLL("librt.so.1").timer_create(1, None, ctypes.byref(timer)) == 0
 """
 
+QUEUES = """
+import ctypes, os, time
+libc, made = ctypes.CDLL("librt.so.1"), 0
+while made < 200 and libc.mq_open(b"/%d" % made, os.O_CREAT | os.O_RDWR, 0o600, None) >= 0:
+    made += 1
+print(made, flush=True)
+time.sleep(600)
+"""
+
 KEYS = """
 import ctypes, errno, platform
 libc = ctypes.CDLL(None, use_errno=True)
@@ -191,10 +200,15 @@ async def ticking() -> AsyncIterator[list[float]]:
 
 async def holding(box: Sandbox, code: str, *arguments: str) -> int:
     """Start an attack that takes what it can and keeps it. Returns how much it says it took."""
-    await box.start("evil", ["python3", "-c", code, *arguments])
+    return int(await until_held(box, code, *arguments))
+
+
+async def until_held(box: Sandbox, code: str, *arguments: str, **env: str) -> bytes:
+    """Start an attack that goes on. Returns its first line."""
+    await box.start("evil", ["python3", "-c", code, *arguments], env=env)
     while not (said := await box.output("evil")).endswith(b"\n"):
         assert not (await box.wait("evil", timeout_s=0.05)).done, await box.output("evil", "stderr")
-    return int(said)
+    return said
 
 
 SHARED_USER = "not promised: the kernel counts for a user that other containers share"
@@ -208,7 +222,7 @@ def has_own_users(box: Sandbox) -> bool:
 
 async def test_no_lease_is_granted(boot: Boot, tools: Mount) -> None:
     """No lease, delegation or directory notice on any file: others would wait 45 s for each."""
-    shared = ("/etc/ld.so.cache", "/opt/tools/module.py", os.path.realpath("/usr/bin/env"))
+    shared = ("/etc/passwd", "/opt/tools/module.py", os.path.realpath("/usr/bin/env"))
     result = await attack(await boot(mounts=(tools,)), LEASES, *shared)
 
     assert (result.status.code, result.stdout) == (0, b"up\n")
@@ -217,10 +231,8 @@ async def test_no_lease_is_granted(boot: Boot, tools: Mount) -> None:
 async def test_leases_make_nobody_wait(boot: Boot, tools: Mount) -> None:
     """Beside a sandbox that leases shared files and its own output, a neighbour and the worker go on."""
     hostile, neighbour = await boot(mounts=(tools,)), await boot(mounts=(tools,))
-    shared = ("/etc/ld.so.cache", "/opt/tools/module.py")
-    await hostile.start("evil", ["python3", "-c", LEASES, *shared], env={"HOLD": "1"})
-    while not await hostile.output("evil"):
-        await hostile.wait("evil", timeout_s=0.05)
+    shared = ("/etc/passwd", "/opt/tools/module.py")
+    await until_held(hostile, LEASES, *shared, HOLD="1")
     began = time.monotonic()
     async with ticking() as pauses:
         listed = await neighbour.exec("ls /opt/tools && python3 /opt/tools/module.py")
@@ -250,8 +262,6 @@ async def test_no_file_of_the_host_is_held(boot: Boot) -> None:
 async def test_terminals_are_bounded(boot: Boot) -> None:
     """One sandbox cannot take the kernel's pseudo-terminals."""
     hostile, neighbour = await boot(), await boot()
-    if isinstance(hostile, DockerSandbox):
-        pytest.skip("not promised: docker cannot bound pseudo-terminals")
     taken = await holding(hostile, TERMINALS_OF_ALL)
 
     assert 0 < taken <= TERMINALS
@@ -303,6 +313,16 @@ async def test_queued_signals_are_bounded(boot: Boot) -> None:
 
     assert taken <= SHARES[resource.RLIMIT_SIGPENDING]
     assert (await attack(neighbour, ONE_TIMER)).status.ok
+
+
+async def test_message_queues_are_bounded(boot: Boot) -> None:
+    """The kernel gives a user 800 KB of message queues: a sandbox takes its own share or nothing, and
+    the worker's user keeps the rest."""
+    hostile, neighbour = await boot(), await boot()
+    taken = await holding(hostile, QUEUES)
+    left = await holding(neighbour, QUEUES)
+
+    assert (taken, left) == ((2, 2) if has_own_users(hostile) else (0, 0))
 
 
 async def test_key_rings_stay_closed(boot: Boot) -> None:

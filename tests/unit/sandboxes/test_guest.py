@@ -101,6 +101,25 @@ async def test_one_resident_answers_for_the_guest(box: Folder) -> None:
     assert b"call:" not in arguments[0]
 
 
+HEADLESS = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+print("up", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+async def test_process_whose_first_thread_has_ended_is_killed(box: Folder) -> None:
+    """It reads as dead while another thread goes on: SIGKILL of its command ends it too."""
+    held = ["flock", "lock", "python3", "-c", HEADLESS]
+    await box.start("agent", ["sh", "-c", '"$@" & sleep 600', "sh", *held], user="root")
+    while not await box.output("agent"):
+        await box.wait("agent", timeout_s=0.01)
+    await box.signal("agent", signal.SIGKILL)
+
+    assert (await box.exec("flock -w 30 lock true", user="root")).status.ok
+
+
 async def test_killed_resident_is_replaced(box: Folder) -> None:
     """An order that finds the resident dead is carried out, and starts another resident."""
     first = box.resident

@@ -29,16 +29,18 @@ def kill(pid: int, signum: int) -> None:
 
 def below(pid: int) -> list[int]:
     """Every live process that descends from `pid`."""
-    children: dict[int, list[tuple[int, str]]] = {}
+    children: dict[int, list[tuple[int, bool]]] = {}
     for entry in os.listdir("/proc"):
         stat = stat_of(entry) if entry.isdigit() else None
         if stat is not None:
-            children.setdefault(int(stat[1]), []).append((int(entry), stat[0]))
+            # a process whose first thread has ended reads as dead while its other threads go on
+            lives = stat[0] not in "ZX" or int(stat[17]) > 1
+            children.setdefault(int(stat[1]), []).append((int(entry), lives))
     found, queue = [], [pid]
     while queue:
-        for child, how in children.get(queue.pop(), []):
+        for child, lives in children.get(queue.pop(), []):
             queue.append(child)
-            if how not in "ZX":
+            if lives:
                 found.append(child)
     return found
 

@@ -89,8 +89,7 @@ class Launcher:
         linux.enter(self._holder, first | _INSIDE | others & linux.NEW_NETWORK)
         if self._last_to_enter & linux.NEW_USERS:
             self._bound_inotify(settings)
-        else:
-            _seal()
+        _seal()
         if terminals is not None:
             quotas.bound_terminals(terminals)
         os.close(settings)
@@ -155,16 +154,17 @@ class Launcher:
         for limit in limits:
             number, value = map(int, limit.split(b"="))
             resource.setrlimit(number, (value, value))
-        if self._last_to_enter & linux.NEW_USERS:
-            quotas.bound_user()
         if self._holder is not None:
+            alone = self._last_to_enter & linux.NEW_USERS
+            quotas.bound_user(quotas.SHARES if alone else quotas.SHARES_OF_MANY)
             linux.drop_capabilities()
             linux.refuse_calls(_FILTER)
         _execute(argv, env)
 
 
 def _seal() -> None:
-    """In a container, before hostile code runs: hide what its root owns even without capabilities."""
+    """In a container, before hostile code runs: hide what its root owns even without capabilities, and
+    leave no process the memory of another."""
     if os.statvfs("/proc").f_flag & linux.MS_RDONLY:
         return
     for name in TOLD_TO_ROOT:

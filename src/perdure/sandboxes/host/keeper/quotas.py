@@ -2,6 +2,7 @@
 
 import os
 import resource
+from collections.abc import Mapping
 
 from perdure.sandboxes.host.keeper import linux
 
@@ -11,8 +12,10 @@ INOTIFY_INSTANCES = 16
 """Of a sandbox. Its user has `fs.inotify.max_user_instances` on the host: 128 by default."""
 
 SHARES = {resource.RLIMIT_SIGPENDING: 1024, resource.RLIMIT_MSGQUEUE: 200 << 10}
-"""Queued signals, and bytes in message queues, of a sandbox with a user namespace of its own. Without
-one the kernel counts them for the user, and a lower limit would only be reached sooner."""
+"""Queued signals, and bytes in message queues, of a sandbox with a user namespace of its own."""
+SHARES_OF_MANY = {resource.RLIMIT_MSGQUEUE: 0}
+"""Without one the kernel counts for the user, and a lower limit would only be reached sooner. So such
+a sandbox has no message queues; timers need queued signals."""
 
 _PTS = "/dev/pts"
 
@@ -44,9 +47,9 @@ def bound_inotify(settings: int) -> None:
         os.close(fd)
 
 
-def bound_user() -> None:
-    """For a command in the sandbox's own user namespace."""
-    for number, share in SHARES.items():
+def bound_user(shares: Mapping[int, int]) -> None:
+    """For a command, in its user namespace."""
+    for number, share in shares.items():
         hard = resource.getrlimit(number)[1]
         most = share if hard == resource.RLIM_INFINITY else min(share, hard)
         resource.setrlimit(number, (most, most))

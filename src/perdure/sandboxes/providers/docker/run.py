@@ -10,11 +10,19 @@ from perdure.sandboxes.agent_user import HOME
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
 from perdure.sandboxes.guest.containers import CAPABILITIES, ROOT, init_command
 from perdure.sandboxes.guest.sandbox import FOLDER
+from perdure.sandboxes.host.keeper.quotas import TERMINALS
 from perdure.sandboxes.providers.docker import cli
 from perdure.settings.tree import Settings
 
 SPARE_PIDS = 32
 """Added to the pids limit, so that the guest can run when commands have used up the limit."""
+
+TERMINALS_FOLDER = (
+    "type=volume,dst=/dev/pts,volume-driver=local,volume-opt=type=devpts,volume-opt=device=devpts,"
+    f'"volume-opt=o=newinstance,ptmxmode=0666,mode=0620,gid=5,max={TERMINALS},nosuid,noexec"'
+)
+"""Docker has no option for the number of pseudo-terminals, but its volumes may be any file system.
+Other runtimes have a kernel, and so terminals, of their own."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,8 @@ def run_command(
         *("--security-opt", "no-new-privileges", "--cap-drop", "ALL"),
         *(part for capability in CAPABILITIES for part in ("--cap-add", capability)),
         *("--ulimit", f"nofile={files}:{files}", "--ulimit", "core=0:0"),
+        *("--ulimit", "msgqueue=0:0"),  # message queues are counted for all containers of the user
+        *(() if runtime else ("--mount", TERMINALS_FOLDER)),
         *_limits(spec, engine),
         *(("--read-only",) if engine.binds and not spec.image else ()),
         *("--volume", FOLDER, "--shm-size", f"{limits.disk_mb}m"),
