@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from temporalio import activity
+from temporalio.api.enums.v1 import TaskQueueType
 from temporalio.api.enums.v1 import WorkerDeploymentVersionStatus as STATUS
+from temporalio.api.taskqueue.v1 import TaskQueue
 from temporalio.api.workflowservice.v1 import (
+    DescribeTaskQueueRequest,
     DescribeWorkerDeploymentRequest,
     SetWorkerDeploymentCurrentVersionRequest,
 )
 from temporalio.client import Client
 from temporalio.service import RPCError
 
+from perdure.client import names
 from perdure.rollouts.messages import Attempt, Booted, Captured, GradedPatch
 from perdure.rollouts.services import Services
 from perdure.settings.tree import DeploymentSettings, Settings
@@ -30,6 +34,13 @@ from workers.process import ROLES
 
 STATUS_PREFIX = "WORKER_DEPLOYMENT_VERSION_STATUS"
 DEPLOYMENT = DeploymentSettings()
+ROUTED = (
+    (names.WORKFLOWS_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW),
+    (names.BOOT_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
+    (names.GRADE_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
+    (names.IO_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
+)
+"""Queues whose tasks go to a build."""
 
 
 class NextStages(Stages):
@@ -120,7 +131,22 @@ async def make_current(client: Client, build_id: str) -> None:
             return False
         return True
 
+    async def routed() -> bool:
+        """The server tells each queue of it a moment later."""
+        for queue, kind in ROUTED:
+            answer = await client.workflow_service.describe_task_queue(
+                DescribeTaskQueueRequest(
+                    namespace=client.namespace,
+                    task_queue=TaskQueue(name=queue),
+                    task_queue_type=kind,
+                )
+            )
+            if answer.versioning_info.current_deployment_version.build_id != build_id:
+                return False
+        return True
+
     await until(made, f"{build_id} is current")
+    await until(routed, f"every queue routes to {build_id}")
 
 
 async def statuses(client: Client) -> dict[str, str]:
