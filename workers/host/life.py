@@ -12,6 +12,7 @@ import signal
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic
 
 import structlog
@@ -86,6 +87,7 @@ class Life:
         serving.cancel()
 
     async def _serve_for_ever(self) -> None:
+        await self._go_on()
         while not self.leaving.is_set():
             try:
                 task = await self._next_task()
@@ -135,10 +137,28 @@ class Life:
                 return PollActivityTaskQueueResponse()
             raise
 
+    async def _go_on(self) -> None:
+        """Show the signs of life that the process before this one was asked for: without this the
+        server would first wait until that one has been silent for too long."""
+        with contextlib.suppress(OSError, ValueError):
+            number, token = self._kept.read_text().split()
+            if int(number) == self.term.number:
+                term = Term(
+                    host=self.host, number=int(number), silent_s=self.settings.host.silent_s
+                )
+                await self._serve(term, bytes.fromhex(token))
+
+    @property
+    def _kept(self) -> Path:
+        """What the server wants to hear of: a term's number, and the token of its signs of life."""
+        return self.settings.home.absolute() / "run" / "term.token"
+
     async def _serve(self, term: Term, token: bytes) -> None:
         """Show signs of life until the server wants none, or the host leaves."""
         if term.number != self.term.number:
             await self._begin(term.number)
+        with contextlib.suppress(OSError):  # a full disk
+            self._kept.write_text(f"{term.number} {token.hex()}\n")
         log.info("this host serves", term=term.number)
         while not self.leaving.is_set():
             try:
@@ -156,6 +176,7 @@ class Life:
                 await asyncio.wait_for(self.leaving.wait(), pause)
         self.term.lapse()
         await self._complete(token)
+        self._kept.unlink(missing_ok=True)
 
     async def _beat(self, token: bytes) -> None:
         request = RecordActivityTaskHeartbeatRequest(
