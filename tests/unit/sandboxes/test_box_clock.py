@@ -42,7 +42,11 @@ def test_what_is_being_made_is_young(monkeypatch: pytest.MonkeyPatch, jump: floa
     assert age_of(name, DRAFT) < 60
 
 
-@pytest.mark.parametrize("name", [f"{DRAFT}{time.monotonic() + 1e6:.0f}-x", f"{DRAFT}x"])
+@pytest.mark.parametrize(
+    "name",
+    [f"{DRAFT}{time.monotonic() + 1e6:.0f}-x", f"{DRAFT}x"],
+    ids=["later than now", "without a time"],
+)
 def test_what_an_earlier_start_of_the_machine_left_is_old(name: str) -> None:
     """The monotonic clock begins anew, so a later time is one of before."""
     assert age_of(name, DRAFT) == float("inf")
