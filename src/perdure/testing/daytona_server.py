@@ -373,6 +373,10 @@ class DaytonaServer(Double):
         folder = _folder(session)
         await box.exec(f"mkdir -p {folder} && mkfifo {folder}/shell", check=True)
         await box.start(_shell(session), ["bash", "-c", f"exec bash <>{folder}/shell"], cwd=HOME)
+        opened = (
+            f": >{folder}/shell"  # returns once the shell has the pipe open: it keeps what follows
+        )
+        await box.exec(["timeout", "30", "bash", "-c", opened], check=True)
         return web.Response(status=201)
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
