@@ -10,7 +10,7 @@ from tests.stack.waiting import PATIENCE_S
 
 pytest.importorskip("e2b")
 pytest.importorskip("aiohttp")
-pytestmark = pytest.mark.temporal
+pytestmark = [pytest.mark.temporal, pytest.mark.longer]
 
 
 @pytest.fixture(autouse=True)

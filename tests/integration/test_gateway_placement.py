@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from perdure.gateway.base import SessionSpec
 from perdure.testing.scripted_engine import CacheModel, ScriptedEngine
@@ -54,6 +55,7 @@ async def _play(home: Path, processes: int) -> float:
         return sum(cache.hits for cache in caches) / sum(cache.queries for cache in caches)
 
 
+@pytest.mark.longer
 async def test_two_processes_hit_the_caches_as_one_does(tmp_path: Path) -> None:
     """Within 5 % of one process's hits, though each turn may come to either."""
     alone = await _play(tmp_path / "one", 1)

@@ -113,6 +113,7 @@ async def test_the_agents_sandbox_holds_the_base_only(services: Services) -> Non
     assert copies.stdout == b""
 
 
+@pytest.mark.longer
 async def test_the_grading_sandbox_holds_the_base_only(services: Services) -> None:
     """Code under test cannot fetch the fix from the repository either."""
     data = b"diff --git a/code.py b/code.py\n"

@@ -89,6 +89,7 @@ async def test_mini_swe_agent_solves(hosted: Hosted) -> None:
     assert seen == (Outcome.RESOLVED, TURNS, [])
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("hosted", [E2B], indirect=True, ids=["e2b"])
 async def test_a_worker_frozen_while_it_boots_kills_nothing_when_it_comes_back(
     hosted: Hosted,

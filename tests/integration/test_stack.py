@@ -318,6 +318,7 @@ STAGE_QUEUES = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("service", STAGE_QUEUES)
 async def test_compose_worker_polls_its_stage(service: str, home: Home, client: Client) -> None:
     """The command of each worker service polls its queue, and ends cleanly at SIGTERM."""

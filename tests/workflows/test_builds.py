@@ -97,6 +97,7 @@ async def test_a_deploy_a_rollback_and_a_changed_message(client: Client, tmp_pat
     assert ran(new) == sorted((stage, "deployed") for stage in bound)
 
 
+@pytest.mark.longer
 async def test_the_old_worker_of_a_host_may_go_at_once(client: Client, tmp_path: Path) -> None:
     """Another build's worker on that host takes its agents over, so no sandbox is stranded.
 
@@ -128,6 +129,7 @@ async def test_the_old_worker_of_a_host_may_go_at_once(client: Client, tmp_path:
     assert elsewhere.done == [("grade_in_fresh_sandbox", "before")]
 
 
+@pytest.mark.longer
 async def test_an_open_run_moves_on_and_the_old_version_drains(
     client: Client, tmp_path: Path
 ) -> None:
