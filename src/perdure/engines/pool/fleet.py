@@ -33,6 +33,8 @@ HELD_POLL_S = 0.2
 """Seconds between reads of the roster while an update holds an engine, because calls wait for its end."""
 LONGEST_RECORDING_S = 5.0
 """Seconds a call waits at most until the store has recorded what the call saw of an engine."""
+CANCELLED_S = 1.0
+"""Seconds after which a cancelled task is cancelled once more."""
 SPEAKS: Mapping[str, tuple[type[VllmEngine] | type[SglangEngine], type[EngineControl]]] = {
     "vllm": (VllmEngine, EngineControl),
     "sglang": (SglangEngine, SglangControl),
@@ -103,9 +105,9 @@ class Fleet:
     async def aclose(self) -> None:
         tasks = [task for one in self.engines.values() for task in (one.checking, one.recording)]
         for task in (self._following, *tasks):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+            while task is not None and not task.done():
+                task.cancel()  # once may not do: a wait that ends at the same moment swallows it
+                await asyncio.wait({task}, timeout=CANCELLED_S)
 
     async def read(self) -> Roster:
         """The newest roster, followed. Raises: StoreUnavailable."""
