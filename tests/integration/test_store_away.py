@@ -39,7 +39,8 @@ class Refusing(LocalStore):
 
 def refused(home: Path) -> Services:
     """A worker whose store refuses."""
-    services = Services(Settings(home=home, store=str(home / "store")))
+    allowed = {"allow_local": True}
+    services = Services(Settings(home=home, store=str(home / "store"), sandbox=allowed))
     services.__dict__["store"] = Refusing(home / "store")
     return services
 
