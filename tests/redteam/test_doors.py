@@ -69,23 +69,33 @@ async def gateway(home: Path) -> AsyncIterator[Gateway]:
     server.close()
 
 
-async def test_idle_connections_stay_within_the_sandboxs_share(
+@pytest.fixture
+async def box(
     boot: Boot, provider: SandboxProvider, home: Path, gateway: Gateway
-) -> None:
-    """A thousand connections cost the host no thread, the gateway 64, and end with the command."""
+) -> NamespaceSandbox:
+    """A sandbox that reaches the gateway through a forwarder."""
     if not provider.sees_host:
         pytest.skip("its sandboxes reach the gateway without a forwarder")
-    box = await boot(gateway=home / "gw" / "gateway.sock")
-    assert isinstance(box, NamespaceSandbox)
+    made = await boot(gateway=home / "gw" / "gateway.sock")
+    assert isinstance(made, NamespaceSandbox)
+    return made
+
+
+@pytest.fixture
+def port(box: NamespaceSandbox) -> str:
+    """Where the forwarder listens inside."""
     assert box.gateway_url is not None
-    port = box.gateway_url.rpartition(":")[2]
+    return box.gateway_url.rpartition(":")[2]
+
+
+async def test_idle_connections_stay_within_the_sandboxs_share(
+    box: NamespaceSandbox, port: str, gateway: Gateway
+) -> None:
+    """A thousand connections cost the host no thread, the gateway 64, and end with the command."""
     await box.start("idle", ["python3", "-c", IDLE, port])
     await until(lambda: gateway.held == MOST, "the forwarder has as many connections as it takes")
 
-    keeper = box.box.keeper
-    assert keeper is not None
-    children = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text()
-    helpers = [Path(f"/proc/{pid}/task") for pid in children.split()]
+    helpers = [Path(f"/proc/{pid}/task") for pid in _helpers(box)]
     threads = sum(len([*tasks.iterdir()]) for tasks in helpers)
     await box.signal("idle", 9)
     await until(lambda: gateway.held == 0, "the connections ended with the command")
@@ -96,15 +106,9 @@ async def test_idle_connections_stay_within_the_sandboxs_share(
     assert asked.stdout.strip() == b"300000"
 
 
-async def test_the_forwarder_counts_against_the_sandboxs_limits(
-    boot: Boot, provider: SandboxProvider, home: Path, gateway: Gateway
-) -> None:
+async def test_the_forwarder_counts_against_the_sandboxs_limits(box: NamespaceSandbox) -> None:
     """What a sandbox sends through the forwarder costs the sandbox's own share of the host."""
-    if not provider.sees_host:
-        pytest.skip("its sandboxes reach the gateway without a forwarder")
-    box = await boot(gateway=home / "gw" / "gateway.sock")
     require(box, "memory")
-    assert isinstance(box, NamespaceSandbox)
     forwarder = _forwarder(box)
 
     def joined() -> bool:
@@ -114,29 +118,25 @@ async def test_the_forwarder_counts_against_the_sandboxs_limits(
     await until(joined, "the forwarder is in every group of the sandbox")
 
 
-async def test_a_killed_forwarder_is_replaced(
-    boot: Boot, provider: SandboxProvider, home: Path, gateway: Gateway
-) -> None:
+async def test_a_killed_forwarder_is_replaced(box: NamespaceSandbox, port: str) -> None:
     """After kill -9 of its forwarder a sandbox reaches the gateway at the same address."""
-    if not provider.sees_host:
-        pytest.skip("its sandboxes reach the gateway without a forwarder")
-    box = await boot(gateway=home / "gw" / "gateway.sock")
-    assert isinstance(box, NamespaceSandbox)
-    assert box.gateway_url is not None
     os.kill(_forwarder(box), signal.SIGKILL)
 
     async def asked() -> bool:
-        port = (box.gateway_url or "").rpartition(":")[2]
         return (await box.exec(["python3", "-c", ASK, port], timeout=60)).stdout == b"300000\n"
 
     await until(asked, "the gateway is reached again")
 
 
-def _forwarder(box: NamespaceSandbox) -> int:
+def _helpers(box: NamespaceSandbox) -> list[str]:
+    """Pids of what the sandbox's keeper has forked."""
     keeper = box.box.keeper
     assert keeper is not None
-    children = Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text().split()
-    (forwarder,) = (pid for pid in children if _name(pid) == "perdure-forward")
+    return Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text().split()
+
+
+def _forwarder(box: NamespaceSandbox) -> int:
+    (forwarder,) = (pid for pid in _helpers(box) if _name(pid) == "perdure-forward")
     return int(forwarder)
 
 

@@ -1,6 +1,7 @@
 """Slots of the boot queue that are seats of the host: a full host asks Temporal for no more boots.
 
-So whoever waits for a seat is a boot in Temporal's queue, in Temporal's order, on no host at all.
+A rollout that waits for a seat is a boot in Temporal's queue: no host has it yet, and Temporal keeps
+the order.
 """
 
 import asyncio

@@ -125,7 +125,7 @@ def _namespace(address: str, namespace: str, api_key: str | None) -> str:
 def _tls(
     ours: TemporalSettings, theirs: ClientConfigTLS | None, *, wanted: bool
 ) -> bool | TLSConfig:
-    """`wanted`: the server speaks TLS unless somebody turned it off. Raises: ConfigurationError."""
+    """`wanted`: the server speaks TLS unless a setting turned it off. Raises: ConfigurationError."""
     theirs = theirs or ClientConfigTLS()
     tls = ClientConfigTLS(
         disabled=_disabled(ours, theirs),

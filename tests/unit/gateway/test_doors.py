@@ -1,4 +1,4 @@
-"""Callers that only hold connections open keep nobody else out of the gateway."""
+"""Callers that only hold connections open keep no other caller out of the gateway."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ ANNOUNCED = (
 QUESTION = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 
-async def test_idle_uploads_keep_nobody_out(tmp_path: Path) -> None:
+async def test_idle_uploads_keep_no_other_session_out(tmp_path: Path) -> None:
     """One session announces four bodies of 32 MiB and sends a byte of each: another is answered."""
     async with (
         ScriptedEngine({"default": {"turns": [{"content": "hi"}]}}) as engine,

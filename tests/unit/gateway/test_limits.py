@@ -58,7 +58,7 @@ class Slow:
 
 
 def _session(headers: Mapping[str, str]) -> str | None:
-    """The key is the session's name; without one the caller is nobody's."""
+    """The key is the session's name; without one there is no session."""
     return headers.get("x-api-key")
 
 
@@ -102,7 +102,7 @@ async def test_a_body_larger_than_the_room_is_worked_on_alone() -> None:
     assert answer.status_code == 200
 
 
-async def test_idle_uploads_of_one_session_stop_nobody_else() -> None:
+async def test_idle_uploads_of_one_session_stop_no_other_session() -> None:
     """Bodies that never end hold the bytes that came, so other sessions' calls pass at once."""
     app = Slow()
     app.go.set()

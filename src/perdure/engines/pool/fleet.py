@@ -104,10 +104,11 @@ class Fleet:
 
     async def aclose(self) -> None:
         tasks = [task for one in self.engines.values() for task in (one.checking, one.recording)]
-        for task in (self._following, *tasks):
-            while task is not None and not task.done():
+        for task in filter(None, (self._following, *tasks)):
+            while not task.done():
                 task.cancel()  # once may not do: a wait that ends at the same moment swallows it
                 await asyncio.wait({task}, timeout=CANCELLED_S)
+            await asyncio.gather(task, return_exceptions=True)  # its error is known already
 
     async def read(self) -> Roster:
         """The newest roster, followed. Raises: StoreUnavailable."""

@@ -1,8 +1,8 @@
 """The seats of a home: how many rollouts may have an agent's sandbox there at once.
 
 All worker processes of the home share them as files of one folder. A seat is reserved while a
-sandbox is booted, then taken in the name of that sandbox. Who watches the agent renews it. A seat
-that nobody renews is free again, so no crash can lose one.
+sandbox is booted, then taken in the name of that sandbox. The worker that watches
+the agent renews it. A seat that is not renewed is free again, so no crash can lose one.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ DRAFT = "."
 """Prefix of a file that is no seat yet."""
 LOCK = ".lock"
 LAPSES_S = 120.0
-"""Seconds after which a seat that nobody renewed is free: longer than a watch pauses between two tries."""
+"""Seconds after which a seat that was not renewed is free: longer than a watch pauses between two tries."""
 
 
 class Reservation:
@@ -110,7 +110,7 @@ class Seats:
 
 
 def _renew(path: Path) -> None:
-    """The file's time is the monotonic clock's, which all processes share and nobody can set."""
+    """The file's time is the monotonic clock's, which all processes share and no user can set."""
     now = monotonic()
     os.utime(path, (now, now))
 
