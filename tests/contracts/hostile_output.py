@@ -11,7 +11,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from perdure.agents.base import Agent, Evidence
-from perdure.episodes.export import messages_of
 from perdure.errors import InstanceError
 from perdure.graders.calibrate import passed_in
 from perdure.graders.diff import capture, git_diff
@@ -67,7 +66,6 @@ def readers() -> dict[str, Reader]:
         "last line of the agent": lambda data: agent_output.detail(
             AgentEnd.CRASHED, _evidence(data)
         ),
-        "messages of a trajectory": messages_of,
     }
     for name in AGENTS:
         found[f"end of {name}"] = partial(_classified, load("agent", AGENTS, name)())

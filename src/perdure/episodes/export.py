@@ -16,6 +16,10 @@ from typing import Any, BinaryIO, Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from perdure.episodes import turns_parquet
+from perdure.episodes.demonstrations.conversation import conversations, has_text
+from perdure.episodes.demonstrations.preferences import pairs, preference
+from perdure.episodes.demonstrations.selection import EVERYTHING, Selection
 from perdure.episodes.episode import Episode, EpisodeSegments
 from perdure.episodes.episode_parquet import TOKENS_SCHEMA, with_all_columns
 from perdure.episodes.episode_store import read_segments, scan_run
@@ -23,26 +27,31 @@ from perdure.episodes.segments import RewardShare, SegmentMode
 from perdure.episodes.trainer_files import TrainerFile, TrainerFormat
 from perdure.errors import ConfigurationError, NotFound
 from perdure.storage.base import Store
-from perdure.types import RolloutStatus
-from perdure.untrusted.reading import Unparsable, read
+from perdure.types import RolloutStatus, Turn
 
-Format = Literal["preds", "preds-all", "episodes", "jsonl", "sft"] | TrainerFormat
+Format = Literal["preds", "preds-all", "episodes", "jsonl", "sft", "preferences"] | TrainerFormat
 """preds      predictions of the SWE-bench harness: one JSON object, one patch an instance
 preds-all  the same entries for every graded sample, one JSON line each
 episodes   token arrays: one parquet file, one row a segment
 jsonl      the readable episodes, one JSON line a rollout
-sft        the agent's messages with the reward, one JSON line a graded rollout
+sft        the messages of each conversation of a graded rollout, one JSON line each
+sft-tokens the same by recorded ids: `input_ids`, `labels`, `assistant_masks`, one row a segment
+preferences
+           a better and a worse rollout of one instance: messages, ids and masks, one JSON line a pair
 slime, skyrl, torchtitan, verl
            that trainer's own fields: JSON lines, or parquet where the file ends in .parquet"""
+SELECTING = ("sft", "sft-tokens")
+"""Formats for which a `Selection` is meant: a reward's baseline needs all rollouts."""
 FORMATS: tuple[str, ...] = tuple(name for part in get_args(Format) for name in get_args(part))
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How segments are cut and rewarded for a trainer's format."""
+    """How segments are cut and rewarded for a trainer's format, and which rollouts SFT takes."""
 
     mode: SegmentMode = "tree"
     reward_share: RewardShare = "full"
+    selection: Selection = EVERYTHING
 
 
 @dataclass(frozen=True)
@@ -83,11 +92,10 @@ async def export_run(
 ) -> ExportReport:
     """Write one file, whole or not at all. `rules` are for the trainers' formats.
 
-    Raises: ConfigurationError on an unknown format; NotFound when the run has no episodes.
+    Raises: ConfigurationError on an unknown format, or a selection that it does not have; NotFound when
+    the run has no episodes.
     """
-    if format not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise ConfigurationError(f"unknown export format {format!r}: use one of {known}")
+    _check(format, rules)
     episodes, unreadable = await scan_run(store, run_id)
     if not episodes and not unreadable:
         raise NotFound(
@@ -103,6 +111,16 @@ async def export_run(
     return ExportReport(format, out, exporter.written, tuple(exporter.omitted))
 
 
+def _check(format: Format, rules: Rules | None) -> None:
+    if format not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise ConfigurationError(f"unknown export format {format!r}: use one of {known}")
+    if rules is not None and rules.selection != EVERYTHING and format not in SELECTING:
+        raise ConfigurationError(
+            f"--best and --min-reward go with {' and '.join(SELECTING)}, not with {format}"
+        )
+
+
 class _Exporter:
     def __init__(
         self, store: Store, episodes: Sequence[Episode], rules: Rules, *, parquet: bool
@@ -111,6 +129,7 @@ class _Exporter:
         self.rules = rules
         self.parquet = parquet
         self.episodes = episodes
+        self.rejected = self.rules.selection.rejected(episodes)
         self.written = 0
         self.omitted: list[Omitted] = []
 
@@ -119,16 +138,19 @@ class _Exporter:
             await self._preds(file)
         elif format == "episodes":
             await self._tokens(file)
+        elif format == "preferences":
+            await self._preferences(file)
         elif format in get_args(TrainerFormat):
             await self._trainer(TrainerFile(format, self.episodes, file, parquet=self.parquet))  # type: ignore[arg-type]  # just checked
         else:
             make: dict[str, Callable[[Episode], Any]] = {
                 "preds-all": self._prediction,
                 "jsonl": self._as_is,
-                "sft": self._messages,
+                "sft": self._demonstrations,
             }
-            async for _, line in self._each(self.episodes, make[format]):
-                file.write(json.dumps(line).encode() + b"\n")
+            async for _, made in self._each(self.episodes, make[format]):
+                for line in made if isinstance(made, list) else [made]:
+                    file.write(json.dumps(line).encode() + b"\n")
 
     async def _preds(self, file: BinaryIO) -> None:
         """One prediction an instance: its first graded sample."""
@@ -148,6 +170,32 @@ class _Exporter:
                 ended = ", ".join(sorted({e.status.value for e in tried}))
                 self.omitted.append(Omitted(instance_id, None, f"no graded sample ({ended})"))
 
+    async def _preferences(self, file: BinaryIO) -> None:
+        """One line a pair: the better and the worse rollout of one instance."""
+        for instance_id, group in groupby(self.episodes, key=lambda e: e.instance_id):
+            tried = list(group)
+            matched = pairs(tried)
+            if not matched:
+                graded = sum(one.reward is not None for one in tried)
+                reason = f"no two of its {graded} graded rollouts differ in reward"
+                self.omitted.append(Omitted(instance_id, None, reason))
+            for better, worse in matched:
+                await self._pair(better, worse, file)
+
+    async def _pair(self, better: Episode, worse: Episode, file: BinaryIO) -> None:
+        read: dict[str, list[Turn]] = {}
+        for one in (better, worse):
+            try:
+                read[one.rollout_id] = await self._recorded_turns(one)
+            except _Left as left:
+                return self._leave_out(one, left)
+        line = preference(better, worse, read)
+        if line is None:
+            differs = _Left(f"its first prompt differs from that of sample {better.sample_index}")
+            return self._leave_out(worse, differs)
+        self.written += 1
+        file.write(json.dumps(line).encode() + b"\n")
+
     async def _tokens(self, file: BinaryIO) -> None:
         with pq.ParquetWriter(file, TOKENS_SCHEMA, compression="zstd") as writer:
             async for _, table in self._each(self.episodes, self._table):
@@ -155,6 +203,8 @@ class _Exporter:
 
     async def _trainer(self, file: TrainerFile) -> None:
         async def make(episode: Episode) -> EpisodeSegments:
+            if file.format in SELECTING:
+                self._take(episode)
             found = await self._segments(episode)
             if (reason := file.why_not(found)) is not None:
                 raise _Left(reason)
@@ -182,11 +232,14 @@ class _Exporter:
             try:
                 made = await make(episode)
             except _Left as left:
-                who = episode.instance_id, episode.sample_index
-                self.omitted.append(Omitted(*who, str(left), left.damaged))
+                self._leave_out(episode, left)
                 continue
             self.written += 1
             yield episode, made
+
+    def _leave_out(self, episode: Episode, left: _Left) -> None:
+        who = episode.instance_id, episode.sample_index
+        self.omitted.append(Omitted(*who, str(left), left.damaged))
 
     # -- one rollout ---------------------------------------------------------------------------
 
@@ -222,50 +275,45 @@ class _Exporter:
     async def _as_is(self, episode: Episode) -> dict[str, Any]:
         return episode.model_dump(mode="json")
 
-    async def _messages(self, episode: Episode) -> dict[str, Any]:
-        """The conversation as the agent kept it: text for reading or SFT, not the exact tokens."""
-        if episode.status is not RolloutStatus.GRADED or not episode.attempts:
-            raise _Left(f"not graded ({episode.status.value})")
-        kept = [k for k in episode.attempts[-1].evidence if k.endswith("/agent/trajectory.json")]
-        if not kept:
-            raise _Left(f"agent {episode.agent} kept no trajectory.json")
-        return {
-            "instance_id": episode.instance_id,
-            "sample_index": episode.sample_index,
-            "reward": episode.reward,
-            "outcome": episode.outcome and episode.outcome.value,
-            "messages": await self._conversation(kept[0]),
-        }
+    async def _demonstrations(self, episode: Episode) -> list[dict[str, Any]]:
+        """Its conversations as text; `sft-tokens` has the exact ids."""
+        self._take(episode)
+        return [
+            {
+                "instance_id": episode.instance_id,
+                "sample_index": episode.sample_index,
+                "reward": episode.reward,
+                "outcome": episode.outcome and episode.outcome.value,
+                "chain": one.chain,
+                "messages": one.messages(),
+            }
+            for one in conversations(await self._recorded_turns(episode))
+        ]
 
-    async def _conversation(self, key: str) -> list[dict[str, Any]]:
+    def _take(self, episode: Episode) -> None:
+        """Raises: _Left for a rollout that is no demonstration."""
+        if episode.reward is None:
+            raise _Left(f"not graded ({episode.status.value})")
+        if episode.rollout_id in self.rejected:
+            raise _Left(self.rejected[episode.rollout_id])
+
+    async def _recorded_turns(self, episode: Episode) -> list[Turn]:
+        """Its turns with their texts; at least one."""
+        if episode.turns_key is None:
+            raise _Left(f"agent {episode.agent} called no model")
         try:
-            found = await read(messages_of, await self._get(key))
-        except Unparsable as error:
-            raise _Left(f"its trajectory.json: {error}") from None
-        if found is None:
-            raise _Left("its trajectory.json is incomplete or has another form")
-        return found
+            turns = turns_parquet.decode(await self._get(episode.turns_key))
+        except ValueError as error:
+            raise _Damaged(f"{episode.turns_key} is unreadable: {error}") from error
+        if not turns or not has_text(turns):
+            raise _Left("its turns were recorded without their texts" if turns else "no turn")
+        return turns
 
     async def _get(self, key: str) -> bytes:
         try:
             return (await self.store.get(key)).data
         except NotFound:
             raise _Damaged(f"{key} is gone from the store") from None
-
-
-def messages_of(trajectory: bytes) -> list[dict[str, Any]] | None:
-    """Role, content and tool calls of each message; the agent wrote the file, so no shape is assumed.
-    Call this through `read`."""
-    wanted = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content")
-    try:
-        messages = json.loads(trajectory)["messages"]
-        return [
-            {name: message[name] for name in wanted if message.get(name) is not None}
-            for message in messages
-            if message["role"] != "exit"
-        ]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
 
 
 @contextmanager

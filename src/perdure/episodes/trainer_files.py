@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from perdure.episodes import trainers
+from perdure.episodes.demonstrations.tokens import sft_rows
 from perdure.episodes.episode import Episode, EpisodeSegments
 from perdure.episodes.trainers import Row
 
-TrainerFormat = Literal["slime", "skyrl", "torchtitan", "verl"]
+TrainerFormat = Literal["sft-tokens", "slime", "skyrl", "torchtitan", "verl"]
 
 PER_BATCH = ("rollout_metrics", "trajectory_time_splits")
 """Fields of SkyRL's output that describe a batch, so that a parquet row cannot hold them."""
@@ -24,6 +25,20 @@ PER_BATCH = ("rollout_metrics", "trajectory_time_splits")
 IDS, FLOATS, MASK = pa.list_(pa.int32()), pa.list_(pa.float64()), pa.list_(pa.int8())
 TEXT, NUMBER, FLOAT, TRUTH = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 COLUMNS: dict[str, dict[str, pa.DataType]] = {
+    "sft-tokens": {
+        "input_ids": IDS,
+        "labels": IDS,
+        "assistant_masks": MASK,
+        "instance_id": TEXT,
+        "sample_index": NUMBER,
+        "rollout_id": TEXT,
+        "reward": FLOAT,
+        "outcome": TEXT,
+        "segment_kind": TEXT,
+        "segment_idx": NUMBER,
+        "num_segments": NUMBER,
+        "chain": TEXT,
+    },
     "slime": {
         "group_index": NUMBER,
         "index": NUMBER,
@@ -83,7 +98,7 @@ class TrainerFile:
     def __init__(
         self, format: TrainerFormat, episodes: Sequence[Episode], file: BinaryIO, *, parquet: bool
     ) -> None:
-        self._format = format
+        self.format = format
         self._file = file
         self._indexes = {episode.rollout_id: n for n, episode in enumerate(episodes)}
         groups = dict.fromkeys(episode.group_id for episode in episodes)
@@ -97,14 +112,14 @@ class TrainerFile:
 
     def why_not(self, found: EpisodeSegments) -> str | None:
         """Why this rollout has no line in this format; None when it has one."""
-        if self._format == "slime":
+        if self.format == "slime":
             return None
         if found.episode.reward is None:
             return f"not graded ({found.episode.status.value}): its reward is unknown, not 0"
         return None if found.segments else "nothing to train on: no turn with token ids"
 
     def add(self, found: EpisodeSegments) -> None:
-        if self._format == "skyrl":
+        if self.format == "skyrl":
             self._held.append(found)
         else:
             self._write(self._rows(found))
@@ -119,10 +134,12 @@ class TrainerFile:
     def _rows(self, found: EpisodeSegments) -> list[Row]:
         episode = found.episode
         group = self._groups[episode.group_id]
-        if self._format == "slime":
+        if self.format == "sft-tokens":
+            return sft_rows(found)
+        if self.format == "slime":
             index = self._indexes[episode.rollout_id]
             return trainers.slime_samples(found, index=index, group_index=group)
-        if self._format == "torchtitan":
+        if self.format == "torchtitan":
             advantage = self._advantages[episode.rollout_id]
             return trainers.torchtitan_samples(found, group_id=group, advantage=advantage)
         return trainers.verl_outputs(found)

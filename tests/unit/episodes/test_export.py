@@ -27,13 +27,6 @@ from perdure.types import (
 TURNS = (Turn(index=0, prompt_ids=(1,), completion_ids=(2, 3), logprobs=(-0.5, -0.25)),)
 CRLF = b"diff --git a/x b/x\n@@ -1 +1 @@\n-a\r\n+\xc3\xa9\r\n"
 LATIN = b"diff --git a/x b/x\n@@ -1 +1 @@\n-a\n+\xe9\n"
-TRAJECTORY = {
-    "messages": [
-        {"role": "user", "content": "Fix it.", "extra": {"timestamp": 1}},
-        {"role": "assistant", "content": "Done.", "tool_calls": None},
-        {"role": "exit", "content": ""},
-    ]
-}
 
 
 class Run:
@@ -61,15 +54,13 @@ class Run:
             patch=PatchRef(key=f"{folder}/patch.diff", sha256="", size=len(patch), empty=not patch)
             if patch is not None
             else None,
-            attempts=(AttemptSummary(attempt=1, evidence=(f"{folder}/agent/trajectory.json",)),),
+            attempts=(AttemptSummary(attempt=1),),
             started_at=0.0,
             finished_at=1.0,
             turns=fields.get("turns", TURNS),
         )
         if patch:
             await self.store.put(f"{folder}/patch.diff", patch)
-        if "trajectory" in fields:
-            await self.store.put(f"{folder}/agent/trajectory.json", fields["trajectory"])
         segments = cut(parts.turns)
         await write_episode(self.store, build_episode(parts, segments), segments)
 
@@ -163,32 +154,6 @@ async def test_jsonl_has_one_line_a_rollout(run: Run, tmp_path: Path) -> None:
     ]
 
 
-async def test_sft_has_the_messages(run: Run, tmp_path: Path) -> None:
-    """The agent's conversation, without its own book-keeping, beside the reward."""
-    await run.add("click-1", trajectory=json.dumps(TRAJECTORY).encode())
-    report = await export_run(run.store, "r", "sft", tmp_path / "sft.jsonl")
-
-    assert json.loads(report.path.read_bytes()) == {
-        "instance_id": "click-1",
-        "sample_index": 0,
-        "reward": 1.0,
-        "outcome": "resolved",
-        "messages": [
-            {"role": "user", "content": "Fix it."},
-            {"role": "assistant", "content": "Done."},
-        ],
-    }
-
-
-@pytest.mark.parametrize("torn", [b"", b"[1]", b'{"messages": [1]}', b"[" * 100_000])
-async def test_sft_lists_torn_trajectories(run: Run, tmp_path: Path, torn: bytes) -> None:
-    """What the agent wrote may be anything; it is listed, not believed."""
-    await run.add("click-1", trajectory=torn)
-    report = await export_run(run.store, "r", "sft", tmp_path / "sft.jsonl")
-
-    assert (report.written, len(report.omitted)) == (0, 1)
-
-
 async def test_failed_export_leaves_the_old_file(run: Run, tmp_path: Path) -> None:
     """The file takes its name only when it is whole; nothing else is left beside it."""
     out = tmp_path / "out" / "run.parquet"
@@ -214,7 +179,9 @@ async def test_unknown_format_lists_the_known(run: Run, tmp_path: Path) -> None:
     """A misspelt format is refused with the list."""
     unknown: Format = "pred"  # type: ignore[assignment]  # as a person might type it
 
-    with pytest.raises(ConfigurationError, match="preds, preds-all, episodes, jsonl, sft"):
+    with pytest.raises(
+        ConfigurationError, match="preds, preds-all, episodes, jsonl, sft, preferences"
+    ):
         await export_run(run.store, "r", unknown, tmp_path / "preds.json")
 
 

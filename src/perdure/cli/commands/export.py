@@ -20,6 +20,8 @@ SUFFIXES = {
     "episodes": "parquet",
     "jsonl": "jsonl",
     "sft": "jsonl",
+    "sft-tokens": "jsonl",
+    "preferences": "jsonl",
     "slime": "jsonl",
     "skyrl": "jsonl",
     "torchtitan": "jsonl",
@@ -57,6 +59,18 @@ SUFFIXES = {
     show_default=True,
     help="Reward of each of K segments: all of it, 1/K, or all of it for the last one.",
 )
+@click.option(
+    "--best",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="For sft: at most N rollouts of each instance, those with the highest reward.",
+)
+@click.option(
+    "--min-reward",
+    type=float,
+    metavar="R",
+    help="For sft: only rollouts with at least this reward.",
+)
 @json_option
 def export(
     *,
@@ -65,6 +79,8 @@ def export(
     out: Path | None,
     mode: "SegmentMode",
     reward_share: "RewardShare",
+    best: int | None,
+    min_reward: float | None,
     as_json: bool,
 ) -> None:
     """Write a run's episodes as one file.
@@ -74,7 +90,10 @@ def export(
     preds-all  the same entries for every graded sample
     episodes   token arrays: one parquet file, one row per segment
     jsonl      the readable episodes, one line per rollout
-    sft        the agent's messages with the reward, one line per graded rollout
+    sft        messages with the reward, one line per conversation of a graded rollout
+    sft-tokens the same as recorded ids, labels and masks, one row per segment
+    preferences
+               a better and a worse rollout of one instance, one line per pair
     slime, skyrl, torchtitan, verl
                that trainer's own fields; arrays if --out is a .parquet
 
@@ -82,11 +101,12 @@ def export(
     unreadable; the other rollouts are written.
     """
     settings = load_settings()
+    from perdure.episodes.demonstrations.selection import Selection
     from perdure.episodes.export import Rules, export_run
     from perdure.storage.base import open_store
 
     path = out or Path(f"{run_id}.{format_name}.{SUFFIXES[format_name]}")
-    rules = Rules(mode=mode, reward_share=reward_share)
+    rules = Rules(mode, reward_share, Selection(best, min_reward))
     exporting = export_run(open_store(settings), run_id, format_name, path, rules)  # type: ignore[arg-type]  # click checked the choice
     report = asyncio.run(exporting)
     for one in report.omitted:

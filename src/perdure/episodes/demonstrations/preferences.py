@@ -1,0 +1,124 @@
+"""Pairs of two rollouts of one instance: the fixed one is preferred to the failed one.
+
+Two rollouts share their turns up to the first that was answered differently. Its prompt is the pair's
+prompt; all that follows in each is what is compared.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from perdure.episodes.demonstrations.conversation import (
+    Conversation,
+    Message,
+    answered,
+    asked,
+    conversations,
+)
+from perdure.episodes.episode import Episode
+from perdure.episodes.segments import MAIN
+from perdure.types import Turn
+
+
+def pairs(tried: Iterable[Episode]) -> list[tuple[Episode, Episode]]:
+    """Better and worse rollouts of one instance: the best with the worst, the second best with the second
+    worst, and so on. Each rollout is in one pair at most, and equal rewards make none."""
+    graded = [one for one in tried if one.reward is not None]
+    ranked = sorted(graded, key=lambda one: (-(one.reward or 0.0), one.sampled_tokens))
+    matched = zip(ranked, reversed(ranked), strict=True)
+    return list(takewhile(lambda pair: (pair[0].reward or 0) > (pair[1].reward or 0), matched))
+
+
+@dataclass(frozen=True)
+class Side:
+    """One rollout of a pair, from the turn at which they part."""
+
+    episode: Episode
+    turns: Sequence[Turn]
+
+    def messages(self) -> list[Message]:
+        first, *rest = self.turns
+        return [answered(first), *(m for turn in rest for m in (*asked(turn), answered(turn)))]
+
+    def tokens(self) -> tuple[list[int], list[int]]:
+        """Ids and mask of what follows the pair's prompt: both [R], empty for a hosted API."""
+        last, start = self.turns[-1], len(self.turns[0].prompt_ids)
+        ids = [*last.prompt_ids, *last.completion_ids][start:]
+        mask = [0] * len(ids)
+        for turn in self.turns:
+            at = len(turn.prompt_ids) - start
+            mask[at : at + len(turn.completion_ids)] = [1] * len(turn.completion_ids)
+        return ids, mask
+
+
+def preference(
+    better: Episode,
+    worse: Episode,
+    turns: Mapping[str, Sequence[Turn]],
+) -> dict[str, Any] | None:
+    """One row of the pair; None where their first prompts differ. `turns`: of each, by `rollout_id`.
+
+    Shapes: prompt_ids [P]; chosen_ids and chosen_mask [C]; rejected_ids and rejected_mask [R]. Of a rollout
+    that compacted its history, what comes before the first compaction.
+    """
+    chosen, rejected = (_opening(turns[one.rollout_id]) for one in (better, worse))
+    if chosen is None or rejected is None:
+        return None
+    at = _parting(chosen.turns, rejected.turns)
+    if at is None:
+        return None
+    return {
+        "instance_id": better.instance_id,
+        "prompt": _prompt(chosen.turns[: at + 1]),
+        "prompt_ids": list(chosen.turns[at].prompt_ids),
+        **_columns("chosen", Side(better, chosen.turns[at:])),
+        **_columns("rejected", Side(worse, rejected.turns[at:])),
+    }
+
+
+def _opening(turns: Sequence[Turn]) -> Conversation | None:
+    """The longest conversation that begins with the main chain's first turn."""
+    first = next((turn for turn in turns if turn.chain == MAIN), None)
+    begun = [one for one in conversations(turns) if first and one.turns[0] == first]
+    return max(begun, key=lambda one: len(one.turns), default=None)
+
+
+def _parting(one: Sequence[Turn], other: Sequence[Turn]) -> int | None:
+    """The first place at which two lines of turns were asked the same and answered differently."""
+    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+        if _question(a) != _question(b):
+            return None
+        if _reply(a) != _reply(b):
+            return place
+    return None
+
+
+def _question(turn: Turn) -> Any:
+    return turn.prompt_ids or [_without_ids(message) for message in asked(turn)]
+
+
+def _reply(turn: Turn) -> Any:
+    return turn.completion_ids or _without_ids(answered(turn))
+
+
+def _without_ids(message: Message) -> Message:
+    """The gateway gives every call an id of its own, so two equal answers have different ones."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return {**message, "tool_calls": calls, "tool_call_id": None}
+
+
+def _prompt(turns: Sequence[Turn]) -> list[Message]:
+    *before, last = turns
+    return [*(m for turn in before for m in (*asked(turn), answered(turn))), *asked(last)]
+
+
+def _columns(name: str, side: Side) -> dict[str, Any]:
+    ids, mask = side.tokens()
+    return {
+        name: side.messages(),
+        f"{name}_ids": ids,
+        f"{name}_mask": mask,
+        f"{name}_sample": side.episode.sample_index,
+        f"{name}_reward": side.episode.reward,
+    }

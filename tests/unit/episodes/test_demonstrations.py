@@ -1,0 +1,304 @@
+"""What SFT and preference trainers read: what the model was asked and sampled, and which of it counts."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from perdure.cli.main import invoke
+from perdure.episodes import turns_parquet
+from perdure.episodes.demonstrations.selection import Selection
+from perdure.episodes.episode import EpisodeParts, build_episode
+from perdure.episodes.episode_store import write_episode
+from perdure.episodes.export import ExportReport, Format, Rules, export_run
+from perdure.episodes.segments import cut
+from perdure.errors import Boundary, ConfigurationError
+from perdure.storage.local import LocalStore
+from perdure.types import (
+    Failure,
+    Grade,
+    Outcome,
+    Purpose,
+    Rewards,
+    RolloutRequest,
+    RolloutStatus,
+    Turn,
+)
+
+LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="gone")
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Fix it."}
+
+
+def call(name: str) -> dict[str, Any]:
+    """An assistant's message with one call."""
+    function = {"name": "bash", "arguments": '{"command": "ls"}'}
+    calls = [{"id": name, "type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def result(name: str, text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text, "tool_call_id": name}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def turn(
+    index: int,
+    prompt: tuple[int, ...],
+    completion: tuple[int, ...],
+    new: list[dict[str, Any]],
+    answer: dict[str, Any],
+    **fields: Any,
+) -> Turn:
+    return Turn(
+        index=index,
+        prompt_ids=prompt,
+        completion_ids=completion,
+        logprobs=(-0.5,) * len(completion),
+        new_messages=json.dumps(new),
+        answer=json.dumps(answer),
+        **fields,
+    )
+
+
+def two_turns(ending: int, prefix: str = "a") -> tuple[Turn, ...]:
+    """A call, its result, and an answer that differs by `ending`."""
+    return (
+        turn(0, (1, 2), (10, 11), [SYSTEM, USER], call(f"{prefix}1")),
+        turn(
+            1,
+            (1, 2, 10, 11, 3),
+            (ending,),
+            [result(f"{prefix}1", "x.py")],
+            said(f"Done {ending}."),
+            parent=0,
+        ),
+    )
+
+
+class Run:
+    """A run in a store, and its exports."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = LocalStore(folder / "store")
+        self.out = folder / "out"
+
+    async def add(
+        self,
+        reward: float | None,
+        turns: tuple[Turn, ...],
+        sample_index: int = 0,
+        instance: str = "click-1",
+    ) -> None:
+        request = RolloutRequest(
+            run_id="r", instance=f"tests/{instance}", sample_index=sample_index
+        )
+        key = f"runs/r/rollouts/{instance}/{sample_index}/attempts/1/turns.parquet"
+        await self.store.put(key, turns_parquet.encode(turns))
+        outcome = Outcome.RESOLVED if reward == 1.0 else Outcome.UNRESOLVED
+        parts = EpisodeParts(
+            request=request,
+            status=RolloutStatus.FAILED if reward is None else RolloutStatus.GRADED,
+            failure=LOST if reward is None else None,
+            grade=None
+            if reward is None
+            else Grade(outcome=outcome, rewards=Rewards(binary=reward)),
+            turns=turns,
+            turns_key=key,
+            started_at=0.0,
+            finished_at=1.0,
+        )
+        segments = cut(parts.turns)
+        await write_episode(self.store, build_episode(parts, segments), segments)
+
+    async def export(self, format: Format, **selection: Any) -> tuple[list[Any], ExportReport]:
+        rules = Rules(selection=Selection(**selection))
+        report = await export_run(self.store, "r", format, self.out / f"{format}.jsonl", rules)
+        return [json.loads(line) for line in report.path.read_bytes().splitlines()], report
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+# --- sft -------------------------------------------------------------------------------------
+
+
+async def test_sft_has_the_recorded_conversation(run: Run) -> None:
+    """What the model was asked and answered, of any agent, beside the reward."""
+    await run.add(1.0, two_turns(20))
+    lines, _ = await run.export("sft")
+
+    assert lines == [
+        {
+            "instance_id": "click-1",
+            "sample_index": 0,
+            "reward": 1.0,
+            "outcome": "resolved",
+            "chain": "main",
+            "messages": [SYSTEM, USER, call("a1"), result("a1", "x.py"), said("Done 20.")],
+        }
+    ]
+
+
+async def test_sft_trains_each_answer_once(run: Run) -> None:
+    """After a branch, a sub-agent or a compaction a new line begins; answers that another line trains, or
+    that the policy never gave, have weight 0. Side requests have no line."""
+    branch = turn(2, (1, 2, 10, 11, 4), (30,), [result("a1", "y.py")], said("B."), parent=0)
+    foreign = turn(3, (7,), (31,), [USER, said("Not ours."), USER], said("C."), chain="sub")
+    side = turn(4, (8,), (32,), [USER], said("A title"), purpose=Purpose.SIDE)
+    await run.add(1.0, (*two_turns(20), branch, foreign, side))
+    lines, _ = await run.export("sft")
+    weights = [
+        [m.get("weight", 1) for m in line["messages"] if m["role"] == "assistant"] for line in lines
+    ]
+
+    assert weights == [[1, 1], [0, 1], [0, 1]]
+    assert [line["chain"] for line in lines] == ["main", "main", "sub"]
+
+
+async def test_an_empty_answer_is_empty(run: Run) -> None:
+    """What an agent is shown instead of an empty answer is no answer of the model."""
+    answer = said("(no visible output)") | {"placeholder": True, "parent_echo_changes": ["x"]}
+    await run.add(1.0, (turn(0, (1,), (2,), [USER], answer),))
+    (line,), _ = await run.export("sft")
+
+    assert line["messages"][-1] == said("")
+
+
+async def test_sft_tokens_are_as_recorded(run: Run) -> None:
+    """One row a segment: the recorded ids, and labels on sampled tokens only."""
+    await run.add(1.0, two_turns(20))
+    (row,), _ = await run.export("sft-tokens")
+
+    assert row["input_ids"] == [1, 2, 10, 11, 3, 20]
+    assert row["labels"] == [-100, -100, 10, 11, -100, 20]
+    assert row["assistant_masks"] == [0, 0, 1, 1, 0, 1]
+    assert (row["reward"], row["segment_kind"], row["num_segments"]) == (1.0, "final", 1)
+
+
+async def test_sft_tokens_as_parquet(run: Run, tmp_path: Path) -> None:
+    """The same rows as arrays."""
+    await run.add(1.0, two_turns(20))
+    report = await export_run(run.store, "r", "sft-tokens", tmp_path / "sft.parquet")
+    (row,) = pq.read_table(report.path).to_pylist()
+
+    assert (row["input_ids"][-1], row["labels"][0], row["assistant_masks"][-1]) == (20, -100, 1)
+
+
+async def test_a_hosted_demonstration_has_messages_only(run: Run) -> None:
+    """Without token ids `sft` has the text; `sft-tokens` says that it has nothing."""
+    hosted = turn(0, (), (), [USER], said("Done."), trainable=False)
+    await run.add(1.0, (hosted,))
+    lines, _ = await run.export("sft")
+    rows, report = await run.export("sft-tokens")
+
+    assert [m["content"] for m in lines[0]["messages"]] == ["Fix it.", "Done."]
+    assert (rows, report.omitted[0].reason) == ([], "nothing to train on: no turn with token ids")
+
+
+# --- rejection sampling ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["sft", "sft-tokens"])
+async def test_best_of_n(format: Format, run: Run) -> None:
+    """The best of each instance, the shorter of equal ones; what is below the least reward never."""
+    longer = (
+        *two_turns(21),
+        turn(2, (1, 2, 10, 11, 3, 21, 5), (6, 7), [USER], said("!"), parent=1),
+    )
+    await run.add(0.5, two_turns(20), 0)
+    await run.add(1.0, longer, 1)
+    await run.add(1.0, two_turns(22), 2)
+    await run.add(0.5, two_turns(23), 0, instance="flask-2")
+    lines, report = await run.export(format, best=1, min_reward=1.0)
+
+    assert [(line["instance_id"], line["sample_index"]) for line in lines] == [("click-1", 2)]
+    assert [(one.sample_index, one.reason) for one in report.omitted] == [
+        (0, "its reward is 0.5"),
+        (1, "1 of its instance are better or shorter"),
+        (0, "its reward is 0.5"),
+    ]
+
+
+async def test_a_selection_is_for_sft(run: Run) -> None:
+    """A group that a baseline is taken over must not lose its failures."""
+    await run.add(1.0, two_turns(20))
+
+    with pytest.raises(ConfigurationError, match="go with sft and sft-tokens, not with slime"):
+        await run.export("slime", best=1)
+
+
+# --- preferences -----------------------------------------------------------------------------
+
+
+async def test_the_fixed_is_preferred_to_the_failed(run: Run) -> None:
+    """Two rollouts share their turns up to the first that was answered differently."""
+    await run.add(0.0, two_turns(20, "a"), 0)
+    await run.add(1.0, two_turns(21, "b"), 1)
+    (row,), _ = await run.export("preferences")
+
+    assert row["prompt"] == [SYSTEM, USER, call("b1"), result("b1", "x.py")]
+    assert (row["chosen"], row["rejected"]) == ([said("Done 21.")], [said("Done 20.")])
+    assert row["prompt_ids"] == [1, 2, 10, 11, 3]
+    assert (row["chosen_ids"], row["chosen_mask"]) == ([21], [1])
+    assert (row["rejected_ids"], row["rejected_mask"]) == ([20], [1])
+    assert (row["chosen_sample"], row["rejected_sample"]) == (1, 0)
+    assert (row["chosen_reward"], row["rejected_reward"]) == (1.0, 0.0)
+
+
+async def test_what_the_environment_said_is_masked(run: Run) -> None:
+    """After the turn at which they part, only sampled tokens count."""
+    other = (turn(0, (1, 2), (12,), [SYSTEM, USER], said("I give up.")),)
+    await run.add(1.0, two_turns(20), 0)
+    await run.add(0.0, other, 1)
+    (row,), _ = await run.export("preferences")
+
+    assert row["prompt_ids"] == [1, 2]
+    assert (row["chosen_ids"], row["chosen_mask"]) == ([10, 11, 3, 20], [1, 1, 0, 1])
+    assert row["rejected_ids"] == [12]
+
+
+async def test_pairs_use_each_rollout_once(run: Run) -> None:
+    """The best with the worst, the second best with the second worst; equal rewards make no pair."""
+    for sample, reward in enumerate((0.0, 1.0, 0.5, 0.25, None)):
+        await run.add(reward, two_turns(20 + sample), sample)
+    await run.add(1.0, two_turns(20), 0, instance="flask-2")
+    await run.add(1.0, two_turns(21), 1, instance="flask-2")
+    rows, report = await run.export("preferences")
+
+    assert [(row["chosen_sample"], row["rejected_sample"]) for row in rows] == [(1, 0), (2, 3)]
+    assert [(one.instance_id, one.reason) for one in report.omitted] == [
+        ("flask-2", "no two of its 2 graded rollouts differ in reward")
+    ]
+
+
+async def test_rollouts_with_different_prompts_are_no_pair(run: Run) -> None:
+    """A preference compares two answers to one question."""
+    await run.add(1.0, two_turns(20), 0)
+    await run.add(0.0, (turn(0, (9,), (12,), [USER], said("No.")),), 1)
+    rows, report = await run.export("preferences")
+
+    assert rows == []
+    assert report.omitted[0].reason == "its first prompt differs from that of sample 0"
+
+
+def test_the_command_takes_the_best(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`perdure export RUN -f sft-tokens --best 1` names what it left out."""
+    asyncio.run(run.add(1.0, two_turns(20), 0))
+    asyncio.run(run.add(0.0, two_turns(21), 1))
+    monkeypatch.setenv("PERDURE_STORE", str(run.store.root))
+    monkeypatch.chdir(tmp_path)
+    status = invoke(["export", "r", "-f", "sft-tokens", "--best", "1"])
+    printed = capsys.readouterr()
+
+    assert (status, printed.out) == (0, "1 written to r.sft-tokens.jsonl\n")
+    assert "left out  click-1 #1: 1 of its instance are better or shorter" in printed.err
