@@ -220,10 +220,11 @@ def _left_by_peer(job: Job, meter: Meter) -> LeftBehind:
 
 
 def _is_left(pid: int, ours: Collection[int]) -> bool:
-    """Processes that run, and are neither of the stack nor a running worker's zygote, which
-    boots its next sandboxes."""
-    zygote = name_of(pid) == "perdure-zygote" and parent_of(pid) in ours
-    return pid not in ours and not zygote and bool(command_of(pid))
+    """Processes that run and do not serve the running stack: neither its own, nor children that it
+    keeps warm (a zygote, readers of output), nor the one that speaks for its host."""
+    serves = pid in ours or parent_of(pid) in ours
+    command = command_of(pid)
+    return bool(command) and not serves and "workers.host.life" not in command
 
 
 def _groups(run_id: str, crash: Crash) -> int:

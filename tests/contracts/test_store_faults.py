@@ -118,6 +118,16 @@ async def test_a_body_that_does_not_come_is_given_up(
     assert len((await store.get("kept")).data) == 4096
 
 
+async def test_an_error_answer_that_breaks_off_says_nothing_of_the_object(proxy: S3Proxy) -> None:
+    """Its connection is reset in the middle of "no such key": not an absent object, nor a crash."""
+    store = opened(proxy)
+    proxy.play(cut)
+
+    for call in (store.get("absent"), store.get_range("absent", 0, 9), store.exists("absent")):
+        with pytest.raises(StoreUnavailable):
+            await call
+
+
 async def test_stuck_calls_do_not_keep_later_ones_waiting(
     proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

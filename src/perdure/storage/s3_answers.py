@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import botocore.exceptions as sdk
 from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 from perdure.errors import (
     ConfigurationError,
@@ -18,8 +19,9 @@ from perdure.errors import (
     StoreUnavailable,
 )
 
-SDK_ERRORS = (sdk.ClientError, sdk.BotoCoreError, ResponseParserError, OSError)
-"""All that a call of the client may raise."""
+SDK_ERRORS = (sdk.ClientError, sdk.BotoCoreError, ResponseParserError, HTTPError, OSError)
+"""All that a call of the client may raise. botocore lets urllib3's own errors through where the error
+answer to a GET breaks off."""
 NEVER = {"EntityTooLarge", "InvalidBucketName", "KeyTooLongError", "NotImplemented"}
 NEVER_STATUS = {413, 501}
 CLOCK = {"RequestTimeTooSkewed", "RequestExpired"}
