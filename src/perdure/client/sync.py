@@ -17,8 +17,8 @@ from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RunRequest, 
 Result = TypeVar("Result")
 
 
-class _Loop:
-    """A running event loop in a daemon thread."""
+class LoopThread:
+    """A running event loop in a daemon thread, for callers without one."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -32,7 +32,7 @@ class Perdure:
     """See `perdure.client.api.Perdure`."""
 
     def __init__(self, address: str | None = None) -> None:
-        self._loop = _Loop()
+        self._loop = LoopThread()
         self._api = self._loop.do(api.Perdure.connect(address))
 
     def start_run(self, request: RunRequest) -> "RunHandle":
@@ -65,7 +65,7 @@ class Perdure:
 class RunHandle:
     """See `perdure.client.api.RunHandle`."""
 
-    def __init__(self, loop: _Loop, handle: api.RunHandle) -> None:
+    def __init__(self, loop: LoopThread, handle: api.RunHandle) -> None:
         self._loop, self._handle = loop, handle
 
     def progress(self) -> RunStatus:
@@ -93,7 +93,7 @@ class RunHandle:
 class GroupHandle:
     """See `perdure.client.api.GroupHandle`."""
 
-    def __init__(self, loop: _Loop, handle: api.GroupHandle) -> None:
+    def __init__(self, loop: LoopThread, handle: api.GroupHandle) -> None:
         self._loop, self._handle = loop, handle
 
     def episodes(self) -> Iterator[EpisodeRef]:
@@ -112,7 +112,7 @@ class GroupHandle:
 class RolloutHandle:
     """See `perdure.client.api.RolloutHandle`."""
 
-    def __init__(self, loop: _Loop, handle: api.RolloutHandle) -> None:
+    def __init__(self, loop: LoopThread, handle: api.RolloutHandle) -> None:
         self._loop, self._handle = loop, handle
 
     def result(self) -> EpisodeRef:

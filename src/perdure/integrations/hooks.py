@@ -22,6 +22,7 @@ RENAMED = {
     "max_new_tokens": "max_tokens_per_turn",
     "max_tokens": "max_tokens_per_turn",
     "max_generate_length": "max_tokens_per_turn",
+    "max_output_tokens": "max_tokens_per_turn",
     "sampling_seed": "seed",
 }
 SAMPLING = frozenset(Sampling.model_fields) - {"max_context_tokens", "decided_by"}

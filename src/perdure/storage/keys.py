@@ -54,6 +54,11 @@ def first_term(host: str) -> str:
     return f"hosts/{host}/term"
 
 
+def job(run_id: str) -> str:
+    """What a job of `integrations.openhands` was asked for. Its rollout's run has the job's name."""
+    return f"jobs/{run_id}.json"
+
+
 def run(run_id: str) -> str:
     return f"runs/{run_id}/run.json"
 
