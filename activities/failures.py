@@ -5,6 +5,7 @@ A bug is repeated a few times and then reported.
 """
 
 import asyncio
+import errno
 from collections.abc import Awaitable
 from datetime import timedelta
 from typing import TypeVar
@@ -15,6 +16,9 @@ from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 from perdure.errors import OutcomeUnknown, PerdureError, RetryHere
 from perdure.rollouts.messages import WORKER_EVICTED
 
+FULL = {errno.ENOSPC, errno.EDQUOT}
+ROOM_S = 10.0
+"""Seconds after which a stage that found its host's disk full tries again, for as long as it takes."""
 BUG_TRIES = 5
 """If an activity fails this often with an unforeseen error, the rollout ends with that error."""
 MESSAGE_LIMIT = 1000
@@ -32,6 +36,12 @@ async def translated(work: Awaitable[Result]) -> Result:
         raise _of_failure(error) from None  # the message says it all; no stack in the history
     except ApplicationError:
         raise
+    except OSError as error:
+        if error.errno not in FULL:
+            raise _of_bug(error) from error
+        raise _of_failure(
+            RetryHere(f"this host has no room: {error}", retry_after=ROOM_S)
+        ) from None
     except Exception as error:
         raise _of_bug(error) from error
 

@@ -1,6 +1,7 @@
 """Reading hostile bytes in a child: what it gives back, and what each way to misbehave costs."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from perdure.graders.reports.log_parsers import parser_of
 from perdure.testing.grader_contract import tiny_instance
 from perdure.untrusted import reading
 from perdure.untrusted.reading import Unparsable, read
+from tests.paths import ROOT
 
 
 async def test_gives_back_what_the_function_gives() -> None:
@@ -196,3 +198,39 @@ def test_children_end_with_their_process() -> None:
         return
     assert select.select([fd], [], [], 60)[0]
     os.close(fd)
+
+
+USES_A_READER = (
+    "import asyncio, os, signal, sys, temporalio\n"
+    "from perdure.untrusted import reading\n"
+    "async def use(*_):\n"
+    "    await reading.read(len, b'x')\n"
+    "    (child,) = reading._alive\n"
+    "    os.kill(child._process.pid, signal.SIGSTOP)\n"  # it cannot end by itself
+    "    print(child._process.pid, flush=True)\n"
+)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "from workers import process; process.serve = use; sys.argv[1:] = []; process.main()",
+        "from perdure.cli import main; main.invoke = lambda _: asyncio.run(use()) or 0; main.main()",
+    ],
+    ids=["worker", "command"],
+)
+def test_what_ends_takes_its_readers_with_it(ends: str, tmp_path: Path) -> None:
+    """A worker or a command that ends leaves no reader, although it skips Python's clean-up."""
+    environment = {**os.environ, "PERDURE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", USES_A_READER + ends],
+        stdout=subprocess.PIPE,
+        env=environment,
+        check=False,
+    )
+    left = False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(done.stdout), signal.SIGKILL)
+        left = True
+
+    assert not left

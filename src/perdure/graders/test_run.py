@@ -16,7 +16,7 @@ from typing import Literal
 
 from perdure.errors import Boundary, InstanceError, RetryHere, SandboxLost
 from perdure.graders.diff.git_diff import parse
-from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox
+from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, check_host
 from perdure.types import Instance, SourceKind
 
 
@@ -115,6 +115,7 @@ async def _run(
     status = await sandbox.wait(exec_id, timeout_s + _GRACE_S)
     if status.state in (ExecState.LOST, ExecState.RUNNING) or status.cause == "sandbox":
         raise SandboxLost(f"the test run in {sandbox.identity} has no result: {status}")
+    check_host(sandbox, status)
     if ends_rest:
         await sandbox.signal(exec_id, signal.SIGKILL)
     log = await _everything(sandbox, exec_id, "stdout")

@@ -111,6 +111,8 @@ async def _watch(
                 break
     if status.state is ExecState.LOST or status.cause == "sandbox":
         raise SandboxLost(f"sandbox {sandbox.identity} died while the agent was running")
+    if status.host_full:  # the agent may have crashed, or given up, for want of space
+        raise SandboxLost(f"the disk under sandbox {sandbox.identity} was full while its agent ran")
     return status
 
 

@@ -17,7 +17,7 @@ from types import MappingProxyType, TracebackType
 from typing import Literal, NamedTuple, Self
 from uuid import uuid4
 
-from perdure.errors import ConfigurationError
+from perdure.errors import Boundary, ConfigurationError, RetryHere
 from perdure.types import AccountCaps, Limits
 
 
@@ -77,6 +77,9 @@ class ExecStatus:
     cause: KillCause | None = None
     signal: int | None = None
     seconds: float | None = None
+    host_full: bool = False
+    """While it ran, its host's disk was full, and the sandbox had not used up its own share. So a
+    write of its may have failed through no fault of its code, and its result proves nothing."""
 
     @property
     def ok(self) -> bool:
@@ -123,6 +126,15 @@ def identity_of(run_id: str, rollout: str, purpose: str, generation: int) -> str
     """
     digest = hashlib.sha256(f"{run_id}\0{rollout}".encode()).hexdigest()[:24]
     return f"p-{digest}-{purpose}-{generation}"
+
+
+def check_host(sandbox: "Sandbox", status: ExecStatus) -> None:
+    """Raises: RetryHere if the result of a command proves nothing, because its host's disk was full."""
+    if status.host_full:
+        raise RetryHere(
+            f"the disk under sandbox {sandbox.identity!r} was full while a command ran; make room there",
+            boundary=Boundary.SANDBOX,
+        )
 
 
 class Sandbox(ABC):
@@ -240,11 +252,14 @@ class Sandbox(ABC):
         """Run to the end (the simple call of the users' documents 002 and 004).
 
         A string runs under `bash -c`. With `check`, an exit code other than 0 raises RuntimeError.
+        A command that fails while its host's disk is full raises RetryHere.
         """
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
         exec_id = f"x-{uuid4().hex}"
         await self.start(exec_id, argv, env=env, cwd=cwd, user=user, timeout_s=timeout)
         status = await self.wait(exec_id)
+        if not status.ok:
+            check_host(self, status)
         result = ExecResult(
             status, await self.output(exec_id, "stdout"), await self.output(exec_id, "stderr")
         )

@@ -18,7 +18,7 @@ from uuid import uuid4
 from perdure.errors import InstanceError, SandboxLost
 from perdure.graders.diff import capture_script
 from perdure.graders.diff.git_diff import FileDiff, MalformedDiff, count_files, parse
-from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox
+from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, check_host
 from perdure.untrusted.reading import Unparsable, read
 
 CAPTURED_BYTES = 10 << 20
@@ -82,7 +82,8 @@ async def capture(
     now), or as a `str` inside the sandbox: a read-only mount (cheapest), or `prepare_capture`'s.
     None falls back to the objects and the HEAD of the sandbox's own repository: an agent that
     commits, or removes it, is then misread.
-    Raises: SandboxLost when the sandbox is gone, or the host's own base cannot be read.
+    Raises: SandboxLost when the sandbox is gone, or the host's own base cannot be read; RetryHere
+    when the host's disk is full.
     """
     upload = await asyncio.to_thread(_pack, base_git) if isinstance(base_git, Path) else None
     where = "" if upload is not None else str(base_git or f"{sandbox.workdir}/.git")
@@ -169,6 +170,7 @@ async def _take(sandbox: Sandbox, order: _Order, mode: str) -> _Taken:
     status = await sandbox.wait(name[1:])
     if status.state is ExecState.LOST or status.cause == "sandbox":
         raise SandboxLost(f"sandbox {sandbox.identity} died while its diff was captured")
+    check_host(sandbox, status)
     if status.state is ExecState.KILLED and status.cause == "output":
         return _Taken(too_large=True)
     data = await sandbox.output(name[1:], "stdout", limit=order.max_bytes + 1)

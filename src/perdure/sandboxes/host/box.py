@@ -54,6 +54,8 @@ class BoxMeta:
     """The cgroup under which each command gets one of its own."""
     enforced: Mapping[str, str] = field(default_factory=dict)
     """Limit -> the mechanism that enforces it."""
+    on_disk: bool = False
+    """Commands write to the disk of the host, which others may fill."""
     farewell: tuple[str, ...] = ()
     """Command that removes it from other programs' records, run when its processes are over."""
     paths: Mapping[str, str] = field(default_factory=dict)

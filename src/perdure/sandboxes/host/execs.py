@@ -31,7 +31,8 @@ LAUNCH_GRACE_S = 10.0
 """Seconds after which a command that its keeper has not started counts as lost."""
 
 _RESULT = re.compile(
-    r"(?P<how>exit|signal) (?P<number>\d+)(?: oom=(?P<ooms>\d+))?(?P<gone> sandbox=gone)? (?P<time>[\d.]+)"
+    r"(?P<how>exit|signal) (?P<number>\d+)(?: oom=(?P<ooms>\d+))?"
+    r"(?P<full> disk=full)?(?P<gone> sandbox=gone)? (?P<time>[\d.]+)"
 )
 
 
@@ -125,15 +126,17 @@ class ExecRecord:
 
     def _verdict(self, result: re.Match[str], oom: bool, seconds: float) -> ExecStatus:
         number, claimed = int(result["number"]), self._claimed_cause()
-        exited = result["how"] == "exit"
+        exited, full = result["how"] == "exit", bool(result["full"])
         # A shell reports that its child died of out of memory as its own exit code. Too much output
         # counts as killed, however the command ended.
         hidden = claimed == "output" or (oom and number == 128 + signal.SIGKILL)
         if exited and not hidden:
-            return ExecStatus(ExecState.EXITED, code=number, seconds=seconds)
+            return ExecStatus(ExecState.EXITED, code=number, seconds=seconds, host_full=full)
         signum = signal.SIGKILL.value if exited else number
         cause = claimed or self._cause(signum, oom, bool(result["gone"]))
-        return ExecStatus(ExecState.KILLED, cause=cause, signal=signum, seconds=seconds)
+        return ExecStatus(
+            ExecState.KILLED, cause=cause, signal=signum, seconds=seconds, host_full=full
+        )
 
     def _claimed_cause(self) -> KillCause | None:
         return cast(KillCause, procfs.read(f"{self.path}/cause").decode().strip()) or None

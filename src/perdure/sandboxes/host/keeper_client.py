@@ -70,13 +70,15 @@ async def start_keeper(
     Raises: RetryHere with the last lines of its log, when it does not boot.
     """
     cgroups.make(plan)
+    meta = box.meta()
     order = {
         "box": str(box.path),
         "own_users": in_own_users,
         "joins": [str(path) for path in plan.joins],
         "groups": str(plan.exec_groups) if plan.exec_groups else None,
         "folders": [str(path) for path in plan.folders],
-        "output": box.meta().output_mb << 20,
+        "output": meta.output_mb << 20,
+        "on_disk": meta.on_disk,
         "oom": str(plan.oom_file) if plan.oom_file else None,
         "holder": None if holder is None else vars(holder),
         "gateway": None if gateway is None else (gateway[0], str(gateway[1])),

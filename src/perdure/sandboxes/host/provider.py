@@ -139,5 +139,6 @@ class HostProvider(SandboxProvider):
             exec_groups=str(plan.exec_groups) if plan.exec_groups else None,
             enforced=enforced,
             paths=paths or {},
+            on_disk=not self.isolated or any(mount.writable for mount in spec.mounts),
             farewell=farewell,
         )

@@ -5,9 +5,13 @@ workdir and mount targets are replaced by their host paths.
 """
 
 import asyncio
+import contextlib
+import errno
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,16 +19,20 @@ import structlog
 
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.agent_user import SYSTEM_PATH
-from perdure.sandboxes.base import Network, SandboxSpec
+from perdure.sandboxes.base import ExecStatus, Network, SandboxSpec
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.box import Box, BoxMeta
 from perdure.sandboxes.host.files import read_file, write_file
+from perdure.sandboxes.host.keeper.disk import is_full
 from perdure.sandboxes.host.keeper_client import start_keeper
 from perdure.sandboxes.host.provider import HostProvider
 from perdure.sandboxes.host.sandbox import HostSandbox
 from perdure.types import Limits
 
 log = structlog.get_logger()
+
+OWN_FOLDERS = ("tree", "home", "tmp")
+"""What commands write to, in a sandbox's folder."""
 
 
 class LocalSandbox(HostSandbox):
@@ -48,6 +56,24 @@ class LocalSandbox(HostSandbox):
 
     def _environment(self, env: Mapping[str, str]) -> Mapping[str, str]:
         return {name: self._real(value) for name, value in env.items()}
+
+    async def poll(self, exec_id: str) -> ExecStatus:
+        """A sandbox that uses more than its share may have filled the disk itself."""
+        status = await super().poll(exec_id)
+        if status.host_full and await asyncio.to_thread(self._exceeds_its_share):
+            return replace(status, host_full=False)
+        return status
+
+    def _exceeds_its_share(self) -> bool:
+        used, most = 0, self.meta.disk_mb << 20
+        for start in OWN_FOLDERS:
+            for folder, _, names in os.walk(self.box.path / start):
+                for name in names:
+                    with contextlib.suppress(FileNotFoundError):
+                        used += os.lstat(f"{folder}/{name}").st_blocks * 512
+                if used > most:
+                    return True
+        return False
 
     def _host_path(self, path: str) -> Path:
         return Path(self.workdir) / self._real(path)
@@ -80,6 +106,7 @@ class LocalProvider(HostProvider):
     async def _boot(self, spec: SandboxSpec, box: Box) -> LocalSandbox:
         for refusal in self.check():
             raise ConfigurationError(refusal)
+        _check_room(box)
         log.warning(
             "sandbox without isolation: agent code runs as you, with your files and network",
             provider=self.name,
@@ -96,7 +123,7 @@ class LocalProvider(HostProvider):
             paths=_paths(spec, box),
         )
         box.lay_out(meta, spec.ttl_s)
-        for name in ("home", "tmp"):
+        for name in OWN_FOLDERS[1:]:
             (box.path / name).mkdir()
         await asyncio.to_thread(_copy_tree, spec.tree, box.path / "tree")
         gateway = None if spec.gateway is None else (0, spec.gateway)
@@ -139,5 +166,17 @@ def _enforced(plan: cgroups.Plan, limits: Limits) -> Mapping[str, str]:
 def _copy_tree(tree: Path | None, target: Path) -> None:
     if tree is None:
         target.mkdir()
-    else:
+        return
+    try:
         shutil.copytree(tree, target, symlinks=True)
+    except shutil.Error as error:  # of many files
+        if f"[Errno {errno.ENOSPC}]" not in str(error):
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from None
+
+
+def _check_room(box: Box) -> None:
+    """Raises: OSError when the disk is full: what runs there would fail by its writes."""
+    box.path.parent.mkdir(parents=True, exist_ok=True)
+    if is_full(str(box.path.parent)):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(box.path.parent))

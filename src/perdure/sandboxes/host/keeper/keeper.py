@@ -14,6 +14,7 @@ from time import monotonic, sleep
 
 from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.keeper import forwarder, linux
+from perdure.sandboxes.host.keeper.disk import is_full
 from perdure.sandboxes.host.keeper.holder import become_holder
 from perdure.sandboxes.host.keeper.killing import end_command, kill_group, removed
 from perdure.sandboxes.host.keeper.launcher import CANNOT_EXECUTE, Launcher
@@ -32,6 +33,9 @@ LOOK_S = 5.0
 
 REMOVING_S = 5.0
 """Seconds to retry the removal of busy cgroups; then they are left to the reaper."""
+
+DISK_LOOK_S = 1.0
+"""Seconds between two looks at the host's disk while commands run on it."""
 
 _SAVE_AGAIN_S = 0.5
 """Seconds between two tries to write outputs and results to a full disk."""
@@ -111,6 +115,7 @@ class _Command:
         self.pid = 0
         self.started = 0
         self.status = 0
+        self.met_full_disk = False
 
     @property
     def cause_known(self) -> bool:
@@ -149,6 +154,8 @@ class Keeper:
         self._undecided: list[tuple[float, _Command]] = []
         self._unsaved: list[tuple[int, bytes]] = []
         self._look_at = 0.0
+        self._watches_disk = bool(order["on_disk"])
+        self._disk_look_at = 0.0
 
     # -- boot -----------------------------------------------------------------------------------
 
@@ -288,11 +295,16 @@ class Keeper:
             self._save()
             if self._look_at <= monotonic():
                 self._leave_when_expired()
+            if self._watches_disk and self._running and self._disk_look_at <= monotonic():
+                self._disk_look_at = monotonic() + DISK_LOOK_S
+                self._look_at_disk()
 
     def _pause_ms(self) -> int:
         times = [self._look_at, *(when for when, _ in (*self._deadlines, *self._undecided))]
         if self._unsaved or self._outputs.stuck:
             times.append(monotonic() + _SAVE_AGAIN_S)
+        if self._watches_disk and self._running:
+            times.append(self._disk_look_at)
         return max(0, int((min(times) - monotonic()) * 1000) + 1)
 
     def _handle(self, fd: int) -> None:
@@ -402,7 +414,14 @@ class Keeper:
                 self._replace_forwarder()
             if (command := self._running.pop(pid, None)) is not None:
                 command.status = status
+                if self._watches_disk and is_full("."):
+                    command.met_full_disk = True
                 self._end(command)
+
+    def _look_at_disk(self) -> None:
+        if is_full("."):
+            for command in self._running.values():
+                command.met_full_disk = True
 
     def _end(self, command: _Command) -> None:
         """After a SIGKILL, wait a moment: it may have been the end of the whole sandbox."""
@@ -427,7 +446,8 @@ class Keeper:
             how = f"exit {os.WEXITSTATUS(command.status)}"
         else:
             how = f"signal {os.WTERMSIG(command.status)}"
-        return f"{how} oom={self._count_ooms()}"
+        full = " disk=full" if command.met_full_disk else ""
+        return f"{how} oom={self._count_ooms()}{full}"
 
     def _report(self, command: _Command, how: str) -> None:
         self._unsaved.append((command.record, f"{how} {monotonic()}\n".encode()))
