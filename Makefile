@@ -1,6 +1,6 @@
 # Every command sets itself up: Python 3.11, make and git are enough.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check compiled test test-all test-agents test-redteam test-cheats test-leaks test-real test-trainers test-vllm test-serving fmt build chaos bench clean
+.PHONY: help setup demo check compiled test test-all test-agents test-redteam test-cheats test-images test-leaks test-real test-trainers test-vllm test-serving fmt build chaos bench clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
@@ -57,6 +57,9 @@ test-redteam: setup ## hostile code inside every local sandbox provider; it must
 
 test-cheats: setup ## 190 ways to a reward without a fix, on three runners; all but known ones must fail (slow)
 	@$(RUN) pytest -s tests/cheats
+
+test-images: setup ## images in their publishers' layouts and pulls from a registry of this host, podman and docker (slow)
+	@$(RUN) pytest -rs tests/images
 
 test-leaks: setup ## 250 random kill -9: no box, process, cgroup, mount or network is left (slow)
 	@$(RUN) pytest -s tests/leaks

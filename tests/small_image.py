@@ -33,28 +33,34 @@ def why_not() -> str:
     return ""
 
 
-def write_root(root: Path) -> Path:
-    """Bash, coreutils, git and Python under a merged /usr."""
+def write_programs(root: Path, names: Iterable[str]) -> list[Path]:
+    """Programs of this host with their libraries, under a merged /usr. Returns their paths."""
     for name in FOLDERS:
         (root / name).mkdir(parents=True, exist_ok=True)
     for name in ("bin", "sbin", "lib", "lib64"):
         (root / "usr" / name).mkdir(exist_ok=True)
         (root / name).symlink_to(f"usr/{name}")
     (root / "tmp").chmod(0o1777)
-    programs = [
-        Path(found) for name in PROGRAMS if (found := shutil.which(name, path="/usr/bin:/bin"))
-    ]
+    found = (shutil.which(name, path="/usr/bin:/bin") for name in names)
+    programs = [Path(path) for path in found if path]
+    for path in [*programs, *_libraries(programs)]:
+        _copy(path, root)
+    return programs
+
+
+def write_root(root: Path) -> Path:
+    """Bash, coreutils, git and Python under a merged /usr."""
+    write_programs(root, PROGRAMS)
     python = Path("/usr/bin/python3").resolve()
     library = Path(subprocess.check_output(
         [python, "-I", "-c", "import sysconfig; print(sysconfig.get_path('stdlib'))"], text=True
     ).strip())  # fmt: skip
     _write_library(python, library, root)
     extensions = list((library / "lib-dynload").glob("*.so"))
-    for program in [*programs, python]:
-        _copy(program, root)
+    _copy(python, root)
     (root / "usr/bin/python3").unlink(missing_ok=True)
     (root / "usr/bin/python3").symlink_to(python.name)
-    for path in _libraries([*programs, python, *extensions]) | _wheels_need():
+    for path in _libraries([python, *extensions]) | _wheels_need():
         _copy(path, root)
     (root / "etc/passwd").write_text(
         "root:x:0:0:root:/root:/bin/bash\nagent:x:1000:1000::/home/agent:/bin/bash\n"

@@ -1,48 +1,18 @@
-"""Image names as each provider uses them, mirrors and routing tags, and one pull per host.
+"""Image names as each provider uses them: mirrors, templates and routing tags.
 
-Owns the names, the lock around a pull, and what a failed pull means. The providers choose the
-commands that pull. A row names the image of its instance (`perdure.instances.rows.images`).
+`pulls` pulls them. A row names the image of its instance (`perdure.instances.rows.images`).
 """
 
 import hashlib
 import json
-import subprocess
-from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from perdure.errors import (
-    Boundary,
-    ConfigurationError,
-    ControlPlaneError,
-    InstanceError,
-    PerdureError,
-    RetryHere,
-)
-from perdure.sandboxes.locks import locked
+from perdure.errors import ConfigurationError
 
 MAP_VARIABLE = "PERDURE_SANDBOX__IMAGE_MAP"
 TAGS_VARIABLE = "PERDURE_E2B__METADATA_FILE"
 KEY_VARIABLE = "PERDURE_E2B__METADATA_IMAGE_KEY"
-
-PULL_TIMEOUT_S = 1200.0
-LIMIT_PASSES_S = 60.0
-"""Seconds to wait after a registry's rate limit. Registries count over minutes or hours, so an earlier
-try only adds to the count."""
-
-NEVER_TO_BE_PULLED = (
-    "manifest unknown",
-    "manifest for",
-    "name unknown",
-    "not found",
-    "no matching manifest",
-    "does not exist",
-    "unauthorized",
-    "denied",
-    "invalid reference",
-)
-TOO_MANY = ("toomanyrequests", "too many requests", "rate limit")
-NOT_REACHED = ("no such host", "timeout", "connection refused", "tls handshake", "server error")
 
 
 def prebuilt(provider: str, image: str | None, image_map: Path | None) -> str | None:
@@ -116,69 +86,11 @@ def _parts(name: str) -> tuple[str, str]:
     return "docker.io", name if slash else f"library/{name}"
 
 
+def registry_of(name: str) -> str:
+    """Example: registry_of("python:3.11") -> "docker.io"."""
+    return _parts(name)[0]
+
+
 def key_of(name: str) -> str:
     """The file name that Perdure uses for an image."""
     return hashlib.sha256(name.encode()).hexdigest()[:32]
-
-
-async def present(
-    name: str,
-    locks: Path,
-    mirror: str,
-    find: Callable[[str], Awaitable[str | None]],
-    pull: Callable[[str], Awaitable[str]],
-) -> str:
-    """The id of the image. Processes of this host that ask for it at once pull it only once.
-
-    Raises: InstanceError when the registry does not have the image or denies it; ControlPlaneError
-    when it does not answer.
-    """
-    if found := await _found(name, mirror, find):
-        return found
-    async with locked(locks / key_of(name)):
-        return await _found(name, mirror, find) or await pull(mirrored(name, mirror))
-
-
-async def _found(
-    name: str, mirror: str, find: Callable[[str], Awaitable[str | None]]
-) -> str | None:
-    found = await find(name)
-    if found is None and (other := mirrored(name, mirror)) != name:
-        return await find(other)
-    return found
-
-
-def printed(command: Sequence[str], what: str) -> str:
-    """What a program that handles images printed. Raises: RetryHere with its last line."""
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            check=False,
-            timeout=PULL_TIMEOUT_S,
-            text=True,
-            errors="replace",
-        )
-    except subprocess.TimeoutExpired:
-        raise RetryHere(
-            f"{what} took more than {PULL_TIMEOUT_S:.0f} s", boundary=Boundary.SANDBOX
-        ) from None
-    if done.returncode:
-        words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise RetryHere(f"{what}: {words[0]}", boundary=Boundary.SANDBOX)
-    return done.stdout
-
-
-def refused(name: str, said: str) -> PerdureError:
-    """The error of a failed pull: InstanceError when it cannot succeed, else one that is retried."""
-    words = said.lower()
-    if any(word in words for word in TOO_MANY):
-        return ControlPlaneError(f"image {name!r}: {said}", retry_after=LIMIT_PASSES_S)
-    passing = any(word in words for word in NOT_REACHED)
-    if not passing and any(word in words for word in NEVER_TO_BE_PULLED):
-        return InstanceError(
-            f"image {name!r} cannot be pulled: {said}; correct environment.image of the row, or log in "
-            "to its registry",
-            boundary=Boundary.INSTANCE,
-        )
-    return ControlPlaneError(f"image {name!r}: {said}")

@@ -1,12 +1,11 @@
-"""Images under other names: mirrors, maps and routing tags; one pull for all; refusals by kind."""
+"""Images under other names: mirrors, maps and routing tags."""
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
-from perdure.errors import ConfigurationError, ControlPlaneError, InstanceError, PerdureError
+from perdure.errors import ConfigurationError
 from perdure.sandboxes import images
 
 
@@ -24,51 +23,6 @@ from perdure.sandboxes import images
 def test_mirror(setting: str, name: str, pulled: str) -> None:
     """A prefix goes before every name; a rule replaces its own registry and no other."""
     assert images.mirrored(name, setting) == pulled
-
-
-@pytest.mark.parametrize(
-    ("said", "kind"),
-    [
-        ("manifest for a/b:1 not found: manifest unknown", InstanceError),
-        ("pull access denied for a/b, repository does not exist", InstanceError),
-        ("toomanyrequests: You have reached your pull rate limit", ControlPlaneError),
-        ("dial tcp: lookup registry: no such host", ControlPlaneError),
-        ("received unexpected HTTP status: 503 Service Unavailable", ControlPlaneError),
-        ("net/http: TLS handshake timeout", ControlPlaneError),
-        (
-            "Get https://r/v2/: dial tcp 10.0.0.1:443: connect: connection refused",
-            ControlPlaneError,
-        ),
-    ],
-)
-def test_refused_pull(said: str, kind: type[PerdureError]) -> None:
-    """A missing image fails its instance; an unreachable registry is tried again."""
-    assert type(images.refused("a/b:1", said)) is kind
-
-
-def test_pull_limit_is_waited_for() -> None:
-    """After a rate limit a registry is not asked again at once."""
-    error = images.refused("a/b:1", "429 Too Many Requests")
-
-    assert isinstance(error, ControlPlaneError)
-    assert error.retry_after == images.LIMIT_PASSES_S
-
-
-async def test_one_pull_for_all_who_wait(tmp_path: Path) -> None:
-    """Eight callers that want an image at once pull it once, and all get it."""
-    here: list[str] = []
-
-    async def find(name: str) -> str | None:
-        return here[0] if here else None
-
-    async def pull(name: str) -> str:
-        await asyncio.sleep(0)
-        here.append(f"id of {name}")
-        return here[-1]
-
-    got = await asyncio.gather(*(images.present("a:1", tmp_path, "", find, pull) for _ in range(8)))
-
-    assert (got, here) == (["id of a:1"] * 8, ["id of a:1"])
 
 
 def test_map_names_what_was_built(tmp_path: Path) -> None:

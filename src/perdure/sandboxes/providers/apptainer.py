@@ -33,10 +33,16 @@ from perdure.sandboxes.host.namespaces import (
 )
 from perdure.sandboxes.host.programs import program
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
+from perdure.sandboxes.pulls import Puller, PullFailed, Pulls, printed
 from perdure.settings import environment
 
 LEAST_VERSION = (1, 1)
 """The first version that makes overlays and reads images without setuid."""
+
+PULLER = Puller(
+    log_in="run `apptainer remote login docker://{registry}` as the user of the workers",
+    storage="PERDURE_HOME, where images are unpacked, and of Apptainer's cache",
+)
 
 HOLD = """\
 mkdir -p disk/session disk/over
@@ -126,16 +132,18 @@ class ApptainerProvider(NamespaceProvider):
                 raise ConfigurationError(f"image {spec.image!r} does not exist on this host")
             return given
         folder = self.root / ".images" / images.key_of(spec.image)
-        name = spec.image
 
         async def find(_: str) -> str | None:
             return str(folder) if folder.is_dir() else None
 
         async def pull(mirrored: str) -> str:
-            return await asyncio.to_thread(_build, self._binary, name, mirrored, folder)
+            return await asyncio.to_thread(_build, self._binary, mirrored, folder)
 
-        mirror = self.settings.sandbox.image_mirror
-        return Path(await images.present(name, self.root / ".pulls", mirror, find, pull))
+        return Path(await self._pulls.present(spec.image, find, pull))
+
+    @cached_property
+    def _pulls(self) -> Pulls:
+        return Pulls(self.root / ".pulls", self.settings.sandbox.image_mirror, PULLER)
 
     async def _variables(self, image: Path) -> Mapping[str, str]:
         """The variables that the image sets, as a command in it sees them."""
@@ -186,7 +194,7 @@ def stop_command(binary: str, name: str) -> list[str]:
     ]
 
 
-def _build(binary: str, name: str, mirrored: str, folder: Path) -> str:
+def _build(binary: str, mirrored: str, folder: Path) -> str:
     """Unpack under a draft name, then rename: a folder of that name is complete."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = folder.with_name(hidden_name(DRAFT))
@@ -194,7 +202,7 @@ def _build(binary: str, name: str, mirrored: str, folder: Path) -> str:
         _apptainer(binary, "build", "--sandbox", str(draft), f"docker://{mirrored}")
         draft.rename(folder)
     except RetryHere as error:
-        raise images.refused(name, str(error)) from None
+        raise PullFailed(str(error)) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return str(folder)
@@ -202,7 +210,7 @@ def _build(binary: str, name: str, mirrored: str, folder: Path) -> str:
 
 def _apptainer(binary: str, *arguments: str) -> str:
     """Raises: RetryHere with its last line."""
-    return images.printed([binary, *arguments], f"apptainer {arguments[0]}")
+    return printed([binary, *arguments], f"apptainer {arguments[0]}")
 
 
 def _version(binary: str) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from perdure.errors import ConfigurationError, RetryHere
-from perdure.sandboxes import images
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, ROOT_VARIABLES, SYSTEM_PATH
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
 from perdure.sandboxes.checks import check_folders
@@ -33,10 +32,15 @@ from perdure.sandboxes.host.namespaces import (
 )
 from perdure.sandboxes.host.programs import missing_programs, program
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
+from perdure.sandboxes.pulls import Puller, PullFailed, Pulls, printed
 from perdure.settings import environment
 
 ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=32768:32768")
 """Limits of pid 1. Podman's defaults are higher than it may set inside most containers."""
+PULLER = Puller(
+    log_in="run `podman login {registry}` as the user of the workers",
+    storage="podman's images (`podman info` names it graphRoot)",
+)
 
 
 class PodmanProvider(NamespaceProvider):
@@ -126,9 +130,12 @@ class PodmanProvider(NamespaceProvider):
         async def pull(name: str) -> str:
             return await asyncio.to_thread(_pull, name)
 
-        mirror = self.settings.sandbox.image_mirror
-        found = await images.present(name, self.root / ".pulls", mirror, find, pull)
+        found = await self._pulls.present(name, find, pull)
         return await asyncio.to_thread(_mounted, found)
+
+    @cached_property
+    def _pulls(self) -> Pulls:
+        return Pulls(self.root / ".pulls", self.settings.sandbox.image_mirror, PULLER)
 
 
 class _Image:
@@ -155,13 +162,13 @@ def _pull(name: str) -> str:
     try:
         return _run("pull", "--quiet", name).strip()
     except RetryHere as error:
-        raise images.refused(name, str(error)) from None
+        raise PullFailed(str(error)) from None
 
 
 def _run(*arguments: str, in_its_mounts: bool = False) -> str:
     """`in_its_mounts`: in the namespace of podman's mounts. Raises: RetryHere with its last line."""
     where = [program("podman"), "unshare"] if in_its_mounts and os.geteuid() else []
-    return images.printed([*where, *_podman(), *arguments], f"podman {arguments[0]}")
+    return printed([*where, *_podman(), *arguments], f"podman {arguments[0]}")
 
 
 # -- how podman runs here -------------------------------------------------------------------------

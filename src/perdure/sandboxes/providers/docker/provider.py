@@ -22,7 +22,6 @@ from perdure.errors import (
     MissingDependency,
     NotFound,
 )
-from perdure.sandboxes import images
 from perdure.sandboxes.agent_user import ROOT_VARIABLES
 from perdure.sandboxes.base import Mount, PortStream, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.checks import check_folders, check_identity
@@ -39,6 +38,7 @@ from perdure.sandboxes.guest.service import ServiceProvider
 from perdure.sandboxes.host.programs import program
 from perdure.sandboxes.providers.docker import cli
 from perdure.sandboxes.providers.docker.run import SPARE_PIDS, DockerEngine, engine_of, run_command
+from perdure.sandboxes.pulls import PULL_TIMEOUT_S, Puller, PullFailed, Pulls, last_error
 from perdure.settings.tree import Settings
 
 REQUEST_S = 60.0
@@ -47,6 +47,10 @@ LABEL = "perdure"
 LISTED_AT_ONCE = 8
 IMAGE_STAYS_S = 60.0
 """Seconds for which the id found for an image name is trusted."""
+PULLER = Puller(
+    log_in="run `docker login {registry}` as the user of the workers",
+    storage="the engine's images (`docker info` names its Docker Root Dir)",
+)
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,7 @@ class DockerProvider(ServiceProvider):
         """Image name -> until when to trust it, and the image's id."""
         self._variables: dict[str, Mapping[str, str]] = {}
         """Image id -> the variables it sets."""
+        self._pulls = Pulls(self.root / "pulls", settings.sandbox.image_mirror, PULLER)
 
     @property
     def _named_scope(self) -> str:
@@ -319,10 +324,7 @@ class DockerProvider(ServiceProvider):
         """The id of the image of this name. Pulls it if the engine does not have it."""
         until, found = self._ids.get(name, (0.0, ""))
         if time.monotonic() > until:
-            mirror = self.settings.sandbox.image_mirror
-            found = await again(
-                lambda: images.present(name, self.root / "pulls", mirror, self._image, self._pull)
-            )
+            found = await again(lambda: self._pulls.present(name, self._image, self._pull))
             self._ids[name] = time.monotonic() + IMAGE_STAYS_S, found
         return found
 
@@ -342,9 +344,9 @@ class DockerProvider(ServiceProvider):
         raise cli.typed("image inspect", said.err)
 
     async def _pull(self, name: str) -> str:
-        said = await cli.call("pull", "--quiet", name, seconds=images.PULL_TIMEOUT_S)
+        said = await cli.call("pull", "--quiet", name, seconds=PULL_TIMEOUT_S)
         if said.code:
-            raise images.refused(name, (said.err.splitlines() or ["no reason given"])[-1])
+            raise PullFailed(last_error(said.err) or "no reason given")
         found = await self._image(name)
         if found is None:
             raise ControlPlaneError(f"image {name!r} vanished after its pull")

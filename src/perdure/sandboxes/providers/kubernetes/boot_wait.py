@@ -2,12 +2,18 @@
 
 import time
 
-from perdure.errors import ConfigurationError, InstanceError, PerdureError, RateLimited
-from perdure.sandboxes import images
+from perdure.errors import (
+    ConfigurationError,
+    ControlPlaneError,
+    InstanceError,
+    PerdureError,
+    RateLimited,
+)
 from perdure.sandboxes.guest.containers import lacks_programs, names_missing_program
 from perdure.sandboxes.guest.retries import lost
 from perdure.sandboxes.providers.kubernetes import failures, pods
 from perdure.sandboxes.providers.kubernetes.pods import Pod
+from perdure.sandboxes.pulls import Puller, refused
 
 BOOT_S = 1500.0
 """Seconds for the whole boot. Below the boot activity's time limit; a large image takes long."""
@@ -19,6 +25,10 @@ PULL_S = 120.0
 """Seconds to wait while pulls fail for a reason that may be transient."""
 STUCK_S = 30.0
 """Seconds to wait while the node reports a transient container error."""
+PULLER = Puller(
+    log_in=f"name a secret for {{registry}} in imagePullSecrets of {pods.POD_VARIABLE}",
+    storage="the node's images",
+)
 
 
 class BootWait:
@@ -58,8 +68,9 @@ class BootWait:
         image = pod["spec"]["containers"][0]["image"]
         if found.reason in ("InvalidImageName", "ErrImageNeverPull"):
             return InstanceError(f"image {image!r} cannot be pulled: {self._cause}")
-        reason = images.refused(image, self._cause)
-        return reason if isinstance(reason, InstanceError) or lasts > PULL_S else None
+        reason = refused(image, self._cause, PULLER)
+        passes = isinstance(reason, ControlPlaneError) and lasts <= PULL_S
+        return None if passes else reason
 
     def _no_node(self, found: pods.Obstacle, lasts: float) -> PerdureError | None:
         if lasts <= (LARGER_S if pods.fits_nowhere(found) else ROOM_S):

@@ -1,0 +1,70 @@
+"""Podman with a storage of the tests' own: its images, mounts and settings are gone at the end."""
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.sandboxes.providers.podman import ULIMITS, PodmanProvider
+from perdure.settings.tree import Settings
+
+STORAGE = '[storage]\ndriver = "overlay"\ngraphroot = "{folder}/graph"\nrunroot = "{folder}/run"\n'
+INSECURE = '[[registry]]\nlocation = "{address}"\ninsecure = true\n\n'
+
+
+def why_not(home: Path) -> str:
+    """Empty, or why podman runs no container here."""
+    if os.geteuid() != 0:
+        return "the tests mount what podman built: they need root"
+    return "; ".join(PodmanProvider(Settings(home=home)).check())
+
+
+@dataclass(frozen=True)
+class Podman:
+    folder: Path
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """What makes any podman on this host use this storage, these registries and no other login."""
+        return {
+            "CONTAINERS_STORAGE_CONF": str(self.folder / "storage.conf"),
+            "CONTAINERS_REGISTRIES_CONF": str(self.folder / "registries.conf"),
+            "REGISTRY_AUTH_FILE": str(self.folder / "auth.json"),
+        }
+
+    def trust(self, addresses: Sequence[str]) -> None:
+        """Ask these registries over plain HTTP."""
+        texts = [INSECURE.format(address=address) for address in addresses]
+        (self.folder / "registries.conf").write_text("".join(texts))
+
+    def __call__(self, *arguments: str) -> str:
+        command = ["podman", "--cgroup-manager=cgroupfs", "--events-backend=file", *arguments]
+        done = subprocess.run(
+            command, env={**os.environ, **self.env}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr[-2000:]}"
+        return done.stdout.strip()
+
+    def build(self, tag: str, context: Path) -> None:
+        """An image of the folder's Containerfile."""
+        self("build", "--quiet", "--network=none", *ULIMITS, "--tag", tag, str(context))
+
+    def clear(self) -> None:
+        self("image", "umount", "--all", "--force")
+        self("rmi", "--all", "--force")
+
+
+@contextmanager
+def podman_in(folder: Path) -> Iterator[Podman]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "storage.conf").write_text(STORAGE.format(folder=folder))
+    (folder / "auth.json").write_text("{}")
+    podman = Podman(folder)
+    podman.trust(())
+    try:
+        yield podman
+    finally:
+        podman.clear()
+        subprocess.run(["umount", folder / "graph/overlay"], check=False, capture_output=True)
