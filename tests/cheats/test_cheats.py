@@ -94,10 +94,11 @@ async def _wins(target: Target, provider: BubblewrapProvider, folder: Path) -> l
 async def _built(name: str, provider: BubblewrapProvider) -> Target:
     """As `perdure instances build datasets/first-steps` does, once: the home stays."""
     folder = ROOT / "datasets/first-steps"
-    (candidate,) = chosen(candidates_of(load_recipe(folder), folder), [name])
+    recipe = load_recipe(folder)
+    (candidate,) = chosen(candidates_of(recipe, folder), [name])
     store = LocalStore(HOME / "store")
     without_twins = functools.partial(calibrate, runs=1, twins=0)
-    builder = Builder(HOME, store, provider, "first-steps", without_twins)
+    builder = Builder(HOME, store, provider, recipe, without_twins)
     built = await builder.build(candidate, rebuild=False)
     assert built.instance is not None, built.problem
     return await _target(built.instance, builder.environments, FIRST_STEPS[name])

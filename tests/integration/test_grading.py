@@ -446,12 +446,28 @@ def test_flicker():
 
 
 async def test_calibration_refuses_a_fix_that_fixes_nothing(make_sandbox: MakeSandbox) -> None:
-    """An instance whose gold changes no test's fate is refused before anyone trains on it."""
+    """An instance whose gold changes no test's fate is refused before anyone trains on it, and its
+    first run is its last."""
     instance = tiny_instance(fail_to_pass=(), pass_to_pass=())
     useless = instance.model_copy(update={"gold_patch": diff_of({"NOTES.md": "x\n"})})
+    used: list[str] = []
+
+    async def make(purpose: str) -> Sandbox:
+        used.append(purpose)
+        return await make_sandbox(purpose)
 
     with pytest.raises(InstanceError, match="FAIL_TO_PASS is empty"):
-        await calibrate(useless, make_sandbox, runs=1)
+        await calibrate(useless, make, runs=3)
+    assert sorted(used) == ["gold-1", "nop-1"]
+
+
+async def test_calibration_says_what_the_environment_lacks(make_sandbox: MakeSandbox) -> None:
+    """Where no test runs, the reason names the module or the option that is missing."""
+    tests = diff_of({"tests/test_new.py": "import no_such_thing\n"})
+    bare = tiny_instance(fail_to_pass=(), pass_to_pass=(), test_patch=tests)
+
+    with pytest.raises(InstanceError, match="No module named 'no_such_thing'"):
+        await calibrate(bare, make_sandbox, runs=1)
 
 
 async def test_verification_keeps_the_rows_lists(make_sandbox: MakeSandbox) -> None:

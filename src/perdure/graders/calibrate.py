@@ -7,12 +7,19 @@ sandboxes, so that calibration runs in the same kind of sandbox as grading.
 
 import asyncio
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from perdure.errors import InstanceError
 from perdure.graders import tampering
 from perdure.graders.base import Grader
 from perdure.graders.diff.patch import filter_patch
-from perdure.graders.judgement import judge_filtered, judge_killed, judge_refusal, last_line
+from perdure.graders.judgement import (
+    first_error,
+    judge_filtered,
+    judge_killed,
+    judge_refusal,
+    last_line,
+)
 from perdure.graders.protocols.eval_cmd import EvalCmdGrader
 from perdure.graders.protocols.swebench import (
     SuiteRun,
@@ -22,6 +29,7 @@ from perdure.graders.protocols.swebench import (
     run_suite,
     validate_suite,
 )
+from perdure.graders.test_run import TestRun
 from perdure.graders.twins.choose import Chosen, ChosenReport, choose_twins
 from perdure.graders.verdict import F2P_PASSES
 from perdure.instances.calibrated import Calibrated, CalibrationReport, MakeSandbox
@@ -46,12 +54,8 @@ async def calibrate(
     """
     validate_suite(instance)
     limit_s = timeout_s or instance.grading.timeout_s
-    suites = [await _both(instance, make_sandbox, n + 1, limit_s) for n in range(runs)]
-    gold = [await _passed_in(gold, instance) for gold, _ in suites]
-    nop = [await _passed_in(nop, instance) for _, nop in suites]
-    fail_to_pass = _in_all(gold) - set().union(*nop)
-    if not fail_to_pass:
-        raise InstanceError(_nothing_fixed(instance, gold))
+    gold, nop, longest_run_s = await _passed(instance, make_sandbox, runs, limit_s)
+    fail_to_pass = _fixed(gold, nop)
     pass_to_pass = _in_all(gold) & _in_all(nop)
     lists = {
         "fail_to_pass": tuple(sorted(fail_to_pass)),
@@ -67,7 +71,7 @@ async def calibrate(
         len(pass_to_pass),
         tuple(sorted(unstable)),
         filter_patch(instance.gold_patch, instance).dropped_paths,
-        max(suite.run.status.seconds or 0.0 for both in suites for suite in both),
+        longest_run_s,
         chosen.report.without,
     )
     return Calibrated(chosen.instance, report)
@@ -110,6 +114,31 @@ async def _with_twins(
     if not wanted:
         return Chosen(instance, ChosenReport())
     return await choose_twins(instance, make_sandbox, wanted=wanted, runs=runs, timeout_s=limit_s)
+
+
+class _Passed(NamedTuple):
+    """The ids that passed, one set for each run."""
+
+    gold: list[set[str]]
+    nop: list[set[str]]
+    longest_run_s: float
+
+
+async def _passed(
+    instance: Instance, make_sandbox: MakeSandbox, runs: int, limit_s: float
+) -> _Passed:
+    """Raises: InstanceError after the first run that leaves no test for FAIL_TO_PASS."""
+    gold: list[set[str]] = []
+    nop: list[set[str]] = []
+    longest = 0.0
+    for number in range(runs):
+        both = await _both(instance, make_sandbox, number + 1, limit_s)
+        gold.append(await _passed_in(both[0], instance))
+        nop.append(await _passed_in(both[1], instance))
+        if not _fixed(gold, nop):
+            raise InstanceError(_nothing_fixed(instance, gold, both[0].run))
+        longest = max(longest, *(suite.run.status.seconds or 0.0 for suite in both))
+    return _Passed(gold, nop, longest)
 
 
 async def _both(
@@ -160,13 +189,20 @@ def passed_in(suite: SuiteRun, ref: str) -> set[str]:
     return {test for test in passed if not tampering.distrust(reading, code, (test,))}
 
 
+def _fixed(gold: Sequence[set[str]], nop: Sequence[set[str]]) -> set[str]:
+    return _in_all(gold) - set().union(*nop)
+
+
 def _in_all(runs: Sequence[set[str]]) -> set[str]:
     return set.intersection(*runs)
 
 
-def _nothing_fixed(instance: Instance, gold: Sequence[set[str]]) -> str:
+def _nothing_fixed(instance: Instance, gold: Sequence[set[str]], run: TestRun) -> str:
     if not _in_all(gold):
-        return f"{instance.ref}: no test passes with `patch` applied: is the environment complete?"
+        return (
+            f"{instance.ref}: no test passes with `patch` applied: is the environment complete? "
+            f"{first_error(run)}"
+        )
     return (
         f"{instance.ref}: `patch` turns no failing test into a passing one: FAIL_TO_PASS is empty"
     )

@@ -2,6 +2,7 @@
 killed the tests."""
 
 import hashlib
+import re
 from dataclasses import dataclass
 
 from perdure.graders import verdict
@@ -10,6 +11,8 @@ from perdure.graders.diff.patch import FilteredPatch
 from perdure.graders.test_run import Refusal, TestRun, last_lines
 from perdure.sandboxes.base import ExecState
 from perdure.types import Grade, Outcome, Rewards
+
+_ERROR = re.compile(r"(Error|Exception|\berror): ")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,12 @@ def judge_killed(run: TestRun) -> Judgement | None:
 def last_line(run: TestRun) -> str:
     lines = last_lines(run.log, 1)
     return lines[-1][:200] if lines else "no output"
+
+
+def first_error(run: TestRun) -> str:
+    """The first of the last lines that names an error; the last one where none does."""
+    found = (line for line in last_lines(run.log, 200) if _ERROR.search(line))
+    return next(found, last_line(run)).removeprefix("E ").strip()[:200]
 
 
 def make_grade(

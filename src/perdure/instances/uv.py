@@ -4,9 +4,11 @@ Index, mirror and certificate settings are uv's own (files and variables); nothi
 """
 
 import datetime
+import functools
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,8 +63,9 @@ def find_binary() -> Path:
     return Path(found)
 
 
+@functools.lru_cache(maxsize=256)
 def locate_sdist(requirement: str) -> Sdist:
-    """Ask the configured index for the sdist of a pinned requirement.
+    """Ask the configured index, once, for the sdist of a pinned requirement.
 
     Raises: InstanceError when there is none; RetryHere when the index cannot be reached.
     """
@@ -97,7 +100,8 @@ def _certificates(env: dict[str, str]) -> set[Path]:
 
 
 def _compile(requirement: str, *options: str) -> bytes:
-    command = ["pip", "compile", "-", "--no-deps", "--format", "pylock.toml", "-q", *options]
+    words = ["--no-deps", "--format", "pylock.toml", "-q", "--python", sys.executable]
+    command = ["pip", "compile", "-", *words, *options]
     result = run(command, requirement.encode())
     if result.returncode == 0:
         return result.stdout

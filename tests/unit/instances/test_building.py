@@ -9,6 +9,7 @@ from perdure.cli.commands.instances import _otherwise
 from perdure.errors import ConfigurationError, InstanceError, RetryHere
 from perdure.instances.calibrated import Calibrated, CalibrationReport, MakeSandbox
 from perdure.instances.recipes.building import Builder, Built, build_all, chosen
+from perdure.instances.recipes.recipe import Pair, Recipe
 from perdure.sandboxes.providers.local import LocalProvider
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store
@@ -45,7 +46,8 @@ def builder(tmp_path: Path) -> Builder:
     (tmp_path / "tree").mkdir()
     settings = Settings(home=tmp_path / "home", sandbox={"allow_local": True})
     store = LocalStore(tmp_path / "store")
-    return Builder(tmp_path / "home", store, LocalProvider(settings), "mine", calibrate)
+    recipe = Recipe(name="mine", pairs=(Pair(package="x", before="1", after="2"),), timeout_s=60)
+    return Builder(tmp_path / "home", store, LocalProvider(settings), recipe, calibrate)
 
 
 async def test_what_is_done_is_not_done_again(builder: Builder, tmp_path: Path) -> None:
@@ -73,6 +75,14 @@ async def test_what_was_out_of_reach_is_tried_again(builder: Builder, tmp_path: 
 
     assert sorted(one.problem for one in built) == ["", "the index is away"]
     assert (len(away.made), len(good.made)) == (2, 1)
+
+
+async def test_a_built_row_has_the_limits_of_its_recipe(builder: Builder, tmp_path: Path) -> None:
+    """They hold for published rows too; a row that sets its own keeps it."""
+    built = await builder.build(Entry("good", tmp_path / "tree"), rebuild=False)
+
+    assert built.instance is not None
+    assert built.instance.grading.timeout_s == 60
 
 
 def test_entries_are_chosen_and_bounded(tmp_path: Path) -> None:

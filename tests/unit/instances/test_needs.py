@@ -81,6 +81,11 @@ def test_an_interpreter_that_is_not_here_is_passed_over(monkeypatch: pytest.Monk
             "pytest -e '.[tests]'",
         ),
         ({"pyproject.toml": "[dependency-groups]\ntest = ['x']\n"}, "pytest -e . --group test"),
+        ({"PKG-INFO": "Provides-Extra: docs\nProvides-Extra: tests\n"}, "pytest -e '.[tests]'"),
+        (
+            {"tox.ini": "[testenv]\ndeps =\n  mock<5\n  attrs[x]\n  -r{toxinidir}/a\n  py: b\n"},
+            "pytest -e . 'mock<5' 'attrs[x]'",
+        ),
         ({"pyproject.toml": "not toml"}, "pytest -e ."),
     ],
 )
@@ -102,6 +107,7 @@ def test_requirements_of_tests_are_found(files: dict[str, str], words: str, tmp_
         ("pyproject.toml", "[tool.poetry.dependencies]\npython = '^3.9'\n"),
         ("setup.cfg", "[options]\npython_requires = >=3.9\n"),
         ("setup.py", "setup(\n    python_requires='>=3.9',\n)\n"),
+        ("PKG-INFO", "Metadata-Version: 2.1\nRequires-Python: >=3.9\n\nWords.\n"),
     ],
 )
 def test_requires_python_is_read(name: str, text: str, tmp_path: Path) -> None:

@@ -156,9 +156,10 @@ def test_releases_are_pairs_of_each_package_in_turn() -> None:
     """A build that is cut short has rows of many packages."""
     releases = [
         {"package": "a", "versions": ["1", "2", "4"]},
-        {"package": "b", "versions": ["7", "8"]},
+        {"package": "b", "versions": ["7", "8"], "requires": ["pytest", "pretend"]},
     ]
     recipe = Recipe.model_validate({"name": "x", "releases": releases})
 
-    found = [one.instance_id for one in candidates_of(recipe, Path())]
-    assert found == ["a-2", "b-8", "a-4"]
+    found = candidates_of(recipe, Path())
+    assert [one.instance_id for one in found] == ["a-2", "b-8", "a-4"]
+    assert ["pretend" in one.facts for one in found] == [False, True, False]

@@ -24,6 +24,7 @@ PAIR = Pair.model_validate(
 )
 BEFORE = {
     "thing/__init__.py": b"__version__ = '1.0'\n",
+    "thing/_version.py": b"version = '1.0'\n",
     "thing/core.py": b"def f():\r\n    return 1\r\n",
     "thing/gone.py": b"x = 1\n",
     "tests/test_a.py": b"def test_a():\n    assert True\n",
@@ -32,6 +33,7 @@ BEFORE = {
 }
 AFTER = {
     "thing/__init__.py": b"__version__ = '1.1'\n",
+    "thing/_version.py": b"__version__ = version = '1.1'\n",
     "thing/core.py": b"def f():\r\n    return 2\r\n",
     "thing/icon.bin": b"\x00\xff\x01",
     "tests/test_a.py": b"from thing.core import f\n\n\ndef test_a():\n    assert f() == 2\n",

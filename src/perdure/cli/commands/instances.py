@@ -117,7 +117,7 @@ async def build_dataset(
         settings.home.absolute(),
         open_store(settings),
         ready_provider(settings, SANDBOX),
-        recipe.name,
+        recipe,
         functools.partial(_proved, runs=runs, twins=2 if demo else twins),
         build_hosts=settings.sandbox.build_hosts,
     )

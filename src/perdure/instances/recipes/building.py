@@ -107,14 +107,14 @@ class Builder:
         home: Path,
         store: Store,
         provider: SandboxProvider,
-        dataset: str,
+        recipe: Recipe,
         calibrate: Calibrate,
         *,
         build_hosts: str = "",
     ) -> None:
         self.store = store
         self.provider = provider
-        self.dataset = dataset
+        self.recipe = recipe
         self.calibrate = calibrate
         self.environments = Environments(
             home / "environments", store, provider, build_hosts=build_hosts
@@ -124,7 +124,7 @@ class Builder:
         """Make and calibrate the row. One that is in the store is kept, and an entry that made none is
         not tried again, unless `rebuild`."""
         started = time.monotonic()
-        ref = f"{self.dataset}/{candidate.instance_id}"
+        ref = f"{self.recipe.name}/{candidate.instance_id}"
         facts = digest_of(candidate)
         try:
             if not rebuild:
@@ -142,7 +142,7 @@ class Builder:
         return Built(candidate.instance_id, seconds, found.instance, found.report)
 
     async def _made(self, candidate: Candidate, facts: str) -> Calibrated:
-        instance = await candidate.make(self.dataset, self.store)
+        instance = self.recipe.applied_to(await candidate.make(self.recipe.name, self.store))
         metadata = {**instance.metadata, DIGEST: facts}
         instance = instance.model_copy(update={"metadata": metadata})
         await self.environments.prepare(instance)

@@ -4,6 +4,8 @@ requirements, an interpreter. Nothing of the tree is run.
 
 import configparser
 import datetime
+import email.message
+import email.parser
 import re
 import shlex
 import tomllib
@@ -45,6 +47,7 @@ PREFERRED = "3.11"
 EDITABLE = datetime.datetime(2022, 9, 1, tzinfo=datetime.UTC)
 """Earlier releases of setuptools cannot install a tree editable as uv asks for it."""
 _CLAUSE = re.compile(r"^(~=|==|!=|<=|>=|<|>)\s*v?(\d+(?:\.\d+)*)(\.\*)?$")
+_REQUIREMENT = re.compile(r"^[A-Za-z0-9][\w.-]*(\[[\w,-]+\])?\s*([<>=!~][\w<>=!~.,*\s]*)?$")
 _IN_SETUP = re.compile(r"python_requires\s*=\s*[\"']([^\"']+)[\"']")
 
 
@@ -107,6 +110,7 @@ def requires_python(tree: Path) -> str:
     if not found and (tree / "setup.py").is_file():
         match = _IN_SETUP.search((tree / "setup.py").read_text("utf-8", "replace"))
         found = match[1] if match else ""
+    found = found or _published(tree).get("Requires-Python", "")
     return re.sub(r"\^", ">=", found) if isinstance(found, str) else ""
 
 
@@ -142,7 +146,15 @@ def _asked(tree: Path) -> list[str]:
         words += ["--group", group]
     elif file and not extra:
         words += ["-r", file]
+    elif not extra:
+        words += map(shlex.quote, _of_tox(tree))
     return words
+
+
+def _of_tox(tree: Path) -> list[str]:
+    """The plain requirements among the `deps` of tox: those without a factor, an option or a variable."""
+    deps = _ini(tree / "tox.ini").get("testenv", "deps", fallback="")
+    return [line.strip() for line in deps.splitlines() if _REQUIREMENT.match(line.strip())]
 
 
 def _first(names: object) -> str | None:
@@ -154,7 +166,8 @@ def _extras(tree: Path, project: dict[str, Any]) -> dict[str, Any]:
     section = "options.extras_require"
     declared = dict(config.items(section)) if config.has_section(section) else {}
     given = project.get("project", {}).get("optional-dependencies", {})
-    return {**declared, **(given if isinstance(given, dict) else {})}
+    built = dict.fromkeys(_published(tree).get_all("Provides-Extra", []))
+    return {**built, **declared, **(given if isinstance(given, dict) else {})}
 
 
 def _pyproject(tree: Path) -> dict[str, Any]:
@@ -164,10 +177,23 @@ def _pyproject(tree: Path) -> dict[str, Any]:
         return {}
 
 
+def _published(tree: Path) -> email.message.Message:
+    """The metadata that a source distribution brings: it also says what only setup.py computes."""
+    try:
+        text = (tree / "PKG-INFO").read_text("utf-8", "replace")
+    except OSError:
+        text = ""
+    return email.parser.HeaderParser().parsestr(text)
+
+
 def _setup_cfg(tree: Path) -> configparser.RawConfigParser:
+    return _ini(tree / "setup.cfg")
+
+
+def _ini(file: Path) -> configparser.RawConfigParser:
     config = configparser.RawConfigParser(strict=False)
     try:
-        config.read(tree / "setup.cfg", "utf-8")
+        config.read(file, "utf-8")
     except (configparser.Error, UnicodeDecodeError):
         return configparser.RawConfigParser()
     return config

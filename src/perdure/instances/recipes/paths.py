@@ -11,6 +11,7 @@ TOP_TEST_FOLDERS = {"testing", "t"}
 PACKAGING = {
     "MANIFEST.in",
     "PKG-INFO",
+    "_version.py",
     "noxfile.py",
     "pyproject.toml",
     "setup.cfg",

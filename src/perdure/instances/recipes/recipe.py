@@ -63,11 +63,14 @@ class Releases(Request):
 
     package: Name
     versions: tuple[Name, ...] = Field(min_length=2)
+    requires: tuple[str, ...] | None = None
+    """As of a `Pair`."""
 
     @property
     def pairs(self) -> list[Pair]:
+        common = {"package": self.package, "requires": self.requires}
         ends = itertools.pairwise(self.versions)
-        return [Pair(package=self.package, before=before, after=after) for before, after in ends]
+        return [Pair.model_validate({**common, "from": old, "to": new}) for old, new in ends]
 
 
 class History(Request):
