@@ -6,7 +6,8 @@ again goes on where the last one stopped.
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, TypeVar
 
 from temporalio import workflow
@@ -16,7 +17,6 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import names
     from perdure.rollouts.messages import (
         ACTION_NEEDED,
-        WORKER_EVICTED,
         CalibrationPage,
         CalibrationPart,
         CalibrationRow,
@@ -29,16 +29,14 @@ with workflow.unsafe.imports_passed_through():
     from perdure.types import CalibrationRequest, EpisodeRef, RolloutRequest, RunStatus
     from workflows import activity_options
     from workflows.children import play_rollout
-    from workflows.failures import (
-        parse,
-        stop_if_cancelled,
-        store_was_away,
-        type_of,
-        was_dropped,
-    )
+    from workflows.failures import parse, stop_if_cancelled, was_dropped
+    from workflows.orders import ordered
 
 PAGE = 50
-"""Rows between two continue-as-new: about 2,500 events at three runs."""
+"""Rows that one activity loads."""
+MOST_EVENTS = 10_000
+"""Of one history: about 200 rows at three runs. Then no row is started until those in flight are done,
+and the workflow continues as new."""
 AGENTS = ("oracle", "nop")
 CHOOSING, UNDECIDED = "choosing twins", "undecided"
 
@@ -66,10 +64,9 @@ class CalibrationWorkflow:
         self.dataset, self.concluded = asked.dataset, dict(concluded or {})
         if start == 0:
             await self._bookkept("prepare_calibration", asked, PreparedRun, "list the rows")
-        rows = await self._load(asked, start)
-        await self._play(asked, rows)
-        if len(rows) == PAGE and not self.attention:
-            workflow.continue_as_new(args=[asked, start + PAGE, self.concluded])
+        stopped_at = await self._play(asked, start)
+        if stopped_at is not None and not self.attention:
+            workflow.continue_as_new(args=[asked, stopped_at, self.concluded])
         summary: CalibrationSummary = await self._bookkept(
             "report_calibration", asked, CalibrationSummary, "write the report"
         )
@@ -90,31 +87,58 @@ class CalibrationWorkflow:
             by_outcome=self.concluded,
         )
 
-    async def _load(self, asked: CalibrationRequest, start: int) -> Sequence[CalibrationRow]:
-        part = CalibrationPart(calibration=asked, start=start, stop=start + PAGE)
-        page: CalibrationPage = await self._bookkept(
-            "load_calibration_rows", part, CalibrationPage, f"rows from {start}"
-        )
-        self.total = page.total
-        return page.rows
-
-    async def _play(self, asked: CalibrationRequest, rows: Sequence[CalibrationRow]) -> None:
+    async def _play(self, asked: CalibrationRequest, start: int) -> int | None:
+        """Play the rows from `start` on, each as soon as there is room. Returns the number of the first
+        one for which this history is too long; None: there is none."""
         places = asyncio.Semaphore(asked.concurrency)
-        tasks = [asyncio.create_task(self._calibrate(asked, row, places)) for row in rows]
+        tasks: list[asyncio.Task[None]] = []
+
+        def has_room() -> bool:
+            done = [task for task in tasks if task.done()]
+            for task in done:
+                tasks.remove(task)
+                task.result()
+            return bool(self.attention) or len(tasks) < asked.concurrency
+
+        stopped_at = None
         try:
+            async with contextlib.aclosing(self._rows(asked, start)) as rows:
+                async for number, row in rows:
+                    await workflow.wait_condition(has_room)
+                    too_long = workflow.info().get_current_history_length() > MOST_EVENTS
+                    if self.attention or (too_long and number > start):
+                        stopped_at = number
+                        break
+                    if row.state:
+                        self._count(row.state)
+                    else:
+                        tasks.append(asyncio.create_task(self._calibrate(asked, row, places)))
             await asyncio.gather(*tasks)
         finally:
             if not was_dropped():
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+        return stopped_at
+
+    async def _rows(
+        self, asked: CalibrationRequest, start: int
+    ) -> AsyncGenerator[tuple[int, CalibrationRow], None]:
+        while True:
+            part = CalibrationPart(calibration=asked, start=start, stop=start + PAGE)
+            page: CalibrationPage = await self._bookkept(
+                "load_calibration_rows", part, CalibrationPage, f"rows from {start}"
+            )
+            self.total = page.total
+            for number, row in enumerate(page.rows, start):
+                yield number, row
+            start += PAGE
+            if len(page.rows) < PAGE:
+                return
 
     async def _calibrate(
         self, asked: CalibrationRequest, row: CalibrationRow, places: asyncio.Semaphore
     ) -> None:
-        if row.state:
-            self._count(row.state)
-            return
         rollouts = [
             row.rollout(asked, agent, number) for number in range(asked.runs) for agent in AGENTS
         ]
@@ -138,7 +162,7 @@ class CalibrationWorkflow:
         options = activity_options.described(activity_options.choose_twins(), row.row.instance)
         self.choosing += 1
         try:
-            await _do("choose_twins", row, RowTwins, options)
+            await ordered("choose_twins", row, RowTwins, options)
         finally:
             self.choosing -= 1
 
@@ -163,25 +187,9 @@ class CalibrationWorkflow:
 
     async def _bookkept(self, name: str, argument: Any, result: type[Any], summary: str) -> Any:
         options = activity_options.described(activity_options.bookkeeping(), summary)
-        return await _do(name, argument, result, options)
-
-
-async def _do(
-    activity: str, argument: Any, result: type[Result], options: dict[str, Any]
-) -> Result:
-    """Run an activity. It is ordered again if its worker is told to stop, as one that chooses twins
-    is at every deploy, and if the store was away."""
-    while True:
-        try:
-            done: Result = await workflow.execute_activity(
-                activity, argument, result_type=result, **options
-            )
-            stop_if_cancelled()
-            return done
-        except ActivityError as error:
-            if type_of(error) != WORKER_EVICTED and not store_was_away(error):
-                raise
+        done = await ordered(name, argument, result, options)
         stop_if_cancelled()
+        return done
 
 
 async def _unless_failed(activity: Awaitable[Result]) -> Result | None:

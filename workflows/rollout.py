@@ -16,7 +16,6 @@ with workflow.unsafe.imports_passed_through():
     from perdure.errors import Boundary
     from perdure.rollouts.messages import (
         SANDBOX_LOST,
-        WORKER_EVICTED,
         AgentRun,
         Attempt,
         Booted,
@@ -31,12 +30,11 @@ with workflow.unsafe.imports_passed_through():
         is_host_lost,
         parse,
         stop_if_cancelled,
-        store_was_away,
         to_the_end,
-        type_of,
         waited_too_long,
         was_dropped,
     )
+    from workflows.orders import ordered
     from workflows.web_ui import RolloutPage
 
 Result = TypeVar("Result")
@@ -258,27 +256,17 @@ class RolloutWorkflow:
     async def _do(
         self, activity: str, argument: Any, result: type[Result], options: dict[str, Any]
     ) -> Result:
-        """Run an activity. It is dispatched again if its worker is told to stop, and if its time ran
-        out while the store was away: that costs no finished work."""
-        while True:
-            try:
-                done: Result = await workflow.execute_activity(
-                    activity, argument, result_type=result, **options
-                )
-                return done
-            except ActivityError as error:
-                cleaning = activity in CLEANING
-                if store_was_away(error):
-                    if not cleaning:
-                        stop_if_cancelled()
-                    continue
-                too_many = self.evictions >= MAX_EVICTIONS and not cleaning
-                if type_of(error) != WORKER_EVICTED or too_many:
-                    raise
-                if not cleaning:
-                    stop_if_cancelled()
-                self.evictions += 1
-                self.page.evicted(self.evictions)
+        cleaning = activity in CLEANING
+
+        def evicted(error: ActivityError) -> None:
+            if self.evictions >= MAX_EVICTIONS and not cleaning:
+                raise error
+            self.evictions += 1
+            self.page.evicted(self.evictions)
+
+        return await ordered(
+            activity, argument, result, options, cleaning=cleaning, evicted=evicted
+        )
 
 
 def _agent_failure(run: AgentRun) -> Failure:

@@ -21,6 +21,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.types import RolloutRequest, RolloutStatus, RunRequest, RunStatus
     from workflows import activity_options
     from workflows.failures import parse, stop_if_cancelled, to_the_end, was_dropped
+    from workflows.orders import ordered
     from workflows.window import STILL_RUNNING, Counts, Throttle, Window
 
 SHARD = 500
@@ -54,12 +55,10 @@ class RunWorkflow:
         if not attributes.are_set(workflow.info().typed_search_attributes):
             workflow.upsert_search_attributes([attributes.RUN.value_set(run.run_id)])
         try:
-            prepared = await workflow.execute_activity(
-                "prepare_run",
-                run,
-                result_type=PreparedRun,
-                **activity_options.described(activity_options.bookkeeping(), "list the instances"),
+            options = activity_options.described(
+                activity_options.bookkeeping(), "list the instances"
             )
+            prepared = await ordered("prepare_run", run, PreparedRun, options)
         except asyncio.CancelledError:
             # The list is done: its completion came together with the cancellation.
             await to_the_end(self._finish(run))
@@ -130,12 +129,8 @@ class RunWorkflow:
 
     async def _finish(self, run: RunRequest) -> RunSummary:
         self.state = "finishing"
-        summary: RunSummary = await workflow.execute_activity(
-            "finish_run",
-            run,
-            result_type=RunSummary,
-            **activity_options.described(activity_options.bookkeeping(), "write the manifest"),
-        )
+        options = activity_options.described(activity_options.bookkeeping(), "write the manifest")
+        summary = await ordered("finish_run", run, RunSummary, options, cleaning=True)
         self.summary = self._with_all(summary)
         return self.summary
 

@@ -16,6 +16,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import activity_options
     from workflows.children import play_rollout, summary_of
     from workflows.failures import stop_if_cancelled, was_dropped
+    from workflows.orders import ordered
 
 PAGE = 100
 """Instances that one activity loads."""
@@ -127,14 +128,10 @@ class Window:
     async def _instances(self, start: int, stop: int) -> AsyncIterator[str]:
         for first in range(start, stop, PAGE):
             request = PageRequest(run_id=self.run.run_id, start=first, stop=min(first + PAGE, stop))
-            page = await workflow.execute_activity(
-                "load_page",
-                request,
-                result_type=Page,
-                **activity_options.described(
-                    activity_options.bookkeeping(), f"instances from {first}"
-                ),
+            options = activity_options.described(
+                activity_options.bookkeeping(), f"instances from {first}"
             )
+            page = await ordered("load_page", request, Page, options)
             stop_if_cancelled()
             for instance in page.instances:
                 yield instance

@@ -10,8 +10,10 @@ from temporalio.testing import ActivityEnvironment
 from activities.grade import GradeInFreshSandbox
 from activities.sweep_sandboxes import SweepSandboxes
 from perdure import home
+from perdure.errors import ControlPlaneError, RateLimited
 from perdure.graders.base import Graded
 from perdure.graders.protocols.eval_cmd import EvalCmdGrader
+from perdure.graders.twins.runs import GradeOnce, Verified
 from perdure.instances import catalog
 from perdure.instances.sources import pack
 from perdure.rollouts import checkpoints
@@ -63,7 +65,8 @@ class LosesSandboxes(EvalCmdGrader):
     """Sandboxes that die while a step of the grader runs in them: that of `STEPS` for KILLER, and that of
     `CONTROL` for the row's own fix."""
 
-    SETUP, TESTS, NEVER = 1, 2, 0
+    SETUP, TESTS, NEVER, SILENT = 1, 2, 0, -2
+    """SILENT: it does not die in its tests, but its service gets no answer from it."""
     STEPS: ClassVar[list[int]] = []
     CONTROL: ClassVar[int] = NEVER
 
@@ -76,6 +79,8 @@ class LosesSandboxes(EvalCmdGrader):
         async def wait(exec_id: str, timeout_s: float | None = None) -> ExecStatus:
             nonlocal waits
             waits += 1
+            if waits == -dies_at:
+                raise ControlPlaneError("no free process left")
             if waits == dies_at:
                 await sandbox.kill()
             return await plainly(exec_id, timeout_s)
@@ -126,6 +131,7 @@ async def test_grading_sandboxes_that_are_always_lost_end_the_grading(services: 
 
 
 SETUP, TESTS, NEVER = LosesSandboxes.SETUP, LosesSandboxes.TESTS, LosesSandboxes.NEVER
+SILENT = LosesSandboxes.SILENT
 
 
 async def _graded_after_losses(
@@ -146,11 +152,12 @@ async def _graded_after_losses(
     return await ActivityEnvironment().run(grade, Attempt(request=REQUEST, attempt=1))
 
 
+@pytest.mark.parametrize("how", [TESTS, SILENT], ids=["by ending it", "by a fork bomb"])
 async def test_tests_that_end_every_sandbox_are_a_verdict(
-    services: Services, monkeypatch: pytest.MonkeyPatch
+    services: Services, monkeypatch: pytest.MonkeyPatch, how: int
 ) -> None:
     """A policy cannot discard an episode: where the row's own fix lives in such a sandbox, it gets 0."""
-    graded = await _graded_after_losses(services, monkeypatch, [TESTS] * MAX_LOST, NEVER)
+    graded = await _graded_after_losses(services, monkeypatch, [how] * MAX_LOST, NEVER)
 
     assert (graded.outcome, graded.reward) == (Outcome.SANDBOX_DESTROYED, 0.0)
     assert graded.reason.startswith("the tests ended 3 sandboxes")
@@ -171,6 +178,50 @@ async def test_a_loss_that_may_be_the_hosts_gives_no_reward(
         await _graded_after_losses(services, monkeypatch, steps, control)
 
     assert lost.value.type == "GradingSandboxesLost"
+
+
+async def test_a_later_run_of_a_grading_waits_at_the_accounts_cap(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grading with twins makes sandbox after sandbox. One that is refused is asked for again: the
+    runs before it are not repeated."""
+    made: list[str] = []
+    plainly = LocalProvider.create
+
+    async def create(self: LocalProvider, spec: SandboxSpec, identity: str) -> Sandbox:
+        made.append(identity)
+        if len(made) == 2:
+            raise RateLimited("too many creates", retry_after=0.01)
+        return await plainly(self, spec, identity)
+
+    async def twice(instance: Instance, pairs: int, grade_once: GradeOnce) -> Verified:
+        runs = [await grade_once(instance) for _ in range(2)]
+        return Verified(runs[0].grade, tuple(runs))
+
+    monkeypatch.setattr(LocalProvider, "create", create)
+    monkeypatch.setattr("perdure.rollouts.grade.verified", twice)
+    instance = await catalog.load(services.store, REQUEST.instance)
+    grading = Grading(protocol="eval_cmd", eval_cmd="grep two a.txt")
+    await catalog.save(services.store, instance.model_copy(update={"grading": grading}))
+    await services.store.put(f"{keys.attempt(REQUEST, 1)}/patch.diff", FIX)
+
+    graded = await ActivityEnvironment().run(
+        GradeInFreshSandbox(services).grade, Attempt(request=REQUEST, attempt=1)
+    )
+
+    assert (graded.outcome, len(made)) == (Outcome.RESOLVED, 3)
+
+
+async def test_a_service_that_is_away_is_waited_for(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the row's own fix gets no answer either, the grading is tried again, however often."""
+    monkeypatch.setitem(globals(), "MAX_LOST", 1)
+    for _ in range(4):
+        with pytest.raises(ApplicationError, match="does not answer") as waits:
+            await _graded_after_losses(services, monkeypatch, [SILENT], SILENT)
+
+    assert (waits.value.type, waits.value.non_retryable) == ("RetryHere", False)
 
 
 async def test_a_tree_that_gave_no_diff_is_a_verdict(services: Services) -> None:

@@ -89,8 +89,9 @@ async def test_a_row_without_a_conclusion_is_counted(client: Client, stages: Sta
 async def test_many_rows_go_on_in_a_new_history(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each page the workflow continues as new, with the counts so far."""
+    """When its history is long the workflow continues as new, with the counts so far."""
     monkeypatch.setattr("workflows.calibration.PAGE", 2)
+    monkeypatch.setattr("workflows.calibration.MOST_EVENTS", 1)
     stages.rows = rows(5, "proved")
     handle = await Perdure(client).start_calibration(ASKED)
 
@@ -99,7 +100,38 @@ async def test_many_rows_go_on_in_a_new_history(
     progress = await handle.progress()
     assert (progress.by_outcome, progress.total) == ({"proved": 5}, 5)
     assert stages.names().count("prepare_calibration") == 1
-    assert stages.names().count("load_calibration_rows") == 3
+    assert stages.names().count("load_calibration_rows") == 5
+
+
+async def test_a_slow_row_holds_no_other(
+    client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows behind it are concluded on while it runs, however many pages they fill."""
+    monkeypatch.setattr("workflows.calibration.PAGE", 1)
+    others_are_done = asyncio.Event()
+    concluded: list[str] = []
+
+    async def agent(attempt: Attempt) -> AgentRun:
+        if attempt.request.instance_id == "a-0":
+            await others_are_done.wait()
+        return AgentRun(end=AgentEnd.FINISHED)
+
+    async def conclude(row: RowToConclude) -> Conclusion:
+        concluded.append(row.row.instance)
+        if len(concluded) == 3:
+            others_are_done.set()
+        return Conclusion(state="proved")
+
+    stages.override |= {"run_agent": agent, "conclude_calibration": conclude}
+    stages.rows = rows(4)
+    rollout = {"heartbeat_timeout_s": 300.0}
+    changes = {"runs": 1, "concurrency": 3, "rollout": rollout}
+    handle = await Perdure(client).start_calibration(ASKED.model_copy(update=changes))
+
+    await handle.result()
+
+    assert sorted(concluded[:3]) == ["mine/a-1", "mine/a-2", "mine/a-3"]
+    assert concluded[3] == "mine/a-0"
 
 
 async def test_a_failure_that_needs_a_person_ends_it(client: Client, stages: Stages) -> None:

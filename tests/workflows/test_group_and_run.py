@@ -10,7 +10,7 @@ from temporalio.exceptions import ApplicationError
 
 from perdure.client.api import Perdure
 from perdure.errors import Cancelled, NoResult, NotFound
-from perdure.rollouts.messages import AgentRun, PreparedRun
+from perdure.rollouts.messages import WORKER_EVICTED, AgentRun, PreparedRun
 from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RolloutStatus, RunRequest
 from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.gate import Gate
@@ -88,6 +88,27 @@ async def test_a_run_plays_everything_within_its_window(client: Client, stages: 
     summary = await run.result()
 
     assert (before, gate.most, summary["rollouts"]) == (2, 4, 6)
+
+
+@pytest.mark.parametrize("activity_name", ["prepare_run", "load_page", "finish_run"])
+async def test_bookkeeping_of_a_worker_that_is_told_to_stop_is_done_by_another(
+    client: Client, stages: Stages, activity_name: str
+) -> None:
+    """As with the stages of a rollout, a deploy in the middle of it costs the run nothing."""
+
+    async def evict(_: Any) -> None:
+        del stages.override[activity_name]
+        raise ApplicationError("stop", type=WORKER_EVICTED, non_retryable=True)
+
+    stages.override[activity_name] = evict
+    stages.instances = ("toy/add-1",)
+    request = RunRequest(run_id=f"evicted-{activity_name}", dataset="toy", rollout={"agent": "nop"})
+    run = await Perdure(client).start_run(request)
+
+    summary = await run.result()
+
+    assert summary["by_status"] == {"graded": 1}
+    assert stages.names().count(activity_name) == 2
 
 
 async def test_a_paused_run_starts_nothing_new(client: Client, stages: Stages) -> None:

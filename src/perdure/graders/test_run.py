@@ -14,7 +14,14 @@ from enum import IntEnum
 from secrets import token_hex
 from typing import Literal
 
-from perdure.errors import Boundary, InstanceError, RetryHere, SandboxLost
+from perdure.errors import (
+    Boundary,
+    ControlPlaneError,
+    InstanceError,
+    RateLimited,
+    RetryHere,
+    SandboxLost,
+)
 from perdure.graders.diff.git_diff import parse
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, check_host
 from perdure.types import Instance, SourceKind
@@ -33,6 +40,11 @@ class Refusal(IntEnum):
 
 class LostDuringTests(SandboxLost):
     """The sandbox was lost while code under test ran in it, which may have ended it."""
+
+
+class SilentDuringTests(LostDuringTests):
+    """The sandbox gave no answer while code under test ran in it, which may have used up its processes;
+    or its service is away."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,10 @@ async def run_tests(
         run = await _run(sandbox, tests, b"", timeout_s, ends_rest=True)
     except SandboxLost as error:
         raise LostDuringTests(str(error)) from error
+    except RateLimited:
+        raise
+    except ControlPlaneError as error:  # repeated for a while already
+        raise SilentDuringTests(str(error)) from error
     return replace(run, junit=_after_mark(run.junit, scratch))
 
 

@@ -1,13 +1,14 @@
 """The grade stage: the hidden tests, in a fresh sandbox that no agent has touched."""
 
-import functools
+import asyncio
+import itertools
 import time
 
 from perdure import tracing
-from perdure.errors import Boundary, GiveUp, NotFound, RetryHere, SandboxLost
+from perdure.errors import Boundary, GiveUp, NotFound, RateLimited, RetryHere, SandboxLost
 from perdure.graders.base import Graded
 from perdure.graders.image.image_setup import set_up_image, with_committed_tests
-from perdure.graders.test_run import LostDuringTests
+from perdure.graders.test_run import LostDuringTests, SilentDuringTests
 from perdure.graders.twins.combine import official_only
 from perdure.graders.twins.runs import verified
 from perdure.handlers import JobDetails, graded_of
@@ -16,7 +17,8 @@ from perdure.rollouts.calibration.stages import with_calibration
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import GradedPatch
 from perdure.rollouts.sandbox.create import create_sandbox, killed_at_the_end
-from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.base import Sandbox, SandboxSpec
+from perdure.sandboxes.permits import PAUSE_S
 from perdure.types import Grade, Instance, Outcome, PatchRef, Rewards
 
 MAX_LOST = 3
@@ -77,7 +79,11 @@ async def _grade(job: Job) -> Grade:
     store = job.services.store
     data = (await store.get(patch.key)).data
     started = time.monotonic()
-    runs_of = functools.partial(_run_tests, job, data)
+    numbers = itertools.count(1)
+
+    async def runs_of(instance: Instance) -> Graded:
+        return await _run_tests(job, data, instance, is_first=next(numbers) == 1)
+
     found = await verified(job.instance, job.request.twin_pairs, runs_of)
     name = job.key(f"tests-{_generation(job.workflow_run_id)}")
     for number, graded in enumerate(found.runs, 1):
@@ -97,27 +103,28 @@ async def _grade(job: Job) -> Grade:
     )
 
 
-async def _run_tests(job: Job, patch: bytes, instance: Instance) -> Graded:
+async def _run_tests(job: Job, patch: bytes, instance: Instance, *, is_first: bool) -> Graded:
     """One run, or the verdict on tests that end every sandbox.
 
     Raises: RetryHere, GradingSandboxesLost.
     """
     try:
-        return await _run_once(job, patch, instance, job.grade_identity)
+        return await _run_once(job, patch, instance, job.grade_identity, is_first=is_first)
     except SandboxLost as error:
         return await _after_loss(job, error)
 
 
-async def _run_once(job: Job, patch: bytes, instance: Instance, identity: str) -> Graded:
+async def _run_once(
+    job: Job, patch: bytes, instance: Instance, identity: str, *, is_first: bool
+) -> Graded:
     """One run in a fresh sandbox. All runs of a grading have one identity, because code inside may
-    see it. Raises: SandboxLost."""
+    see it. Raises: SandboxLost; RateLimited in its first run."""
     plan = job.grade_sandbox
     timeout_s = job.request.grade_timeout_s or instance.grading.timeout_s
     # A sandbox that an earlier try has used is not fresh.
     await plan.provider.kill(identity)
     spec = await grading_spec(job, timeout_s, job.labels("grade"))
-    async with plan.admission.starting():
-        sandbox = await create_sandbox(job.this_try, plan.provider, spec, identity)
+    sandbox = await _created(job, spec, identity, is_first=is_first)
     async with killed_at_the_end(job.this_try, sandbox):
         await plan.admission.started()
         if spec.tree is None:  # the change under test could look for the fix as well
@@ -136,6 +143,20 @@ async def _run_once(job: Job, patch: bytes, instance: Instance, identity: str) -
         with tracing.span("run tests", {"perdure.handler": handler.name}):
             answer = await handler.eval(details, f"eval_{details.job_id}", skips)
         return graded_of(handler, answer)
+
+
+async def _created(job: Job, spec: SandboxSpec, identity: str, *, is_first: bool) -> Sandbox:
+    """A later sandbox of a grading replaces one that it has killed, in the slot that it holds of a
+    metered account. So it waits here: tried again by Temporal, the runs before it would be lost."""
+    plan = job.grade_sandbox
+    while True:
+        try:
+            async with plan.admission.starting():
+                return await create_sandbox(job.this_try, plan.provider, spec, identity)
+        except RateLimited as error:
+            if is_first:
+                raise
+            await asyncio.sleep(error.retry_after or PAUSE_S)
 
 
 async def grading_spec(job: Job, timeout_s: float, labels: dict[str, str]) -> SandboxSpec:
@@ -161,6 +182,8 @@ async def _after_loss(job: Job, error: SandboxLost) -> Graded:
     Raises: RetryHere; GradingSandboxesLost if one of the losses may be the infrastructure's.
     """
     is_theirs = isinstance(error, LostDuringTests) and await _sandboxes_work(job)
+    if isinstance(error, SilentDuringTests) and not is_theirs:
+        raise RetryHere(f"the grading sandbox does not answer: {error}", boundary=Boundary.SANDBOX)
     store = job.services.store
     prefix = job.key(f"grade-{_generation(job.workflow_run_id)}-lost-")
     losses = [key async for key in store.list(prefix)]
@@ -183,7 +206,8 @@ async def _sandboxes_work(job: Job) -> bool:
     neither sandboxes nor row are the cause of a loss. Raises: RetryHere."""
     gold = job.instance.gold_patch
     try:
-        control = await _run_once(job, gold, job.instance, f"{job.grade_identity}-control")
+        identity = f"{job.grade_identity}-control"
+        control = await _run_once(job, gold, job.instance, identity, is_first=False)
     except (SandboxLost, GiveUp):
         return False
     return control.grade.outcome is (Outcome.RESOLVED if gold else Outcome.UNRESOLVED)

@@ -157,10 +157,23 @@ class Account:
             self.rate = rate if fastest is None or rate < fastest else None
 
     def refused(self, holder: str, limit: Limit, retry_after: float | None, now: float) -> None:
-        """The provider answered 429: queue the request again, ahead of all later ones."""
+        """The provider answered 429: queue the request again, ahead of all later ones.
+
+        A holder whose sandbox had started replaces it by another, as a grading with twins does: it
+        keeps its slot and tries again by itself."""
         permit = self.permits.get(holder)
-        if permit is None or not permit.starting:
+        if permit is None:
             return
+        if permit.starting:
+            self._queue_again(holder, permit)
+        if limit == "concurrency":
+            self.live, self.growing = self._up(), False
+            self._probe_at = now + (retry_after or PROBE_S)
+        else:
+            self._paused_until = max(self._paused_until, now + (retry_after or PAUSE_S))
+            self._slow_down(now)
+
+    def _queue_again(self, holder: str, permit: Permit) -> None:
         if permit.first:
             del self.permits[holder]
         else:
@@ -169,12 +182,6 @@ class Account:
             self.waiting[holder] = PermitRequest(
                 holder=holder, run=permit.run, step=permit.step, order=0
             )
-        if limit == "concurrency":
-            self.live, self.growing = self._up(), False
-            self._probe_at = now + (retry_after or PROBE_S)
-        else:
-            self._paused_until = max(self._paused_until, now + (retry_after or PAUSE_S))
-            self._slow_down(now)
 
     def release(self, holder: str) -> None:
         """The holder's sandbox is gone, or the holder no longer needs one."""

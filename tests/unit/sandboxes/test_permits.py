@@ -235,6 +235,20 @@ def test_a_refused_request_goes_back_to_the_front_of_the_queue() -> None:
     assert names(learned, 1.0) == ["b"]
 
 
+def test_a_refused_replacement_keeps_its_slot_and_slows_the_others() -> None:
+    """A grading with twins replaces its sandbox. If that is refused, no other create follows at once, and
+    the grading still holds its slot."""
+    one = account()
+    for name in ("a", "b"):
+        ask(one, name, caps=AccountCaps(live=2, starting=1))
+    names(one, 0.0)
+    one.started("a")
+    one.refused("a", "rate", 30.0, 0.0)
+
+    assert (names(one, 29.0), names(one, 31.0)) == ([], ["b"])
+    assert sorted(one.permits) == ["a", "b"]
+
+
 def test_more_is_tried_a_while_after_a_refusal() -> None:
     """Some time after a refusal one more sandbox is tried, because others may have freed a slot."""
     learned = account()

@@ -1,4 +1,5 @@
-"""Which protocols can have twins: those that give the status of each test of a test patch."""
+"""Which protocols can have twins: those that give the status of each test of a test patch. Which have a
+canary test: those whose command Perdure can tell to run one more file."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,6 +15,19 @@ _WHY_NOT: Mapping[str, str] = MappingProxyType(
         "multi_swe": "its tests are not in Python",
     }
 )
+_NO_CANARY: Mapping[str, str] = MappingProxyType(
+    {
+        "eval_cmd": "its command may run anything",
+        "reward_file": "its script decides what runs",
+        "swepro": "its script decides what runs",
+        "multi_swe": "its command is a script of its image",
+    }
+)
+
+
+def why_no_canary(grading: Grading) -> str | None:
+    """Why no test that must fail is added to the run; None if one is."""
+    return _NO_CANARY.get(grading.protocol)
 
 
 def why_no_twins(grading: Grading) -> str | None:

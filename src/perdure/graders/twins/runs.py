@@ -6,7 +6,7 @@ from typing import NamedTuple
 from perdure.graders.base import Graded
 from perdure.graders.twins.combine import Ran, combined, is_decided, unverified
 from perdure.graders.twins.draw import draw
-from perdure.graders.twins.kinds import why_no_twins
+from perdure.graders.twins.kinds import why_no_canary, why_no_twins
 from perdure.types import Grade, Instance, Outcome
 
 GradeOnce = Callable[[Instance], Awaitable[Graded]]
@@ -45,4 +45,6 @@ async def verified(instance: Instance, pairs: int, grade_once: GradeOnce) -> Ver
 
 
 def _why_none(instance: Instance) -> str:
-    return why_no_twins(instance.grading) or "no test has a twin: calibrate the instance"
+    why = why_no_twins(instance.grading) or "no test has a twin: calibrate the instance"
+    without = why_no_canary(instance.grading)
+    return f"{why}; no canary test either: {without}" if without else why

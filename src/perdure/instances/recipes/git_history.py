@@ -8,7 +8,6 @@ running the tests; most of what a row needs is read from the tree (`needs`).
 import asyncio
 import datetime
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from perdure.errors import InstanceError
 from perdure.instances import git_source, repository, sources
 from perdure.instances.recipes import needs, paths, releases
 from perdure.instances.recipes.recipe import History
+from perdure.instances.scratch import scratch
 from perdure.storage.base import Store, put_blob
 from perdure.types import Grading, Instance, Source, SourceKind, slugify
 
@@ -105,8 +105,8 @@ class CommitRow:
         if not command:
             raise InstanceError(f"{commit.id} removes the test modules that it changes")
         version = self._version()
-        with tempfile.TemporaryDirectory(prefix="perdure-commit-") as scratch:
-            tree = Path(scratch, "tree")
+        with scratch("commit") as folder:
+            tree = folder / "tree"
             git_source.export(url, commit.parent, tree)
             requires = self.history.requires
             environment = needs.environment_at(tree, commit.moment, version, requires=requires)

@@ -7,7 +7,6 @@ PASS_TO_PASS lists; calibration in `graders` computes those by running the tests
 
 import asyncio
 import datetime
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from perdure.errors import InstanceError
 from perdure.instances import repository, sources
 from perdure.instances.recipes import changelog, needs, paths
 from perdure.instances.recipes.recipe import Pair
+from perdure.instances.scratch import scratch
 from perdure.storage.base import Store, put_blob
 from perdure.types import Environment, Grading, Instance, Source, SourceKind
 
@@ -129,8 +129,8 @@ def difference(
     Raises: InstanceError when no instance can be made of them.
     """
     moment = _moment(pair, uploaded)
-    with tempfile.TemporaryDirectory(prefix="perdure-pair-") as scratch:
-        old, new = Path(scratch, "before"), Path(scratch, "after")
+    with scratch("pair") as folder:
+        old, new = folder / "before", folder / "after"
         sources.unpack(before, old, strip=1)
         sources.unpack(after, new, strip=1)
         base = sources.pack(old)

@@ -1,12 +1,14 @@
 """Grades cheats and controls in fresh sandboxes, many at a time, on prepared trees."""
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from uuid import uuid4
 
+from perdure.errors import RetryHere, SandboxLost
 from perdure.graders.base import Graded
 from perdure.graders.protocols.swebench import SwebenchGrader
 from perdure.graders.twins.choose import choose_twins
@@ -21,6 +23,8 @@ from perdure.untrusted.reading import Unparsable, read
 
 TIMEOUT_S = 60.0
 """Of the tests of one grading: a busy host is slow."""
+TRIES = 3
+"""Of one run of the tests whose sandbox fails: on a starved host, as Temporal would."""
 LIMITS = Limits(memory_mb=2048, disk_mb=512, pids=128, output_mb=64)
 
 
@@ -96,7 +100,7 @@ class Bench:
         self._grader = SwebenchGrader()
 
     async def run(self, cases: Sequence[Case]) -> list[Result]:
-        """In the order of the cases. Raises: InstanceError, SandboxLost, RetryHere."""
+        """In the order of the cases. Raises: InstanceError; SandboxLost or RetryHere after TRIES."""
         targets = {case.target.name: case.target for case in cases}.values()
         prepared = await asyncio.gather(*map(self._prepared, targets))
         instances = {instance.instance_id: instance for instance in prepared}
@@ -123,6 +127,12 @@ class Bench:
 
     async def _result(self, case: Case, instance: Instance) -> Result:
         async def grade_once(instance: Instance) -> Graded:
+            for _ in range(TRIES - 1):
+                with contextlib.suppress(RetryHere, SandboxLost):
+                    return await graded(instance)
+            return await graded(instance)
+
+        async def graded(instance: Instance) -> Graded:
             async with await self._sandbox(case.target) as sandbox:
                 return await self._grader.grade(sandbox, instance, case.patch, timeout_s=TIMEOUT_S)
 

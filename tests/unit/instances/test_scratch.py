@@ -1,0 +1,41 @@
+"""Folders of a builder: gone at its end, and soon after its kill -9."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perdure.instances.scratch import scratch
+
+KILLED = (
+    "import os, signal\n"
+    "from perdure.instances.scratch import scratch\n"
+    "with scratch('pair') as folder:\n"
+    "    (folder / 'before').mkdir()\n"
+    "    os.kill(os.getpid(), signal.SIGKILL)\n"
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def names(home: Path) -> list[str]:
+    return sorted(path.name.partition("-")[0] for path in (home / "scratch").iterdir())
+
+
+def test_what_a_killed_builder_left_goes_with_the_next(home: Path) -> None:
+    """The next one removes it, and leaves alone what others are working in."""
+    subprocess.run([sys.executable, "-c", KILLED], check=False)
+    left = names(home)
+    with scratch("commit") as other, scratch("pair") as folder:
+        during = names(home)
+        (folder / "file").write_text("x")
+        assert other.is_dir()
+
+    assert left == [".lock", "pair", "pair"]
+    assert during == [".lock", "commit", "commit", "pair", "pair"]
+    assert names(home) == [".lock"]
