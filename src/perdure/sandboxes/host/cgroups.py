@@ -20,7 +20,7 @@ from perdure.sandboxes.host.procfs import runs
 from perdure.types import Limits
 
 PERIOD_US = 100_000
-BUSY_S = 6.0
+BUSY_S = 30.0
 """Seconds in which the processes of a killed group end, except on a host that is very busy."""
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
