@@ -1,6 +1,6 @@
 # Every command sets itself up: Python 3.11, make and git are enough.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check compiled test test-all test-agents test-redteam test-cheats test-images test-leaks test-real test-trainers test-vllm test-serving fmt build chaos bench clean
+.PHONY: help setup demo check compiled test test-all test-agents test-redteam test-cheats test-images test-leaks test-real test-trainers test-vllm test-families test-serving fmt build chaos bench clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
@@ -45,6 +45,9 @@ test-trainers: setup ## the trainers' own normalisation of our rows, with torch 
 
 test-vllm: setup ## the engine client against a real vLLM on CPU, in an environment of its own (slow)
 	@$(RUN) pytest -rs tests/real/test_vllm.py tests/real/test_vllm_weights.py
+
+test-families: setup ## model families as published, beside the parsers of vLLM and SGLang (downloads once, slow)
+	@$(RUN) pytest -rs tests/real/test_families.py
 
 test-serving: setup ## engines on real Ray nodes that are killed (slow)
 	@$(RUN) --extra serving pytest tests/serving

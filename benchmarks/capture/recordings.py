@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perdure.gateway.rendering.tokenizers import load_format
+from perdure.gateway.rendering.formats import load_format
 
 SENT_HEADERS = (
     "x-claude-code-session-id",

@@ -1,6 +1,7 @@
 """`python -m benchmarks.parity`: recorded tokens of rollouts, scored again by transformers.
 
-A real vLLM samples conversations through the gateway, greedily and at random. Then transformers, in an
+A real vLLM samples conversations through the gateway, greedily, at random, and with `--every-mode` with
+temperature, top_p and penalties. Then transformers, in an
 environment of its own, reads exactly the recorded ids, in the served dtype and in float32. The
 report has the distance of its logprobs from the recorded ones, the effect on a trainer's importance
 ratios, and whether its greedy ids agree. It also has tokens per second of both and of the engine
@@ -15,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import vllm_server
-from benchmarks.parity.conversations import Job
+from benchmarks.parity.conversations import MODES, TIMED, Job
 from benchmarks.parity.figures import Figures
 from benchmarks.parity.measure import EXACT, Report, Stand, measure
 from benchmarks.scratch import scratch_folder
@@ -25,7 +26,7 @@ def show(report: Report, stand: Stand) -> None:
     ran = report.transformers[0]
     print(f"{stand.model} served in {stand.dtype} on {ran.device}; transformers {ran.version}")
     print(
-        f"{'turns':8} {'scored in':>9} {'tokens':>7} {'spread':>7} {'mean':>9} {'p99':>9} {'max':>9}"
+        f"{'turns':9} {'scored in':>9} {'tokens':>7} {'spread':>7} {'mean':>9} {'p99':>9} {'max':>9}"
         f" {'ratio min / p1 / p99 / max':>31} {'of a turn':>15} {'KL (k3)':>9}  greedy ids equal"
     )
     for found in report.figures:
@@ -47,7 +48,7 @@ def _line(found: Figures) -> str:
     whole = " / ".join(f"{ratio:.3f}" for ratio in found.turn_ratio)
     k3 = "" if found.k3 is None else f"{found.k3:.2e}"
     return (
-        f"{found.mode:8} {found.scored_in:>9} {found.tokens:7} {found.spread:7.3f} {found.mean:9.2e} "
+        f"{found.mode:9} {found.scored_in:>9} {found.tokens:7} {found.spread:7.3f} {found.mean:9.2e} "
         f"{found.p99:9.2e} {found.max:9.2e} {ratios:>31} {whole:>15} {k3:>9}  {_equal(found)}"
     ).rstrip()
 
@@ -72,6 +73,7 @@ def _stand(options: argparse.Namespace) -> Stand:
         device=options.device,
         vllm=options.vllm,
         python=options.python or options.vllm.with_name("python"),
+        modes=tuple(MODES) if options.every_mode else TIMED,
         engine_url=options.engine_url,
     )
 
@@ -92,6 +94,9 @@ def main() -> None:
         "--engine-url",
         default="",
         help="a vLLM that serves --model in --dtype; else one is started",
+    )
+    parser.add_argument(
+        "--every-mode", action="store_true", help="also temperature, top_p and penalties"
     )
     parser.add_argument("--json", action="store_true")
     for name, value in asdict(Job()).items():

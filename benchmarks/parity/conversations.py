@@ -14,20 +14,35 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
 from perdure.episodes import turns_parquet
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
+from perdure.gateway.rendering.tokenizer_setting import PACKAGED
 from perdure.home import load_secrets
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from perdure.types import Sampling, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
-Mode = Literal["greedy", "sampled"]
+MODES: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {},
+    "T 0.7": {"temperature": 0.7},
+    "top_p 0.9": {"top_p": 0.9},
+    "penalties": {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+    },
+    "all": {"temperature": 0.7, "top_p": 0.9, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+}
+"""How each mode samples, besides temperature 1."""
+TIMED = ("greedy", "sampled")
+"""Modes that are also sent directly to the engine, to compare speeds."""
 TIMEOUT_S = 1800.0
 
 
@@ -40,18 +55,13 @@ class Job:
     turns: int = 3
     tokens: int = 64
     text: int = 2000
-    temperature: float = 1.0
-    """Temperature of the sampled mode; at 0 it would sample nothing."""
-
-    def temperature_of(self, mode: Mode) -> float:
-        return 0.0 if mode == "greedy" else self.temperature
 
 
 @dataclass(frozen=True)
 class Played:
     """The recorded turns of each conversation, and the seconds of all of them."""
 
-    mode: Mode
+    mode: str
     conversations: list[list[Turn]]
     seconds: float
 
@@ -77,9 +87,9 @@ class Gateway:
         """Make the engine's first requests, which are slow."""
         await self.play("sampled", replace(job, turns=1, tokens=8), prefix="warm-up-")
 
-    async def play(self, mode: Mode, job: Job, *, prefix: str = "") -> Played:
+    async def play(self, mode: str, job: Job, *, prefix: str = "") -> Played:
         names = [f"{prefix}{mode}-{number}" for number in range(job.conversations)]
-        rules = Sampling(temperature=job.temperature_of(mode), max_tokens_per_turn=job.tokens)
+        rules = Sampling.model_validate({**MODES[mode], "max_tokens_per_turn": job.tokens})
         for name in names:
             spec = SessionSpec(session_id=name, turns_key=_turns_key(name), sampling=rules)
             await self.control.open(spec)
@@ -131,6 +141,9 @@ async def gateway(home: Path, engine_url: str, tokenizer: str) -> AsyncIterator[
         "PERDURE_ENGINE__URL": engine_url,
         "PERDURE_ENGINE__KIND": "vllm",
         "PERDURE_ENGINE__TOKENIZER": tokenizer,
+        "PERDURE_ENGINE__NOTATION": "auto"
+        if tokenizer == PACKAGED
+        else "text",  # nobody calls a tool
     }
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PERDURE_")}
     home.mkdir(parents=True, exist_ok=True)
@@ -160,32 +173,28 @@ async def _port(process: "subprocess.Popen[bytes]", log: Path) -> int:
     raise RuntimeError(f"the gateway did not start: {log.read_text()[-2000:]}")
 
 
-async def straight(engine_url: str, played: Played, temperature: float) -> float:
+async def straight(engine_url: str, played: Played) -> float:
     """Seconds of the recorded calls, with as many tokens each, sent directly to the engine.
 
     A different salt keeps the gateway's prompts out of the engine's prefix cache.
     """
     async with httpx.AsyncClient(base_url=engine_url, timeout=TIMEOUT_S, trust_env=False) as client:
         began = time.perf_counter()
-        await asyncio.gather(
-            *(_again(client, one, played.mode, temperature) for one in played.conversations)
-        )
+        await asyncio.gather(*(_again(client, one, played.mode) for one in played.conversations))
         return time.perf_counter() - began
 
 
-async def _again(
-    client: httpx.AsyncClient, conversation: list[Turn], salt: str, temperature: float
-) -> None:
+async def _again(client: httpx.AsyncClient, conversation: list[Turn], mode: str) -> None:
     for turn in conversation:
         sampling = {
             "max_tokens": len(turn.completion_ids),
-            "temperature": temperature,
+            "temperature": MODES[mode].get("temperature", 1.0),
             "ignore_eos": True,
             "logprobs": 1,
         }
         body = {
             "token_ids": list(turn.prompt_ids),
             "sampling_params": sampling,
-            "cache_salt": f"straight-{salt}",
+            "cache_salt": f"straight-{mode}",
         }
         (await client.post("/inference/v1/generate", json=body)).raise_for_status()

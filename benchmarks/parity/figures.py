@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.parity.conversations import Mode
 from benchmarks.parity.scoring import Scored
 from perdure.types import Turn
 
@@ -30,7 +29,7 @@ class Difference:
 class Figures:
     """One mode's turns, scored in one dtype."""
 
-    mode: Mode
+    mode: str
     scored_in: str
     turns: int
     tokens: int
@@ -49,7 +48,7 @@ class Figures:
     """First differences of greedy turns; empty if all ids are equal."""
 
 
-def figures(mode: Mode, dtype: str, turns: Sequence[Turn], scored: Sequence[Scored]) -> Figures:
+def figures(mode: str, dtype: str, turns: Sequence[Turn], scored: Sequence[Scored]) -> Figures:
     """Raises: ValueError unless each recorded id was scored once."""
     logs = [_log_ratios(turn, said) for turn, said in zip(turns, scored, strict=True)]
     tokens = sorted(log for turn in logs for log in turn)

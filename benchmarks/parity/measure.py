@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import vllm_server
-from benchmarks.parity.conversations import Job, Mode, Played, gateway, straight
+from benchmarks.parity.conversations import TIMED, Job, Played, gateway, straight
 from benchmarks.parity.figures import Figures, figures
 from benchmarks.parity.scoring import Transformers, score
 from benchmarks.vllm_server import Device
 
-MODES: tuple[Mode, ...] = ("greedy", "sampled")
 EXACT = "float32"
 
 
@@ -29,6 +28,7 @@ class Stand:
     device: Device
     vllm: Path
     python: Path
+    modes: tuple[str, ...] = TIMED
     engine_url: str = ""
     """URL of a running vLLM. Empty = start one, and end it before transformers starts."""
 
@@ -37,7 +37,7 @@ class Stand:
 class Speed:
     """Tokens per second of one mode, with all conversations at once."""
 
-    mode: Mode
+    mode: str
     tokens: int
     gateway: float
     straight: float
@@ -54,11 +54,12 @@ async def measure(stand: Stand, job: Job, folder: Path) -> Report:
     async with _engine(stand, folder) as url, gateway(folder, url, stand.tokenizer) as served:
         await served.warm_up(job)
         played, speeds = [], []
-        for mode in MODES:
+        for mode in stand.modes:
             one = await served.play(mode, job)
-            alone = await straight(url, one, job.temperature_of(mode))
             played.append(one)
-            speeds.append(Speed(mode, one.tokens, one.tokens / one.seconds, one.tokens / alone))
+            if mode in TIMED:
+                alone = await straight(url, one)
+                speeds.append(Speed(mode, one.tokens, one.tokens / one.seconds, one.tokens / alone))
     said = [
         await _scored(stand, job, played, dtype) for dtype in dict.fromkeys((stand.dtype, EXACT))
     ]

@@ -15,19 +15,46 @@ import torch
 import transformers
 
 
-def scored(model, turn, temperature):
+def scored(model, turn):
     """For each recorded id: its logprob, the most likely id there, and the difference of their logits."""
     prompt, completion = turn["prompt"], torch.tensor(turn["completion"], device=model.device)
     ids = torch.tensor([[*prompt, *turn["completion"]]], device=model.device)
     found = model(ids, logits_to_keep=len(completion) + 1).logits[0, :-1].float()
-    logits = found / temperature
-    own = logits.gather(1, completion[:, None])[:, 0]
-    best = logits.max(-1)
+    logits = (
+        penalised(found, prompt, completion, turn["sampling"]) / turn["sampling"]["temperature"]
+    )
+    best, own = logits.max(-1), logits.gather(1, completion[:, None])[:, 0]
+    left = narrowed(logits, turn["sampling"])
     return {
-        "logprobs": (own - logits.logsumexp(-1)).tolist(),
+        "logprobs": (left.gather(1, completion[:, None])[:, 0] - left.logsumexp(-1)).tolist(),
         "likeliest": best.indices.tolist(),
         "behind": (best.values - own).tolist(),
     }
+
+
+def penalised(logits, prompt, completion, sampling):
+    """Penalties as vLLM documents them: repetition counts the prompt, presence and frequency do not."""
+    counts = torch.zeros_like(logits)
+    for at in range(1, len(completion)):
+        counts[at] = counts[at - 1]
+        counts[at, completion[at - 1]] += 1
+    seen = counts > 0
+    seen[:, torch.tensor(prompt, device=logits.device)] = True
+    by = sampling.get("repetition_penalty", 1.0)
+    logits = torch.where(seen, torch.where(logits > 0, logits / by, logits * by), logits)
+    logits = logits - sampling.get("frequency_penalty", 0.0) * counts
+    return logits - sampling.get("presence_penalty", 0.0) * (counts > 0)
+
+
+def narrowed(logits, sampling):
+    """Logits without what top_p removes: the least likely tokens that sum up to 1 - top_p."""
+    top_p = sampling.get("top_p", 1.0)
+    if top_p >= 1.0:
+        return logits
+    rising, order = logits.sort(-1)
+    removed = rising.softmax(-1).cumsum(-1) <= 1 - top_p
+    removed[:, -1] = False
+    return logits.masked_fill(removed.scatter(1, order, removed), float("-inf"))
 
 
 def generated(model, prompts, tokens):
@@ -68,7 +95,7 @@ def main():
             answer = {
                 "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
                 "transformers": transformers.__version__,
-                "turns": [scored(model, turn, turn["temperature"]) for turn in asked["turns"]],
+                "turns": [scored(model, turn) for turn in asked["turns"]],
                 "generate_s": [
                     generated(model, batch["prompts"], batch["tokens"])
                     for batch in asked["batches"]

@@ -1,6 +1,6 @@
 """Sends recorded turns to transformers, in an environment of its own, and reads its scores.
 
-REQUEST to `scorer.py`: `turns` (prompt, completion, temperature) and `batches` (prompts, tokens).
+REQUEST to `scorer.py`: `turns` (prompt, completion, sampling) and `batches` (prompts, tokens).
 ANSWER: `turns`, in the same order, as `Scored`; `generate_s`, seconds of each batch; what ran.
 """
 
@@ -23,7 +23,7 @@ class Scored:
     """A forward pass over one turn. Shapes: all [C]."""
 
     logprobs: list[float]
-    """Logprobs of the recorded ids, at the turn's temperature."""
+    """Logprobs of the recorded ids, of the distribution that the turn's sampling leaves."""
     likeliest: list[int]
     behind: list[float]
     """Difference of the recorded id's logit from the highest one."""
@@ -47,7 +47,7 @@ async def score(
 ) -> Transformers:
     """Raises: RuntimeError with the end of its log if transformers fails."""
     batches = _batches(played[0], job)
-    asked = {"turns": [_turn(t, job, p) for p in played for t in p.recorded], "batches": batches}
+    asked = {"turns": [_turn(turn) for one in played for turn in one.recorded], "batches": batches}
     said = await _run([str(python), str(SCORER), str(model), dtype, device], asked)
     scored = iter([Scored(**one) for one in said["turns"]])
     tokens = sum(batch["tokens"] * len(batch["prompts"]) for batch in batches)
@@ -60,12 +60,13 @@ async def score(
     )
 
 
-def _turn(turn: Turn, job: Job, played: Played) -> dict[str, Any]:
+def _turn(turn: Turn) -> dict[str, Any]:
+    said = turn.sampling.model_dump() if turn.sampling is not None else {}
     return {
         "prompt": list(turn.prompt_ids),
         "completion": list(turn.completion_ids),
         # An engine reports a greedy token's logprob at temperature 1.
-        "temperature": job.temperature_of(played.mode) or 1.0,
+        "sampling": {**said, "temperature": said.get("temperature") or 1.0},
     }
 
 

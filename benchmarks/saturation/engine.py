@@ -238,7 +238,7 @@ class Wire(httpx.AsyncBaseTransport):
             await self._engine.complete(session, prompt, length * GRAIN)
         choice = {
             "token_ids": [1] * length,
-            "logprobs": {"content": [{"token_id": 1, "logprob": -1.0}] * length},
+            "logprobs": {"content": [{"token_id": 1, "logprob": 0.0}] * length},
             "finish_reason": "length",
             "weight_versions": [{"version": "1", "start": 0, "end": length}],
         }

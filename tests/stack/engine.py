@@ -9,12 +9,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from perdure.gateway.rendering.tokenizers import ASSISTANT_HEADER, load_tokenizer
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.scripted_engine import Call, ScriptedEngine
 from tests import loop_agent
 
 TURNS = 6
-ASSISTANT = tuple(load_tokenizer("qwen3").encode(ASSISTANT_HEADER)[:2])
+ASSISTANT = tuple(load_tokenizer("qwen3").encode("<|im_start|>assistant\n")[:2])
 """Begins each turn of the policy in a prompt."""
 FIX = "sed -i 's/return a - b/return a + b/' calc.py"
 IDLE = "echo left as it is"

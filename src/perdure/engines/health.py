@@ -5,10 +5,17 @@ and the step counter do. The gateway's pool records the finding and acts on it.
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from perdure.engines.clients.vllm_control import EngineControl, EngineRefused, EngineSilent, Vitals
+from perdure.engines.clients.vllm_control import (
+    PROBE_PROMPT,
+    EngineControl,
+    EngineRefused,
+    EngineSilent,
+    Vitals,
+)
 from perdure.engines.roster import Roster
 from perdure.engines.state import ANY_START, EngineRecord, EngineState, is_fenced
 from perdure.errors import ControlPlaneError
@@ -17,6 +24,17 @@ SUSPECT_PROBE_S = 10.0
 """Seconds that a suspect or dead engine has to sample one token."""
 HELD_S = 3600.0
 """Seconds after which an update that still holds an engine counts as dead; the engine is condemned."""
+
+
+JOINING = frozenset({EngineState.STARTING, EngineState.DEAD})
+"""States from which an engine is a new process, perhaps with other flags."""
+CERTAIN: Mapping[str, float] = {"temperature": 0.05, "top_p": 1e-6}
+"""Sampling that leaves one token: its logprob is 0 after top_p (vLLM), and near 0 or at least far from the
+model's own after temperature (SGLang)."""
+CANARY_PROMPTS = (PROBE_PROMPT, (5, 8, 13, 21), (7, 7, 2))
+SURE, EQUAL = -0.01, 0.1
+"""A logprob above the first proves that sampling was applied, unless the model is as sure of itself after
+each prompt; two logprobs nearer than the second are one, apart from rounding."""
 
 
 class Finding(NamedTuple):
@@ -130,6 +148,8 @@ class HealthCheck:
         if record.state is EngineState.STARTING:
             timeout_s = self._hang_s
         await self._control.round_trip(served, timeout_s=timeout_s)
+        if record.state in JOINING:
+            await check_logprobs(self._control, served, timeout_s)
         self.refused, self.vitals = "", vitals
         self._moved_at = time.monotonic()
         return Finding(EngineState.READY, "", start_id, await self._version())
@@ -151,6 +171,24 @@ class HealthCheck:
             return await self._control.version()
         except ControlPlaneError:
             return None
+
+
+async def check_logprobs(control: EngineControl, model: str, timeout_s: float) -> None:
+    """Prove that the engine reports logprobs of the distribution that it samples from, as episodes say.
+
+    Raises: EngineRefused naming the flag to set, if they are the model's own; ControlPlaneError.
+    """
+    for prompt in CANARY_PROMPTS:
+        certain = await control.score(model, prompt, sampling=CERTAIN, timeout_s=timeout_s)
+        if certain.logprob > SURE:
+            continue
+        greedy = await control.score(model, prompt, timeout_s=timeout_s)
+        same = greedy.token_id == certain.token_id
+        if same and abs(greedy.logprob - certain.logprob) <= EQUAL:
+            raise EngineRefused(
+                f"engine {control.url} reports logprobs before temperature and top_p "
+                f"({certain.logprob:.3f} for a token that was certain): {control.processed_by}"
+            )
 
 
 def _unchanged(record: EngineRecord, error: Exception) -> Finding | None:

@@ -37,7 +37,7 @@ from perdure.gateway.journal.turn_record import (
 )
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.pace import DEFAULT_CEILINGS, Ceilings, Pace
-from perdure.gateway.rendering.tokenizers import Format
+from perdure.gateway.rendering.formats import Format
 from perdure.gateway.session_state import Awake, CallKey, Session
 from perdure.gateway.turns.canonical import ToolDigests
 from perdure.gateway.turns.chains import Location, Node

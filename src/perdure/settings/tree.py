@@ -111,6 +111,8 @@ class EngineSettings(Group):
     """Model name sent to the server. Empty = `OPENAI_MODEL` or `ANTHROPIC_MODEL`, else the rollout's own `model`."""
     tokenizer: str = Field("qwen3", min_length=1)
     """Tokenizer of the served model: `qwen3`, or a folder that holds tokenizer.json."""
+    notation: str = Field("auto", min_length=1)
+    """How the model writes tool calls, by vLLM's name for its parser; `text`: it makes none. `auto` = as its chat template writes them."""
     api_key_env: str = ""
     """Name of the variable that holds the server's key. Empty = `OPENAI_API_KEY` or `ANTHROPIC_API_KEY`."""
     hang_s: float = Field(120.0, gt=0)

@@ -27,10 +27,11 @@ def check(settings: Settings, engine: str, tell: Callable[[str], None]) -> None:
 
     asked = {} if engine.startswith("scripted:") or not engine else {"url": engine}
     check_engine_settings(settings.changed(engine=asked))
-    if folder_of(settings.engine.tokenizer) is not None:
-        from perdure.gateway.rendering.tokenizers import load_format
+    folder = folder_of(settings.engine.tokenizer)
+    if folder is not None or settings.engine.notation != "auto":
+        from perdure.gateway.rendering.formats import load_format
 
-        load_format(settings.engine.tokenizer)
+        load_format(settings.engine.tokenizer, settings.engine.notation)
     ports.check_host(settings.gateway.host)
     try:
         asyncio.run(check_store(settings))

@@ -57,6 +57,10 @@ BROKEN_WEIGHTS = -1
 """Weights after a failed update: empty tensors, as in vLLM."""
 
 
+CERTAIN_TOP_P = 1e-3
+"""A top_p below it leaves one token, whose processed logprob is 0."""
+
+
 def logprob(token_id: int, position: int, weights: int = 0) -> float:
     """The made-up logprob of a token at a position of its completion: exact, and never 0.
 
@@ -223,6 +227,8 @@ class ScriptedEngine:
         self.chunk_delay_s = chunk_delay_s
         self.generation = generation
         self.weights = 0
+        self.raw_logprobs = False
+        """As vLLM without `--logprobs-mode processed_logprobs`: sampling does not change them."""
         self.cache = PrefixCache(cache)
         self._cache_model = cache
         self._prefilling = asyncio.Lock()
@@ -417,15 +423,21 @@ class ScriptedEngine:
         token_ids: list[int],
         begun: int,
     ) -> Call:
+        sampling = body.get("sampling_params") or {}
+        certain = not self.raw_logprobs and sampling.get("top_p", 1.0) < CERTAIN_TOP_P
         call = Call(
             session_id=request.headers.get("x-session-id", ""),
             request_id=request.headers.get("x-request-id") or body.get("request_id") or "",
             prompt_ids=array("i", prompt_ids),
             completion_ids=array("i", token_ids),
             logprobs=array(
-                "d", (logprob(t, i, self.weights) for i, t in enumerate(token_ids, begun))
+                "d",
+                (
+                    0.0 if certain else logprob(t, i, self.weights)
+                    for i, t in enumerate(token_ids, begun)
+                ),
             ),
-            sampling=body.get("sampling_params") or {},
+            sampling=sampling,
         )
         if _is_probe(request):
             return call

@@ -221,3 +221,34 @@ async def test_an_unknown_version_is_not_shown_as_zero(client: httpx.AsyncClient
     pool.fleet.engines["10.0.0.7:8000"] = pooled
 
     assert b'perdure_engine_policy_version{engine="10.0.0.7:8000"} -1.0' in pool_metrics(pool)
+
+
+# --- logprobs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [EngineState.STARTING, EngineState.DEAD])
+async def test_an_engine_with_raw_logprobs_does_not_join(
+    engine: ScriptedEngine, client: httpx.AsyncClient, state: EngineState
+) -> None:
+    """Its logprobs are not those of the distribution that it samples from; the reason names the flag."""
+    engine.raw_logprobs = True
+    watch = HealthCheck(EngineControl(engine.url, client), hang_s=5.0)
+
+    finding = await watch.look(record(engine.url, state), Load())
+
+    assert finding is not None
+    assert finding.state is state
+    assert "--logprobs-mode processed_logprobs" in watch.refused
+
+
+async def test_a_serving_engine_is_not_asked_again(
+    engine: ScriptedEngine, client: httpx.AsyncClient
+) -> None:
+    """The flag cannot change within one start, so a suspect engine returns with its first token."""
+    engine.raw_logprobs = True
+    watch = HealthCheck(EngineControl(engine.url, client), hang_s=5.0)
+
+    finding = await watch.look(record(engine.url, EngineState.SUSPECT), Load())
+
+    assert finding is not None
+    assert finding.state is EngineState.READY

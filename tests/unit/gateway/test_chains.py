@@ -26,7 +26,9 @@ from perdure.gateway.journal.partial_stores import LocalPartialStore
 from perdure.gateway.journal.partials import Partials
 from perdure.gateway.journal.turn_record import turn_records, turns_of
 from perdure.gateway.metrics import Metrics
-from perdure.gateway.rendering.tokenizers import Format, load_format
+from perdure.gateway.rendering.formats import Format, load_format
+from perdure.gateway.rendering.qwen3 import PackagedQwen3
+from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.gateway.sessions import Sessions
 from perdure.gateway.turns.answers import PLACEHOLDER
 from perdure.gateway.turns.bridge import bridge
@@ -307,7 +309,9 @@ async def test_a_late_system_note_becomes_a_user_message_if_the_format_refuses_i
     start: Start,
 ) -> None:
     """After a compaction the note is in the middle of a root, where Qwen3.5 allows no system message."""
-    qwen35 = Qwen35Renderer(FORMAT.tokenizer, Qwen35RendererConfig(thinking_retention="all"))
+    qwen35: Any = PackagedQwen3(load_tokenizer("qwen3"))  # type: ignore[arg-type]  # the packaged one
+    config = Qwen35RendererConfig(thinking_retention="all")
+    qwen35._renderer = Qwen35Renderer(FORMAT.tokenizer, config)
     process = start(Speaker(), Format(FORMAT.tokenizer, qwen35))
     await process.sessions.open(_spec())
     note = {"role": "system", "content": "Mind the tests."}

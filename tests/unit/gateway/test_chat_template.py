@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from renderers.base import ToolCallParseStatus
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 from tokenizers.models import BPE
@@ -12,8 +11,7 @@ from tokenizers.trainers import BpeTrainer
 
 from perdure.errors import ConfigurationError
 from perdure.gateway.rendering.chat_template import ChatTemplate
-from perdure.gateway.rendering.template_calls import split_calls
-from perdure.gateway.rendering.tokenizers import Format, load_format
+from perdure.gateway.rendering.formats import Format, load_format
 
 CONTROL = ["<bos>", "<turn>", "<end>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
 PLAIN = """\
@@ -27,15 +25,17 @@ PLAIN = """\
 {% if add_generation_prompt %}<turn>assistant
 {% endif %}"""
 STRICT = "{% if messages[1:] | selectattr('role', 'equalto', 'system') | list %}{{ raise_exception('system comes first') }}{% endif %}"  # fmt: skip
+CALLS = PLAIN[PLAIN.index("{% for call in") : PLAIN.index("<end>")]
 HOISTS = """\
+{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {% for message in messages if message.role == 'system' %}{{ message.content }}
 {% endfor %}
 {% for message in messages if message.role != 'system' %}
 <turn>{{ message.role }}
-{{ message.content }}<end>
+{{ message.content }}CALLS<end>
 {% endfor %}
 {% if add_generation_prompt %}<turn>assistant
-{% endif %}"""
+{% endif %}""".replace("CALLS", CALLS)
 COUNTS = PLAIN.replace("<turn>{{", "<turn>{{ messages[0].content }}{{")
 LS = {"type": "function", "function": {"name": "ls", "parameters": {"properties": {"n": {"type": "string"}}}}}  # fmt: skip
 
@@ -177,55 +177,12 @@ def test_reasoning_opened_by_the_template_is_known_to_be_open(tmp_path: Path) ->
     assert (read.reasoning_content, read.reasoning_complete, read.content) == ("so I", False, "")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('<tool_call>{"name": "ls", "arguments": {"n": 1}}</tool_call>', ("ls", {"n": 1})),
-        ("<tool_call>\n<function=ls>\n<parameter=n>\n01\n</parameter>\n</function>\n</tool_call>", ("ls", {"n": "01"})),
-        ('[TOOL_CALLS][{"name": "ls", "arguments": {"n": 1}}]', ("ls", {"n": 1})),
-        ('[TOOL_CALLS]ls[ARGS]{"n": 1}', ("ls", {"n": 1})),
-        ('<|python_tag|>{"name": "ls", "parameters": {"n": 1}}', ("ls", {"n": 1})),
-    ],
-)  # fmt: skip
-def test_the_notations_of_open_models_are_read(
-    text: str, expected: tuple[str, dict[str, object]]
-) -> None:
-    """Each family's way to write a tool call gives the same call."""
-    content, calls = split_calls(text, [LS])
-
-    assert content == ""
-    assert [(call.name, call.arguments) for call in calls] == [expected]
-
-
-@pytest.mark.parametrize(
-    ("text", "status"),
-    [
-        ("<tool_call>{broken</tool_call>", ToolCallParseStatus.INVALID_JSON),
-        ('<tool_call>{"name": "ls"', ToolCallParseStatus.UNCLOSED_BLOCK),
-        ('<tool_call>{"arguments": {}}</tool_call>', ToolCallParseStatus.MISSING_NAME),
-        ("[TOOL_CALLS]{}", ToolCallParseStatus.MALFORMED_STRUCTURE),
-    ],
-)
-def test_a_broken_call_stays_visible_with_its_reason(
-    text: str, status: ToolCallParseStatus
-) -> None:
-    """What does not parse is an attempt, never a guess."""
-    _, calls = split_calls(text, None)
-
-    assert [call.status for call in calls] == [status]
-
-
-def test_json_that_is_no_offered_tool_is_text() -> None:
-    """An answer in JSON is not a call only because it has a name."""
-    assert split_calls('{"name": "other"}', [LS]) == ('{"name": "other"}', [])
-
-
 def test_a_folder_without_template_is_refused_by_name(tmp_path: Path) -> None:
     """The error names the setting and what to do."""
     folder = _folder(tmp_path, None)
 
     with pytest.raises(
-        ConfigurationError, match=r"PERDURE_ENGINE__TOKENIZER=.*put its chat template there"
+        ConfigurationError, match=r"PERDURE_ENGINE__TOKENIZER=.*put the model's chat template there"
     ):
         load_format(str(folder))
 

@@ -23,7 +23,7 @@ from perdure.gateway.journal.partial_stores import LocalPartialStore
 from perdure.gateway.journal.partials import Partials
 from perdure.gateway.journal.turn_record import turn_records, turns_of
 from perdure.gateway.metrics import Metrics
-from perdure.gateway.rendering.tokenizers import load_format
+from perdure.gateway.rendering.formats import load_format
 from perdure.gateway.sessions import Sessions
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import logprob

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,7 +13,8 @@ from perdure.dialects.base import ModelRequest, Refused
 from perdure.engines.pool.call import GenerateCall
 from perdure.engines.pool.salvage import Salvage
 from perdure.episodes.turns_parquet import decode
-from perdure.gateway.rendering.tokenizers import Format, load_format
+from perdure.gateway.rendering.formats import Format, load_format
+from perdure.gateway.rendering.notations.detect import NOTATIONS
 from perdure.gateway.turns.constraints import constraints
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -333,4 +335,15 @@ def test_a_logit_bias_is_refused_where_the_rollout_decides() -> None:
 def test_a_call_is_not_forced_in_a_notation_without_a_grammar() -> None:
     """A model that writes calls another way is refused, not answered with something else."""
     with pytest.raises(Refused, match="'tool_choice' cannot be forced"):
-        _asked(QWEN3._replace(renderer=object()), tools=TOOLS, tool_choice="required")
+        _asked(_writing("glm45"), tools=TOOLS, tool_choice="required")
+
+
+def test_a_model_without_calls_gets_no_tools() -> None:
+    """Tools that the template would not show are refused with the setting, not lost."""
+    with pytest.raises(Refused, match="'tools' cannot be used: PERDURE_ENGINE__NOTATION"):
+        _asked(_writing("text"), tools=TOOLS)
+
+
+def _writing(notation: str) -> Format:
+    renderer: Any = SimpleNamespace(notation=NOTATIONS[notation])
+    return QWEN3._replace(renderer=renderer)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perdure.engines.clients.vllm_control import (
+    GREEDY,
     PROBE_S,
     PROBE_SESSION,
     EngineControl,
@@ -26,6 +27,7 @@ PAUSES = {"abort": "abort", "keep": "retract", "wait": "retract"}
 class SglangControl(EngineControl):
     """The control plane of one SGLang server, started with --enable-metrics."""
 
+    processed_by = "start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
     _path = ""
 
     async def vitals(self) -> Vitals:
@@ -42,11 +44,12 @@ class SglangControl(EngineControl):
         prompt_ids: Sequence[int],
         *,
         prompt_logprobs: bool = False,
+        sampling: Mapping[str, float] = GREEDY,
         timeout_s: float = PROBE_S,
     ) -> Scored:
         body = {
             "input_ids": list(prompt_ids),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "sampling_params": {"max_new_tokens": 1, **sampling},
             "return_logprob": True,
             **({"logprob_start_len": 0} if prompt_logprobs else {}),
         }

@@ -22,6 +22,7 @@ PROBE_S = 30.0
 """Seconds for a probe's answer. Loaded engines are slow, so one slow answer alone proves nothing."""
 REFUSALS = {400, 401, 403, 404, 405, 422}
 PROBE_PROMPT = (1, 2, 3)
+GREEDY: Mapping[str, float] = {"temperature": 0.0}
 PROBE_SESSION = "perdure-probe"
 LOCAL_ERRNOS = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM),
@@ -71,7 +72,7 @@ class Vitals:
 
 @dataclass(frozen=True)
 class Scored:
-    """One greedy token after a prompt, and its logprob.
+    """One token after a prompt, and its logprob.
 
     `prompt_logprobs`: those of the prompt's own tokens from the second on, [P - 1], if requested.
     """
@@ -83,6 +84,9 @@ class Scored:
 
 class EngineControl:
     """The control plane of one engine."""
+
+    processed_by = "start vLLM with --logprobs-mode processed_logprobs"
+    """What makes it report logprobs of the distribution that it sampled from."""
 
     def __init__(
         self,
@@ -121,15 +125,16 @@ class EngineControl:
         prompt_ids: Sequence[int],
         *,
         prompt_logprobs: bool = False,
+        sampling: Mapping[str, float] = GREEDY,
         timeout_s: float = PROBE_S,
     ) -> Scored:
-        """The greedy next token and its logprob; on request, the logprobs of the prompt's own tokens.
+        """The next token and its logprob; on request, the logprobs of the prompt's own tokens.
 
         Raises: ControlPlaneError.
         """
-        sampling: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1}
+        sampling = {"max_tokens": 1, "logprobs": 1, **sampling}
         if prompt_logprobs:
-            sampling["prompt_logprobs"] = 0
+            sampling = {**sampling, "prompt_logprobs": 0}
         body = {
             "model": model,
             "request_id": f"{PROBE_SESSION}-{secrets.token_hex(4)}",  # engines run a repeated id again

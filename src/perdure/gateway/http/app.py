@@ -40,7 +40,7 @@ from perdure.gateway.journal.base import Journal
 from perdure.gateway.journal.configured import open_partials
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.pace import Ceilings
-from perdure.gateway.rendering.tokenizers import load_format
+from perdure.gateway.rendering.formats import load_format
 from perdure.gateway.sessions import Sessions
 from perdure.home import Secrets
 from perdure.settings.tree import Settings
@@ -101,7 +101,7 @@ def create_app(
     Raises: ConfigurationError naming a wrong engine or tokenizer setting.
     """
     check_engine_settings(settings)
-    model_format = load_format(settings.engine.tokenizer)
+    model_format = load_format(settings.engine.tokenizer, settings.engine.notation)
     metrics = Metrics()
 
     @contextlib.asynccontextmanager

@@ -1,87 +1,57 @@
-"""The message format of a model that `renderers` has no class for, from the model's own chat template.
+"""Any model's message format, from its own chat template and the notation of its family.
 
-Owns messages -> ids by the Jinja template, and sampled text -> message. Later turns are bridged from
-the recorded ids: only what follows the last answer is rendered. If the boundary of that part in the
-template's output is not certain, the prompt is rendered in full.
+Owns messages -> ids by the Jinja template, and sampled ids -> message by the notation. Later turns are
+bridged from the recorded ids: only what follows the last answer is rendered. If the boundary of that part
+in the template's output is not certain, the prompt is rendered in full.
 """
 
 import contextlib
 import json
-import re
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from renderers.base import ParsedResponse, RenderedTokens
 
 from perdure.gateway.rendering import late_system
-from perdure.gateway.rendering.template_calls import split_calls
+from perdure.gateway.rendering.jinja_template import JinjaTemplate, TemplateError
+from perdure.gateway.rendering.notations.base import Notation
+from perdure.gateway.rendering.notations.detect import Found, detect
 from perdure.gateway.rendering.tokenizers import Tokenizer, published, token_text
+from perdure.gateway.rendering.typed_text import marked, unmarked
 
 Message = dict[str, Any]
-PRIVATE_USE = range(0xE000, 0xF8FF)
-"""One of these characters, which the messages do not contain, marks control tokens that are text."""
-THINK, THOUGHT = "<think>", "</think>"
-
-
-class TemplateError(ValueError):
-    """The template refuses these messages; the message is the template's own."""
 
 
 class ChatTemplate:
-    """A `renderers.Renderer` over any chat template.
+    """A `MessageFormat` over any chat template.
 
     Example:
-        chat = ChatTemplate(tokenizer, template_text, stop_tokens=("<|eot_id|>",))
+        chat = ChatTemplate(tokenizer, JinjaTemplate(text), Found(Hermes(), False), ["<|im_end|>"])
         chat.render_ids([{"role": "user", "content": "hi"}], add_generation_prompt=True)
     """
 
-    is_prefix_stable = False
+    looks_back = 64
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        template: str,
-        *,
-        control_tokens: Sequence[str],
+        template: JinjaTemplate,
+        found: Found,
         stop_tokens: Sequence[str],
-        variables: dict[str, Any] | None = None,
     ) -> None:
-        """`control_tokens`: every text that is one id; `stop_tokens`: those that end an answer;
-        `variables`: what else the template reads (bos_token, ...).
-
-        Raises: TemplateError when `template` is not valid Jinja.
-        """
+        """`stop_tokens`: those that end an answer."""
         self._tokenizer = tokenizer
-        self._variables = variables or {}
+        self._template = template
         self._stops = tuple(stop_tokens)
-        longest_first = sorted(control_tokens, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        try:
-            self._template = _environment().from_string(template)
-        except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"line {error.lineno}: {error.message}") from error
+        self._arguments_as_text = found.arguments_as_text
+        self.notation: Notation = found.notation
 
-    # --- what renderers.Renderer asks ----------------------------------------------------------
+    # --- what MessageFormat asks ---------------------------------------------------------------
 
     def get_stop_token_ids(self) -> list[int]:
-        ids = (self._tokenizer.convert_tokens_to_ids(token) for token in self._stops)
-        return [token_id for token_id in ids if token_id is not None]
-
-    def render(
-        self,
-        messages: list[Any],
-        *,
-        tools: list[Any] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> RenderedTokens:
-        ids = self.render_ids(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        return RenderedTokens(token_ids=ids, message_indices=[-1] * len(ids))
+        return [self._tokenizer.convert_tokens_to_ids(token) for token in self._stops]
 
     def render_ids(
         self,
@@ -91,8 +61,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> list[int]:
         """Ids of the whole conversation. Raises: TemplateError."""
-        mark = _unused(messages, tools)
-        return self._ids(self._text(messages, tools, add_generation_prompt, mark), mark)
+        return self._tokenizer.encode(self._text(messages, tools, add_generation_prompt))
 
     def bridge_to_next_turn(
         self,
@@ -107,19 +76,13 @@ class ChatTemplate:
             return None
         if any(message["role"] == "assistant" for message in new_messages):
             return None
-        stops = self.get_stop_token_ids()
-        closed = bool(previous_completion_ids) and previous_completion_ids[-1] in stops
-        if closed and previous_completion_ids.count(previous_completion_ids[-1]) > 1:
-            return None  # it sampled past an end of turn, which no template describes
-        mark = _unused(new_messages, tools)
-        added = self._after_answer(new_messages, tools, mark)
+        added = self._after_answer(new_messages, tools)
         if added is None:
             return None
-        close, rest = added
-        if closed and previous_completion_ids[-1] != self._tokenizer.convert_tokens_to_ids(close):
+        rest = self._joined(previous_prompt_ids, previous_completion_ids, *added)
+        if rest is None:
             return None
-        ids = [*previous_prompt_ids, *previous_completion_ids]
-        ids += self._ids(rest if closed else close + rest, mark)
+        ids = [*previous_prompt_ids, *previous_completion_ids, *self._tokenizer.encode(rest)]
         return RenderedTokens(token_ids=ids, message_indices=[-1] * len(ids))
 
     def parse_response(
@@ -129,72 +92,82 @@ class ChatTemplate:
         tools: list[Any] | None = None,
         prompt_ids: list[int] | None = None,
     ) -> ParsedResponse:
-        text = self._tokenizer.decode(self._open_part(token_ids))
-        reasoning, complete, rest = _split_reasoning(text, self._opened_thinking(prompt_ids or []))
-        content, calls = split_calls(rest, tools)
-        return ParsedResponse(
-            content=content.strip("\n"),
-            reasoning_content=reasoning,
-            tool_calls=calls,
-            reasoning_complete=complete,
-        )
+        stops = set(self.get_stop_token_ids())
+        end = next((i for i, token_id in enumerate(token_ids) if token_id in stops), None)
+        text = self._tokenizer.decode_marked(token_ids[:end])
+        read = self.notation.read(text, tools, opened=self._opened(prompt_ids or []))
+        for call in read.tool_calls:
+            call.raw, call.name = unmarked(call.raw), unmarked(call.name)
+            call.arguments = unmarked(call.arguments)
+        read.content = unmarked(read.content)
+        read.reasoning_content = unmarked(read.reasoning_content)
+        return read
 
-    # --- helpers -------------------------------------------------------------------------------
+    # --- rendering -----------------------------------------------------------------------------
 
     def _text(
-        self,
-        messages: Sequence[Message],
-        tools: list[Any] | None,
-        add_generation_prompt: bool,
-        mark: str,
+        self, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool
     ) -> str:
-        """The rendered text; `mark` is inside every control token that a message contains as text."""
-        given = [self._escaped(_for_template(message), mark) for message in messages]
+        """The rendered text, with marks in what a message only spells."""
+        given = [marked(message, self._tokenizer.control) for message in self._prepared(messages)]
+        offered = marked(tools, self._tokenizer.control) if tools else None
         return late_system.rendered(
-            given, lambda told: self._render(told, tools, add_generation_prompt, mark)
+            given,
+            lambda told: self._template.render(
+                messages=told, tools=offered, add_generation_prompt=add_generation_prompt
+            ),
         )
 
-    def _render(
-        self, given: list[Message], tools: list[Any] | None, generate: bool, mark: str
-    ) -> str:
-        try:
-            return self._template.render(
-                messages=given,
-                tools=self._escaped(tools, mark) if tools else None,
-                add_generation_prompt=generate,
-                **self._variables,
-            )
-        except jinja2.TemplateError as error:
-            raise TemplateError(str(error)) from error
+    def _prepared(self, messages: Sequence[Message]) -> Iterator[Message]:
+        """The messages as the template expects them: arguments in its form, ids in the family's, and a
+        tool result with the name of its function."""
+        known: dict[str, tuple[str, str]] = {}
+        for message in messages:
+            if message["role"] == "tool":
+                yield _under(message, known)
+                continue
+            if not message.get("tool_calls"):
+                yield message
+                continue
+            calls = []
+            for call in message["tool_calls"]:
+                name, minted = call["function"]["name"], call.get("id") or ""
+                own = self.notation.call_id(minted, name, len(known))
+                known[minted] = (own, name)
+                calls.append({**call, "id": own, "function": self._function(call["function"])})
+            yield self.notation.history({**message, "tool_calls": calls})
 
-    def _escaped(self, value: Any, mark: str) -> Any:
-        """`value` with `mark` after the first character of each text that spells a control token."""
-        if isinstance(value, str):
-            return self._control.sub(lambda found: found[0][0] + mark + found[0][1:], value)
-        if isinstance(value, list):
-            return [self._escaped(item, mark) for item in value]
-        if isinstance(value, dict):
-            return {
-                self._escaped(key, mark): self._escaped(item, mark) for key, item in value.items()
-            }
-        return value
+    def _function(self, function: dict[str, Any]) -> dict[str, Any]:
+        arguments = function["arguments"]
+        if self._arguments_as_text:
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            return {**function, "arguments": text}
+        # arguments that are not JSON, or already an object, are passed on unchanged
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            return {**function, "arguments": json.loads(arguments)}
+        return function
 
-    def _ids(self, text: str, mark: str) -> list[int]:
-        """Ids of a rendered text: the template's control tokens as single ids, the rest as plain text."""
-        ids: list[int] = []
-        end = 0
-        for found in self._control.finditer(text):
-            ids += self._plain(text[end : found.start()], mark)
-            ids.append(self._tokenizer.convert_tokens_to_ids(found[0]))
-            end = found.end()
-        return ids + self._plain(text[end:], mark)
+    # --- bridging ------------------------------------------------------------------------------
 
-    def _plain(self, text: str, mark: str) -> list[int]:
-        return self._tokenizer.encode_plain(text.replace(mark, "")) if text else []
+    def _joined(
+        self, prompt: list[int], completion: list[int], close: str, rest: str
+    ) -> str | None:
+        """What follows the recorded answer, where the template writes `close` behind one. None: its end
+        contradicts that."""
+        stops = self.get_stop_token_ids()
+        last = completion[-1] if completion else None
+        if last not in stops:
+            read = self.parse_response(completion, prompt_ids=prompt)
+            lacks = self.notation.closing(reasoning_open=read.reasoning_complete is False)
+            return lacks + close + rest
+        if completion.count(last) > 1:
+            return None  # it sampled past an end of turn, which no template describes
+        ended_by = self._stops[stops.index(last)]
+        if ended_by == close or close not in self.notation.openers:
+            return rest
+        return None if ended_by in self.notation.openers else close + rest
 
-    def _after_answer(
-        self, new: list[Message], tools: list[Any] | None, mark: str
-    ) -> tuple[str, str] | None:
+    def _after_answer(self, new: list[Message], tools: list[Any] | None) -> tuple[str, str] | None:
         """The token that closes an answer, and the text from there to the next generation.
 
         It is rendered after two different made-up conversations. If the results differ, they depend on
@@ -202,134 +175,93 @@ class ChatTemplate:
         message, that message is rendered as a user message.
         """
         for told in (new, [late_system.as_user(message) for message in new]):
-            seen = {self._after_made_up(told, tools, mark, said) for said in ("Go on.", "And now?")}
+            seen = {self._after_made_up(told, tools, said) for said in ("Go on.", "And now?")}
             found = seen.pop() if len(seen) == 1 else None
-            if found is not None and self._says_all(found[1], told, mark):
+            if found is not None and self._says_all(found[1], told):
                 return found
         return None
 
-    def _says_all(self, text: str, messages: list[Message], mark: str) -> bool:
-        """Whether `text` contains every message, in order."""
+    def _says_all(self, text: str, messages: list[Message]) -> bool:
+        """Whether `text` contains every message, in order, as it is or as JSON."""
         position = 0
         for message in messages:
-            content = self._escaped(message["content"], mark).strip()
-            position = text.find(content, position)
-            if position < 0:
+            content = marked(message["content"], self._tokenizer.control).strip()
+            quoted = json.dumps(content, ensure_ascii=False)[1:-1]
+            ends = [
+                at + len(one) for one in (content, quoted) if (at := text.find(one, position)) >= 0
+            ]
+            if not ends:
                 return False
-            position += len(content)
+            position = min(ends)
         return True
 
     def _after_made_up(
-        self, new: list[Message], tools: list[Any] | None, mark: str, said: str
+        self, new: list[Message], tools: list[Any] | None, said: str
     ) -> tuple[str, str] | None:
-        answer = f"answer-{uuid4().hex}"
-        made_up = [{"role": "user", "content": said}, _answer_before(new, answer)]
-        try:
-            text = self._text([*made_up, *new], tools, True, mark)
-        except TemplateError:
-            return None
-        _, found, tail = text.partition(answer)
-        stops = [(at, token) for token in self._stops if (at := tail.find(token)) >= 0]
-        if not found or not stops:
-            return None
-        position, token = min(stops)
-        return token, tail[position + len(token) :]
+        sentinel = f"answer-{uuid4().hex}"
+        for answer in _answers_before(new, sentinel):
+            try:
+                text = self._text([{"role": "user", "content": said}, answer, *new], tools, True)
+            except TemplateError:
+                continue
+            _, found, tail = text.rpartition(sentinel)
+            ends = (*self._stops, *self.notation.ends)
+            closes = [(at, token) for token in ends if (at := tail.find(token)) >= 0]
+            if found and closes:
+                position, token = min(closes)
+                return token, tail[position + len(token) :]
+        return None
 
-    def _open_part(self, token_ids: list[int]) -> list[int]:
-        """The ids before the stop token."""
-        stops = set(self.get_stop_token_ids())
-        end = next((i for i, token_id in enumerate(token_ids) if token_id in stops), None)
-        return list(token_ids[:end])
-
-    def _opened_thinking(self, prompt_ids: list[int]) -> bool:
+    def _opened(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the template opened the reasoning, so that the answer only closes it."""
-        tail = self._tokenizer.decode(prompt_ids[-8:]).rstrip()
-        return tail.endswith(THINK)
+        tail = self._tokenizer.decode(prompt_ids[-self.looks_back :])
+        return self.notation.opens_reasoning(tail)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The Jinja environment that chat templates expect (transformers' documentation, "Chat templates")."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+def _under(result: Message, known: dict[str, tuple[str, str]]) -> Message:
+    """A tool result under the id and the name of the call that it answers."""
+    call_id, name = known.get(
+        result.get("tool_call_id") or "", (result.get("tool_call_id"), result.get("name"))
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+    given = {"tool_call_id": call_id, "name": name}
+    return {**result, **{key: value for key, value in given.items() if value}}
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(message: str) -> str:
-    raise jinja2.TemplateError(message)
-
-
-def _unused(*values: Any) -> str:
-    """A character that occurs in none of the values."""
-    text = json.dumps(values, ensure_ascii=False)
-    return next(chr(code) for code in PRIVATE_USE if chr(code) not in text)
-
-
-def _for_template(message: Message) -> Message:
-    """The message as templates expect it: tool arguments are objects."""
-    given = dict(message)
-    if message.get("tool_calls"):
-        given["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-    return given
-
-
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    # arguments that are not JSON, or already an object, are passed on unchanged
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        function["arguments"] = json.loads(function["arguments"])
-    return {**call, "function": function}
-
-
-def _answer_before(new: Sequence[Message], text: str) -> Message:
-    """An answer that these messages may follow: it makes the calls that tool results answer."""
-    answer: Message = {"role": "assistant", "content": text}
+def _answers_before(new: Sequence[Message], sentinel: str) -> Iterator[Message]:
+    """Answers that these messages may follow. It makes the calls that tool results answer; a template
+    that takes one call at a time gets one."""
     results = [message for message in new if message["role"] == "tool"]
-    if results:
-        answer["tool_calls"] = [
-            {
-                "id": result.get("tool_call_id") or "call00000",
-                "type": "function",
-                "function": {"name": result.get("name") or "tool", "arguments": {}},
-            }
-            for result in results
-        ]
-    return answer
+    if not results:
+        yield {"role": "assistant", "content": sentinel}
+        return
+    calls = [_call_before(result, sentinel) for result in results]
+    yield {"role": "assistant", "content": "", "tool_calls": calls}
+    if len(calls) > 1:
+        yield {"role": "assistant", "content": "", "tool_calls": calls[-1:]}
 
 
-def _split_reasoning(text: str, opened: bool) -> tuple[str | None, bool, str]:
-    """(reasoning, whether it was closed, the rest)."""
-    body = text.lstrip()
-    if body.startswith(THINK):
-        body = body.removeprefix(THINK)
-    elif not opened:
-        return None, True, text
-    reasoning, closed, rest = body.partition(THOUGHT)
-    return reasoning.strip("\n"), bool(closed), rest.lstrip("\n")
+def _call_before(result: Message, sentinel: str) -> dict[str, Any]:
+    function = {"name": result.get("name") or "tool", "arguments": {"value": sentinel}}
+    return {
+        "id": result.get("tool_call_id") or "call00000",
+        "type": "function",
+        "function": function,
+    }
 
 
-def load(tokenizer: Tokenizer, folder: Path) -> ChatTemplate:
-    """The template published beside a model's weights. Raises: TemplateError."""
+def load(tokenizer: Tokenizer, folder: Path, notation: str) -> ChatTemplate:
+    """The template published beside a model's weights. Raises: TemplateError, ConfigurationError."""
     config = published(folder, "tokenizer_config.json")
-    template = _template_text(folder, config.get("chat_template"))
-    if template is None:
+    text = _template_text(folder, config.get("chat_template"))
+    if text is None:
         raise TemplateError("its folder has no chat_template.jinja and no `chat_template`")
     named = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token")}
-    stops = dict.fromkeys((named["eos_token"], *_generation_stops(tokenizer, folder)))
-    return ChatTemplate(
-        tokenizer,
-        template,
-        control_tokens=tokenizer.control_tokens,
-        stop_tokens=[token for token in stops if token in tokenizer.control_tokens],
-        variables=named,
-    )
+    template = JinjaTemplate(text, named)
+    stops = [named["eos_token"], *_generation_stops(tokenizer, folder)]
+    found = detect(template, notation, stops)
+    known = dict.fromkeys((*stops, *found.notation.stops))
+    ends = [token for token in known if token in tokenizer.control_tokens]
+    return ChatTemplate(tokenizer, template, found, ends)
 
 
 def _template_text(folder: Path, given: Any) -> str | None:

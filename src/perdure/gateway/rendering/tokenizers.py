@@ -1,7 +1,7 @@
-"""Tokenizers without network, and the message format of the model they belong to.
+"""Tokenizers without network.
 
 Owns text <-> ids. Text never becomes a control token: a tool output that contains `<|im_end|>`
-stays text, or the agent could forge the end of a turn. Formats come from `renderers`.
+stays text, or the agent could forge the end of a turn. `typed_text` marks such text.
 """
 
 import base64
@@ -9,16 +9,12 @@ import functools
 import importlib.resources
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from renderers import create_renderer
-from renderers.base import MODEL_RENDERER_MAP, Renderer
-from renderers.configs import AutoRendererConfig
-
-from perdure.errors import ConfigurationError
 from perdure.gateway.rendering.tokenizer_setting import folder_of
+from perdure.gateway.rendering.typed_text import marked, spellings, unmarked
 
 QWEN3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -31,7 +27,6 @@ QWEN3_ADDED = """
 <|fim_pad|> <|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think>
 """
 QWEN3_FIRST_ADDED = 151_643
-ASSISTANT_HEADER = "<|im_start|>assistant\n"
 CACHED_TEXTS = 512
 CACHED_TEXT_CHARS = 32_768
 """Rollouts of one instance share their system prompt, tools and problem statement."""
@@ -42,7 +37,7 @@ class Tokenizer:
 
     Example:
         tokenizer = load_tokenizer("qwen3")
-        tokenizer.encode("<|im_end|>")                      # 6 ids of plain text, no control token
+        tokenizer.encode_plain("<|im_end|>")                # 6 ids of plain text, no control token
         tokenizer.decode([151645])                          # "<|im_end|>"
     """
 
@@ -53,7 +48,9 @@ class Tokenizer:
         self._added = added
         self._added_text = {token_id: text for text, token_id in added.items()}
         self.eos_token_id = added.get(eos_token)
-        self._cached = functools.lru_cache(CACHED_TEXTS)(self.encode_plain)
+        self.control = spellings(list(added))
+        """Finds the text of every control token."""
+        self._cached = functools.lru_cache(CACHED_TEXTS)(self._encode)
 
     @property
     def control_tokens(self) -> Sequence[str]:
@@ -69,23 +66,32 @@ class Tokenizer:
         """Text of ids that are all ordinary; broken UTF-8 becomes U+FFFD."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        """Ids of a text as a template hands it over.
-
-        Messages always arrive behind their role tag, so a text that *starts* with a control
-        sequence was written by the template, and only that sequence is read as control tokens.
-        """
-        if text == ASSISTANT_HEADER and "<|im_start|>" in self._added:
-            return [self._added["<|im_start|>"], *self.encode_plain("assistant\n")]
-        if text.startswith("<think>") and "<think>" in self._added and "</think>" in text:
-            reasoning, rest = text.removeprefix("<think>").split("</think>", 1)
-            think, end = self._added["<think>"], self._added["</think>"]
-            return [think, *self.encode_plain(reasoning), end, *self.encode_plain(rest)]
+        """Ids of a text that a template wrote: control tokens are single ids, except marked ones."""
         if len(text) <= CACHED_TEXT_CHARS:
             return list(self._cached(text))
-        return self.encode_plain(text)
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        end = 0
+        for found in self.control.finditer(text):
+            ids += self._unmarked(text[end : found.start()])
+            ids.append(self._added[found[0]])
+            end = found.end()
+        return ids + self._unmarked(text[end:])
+
+    def _unmarked(self, text: str) -> list[int]:
+        return self.encode_plain(unmarked(text)) if text else []
 
     def decode(self, token_ids: Iterable[int], **_: Any) -> str:
         """Text of any ids, control tokens included by name."""
+        return self._decode(token_ids, self.decode_plain)
+
+    def decode_marked(self, token_ids: Iterable[int]) -> str:
+        """The same, with a mark in what only spells a control token: `encode` gives it back as text."""
+        return self._decode(token_ids, lambda run: marked(self.decode_plain(run), self.control))
+
+    def _decode(self, token_ids: Iterable[int], plain: Callable[[list[int]], str]) -> str:
         parts: list[str] = []
         run: list[int] = []
         for token_id in token_ids:
@@ -94,11 +100,11 @@ class Tokenizer:
                 run.append(token_id)
                 continue
             if run:
-                parts.append(self.decode_plain(run))
+                parts.append(plain(run))
                 run = []
             parts.append(added)
         if run:
-            parts.append(self.decode_plain(run))
+            parts.append(plain(run))
         return "".join(parts)
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
@@ -159,7 +165,7 @@ class FolderTokenizer(Tokenizer):
         description = json.loads((folder / "tokenizer.json").read_text("utf-8"))
         added = {entry["content"]: entry["id"] for entry in description["added_tokens"]}
         eos = token_text(published(folder, "tokenizer_config.json").get("eos_token"))
-        super().__init__(_published_name(folder), added, eos or "<|im_end|>")
+        super().__init__(str(folder), added, eos or "<|im_end|>")
         # Without added tokens the library cannot read text as a control token.
         description.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(description))
@@ -204,40 +210,3 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     folder = folder_of(name)
     return Qwen3Tokenizer() if folder is None else FolderTokenizer(folder)
-
-
-class Format(NamedTuple):
-    """How one family of models reads and writes messages."""
-
-    tokenizer: Tokenizer
-    renderer: Renderer
-
-
-def load_format(name: str) -> Format:
-    """The tokenizer that PERDURE_ENGINE__TOKENIZER names and the message format of its model.
-
-    Reasoning stays in the history as it was sampled (`thinking_retention`): a trainer conditions
-    on the tokens the engine saw, so nothing may be removed between two turns.
-    A family that `renderers` does not know is read by its own chat template.
-    Raises: ConfigurationError when there is neither.
-    """
-    tokenizer = load_tokenizer(name)
-    if tokenizer.name_or_path in MODEL_RENDERER_MAP:
-        config = AutoRendererConfig(thinking_retention="all")
-        return Format(tokenizer, create_renderer(tokenizer, config))
-    from perdure.gateway.rendering import chat_template  # it imports this module
-
-    try:
-        return Format(tokenizer, chat_template.load(tokenizer, Path(name)))
-    except chat_template.TemplateError as error:
-        raise ConfigurationError(
-            f"no message format for PERDURE_ENGINE__TOKENIZER={name!r}: {error}; name the folder as its "
-            "model is published, e.g. .../Qwen3-8B, or put its chat template there"
-        ) from error
-
-
-def _published_name(folder: Path) -> str:
-    published: dict[str, str] = {
-        name.rsplit("/", 1)[-1].lower(): name for name in MODEL_RENDERER_MAP
-    }
-    return published.get(folder.resolve().name.lower(), str(folder))

@@ -15,7 +15,7 @@ from renderers.base import ParsedToolCall, ToolCallParseStatus
 
 from perdure.dialects.base import Answer, ModelRequest
 from perdure.engines.base import Completion
-from perdure.gateway.rendering.tokenizers import Format
+from perdure.gateway.rendering.formats import Format
 from perdure.gateway.turns.bridge import end_of
 from perdure.gateway.turns.constraints import forbids_calls
 from perdure.types import FinishReason
@@ -98,7 +98,7 @@ def _split(
 ) -> tuple[str, list[ParsedToolCall]]:
     parsed = [c for c in calls if c.status == ToolCallParseStatus.OK and isinstance(c.name, str)]
     good = parsed if allowed else []
-    bad = [f"<tool_call>\n{call.raw}\n</tool_call>" for call in calls if call not in good]
+    bad = [call.raw for call in calls if call not in good]
     return "\n".join([*([text] if text else []), *bad]), good
 
 

@@ -3,20 +3,16 @@
 `chains` finds the turn that a request continues; `maker` renders the whole history if no bridge holds.
 """
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from renderers.base import Renderer
+from renderers.base import ToolCallParseStatus
 
+from perdure.gateway.rendering.formats import MessageFormat
 from perdure.gateway.turns.canonical import Message
 from perdure.gateway.turns.chains import Node
-
-SHOWN_IDS = 64
-"""Ids at the end of a prompt that tell whether it opened the answer's reasoning."""
-LOOKS_BACK = frozenset({"Qwen3Renderer", "Qwen35Renderer", "Qwen36Renderer", "Qwen38Renderer"})
-"""Renderers that look no further back than the header of the newest answer. We read and tested
-their code."""
 
 
 class Miss(NamedTuple):
@@ -26,7 +22,7 @@ class Miss(NamedTuple):
 
 
 def bridge(
-    renderer: Renderer, node: Node, new: list[Message], tools: list[dict[str, Any]] | None
+    renderer: MessageFormat, node: Node, new: list[Message], tools: list[dict[str, Any]] | None
 ) -> "array[int] | Miss":
     """The next prompt: the recorded ids, then only the new messages rendered. Shape [P].
 
@@ -39,7 +35,8 @@ def bridge(
     sampled = len(completion)
     whole = len(held) - sampled
     tail = list(end_of(held[:whole], renderer))
-    bridged = renderer.bridge_to_next_turn(tail, completion, new, tools=tools)
+    answered = _answering(renderer, node, completion, new)
+    bridged = renderer.bridge_to_next_turn(tail, completion, answered, tools=tools)
     if bridged is None:
         return Miss("open_reasoning" if node.record.reasoning_open else "renderer_unsupported")
     ids = list(bridged.token_ids)
@@ -50,10 +47,30 @@ def bridge(
     return held
 
 
-def end_of(prompt: Sequence[int], renderer: Renderer) -> Sequence[int]:
-    """The end of a prompt that the renderer looks at; the whole prompt, unless the renderer is known."""
-    known = type(renderer).__name__ in LOOKS_BACK
-    return prompt[-SHOWN_IDS:] if known else prompt
+def _answering(
+    renderer: MessageFormat, node: Node, completion: list[int], new: list[Message]
+) -> list[Message]:
+    """Tool results with the name of the function they answer, and under the id that the model gave its
+    call, where its notation has ids: some templates write them."""
+    calls = node.record.answer.message.get("tool_calls") or ()
+    if not calls or not any(message["role"] == "tool" for message in new):
+        return new
+    sampled = _sampled_ids(renderer, completion) if renderer.notation.has_ids else []
+    known = {
+        call["id"]: {"name": call["function"]["name"], **({"tool_call_id": own} if own else {})}
+        for call, own in itertools.zip_longest(calls, sampled[: len(calls)])
+    }
+    return [{**message, **known.get(message.get("tool_call_id"), {})} for message in new]
+
+
+def _sampled_ids(renderer: MessageFormat, completion: list[int]) -> list[str | None]:
+    read = renderer.parse_response(completion)
+    return [call.id for call in read.tool_calls if call.status == ToolCallParseStatus.OK]
+
+
+def end_of(prompt: Sequence[int], renderer: MessageFormat) -> Sequence[int]:
+    """The end of a prompt that the format looks at."""
+    return prompt[-renderer.looks_back :]
 
 
 def common_ids(base: Node | None, prompt: "array[int]") -> int:

@@ -11,11 +11,12 @@ from typing import Any
 
 from perdure.dialects.base import ModelRequest, Refused
 from perdure.dialects.fields import Fields, bad
-from perdure.gateway.rendering.tokenizers import Format
+from perdure.gateway.rendering.formats import Format
+from perdure.gateway.rendering.notations.detect import SETTING
+from perdure.gateway.rendering.notations.hermes import Hermes
+from perdure.gateway.rendering.notations.no_calls import NoCalls
 from perdure.types import Sampling
 
-HERMES = frozenset({"Qwen3Renderer", "Qwen3VLRenderer"})
-"""Renderers whose models write a call as `<tool_call>`, a JSON object, `</tool_call>`."""
 MOST_BIAS = 100.0
 NOT_ANY = {"type": "object"}
 """The schema of arguments that a tool does not describe."""
@@ -23,6 +24,8 @@ NOT_ANY = {"type": "object"}
 
 def constraints(model_format: Format, rules: Sampling, request: ModelRequest) -> dict[str, Any]:
     """Sampling fields for what the request asks; empty when it asks nothing. Raises: Refused (400)."""
+    if request.tools and isinstance(model_format.renderer.notation, NoCalls):
+        raise _unsupported("tools", f"cannot be used: {SETTING} says that the model makes no calls")
     body = Fields(request.body)
     found = _logit_bias(body, rules)
     schema, forced = _response_format(body), _forced_tools(body, request)
@@ -91,7 +94,7 @@ def _forced_tools(body: Fields, request: ModelRequest) -> list[dict[str, Any]]:
 
 def _one_call(model_format: Format, functions: list[dict[str, Any]]) -> str:
     """A structural tag of xgrammar, as vLLM takes it: one call of one of the functions."""
-    if type(model_format.renderer).__name__ not in HERMES:
+    if not isinstance(model_format.renderer.notation, Hermes):
         raise _unsupported("tool_choice", "cannot be forced in this model's notation: use auto")
     calls = [_call_tag(one) for one in functions]
     form = calls[0] if len(calls) == 1 else {"type": "or", "elements": calls}

@@ -21,7 +21,7 @@ from perdure.gateway.journal.partials import CallInputs, Partials, TryName, call
 from perdure.gateway.journal.turn_record import TurnRecord
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering import late_system
-from perdure.gateway.rendering.tokenizers import Format
+from perdure.gateway.rendering.formats import Format
 from perdure.gateway.session_state import Awake, Session
 from perdure.gateway.turns.answers import Read, hosted_answer, read_completion
 from perdure.gateway.turns.bridge import Miss, bridge, common_ids

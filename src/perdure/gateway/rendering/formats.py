@@ -1,0 +1,91 @@
+"""The message format of the served model: its tokenizer, its template, and how it writes tool calls."""
+
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from renderers.base import ParsedResponse, RenderedTokens
+
+from perdure.errors import ConfigurationError
+from perdure.gateway.rendering import chat_template
+from perdure.gateway.rendering.jinja_template import TemplateError
+from perdure.gateway.rendering.notations.base import Notation
+from perdure.gateway.rendering.notations.detect import AUTO, SETTING
+from perdure.gateway.rendering.qwen3 import PackagedQwen3
+from perdure.gateway.rendering.tokenizers import Qwen3Tokenizer, Tokenizer, load_tokenizer
+
+
+class MessageFormat(Protocol):
+    """Messages <-> ids of one model."""
+
+    @property
+    def notation(self) -> Notation:
+        """How it writes reasoning and calls."""
+        ...
+
+    @property
+    def looks_back(self) -> int:
+        """Ids at the end of a prompt that tell whether it opened the answer's reasoning."""
+        ...
+
+    def get_stop_token_ids(self) -> list[int]: ...
+
+    def render_ids(
+        self,
+        messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """Ids of the whole conversation. Raises: any error of the template."""
+        ...
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+    ) -> RenderedTokens | None:
+        """The recorded ids, then the new messages. None: what follows the answer is not certain."""
+        ...
+
+    def parse_response(
+        self,
+        token_ids: list[int],
+        *,
+        tools: list[Any] | None = None,
+        prompt_ids: list[int] | None = None,
+    ) -> ParsedResponse: ...
+
+
+class Format(NamedTuple):
+    """How one model reads and writes messages."""
+
+    tokenizer: Tokenizer
+    renderer: MessageFormat
+
+
+def load_format(name: str, notation: str = AUTO) -> Format:
+    """The tokenizer that PERDURE_ENGINE__TOKENIZER names and the message format of its model.
+
+    A folder is read by its own chat template, whatever its name. `notation`: PERDURE_ENGINE__NOTATION.
+    Raises: ConfigurationError when the folder has no template, or its calls cannot be read.
+    """
+    tokenizer = load_tokenizer(name)
+    if isinstance(tokenizer, Qwen3Tokenizer):
+        if notation not in (AUTO, PackagedQwen3.notation.name):
+            raise ConfigurationError(
+                f"{SETTING} is {notation!r}, but the packaged tokenizer is Qwen3's: name the folder of your "
+                "model in PERDURE_ENGINE__TOKENIZER"
+            )
+        return Format(tokenizer, PackagedQwen3(tokenizer))
+    try:
+        return Format(tokenizer, chat_template.load(tokenizer, Path(name), notation))
+    except TemplateError as error:
+        raise ConfigurationError(
+            f"no message format for PERDURE_ENGINE__TOKENIZER={name!r}: {error}; put the model's chat "
+            "template there, as chat_template.jinja"
+        ) from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"PERDURE_ENGINE__TOKENIZER={name!r}: {error}") from error

@@ -1,0 +1,1 @@
+"""How each family of models writes reasoning and tool calls."""

@@ -1,0 +1,179 @@
+"""What a notation is: how sampled text becomes reasoning, text and tool calls, and back.
+
+A call that does not parse keeps its text and the reason, and is never repaired. Renders nothing: that is
+the model's own chat template.
+"""
+
+import ast
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
+
+Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
+
+
+class Split(NamedTuple):
+    """An answer without its reasoning: the text around the calls, and the calls in order."""
+
+    content: str
+    calls: list[ParsedToolCall]
+
+
+class Notation(ABC):
+    """One family's way to write an answer. Stateless; a family overrides what differs."""
+
+    name: ClassVar[str]
+    """As PERDURE_ENGINE__NOTATION names it: vLLM's name for the same parser, where it has one."""
+    stops: ClassVar[tuple[str, ...]] = ()
+    """Tokens that end an answer, besides those that the model's folder names."""
+    ends: ClassVar[tuple[str, ...]] = ()
+    """Tokens that the template writes behind an answer in the history, but that do not stop the model."""
+    openers: ClassVar[tuple[str, ...]] = ()
+    """Stop tokens that open the next message, in templates that write nothing behind an answer."""
+    has_ids: ClassVar[bool] = False
+    """Whether the model writes an id of its own into each call, and reads it at the result."""
+    think: ClassVar[tuple[str, str]] = ("<think>", "</think>")
+    """What opens and closes the reasoning."""
+
+    @abstractmethod
+    def split(self, text: str, tools: Tools) -> Split:
+        """Separate the calls from the text around them."""
+
+    def read(self, text: str, tools: Tools, *, opened: bool) -> ParsedResponse:
+        """An answer before its stop token. `opened`: the prompt opened the reasoning already."""
+        reasoning, complete, rest = self._reasoning(text, opened)
+        content, calls = self.split(rest, tools)
+        return ParsedResponse(
+            content=content.strip("\n"),
+            reasoning_content=reasoning,
+            tool_calls=calls,
+            reasoning_complete=complete,
+        )
+
+    def opens_reasoning(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends so opened the reasoning."""
+        return prompt_end.rstrip().endswith(self.think[0])
+
+    def closing(self, *, reasoning_open: bool) -> str:
+        """What an answer that was cut off lacks before the token that ends it."""
+        return self.think[1] if reasoning_open else ""
+
+    def call_id(self, sampled_or_minted: str, name: str, position: int) -> str:
+        """The id of a call as the template accepts it. `position`: calls of the conversation before it."""
+        return sampled_or_minted
+
+    def history(self, message: Message) -> Message:
+        """An assistant message with the fields that the family's template reads."""
+        return message
+
+    def _reasoning(self, text: str, opened: bool) -> tuple[str | None, bool, str]:
+        """(reasoning, whether it was closed, the rest)."""
+        opening, closing = self.think
+        body = text.lstrip()
+        if body.startswith(opening):
+            body = body.removeprefix(opening)
+        elif not opened:
+            return None, True, text
+        reasoning, closed, rest = body.partition(closing)
+        return reasoning.strip("\n"), bool(closed), rest.lstrip("\n")
+
+
+def bad(raw: str, status: ToolCallParseStatus) -> ParsedToolCall:
+    return ParsedToolCall(raw=raw, status=status)
+
+
+def object_of(text: str) -> dict[str, Any] | None:
+    """A JSON object; None if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def named_call(raw: str, name: str, arguments: str) -> ParsedToolCall:
+    """A call whose arguments are a JSON object in a text."""
+    if not name:
+        return bad(raw, ToolCallParseStatus.MISSING_NAME)
+    parsed = object_of(arguments)
+    if parsed is None:
+        return bad(raw, ToolCallParseStatus.INVALID_JSON)
+    return ParsedToolCall(raw=raw, name=name, arguments=parsed)
+
+
+def json_call(raw: str, text: str) -> ParsedToolCall:
+    """A call written as `{"name": ..., "arguments": {...}}`; Llama says `parameters`."""
+    parsed = object_of(text)
+    if parsed is None:
+        return bad(raw, ToolCallParseStatus.INVALID_JSON)
+    name = parsed.get("name")
+    if not isinstance(name, str) or not name:
+        return bad(raw, ToolCallParseStatus.MISSING_NAME)
+    arguments = parsed.get("arguments", parsed.get("parameters", {}))
+    if not isinstance(arguments, dict | str):
+        return bad(raw, ToolCallParseStatus.MALFORMED_STRUCTURE)
+    return ParsedToolCall(raw=raw, name=name, arguments=arguments)
+
+
+def json_calls(raw: str, text: str) -> list[ParsedToolCall]:
+    """Calls written as a JSON list of such objects."""
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError):
+        return [bad(raw, ToolCallParseStatus.INVALID_JSON)]
+    if not isinstance(items, list):
+        return [bad(raw, ToolCallParseStatus.MALFORMED_STRUCTURE)]
+    return [_with_id(item) for item in items]
+
+
+def _with_id(item: Any) -> ParsedToolCall:
+    raw = json.dumps(item, ensure_ascii=False)
+    call = json_call(raw, raw)
+    call.id = item["id"] if isinstance(item, dict) and isinstance(item.get("id"), str) else None
+    return call
+
+
+def offered(tools: Tools) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and parameter schemas of each tool."""
+    for tool in tools or ():
+        declared = tool.get("function", tool)
+        properties = (declared.get("parameters") or {}).get("properties")
+        yield declared.get("name", ""), properties if isinstance(properties, dict) else {}
+
+
+def parameters_of(function: str, tools: Tools) -> dict[str, Any]:
+    """Parameter -> its JSON schema, as the tool declares it."""
+    return next((schemas for name, schemas in offered(tools) if name == function), {})
+
+
+def typed(text: str, schema: Any) -> Any:
+    """A value that is written without quotes, by the type that the tool declares for it.
+
+    Verbatim where only a string is allowed; else JSON, else a Python literal, else verbatim.
+    """
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
+        return text
+    readers: list[Callable[[str], Any]] = [json.loads]
+    if kinds and "string" not in kinds:
+        readers.append(ast.literal_eval)
+    for reads in readers:
+        try:
+            return reads(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return text
+
+
+def _kinds(schema: Any) -> set[str]:
+    if not isinstance(schema, dict):
+        return set()
+    declared = schema.get("type")
+    kinds = {declared} if isinstance(declared, str) else set(declared or ())
+    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        kinds |= _kinds(branch)
+    return kinds

@@ -1,0 +1,144 @@
+"""Which notation a model writes, found by what its chat template writes.
+
+The template renders a call that nobody sampled; the notation that reads exactly this call back is the
+model's. So a renamed or fine-tuned checkpoint is found, and a template whose calls no notation reads is
+refused before an agent starts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perdure.errors import ConfigurationError
+from perdure.gateway.rendering.jinja_template import JinjaTemplate, TemplateError
+from perdure.gateway.rendering.notations.base import Notation
+from perdure.gateway.rendering.notations.deepseek import DeepSeekV3, DeepSeekV31
+from perdure.gateway.rendering.notations.glm import Glm
+from perdure.gateway.rendering.notations.harmony import Harmony
+from perdure.gateway.rendering.notations.hermes import Hermes
+from perdure.gateway.rendering.notations.invocations import DeepSeekV32, MinimaxM2
+from perdure.gateway.rendering.notations.kimi_k2 import KimiK2
+from perdure.gateway.rendering.notations.llama3_json import Llama3Json
+from perdure.gateway.rendering.notations.mistral import Magistral, Mistral
+from perdure.gateway.rendering.notations.nemotron import Nemotron
+from perdure.gateway.rendering.notations.no_calls import NoCalls
+from perdure.gateway.rendering.notations.pythonic import Pythonic
+from perdure.gateway.rendering.notations.qwen3_coder import Qwen3Coder
+
+SETTING = "PERDURE_ENGINE__NOTATION"
+AUTO = "auto"
+READABLE: tuple[Notation, ...] = (
+    *(Hermes(), Qwen3Coder(), Glm(), KimiK2(), DeepSeekV3(), DeepSeekV31(), DeepSeekV32()),
+    *(MinimaxM2(), Harmony(), Mistral(), Magistral(), Nemotron(), Llama3Json(), Pythonic()),
+)
+NOTATIONS: dict[str, Notation] = {one.name: one for one in (*READABLE, NoCalls())}
+ASKED, TOLD = "What is here?", "lists-a-folder"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "list_folder",
+        "description": TOLD,
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string", "description": "where"}},
+            "required": ["path"],
+        },
+    },
+}
+ARGUMENTS = {"path": "src/a b"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A notation, and whether the template takes a call's arguments as JSON text."""
+
+    notation: Notation
+    arguments_as_text: bool
+
+
+def detect(template: JinjaTemplate, asked: str, stops: Sequence[str]) -> Found:
+    """`asked`: the value of the setting; `stops`: the tokens that the folder names as ends.
+
+    Raises: ConfigurationError naming the setting, if the template's calls cannot be read or it does not
+    show tools to the model.
+    """
+    if asked not in (AUTO, *NOTATIONS):
+        raise ConfigurationError(f"{SETTING} is {asked!r}: use {AUTO}, {', '.join(NOTATIONS)}")
+    if asked != AUTO:
+        return _forced(template, NOTATIONS[asked])
+    _check_shows_tools(template)
+    for notation in _likely_first(template.text):
+        for as_text in (False, True):
+            if _reads_back(template, notation, as_text, stops):
+                return Found(notation, as_text)
+    raise ConfigurationError(
+        "no notation reads the tool calls that the model's chat template writes; set "
+        f"{SETTING} to the one that the model was trained on ({', '.join(NOTATIONS)}), or to "
+        f"{NoCalls.name!r} if its agents use no tools"
+    )
+
+
+def _likely_first(text: str) -> list[Notation]:
+    """All notations; those whose reasoning marks occur in the template before others of a family."""
+    return sorted(READABLE, key=lambda one: one.think[0] not in text)
+
+
+def _check_shows_tools(template: JinjaTemplate) -> None:
+    """Raises: ConfigurationError."""
+    try:
+        shown = template.render(messages=[_user()], tools=[TOOL], add_generation_prompt=True)
+    except TemplateError as error:
+        raise ConfigurationError(f"the model's chat template fails with a tool: {error}") from error
+    if TOLD not in shown:
+        raise ConfigurationError(
+            "the model's chat template does not show tools to the model: replace it by one that does, or "
+            f"set {SETTING} to {NoCalls.name!r} if its agents use no tools, or to its notation (hermes, ...) "
+            "if it was trained to call tools that it is not shown"
+        )
+
+
+def _forced(template: JinjaTemplate, notation: Notation) -> Found:
+    """Trusts the setting; only asks the template in which form it takes arguments."""
+    for as_text in (False, True):
+        try:
+            _render(template, [_user(), _called(notation, as_text)], generate=False)
+        except TemplateError:
+            continue
+        return Found(notation, as_text)
+    return Found(notation, False)
+
+
+def _reads_back(
+    template: JinjaTemplate, notation: Notation, as_text: bool, stops: Sequence[str]
+) -> bool:
+    try:
+        whole = _render(template, [_user(), _called(notation, as_text)], generate=False)
+        before = _render(template, [_user()], generate=True)
+    except TemplateError:
+        return False
+    answer = whole.removeprefix(before).rpartition(ASKED)[2]
+    ends = [at for end in (*stops, *notation.stops) if (at := _end(answer, end)) >= 0]
+    read = notation.read(answer[: min(ends, default=None)], [TOOL], opened=False)
+    calls = [(call.name, call.arguments) for call in read.tool_calls]
+    return calls == [("list_folder", ARGUMENTS)]
+
+
+def _end(answer: str, stop: str) -> int:
+    """Where a stop token ends the call: behind its arguments, not in the header before it."""
+    return answer.find(stop, answer.find(ARGUMENTS["path"])) if stop else -1
+
+
+def _render(template: JinjaTemplate, messages: list[dict[str, Any]], *, generate: bool) -> str:
+    return template.render(messages=messages, tools=[TOOL], add_generation_prompt=generate)
+
+
+def _user() -> dict[str, Any]:
+    return {"role": "user", "content": ASKED}
+
+
+def _called(notation: Notation, as_text: bool) -> dict[str, Any]:
+    arguments: Any = '{"path": "src/a b"}' if as_text else dict(ARGUMENTS)
+    function = {"name": "list_folder", "arguments": arguments}
+    call_id = notation.call_id("call_000000000", "list_folder", 0)
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -1,0 +1,24 @@
+"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
+
+import re
+
+from renderers.base import ParsedToolCall, ToolCallParseStatus
+
+from perdure.gateway.rendering.notations.base import Notation, Split, Tools, bad, json_call
+
+_BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.S)
+
+
+class Hermes(Notation):
+    name = "hermes"
+    stops = ("<|im_end|>", "<|endoftext|>")
+
+    def split(self, text: str, tools: Tools) -> Split:
+        calls = [_call(found) for found in _BLOCK.finditer(text)]
+        return Split(_BLOCK.sub("", text).strip() if calls else text, calls)
+
+
+def _call(found: re.Match[str]) -> ParsedToolCall:
+    if not found[2]:
+        return bad(found[0], ToolCallParseStatus.UNCLOSED_BLOCK)
+    return json_call(found[0], found[1])
