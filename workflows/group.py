@@ -9,8 +9,7 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from perdure.client import names
     from perdure.client import search_attributes as attributes
-    from perdure.rollouts.messages import GroupResult
-    from perdure.types import EpisodeRef, GroupRequest, RolloutStatus
+    from perdure.types import EpisodeRef, GroupRequest, GroupResult, RolloutStatus
     from workflows.children import play_rollout
     from workflows.failures import parse, was_dropped
 

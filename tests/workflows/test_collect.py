@@ -2,15 +2,22 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
 from perdure.client.api import GroupHandle, Perdure
-from perdure.client.collect import FinishedGroup, collect, tokens_with_signal
-from perdure.rollouts.messages import Ending
-from perdure.types import EpisodeRef, GroupRequest, Outcome, RolloutRequest, RolloutStatus
+from perdure.client.collect import (
+    Collector,
+    FinishedGroup,
+    collect,
+    has_signal,
+    tokens_with_signal,
+)
+from perdure.rollouts.messages import AgentRun, Ending
+from perdure.types import AgentEnd, EpisodeRef, GroupRequest, Outcome, RolloutRequest, RolloutStatus
 from tests.workflows.gate import Gate
 from tests.workflows.stages import Stages
 
@@ -74,6 +81,61 @@ async def test_groups_without_signal_do_not_count(client: Client, stages: Stages
     groups = [g async for g in filling]
 
     assert [g.has_signal for g in groups] == [False, True]
+
+
+async def test_a_filter_keeps_groups_out_of_the_batch(client: Client, stages: Stages) -> None:
+    """Groups without signal are not even yielded."""
+    stages.override["emit_episode"] = _add_1_has_signal
+    filling = collect(
+        Perdure(client), _requests("r7", 3), tokens=10**9, in_flight=1, accept=has_signal
+    )
+
+    assert [g.group_id async for g in filling] == ["r7/add-1"]
+
+
+async def test_groups_run_on_between_batches(client: Client, stages: Stages) -> None:
+    """A batch takes what has finished; what still runs belongs to the next one, also after a restart."""
+    gate = Gate()
+    held = {"add-1"}
+
+    async def agent(attempt: Any) -> AgentRun:
+        if attempt.request.instance_id in held:
+            return await gate.agent(attempt)
+        return AgentRun(end=AgentEnd.FINISHED)
+
+    stages.override["run_agent"] = agent
+    stages.override["emit_episode"] = _all_alike
+    first = Collector(Perdure(client), _requests("r8", 3), in_flight=2)
+    batch = await _all(first.groups(2 * TOKENS))
+    open_requests = first.open_requests
+    await gate.until_running(2)
+    await first.aclose("keep")
+    gate.open.set()
+    again = Collector(Perdure(client), open_requests)
+    later = await _all(again.groups(2 * TOKENS))
+
+    assert [g.group_id for g in (*batch, *later)] == ["r8/add-0", "r8/add-1"]
+    assert [r.group_id for r in open_requests] == ["r8/add-1"]
+    assert stages.names().count("run_agent") == 4
+
+
+async def test_a_batch_that_does_not_fill_says_why(
+    client: Client, stages: Stages, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While no group finishes, the log says what their rollouts do."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    filling = collect(Perdure(client), _requests("r9", 1), tokens=1, tell_every_s=0.2)
+    first = asyncio.ensure_future(anext(filling))
+    await gate.until_running(2)
+    while "2 in stage" not in caplog.text:
+        assert not first.done()
+        await asyncio.sleep(0.05)
+    gate.open.set()
+    await first
+    await filling.aclose()
+
+    assert "r9/add-0 is still open: 0 of 2 rollouts have ended; 2 in stage" in caplog.text
 
 
 async def test_too_few_requests_end_the_batch(client: Client, stages: Stages) -> None:

@@ -44,7 +44,7 @@ async def test_a_quorum_ends_the_group_and_cancels_stragglers(
 
     result = await group.result()
 
-    assert (result["graded"], result["quorum_met"]) == (2, True)
+    assert (result.graded, result.quorum_met) == (2, True)
     assert {e.request.sample_index: e.status for e in stages.endings}[2] is RolloutStatus.CANCELLED
 
 
@@ -58,19 +58,26 @@ async def test_a_deadline_ends_the_group(client: Client, stages: Stages) -> None
 
     result = await group.result()
 
-    assert (result["graded"], result["quorum_met"]) == (0, False)
+    assert (result.graded, result.quorum_met) == (0, False)
 
 
-async def test_starting_a_group_twice_joins_it(client: Client, stages: Stages) -> None:
-    """A restarted trainer requests the same group again: same workflow, no second rollout."""
+async def test_starting_a_group_twice_joins_it(
+    client: Client, stages: Stages, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restarted trainer requests the same group again: same workflow, no second rollout, and the log
+    says so."""
     request = GroupRequest(rollout=ROLLOUT, n_samples=2)
     perdure = Perdure(client)
-    await (await perdure.start_group(request)).result()
-    again = await perdure.start_group(request)
+    first = await perdure.start_group(request)
+    await first.result()
+    with caplog.at_level("WARNING", "perdure.client.api"):
+        again = await perdure.start_group(request)
 
     episodes = [e async for e in again.episodes()]
 
     assert (len(episodes), stages.names().count("run_agent")) == (2, 2)
+    assert f"{request.workflow_id} was started before: this joins it" in caplog.text
+    assert (first.joined, again.joined) == (False, True)
 
 
 async def test_a_run_plays_everything_within_its_window(client: Client, stages: Stages) -> None:

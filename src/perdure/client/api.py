@@ -5,6 +5,7 @@ request twice joins it. The sync twin is `perdure.client.sync`.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -40,12 +41,14 @@ from perdure.types import (
     CalibrationRequest,
     EpisodeRef,
     GroupRequest,
+    GroupResult,
     RolloutRequest,
     RunRequest,
     RunStatus,
 )
 
 Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 
 PASSING = {
     RPCStatusCode.UNAVAILABLE,
@@ -83,24 +86,21 @@ class Perdure:
         """Start the run, or join it when it exists. Raises: ConfigurationError."""
         request = run_with_defaults(request)
         _check_agent(request.rollout)
-        return RunHandle(
-            self,
-            request.run_id,
-            await self._start(
-                names.RUN,
-                request,
-                request.workflow_id,
-                TypedSearchAttributes([SearchAttributePair(attributes.RUN, request.run_id)]),
-                summary=f"run {request.run_id} · {request.rollout.get('agent', 'mini_swe_agent')}",
-                fairness=request.run_id,
-            ),
+        handle, joined = await self._start(
+            names.RUN,
+            request,
+            request.workflow_id,
+            TypedSearchAttributes([SearchAttributePair(attributes.RUN, request.run_id)]),
+            summary=f"run {request.run_id} · {request.rollout.get('agent', 'mini_swe_agent')}",
+            fairness=request.run_id,
         )
+        return RunHandle(self, request.run_id, handle, joined=joined)
 
     async def start_group(self, request: GroupRequest) -> "GroupHandle":
         """Start n samples of one instance, or join them. Raises: ConfigurationError."""
         request = request.model_copy(update={"rollout": rollout_with_defaults(request.rollout)})
         _check_agent(request.rollout.model_dump())
-        handle = await self._start(
+        handle, joined = await self._start(
             names.GROUP,
             request,
             request.workflow_id,
@@ -108,13 +108,14 @@ class Perdure:
             summary=f"{request.rollout.instance_id} · group of {request.n_samples}",
             fairness=request.rollout.run_id,
         )
-        return GroupHandle(self, request.n_samples, handle)
+        _tell_if(joined, handle)
+        return GroupHandle(self, request.n_samples, handle, joined=joined)
 
     async def start_rollout(self, request: RolloutRequest) -> "RolloutHandle":
         """Start one rollout, or join it. Raises: ConfigurationError."""
         request = rollout_with_defaults(request)
         _check_agent(request.model_dump())
-        handle = await self._start(
+        handle, joined = await self._start(
             names.ROLLOUT,
             request,
             request.workflow_id,
@@ -122,12 +123,13 @@ class Perdure:
             summary=f"{request.instance_id} #{request.sample_index} · {request.agent}",
             fairness=request.run_id,
         )
-        return RolloutHandle(self, handle)
+        _tell_if(joined, handle)
+        return RolloutHandle(self, handle, joined=joined)
 
     async def start_calibration(self, request: CalibrationRequest) -> "CalibrationHandle":
         """Start the calibration, or join it while it is open. One that has ended starts again: rows
         that have a record are not run again."""
-        handle = await self._start(
+        handle, _ = await self._start(
             names.CALIBRATION,
             request,
             request.workflow_id,
@@ -166,30 +168,41 @@ class Perdure:
         summary: str,
         fairness: str,
         again: WorkflowIDReusePolicy = WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
-    ) -> WorkflowHandle[Any, Any]:
+    ) -> tuple[WorkflowHandle[Any, Any], bool]:
+        """Its handle, and whether it had been started before."""
         try:
-            return await self.client.start_workflow(
+            started = await self.client.start_workflow(
                 workflow,
                 request,
                 id=workflow_id,
                 task_queue=names.WORKFLOWS_QUEUE,
-                id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+                id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
                 id_reuse_policy=again,
                 search_attributes=known,
                 static_summary=summary,
                 priority=Priority(fairness_key=fairness[:64]),
             )
         except WorkflowAlreadyStartedError:
-            return self.client.get_workflow_handle(workflow_id)
+            return self.client.get_workflow_handle(workflow_id), True
+        return started, False
 
 
 class RunHandle:
     """A run that was started or joined."""
 
-    def __init__(self, perdure: Perdure, run_id: str, handle: WorkflowHandle[Any, Any]) -> None:
+    def __init__(
+        self,
+        perdure: Perdure,
+        run_id: str,
+        handle: WorkflowHandle[Any, Any],
+        *,
+        joined: bool = False,
+    ) -> None:
+        """`joined`: it had been started before."""
         self.perdure = perdure
         self.run_id = run_id
         self.handle = handle
+        self.joined = joined
 
     async def progress(
         self, *, listed: WorkflowExecution | None = None, patience: timedelta | None = None
@@ -319,10 +332,19 @@ class CalibrationHandle:
 class GroupHandle:
     """n samples of one instance."""
 
-    def __init__(self, perdure: Perdure, n_samples: int, handle: WorkflowHandle[Any, Any]) -> None:
+    def __init__(
+        self,
+        perdure: Perdure,
+        n_samples: int,
+        handle: WorkflowHandle[Any, Any],
+        *,
+        joined: bool = False,
+    ) -> None:
+        """`joined`: it had been started before."""
         self.perdure = perdure
         self.n_samples = n_samples
         self.handle = handle
+        self.joined = joined
 
     async def episodes(self) -> AsyncIterator[EpisodeRef]:
         """Episodes as they finish. Use one waiter per group."""
@@ -337,11 +359,19 @@ class GroupHandle:
                 cursor += 1
                 yield episode
 
-    async def result(self) -> dict[str, Any]:
+    async def result(self) -> GroupResult:
         """Wait to the end, as for a run. Raises: Cancelled, NoResult, NotFound."""
         what = f"group '{self.handle.id.removeprefix('group/')}'"
-        result: dict[str, Any] = await _result(self.handle, what)
-        return result
+        return GroupResult.model_validate(await _result(self.handle, what))
+
+    async def why_open(self) -> str:
+        """What its rollouts do at this moment, as the server lists them: no worker is asked.
+
+        Example: "5 of 8 rollouts have ended; 2 in stage agent, for up to 310 s; 1 in stage waiting, ..."
+        """
+        run_id, _, instance_id = self.handle.id.removeprefix("group/").partition("/")
+        found = await rollouts.of_instance(self.perdure.client, run_id, instance_id)
+        return rollouts.what_they_do(found, self.n_samples)
 
     async def cancel(self) -> None:
         await _durably(self.handle.cancel)
@@ -370,9 +400,13 @@ class GroupHandle:
 
 
 class RolloutHandle:
-    def __init__(self, perdure: Perdure, handle: WorkflowHandle[Any, Any]) -> None:
+    def __init__(
+        self, perdure: Perdure, handle: WorkflowHandle[Any, Any], *, joined: bool = False
+    ) -> None:
+        """`joined`: it had been started before."""
         self.perdure = perdure
         self.handle = handle
+        self.joined = joined
 
     async def result(self) -> EpisodeRef:
         """Wait to the end; one that failed has its episode too, with `failure`.
@@ -393,6 +427,13 @@ class RolloutHandle:
     async def cancel(self) -> None:
         """Raises: NotFound if it had ended before (the message says how) or never started."""
         await _cancel(self.handle, f"rollout '{self.handle.id}'")
+
+
+def _tell_if(joined: bool, handle: WorkflowHandle[Any, Any]) -> None:
+    if joined:
+        logger.warning(
+            "%s was started before: this joins it, and another run_id samples anew", handle.id
+        )
 
 
 def _check_agent(rollout: dict[str, Any]) -> None:

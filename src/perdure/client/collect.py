@@ -1,6 +1,8 @@
 """Fill a batch: groups until enough trainable tokens have come back.
 
-Owns the window of groups in flight and when it closes; the groups themselves are durable workflows.
+Owns the window of groups in flight, what of it a batch takes, and when it closes; the groups themselves
+are durable workflows. A rollout that is open while new weights are published goes on: its tokens say
+which version sampled each.
 """
 
 import asyncio
@@ -8,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from temporalio.service import RPCError
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TELL_EVERY_S = 300.0
 LEAVES_S = 30.0
 """How long a caller that stops iterating waits for a server that is away."""
 
@@ -52,6 +55,26 @@ def tokens_with_signal(group: FinishedGroup) -> int:
     return group.trainable_tokens if group.has_signal else 0
 
 
+Accept = Callable[[FinishedGroup], bool]
+
+
+def has_signal(group: FinishedGroup) -> bool:
+    """A filter: only groups whose rewards differ."""
+    return group.has_signal
+
+
+def fresh(newest: Callable[[], int], max_staleness: int) -> Accept:
+    """A filter: no token of the group is of a version more than `max_staleness` behind `newest()`, when the
+    group comes back. One of unknown version does not pass."""
+
+    def accept(group: FinishedGroup) -> bool:
+        oldest = newest() - max_staleness
+        versions = [e.policy_version_min for e in group.episodes if e.trainable]
+        return all(version is not None and version >= oldest for version in versions)
+
+    return accept
+
+
 async def collect(
     perdure: "Perdure",
     requests: "Iterable[GroupRequest] | AsyncIterable[GroupRequest]",
@@ -59,37 +82,127 @@ async def collect(
     tokens: int,
     in_flight: int = 8,
     count: Callable[[FinishedGroup], int] = trainable_tokens,
+    accept: Accept | None = None,
     leftover: Literal["cancel", "keep"] = "cancel",
+    tell_every_s: float = TELL_EVERY_S,
 ) -> AsyncGenerator[FinishedGroup, None]:
     """Groups as they finish, until `count` of those yielded adds up to `tokens` or none are left.
 
-    At most `in_flight` groups run at a time. Those still running at the end, or when the caller
-    stops iterating, are cancelled, or kept: the same request joins them later. Raises:
-    ConfigurationError for a bad request; NoResult when a group failed or was terminated; ValueError
-    for `tokens` or `in_flight` below 1.
+    At most `in_flight` groups run at a time; more than are needed are oversampling. Those still running
+    at the end, or when the caller stops iterating, are cancelled, or kept: the same request joins them
+    later. Groups that `accept` refuses are neither yielded nor counted. While none finishes, a warning
+    every `tell_every_s` says what they do. Raises: ConfigurationError for a bad request; NoResult when a
+    group failed or was terminated; ValueError for `tokens` or `in_flight` below 1.
     """
     _check(tokens, in_flight)
-    source = _stream(requests)
-    running: dict[asyncio.Task[FinishedGroup], GroupHandle] = {}
-    exhausted, missing = False, tokens
+    collector = Collector(
+        perdure, requests, in_flight=in_flight, accept=accept, tell_every_s=tell_every_s
+    )
     try:
-        while missing > 0:
-            while not exhausted and len(running) < in_flight:
-                request = await anext(source, None)
-                exhausted = request is None
-                if request is not None:
-                    handle = await perdure.start_group(request)
-                    running[asyncio.create_task(_finished(handle, request))] = handle
-            if not running:
-                return
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                del running[task]
-                group = task.result()
-                missing -= count(group)
-                yield group
+        async for group in collector.groups(tokens, count):
+            yield group
     finally:
+        await collector.aclose(leftover)
+
+
+class Collector:
+    """Groups that run on while the trainer trains: each batch takes those that have finished.
+
+    Example:
+        collector = Collector(perdure, requests(), in_flight=16, accept=fresh(lambda: version, 1))
+        for step in range(100):
+            batch = [group async for group in collector.groups(tokens=2_100_000)]
+            checkpoint["open"] = [request.model_dump() for request in collector.open_requests]
+        await collector.aclose()
+
+    After a restart, the requests of the checkpoint come before the others: they join their groups.
+    """
+
+    def __init__(
+        self,
+        perdure: "Perdure",
+        requests: "Iterable[GroupRequest] | AsyncIterable[GroupRequest]",
+        *,
+        in_flight: int = 8,
+        accept: Accept | None = None,
+        tell_every_s: float = TELL_EVERY_S,
+    ) -> None:
+        _check(1, in_flight)
+        self._perdure = perdure
+        self._source = _stream(requests)
+        self._in_flight = in_flight
+        self._accept = accept
+        self._tell_every_s = tell_every_s
+        self._running: dict[asyncio.Task[FinishedGroup], _Started] = {}
+        self._exhausted = False
+
+    @property
+    def open_requests(self) -> list[GroupRequest]:
+        """Those whose groups were started and not yielded yet, in the order of their start."""
+        return [started.request for started in self._running.values()]
+
+    async def groups(
+        self, tokens: int, count: Callable[[FinishedGroup], int] = trainable_tokens
+    ) -> AsyncGenerator[FinishedGroup, None]:
+        """A batch, as of `collect`. The groups that still run go on."""
+        _check(tokens, self._in_flight)
+        missing = tokens
+        while missing > 0:
+            await self._fill()
+            if not self._running:
+                return
+            for group in await self._finished():
+                if self._accept is None or self._accept(group):
+                    missing -= count(group)
+                    yield group
+                else:
+                    logger.info("%s was refused by the filter", group.group_id)
+
+    async def aclose(self, leftover: Literal["cancel", "keep"] = "cancel") -> None:
+        """Stop waiting for the groups that still run; cancel them, unless they are kept."""
+        running = {task: started.handle for task, started in self._running.items()}
+        self._running = {}
         await _leave(running, cancel=leftover == "cancel")
+
+    async def _fill(self) -> None:
+        while not self._exhausted and len(self._running) < self._in_flight:
+            request = await anext(self._source, None)
+            if request is None:
+                self._exhausted = True
+                return
+            handle = await self._perdure.start_group(request)
+            task = asyncio.create_task(_finished(handle, request))
+            self._running[task] = _Started(request, handle)
+
+    async def _finished(self) -> list[FinishedGroup]:
+        """At least one group, as soon as it is there."""
+        while True:
+            done, _ = await asyncio.wait(
+                self._running, timeout=self._tell_every_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done:
+                found = [task for task in self._running if task in done]
+                for task in found:
+                    task.result()  # before it is forgotten: a failed group stays among the open ones
+                return [self._taken(task) for task in found]
+            await self._tell()
+
+    def _taken(self, task: "asyncio.Task[FinishedGroup]") -> FinishedGroup:
+        del self._running[task]
+        return task.result()
+
+    async def _tell(self) -> None:
+        for started in list(self._running.values()):
+            try:
+                why = await started.handle.why_open()
+            except RPCError as error:
+                why = f"Temporal does not answer: {error.message}"
+            logger.warning("%s is still open: %s", started.request.group_id, why)
+
+
+class _Started(NamedTuple):
+    request: GroupRequest
+    handle: "GroupHandle"
 
 
 def _check(tokens: int, in_flight: int) -> None:

@@ -22,10 +22,12 @@ async def read_episodes(
     *,
     mode: SegmentMode = "tree",
     reward_share: RewardShare = "full",
+    keep_unused: bool = False,
 ) -> list[EpisodeSegments]:
     """The episodes and their segments, in the order of `refs`; failed rollouts too, reward None.
 
     A reference without an address is left out: a straggler whose episode does not exist yet.
+    `keep_unused`: with the answers that the agent went on without.
     `store` is the one that the settings name, unless given. Raises: NotFound (deleted since),
     ConfigurationError (they are in another store), ValueError (unreadable).
     """
@@ -34,7 +36,9 @@ async def read_episodes(
     async def one(ref: EpisodeRef) -> EpisodeSegments:
         key = _key(ref, source)
         episode = parse_episode(key, (await source.get(key)).data)
-        return await read_segments(source, episode, mode=mode, reward_share=reward_share)
+        return await read_segments(
+            source, episode, mode=mode, reward_share=reward_share, keep_unused=keep_unused
+        )
 
     return list(await asyncio.gather(*(one(ref) for ref in refs if ref.uri)))
 

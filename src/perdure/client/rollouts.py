@@ -1,6 +1,8 @@
 """Rollouts as Temporal lists them: all of a run, the newest, or those that have been open for longest."""
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -37,6 +39,27 @@ async def of_run(client: Client, run_id: str) -> list[RolloutInfo]:
     """Every rollout of a run that has started, in any state, by instance and sample."""
     found = [await info(w) async for w in client.list_workflows(_query(run_id), page_size=PAGE)]
     return sorted(found, key=lambda r: (r.instance, r.sample_index))
+
+
+async def of_instance(client: Client, run_id: str, instance_id: str) -> list[RolloutInfo]:
+    """The rollouts of one instance of a run, in any state."""
+    here = f"WorkflowId STARTS_WITH 'rollout/{run_id}/{instance_id}/'"
+    query = f"WorkflowType = '{names.ROLLOUT}' AND {here}"
+    return [await info(one) async for one in client.list_workflows(query, page_size=PAGE)]
+
+
+def what_they_do(found: Sequence[RolloutInfo], n_samples: int) -> str:
+    """One line about the rollouts of a group, of which some may not have started."""
+    if not found:
+        return "no rollout has started: `perdure status` says whether workers poll"
+    running = [one for one in found if one.execution == "Running"]
+    stages = {one.stage: max(o.seconds for o in running if o.stage == one.stage) for one in running}
+    count = Counter(one.stage for one in running)
+    doing = [
+        f"{count[stage]} in stage {stage or 'start'}, for up to {seconds:.0f} s"
+        for stage, seconds in sorted(stages.items())
+    ]
+    return "; ".join([f"{len(found) - len(running)} of {n_samples} rollouts have ended", *doing])
 
 
 async def newest(client: Client, run_id: str, limit: int) -> list[RolloutInfo]:

@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 from perdure.client import api
 from perdure.client.collect import FinishedGroup, collect
 from perdure.client.rollouts import RolloutInfo
-from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RunRequest, RunStatus
+from perdure.types import (
+    EpisodeRef,
+    GroupRequest,
+    GroupResult,
+    RolloutRequest,
+    RunRequest,
+    RunStatus,
+)
 
 Result = TypeVar("Result")
 
@@ -102,8 +109,11 @@ class GroupHandle:
         while (episode := self._loop.do(_next(stream))) is not None:
             yield episode
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> GroupResult:
         return self._loop.do(self._handle.result())
+
+    def why_open(self) -> str:
+        return self._loop.do(self._handle.why_open())
 
     def cancel(self) -> None:
         self._loop.do(self._handle.cancel())

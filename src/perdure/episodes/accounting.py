@@ -24,7 +24,7 @@ class TrajectoryCounts(Frozen):
     sampled_tokens: int = 0
     trained_tokens: int = 0
     untrained_tokens: dict[str, int] = Field(default_factory=dict)
-    """By reason: `side`, `hosted`, `drift`. With `trained_tokens` they add up to `sampled_tokens`."""
+    """By reason: `side`, `hosted`, `unused`, `drift`. With `trained_tokens` they add up to `sampled_tokens`."""
     untrained_turns: dict[str, int] = Field(default_factory=dict)
     segments: dict[str, int] = Field(default_factory=dict)
     """By kind."""

@@ -133,13 +133,14 @@ async def read_segments(
     *,
     mode: SegmentMode = "tree",
     reward_share: RewardShare = "full",
+    keep_unused: bool = False,
 ) -> EpisodeSegments:
-    """Raises: NotFound when its arrays are not in the store; ValueError when they are unreadable."""
-    if mode == "tree":
+    """`keep_unused`: with the answers that the agent went on without. Raises: NotFound when its arrays are not in the store; ValueError when they are unreadable."""
+    if mode == "tree" and not keep_unused:
         found = decode_segments((await store.get(episode.tokens_key)).data, episode.tokens_key)
     elif episode.turns_key is None:
         found = []
     else:
         recorded = turns_parquet.decode((await store.get(episode.turns_key)).data)
-        found = cut(recorded, mode=mode)
+        found = cut(recorded, mode=mode, keep_unused=keep_unused)
     return EpisodeSegments(episode, tuple(found)).shared(reward_share)

@@ -52,6 +52,8 @@ class Rules:
     mode: SegmentMode = "tree"
     reward_share: RewardShare = "full"
     selection: Selection = EVERYTHING
+    keep_unused: bool = False
+    """With the answers that the agent went on without."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,11 @@ class _Exporter:
         rules = self.rules
         try:
             return await read_segments(
-                self.store, episode, mode=rules.mode, reward_share=rules.reward_share
+                self.store,
+                episode,
+                mode=rules.mode,
+                reward_share=rules.reward_share,
+                keep_unused=rules.keep_unused,
             )
         except NotFound:
             raise _Damaged(f"{episode.tokens_key} is gone from the store") from None

@@ -27,8 +27,8 @@ slime's rules for prompts that were rendered again; tokens that a later prompt c
 class Untrained(NamedTuple):
     """A turn whose sampled tokens are in no segment with mask 1, and why.
 
-    `reason`: `side` (a title, a probe), `hosted` (no token ids), `drift` (mode `merge` only: a later
-    prompt does not repeat it token for token)."""
+    `reason`: `side` (a title, a probe), `hosted` (no token ids), `unused` (the agent went on without the
+    answer), `drift` (mode `merge` only: a later prompt does not repeat it token for token)."""
 
     turn: int
     tokens: int
@@ -70,7 +70,11 @@ class _Stretch:
 
 
 def cut(
-    turns: Sequence[Turn], *, reward_share: RewardShare = "full", mode: SegmentMode = "tree"
+    turns: Sequence[Turn],
+    *,
+    reward_share: RewardShare = "full",
+    mode: SegmentMode = "tree",
+    keep_unused: bool = False,
 ) -> list[Segment]:
     """The segments of a rollout, in the order in which they ended, `final` last.
 
@@ -78,10 +82,10 @@ def cut(
     chain's newest turn) and its prompt starts with everything the segment holds. Any other turn opens a
     segment whose leading prompt is its whole prompt. Tokens sampled earlier are context there, so each
     sampled token is trained once. The last segment of the main chain is `final`, of any other chain
-    `subagent`, every earlier one `wipe`. Side requests and turns without ids give none: `untrained`
-    lists them.
+    `subagent`, every earlier one `wipe`. Side requests, turns without ids and, unless `keep_unused`,
+    answers that the agent went on without give none: `untrained` lists them.
     """
-    taken = [turn for turn in turns if _why_left_out(turn) is None]
+    taken = [t for t in turns if _why_left_out(t, keep_unused=keep_unused) is None]
     grown = _grown(taken) if mode == "tree" else _merged(taken)
     stretches = [stretch for stretch in grown if stretch.response_ids]
     stretches.sort(key=lambda stretch: stretch.frozen_at)
@@ -132,9 +136,11 @@ def share(policy: RewardShare, index: int, count: int) -> float:
     return 1.0 if policy == "full" or index == count - 1 else 0.0
 
 
-def _why_left_out(turn: Turn) -> str | None:
+def _why_left_out(turn: Turn, *, keep_unused: bool = False) -> str | None:
     if turn.purpose is Purpose.SIDE:
         return "side"
+    if turn.unused and not keep_unused:
+        return "unused"
     return None if turn.trainable and turn.prompt_ids else "hosted"
 
 

@@ -25,6 +25,7 @@ from perdure.gateway.pace import Pace
 from perdure.gateway.turns.canonical import Rolled, ToolDigests
 from perdure.gateway.turns.chains import Node, Tree
 from perdure.gateway.turns.replay import Recording
+from perdure.gateway.turns.siblings import Caller
 from perdure.types import EngineSpan
 
 CallKey = tuple[str, str]
@@ -85,7 +86,9 @@ class Session:
     """Held while the journal is read or written for this session."""
     close_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     calls: "dict[CallKey, asyncio.Task[Answer]]" = field(default_factory=dict)
-    """Calls in flight: an identical one joins."""
+    """Calls in flight: a retry joins, and a sibling is a call of its own."""
+    callers: "dict[CallKey, list[Caller]]" = field(default_factory=dict)
+    """Who waits for each of them."""
     sampling: "set[asyncio.Future[Any]]" = field(default_factory=set)
     """Engine calls in progress, which closing the session abandons."""
     users: int = 0

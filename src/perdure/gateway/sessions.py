@@ -32,9 +32,9 @@ from perdure.gateway.journal.turn_record import (
     UNANSWERED,
     TurnRecord,
     to_journal,
-    turn_deltas,
     turn_records,
 )
+from perdure.gateway.journal.turns import turn_deltas
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.pace import DEFAULT_CEILINGS, Ceilings, Pace
 from perdure.gateway.rendering.formats import Format
@@ -43,6 +43,7 @@ from perdure.gateway.turns.canonical import ToolDigests
 from perdure.gateway.turns.chains import Location, Node
 from perdure.gateway.turns.maker import PendingTurn, TurnMaker, abandonable, replayed
 from perdure.gateway.turns.replay import Recording
+from perdure.gateway.turns.siblings import UNKNOWN, Caller, is_retry, sibling_digest
 from perdure.storage.base import Store
 
 MAX_WAITING = 64
@@ -292,17 +293,21 @@ class Sessions:
 
     # --- calls ---------------------------------------------------------------------------------
 
-    async def complete(self, session_id: str, request: ModelRequest) -> Answer:
+    async def complete(
+        self, session_id: str, request: ModelRequest, caller: Caller = UNKNOWN
+    ) -> Answer:
         """The answer to one model call, durable when it returns.
 
-        A retry joins the call in flight or gets the recorded answer again. The call continues when the
-        client disconnects. Raises: Refused, GatewayUnavailable, NotFound.
+        A retry joins the call in flight or gets the recorded answer again; an identical call that is no
+        retry of one in flight is sampled too. The call continues when the client disconnects.
+        Raises: Refused, GatewayUnavailable, NotFound.
         """
         async with self._using(session_id) as session:
             session.check_open()
             awake = await self._awake(session)
             session.check_open()  # it may have been closed meanwhile
-            location = awake.tree.locate(request)
+            number = await self._sibling(awake, request, caller)
+            location = awake.tree.locate(request).of_sibling(number)
             key = (request.chain, location.digests.exact)
             call = session.calls.get(key)
             if call is not None:
@@ -311,7 +316,22 @@ class Sessions:
                 return node.record.answer
             else:
                 call = self._start(awake, request, location, key)
+            session.callers.setdefault(key, []).append(caller)
             return await asyncio.shield(call)
+
+    async def _sibling(self, awake: Awake, request: ModelRequest, caller: Caller) -> int:
+        """0, or the number of a further sample of a prompt that is being answered."""
+        session, number = awake.session, 0
+        exact = awake.tree.locate(request).digests.exact
+        while True:
+            digest = sibling_digest(exact, number)
+            waiting = session.callers.get((request.chain, digest))
+            done = number > 0 and awake.tree.newest(request.chain, digest) >= 0
+            if waiting is None and not done:
+                return number
+            if waiting is not None and await is_retry(caller, tuple(waiting)):
+                return number
+            number += 1
 
     async def count_tokens(self, session_id: str, request: ModelRequest) -> int:
         """Tokens of the request, rendered in full; nothing is sampled or recorded.
@@ -367,7 +387,7 @@ class Sessions:
         arrived = time.time()
         known = len(awake.tree.nodes)
         if await self._refresh(awake.session):
-            location = awake.tree.locate(request)
+            location = awake.tree.locate(request).of_sibling(location.sibling)
             key = (request.chain, location.digests.exact)
             if (node := self._recorded(awake, key, known)) is not None:
                 return node.record.answer
@@ -483,6 +503,7 @@ class Sessions:
 
 def _forget(session: Session, key: CallKey, call: "asyncio.Task[Answer]") -> None:
     session.calls.pop(key, None)
+    session.callers.pop(key, None)
     if not call.cancelled() and call.exception() is not None:
         log.info("call failed", session_id=session.spec.session_id, error=repr(call.exception()))
 

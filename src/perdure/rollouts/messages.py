@@ -148,13 +148,6 @@ class RunSummary(Frozen):
     by_outcome: dict[str, int] = Field(default_factory=dict)
 
 
-class GroupResult(Frozen):
-    group_id: str
-    graded: int
-    quorum_met: bool
-    episodes: tuple[EpisodeRef, ...]
-
-
 class AskPermit(Frozen):
     """A rollout wants a sandbox of a metered account."""
 

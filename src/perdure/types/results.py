@@ -197,3 +197,12 @@ class RunStatus(Frozen):
     """Why the run has paused itself."""
     by_status: dict[str, int] = Field(default_factory=dict)
     by_outcome: dict[str, int] = Field(default_factory=dict)
+
+
+class GroupResult(Frozen):
+    """What a group came to: its episodes by sample, failed ones included."""
+
+    group_id: str
+    graded: int
+    quorum_met: bool
+    episodes: tuple[EpisodeRef, ...]

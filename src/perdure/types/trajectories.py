@@ -124,6 +124,8 @@ class Turn(TurnFacts):
     gateway's own form (`perdure.dialects.base.ModelRequest`): for reading, never for training."""
     answer: str = ""
     """The assistant message that the agent was given, as JSON in the same form."""
+    unused: bool = False
+    """The agent went on without this answer: it asked again, or continued from another one."""
     prompt_ids: tuple[int, ...] = ()
     completion_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()

@@ -23,6 +23,17 @@ def test_trained_and_untrained_add_up_to_sampled() -> None:
     assert (counts.untrained_tokens, counts.untrained_turns) == ({"side": 3}, {"side": 1})
 
 
+def test_unused_answers_are_left_out_unless_wanted() -> None:
+    """The agent asked again: the answer that it went on without is counted, and not trained."""
+    turns = [turn(0, (1,), 3, unused=True), turn(1, (1,), 5)]
+    counts = count_trajectory(turns, cut(turns))
+    kept = cut(turns, keep_unused=True)
+
+    assert (counts.sampled_tokens, counts.trained_tokens) == (8, 5)
+    assert (counts.untrained_tokens, counts.segments) == ({"unused": 3}, {"final": 1})
+    assert [segment.turns for segment in kept] == [(0,), (1,)]
+
+
 def test_chains_compactions_and_kinds_are_counted() -> None:
     """A sub-agent and a compaction make three segments of three kinds."""
     turns = [

@@ -163,6 +163,16 @@ async def test_sft_trains_each_answer_once(run: Run) -> None:
     assert [line["chain"] for line in lines] == ["main", "main", "sub"]
 
 
+async def test_sft_leaves_unused_answers_out(run: Run) -> None:
+    """An answer that the agent went on without is no demonstration."""
+    dropped = turn(2, (1, 2), (33,), [SYSTEM, USER], said("Dropped."), unused=True)
+    await run.add(1.0, (*two_turns(20), dropped))
+    messages, _ = await run.export("sft")
+    rows, _ = await run.export("sft-tokens")
+
+    assert (len(messages), len(rows)) == (1, 1)
+
+
 async def test_an_empty_answer_is_empty(run: Run) -> None:
     """What an agent is shown instead of an empty answer is no answer of the model."""
     answer = said("(no visible output)") | {"placeholder": True, "parent_echo_changes": ["x"]}

@@ -24,7 +24,8 @@ from perdure.gateway.base import SessionSpec
 from perdure.gateway.journal.local import LocalJournal
 from perdure.gateway.journal.partial_stores import LocalPartialStore
 from perdure.gateway.journal.partials import Partials
-from perdure.gateway.journal.turn_record import turn_records, turns_of
+from perdure.gateway.journal.turn_record import turn_records
+from perdure.gateway.journal.turns import turns_of
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering.formats import Format, load_format
 from perdure.gateway.rendering.qwen3 import PackagedQwen3
@@ -33,6 +34,7 @@ from perdure.gateway.sessions import Sessions
 from perdure.gateway.turns.answers import PLACEHOLDER
 from perdure.gateway.turns.bridge import bridge
 from perdure.gateway.turns.maker import abandonable
+from perdure.gateway.turns.siblings import Caller
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import logprob
 from perdure.testing.scripted_policy import Policy
@@ -90,6 +92,9 @@ class Speaker:
         return Engine("speaker", tokens=self)
 
 
+CALLER, AGAIN = Caller(), Caller(says_retry=True)
+
+
 class Process:
     """One gateway process's sessions over a journal that several may share."""
 
@@ -103,8 +108,10 @@ class Process:
             self.journal, engines, model_format, self.store, self.metrics, partials=partials
         )
 
-    async def ask(self, messages: list[Message], session: str = "s", **fields: Any) -> Answer:
-        return await self.sessions.complete(session, _request(messages, **fields))
+    async def ask(
+        self, messages: list[Message], session: str = "s", caller: Caller = CALLER, **fields: Any
+    ) -> Answer:
+        return await self.sessions.complete(session, _request(messages, **fields), caller)
 
     async def turns(self, session: str = "s") -> list[Turn]:
         return turns_of(turn_records(await self.journal.read(session)))
@@ -369,6 +376,131 @@ async def test_an_answer_is_not_repeated_for_ever(start: Start) -> None:
     assert len(speaker.seen) == 2
 
 
+async def _at_once(process: Process, speaker: Speaker, *callers: Caller, **spec: Any) -> list[str]:
+    """The ids of the answers to identical calls that are in flight together."""
+    await process.sessions.open(_spec(**spec))
+    speaker.released.clear()
+    calls = [asyncio.create_task(process.ask(HELLO, caller=one)) for one in callers]
+    while sum(map(len, process.sessions._sessions["s"].callers.values())) < len(callers):
+        await asyncio.sleep(0.001)
+    speaker.released.set()
+    return [answer.id for answer in await asyncio.gather(*calls)]
+
+
+async def _gone() -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (Caller(), Caller(), False),
+        (Caller(), Caller(says_retry=True), True),
+        (Caller(idempotency_key="a"), Caller(idempotency_key="a"), True),
+        (Caller(idempotency_key="a"), Caller(idempotency_key="b"), False),
+        (Caller(has_hung_up=_gone), Caller(), True),
+    ],
+    ids=["no proof", "header", "same key", "another key", "connection"],
+)
+async def test_identical_calls_are_siblings_unless_one_is_a_retry(
+    first: Caller, second: Caller, same: bool, start: Start
+) -> None:
+    """Several samples of one prompt are several turns; a proven retry joins the call in flight."""
+    speaker = Speaker()
+    process = start(speaker)
+    ids = await _at_once(process, speaker, first, second)
+
+    assert len(set(ids)) == len(speaker.seen) == len(await process.turns()) == 2 - same
+
+
+async def test_siblings_have_seeds_of_their_own(start: Start) -> None:
+    """With a seed in the rollout, samples of one prompt differ, and the same calls repeat them."""
+    speaker = Speaker()
+    process = start(speaker)
+    await _at_once(process, speaker, CALLER, CALLER, CALLER, sampling=Sampling(seed=7))
+    seeds = [turn.sampling.seed for turn in await process.turns() if turn.sampling]
+
+    assert len(set(seeds)) == 3
+
+
+async def test_the_sibling_that_is_used_is_trained(start: Start) -> None:
+    """The agent goes on from the best of three; the others are no retries' answers any more."""
+    speaker = Speaker()
+    process = start(speaker)
+    await _at_once(process, speaker, CALLER, CALLER, CALLER)
+    chosen = [turn for turn in await process.turns() if turn.index == 1]
+    message = json.loads(chosen[0].answer)
+    await process.ask([*HELLO, message, *_results(Answer("", 0, "m", message, "", {}))])
+    turns = await process.turns()
+    await process.ask(HELLO)
+
+    assert [turn.index for turn in turns if turn.unused] == [0, 2]
+    assert (turns[3].parent, turns[3].bridged) == (1, True)
+    assert len(speaker.seen) == 5
+
+
+async def unused(process: Process) -> list[int]:
+    return [turn.index for turn in await process.turns() if turn.unused]
+
+
+async def test_an_answer_that_is_asked_for_again_is_unused(start: Start) -> None:
+    """The agent asks the same with another limit and goes on from the second answer; the last answer of
+    the chain counts as used."""
+    process = start(Speaker())
+    await process.sessions.open(_spec())
+    await process.ask(HELLO)
+    second = await process.ask(HELLO, max_tokens=64)
+    await process.ask(_next(HELLO, second))
+
+    assert await unused(process) == [0]
+
+
+async def test_what_an_agent_dropped_is_unused(start: Start) -> None:
+    """It leaves the newest exchange out and continues the turn before."""
+    process = start(Speaker())
+    await process.sessions.open(_spec())
+    first = await process.ask(HELLO)
+    second = await process.ask(_next(HELLO, first))
+    dropped = await process.ask(_next(_next(HELLO, first), second))
+    assert dropped
+    await process.ask(_next(_next(HELLO, first), second, "another result"))
+
+    assert await unused(process) == [2]
+
+
+async def test_an_edited_answer_was_used(start: Start) -> None:
+    """The agent sends its own form of the answer back: the policy's words had an effect."""
+    process = start(Speaker(TEXT))
+    await process.sessions.open(_spec())
+    await process.ask(HELLO)
+    await process.ask([*HELLO, {"role": "assistant", "content": "My own words."}, _user("On.")])
+
+    assert await unused(process) == []
+
+
+async def test_a_summary_that_is_quoted_was_used(start: Start) -> None:
+    """A harness that compacts by itself puts the answer into a user's message."""
+    summary = "The bug is in calc.py, and the fix is half done."
+    process = start(Speaker({"content": summary}, TEXT))
+    await process.sessions.open(_spec())
+    await process.ask([*HELLO, _user("Sum up.")])
+    await process.ask([*HELLO, _user(f"So far:\n{summary}\nGo on.")])
+
+    assert await unused(process) == []
+
+
+async def test_sub_agents_and_side_requests_are_used(start: Start) -> None:
+    """The last answer of every chain counts as used, and what is not trained anyway needs no mark."""
+    process = start(Speaker(TEXT))
+    await process.sessions.open(_spec())
+    await process.ask(HELLO, chain="sub")
+    await process.ask([_user("A title?")], purpose=Purpose.SIDE)
+    await process.ask([*HELLO, _user("Sum up.")], purpose=Purpose.COMPACTION)
+    await process.ask([*HELLO, _user("More.")])
+
+    assert await unused(process) == []
+
+
 async def test_chains_run_side_by_side(start: Start) -> None:
     """While one chain waits for the engine, another is asked; neither joins the other."""
     speaker = Speaker()
@@ -556,7 +688,7 @@ async def test_callers_that_joined_share_an_engine_s_failure(start: Start) -> No
     speaker.released.clear()
     process = start(speaker)
     await process.sessions.open(_spec())
-    calls = [asyncio.create_task(process.ask(HELLO)) for _ in range(3)]
+    calls = [asyncio.create_task(process.ask(HELLO, caller=AGAIN)) for _ in range(3)]
     while not speaker.seen:
         await asyncio.sleep(0.001)
     speaker.failure = GatewayUnavailable("gone")
@@ -729,4 +861,7 @@ async def test_in_any_tree_every_token_is_in_one_node(start: Start, seed: int) -
             assert turn.prompt_ids[: len(held)] == held
             assert turns[turn.parent].chain == turn.chain
     sampled = sum(len(turn.completion_ids) for turn in turns)
-    assert sum(sum(segment.loss_mask) for segment in cut(turns)) == sampled
+    unused = sum(len(turn.completion_ids) for turn in turns if turn.unused)
+    assert sum(sum(segment.loss_mask) for segment in cut(turns)) == sampled - unused
+    kept = cut(turns, keep_unused=True)
+    assert sum(sum(segment.loss_mask) for segment in kept) == sampled

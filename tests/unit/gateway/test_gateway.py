@@ -17,6 +17,7 @@ from perdure.episodes.turns_parquet import decode
 from perdure.errors import ConfigurationError, NotFound
 from perdure.gateway.base import SessionSpec, control_token
 from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.sandboxes.relay.relay import RELAYED
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Sampling, Turn
@@ -226,17 +227,25 @@ async def test_a_retry_gets_identical_bytes_without_the_engine(
     assert engine.stats().calls == 1
 
 
-async def test_a_retry_in_flight_joins(
-    gateway: LocalGateway, engine: ScriptedEngine, http: httpx.AsyncClient
+@pytest.mark.parametrize(
+    ("headers", "calls"), [({}, 3), ({"x-stainless-retry-count": "1"}, 1), ({RELAYED: "1"}, 1)]
+)
+async def test_identical_calls_at_once_are_one_only_if_they_are_retries(
+    headers: dict[str, str],
+    calls: int,
+    gateway: LocalGateway,
+    engine: ScriptedEngine,
+    http: httpx.AsyncClient,
 ) -> None:
-    """Two identical calls at one time are one completion."""
+    """Three samples of one prompt are three completions; retries, and calls of relays, share one."""
     key = await gateway.open("s")
-    engine.control(latency_s=0.1)
+    engine.control(latency_s=0.5)
+    told = {"authorization": f"Bearer {key}", **headers}
+    asked = (http.post("/v1/chat/completions", json=_ask(), headers=told) for _ in range(3))
 
-    answers = await asyncio.gather(*(_post(http, key, _ask()) for _ in range(3)))
+    answers = await asyncio.gather(*asked)
 
-    assert len({answer.content for answer in answers}) == 1
-    assert engine.stats().calls == 1
+    assert len({answer.json()["id"] for answer in answers}) == engine.stats().calls == calls
 
 
 async def test_a_client_that_hangs_up_loses_nothing(

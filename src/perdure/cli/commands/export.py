@@ -60,6 +60,9 @@ SUFFIXES = {
     help="Reward of each of K segments: all of it, 1/K, or all of it for the last one.",
 )
 @click.option(
+    "--keep-unused", is_flag=True, help="Train answers too that the agent went on without."
+)
+@click.option(
     "--best",
     type=click.IntRange(min=1),
     metavar="N",
@@ -79,6 +82,7 @@ def export(
     out: Path | None,
     mode: "SegmentMode",
     reward_share: "RewardShare",
+    keep_unused: bool,
     best: int | None,
     min_reward: float | None,
     as_json: bool,
@@ -106,7 +110,7 @@ def export(
     from perdure.storage.base import open_store
 
     path = out or Path(f"{run_id}.{format_name}.{SUFFIXES[format_name]}")
-    rules = Rules(mode, reward_share, Selection(best, min_reward))
+    rules = Rules(mode, reward_share, Selection(best, min_reward), keep_unused)
     exporting = export_run(open_store(settings), run_id, format_name, path, rules)  # type: ignore[arg-type]  # click checked the choice
     report = asyncio.run(exporting)
     for one in report.omitted:

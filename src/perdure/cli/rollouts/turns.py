@@ -69,14 +69,15 @@ async def _journaled(
 ) -> list[Turn]:
     """Turns that a gateway has committed, on this host's disk or in the store."""
     from perdure.gateway.journal import configured as journal_choice
-    from perdure.gateway.journal import turn_record as records
+    from perdure.gateway.journal.turn_record import turn_records
+    from perdure.gateway.journal.turns import turns_of
 
     session = identity_of(rollout.name.run_id, rollout.name.workflow_id, "agent", attempt)
     if not journal_choice.folder(settings).is_dir() and store.url.startswith("file:"):
         return []
     journal = journal_choice.open_journal(settings, store)
     try:
-        return records.turns_of(records.turn_records(await journal.read(session)))
+        return turns_of(turn_records(await journal.read(session)))
     finally:
         await journal.aclose()
 

@@ -41,9 +41,10 @@ class Conversation:
 
 
 def conversations(turns: Sequence[Turn]) -> list[Conversation]:
-    """All conversations of a rollout, in the order of their last turns. Each answer is trained once."""
+    """All conversations of a rollout, in the order of their last turns. Each answer is trained once, and
+    none that the agent went on without."""
     known = {turn.index: turn for turn in turns}
-    kept = [turn for turn in turns if turn.purpose is not Purpose.SIDE]
+    kept = [t for t in turns if t.purpose is not Purpose.SIDE and not t.unused]
     continued = {turn.parent for turn in kept}
     taken: set[int] = set()
     found = []

@@ -42,7 +42,9 @@ from perdure.gateway.metrics import Metrics
 from perdure.gateway.pace import Ceilings
 from perdure.gateway.rendering.formats import load_format
 from perdure.gateway.sessions import Sessions
+from perdure.gateway.turns.siblings import Caller
 from perdure.home import Secrets
+from perdure.sandboxes.relay.relay import RELAYED
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store
 
@@ -160,7 +162,8 @@ def create_app(
 async def _complete(request: Request) -> Response:
     session_id = _session_of(request)
     call = _dialect_of(request).parse(await _body(request, MAX_BODY), request.headers)
-    answering = asyncio.ensure_future(_gateway(request).sessions.complete(session_id, call.request))
+    complete = _gateway(request).sessions.complete
+    answering = asyncio.ensure_future(complete(session_id, call.request, _caller(request)))
     if not call.stream:
         return Response(call.whole(await answering), media_type="application/json")
     answering.add_done_callback(_retrieved)
@@ -168,6 +171,13 @@ async def _complete(request: Request) -> Response:
     if answering.done():
         return Response(call.events(answering.result()), headers=STREAM_HEADERS)
     return StreamingResponse(_late_events(request, call, answering), headers=STREAM_HEADERS)
+
+
+def _caller(request: Request) -> Caller:
+    headers = request.headers
+    again = headers.get("x-stainless-retry-count", "0") != "0" or RELAYED in headers
+    key = headers.get("idempotency-key", "")
+    return Caller(again, key, request.is_disconnected)
 
 
 STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache"}

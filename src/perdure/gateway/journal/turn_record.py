@@ -2,7 +2,7 @@
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -94,18 +94,18 @@ def turn_records(records: Sequence[dict[str, Any]]) -> list[TurnRecord]:
     return [TurnRecord.model_validate(record) for record in records if record["kind"] == TURN]
 
 
-def turns_of(records: Sequence[TurnRecord]) -> list[Turn]:
-    """The turns of a session with their whole prompts."""
-    return [_turn(records, record, prompt_of(records, record)) for record in records]
+def turn_of(records: Sequence[TurnRecord], record: TurnRecord, *, unused: bool) -> Turn:
+    """A turn with its whole prompt."""
+    return _turn(records, record, prompt_of(records, record), unused=unused)
 
 
-def turn_deltas(records: Sequence[TurnRecord]) -> Iterator[tuple[Turn, int]]:
-    """The turns of a session, with at most one whole prompt in memory. Each comes with a number n
-    and the prompt ids that follow the first n ids of its parent (its prompt, then its
-    completion)."""
-    for record in records:
-        kept, added = _behind_parent(records, record)
-        yield _turn(records, record, added), kept
+def turn_delta(
+    records: Sequence[TurnRecord], record: TurnRecord, *, unused: bool
+) -> tuple[Turn, int]:
+    """A turn with a number n, and the prompt ids that follow the first n ids of its parent (its prompt,
+    then its completion)."""
+    kept, added = _behind_parent(records, record)
+    return _turn(records, record, added, unused=unused), kept
 
 
 def _behind_parent(records: Sequence[TurnRecord], record: TurnRecord) -> tuple[int, "array[int]"]:
@@ -133,7 +133,7 @@ def prompt_of(records: Sequence[TurnRecord], record: TurnRecord) -> "array[int]"
     return prompt
 
 
-def _messages_from(records: Sequence[TurnRecord], record: TurnRecord, start: int) -> list[Message]:
+def messages_from(records: Sequence[TurnRecord], record: TurnRecord, start: int) -> list[Message]:
     """A record's request messages from number `start` on."""
     parts: list[list[Message]] = []
     need, at = record.length, record
@@ -147,13 +147,16 @@ def _messages_from(records: Sequence[TurnRecord], record: TurnRecord, start: int
     return [message for part in reversed(parts) for message in part]
 
 
-def _turn(records: Sequence[TurnRecord], record: TurnRecord, prompt: "array[int]") -> Turn:
+def _turn(
+    records: Sequence[TurnRecord], record: TurnRecord, prompt: "array[int]", *, unused: bool
+) -> Turn:
     # The parent's request and its answer are shown with the parent.
     seen = 0 if record.parent is None else records[record.parent].length + 1
     return Turn(
         **{name: getattr(record, name) for name in TurnFacts.model_fields},
-        new_messages=json.dumps(_messages_from(records, record, seen)),
+        new_messages=json.dumps(messages_from(records, record, seen)),
         answer=json.dumps(_given(record)),
+        unused=unused,
         prompt_ids=tuple(prompt),
         completion_ids=tuple(record.completion),
         logprobs=tuple(record.logprobs),

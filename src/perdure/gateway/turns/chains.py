@@ -7,7 +7,7 @@ requests, `journal.turn_record` has the stored form.
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from perdure.dialects.base import ModelRequest
 from perdure.gateway.journal.turn_record import TurnRecord
@@ -22,6 +22,7 @@ from perdure.gateway.turns.canonical import (
     same_messages,
     visible,
 )
+from perdure.gateway.turns.siblings import sibling_digest
 
 MOST_REPEATS = 12
 """How often a recorded answer is repeated. Clients retry ten times; an agent in a loop would retry
@@ -96,6 +97,13 @@ class Location:
     miss: str | None
     base: Node | None
     kept_messages: int
+    sibling: int = 0
+    """Which of several identical requests at one time it is."""
+
+    def of_sibling(self, number: int) -> "Location":
+        """The same place, as the sibling with this number."""
+        exact = sibling_digest(self.digests.exact, number)
+        return replace(self, digests=self.digests._replace(exact=exact), sibling=number)
 
 
 @dataclass
@@ -112,6 +120,8 @@ class Tree:
     """By chain and visible text, for answers without calls."""
     _requests: dict[tuple[str, str], Node] = field(default_factory=dict)
     """The newest turn by chain and request digest."""
+    _alike: dict[tuple[str, str], list[Node]] = field(default_factory=dict)
+    """The turns of equal requests, by chain and the digest that another attempt shares."""
     _newest: dict[str, Node] = field(default_factory=dict)
     """By chain."""
 
@@ -246,7 +256,8 @@ class Tree:
         self.nodes.append(node)
         self._index(node)
         if (echoed := self._node(record.echo_of)) is not None:
-            echoed.acknowledged = True
+            for sibling in self._alike[echoed.record.chain, echoed.record.across_sha256]:
+                sibling.acknowledged = True  # the agent has chosen
         if node.parent is not None:
             node.parent.children += 1
         self.weight += _weight(record)
@@ -275,6 +286,7 @@ class Tree:
             key = (record.chain, _text_key(message.get("content") or ""))
             self._texts.setdefault(key, []).append(node)
         self._requests[record.chain, record.request_sha256] = node
+        self._alike.setdefault((record.chain, record.across_sha256), []).append(node)
         self._newest[record.chain] = node
 
 

@@ -141,7 +141,10 @@ class TurnMaker:
         base = base_seed(spec.sampling, request)
         if base is not None:
             turn = pending.awake.tree.turns_of(request.chain)
-            found["seed"] = call_seed(base, spec.sample, request.chain, turn)
+            place = request.chain
+            if number := pending.location.sibling:
+                place = f"{place}/{number}"
+            found["seed"] = call_seed(base, spec.sample, place, turn)
         return found
 
     async def _prompt(self, pending: PendingTurn) -> tuple["array[int]", str | None]:

@@ -43,6 +43,8 @@ CarrierName = Literal["dial", "stdio", "file"]
 CARRIERS: tuple[CarrierName, ...] = ("dial", "stdio", "file")
 
 PORT = 18001
+RELAYED = "x-perdure-relayed"
+"""Marks what a relay carries: its connection does not tell whether the agent hung up."""
 AT_ONCE = 32
 """Requests of one sandbox that wait for the gateway at a time."""
 MOST_REQUESTS = 128
@@ -333,11 +335,12 @@ class Relay:
 
     def _headers(self, line: JsonObject) -> list[tuple[str, str]]:
         """The agent's headers, without keys other than this session's."""
-        return [
+        kept = [
             (name, value)
             for name, value in line["headers"]
             if name.lower() not in _HOP and (name.lower() not in _KEYS or self._is_key(value))
         ]
+        return [*kept, (RELAYED, "1")]
 
     def _is_key(self, value: str) -> bool:
         given = value.removeprefix("Bearer ").removeprefix("bearer ").strip()
