@@ -7,6 +7,7 @@ secret. The package that uses a key derives it.
 
 import contextlib
 import hashlib
+import hmac
 import os
 import secrets
 import socket
@@ -86,6 +87,11 @@ def load_secret(settings: Settings) -> bytes:
     Raises: ConfigurationError if it is too short or cannot be read.
     """
     return load_secrets(settings).oldest
+
+
+def episodes_token(secret: bytes) -> str:
+    """What a gateway asks of those who read episodes through it."""
+    return hmac.new(secret, b"episodes", hashlib.sha256).hexdigest()
 
 
 def _long_enough(found: Sequence[str], source: str) -> tuple[bytes, ...]:

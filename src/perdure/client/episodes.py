@@ -6,19 +6,23 @@ Owns finding the episode in the store; `perdure.episodes` says what its arrays m
 
 import asyncio
 from collections.abc import Iterable
+from functools import partial
 
+from perdure.client.gateway_episodes import GatewayEpisodes
 from perdure.episodes.episode import EpisodeSegments, parse_episode
 from perdure.episodes.episode_store import read_segments
 from perdure.episodes.segments import RewardShare, SegmentMode
 from perdure.errors import ConfigurationError
+from perdure.home import load_secret
 from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.types import EpisodeRef
 
 
 async def read_episodes(
     refs: Iterable[EpisodeRef],
-    store: Store | None = None,
+    store: Store | GatewayEpisodes | None = None,
     *,
     mode: SegmentMode = "tree",
     reward_share: RewardShare = "full",
@@ -28,19 +32,27 @@ async def read_episodes(
 
     A reference without an address is left out: a straggler whose episode does not exist yet.
     `keep_unused`: with the answers that the agent went on without.
-    `store` is the one that the settings name, unless given. Raises: NotFound (deleted since),
+    `store` is the one that the settings name, unless given; `http://...` names a gateway, which reads
+    them from its store. Raises: NotFound (deleted since),
     ConfigurationError (they are in another store), ValueError (unreadable).
     """
-    source = store or open_store(load_settings())
+    source = store or _named(load_settings())
 
     async def one(ref: EpisodeRef) -> EpisodeSegments:
-        key = _key(ref, source)
+        at = source.key_of if isinstance(source, GatewayEpisodes) else partial(_key, store=source)
+        key = at(ref)
         episode = parse_episode(key, (await source.get(key)).data)
         return await read_segments(
             source, episode, mode=mode, reward_share=reward_share, keep_unused=keep_unused
         )
 
     return list(await asyncio.gather(*(one(ref) for ref in refs if ref.uri)))
+
+
+def _named(settings: Settings) -> Store | GatewayEpisodes:
+    if settings.store.startswith(("http://", "https://")):
+        return GatewayEpisodes(settings.store, load_secret(settings))
+    return open_store(settings)
 
 
 def _key(ref: EpisodeRef, store: Store) -> str:

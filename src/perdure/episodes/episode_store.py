@@ -14,7 +14,7 @@ from perdure.episodes.episode_parquet import decode_segments, encode_segments
 from perdure.episodes.segments import RewardShare, SegmentMode, cut
 from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
 from perdure.storage import keys
-from perdure.storage.base import Store, Stored
+from perdure.storage.base import Reads, Store, Stored
 from perdure.types import RolloutRequest, Segment
 
 READS_AT_ONCE = 32
@@ -128,7 +128,7 @@ def _is_of_same_run(one: Episode, other: Episode) -> bool:
 
 
 async def read_segments(
-    store: Store,
+    store: Reads,
     episode: Episode,
     *,
     mode: SegmentMode = "tree",

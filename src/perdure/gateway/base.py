@@ -12,6 +12,7 @@ finds it again. Control calls carry the control token and are not reachable with
     POST /v1/chat/completions, /v1/responses           the session key)
     GET  /v1/models
     GET  /engines ...                                 engines at run time: `engine_routes`
+    GET  /episodes/{key}                              files of episodes: `episode_routes`
     GET  /healthz, GET /metrics
 """
 

@@ -22,6 +22,12 @@ class Stored(NamedTuple):
     etag: str
 
 
+class Reads(Protocol):
+    """What reading episodes needs of a store."""
+
+    async def get(self, key: str) -> Stored: ...
+
+
 class Store(Protocol):
     """Objects under `/`-separated keys.
 

@@ -34,7 +34,7 @@ from perdure.errors import (
     StoreUnavailable,
 )
 from perdure.gateway.base import STORE_AWAY, SessionSpec
-from perdure.gateway.http import engine_routes
+from perdure.gateway.http import engine_routes, episode_routes
 from perdure.gateway.http.keys import may_control, session_of
 from perdure.gateway.journal.base import Journal
 from perdure.gateway.journal.configured import open_partials
@@ -89,6 +89,7 @@ class Gateway:
     engine: ConfiguredEngine
     metrics: Metrics
     patience: Patience
+    store: Store
 
 
 def create_app(
@@ -127,7 +128,9 @@ def create_app(
                 partials=partials,
                 ceilings=ceilings,
             )
-            app.state.gateway = Gateway(settings, secrets, sessions, engine, metrics, patience)
+            app.state.gateway = Gateway(
+                settings, secrets, sessions, engine, metrics, patience, store
+            )
             following = asyncio.create_task(engine.follow())
             try:
                 yield
@@ -148,6 +151,7 @@ def create_app(
             Route("/sessions/{session_id}", _control(_forget), methods=["DELETE"]),
             Route("/sessions/{session_id}/close", _control(_close), methods=["POST"]),
             *engine_routes.routes(_control),
+            Route("/episodes/{key:path}", _answered(episode_routes.read_file), methods=["GET"]),
             Route("/healthz", _healthz),
             Route("/metrics", _metrics),
         ],
@@ -299,9 +303,18 @@ def _control(handler: Handler) -> Handler:
     """Require the control token; a session key is not accepted."""
 
     async def route(request: Request) -> Response:
+        if not may_control(_gateway(request).secrets, request.headers):
+            raise Refused(401, "invalid_control_token", "the control token is missing or wrong")
+        return await handler(request)
+
+    return _answered(route)
+
+
+def _answered(handler: Handler) -> Handler:
+    """Errors of callers that are no agents have a status each."""
+
+    async def route(request: Request) -> Response:
         try:
-            if not may_control(_gateway(request).secrets, request.headers):
-                raise Refused(401, "invalid_control_token", "the control token is missing or wrong")
             return await handler(request)
         except NotFound as error:
             return _error_response(request, Refused(404, "not_found", str(error)))

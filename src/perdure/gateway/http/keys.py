@@ -4,7 +4,7 @@ import hmac
 from collections.abc import Mapping
 
 from perdure.gateway.base import control_token, session_key
-from perdure.home import Secrets
+from perdure.home import Secrets, episodes_token
 
 
 def session_of(secrets: Secrets, headers: Mapping[str, str]) -> str | None:
@@ -18,6 +18,11 @@ def session_of(secrets: Secrets, headers: Mapping[str, str]) -> str | None:
 def may_control(secrets: Secrets, headers: Mapping[str, str]) -> bool:
     """Whether the caller holds the control token."""
     return _is_one_of(_bearer(headers), [control_token(secret) for secret in secrets.accepted])
+
+
+def may_read_episodes(secrets: Secrets, headers: Mapping[str, str]) -> bool:
+    """Whether the caller holds the token of those who read episodes."""
+    return _is_one_of(_bearer(headers), [episodes_token(secret) for secret in secrets.accepted])
 
 
 def _is_one_of(given: str, valid: list[str]) -> bool:
