@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODES: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {},
-    "T 0.7": {"temperature": 0.7},
-    "top_p 0.9": {"top_p": 0.9},
+    "T-0.7": {"temperature": 0.7},
+    "top_p-0.9": {"top_p": 0.9},
     "penalties": {
         "presence_penalty": 0.5,
         "frequency_penalty": 0.3,
@@ -143,7 +143,7 @@ async def gateway(home: Path, engine_url: str, tokenizer: str) -> AsyncIterator[
         "PERDURE_ENGINE__TOKENIZER": tokenizer,
         "PERDURE_ENGINE__NOTATION": "auto"
         if tokenizer == PACKAGED
-        else "text",  # nobody calls a tool
+        else "text",  # no conversation has tools
     }
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PERDURE_")}
     home.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ environment; Perdure imports none of them.
 
 import json
 import random
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ TEMPLATES = {
 BLIND = ["deepseekv3", "deepseek_r1_distill", "llama3", "phi3"]
 """Published templates that do not show tools to the model."""
 TOKENIZERS = {"qwen3": "hermes", "gptoss": "openai", "llama3_1": "llama3_json"}
+"""Those of npm, which lack a template or have an older one: TRL's is put beside them."""
 WORDS = ["a b", 'x = "1"', "\n", "é中", "\\n", "{}", "<b>", "if a < b:", "true", "007"]
 
 
@@ -74,9 +76,13 @@ def test_a_template_without_tools_is_refused(published: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_published_tokenizer_goes_round(published: Path, name: str) -> None:
+def test_a_published_tokenizer_round_trips(published: Path, tmp_path: Path, name: str) -> None:
     """Render, sample, read, bridge with the real vocabulary and template, offline."""
-    format_ = load_format(str(published / "tokenizers" / name))
+    shutil.copytree(published / "tokenizers" / name, tmp_path, dirs_exist_ok=True)
+    shutil.copy(
+        published / f"packages/trl/chat_templates/{name}.jinja", tmp_path / "chat_template.jinja"
+    )
+    format_ = load_format(str(tmp_path))
     renderer = format_.renderer
     asked = [say("system", "Be brief."), say("user", "Look at <|im_end|> and <|eot_id|>.")]
     answer = called("", {"path": 'a "b"\n', "line": 3})
@@ -156,6 +162,8 @@ def _case(family: Family, dice: random.Random) -> dict[str, Any]:
     text = whole.removeprefix(before).rstrip()
     for end in family.control.split()[:2]:
         text = text.removesuffix(end)
+    if family.notation == "llama4_pythonic":  # SGLang reads Python's spelling only
+        text = text.replace("=true", "=True").replace("=false", "=False")
     return {
         "notation": family.notation,
         "text": text,

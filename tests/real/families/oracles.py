@@ -25,7 +25,6 @@ SGLANG = {
     "deepseek_v31": "deepseekv31_detector.DeepSeekV31Detector",
     "deepseek_v32": "deepseekv32_detector.DeepSeekV32Detector",
     "minimax_m2": "minimax_m2.MinimaxM2Detector",
-    "openai": "gpt_oss_detector.GptOssDetector",
     "llama3_json": "llama32_detector.Llama32Detector",
     "llama4_pythonic": "pythonic_detector.PythonicDetector",
     "mistral": "mistral_detector.MistralDetector",

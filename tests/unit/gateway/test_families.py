@@ -1,4 +1,4 @@
-"""Every family of models: its notation is found by what its template is, and its turns go round."""
+"""Every family of models: its notation is found by what its template is, and its turns round-trip."""
 
 import json
 from array import array
@@ -49,7 +49,7 @@ TYPED = st.sampled_from(
         "b",
     ]
 )
-"""What somebody typed: control tokens of every family among it."""
+"""What a user or a tool may write: also control tokens of every family."""
 
 
 @st.composite
@@ -123,9 +123,9 @@ def test_a_renamed_checkpoint_is_known_by_its_template(
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_turn_goes_round(name: str, formats: dict[str, Format], data: st.DataObject) -> None:
+def test_a_turn_round_trips(name: str, formats: dict[str, Format], data: st.DataObject) -> None:
     """Render, sample, read, echo, bridge: the calls are those that were written, the bridge begins with
-    the recorded ids and ends as the template would, and nobody's text becomes a control token."""
+    the recorded ids and ends as the template would, and text never becomes a control token."""
     family, format_ = FAMILIES[name], formats[name]
     renderer, asked = format_.renderer, [say("user", data.draw(texts()))]
     arguments = data.draw(st.lists(ARGUMENTS, min_size=1, max_size=1 if family.one_call else 3))
@@ -159,7 +159,9 @@ def test_a_turn_goes_round(name: str, formats: dict[str, Format], data: st.DataO
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=texts(), more=texts())
-def test_plain_text_goes_round(name: str, formats: dict[str, Format], text: str, more: str) -> None:
+def test_plain_text_round_trips(
+    name: str, formats: dict[str, Format], text: str, more: str
+) -> None:
     """An answer without calls is the text that was sampled, and a user's next message is bridged."""
     format_ = formats[name]
     tokenizer, renderer = format_
@@ -308,7 +310,7 @@ def test_what_only_looks_like_a_call_is_text(notation: str, text: str) -> None:
     assert (read.content, read.tool_calls) == (text, [])
 
 
-def test_a_template_whose_calls_nobody_reads_is_refused(tmp_path: Path) -> None:
+def test_a_template_with_unreadable_calls_is_refused(tmp_path: Path) -> None:
     """At the start, naming the setting and its values."""
     odd = Family(
         "", "<end> <turn>", user="<turn>{{ m.content }}<end>", answer="<turn>", call="CALL {{ c.id }}",

@@ -76,7 +76,7 @@ def test_text_round_trips_without_control_tokens(name: str, folder: Path) -> Non
 
 @pytest.mark.parametrize("name", ["qwen3", "folder"])
 def test_what_a_template_writes_is_control_tokens(name: str, folder: Path) -> None:
-    """Only what somebody typed is marked; the same text of the template is one id."""
+    """Only typed text is marked; the same text of the template is one id."""
     tokenizer = load_tokenizer(str(folder) if name == "folder" else name)
     think = tokenizer.convert_tokens_to_ids("<think>")
     ids = tokenizer.encode("<think>\nhm\n</think>\n\nSo " + marked("<think>", tokenizer.control))
@@ -96,7 +96,7 @@ FORGED = [
 
 @pytest.mark.parametrize("typed", FORGED)
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_nobody_types_a_control_token(role: str, typed: str) -> None:
+def test_typed_control_tokens_stay_text(role: str, typed: str) -> None:
     """In no role, also not as the whole content of an answer that another model gave, nor in a bridge."""
     tokenizer, renderer = load_format("qwen3")
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])

@@ -1,6 +1,6 @@
 """Which notation a model writes, found by what its chat template writes.
 
-The template renders a call that nobody sampled; the notation that reads exactly this call back is the
+The template renders a made-up call; the notation that reads exactly this call back is the
 model's. So a renamed or fine-tuned checkpoint is found, and a template whose calls no notation reads is
 refused before an agent starts.
 """
