@@ -1,6 +1,6 @@
 # Every command sets itself up: Python 3.11, make and git are enough.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check compiled test test-all test-agents test-redteam test-cheats test-images test-leaks test-real test-trainers test-vllm test-families test-serving fmt build chaos bench clean
+.PHONY: help setup demo check compiled test test-all test-agents test-redteam test-cheats test-images test-leaks test-real test-trainers test-vllm test-families test-serving fmt build chaos bench learn clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
@@ -80,6 +80,9 @@ chaos: setup ## kill -9, SIGTERM and lost answers, with real processes (slow); S
 
 bench: setup ## the benchmarks that need nothing else, one after the other (slow)
 	@for b in startup overhead crash flaky replay sandbox sandbox.ready relay gateway_load gateway_cost routing preemption saturation weights neighbour status gradings; do $(RUN) python -m benchmarks.$$b || exit 1; done
+
+learn: setup ## a tiny model learns through the whole stack on two cores (slow; vLLM, 3.2 GB): SEEDS=1,2,3 OPTIONS='--staleness 1'
+	@$(RUN) --extra serving python -m benchmarks.learn --seeds $(SEEDS) $(OPTIONS)
 
 clean: ## remove the environment and everything local
 	rm -rf .venv .uv dist .perdure .mypy_cache .ruff_cache .pytest_cache

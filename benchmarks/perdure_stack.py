@@ -103,7 +103,7 @@ class Stack:
         self._process = process
 
     @classmethod
-    def start(cls, home: Home, meter: Meter) -> "Stack":
+    def start(cls, home: Home, meter: Meter, limit_s: float = START_LIMIT_S) -> "Stack":
         """`perdure up`, until it is ready. Raises: RuntimeError with the supervisor's message."""
         log = home.folder / "up.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ class Stack:
                 stderr=file,
             )
         stack = cls(home, meter, process)
-        deadline = time.monotonic() + START_LIMIT_S
+        deadline = time.monotonic() + limit_s
         while not stack._is_ready():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"`perdure up` failed: {log.read_text()[-2000:]}")
@@ -172,6 +172,10 @@ class Stack:
         kill_all(pids, signal.SIGKILL)
         self._process.wait()
         return pids
+
+    def wait(self) -> None:
+        """Until its supervisor has ended, killed or not."""
+        self._process.wait()
 
     def _is_ready(self) -> bool:
         state = stack_state.read(self.home.settings)

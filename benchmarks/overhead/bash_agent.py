@@ -9,16 +9,27 @@ import shutil
 from pathlib import Path
 from typing import ClassVar
 
+from pydantic import Field
+
 from benchmarks import toy
 from perdure.agents import options
 from perdure.agents.base import AgentTask, Evidence, Launch
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import Mount
 from perdure.settings.tree import AgentSettings
-from perdure.types import AgentEnd
+from perdure.types import AgentEnd, Request
 
 LOOP = Path(__file__).parent / "bash_loop.py"
 TARGET = "/opt/bench"
+
+
+class BashAgentOptions(Request):
+    system: str = "You are a helpful assistant that can use a shell."
+    """System message; empty: none."""
+    submit_line: str = toy.DONE
+    """A command whose output begins with it ends the agent."""
+    turn_limit: int = Field(0, ge=0)
+    """Model calls at most; 0: no limit."""
 
 
 class BashAgent:
@@ -32,16 +43,18 @@ class BashAgent:
         return (Mount(folder, TARGET),)
 
     def launch(self, task: AgentTask) -> Launch:
-        """Raises: ConfigurationError for any option, or without a gateway."""
-        options.parse(self.name, options.NoOptions, task.options)
+        """Raises: ConfigurationError for a wrong option, or without a gateway."""
+        chosen = options.parse(self.name, BashAgentOptions, task.options)
         if task.gateway_url is None:
             raise ConfigurationError(f"{self.name} needs a gateway")
         port = task.gateway_url.rsplit(":", 1)[1]
         return Launch(
-            argv=(toy.PYTHON, "-I", "-S", f"{TARGET}/{LOOP.name}", port, toy.DONE),
+            argv=(toy.PYTHON, "-I", "-S", f"{TARGET}/{LOOP.name}", port, chosen.submit_line),
             env={
                 "BENCH_KEY": task.session_key,
                 "BENCH_MODEL": task.model,
+                "BENCH_SYSTEM": chosen.system,
+                "BENCH_TURNS": str(chosen.turn_limit),
                 "BENCH_PROMPT": task.instance.problem_statement,
             },
         )

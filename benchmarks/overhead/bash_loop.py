@@ -1,6 +1,8 @@
-"""Inside the sandbox: call the model, run its bash call, send it the output, until it submits.
+"""Inside the sandbox: call the model, run its bash call, send it the output, until it submits, calls
+nothing or has had its turns.
 
-usage: python3 -I -S bash_loop.py PORT SUBMIT_LINE       (BENCH_KEY, BENCH_MODEL, BENCH_PROMPT)
+usage: python3 -I -S bash_loop.py PORT SUBMIT_LINE
+(BENCH_KEY, BENCH_MODEL, BENCH_SYSTEM, BENCH_PROMPT; BENCH_TURNS, 0: no limit)
 
 It uses one kept-alive connection and imports only what `json` needs, because its start is measured.
 """
@@ -30,20 +32,23 @@ TRIES = 60
 
 
 def main(port: int, submit_line: str) -> int:
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": "You are a helpful assistant that can use a shell."},
-        {"role": "user", "content": os.environ["BENCH_PROMPT"]},
-    ]
-    gateway = Gateway(port)
+    given = (("system", os.environ["BENCH_SYSTEM"]), ("user", os.environ["BENCH_PROMPT"]))
+    messages: list[dict[str, Any]] = [{"role": r, "content": text} for r, text in given if text]
+    gateway, turns = Gateway(port), int(os.environ["BENCH_TURNS"])
     while True:
         message = gateway.ask(messages)
         messages.append(message)
-        for call in message.get("tool_calls") or ():
+        if not message.get("tool_calls"):
+            return 0
+        for call in message["tool_calls"]:
             code, output = _bash(json.loads(call["function"]["arguments"])["command"])
             if output.startswith(submit_line):
                 return 0
             content = json.dumps({"returncode": code, "output": output})
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+        turns -= 1
+        if turns == 0:
+            return 0
 
 
 class Gateway:

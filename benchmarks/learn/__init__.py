@@ -1,0 +1,1 @@
+"""A tiny model learns to repair repositories through the whole stack: `make learn`."""

@@ -1,0 +1,79 @@
+"""What one training run is asked for; the trainer's process reads it from a file."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from perdure.types import Frozen, GroupRequest, RolloutRequest, RunRequest
+
+AGENT = "benchmarks.overhead.bash_agent:BashAgent"
+Broken = Literal["", "reencoded", "temperature", "split"]
+"""`reencoded`: the trainer encodes the text of each answer again. `temperature`: rollouts are sampled at
+0.7, and the trainer assumes 1. `split`: each turn is a segment that earns its share of the reward."""
+BROKEN_TEMPERATURE = 0.7
+
+
+class Plan(Frozen):
+    """One seed's run. Its name is the prefix of its runs in Perdure, so the same plan goes on where it was."""
+
+    name: str
+    folder: Path
+    """Of this run: versions of the weights, the trainer's state, what was measured."""
+    base: Path
+    """The model to begin with, and its tokenizer."""
+    canary_rows: Path
+    """Exported rows from which the prompts of canaries are taken."""
+    training: tuple[str, ...]
+    """References of instances."""
+    held_out: tuple[str, ...]
+    seed: int = 1
+    steps: int = 30
+    groups: int = 8
+    samples: int = 8
+    staleness: int = 0
+    """Batches that are sampled ahead: each is trained on this many versions later."""
+    learning_rate: float = 7e-4
+    broken: Broken = ""
+    evaluate_samples: int = 2
+
+    @property
+    def figures(self) -> Path:
+        return self.folder / "figures.json"
+
+    def group(self, batch: int, instance: str, version: int) -> GroupRequest:
+        """One group of a batch; `version` should sample it."""
+        rollout = {
+            **self._rollout(self.seed * 1000 + batch),
+            "run_id": f"{self.name}-b{batch:03d}",
+            "instance": instance,
+            "policy_version": version,
+            "max_staleness": self.staleness,
+        }
+        return GroupRequest(rollout=RolloutRequest.model_validate(rollout), n_samples=self.samples)
+
+    def evaluation(self, step: int) -> RunRequest:
+        """All held-out instances, at temperature 1."""
+        return RunRequest(
+            run_id=f"{self.name}-held-{step:03d}",
+            instances=self.held_out,
+            n_samples=self.evaluate_samples,
+            concurrency=64,
+            rollout=self._rollout(self.seed, temperature=1.0),
+        )
+
+    def _rollout(self, seed: int, temperature: float | None = None) -> dict[str, Any]:
+        if temperature is None:
+            temperature = BROKEN_TEMPERATURE if self.broken == "temperature" else 1.0
+        return rollout_fields() | {
+            "sampling": {
+                "temperature": temperature,
+                "seed": seed,
+                "max_tokens_per_turn": 40,
+                "max_context_tokens": 256,
+            }
+        }
+
+
+def rollout_fields() -> dict[str, Any]:
+    """The minimal agent, without a system message: a shell, and at most five answers."""
+    options = {"system": "", "submit_line": "done", "turn_limit": 5}
+    return {"agent": AGENT, "agent_options": options}

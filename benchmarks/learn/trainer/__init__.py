@@ -1,0 +1,1 @@
+"""The trainer's side, in the environment that has torch and transformers."""

@@ -1,0 +1,175 @@
+"""The trainer: `python -m benchmarks.learn.trainer.loop PLAN`.
+
+Each step starts a batch of groups through the SDK, trains on the oldest one and publishes the weights. Its
+state is written after each step, and ids of groups are deterministic: the same plan goes on after a kill.
+"""
+
+import asyncio
+import os
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks.learn.plan import Plan
+from benchmarks.learn.rows import samples_of
+from benchmarks.learn.schedule import batch, version_of
+from benchmarks.learn.trainer import exported, grpo, policy
+from benchmarks.learn.trainer.figures import Figures, Step
+from perdure.client.api import GroupHandle, Perdure
+from perdure.client.episodes import read_episodes
+from perdure.engines.weights.publishing import Weights
+from perdure.episodes.episode import EpisodeSegments
+
+NOTICE_S = 2.5
+KEPT_VERSIONS = 3
+HOPELESS_STEPS = 3
+"""After so many steps without any reward no group has a gradient."""
+Group = list[EpisodeSegments]
+
+
+class Trainer:
+    """One plan's run. `step` counts the batches that were trained."""
+
+    def __init__(self, plan: Plan, perdure: Perdure, weights: Weights) -> None:
+        self.plan = plan
+        self.perdure = perdure
+        self.weights = weights
+        self.tokenizer = Tokenizer.from_file(str(plan.base / "tokenizer.json"))
+        self.rows = [row.sample for row in exported.read(plan.canary_rows)]
+        self.figures = Figures.read(plan)
+        self.model = policy.load(plan.base / "model")
+        self.optimizer = grpo.optimizer_of(self.model, plan.learning_rate)
+        self.step = 0
+        self.first = -1
+        """The version of the weights of step 0."""
+        self._started: dict[int, list[GroupHandle]] = {}
+
+    @property
+    def _state(self) -> Path:
+        return self.plan.folder / "state.pt"
+
+    async def run(self) -> None:
+        await self._resume()
+        await self._publish()
+        if not self.figures.evaluations:
+            await self._evaluate()
+        while self.step < self.plan.steps and not self.figures.hopeless(HOPELESS_STEPS):
+            await self._train_one()
+        await self._evaluate()
+        self.figures.finish()
+
+    # --- one step ------------------------------------------------------------------------------
+
+    async def _train_one(self) -> None:
+        figures, began, used = Step(self.step), time.monotonic(), time.process_time()
+        for number in range(self.step, min(self.step + self.plan.staleness + 1, self.plan.steps)):
+            await self._start(number)
+        groups = await self._episodes(self._started.pop(self.step))
+        figures.wait_s, figures.sdk_cpu_s = time.monotonic() - began, time.process_time() - used
+        figures.add_episodes([one.episode for group in groups for one in group], groups)
+        with figures.training():
+            self._learn(groups, figures)
+        self.step += 1
+        self.figures.add(figures)
+        self._save()
+        with figures.publishing():
+            await self._publish()
+        self.figures.published(figures)
+
+    async def _start(self, number: int) -> None:
+        """Start a batch, or join it where it was started before a kill."""
+        if number in self._started:
+            return
+        version = version_of(self.plan, number, self.first)
+        self._started[number] = [
+            await self.perdure.start_group(self.plan.group(number, instance, version))
+            for instance in batch(self.plan, number)
+        ]
+
+    async def _episodes(self, handles: Sequence[GroupHandle]) -> list[Group]:
+        async def one(handle: GroupHandle) -> Group:
+            return await read_episodes([ref async for ref in handle.episodes()])
+
+        return list(await asyncio.gather(*map(one, handles)))
+
+    def _learn(self, groups: Sequence[Group], figures: Step) -> None:
+        samples = samples_of(groups, self.plan.broken, self._reencode)
+        if samples:
+            figures.grpo = grpo.step(
+                self.model,
+                self.optimizer,
+                samples,
+                learning_rate=self.plan.learning_rate,
+                number=self.step,
+            ).as_json()
+
+    def _reencode(self, ids: Sequence[int]) -> Sequence[int]:
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        again: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return again
+
+    # --- evaluation -----------------------------------------------------------------------------
+
+    async def _evaluate(self) -> None:
+        """Rewards at temperature 1 on instances that are never trained."""
+        run = await self.perdure.start_run(self.plan.evaluation(self.step))
+        await run.result()
+        found = [info.episode for info in await run.rollouts() if info.episode is not None]
+        self.figures.add_evaluation(self.step, [one.reward for one in found])
+
+    # --- weights and state ----------------------------------------------------------------------
+
+    async def _publish(self) -> None:
+        version = self.first + self.step
+        folder = self.plan.folder / "versions" / str(version)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            policy.save(self.model, folder, self.plan.base)
+        await self.weights.publish(
+            version, folder.absolute(), policy.canaries(self.model, self.rows)
+        )
+        for old in folder.parent.iterdir():
+            if old.name.isdigit() and int(old.name) <= version - KEPT_VERSIONS:
+                shutil.rmtree(old)
+
+    async def _resume(self) -> None:
+        """Continue from the state of a killed trainer; else number versions after the published ones."""
+        if self._state.exists():
+            state = torch.load(self._state)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step, self.first = state["step"], state["first"]
+            self.figures.resumed(self.step)
+            return
+        published = await self.weights.published()
+        self.first = 0 if published is None else published.version + 1
+        self._save()
+
+    def _save(self) -> None:
+        draft = self._state.with_suffix(".draft")
+        facts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save({**facts, "step": self.step, "first": self.first}, draft)
+        os.replace(draft, self._state)
+
+
+@asynccontextmanager
+async def trainer(plan: Plan) -> AsyncIterator[Trainer]:
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    async with Weights(notice_s=NOTICE_S) as weights:
+        yield Trainer(plan, await Perdure.connect(), weights)
+
+
+async def main(path: Path) -> None:
+    torch.set_num_threads(1)
+    async with trainer(Plan.model_validate_json(path.read_text())) as it:
+        await it.run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

@@ -1,0 +1,71 @@
+"""What a GRPO step of `make learn` gets, right and broken on purpose."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.learn.plan import Plan
+from benchmarks.learn.rows import Sample, advantages, reencoded, turns
+from benchmarks.learn.schedule import batch, version_of
+
+WHOLE = Sample(
+    ids=(1, 2, 3, 4, 5, 6),
+    mask=(0, 1, 1, 0, 1, 1),
+    logprobs=(0.0, -0.1, -0.2, 0.0, -0.4, -0.5),
+)
+
+
+def _plan(staleness: int = 0) -> Plan:
+    return Plan(
+        name="try",
+        folder=Path(),
+        base=Path(),
+        canary_rows=Path(),
+        training=tuple(f"repairs/train-{n}" for n in range(10)),
+        held_out=(),
+        groups=4,
+        staleness=staleness,
+    )
+
+
+def test_a_group_without_variance_has_no_advantage() -> None:
+    assert advantages([1.0, 1.0]) == advantages([0.0, 0.0]) == [0.0, 0.0]
+
+
+def test_advantages_are_in_units_of_the_groups_spread() -> None:
+    assert advantages([1.0, 0.0, 0.0, 1.0]) == [1.0, -1.0, -1.0, 1.0]
+
+
+def test_split_trains_each_answer_once() -> None:
+    """The error on purpose is the reward, not the mask."""
+    first, second = turns(WHOLE)
+
+    assert (first.ids, first.mask) == ((1, 2, 3), (0, 1, 1))
+    assert (second.ids, second.mask) == (WHOLE.ids, (0, 0, 0, 0, 1, 1))
+
+
+def test_a_logprob_stays_only_where_its_tokens_stay() -> None:
+    """5, 6 become one other token: the engine's logprobs of them mean nothing for it."""
+    found = reencoded(WHOLE, lambda ids: [9] if tuple(ids) == (5, 6) else ids)
+
+    assert (found.ids, found.mask) == ((1, 2, 3, 4, 9), (0, 1, 1, 0, 1))
+    assert found.logprobs[:4] == WHOLE.logprobs[:4]
+    assert math.isnan(found.logprobs[4])
+
+
+def test_an_epoch_has_every_instance_once() -> None:
+    """Also where a batch goes over the end of an epoch."""
+    plan = _plan()
+    seen = [one for number in range(5) for one in batch(plan, number)]
+
+    assert sorted(seen[:10]) == sorted(seen[10:]) == sorted(plan.training)
+    assert seen[:10] != seen[10:]
+
+
+@pytest.mark.parametrize(
+    ("staleness", "versions"), [(0, [7, 8, 9]), (1, [7, 7, 8]), (2, [7, 7, 7])]
+)
+def test_a_stale_batch_is_sampled_by_earlier_weights(staleness: int, versions: list[int]) -> None:
+    """The first batches are sampled before there are newer weights."""
+    assert [version_of(_plan(staleness), number, 7) for number in range(3)] == versions
