@@ -6,8 +6,9 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ ROLES = ("workflows", "boot", "agent", "grade", "io")
 
 REAP_EVERY = timedelta(minutes=10)
 ASK_AGAIN_S = 1.0
+Keeping = Coroutine[Any, Any, None]
 
 log = structlog.get_logger("perdure.worker")
 
@@ -103,18 +105,32 @@ async def _keep_house(client: Client, settings: Settings, roles: Sequence[str]) 
     """What a worker does beside its queues, depending on its roles."""
     if not {"boot", "agent"} & set(roles):
         return
-    keeping = [life_kept.keep_alive(settings)]
+    keeping = [partial(life_kept.keep_alive, settings)]
     if "agent" in roles:
         keeping += _housekeeping(client, settings)
-    await asyncio.gather(*keeping)
+    await asyncio.gather(*map(kept_going, keeping))
 
 
-def _housekeeping(client: Client, settings: Settings) -> list[Coroutine[Any, Any, None]]:
+def _housekeeping(client: Client, settings: Settings) -> "list[partial[Keeping]]":
     from perdure.rollouts.services import Services
     from workers.host import housekeeping
 
     services = Services(settings)
-    return [housekeeping.sweep_often(client, services), housekeeping.count_sandboxes(services)]
+    return [
+        partial(housekeeping.sweep_often, client, services),
+        partial(housekeeping.count_sandboxes, services),
+    ]
+
+
+async def kept_going(keeping: Callable[[], Keeping]) -> None:
+    """Until it returns. An error that it does not foresee is logged, and it begins anew: otherwise one
+    would end all sweeps of this worker."""
+    while True:
+        try:
+            return await keeping()
+        except Exception:
+            log.exception("housekeeping failed; it begins anew")
+        await asyncio.sleep(ASK_AGAIN_S)
 
 
 async def _ensure_reaper(client: Client, host: str, stop: asyncio.Event) -> None:

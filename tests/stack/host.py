@@ -34,13 +34,6 @@ def comm(pid: int) -> bytes:
         return b""
 
 
-def cwd(pid: int) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/cwd")
-    except OSError:
-        return ""
-
-
 def parents(pid: int) -> Iterator[int]:
     """Its parent, that one's parent, and so on."""
     while pid:

@@ -8,6 +8,7 @@ import asyncio
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -347,14 +348,17 @@ class Stack:
         digests = {self.identity(r, "agent").rpartition("-agent-")[0] for r in self.requests}
         found = [f"process {pid}" for pid, _ in self.agents()]
         places = [*folders(self.provider.root), *folders(Path("/sys/fs/cgroup"), depth=3)]
-        found += [str(path) for path in places if any(d in path.name for d in digests)]
+        ours = re.compile("|".join(digests) or "(?!)")
+        found += [str(path) for path in places if ours.search(path.name)]
         mounts = Path("/proc/mounts").read_text().splitlines()
-        found += [line for line in mounts if any(d in line for d in digests)]
-        return found
+        return found + [line for line in mounts if ours.search(line)]
 
     async def nothing_left(self, limit_s: float = LINGERS_S) -> None:
         """Assert that our finished rollouts have left nothing on this host."""
-        await nothing(self.left_behind, limit_s)
+        try:
+            await nothing(self.left_behind, limit_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}{self.last_words()}") from None
 
     async def solved_once(
         self, request: RolloutRequest, attempt: int = 1, again: int = 0, replayed: int = 0

@@ -11,6 +11,8 @@ PATIENCE_S = 180.0
 """Only what is broken takes this long; nothing waits for the clock. Less than a test's time limit."""
 LINGERS_S = 60.0
 """Seconds that an ended process may stay visible on a busy host."""
+LOOK_AGAIN_S = 0.25
+"""Between two looks for what is left: a look over a whole host takes the time of those who clean up."""
 
 
 async def until(condition: Callable[[], Any], what: str, limit_s: float = PATIENCE_S) -> Any:
@@ -31,4 +33,4 @@ async def nothing(look: Callable[[], Sequence[Any]], limit_s: float = LINGERS_S)
     end = time.monotonic() + limit_s
     while found := look():
         assert time.monotonic() < end, f"still there after {limit_s:g} s: {found}"
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(LOOK_AGAIN_S)

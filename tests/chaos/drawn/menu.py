@@ -13,7 +13,7 @@ from tests import s3_proxy
 from tests.chaos.drawn.world import World
 from tests.stack import builds
 from tests.stack.clock import TWO_HOURS
-from tests.stack.host import comm, cwd, parents, pids
+from tests.stack.host import comm, parents, pids, started_at
 from tests.stack.process import Process
 from tests.stack.second_host import lose
 from tests.wire import Fault
@@ -146,16 +146,27 @@ async def _take(world: World, box: Box | None, victim: Callable[[Box], ProcessId
         _kill(process.pid)
 
 
-def kill_named(name: bytes) -> Callable[[World], Awaitable[None]]:
-    """Kill one process of a sandbox that has this name and is replaced, if there is one."""
+async def kill_forwarder(world: World) -> None:
+    """Its keeper replaces it."""
+    found = await _helpers(world, b"perdure-forward")
+    if found:
+        _kill(world.dice.choice(sorted(found)))
 
-    async def play(world: World) -> None:
-        homes = tuple(str(host.home) for host in world.hosts)
-        found = [pid for pid in pids() if comm(pid) == name and cwd(pid).startswith(homes)]
-        if found:
-            _kill(world.dice.choice(sorted(found)))
 
-    return play
+async def kill_launcher(world: World) -> None:
+    """Its keeper replaces it. Of a command that it was starting none knows whether it began, so that
+    costs the sandbox."""
+    found = await _helpers(world, b"perdure-launch")
+    if found:
+        pid = world.dice.choice(sorted(found))
+        await _take(world, found[pid], lambda _: ProcessId(pid, started_at(pid)))
+
+
+async def _helpers(world: World, name: bytes) -> dict[int, Box]:
+    """Children of this name of the keepers of living sandboxes, by pid."""
+    boxes = {box.keeper.pid: box for box in await _boxes(world, "-") if box.keeper}
+    named = [pid for pid in pids() if comm(pid) == name]
+    return {pid: boxes[above] for pid in named if (above := next(parents(pid), 0)) in boxes}
 
 
 async def kill_agent(world: World) -> None:
@@ -276,8 +287,8 @@ MENU: Mapping[str, Act] = {
     "kill keeper": Act(kill_keeper),
     "kill holder": Act(kill_holder),
     "kill a grader's keeper": Act(kill_graders_keeper),
-    "kill launcher": Act(kill_named(b"perdure-launch")),
-    "kill forwarder": Act(kill_named(b"perdure-forward")),
+    "kill launcher": Act(kill_launcher),
+    "kill forwarder": Act(kill_forwarder),
     "kill agent": Act(kill_agent),
     "reset engine": Act(_on_the_wire(Fault.RESET)),
     "silence engine": Act(_on_the_wire(Fault.BLACK_HOLE)),

@@ -8,7 +8,8 @@ import pytest
 
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import ExecState, ExecStatus
-from perdure.sandboxes.host.execs import LAUNCH_GRACE_S, ExecRecord
+from perdure.sandboxes.host.execs import ExecRecord
+from perdure.sandboxes.host.keeper.disk import give_up
 from perdure.sandboxes.host.procfs import started_at
 
 
@@ -69,31 +70,24 @@ def test_dead_without_result_is_lost(record: ExecRecord) -> None:
     assert record.status() == ExecStatus(ExecState.LOST)
 
 
-def test_never_picked_up_is_lost_for_good(record: ExecRecord) -> None:
-    """A command that was declared lost at its launch can never run: its guard is taken."""
-    _pass(record, LAUNCH_GRACE_S + 1)
-    states = [record.status().state for _ in range(2)]
-
-    assert (states, (record.path / "pid").exists()) == ([ExecState.LOST] * 2, True)
-
-
-@pytest.mark.parametrize("jump", [7200, -7200])
-def test_a_clock_that_is_set_loses_no_command(
-    record: ExecRecord, monkeypatch: pytest.MonkeyPatch, jump: int
+@pytest.mark.parametrize("is_guarded", [False, True], ids=["unread", "being launched"])
+def test_a_starved_keeper_loses_no_command(
+    record: ExecRecord, monkeypatch: pytest.MonkeyPatch, is_guarded: bool
 ) -> None:
-    """A command that its keeper is about to start stays so when the wall clock jumps."""
-    true_time = time.time
-    monkeypatch.setattr(time, "time", lambda: true_time() + jump)
+    """An hour later, the command is still about to start: its sandbox lives."""
+    if is_guarded:
+        (record.path / "pid").touch(0o600)
+    true_time = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: true_time() + 3600)
 
     assert record.status() == ExecStatus(ExecState.RUNNING)
 
 
-def _pass(record: ExecRecord, seconds: float) -> None:
-    """As if it had been prepared that long ago."""
-    first, _, rest = (record.path / "run").read_bytes().partition(b"\n")
-    *words, since = first.split()
-    earlier = str(float(since) - seconds).encode()
-    (record.path / "run").write_bytes(b" ".join([*words, earlier]) + b"\n" + rest)
+def test_a_command_that_its_keeper_could_not_start_is_lost(record: ExecRecord) -> None:
+    """The keeper had no room to say why."""
+    give_up(os.open(record.path / "pid", os.O_WRONLY | os.O_CREAT, 0o600))
+
+    assert record.status() == ExecStatus(ExecState.LOST)
 
 
 def test_prepare_twice_changes_nothing(record: ExecRecord) -> None:

@@ -6,7 +6,8 @@ they write into out.pipe and err.pipe, which the keeper reads.
     no folder                   never started
     pid has a second line       over: exited or killed, as the kernel told the keeper
     pid names a live process    running
-    neither                     about to start or about to end; lost if its keeper is dead
+    pid is empty and read-only  lost: its keeper could not start it
+    none of these               about to start or about to end; lost if its keeper is dead
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import os
 import re
 import shutil
 import signal
-import time
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,8 @@ from uuid import uuid4
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import ExecState, ExecStatus, KillCause
 from perdure.sandboxes.host import procfs
+from perdure.sandboxes.host.keeper.disk import GIVEN_UP
 from perdure.sandboxes.host.process import ProcessId, is_alive, read_process_id
-
-LAUNCH_GRACE_S = 10.0
-"""Seconds after which a command that its keeper has not started counts as lost."""
 
 _RESULT = re.compile(
     r"(?P<how>exit|signal) (?P<number>\d+)(?: oom=(?P<ooms>\d+))?"
@@ -54,7 +53,7 @@ class ExecRecord:
         digest = argv_digest(argv)
         draft = self.path.with_name(f".{uuid4().hex}")
         draft.mkdir(mode=0o700)
-        first = f"# {digest} {token} {time.monotonic()}\n"
+        first = f"# {digest} {token}\n"
         (draft / "run").write_bytes(first.encode() + run)
         if stdin is not None:
             (draft / "in").write_bytes(stdin)
@@ -86,8 +85,7 @@ class ExecRecord:
         return self._identified_by()[1]
 
     def _identified_by(self) -> list[str]:
-        """Digest of the argv, the token that marks the command's processes, and since when it waits
-        for its keeper, by the monotonic clock."""
+        """Digest of the argv, and the token that marks the command's processes."""
         with open(self.path / "run", "rb") as file:
             return file.readline().decode().split()[1:]
 
@@ -100,17 +98,15 @@ class ExecRecord:
         if (over := self._over()) is not None:
             return over
         process = self.process
-        if is_alive(process) or (process is None and not self._abandoned()):
+        if is_alive(process) or (process is None and not self._given_up()):
             return ExecStatus(ExecState.RUNNING)
         return self._over() or ExecStatus(ExecState.LOST)  # it may have ended since
 
-    def _abandoned(self) -> bool:
-        """Whether it can never run. We make the `pid` file, so that no keeper starts it any more."""
-        if time.monotonic() - float(self._identified_by()[2]) < LAUNCH_GRACE_S:
-            return False
-        with contextlib.suppress(FileExistsError), open(self.path / "pid", "x") as file:
-            file.write(f"0 0 - 0 {time.monotonic()}\n")
-        return True
+    def _given_up(self) -> bool:
+        """Whether it can never run. A keeper on a starved host may start it late."""
+        with contextlib.suppress(FileNotFoundError):
+            return stat.S_IMODE((self.path / "pid").stat().st_mode) == GIVEN_UP
+        return False
 
     def _over(self) -> ExecStatus | None:
         """Needs two complete lines: the process, and how it ended."""

@@ -14,7 +14,7 @@ from time import monotonic, sleep
 
 from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.keeper import forwarder, linux
-from perdure.sandboxes.host.keeper.disk import is_full
+from perdure.sandboxes.host.keeper.disk import give_up, is_full
 from perdure.sandboxes.host.keeper.holder import become_holder
 from perdure.sandboxes.host.keeper.killing import end_command, kill_group, removed
 from perdure.sandboxes.host.keeper.launcher import CANNOT_EXECUTE, Launcher
@@ -338,7 +338,7 @@ class Keeper:
             )
         except OSError as error:  # a full disk
             _log(error)
-            os.close(record)
+            give_up(record)
             return
         pid = self._launch(command)
         if pid > 0:
@@ -346,13 +346,11 @@ class Keeper:
         who = f"{command.pid} {command.started} {command.group or '-'} {command.ooms}"
         try:
             os.write(record, f"{who} {monotonic()}\n".encode())
-        except (
-            OSError
-        ) as error:  # a full disk: a command whose result cannot be recorded must not run
-            _log(error)
-            os.close(record)
+        except OSError as error:  # a command whose result cannot be recorded must not run
             self._kill_tree(command)
             self._outputs.close(command.streams)
+            _log(error)
+            give_up(record)
             return
         if pid <= 0:
             self._refuse(command, -pid)
