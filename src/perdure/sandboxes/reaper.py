@@ -3,6 +3,7 @@
 Owns the rules. The caller decides when it runs and how it looks up an owner.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,6 +16,8 @@ from perdure.types import Frozen
 
 OWNER_LABELS = frozenset({"run", "rollout"})
 ORPHANED = "orphaned"
+AT_ONCE = 8
+"""Sandboxes that a sweep looks at together: on a starved host, each takes seconds to end."""
 
 log = structlog.get_logger()
 
@@ -67,10 +70,22 @@ class Sweep:
                 log.warning("provider not swept", provider=provider.name, reason=str(error))
                 fates.append("failed")
                 continue
-            for info in found:
-                fates.append(await self._settle(provider, info))
+            fates += await self._settled(provider, found)
         counts = {fate: fates.count(fate) for fate in ("kept", "killed", "failed")}
         return SweepReport(found=len(fates), **counts)
+
+    async def _settled(self, provider: SandboxProvider, found: Iterable[SandboxInfo]) -> list[str]:
+        seats = asyncio.Semaphore(AT_ONCE)
+
+        async def settle(info: SandboxInfo) -> str:
+            async with seats:
+                return await self._settle(provider, info)
+
+        fates = await asyncio.gather(*map(settle, found), return_exceptions=True)
+        for fate in fates:
+            if isinstance(fate, BaseException):
+                raise fate
+        return [fate for fate in fates if isinstance(fate, str)]
 
     async def _settle(self, provider: SandboxProvider, info: SandboxInfo) -> str:
         try:

@@ -1,5 +1,6 @@
 """The reaper kills sandboxes without an owner, and no others. It uses real `local` sandboxes."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -55,6 +56,27 @@ async def test_an_orphan_is_killed_at_once(provider: LocalProvider) -> None:
 
     assert (report, orphans) == (SweepReport(found=2, kept=1, killed=1), ["orphan"])
     assert [info.identity for info in await provider.list()] == ["owned"]
+
+
+async def test_a_sandbox_that_ends_slowly_holds_no_other(
+    provider: LocalProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one's processes end only when the second sandbox has gone."""
+    for name in ("a-slow", "b-quick"):
+        await boot(provider, name, ORPHAN)
+    kill, gone = provider.kill, asyncio.Event()
+
+    async def ending(identity: str) -> None:
+        if identity == "a-slow":
+            await gone.wait()
+        await kill(identity)
+        gone.set()
+
+    monkeypatch.setattr(provider, "kill", ending)
+    async with asyncio.timeout(60):
+        report = await Sweep(fate, nothing, 600, time.time()).over([provider])
+
+    assert report == SweepReport(found=2, killed=2)
 
 
 @pytest.mark.parametrize(("age", "kept"), [(599, 1), (601, 0)])
