@@ -84,14 +84,15 @@ class Figures:
 
     @classmethod
     def read(cls, plan: Plan) -> "Figures":
-        if plan.figures.exists():
-            return cls(plan, json.loads(plan.figures.read_text()))
+        """Those of an earlier process of this plan, whose number of steps may have been raised."""
         kept = plan.model_dump(
             mode="json", exclude={"folder", "base", "canary_rows", "training", "held_out"}
         )
         sizes = {"training": len(plan.training), "held_out": len(plan.held_out)}
-        lists: dict[str, Any] = {"steps": [], "evaluations": [], "resumed_at": []}
-        return cls(plan, {"plan": kept | sizes, "seconds": 0.0, "finished": False, **lists})
+        told: dict[str, Any] = {"seconds": 0.0, "steps": [], "evaluations": [], "resumed_at": []}
+        if plan.figures.exists():
+            told = json.loads(plan.figures.read_text())
+        return cls(plan, told | {"plan": kept | sizes, "finished": False})
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
