@@ -35,20 +35,26 @@ async def sweep_often(client: Client, services: Services) -> None:
         """Rollouts with an activity here need no request: the activity's heartbeats learn of the end."""
         return Owner.ALIVE if at_work[workflow_id] else await fate_of(client, workflow_id)
 
-    await asyncio.sleep(SWEEP_EVERY_S)
-    providers = await asyncio.to_thread(_usable_here, services)
+    usable: set[str] = set()
     while True:
         await asyncio.sleep(SWEEP_EVERY_S)
         try:
+            providers = await asyncio.to_thread(_usable_here, services, usable)
             await sweep(services, fate, UNKNOWN_FOR_S, providers)
         except (RPCError, PerdureError, OSError) as error:
             log.warning("this host was not swept", reason=str(error))
 
 
-def _usable_here(services: Services) -> list[SandboxProvider]:
-    """Providers whose sandboxes are processes of this host, which are listed at no cost."""
-    used = services.providers_used()
-    return [provider for provider in used if provider.host_bound and not provider.check()]
+def _usable_here(services: Services, usable: set[str]) -> list[SandboxProvider]:
+    """Providers whose sandboxes are processes of this host, which are listed at no cost.
+
+    Those in `usable` stay so. The others are asked each time: a busy host may refuse a sandbox that only
+    tries whether sandboxes can be made.
+    """
+    bound = [provider for provider in services.providers_used() if provider.host_bound]
+    found = [provider for provider in bound if provider.name in usable or not provider.check()]
+    usable.update(provider.name for provider in found)
+    return found
 
 
 async def count_sandboxes(services: Services) -> None:

@@ -1,8 +1,16 @@
 """What a worker does for its host goes on after an error that was not foreseen."""
 
-import pytest
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any, cast
 
+import pytest
+from temporalio.client import Client
+
+from perdure.rollouts.services import Services
 from workers import process
+from workers.host import housekeeping
 
 
 async def test_an_unforeseen_error_ends_no_housekeeping(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +26,50 @@ async def test_an_unforeseen_error_ends_no_housekeeping(monkeypatch: pytest.Monk
     await process.kept_going(sweeps)
 
     assert len(rounds) == 3
+
+
+class RefusesOnce:
+    """A provider of a host that has no process to spare when it is asked first."""
+
+    name = "bubblewrap"
+    host_bound = True
+    asked = 0
+
+    def check(self) -> Sequence[str]:
+        self.asked += 1
+        return ["fork: resource temporarily unavailable"] if self.asked == 1 else []
+
+
+class WithProvider:
+    provider = RefusesOnce()
+
+    def providers_used(self) -> list[RefusesOnce]:
+        return [self.provider]
+
+
+async def test_a_provider_that_a_busy_host_refuses_once_is_swept_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise its orphans would stay for as long as the worker runs."""
+    swept: list[list[RefusesOnce]] = []
+    enough = asyncio.Event()
+
+    async def sweep(_: Any, fate: Any, grace_s: float, providers: list[RefusesOnce]) -> None:
+        swept.append(providers)
+        if len(swept) == 3:
+            enough.set()
+
+    monkeypatch.setattr(housekeeping, "SWEEP_EVERY_S", 0.0)
+    monkeypatch.setattr(housekeeping, "sweep", sweep)
+    services = WithProvider()
+    sweeping = asyncio.create_task(
+        housekeeping.sweep_often(cast(Client, None), cast(Services, services))
+    )
+    async with asyncio.timeout(60):
+        await enough.wait()
+    sweeping.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await sweeping
+
+    one = services.provider
+    assert (swept[:3], one.asked) == ([[], [one], [one]], 2)
