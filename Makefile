@@ -40,8 +40,8 @@ test-all: test ## test, then the longer tests of the same suites: what CI runs
 test-real: setup ## seven real SWE-bench rows, three times each, through the command line
 	@$(RUN) pytest -rs tests/real/test_sdist_rows.py
 
-test-trainers: setup ## the trainers' own normalisation of our rows, with torch and their sources (downloads once)
-	@$(RUN) pytest -rs tests/real/test_trainer_advantages.py
+test-trainers: setup ## the trainers' own packages over our entry points, in an environment of their own (slow)
+	@$(RUN) pytest -rs tests/real/test_trainer_advantages.py tests/real/test_trainer_loops.py
 
 test-vllm: setup ## the engine client against a real vLLM on CPU, in an environment of its own (slow)
 	@$(RUN) pytest -rs tests/real/test_vllm.py tests/real/test_vllm_weights.py

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from functools import partial
 
 from perdure.client.gateway_episodes import GatewayEpisodes
-from perdure.episodes.episode import EpisodeSegments, parse_episode
+from perdure.episodes import turns_parquet
+from perdure.episodes.episode import Episode, EpisodeSegments, parse_episode
 from perdure.episodes.episode_store import read_segments
 from perdure.episodes.segments import RewardShare, SegmentMode
 from perdure.errors import ConfigurationError
@@ -17,7 +18,7 @@ from perdure.home import load_secret
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
-from perdure.types import EpisodeRef
+from perdure.types import EpisodeRef, Turn
 
 
 async def read_episodes(
@@ -47,6 +48,14 @@ async def read_episodes(
         )
 
     return list(await asyncio.gather(*(one(ref) for ref in refs if ref.uri)))
+
+
+async def read_turns(episode: Episode, store: Store | None = None) -> list[Turn]:
+    """Every model call of the episode, as recorded, with its messages. Raises: NotFound."""
+    if episode.turns_key is None:
+        return []
+    source = store or _named(load_settings())
+    return turns_parquet.decode((await source.get(episode.turns_key)).data)
 
 
 def _named(settings: Settings) -> Store | GatewayEpisodes:

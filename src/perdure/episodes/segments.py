@@ -4,11 +4,13 @@ Owns the rule for what continues a segment and what starts a new one. Nothing is
 here, so every sampled token is trained exactly once, as it was sampled.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from perdure.episodes.conversations import answer_of, conversations
 from perdure.episodes.merging import Merged, merge_turns
+from perdure.episodes.slime_tree import Sequenced, Spoken, cut_like_slime
 from perdure.types import FinishReason, Purpose, SamplingSpan, Segment, SegmentKind, Turn
 
 MAIN = "main"
@@ -19,16 +21,17 @@ RewardShare = Literal["split", "full", "last"]
 counts a rollout once; `split`: 1/K of it, as in slime's first coding example; `last`: only the last one
 gets it."""
 
-SegmentMode = Literal["tree", "merge"]
-"""`tree`: a turn continues the segment that its recorded ids extend, so no sampled token is lost. `merge`:
-slime's rules for prompts that were rendered again; tokens that a later prompt changes are not trained."""
+SegmentMode = Literal["tree", "merge", "slime"]
+"""`tree`: a turn continues the segment that its recorded ids extend, so no sampled token is lost. The others
+are slime's, for prompts that were rendered again, and do not train tokens that a later prompt changes:
+`merge` its documented `merge_turns`, `slime` its message tree of August 2026."""
 
 
 class Untrained(NamedTuple):
     """A turn whose sampled tokens are in no segment with mask 1, and why.
 
     `reason`: `side` (a title, a probe), `hosted` (no token ids), `unused` (the agent went on without the
-    answer), `drift` (mode `merge` only: a later prompt does not repeat it token for token)."""
+    answer), `drift` (slime's modes only: a later prompt does not repeat it token for token)."""
 
     turn: int
     tokens: int
@@ -83,10 +86,12 @@ def cut(
     segment whose leading prompt is its whole prompt. Tokens sampled earlier are context there, so each
     sampled token is trained once. The last segment of the main chain is `final`, of any other chain
     `subagent`, every earlier one `wipe`. Side requests, turns without ids and, unless `keep_unused`,
-    answers that the agent went on without give none: `untrained` lists them.
+    answers that the agent went on without give none: `untrained` lists them. Raises: ValueError in mode
+    `slime` for a turn without its messages.
     """
     taken = [t for t in turns if _why_left_out(t, keep_unused=keep_unused) is None]
-    grown = _grown(taken) if mode == "tree" else _merged(taken)
+    grow = {"tree": _grown, "merge": _merged, "slime": _slimed}[mode]
+    grown = grow(taken)
     stretches = [stretch for stretch in grown if stretch.response_ids]
     stretches.sort(key=lambda stretch: stretch.frozen_at)
     last = {stretch.chain: stretch for stretch in stretches}
@@ -202,6 +207,37 @@ def _stretch(merged: Merged, turns: Sequence[Turn], frozen_at: float) -> _Stretc
         ],
         finish_reason=turns[-1].finish_reason,
         frozen_at=frozen_at,
+    )
+
+
+def _slimed(turns: Sequence[Turn]) -> list[_Stretch]:
+    said = conversations(turns)
+    for turn in turns:
+        if not said[turn.index]:
+            raise ValueError(f"turn {turn.index} has no messages, by which mode slime cuts")
+    spoken = [Spoken(turn, said[turn.index], answer_of(turn)) for turn in turns]
+    at = {turn.index: position for position, turn in enumerate(turns)}
+    return [_from_slime(found, at) for found in cut_like_slime(spoken, token_versions)]
+
+
+def _from_slime(found: Sequenced, at: Mapping[int, int]) -> _Stretch:
+    assert found.last is not None  # it has a trained token
+    first = found.prompt
+    return _Stretch(
+        chain=found.last.chain,
+        prompt_ids=tuple(found.ids[:first]),
+        response_ids=found.ids[first:],
+        loss_mask=found.loss_mask[first:],
+        logprobs=found.logprobs[first:],
+        versions=found.versions[first:],
+        turns=[span.turn.index for span in found.spans],
+        sampling=[
+            one
+            for span in found.spans
+            for one in _sampling_span(span.turn, span.start - first, span.end - first)
+        ],
+        finish_reason=found.last.finish_reason,
+        frozen_at=at[found.last.index],
     )
 
 

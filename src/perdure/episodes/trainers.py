@@ -2,7 +2,7 @@
 
 Owns the mapping from segments to each trainer's fields, as plain dicts; `perdure.integrations` makes
 the trainers' own objects of them. Ids, masks and logprobs are copied, never computed. Fields as of
-slime 624b824a8, SkyRL a9564572e, TorchTitan b5bcd76c6, verl 1dda039b9 (August 2026).
+slime 624b824a8 and of PyPI's skyrl 0.3.0, torchtitan 0.3.0, verl 0.9.1 and trl 1.16.0.
 """
 
 from collections import Counter
@@ -217,8 +217,21 @@ def _agent_loop_output(found: EpisodeSegments, segment: Segment) -> Row:
             "compute_score": episode.stage_seconds.get("grade", 0.0),
             "num_preempted": -1,
         },
-        "extra_fields": _facts(found, segment) | {"reward_extra_info": _reward_facts(episode)},
+        "extra_fields": _facts(found, segment)
+        | _weight_steps(segment)
+        | {"reward_extra_info": _reward_facts(episode)},
         "mm_processor_kwargs": None,
+    }
+
+
+def _weight_steps(segment: Segment) -> Row:
+    """The versions that sampled it, as the steps that verl's trainer counts staleness in. None where they
+    are unknown: `verl_agent_loop` gives the row's own step then, because verl's trainer needs a number."""
+    oldest, newest = segment.policy_version_min, segment.policy_version_max
+    known = oldest is not None and oldest != NO_VERSION
+    return {
+        "min_global_steps": oldest if known else None,
+        "max_global_steps": newest if known else None,
     }
 
 

@@ -39,4 +39,9 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
             sampling=hooks.sampling_of(sampling_params),
         )
         found = await hooks.finished(request)
-        return [] if found is None else verl.agent_loop_outputs(found)
+        outputs = [] if found is None else verl.agent_loop_outputs(found)
+        for output in outputs:
+            for name in ("min_global_steps", "max_global_steps"):
+                if output.extra_fields[name] is None:
+                    output.extra_fields[name] = int(row.get("global_steps", 0))
+        return outputs

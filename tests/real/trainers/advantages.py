@@ -1,10 +1,10 @@
 """Runs the trainers' own normalisation over Perdure's rows, and prints each rollout's advantage as JSON.
 
-    PYTHONPATH=src:SOURCES/slime:SITE_PACKAGES python advantages.py SOURCES
+    python tests/real/trainers/advantages.py SLIME
 
-SOURCES holds slime, SkyRL, verl and trl; SITE_PACKAGES are those of Perdure's environment. Runs where
-torch is. A trainer's module wants GPUs, Ray and more at import, so its functions are taken out of its
-source file, unaltered but for their decorators.
+In the environment of the trainers; SLIME is its source. TorchTitan's parts are imported. Modules of the
+others want GPUs, Ray and more, so their functions are taken out of their source files, unaltered but for
+their decorators.
 """
 
 # mypy: ignore-errors
@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import sys
+import sysconfig
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,16 +36,23 @@ from perdure.types import (
     RolloutRequest,
     RolloutStatus,
     Turn,
+    VersionSpan,
 )
 
-SOURCES = Path(sys.argv[1])
+FOLDERS = {"slime": Path(sys.argv[1])}
+"""Where a package is, if it is not installed."""
 ENDS: tuple[tuple[float | None, int], ...] = ((1.0, 1), (1.0, 3), (0.0, 1), (None, 1))
 """Reward and segments of each rollout of the group: the second has two sub-agents, the last failed."""
 
 
+def source(path: str) -> str:
+    folder = FOLDERS.get(path.partition("/")[0], Path(sysconfig.get_path("purelib")))
+    return (folder / path).read_text()
+
+
 def taken(path: str, *names: str, given: dict[str, Any]) -> SimpleNamespace:
     """Functions and classes of a source file, with `given` as their globals."""
-    tree = ast.parse((SOURCES / path).read_text())
+    tree = ast.parse(source(path))
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     found = [one for one in ast.walk(tree) if isinstance(one, kinds) and one.name in names]
     for one in found:
@@ -55,11 +63,22 @@ def taken(path: str, *names: str, given: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**{name: space[name] for name in names})
 
 
-def rollout(index: int, reward: float | None, segments: int) -> EpisodeSegments:
-    turns = tuple(
-        Turn(index=n, prompt_ids=(10 + n,), completion_ids=(1, 2), logprobs=(-0.1, -0.2))
+def recorded(segments: int) -> tuple[Turn, ...]:
+    """Turns that do not extend each other."""
+    return tuple(
+        Turn(
+            index=n,
+            prompt_ids=(10 + n,),
+            completion_ids=(1, 2),
+            logprobs=(-0.1, -0.2),
+            versions=(VersionSpan(version=4, start=0, end=2),),
+        )
         for n in range(segments)
     )
+
+
+def rollout(index: int, reward: float | None, segments: int) -> EpisodeSegments:
+    turns = recorded(segments)
     grade = None
     if reward is not None:
         outcome = Outcome.RESOLVED if reward else Outcome.UNRESOLVED
@@ -103,7 +122,7 @@ def slime(
         reward_key=None,
     )
     manager = SimpleNamespace(args=args, custom_reward_post_process_func=hook)
-    real = taken("slime/slime/ray/rollout.py", "_post_process_rewards", given={"torch": torch})
+    real = taken("slime/ray/rollout.py", "_post_process_rewards", given={"torch": torch})
     _, advantages = real._post_process_rewards(manager, samples)
     return _by_rollout(advantages, [len(made) for made in rows])
 
@@ -113,7 +132,7 @@ def slime_with_null() -> str:
     args = SimpleNamespace(advantage_estimator="grpo", rewards_normalization=True)
     manager = SimpleNamespace(args=args, custom_reward_post_process_func=None)
     sample = SimpleNamespace(get_reward_value=lambda _: None)
-    real = taken("slime/slime/ray/rollout.py", "_post_process_rewards", given={"torch": torch})
+    real = taken("slime/ray/rollout.py", "_post_process_rewards", given={"torch": torch})
     try:
         real._post_process_rewards(manager, [sample])
     except TypeError as error:
@@ -137,14 +156,14 @@ def skyrl() -> list[list[float]]:
     output = trainers.skyrl_output(GROUP)
     given = {"torch": torch, "np": np, "defaultdict": defaultdict, "logger": logging.getLogger()}
     estimator = taken(
-        "SkyRL/skyrl/backends/skyrl_train/utils/ppo_utils.py",
+        "skyrl/backends/skyrl_train/utils/ppo_utils.py",
         "compute_grpo_outcome_advantage",
         given=given,
     ).compute_grpo_outcome_advantage
     utils = SimpleNamespace(
         compute_advantages_and_returns=lambda adv_estimator, **fields: estimator(**fields)
     )
-    path, name = "SkyRL/skyrl/train/trainer.py", "compute_advantages_and_returns"
+    path, name = "skyrl/train/trainer.py", "compute_advantages_and_returns"
     real = taken(path, name, given={**given, "ppo_utils": utils})
     algorithm = SimpleNamespace(
         advantage_estimator="grpo", gamma=1.0, lambd=1.0, grpo_norm_by_std=False
@@ -197,13 +216,13 @@ async def verl() -> list[list[float]]:
     estimators = SimpleNamespace(GAE="gae", GRPO="grpo")
     space = {"torch": torch, "np": np, "defaultdict": defaultdict, "AdvantageEstimator": estimators}
     name = "compute_grpo_outcome_advantage"
-    core = taken("verl/verl/trainer/ppo/core_algos.py", name, given=space)
+    core = taken("verl/trainer/ppo/core_algos.py", name, given=space)
     core.AdvantageEstimator = estimators
     space["core_algos"] = core
     name = "compute_advantage"
-    space[name] = taken("verl/verl/trainer/ppo/ray_trainer.py", name, given=space).compute_advantage
+    space[name] = taken("verl/trainer/ppo/ray_trainer.py", name, given=space).compute_advantage
     name = "compute_advantage_for_multi_trajectories"
-    real = taken("verl/verl/trainer/ppo/v1/utils.py", name, given=space)
+    real = taken("verl/trainer/ppo/v1/utils.py", name, given=space)
     done = getattr(real, name)(data, keys, "grpo", norm_adv_by_std_in_grpo=False)
     return _by_rollout(done.batch["advantages"][:, 0].tolist(), [1, 3, 1])
 
@@ -223,14 +242,14 @@ async def _put_in_queue() -> tuple[list[str], list[dict[str, Any]]]:
     put_keys, put_fields = keys, fields
     given = {"torch": torch, "BaseModel": BaseModel, "Any": Any, "Optional": Optional}
     types = taken(
-        "verl/verl/experimental/agent_loop/agent_loop.py",
+        "verl/experimental/agent_loop/agent_loop.py",
         *("AgentLoopMetrics", "AgentLoopOutput"),
         given=given,
     )
     types.AgentLoopOutput.model_rebuild(_types_namespace={**given, **vars(types)})
     queue = SimpleNamespace(async_kv_batch_put=put)
     given |= {"tq": queue, "list_of_dict_to_tensordict": list, "logger": logging.getLogger()}
-    path, name = "verl/verl/trainer/ppo/v1/agent_loop_tq.py", "_agent_loop_postprocess"
+    path, name = "verl/trainer/ppo/v1/agent_loop_tq.py", "_agent_loop_postprocess"
     real = taken(path, name, given=given)
     worker = SimpleNamespace(
         _compute_score=_nothing,
@@ -258,7 +277,7 @@ def trl() -> list[list[float]]:
     known = [float("nan") if one is None else one for one in output["perdure_reward"]]
     space = {
         "torch": torch,
-        "nanstd": taken("trl/trl/trainer/utils.py", "nanstd", given={"torch": torch}).nanstd,
+        "nanstd": taken("trl/trainer/utils.py", "nanstd", given={"torch": torch}).nanstd,
         "rewards_per_func": torch.tensor(known).unsqueeze(1),
         "num_generations": len(GROUP),
         "device": "cpu",
@@ -269,7 +288,7 @@ def trl() -> list[list[float]]:
             reward_funcs=[None],
         ),
     }
-    tree = ast.parse((SOURCES / "trl/trl/trainer/grpo_trainer.py").read_text())
+    tree = ast.parse(source("trl/trainer/grpo_trainer.py"))
     (method,) = [
         one
         for one in ast.walk(tree)
@@ -277,10 +296,47 @@ def trl() -> list[list[float]]:
     ]
     texts = [ast.unparse(one) for one in method.body]
     first = next(n for n, text in enumerate(texts) if text.startswith("unscorable_mask ="))
-    last = next(n for n, text in enumerate(texts) if "nan_to_num" in text)
+    last = next(n for n, text in enumerate(texts) if n > first and "nan_to_num" in text)
     exec("\n".join(texts[first : last + 1]), space)
     advantages: torch.Tensor = space["advantages"]
     return [[value] for value in advantages.tolist()]
+
+
+# --- TorchTitan ------------------------------------------------------------------------------
+
+
+async def torchtitan() -> list[list[float]]:
+    """Through its rubric, estimator and sample builder: the advantage of each sample."""
+    import absent
+
+    absent.stand_in()
+    from torchtitan.experiments.rl.components.training_sample_builder import (
+        TrainingSampleBuilder,
+    )
+    from torchtitan.experiments.rl.rollout import RolloutGroup
+    from torchtitan.experiments.rl.rollout.advantage import AdvantageEstimator
+    from torchtitan.experiments.rl.rubrics import Rubric
+
+    from perdure.integrations.torchtitan.rollouts import rollout_of
+    from perdure.integrations.torchtitan.rubric import Graded
+
+    rollouts = [
+        rollout_of(one, recorded(end[1]), group_id=0, rollout_id=n)
+        for n, (one, end) in enumerate(zip(GROUP, ENDS, strict=True))
+        if trainers.graded([one])
+    ]
+    rubric = Rubric.Config(reward_fns=[Graded.Config()]).build()
+    scored = await rubric.score_group(rollouts, None)
+    for made, score in zip(rollouts, scored, strict=True):
+        made.reward = score.reward
+    group = RolloutGroup(group_id=0, rollouts=rollouts)
+    for made, advantage in zip(rollouts, AdvantageEstimator.Config().build()(group), strict=True):
+        made.advantage = advantage
+    built = TrainingSampleBuilder.Config().build().build_from_group(rollout_group=group)
+    found: dict[int, list[float]] = {}
+    for sample in built.training_samples:
+        found.setdefault(sample.rollout_id.rollout_id, []).append(max(sample.advantage, key=abs))
+    return list(found.values())
 
 
 def _padded(rows: list[list[float]]) -> torch.Tensor:
@@ -304,6 +360,7 @@ if __name__ == "__main__":
                 "skyrl": skyrl(),
                 "verl": asyncio.run(verl()),
                 "trl": trl(),
+                "torchtitan": asyncio.run(torchtitan()),
             }
         )
     )

@@ -69,25 +69,6 @@ TRAINERS = {
             instance_id: str
             repetition_id: int
         """,
-    "torchtitan/experiments/rl/types.py": """
-        import dataclasses
-
-        @dataclasses.dataclass(frozen=True, slots=True)
-        class RolloutTurnID:
-            group_id: int
-            rollout_id: int
-            turn_id: int
-
-        @dataclasses.dataclass(kw_only=True, slots=True)
-        class TrainingSample:
-            min_policy_version: int
-            max_policy_version: int
-            rollout_id: RolloutTurnID
-            token_ids: list
-            loss_mask: list
-            logprobs: list
-            advantage: list
-        """,
     "verl/experimental/agent_loop/agent_loop.py": """
         from typing import Any
         from pydantic import BaseModel

@@ -5,6 +5,7 @@ import importlib
 import json
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -326,6 +327,8 @@ async def test_verl_instantiates_the_agent_loop(stack: Stack) -> None:
     (request,) = stack.requests
     assert (loop.config, request.run_id, request.agent) == ("config", "try-4-abc", "nop")
     assert [(type(o).__name__, o.reward_score) for o in outputs] == [("AgentLoopOutput", 1.0)] * 2
+    # Its trainer makes integers of them: None would end the step.
+    assert {o.extra_fields["min_global_steps"] for o in outputs} == {4}
 
 
 async def test_verl_leaves_a_failed_rollout_out(stack: Stack) -> None:
@@ -442,10 +445,13 @@ def test_every_name_of_the_page_can_be_imported(stack: Stack) -> None:
     """What a launcher is told to name is there, with a trainer of that name installed."""
     page = (ROOT / "docs/train.md").read_text()
     names = set(re.findall(r"perdure\.integrations\.\w+\.\w+", page))
-    found = [name.rpartition(".") for name in names]
+
+    def known(name: str) -> bool:
+        module, _, last = name.rpartition(".")
+        return hasattr(importlib.import_module(module), last) or find_spec(name) is not None
 
     assert len(names) >= 4
-    assert all(hasattr(importlib.import_module(module), name) for module, _, name in found)
+    assert [name for name in names if not known(name)] == []
 
 
 async def test_the_pages_skyrl_example_gives_its_generator(stack: Stack) -> None:

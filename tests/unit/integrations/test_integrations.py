@@ -9,7 +9,7 @@ import pytest
 
 from perdure.episodes.episode import EpisodeParts, EpisodeSegments, build_episode
 from perdure.episodes.segments import cut
-from perdure.integrations import installed, skyrl, slime, torchtitan, verl
+from perdure.integrations import installed, skyrl, slime, verl
 from perdure.types import Grade, Outcome, Rewards, RolloutRequest, RolloutStatus, Turn
 from tests.unit.integrations import stand_ins
 
@@ -54,15 +54,6 @@ def test_skyrl_gets_its_trajectory_ids(found: EpisodeSegments) -> None:
 
 
 @pytest.mark.usefixtures("trainers")
-def test_torchtitan_gets_its_training_samples(found: EpisodeSegments) -> None:
-    """Every field of `TrainingSample` is given, and no other."""
-    (sample,) = torchtitan.training_samples(found, group_id=3, advantage=0.5)
-
-    assert (sample.rollout_id.group_id, sample.rollout_id.rollout_id) == (3, 4)
-    assert sample.advantage == [0.0, 0.5, 0.5]
-
-
-@pytest.mark.usefixtures("trainers")
 def test_verl_gets_its_outputs(found: EpisodeSegments) -> None:
     """Every field is one that `AgentLoopOutput` has, with a type that it accepts."""
     (output,) = verl.agent_loop_outputs(found)
@@ -74,16 +65,15 @@ def test_without_the_trainers_there_are_plain_fields(found: EpisodeSegments) -> 
     """Nothing has to be installed to look at what a trainer would get."""
     rows: list[Any] = [
         *slime.samples(found),
-        *torchtitan.training_samples(found, group_id=0, advantage=1.0),
         *verl.agent_loop_outputs(found),
         skyrl.generator_output([found]),
     ]
 
-    assert [type(row) for row in rows] == [dict] * 4
+    assert [type(row) for row in rows] == [dict] * 3
 
 
 @pytest.mark.usefixtures("trainers")
 def test_a_trainer_that_changed_is_an_error() -> None:
     """If a trainer is installed without the class, that is an error and not a dict."""
-    with pytest.raises(ImportError, match="no longer has Episode"):
-        installed.find("torchtitan.experiments.rl.types", "Episode")
+    with pytest.raises(ImportError, match="no longer has Trajectory"):
+        installed.find("skyrl.train.generators.base", "Trajectory")

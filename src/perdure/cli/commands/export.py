@@ -47,10 +47,10 @@ SUFFIXES = {
 @click.option(
     "--segments",
     "mode",
-    type=click.Choice(["tree", "merge"]),
+    type=click.Choice(["tree", "merge", "slime"]),
     default="tree",
     show_default=True,
-    help="How segments are cut: by recorded token ids, or by slime's merge_turns.",
+    help="How segments are cut: by recorded token ids, by slime's merge_turns, or by its message tree.",
 )
 @click.option(
     "--reward-share",

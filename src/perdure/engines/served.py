@@ -1,0 +1,215 @@
+"""An async function that samples, served as an engine: a trainer's own generator behind the gateway.
+
+Speaks as much of vLLM's wire as gateways use. The function answers whole completions, so a stream has
+one part. Owns the server; who samples, and how, is the function's.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from perdure.engines.base import DEFAULT_MODEL
+from perdure.types import FinishReason
+
+PLAIN = frozenset({"logprobs", "skip_special_tokens", "prompt_logprobs"})
+"""Parameters of vLLM's wire that do not change what is sampled."""
+
+KEEP_ALIVE_S = 75
+"""Longer than a gateway keeps an idle connection: one that closes under a request looks like a death."""
+
+
+class Ask(NamedTuple):
+    """One completion that a gateway wants. `sampling`: as vLLM's `sampling_params`, those of `PLAIN`
+    left out; `session_id` is the same for all turns of a rollout's attempt."""
+
+    prompt_ids: list[int]
+    sampling: Mapping[str, Any]
+    session_id: str
+    request_id: str
+
+
+class Sampled(NamedTuple):
+    """One completion. Shapes: token_ids [C], logprobs [C]; `version`: of the weights, the oldest if
+    they changed meanwhile."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: FinishReason
+    version: int | None = None
+
+
+Sample = Callable[[Ask], Awaitable[Sampled]]
+
+
+class ServedFunction:
+    """Serves on a port of this host, in this process's event loop.
+
+    Example:
+        async def sample(ask: Ask) -> Sampled: ...
+
+        async with ServedFunction(sample, host="10.0.0.3", port=18001) as engine:
+            await add_engine(roster, EngineSpec(engine.url), "policy")
+    """
+
+    def __init__(
+        self,
+        sample: Sample,
+        *,
+        accepts: frozenset[str],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        model: str = DEFAULT_MODEL,
+    ) -> None:
+        """`accepts`: the sampling parameters that `sample` heeds; a request with another is a 400."""
+        self._sample = sample
+        self._accepts = accepts | PLAIN
+        self._address = (host, port)
+        self._model = model
+        self._started = time.time()
+        self._running = 0
+        self._steps = 0
+        self._tokens = 0
+        self._version: int | None = None
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.url = ""
+
+    async def __aenter__(self) -> "ServedFunction":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Raises: OSError when the port is taken."""
+        listener = socket.create_server(self._address, backlog=1024)
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://{host}:{port}"
+        app = Starlette(
+            routes=[
+                Route("/inference/v1/generate", self._generate, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+                Route("/weight_info", self._weight_info),
+            ]
+        )
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off"}
+        waits: dict[str, Any] = {"timeout_keep_alive": KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
+        self._server = _Server(uvicorn.Config(app, **quiet, **waits))
+        self._serving = asyncio.create_task(self._server.serve([listener]))
+
+    async def stop(self) -> None:
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+
+    # --- routes ----------------------------------------------------------------------------------
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        ids = body.get("token_ids") if isinstance(body, dict) else None
+        if not isinstance(ids, list) or not ids:
+            return _error(400, "token_ids: Field required")
+        sampling = body.get("sampling_params") or {}
+        if unknown := sorted(set(sampling) - self._accepts):
+            return _error(400, f"this trainer's generator has no {', '.join(unknown)}")
+        ask = Ask(
+            ids,
+            {name: value for name, value in sampling.items() if name not in PLAIN},
+            request.headers.get("x-session-id", ""),
+            str(body.get("request_id") or ""),
+        )
+        if body.get("stream"):
+            return StreamingResponse(self._events(ask), media_type="text/event-stream")
+        try:
+            return JSONResponse(self._answer(await self._sampled(ask)))
+        except Exception as error:
+            return _error(500, _told(error))
+
+    async def _events(self, ask: Ask) -> AsyncIterator[bytes]:
+        try:
+            yield _event(self._answer(await self._sampled(ask)))
+        except Exception as error:  # the status has been sent: vLLM reports it as an event, too
+            yield _event({"error": {"message": _told(error), "code": 500}})
+        yield b"data: [DONE]\n\n"
+
+    async def _sampled(self, ask: Ask) -> Sampled:
+        self._running += 1
+        try:
+            found = await self._sample(ask)
+        finally:
+            self._running -= 1
+        if len(found.token_ids) != len(found.logprobs):
+            raise ValueError(
+                f"{len(found.logprobs)} logprobs for {len(found.token_ids)} sampled tokens"
+            )
+        self._tokens += len(found.token_ids)
+        self._version = found.version
+        return found
+
+    def _answer(self, found: Sampled) -> dict[str, Any]:
+        pairs = zip(found.token_ids, found.logprobs, strict=True)
+        span = {"version": str(found.version), "start": 0, "end": len(found.token_ids)}
+        choice = {
+            "index": 0,
+            "token_ids": list(found.token_ids),
+            "logprobs": {"content": [{"token_id": one, "logprob": value} for one, value in pairs]},
+            "finish_reason": found.finish_reason.value,
+            "weight_versions": None if found.version is None else [span],
+        }
+        return {"object": "generate", "model": self._model, "choices": [choice]}
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model"}]})
+
+    async def _health(self, _: Request) -> Response:
+        return Response()
+
+    async def _metrics(self, _: Request) -> Response:
+        """Its start time tells one start from the next. The step counter moves while calls run, because
+        a function shows no progress: whether it hangs, its trainer must watch."""
+        self._steps += self._running > 0
+        values = {
+            "process_start_time_seconds": self._started,
+            "vllm:num_requests_running": self._running,
+            "vllm:iteration_tokens_total_count": self._steps,
+            "vllm:generation_tokens_total": self._tokens,
+        }
+        return PlainTextResponse("".join(f"{name} {value}\n" for name, value in values.items()))
+
+    async def _weight_info(self, _: Request) -> Response:
+        label = "default" if self._version is None else str(self._version)
+        return JSONResponse({"weight_version": label})
+
+
+class _Server(uvicorn.Server):
+    """uvicorn inside a program that owns its signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _error(status: int, message: str) -> Response:
+    error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
+    return JSONResponse({"error": error}, status)
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"

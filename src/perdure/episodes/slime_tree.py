@@ -1,0 +1,187 @@
+"""slime's rule for cutting a trajectory, as of its commit 624b824a8 (`slime/agent/trajectory.py`).
+
+Turns form a tree by their messages: a request is mounted where its messages stop matching. Each path to a
+leaf gives one or more sequences. Where a later prompt repeats an answer in other tokens, a short next turn
+overwrites that answer, which then is not trained; otherwise a new sequence begins. Turns of Perdure's
+gateway are bridged from recorded ids, so these rules drop tokens only of turns recorded elsewhere.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from perdure.episodes.conversations import Message
+from perdure.types import Turn
+
+FORK_THRESHOLD = 1024
+"""Sampled tokens from which on a turn is too long to overwrite another, or to be overwritten."""
+
+
+class Spoken(NamedTuple):
+    """A turn with the messages of its prompt and its answer."""
+
+    turn: Turn
+    prompt: Sequence[Message]
+    answer: Message | None
+
+
+class Span(NamedTuple):
+    """The tokens [start, end) of a sequence's response that are a turn's completion, trained."""
+
+    turn: Turn
+    start: int
+    end: int
+
+
+@dataclass
+class Sequenced:
+    """A growing sequence. Shapes: ids, loss_mask, logprobs, versions [L], the first prompt included."""
+
+    prompt: int = 0
+    """Tokens of its first prompt."""
+    ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    last: Turn | None = None
+    _answered_at: int = 0
+    """Where the newest completion starts."""
+
+    def fits(self, turn: Turn, threshold: int) -> bool:
+        """Whether the turn continues this sequence, exactly or over its newest completion."""
+        drift = _common(self.ids, turn.prompt_ids)
+        if drift == len(self.ids):
+            return True
+        return drift >= self._answered_at and len(turn.completion_ids) < threshold
+
+    def add(self, turn: Turn, versions: Sequence[int], *, trained: bool) -> None:
+        if self.last is None:
+            self.prompt = len(turn.prompt_ids)
+        elif _common(self.ids, turn.prompt_ids) < len(self.ids):
+            self._drop_from(self._answered_at)
+        self._context(turn.prompt_ids[len(self.ids) :])
+        self._answered_at = len(self.ids)
+        self.last = turn
+        if not trained:
+            return self._context(turn.completion_ids)
+        self.ids += turn.completion_ids
+        self.loss_mask += [1] * len(turn.completion_ids)
+        self.logprobs += turn.logprobs
+        self.versions += versions
+        self.spans.append(Span(turn, self._answered_at, len(self.ids)))
+        return None
+
+    def _context(self, ids: Sequence[int]) -> None:
+        self.ids += ids
+        self.loss_mask += [0] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
+
+    def _drop_from(self, start: int) -> None:
+        for row in (self.ids, self.loss_mask, self.logprobs, self.versions):
+            del row[start:]
+        self.spans = [span for span in self.spans if span.end <= start]
+
+
+@dataclass
+class _Node:
+    """One message. `turn`: the model sampled it, as this turn."""
+
+    message: Message | None = None
+    turn: Turn | None = None
+    children: list["_Node"] = field(default_factory=list)
+    trained: bool = False
+    """Its turn is in a sequence already: later ones have it as context."""
+
+    def paths(self) -> Iterator[list["_Node"]]:
+        """From here to each leaf."""
+        if not self.children:
+            yield [self]
+        for child in self.children:
+            for path in child.paths():
+                yield [self, *path]
+
+
+def cut_like_slime(
+    spoken: Sequence[Spoken],
+    versions_of: Callable[[Turn], Sequence[int]],
+    *,
+    threshold: int = FORK_THRESHOLD,
+) -> list[Sequenced]:
+    """The sequences with a trained token, path by path. `versions_of`: one policy version per sampled
+    token."""
+    root = _Node()
+    for one in spoken:
+        if one.prompt:
+            _mount(root, one, threshold)
+    found: list[Sequenced] = []
+    for path in root.paths():
+        grown: list[Sequenced] = []
+        for node in path:
+            if node.turn is None:
+                continue
+            if not grown or not grown[-1].fits(node.turn, threshold):
+                grown.append(Sequenced())
+            grown[-1].add(node.turn, versions_of(node.turn), trained=not node.trained)
+            node.trained = True
+        found += [one for one in grown if any(one.loss_mask)]
+    return found
+
+
+def _mount(root: _Node, spoken: Spoken, threshold: int) -> None:
+    node, depth = root, 0
+    messages = [_routed(message) for message in spoken.prompt]
+    while depth < len(messages):
+        matching = (child for child in node.children if child.message == messages[depth])
+        if (child := next(matching, None)) is None:
+            break
+        node, depth = child, depth + 1
+    if depth < len(messages) and (rewritten := _rewritten(node, messages[depth], threshold)):
+        rewritten.turn, rewritten.message = None, messages[depth]
+        node, depth = rewritten, depth + 1
+    for message in messages[depth:]:
+        node.children.append(_Node(message))
+        node = node.children[-1]
+    answer = _routed({**spoken.answer, "role": "assistant"}) if spoken.answer else None
+    node.children.append(_Node(answer, spoken.turn))
+
+
+def _rewritten(node: _Node, message: Message, threshold: int) -> _Node | None:
+    """The short answer, not continued yet, that this assistant message repeats in other words."""
+    if message["role"] != "assistant":
+        return None
+    answers = [one for one in node.children if one.turn or _is_assistant(one)]
+    if len(answers) != 1 or answers[0].children or answers[0].turn is None:
+        return None
+    return answers[0] if len(answers[0].turn.completion_ids) < threshold else None
+
+
+def _is_assistant(node: _Node) -> bool:
+    return node.message is not None and node.message["role"] == "assistant"
+
+
+def _routed(message: Message) -> Message:
+    """A message as slime compares it: without tool-call ids, arguments as objects."""
+    kept = {k: v for k, v in message.items() if k != "tool_call_id" and v is not None}
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = [_called(call["function"]) for call in kept["tool_calls"]]
+    return {"role": None, **kept}
+
+
+def _called(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        parsed = arguments
+    return {"name": function.get("name"), "arguments": parsed}
+
+
+def _common(held: Sequence[int], prompt: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    most = min(len(held), len(prompt))
+    if list(held[:most]) == list(prompt[:most]):
+        return most
+    return next(at for at in range(most) if held[at] != prompt[at])

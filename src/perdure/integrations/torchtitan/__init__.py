@@ -1,0 +1,1 @@
+"""TorchTitan's rollouter: rollouts of Perdure, sampled by the trainer's own generator."""

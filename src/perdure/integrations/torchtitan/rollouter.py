@@ -1,0 +1,139 @@
+"""TorchTitan's `Rollouter` whose rollouts are Perdure's.
+
+PerdureRollouter.Config(
+    run_id="try-1",
+    dataset="r2e",
+    train_dataset=Instances.Config(path="train.jsonl"),
+    validation_dataset=Instances.Config(path="held-out.jsonl", shuffle=False),
+    rollout={"agent": "claude_code"},
+)
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+from torchtitan.config import Configurable
+from torchtitan.experiments.rl.environment import MessageEnv
+from torchtitan.experiments.rl.observability import metrics as m
+from torchtitan.experiments.rl.rollout.rollouter import Rollouter
+from torchtitan.experiments.rl.rollout.types import GenerateFn, Rollout, RolloutGroup
+from torchtitan.experiments.rl.rubrics import Rubric
+
+from perdure.client.episodes import read_turns
+from perdure.episodes.episode import EpisodeSegments
+from perdure.episodes.trainers import graded
+from perdure.errors import NoResult
+from perdure.integrations import hooks
+from perdure.integrations.torchtitan.generator import GeneratorEngine
+from perdure.integrations.torchtitan.instances import Instances
+from perdure.integrations.torchtitan.rollouts import rollout_of
+from perdure.integrations.torchtitan.rubric import Graded
+from perdure.types import RolloutRequest
+
+
+class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no types
+    """One Perdure rollout for each sibling of a group. The agent's tools and messages are its own, so the
+    environments and the renderer that TorchTitan offers are not used."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Rollouter.Config):  # type: ignore[misc]
+        train_dataset: Configurable.Config = field(default_factory=Instances.Config)
+        validation_dataset: Configurable.Config = field(
+            default_factory=lambda: Instances.Config(shuffle=False)
+        )
+        rubric: Rubric.Config = field(
+            default_factory=lambda: Rubric.Config(reward_fns=[Graded.Config()])
+        )
+        message_env: MessageEnv.Config = field(default_factory=MessageEnv.Config)
+        """Not used."""
+        run_id: str = ""
+        """Names this training run."""
+        dataset: str = ""
+        """Where rows have an `instance_id` only."""
+        rollout: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+        """Other fields of a RolloutRequest: agent, sandbox, limits, ..."""
+        engine_host: str = "127.0.0.1"
+        """The address at which gateways reach the controller."""
+        engine_port: int = 18001
+
+    def __init__(self, config: "PerdureRollouter.Config") -> None:
+        super().__init__(config)
+        own = {"run_id": config.run_id, "dataset": config.dataset or None}
+        self._fields = {**config.rollout, **own}
+        self._engine = GeneratorEngine(config.engine_host, config.engine_port)
+        self._started = time.strftime("%y%m%d%H%M%S")
+        """TorchTitan counts groups from 0 at each start, which must not join those of an earlier one."""
+        self._calls: Counter[int] = Counter()
+
+    async def run_group_rollouts(
+        self,
+        *,
+        generate_fn: GenerateFn,
+        sample: Any,
+        group_id: int,
+        group_size: int,
+        sampling: Any,
+        renderer: object = None,
+    ) -> RolloutGroup:
+        """The group's graded rollouts, scored; one that failed is left out of it.
+
+        Raises: NoResult when none was graded (the controller counts a failed group),
+        ConfigurationError.
+        """
+        await self._engine.use(generate_fn, sampling)
+        requests = self._requests(sample, group_id, group_size, sampling)
+        found = await asyncio.gather(*(hooks.finished(request) for request in requests))
+        rollouts = await self._rollouts(found, group_id)
+        if not rollouts:
+            raise NoResult(f"none of {group_size} rollouts of {requests[0].run_id} was graded")
+        rollouts[0].turns[0].metrics += [
+            m.Metric("perdure/left_out", m.Mean((group_size - len(rollouts)) / group_size)),
+            *self._engine.take_metrics(),
+        ]
+        return await self._scored(RolloutGroup(group_id=group_id, rollouts=rollouts), sample)
+
+    async def close(self) -> None:
+        """Stop serving the generator. A controller's engine ends with its process."""
+        await self._engine.stop()
+
+    def _requests(
+        self, sample: Any, group_id: int, group_size: int, sampling: Any
+    ) -> list[RolloutRequest]:
+        self._calls[group_id] += 1  # a validation pass has the group ids of the one before it
+        told = hooks.sampling_of(dataclasses.asdict(sampling))
+        kind = f"eval-{-group_id}" if group_id < 0 else f"{group_id}"
+        return [
+            hooks.request_of(
+                self._fields,
+                step=f"{self._started}-{kind}-{self._calls[group_id]}",
+                instance=sample,
+                sample_index=index,
+                sampling=told,
+            )
+            for index in range(group_size)
+        ]
+
+    async def _rollouts(
+        self, found: Sequence[EpisodeSegments | None], group_id: int
+    ) -> list[Rollout]:
+        return [
+            rollout_of(one, await read_turns(one.episode), group_id=group_id, rollout_id=index)
+            for index, one in enumerate(found)
+            if one is not None and graded([one])
+        ]
+
+    async def _scored(self, group: RolloutGroup, sample: Any) -> RolloutGroup:
+        """As TorchTitan's own: rewards, then advantages."""
+        outputs = await self.score_group(group.rollouts, sample)
+        for rollout, output in zip(group.rollouts, outputs, strict=True):
+            rollout.reward, rollout.reward_breakdown = output.reward, output.reward_breakdown
+        advantages = self.advantage_estimator(group)
+        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+            rollout.advantage = advantage
+        return group

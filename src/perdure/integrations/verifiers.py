@@ -1,0 +1,217 @@
+"""verifiers and prime-rl: an environment whose episodes are Perdure's rollouts.
+
+verifiers finds an environment by the name of a module, so yours is two lines, `perdure_env.py`:
+
+    from perdure.integrations.verifiers import Instances, PerdureEnv
+    __all__ = ["Instances", "PerdureEnv"]
+
+The model is sampled by the engines of Perdure's gateways: name the trainer's inference servers there.
+"""
+
+import json
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import verifiers.v1 as vf
+from pydantic import Field, TypeAdapter
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.agent import resolve_agent
+from verifiers.v1.configs.env import default_agent_harness
+from verifiers.v1.episode import EnvInfo
+from verifiers.v1.graph import MessageNode
+from verifiers.v1.trace import AgentInfo, Error, ModelCall, TraceTask
+from verifiers.v1.types import Message
+
+from perdure.client.episodes import read_turns
+from perdure.episodes.conversations import answer_of, conversations
+from perdure.episodes.episode import Episode, EpisodeSegments
+from perdure.errors import ConfigurationError
+from perdure.integrations import hooks
+from perdure.types import FinishReason, Turn
+
+Watch = Callable[[vf.Trace], None]
+
+
+class InstancesConfig(vf.TasksetConfig):  # type: ignore[misc]  # without verifiers installed it is Any
+    path: str = ""
+    """A JSONL file; each row names its `instance`, or its `instance_id`."""
+
+
+class InstanceData(vf.TaskData):  # type: ignore[misc]
+    row: dict[str, Any]
+
+
+class InstanceTask(vf.Task[InstanceData]):  # type: ignore[misc]
+    """One row."""
+
+
+class Instances(vf.Taskset[InstanceTask, InstancesConfig]):  # type: ignore[misc]
+    """The rows of a file."""
+
+    def load(self) -> Iterable[InstanceTask]:
+        """Raises: ConfigurationError."""
+        try:
+            lines = Path(self.config.path).read_text("utf-8").splitlines()
+            rows = [json.loads(line) for line in lines if line.strip()]
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{self.config.path!r} is no JSONL file: {error}") from None
+        for row in rows:
+            name = str(row.get("instance") or row.get("instance_id") or "")
+            yield InstanceTask(InstanceData(id=name, name=name, row=row), self.config.task)
+
+
+class PerdureEnvConfig(vf.EnvConfig):  # type: ignore[misc]
+    agent: vf.AgentConfig = vf.AgentConfig()
+    """Its model and sampling count; its harness and runtime are Perdure's `rollout`."""
+    run_id: str = ""
+    """Names this training run."""
+    dataset: str = ""
+    """Where rows have an `instance_id` only."""
+    rollout: dict[str, Any] = Field(default_factory=dict)
+    """Other fields of a RolloutRequest: agent, sandbox, limits, ..."""
+
+
+class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
+    """One rollout an episode: one trace, one branch for each segment."""
+
+    def __init__(self, config: PerdureEnvConfig) -> None:
+        super().__init__(config)
+        self._process = secrets.token_hex(4)
+        """Keeps the rollouts of several env servers, and of several starts, apart."""
+        self._samples: Counter[str] = Counter()
+
+    async def run(self, task: vf.Task, agents: vf.Agents) -> None:
+        """Not called: the agent that plays is Perdure's."""
+        raise NotImplementedError
+
+    async def run_episode(
+        self,
+        task: vf.Task,
+        ctx: ModelContext,
+        *,
+        on_trace: Watch | None = None,
+        on_discard: Watch | None = None,
+    ) -> vf.Episode:
+        """A rollout without a verdict is an episode with an error and no reward, which its group leaves
+        out. Raises: ConfigurationError."""
+        about = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        agent = resolve_agent(
+            self.config.agent,
+            model=ctx.model,
+            client=ctx.client,
+            sampling=ctx.sampling,
+            harness=default_agent_harness(self.config.taskset.id),
+        )
+        trace = vf.Trace(task=about, agent=AgentInfo(config=agent))
+        episode = vf.Episode(env=EnvInfo(id=self.config.env_id), task=about, traces=[trace])
+        if on_trace is not None:
+            on_trace(trace)
+        found = await hooks.finished(self._request(task, agent.sampling))
+        if found is None or found.episode.reward is None:
+            failure = None if found is None else found.episode.failure
+            told = failure.message if failure else "the rollout left no episode"
+            error = Error(type=failure.type if failure else "NoResult", message=told)
+            trace.errors.append(error)
+            episode.errors.append(error)
+        else:
+            _fill(trace, found, await read_turns(found.episode))
+        trace.is_completed = True
+        trace.ok = episode.ok = not trace.errors
+        return episode
+
+    def _request(self, task: vf.Task, sampling: Any) -> Any:
+        self._samples[task.key] += 1
+        return hooks.request_of(
+            {
+                **self.config.rollout,
+                "run_id": self.config.run_id,
+                "dataset": self.config.dataset or None,
+            },
+            step=self._process,
+            instance=task.data.row,
+            sample_index=self._samples[task.key] - 1,
+            sampling=hooks.sampling_of(sampling.model_dump() if sampling else {}),
+        )
+
+
+def _fill(trace: vf.Trace, found: EpisodeSegments, turns: Sequence[Turn]) -> None:
+    known, said = {turn.index: turn for turn in turns}, conversations(turns)
+    for segment in found.segments:
+        _add_branch(trace, [known[index] for index in segment.turns], said)
+    episode = found.episode
+    trace.record_reward("graded", episode.reward)
+    trace.record_metrics(_metrics(episode))
+    trace.info = {"rollout": episode.rollout_id, "outcome": episode.outcome}
+
+
+def _metrics(episode: Episode) -> dict[str, float]:
+    dense = episode.rewards.partial if episode.rewards else 0.0
+    return {
+        "perdure_partial": dense,
+        "perdure_segments": float(len(episode.segments)),
+        "perdure_attempts": float(len(episode.attempts)),
+        "perdure_engine_s": episode.engine_seconds,
+        "perdure_environment_s": episode.environment_seconds,
+    }
+
+
+def _add_branch(
+    trace: vf.Trace, turns: Sequence[Turn], said: Mapping[int, Sequence[Mapping[str, Any]]]
+) -> None:
+    """Nodes of a segment's own: an answer that another segment has as context is trained once."""
+    parent: int | None = None
+    held = spoken = 0
+    for turn in turns:
+        messages = said[turn.index][spoken:] or [{"role": "user", "content": ""}]
+        for message in messages[:-1]:
+            parent = _add(trace, parent, message)
+        parent = _add(trace, parent, messages[-1], turn.prompt_ids[held:])
+        parent = _add(trace, parent, answer_of(turn), turn.completion_ids, turn.logprobs)
+        trace.calls.append(ModelCall(node=parent, finish_reason=_reason(turn)))
+        held = len(turn.prompt_ids) + len(turn.completion_ids)
+        spoken = len(said[turn.index]) + 1
+
+
+def _add(
+    trace: vf.Trace,
+    parent: int | None,
+    message: Mapping[str, Any],
+    ids: Sequence[int] = (),
+    logprobs: Sequence[float] | None = None,
+) -> int:
+    """`logprobs`: of an answer that the policy sampled. A prompt's tokens are all at its last message."""
+    sampled = logprobs is not None
+    trace.nodes.append(
+        MessageNode(
+            parent=parent,
+            message=_message(message),
+            sampled=sampled,
+            token_ids=list(ids),
+            mask=[sampled] * len(ids),
+            logprobs=list(logprobs or ()),
+        )
+    )
+    return len(trace.nodes) - 1
+
+
+def _message(message: Mapping[str, Any]) -> Any:
+    """A message of the gateway's form (OpenAI's) as one of verifiers'."""
+    calls = [
+        {"id": call.get("id", ""), **{k: call["function"][k] for k in ("name", "arguments")}}
+        for call in message.get("tool_calls") or ()
+    ]
+    told = {**message, "tool_calls": calls} if calls else dict(message)
+    if told.get("role") == "tool":
+        told.setdefault("tool_call_id", "")
+    if told.get("role") not in ("system", "user", "assistant", "tool"):
+        told["role"] = "user"
+    if told["role"] != "assistant":
+        told["content"] = told.get("content") or ""
+    return TypeAdapter(Message).validate_python(told)
+
+
+def _reason(turn: Turn) -> str:
+    return "length" if turn.finish_reason is FinishReason.LENGTH else "stop"

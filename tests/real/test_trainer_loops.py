@@ -1,0 +1,208 @@
+"""Trainers' own packages and loops over Perdure's entry points, on a real stack, without a GPU.
+
+Run by `make test-trainers`. Real Temporal, gateway, workers and sandboxes; scripted engines.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from perdure.testing.scripted_engine import ScriptedEngine
+from tests import docs, loop_agent
+from tests.paths import ROOT
+from tests.real import trainers_here
+from tests.stack.engine import IDLE, commands
+from tests.stack.host import why_not_here
+from tests.stack.instances import INSTANCE
+from tests.stack.stack import Stack, running
+
+pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
+
+IDLES = {
+    "default": {
+        "turns": [
+            *(
+                {
+                    "content": "",
+                    "tool_calls": [{"name": "bash", "arguments": {"command": command}}],
+                }
+                for command in commands(fix=IDLE)
+            ),
+            {"content": loop_agent.DONE},
+        ]
+    }
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trainers() -> None:
+    if reason := why_not_here():
+        pytest.skip(reason)
+    trainers_here.install()
+
+
+def environment(stack: Stack) -> dict[str, str]:
+    return {
+        "PERDURE_HOME": str(stack.home),
+        "PERDURE_STORE": stack.settings.store,
+        "TEMPORAL_ADDRESS": str(stack.plan.addresses.temporal_address),
+    }
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def done(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Any]]:
+    """What each trainer's program printed; all of them ran at once beside one stack."""
+    folder = tmp_path_factory.mktemp("trainers")
+    (folder / "perdure_env.py").write_text(docs.block("train.md", "python verifiers"))
+    loops = docs.block("train.md", "yaml").replace("mini_swe_agent", loop_agent.NAME)
+    (folder / "loops.yaml").write_text(loops)
+    programs = {
+        "slime": ("slime_rollouts.py",),
+        "skyrl": ("skyrl_generator.py",),
+        "verl": ("verl_worker.py", folder / "loops.yaml"),
+        "verifiers": ("verifiers_episodes.py", folder),
+    }
+    async with running(folder / "stack") as stack:
+        said = environment(stack)
+        found = await asyncio.gather(
+            *(trainers_here.run(*command, **said) for command in programs.values())
+        )
+    yield dict(zip(programs, found, strict=True))
+
+
+# --- slime -----------------------------------------------------------------------------------
+
+
+async def test_slime_fills_its_step(done: dict[str, Any]) -> None:
+    """Its loop finds `generate` and the filter by their names: the group without signal is dropped, the
+    next one has both siblings, and its post-process gives their advantages."""
+    found = done["slime"]
+
+    assert (found["raw"], found["advantages"]) == ([1.0, 0.0], [0.5, -0.5])
+    assert all(trained > 0 for trained in found["trained"])
+    assert all(len(set(lengths)) == 1 for lengths in found["lengths"])
+
+
+async def test_slime_aborts_the_rest(done: dict[str, Any]) -> None:
+    """The group that still ran when the step was full: both rollouts are cancelled, and come as slime's own
+    aborted samples."""
+    assert done["slime"]["aborted"] == [[2, True, 0.0]] * 2
+
+
+async def test_slime_evaluates(done: dict[str, Any]) -> None:
+    """Its eval path reads the dataset by slime's keys and counts each rollout once."""
+    assert done["slime"]["evaluated"] == [1.0]
+
+
+# --- SkyRL -----------------------------------------------------------------------------------
+
+
+async def test_skyrl_accepts_the_generators_output(done: dict[str, Any]) -> None:
+    """Its own check passes; fields, order and metrics are those of its interface."""
+    found = done["skyrl"]
+
+    assert (found["is_generator"], found["fields"]) == (True, [])
+    assert (found["order"], found["rewards"]) == ([["b", 0], ["a", 1]], [1.0, 0.0])
+    assert all(trained > 0 for trained in found["trained"])
+    assert found["counts"]["perdure/left_out"] == 0
+
+
+# --- verl ------------------------------------------------------------------------------------
+
+
+async def test_verls_worker_runs_the_agent_loop(done: dict[str, Any]) -> None:
+    """Named in its configuration as the page prints it. Two sessions of two prompts reach its queue, each
+    with its reward, logprobs, and versions that its trainer can count with."""
+    found = done["verl"]
+
+    assert found["keys"] == ["one_0_0", "one_1_0", "two_0_0", "two_1_0"]
+    assert {key: found["scores"][key] for key in ("one_0_0", "two_0_0")} == {
+        "one_0_0": 1.0,
+        "two_0_0": 0.0,
+    }
+    assert sorted(state for _, state in found["states"]) == ["finished"] * 2 + ["running"] * 2
+    assert found["logprobs"]
+    assert {tag["min_global_steps"] for tag in found["tags"]} == {1}
+
+
+# --- verifiers -------------------------------------------------------------------------------
+
+
+async def test_verifiers_plays_the_instances(done: dict[str, Any]) -> None:
+    """Its loaders find the module that the page prints; an episode survives its wire, its branch holds the
+    sampled tokens with their logprobs. An instance that does not exist is an error, not a reward of 0."""
+    found = done["verifiers"]
+
+    assert (found["kind"], found["ids"]) == (
+        "PerdureEnv",
+        ["tests/add", "tests/leave-it", "tests/absent"],
+    )
+    assert (found["ok"], found["rewards"]) == ([True, True, False], [1.0, 0.0, 0.0])
+    assert (found["branches"], len(found["errors"][2])) == ([1, 1, 0], 1)
+    assert found["trained"] == [len(values) for values in found["logprobs"]]
+    assert found["trained"][0] > 0
+    assert found["roles"][0] == ["user", "assistant", "tool"]
+
+
+# --- TorchTitan ------------------------------------------------------------------------------
+
+
+def launched() -> list[str]:
+    """The options of TorchTitan's launcher, as the page prints them."""
+    page = (ROOT / "docs/train.md").read_text()
+    said = re.search(r"torchtitan\.experiments\.rl\.train (.*?)\n(?! {8})", page, re.DOTALL)
+    assert said is not None
+    return said[1].replace("\\\n", " ").split()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def titan(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Any]]:
+    """One group of two through the controller's loops, sampled by its own generator."""
+    home = tmp_path_factory.mktemp("titan")
+    rows = home / "rows.jsonl"
+    rows.write_text(json.dumps({"instance": INSTANCE}))
+    async with running(home / "stack", named=False) as stack, ScriptedEngine(IDLES) as idles:
+        arguments = (rows, stack.engine.url, idles.url, *launched())
+        yield await trainers_here.run("torchtitan_loop.py", *arguments, **environment(stack))
+
+
+async def test_torchtitan_packs_what_its_generator_sampled(titan: dict[str, Any]) -> None:
+    """The tokens that its loss takes are those that `generate_fn` gave, each once, with their logprobs."""
+    ids, logprobs = titan["trained"]
+    sampled = titan["sampled"]
+
+    assert sorted(ids) == sorted(token for one, _ in sampled for token in one)
+    assert sorted(logprobs) == pytest.approx(sorted(v for _, values in sampled for v in values))
+
+
+async def test_torchtitans_group_has_its_advantages(titan: dict[str, Any]) -> None:
+    """One sibling resolved the instance, the other did not; context has none."""
+    assert titan["advantages"] == [-0.5, 0.0, 0.5]
+    assert set(titan["min_policy_versions"]) == {3}
+
+
+async def test_torchtitans_sampling_reaches_its_generator(titan: dict[str, Any]) -> None:
+    """As the controller's configuration says; the seed is a call's own."""
+    said = titan["sampling"]
+
+    assert (said["temperature"], said["top_p"], said["max_tokens"]) == (0.8, 0.9, 512)
+    assert said["seed"] != 7
+
+
+async def test_torchtitan_logs_a_step(titan: dict[str, Any]) -> None:
+    """Ours and the generator's own metrics come out of the batch."""
+    metrics = titan["metrics"]
+
+    assert metrics["perdure/solved/mean"] == 0.5
+    assert metrics["perdure/left_out/mean"] == 0.0
+    assert metrics["generator/tokens/mean"] > 0
+
+
+async def test_torchtitans_launcher_finds_the_recipe(titan: dict[str, Any]) -> None:
+    """By the options that the page prints."""
+    assert titan["recipe"] == ["PerdureRollouter.Config", "try-1", "claude_code"]

@@ -1,0 +1,40 @@
+"""The trainers' environment, and programs that run in it beside a stack of a test."""
+
+import asyncio
+import json
+import os
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.paths import ROOT
+
+FOLDER = ROOT / ".perdure/trainers"
+PYTHON = FOLDER / "venv/bin/python"
+SLIME = FOLDER / "slime"
+PROGRAMS = ROOT / "tests/real/trainers"
+
+
+def install() -> None:
+    """Once; skips the test where the packages cannot be had."""
+    setup = [ROOT / "infra/setup/trainers", FOLDER]
+    done = subprocess.run(setup, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = " ".join(done.stderr.split())[-300:]
+        pytest.skip(f"the trainers cannot be had here: {said}")
+
+
+async def run(program: str, *arguments: object, **environment: str) -> Any:
+    """What a program of `PROGRAMS` prints last, read as JSON."""
+    paths = os.pathsep.join(str(one) for one in (ROOT, SLIME))
+    process = await asyncio.create_subprocess_exec(
+        *(str(one) for one in (PYTHON, "-W", "ignore", PROGRAMS / program, *arguments)),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, f"{program}: {err.decode()[-3000:]}"
+    return json.loads(out.splitlines()[-1])

@@ -1,0 +1,117 @@
+"""A function served as an engine: what gateways' own clients read of it."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from perdure.dialects.base import Refused
+from perdure.engines.clients.token_server import BreakKind, EngineRequest, StreamBroken
+from perdure.engines.clients.vllm import VllmEngine
+from perdure.engines.clients.vllm_control import EngineControl
+from perdure.engines.pool.salvage import Salvage
+from perdure.engines.served import Ask, Sampled, ServedFunction
+from perdure.types import FinishReason, VersionSpan
+
+
+class Generator:
+    """Plays a trainer's generator: counts up from the prompt's last token."""
+
+    def __init__(self) -> None:
+        self.asked: list[Ask] = []
+        self.lost = False
+        self.logprobs = (-0.25, -0.5)
+        self.reason = FinishReason.STOP
+
+    async def __call__(self, ask: Ask) -> Sampled:
+        self.asked.append(ask)
+        if self.lost:
+            raise RuntimeError("out of memory")
+        after = ask.prompt_ids[-1]
+        return Sampled((after + 1, after + 2), self.logprobs, self.reason, version=7)
+
+
+@pytest.fixture
+def generator() -> Generator:
+    return Generator()
+
+
+@pytest_asyncio.fixture
+async def engine(generator: Generator) -> AsyncIterator[ServedFunction]:
+    accepts = frozenset({"temperature", "max_tokens"})
+    async with ServedFunction(generator, accepts=accepts) as served:
+        yield served
+
+
+async def sampled(engine: ServedFunction, **sampling: object) -> tuple[Salvage, FinishReason]:
+    salvage = Salvage()
+    async with httpx.AsyncClient() as client:
+        vllm = VllmEngine("vllm e", engine.url, client)
+        ask = EngineRequest("policy", [4, 5], dict(sampling), "session", "request")
+        reason = await vllm.sample(ask, salvage, lambda: None)
+    return salvage, reason
+
+
+async def test_ids_logprobs_and_version_arrive(
+    engine: ServedFunction, generator: Generator
+) -> None:
+    """Exactly as the function gave them; it learns whose call it is, and how to sample."""
+    salvage, reason = await sampled(engine, temperature=0.8, max_tokens=9)
+
+    assert (list(salvage.ids), list(salvage.logprobs)) == ([6, 7], [-0.25, -0.5])
+    assert list(salvage.versions) == [VersionSpan(version=7, start=0, end=2)]
+    assert reason is FinishReason.STOP
+    assert generator.asked == [
+        Ask([4, 5], {"temperature": 0.8, "max_tokens": 9}, "session", "request")
+    ]
+
+
+async def test_a_parameter_that_the_function_lacks_is_refused(
+    engine: ServedFunction, generator: Generator
+) -> None:
+    """By name and before anything is sampled: it would be dropped silently otherwise."""
+    with pytest.raises(Refused, match="no top_k"):
+        await sampled(engine, temperature=0.8, top_k=5)
+    assert generator.asked == []
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"lost": True}, BreakKind.LOST),
+        ({"logprobs": (-0.25,)}, BreakKind.LOST),
+        ({"reason": FinishReason.ABORT}, BreakKind.ABORTED),
+    ],
+)
+async def test_what_fails_is_a_broken_stream(
+    engine: ServedFunction, generator: Generator, change: dict[str, object], kind: BreakKind
+) -> None:
+    """So the gateway samples the turn again, as after any engine's failure."""
+    vars(generator).update(change)
+    with pytest.raises(StreamBroken) as caught:
+        await sampled(engine)
+
+    assert caught.value.kind is kind
+
+
+async def test_a_gateway_can_prove_it(engine: ServedFunction) -> None:
+    """One token answers the probe; its start time and its version are known."""
+    async with httpx.AsyncClient() as client:
+        control = EngineControl(engine.url, client)
+        await control.round_trip("policy")
+        vitals = await control.vitals()
+
+        assert await control.start_id("policy", vitals) == vitals.started != ""
+        assert await control.version() == 7
+        assert await control.is_paused() is None
+
+
+async def test_it_never_looks_hung_while_it_samples(engine: ServedFunction) -> None:
+    """A whole completion shows no progress until it ends; a gateway that gave up would start it over."""
+    engine._running = 1
+    async with httpx.AsyncClient() as client:
+        control = EngineControl(engine.url, client)
+        steps = [(await control.vitals()).steps for _ in range(3)]
+
+    assert steps == [1.0, 2.0, 3.0]

@@ -1,0 +1,121 @@
+"""slime's message tree: which turns share a sequence, and whose tokens are trained.
+
+`make test-trainers` holds it against slime's own tests; these are the rules by hand.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+from perdure.episodes.segments import Untrained, cut, token_versions, untrained
+from perdure.episodes.slime_tree import Sequenced, Spoken, cut_like_slime
+from perdure.types import SegmentKind, Turn
+
+USER = {"role": "user", "content": "do"}
+TOOL = {"role": "tool", "content": "done", "tool_call_id": "call-1"}
+
+
+def said(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def turn(index: int, prompt: list[int], completion: list[int], **fields: Any) -> Turn:
+    return Turn(
+        index=index,
+        prompt_ids=tuple(prompt),
+        completion_ids=tuple(completion),
+        logprobs=tuple(-token / 100 for token in completion),
+        **fields,
+    )
+
+
+FIRST = Spoken(turn(0, [1], [2, 3]), [USER], said("a"))
+
+
+def trained(*spoken: Spoken, threshold: int = 1024) -> list[tuple[list[int], list[int]]]:
+    """Ids and mask of each sequence."""
+    found = cut_like_slime(spoken, token_versions, threshold=threshold)
+    return [(one.ids, one.loss_mask) for one in found]
+
+
+def test_a_repeated_history_continues_the_sequence() -> None:
+    """Tool ids do not count, and neither does the order of a call's arguments."""
+    call = {"id": "x", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
+    echo = {"id": "y", "function": {"name": "f", "arguments": '{"b": 2, "a": 1}'}}
+    first = Spoken(FIRST.turn, [USER], {"role": "assistant", "tool_calls": [call]})
+    prompt = [USER, {"role": "assistant", "tool_calls": [echo]}, {**TOOL, "tool_call_id": "z"}]
+    second = Spoken(turn(1, [1, 2, 3, 4], [5]), prompt, said("b"))
+
+    assert trained(first, second) == [([1, 2, 3, 4, 5], [0, 1, 1, 0, 1])]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "sequences"),
+    [
+        (2, [([1, 2, 9, 4, 5], [0, 0, 0, 0, 1])]),
+        (1, [([1, 2, 3], [0, 1, 1]), ([1, 2, 9, 4, 5], [0, 0, 0, 0, 1])]),
+    ],
+)
+def test_a_short_turn_overwrites_an_answer_that_drifted(threshold: int, sequences: Any) -> None:
+    """As long as the threshold or longer, it begins a sequence and the answer stays trained."""
+    second = Spoken(turn(1, [1, 2, 9, 4], [5]), [USER, said("a"), TOOL], said("b"))
+
+    assert trained(FIRST, second, threshold=threshold) == sequences
+
+
+def test_drift_before_the_newest_answer_begins_a_sequence() -> None:
+    """However short the turn is."""
+    second = Spoken(turn(1, [7, 2, 3, 4], [5]), [USER, said("a"), TOOL], said("b"))
+
+    assert [ids for ids, _ in trained(FIRST, second)] == [[1, 2, 3], [7, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "ids"), [(3, [[1, 8, 9, 5]]), (2, [[1, 2, 3], [1, 8, 9, 5]])]
+)
+def test_a_short_answer_that_is_rewritten_is_not_trained(threshold: int, ids: Any) -> None:
+    """A longer one is a path of its own."""
+    second = Spoken(turn(1, [1, 8, 9], [5]), [USER, said("A"), TOOL], said("b"))
+
+    assert [one for one, _ in trained(FIRST, second, threshold=threshold)] == ids
+
+
+def test_a_turn_of_two_paths_is_trained_in_the_first() -> None:
+    """The second has it as context."""
+    left = Spoken(turn(1, [1, 2, 3, 4], [5]), [USER, said("a"), TOOL], said("b"))
+    right = Spoken(turn(2, [1, 2, 3, 6], [7]), [USER, said("a"), USER], said("c"))
+
+    assert trained(FIRST, left, right) == [
+        ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]),
+        ([1, 2, 3, 6, 7], [0, 0, 0, 0, 1]),
+    ]
+
+
+def test_masked_tokens_have_no_logprob_and_no_version() -> None:
+    """Each row of a sequence has a value for each id."""
+    second = Spoken(turn(1, [1, 2, 9], [5]), [USER, said("a"), TOOL], said("b"))
+    (one,) = cut_like_slime([FIRST, second], token_versions)
+
+    assert isinstance(one, Sequenced)
+    assert (one.logprobs, one.versions) == ([0.0, 0.0, 0.0, -0.05], [-1, -1, -1, -1])
+    assert [(span.turn.index, span.start, span.end) for span in one.spans] == [(1, 3, 4)]
+
+
+def test_mode_slime_cuts_recorded_turns() -> None:
+    """Segments name the turns that they train; the others are drift."""
+    first = turn(0, [1], [2, 3], new_messages=json.dumps([USER]), answer=json.dumps(said("a")))
+    second = turn(
+        1, [1, 2, 9], [5], parent=0, new_messages=json.dumps([TOOL]), answer=json.dumps(said("b"))
+    )
+    (one,) = segments = cut([first, second], mode="slime")
+
+    assert (one.kind, one.turns) == (SegmentKind.FINAL, (1,))
+    assert (one.prompt_ids, one.response_ids, one.loss_mask) == ((1,), (2, 9, 5), (0, 0, 1))
+    assert untrained([first, second], segments) == [Untrained(0, 2, "drift")]
+
+
+def test_mode_slime_needs_messages() -> None:
+    """They decide what continues what."""
+    with pytest.raises(ValueError, match="turn 0 has no messages"):
+        cut([turn(0, [1], [2])], mode="slime")
