@@ -70,7 +70,7 @@ async def done(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[s
     async with running(folder / "stack") as stack:
         said = environment(stack)
         found = await asyncio.gather(
-            *(trainers_here.run(*command, **said) for command in programs.values())
+            *(trainers_here.run(*map(str, command), **said) for command in programs.values())
         )
     yield dict(zip(programs, found, strict=True))
 

@@ -19,6 +19,10 @@ def save(folder: Path) -> str:
         chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
     ).save_pretrained(folder)
     Qwen3Config(
-        vocab_size=3, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=3,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
     ).save_pretrained(folder)
     return str(folder)

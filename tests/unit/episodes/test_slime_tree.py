@@ -12,8 +12,8 @@ from perdure.episodes.segments import Untrained, cut, token_versions, untrained
 from perdure.episodes.slime_tree import Sequenced, Spoken, cut_like_slime
 from perdure.types import SegmentKind, Turn
 
-USER = {"role": "user", "content": "do"}
-TOOL = {"role": "tool", "content": "done", "tool_call_id": "call-1"}
+USER: dict[str, Any] = {"role": "user", "content": "do"}
+TOOL: dict[str, Any] = {"role": "tool", "content": "done", "tool_call_id": "call-1"}
 
 
 def said(content: str) -> dict[str, Any]:
