@@ -8,20 +8,23 @@
 
 from typing import Any
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
 from perdure.integrations import hooks, verl
 
 OWN = (
     *("trainer_config", "server_manager", "tokenizer", "processor", "hf_model_type"),
-    *("dataset_cls", "data_config", "tools"),
+    *("dataset_cls", "data_config", "tools", "name"),
 )
-"""What verl passes to every agent loop. All else in the configuration is a rollout's."""
+"""What verl passes to every agent loop, its name in the file included. All else is a rollout's."""
 
 
-@register("perdure")
 class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
-    """One rollout for each sample. Its engines are Perdure's, not verl's `server_manager`."""
+    """One rollout for each sample. Its engines are Perdure's, not verl's `server_manager`.
+
+    The file registers it. verl's `@register` would replace the file's entry at the first import, and all
+    rollouts but the first would lose its options.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{name: v for name, v in options.items() if name in OWN})

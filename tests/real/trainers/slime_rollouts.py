@@ -72,6 +72,7 @@ def arguments(folder: Path) -> Namespace:
         apply_chat_template=False,
         apply_chat_template_kwargs=None,
         group_rm=False,
+        custom_rm_path=None,
         partial_rollout=False,
         mask_offpolicy_in_partial_rollout=False,
         hf_checkpoint=tiny_model.save(folder),

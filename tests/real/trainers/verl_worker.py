@@ -70,6 +70,7 @@ async def main(loops: str) -> dict:
     )
     await worker.generate_sequences(rows)
     await asyncio.gather(*worker.background_tasks)
+    assert all(status != "failure" for _, status in states)  # its log says why
     return {
         "keys": sorted(key for key, _, _ in put),
         "states": states,

@@ -314,12 +314,20 @@ async def test_a_trainer_that_leaves_takes_its_rollout_along(stack: Stack) -> No
 
 
 async def test_verl_instantiates_the_agent_loop(stack: Stack) -> None:
-    """Its registry has the class; its own arguments reach its base, all others are the rollout's."""
+    """Its own arguments reach its base, all others are the rollout's; its registry keeps the file's entry."""
+    from verl.experimental.agent_loop.agent_loop import registered
+
     from perdure.integrations.verl_agent_loop import PerdureAgentLoop
 
+    assert registered == {}
     stack.ends[1] = (1.0, 2)
     loop = PerdureAgentLoop(
-        trainer_config="config", server_manager=None, tools=[], run_id="try", agent="nop"
+        trainer_config="config",
+        server_manager=None,
+        tools=[],
+        name="perdure",
+        run_id="try",
+        agent="nop",
     )
     row = {"extra_info": {"instance": "d/i"}, "uid": "abc", "session_id": 1, "global_steps": 4}
     outputs = await loop.run({"temperature": 0.8, "logprobs": True}, **row)
