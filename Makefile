@@ -61,7 +61,7 @@ test-redteam: setup ## hostile code inside every local sandbox provider; it must
 test-cheats: setup ## 190 ways to a reward without a fix, on three runners; all but known ones must fail (slow)
 	@$(RUN) pytest -s tests/cheats
 
-test-images: setup ## images in their publishers' layouts and pulls from a registry of this host, podman and docker (slow)
+test-images: setup ## images in their publishers' layouts and pulls from a registry of this host, by podman (slow)
 	@$(RUN) pytest -rs tests/images
 
 test-leaks: setup ## 250 random kill -9: no box, process, cgroup, mount or network is left (slow)

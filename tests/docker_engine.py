@@ -34,8 +34,17 @@ def why_not() -> str:
 
 @contextmanager
 def running(storage_driver: str = "vfs") -> Iterator[str]:
-    """Its address. The folder's path is short, because it holds a unix socket. `vfs` runs on any
-    disk."""
+    """The address of an engine that has IMAGE. `vfs` runs on any disk."""
+    with without_images(storage_driver) as address, tempfile.TemporaryDirectory() as folder:
+        root = small_image.write_root(Path(folder, "root"))
+        archive = small_image.write_archive(root, Path(folder, "image.tar"))
+        docker(address, "import", "--change", "ENV KIND=image", str(archive), IMAGE)
+        yield address
+
+
+@contextmanager
+def without_images(storage_driver: str) -> Iterator[str]:
+    """Its address. The folder's path is short, because it holds a unix socket."""
     folder = Path(tempfile.mkdtemp(prefix="dk-"))
     address = f"unix://{folder}/docker.sock"
     command = [
@@ -48,10 +57,6 @@ def running(storage_driver: str = "vfs") -> Iterator[str]:
         engine = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PATH": PATH})
     try:
         _wait(engine, address, folder / "log")
-        archive = small_image.write_archive(
-            small_image.write_root(folder / "root"), folder / "image.tar"
-        )
-        docker(address, "import", "--change", "ENV KIND=image", str(archive), IMAGE)
         yield address
     finally:
         for container in docker(address, "ps", "--all", "--quiet").split():

@@ -1,11 +1,11 @@
-"""`make test-images`: images that this host builds and serves itself, through podman and docker."""
+"""`make test-images`: images that this host builds and serves itself, through podman, and pulls through docker."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import small_image
+from tests import docker_engine, small_image
 from tests.images import podman_storage, registry
 from tests.images.podman_storage import Podman, podman_in
 
@@ -29,4 +29,12 @@ def open_registry(podman: Podman, registry_folder: Path) -> Iterator[str]:
     """The address of a registry that asks for no password."""
     with registry.serving(registry_folder) as address:
         podman.trust([address])
+        yield address
+
+
+@pytest.fixture(scope="session")
+def docker_address() -> Iterator[str]:
+    if missing := docker_engine.why_not():
+        pytest.skip(missing)
+    with docker_engine.without_images("overlay2") as address:
         yield address

@@ -47,9 +47,9 @@ class Podman:
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr[-2000:]}"
         return done.stdout.strip()
 
-    def build(self, tag: str, context: Path) -> None:
+    def build(self, tag: str, context: str) -> None:
         """An image of the folder's Containerfile."""
-        self("build", "--quiet", "--network=none", *ULIMITS, "--tag", tag, str(context))
+        self("build", "--quiet", "--network=none", *ULIMITS, "--tag", tag, context)
 
     def clear(self) -> None:
         self("image", "umount", "--all", "--force")

@@ -138,7 +138,10 @@ class _Exchange(BaseHTTPRequestHandler):
     def _forward(self) -> None:
         connection = http.client.HTTPConnection(self.server.upstream, timeout=60)
         try:
-            connection.request(self.command, self.path, headers=dict(self.headers))
+            connection.putrequest(self.command, self.path, skip_host=True)
+            for name, value in self.headers.items():  # docker sends several Accept headers
+                connection.putheader(name, value)
+            connection.endheaders()
             got = connection.getresponse()
             headers = {k: v for k, v in got.getheaders() if k.lower() not in HOP}
             self._send(got.status, headers, got.read(), got.getheader("Content-Length"))

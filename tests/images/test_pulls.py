@@ -7,13 +7,15 @@ import asyncio
 import json
 import subprocess
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from perdure.errors import ConfigurationError, ControlPlaneError, InstanceError
 from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.providers.docker.provider import DockerProvider
 from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.sandboxes.pulls import LIMIT_PASSES_S
 from perdure.settings.tree import Settings
@@ -23,6 +25,7 @@ from tests.images.registry import PASSWORD, USER, Answer, Gate, gate_before, ser
 
 IMAGE = "docker.io/toy/add:1"
 PATH = "toy/add"
+SPEC = SandboxSpec("/opt", image=IMAGE)
 LIMITED = (
     b'{"errors":[{"code":"TOOMANYREQUESTS","message":"You have reached your pull rate limit"}]}'
 )
@@ -70,7 +73,7 @@ class Bench:
 
     async def boot(self, image: str = IMAGE, identity: str = "box") -> bytes:
         """Proof that a sandbox of the image ran."""
-        async with await self.provider.create(SandboxSpec("/opt", image=image), identity) as box:
+        async with await self.provider.create(replace(SPEC, image=image), identity) as box:
             return (await box.exec("git --version", check=True)).stdout
 
     async def boxes(self) -> list[str]:
@@ -216,6 +219,64 @@ async def test_sandboxes_at_once_pull_once(bench: Benches, gate: Gate) -> None:
 
     assert len(await asyncio.gather(*boots)) == 6
     assert gate.asked(f"/v2/{PATH}/manifests/1") == 1
+    assert gate.asked(f"/v2/{PATH}/blobs/") == 2
+
+
+@pytest.fixture
+def docker(
+    docker_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], DockerProvider]:
+    """A provider that finds docker.io at a mirror. Its engine keeps no image between tests."""
+    monkeypatch.setenv("DOCKER_HOST", docker_address)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "config"))
+
+    def at(mirror: str) -> DockerProvider:
+        settings = Settings(home=tmp_path / "home")
+        return DockerProvider(settings.changed(sandbox={"image_mirror": f"docker.io={mirror}"}))
+
+    return at
+
+
+async def test_docker_names_refused_credentials(
+    docker: Callable[[str], DockerProvider], private: str, tmp_path: Path
+) -> None:
+    """With no login and a wrong one the message is podman's, with docker's command."""
+    (tmp_path / "config").mkdir()
+    for login in ({}, {private: {"auth": b64encode(b"reader:wrong").decode()}}):
+        (tmp_path / "config/config.json").write_text(json.dumps({"auths": login}))
+        with pytest.raises(ConfigurationError) as refused:
+            await docker(private).create(SPEC, "box")
+
+        assert f"registry {private} wants other credentials" in str(refused.value)
+        assert f"`docker login {private}`" in str(refused.value)
+
+
+async def test_docker_waits_for_limits_and_blames_rows_for_unknown_images(
+    docker: Callable[[str], DockerProvider], gate: Gate
+) -> None:
+    """A 429 is tried again a minute later; an image that is not there ends its instance."""
+    provider = docker(gate.address)
+    gate.play(Answer("/manifests/", 429, {"Retry-After": "1"}, LIMITED))
+    with pytest.raises(ControlPlaneError, match="pull rate limit") as limited:
+        await provider.create(SPEC, "box")
+    gate.play()
+
+    assert limited.value.retry_after == LIMIT_PASSES_S
+    with pytest.raises(InstanceError, match=r"correct environment\.image"):
+        await provider.create(replace(SPEC, image="docker.io/toy/other:1"), "box")
+
+
+async def test_docker_pulls_once_for_many(
+    docker: Callable[[str], DockerProvider], gate: Gate
+) -> None:
+    """Four sandboxes that want an image at once transfer it once, through the mirror. The image lacks
+    python3, which is what they say then."""
+    provider = docker(gate.address)
+    boots = [provider.create(SPEC, f"box-{n}") for n in range(4)]
+    got = await asyncio.gather(*boots, return_exceptions=True)
+
+    assert {type(error) for error in got} == {InstanceError}
+    assert [str(error) for error in got if "lacks python3" not in str(error)] == []
     assert gate.asked(f"/v2/{PATH}/blobs/") == 2
 
 
