@@ -63,7 +63,7 @@ class RunWorkflow:
             # The list is done: its completion came together with the cancellation.
             await to_the_end(self._finish(run))
             raise
-        self.total = prepared.total * run.n_samples
+        self.total = prepared.total * run.rollouts_each
         self.state = "running"
         workflow.set_current_details(f"**{run.run_id}** · {self.total} rollouts · `{prepared.uri}`")
         try:
@@ -218,7 +218,7 @@ class RunShardWorkflow:
         # Before any signal: one may arrive with the first workflow task.
         self.throttle = Throttle(request.concurrency, request.paused)
         self.window = Window(request.run, self.throttle)
-        self.total = (request.stop - request.start) * request.run.n_samples
+        self.total = (request.stop - request.start) * request.run.rollouts_each
         self.reported_done = 0
         self.reported_attention = ""
 

@@ -11,8 +11,15 @@ from temporalio.exceptions import ActivityError, FailureError, is_cancelled_exce
 with workflow.unsafe.imports_passed_through():
     from perdure.client import names
     from perdure.client import search_attributes as attributes
-    from perdure.rollouts.messages import ACTION_NEEDED, Page, PageRequest
-    from perdure.types import EpisodeRef, GroupRequest, RolloutStatus, RunRequest, RunStatus
+    from perdure.rollouts.messages import ACTION_NEEDED, Page, PageRequest, RolloutAgain
+    from perdure.types import (
+        EpisodeRef,
+        GroupRequest,
+        RolloutRequest,
+        RolloutStatus,
+        RunRequest,
+        RunStatus,
+    )
     from workflows import activity_options
     from workflows.children import play_rollout, summary_of
     from workflows.failures import stop_if_cancelled, was_dropped
@@ -97,13 +104,13 @@ class Window:
 
     async def play(self, start: int, stop: int) -> None:
         tasks: set[asyncio.Task[None]] = set()
-        weight = self.run.n_samples
+        weight = self.run.rollouts_each
         try:
-            async for instance in self._instances(start, stop):
+            async for entry in self._entries(start, stop):
                 await workflow.wait_condition(lambda: self._has_room(weight))
                 self.counts.started += weight
                 self.counts.running += weight
-                task = asyncio.create_task(self._play_instance(instance))
+                task = asyncio.create_task(self._play_entry(entry))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             self.nothing_left_to_start = True
@@ -125,20 +132,27 @@ class Window:
         running = self.counts.running
         return running == 0 or running + weight <= self.throttle.concurrency
 
-    async def _instances(self, start: int, stop: int) -> AsyncIterator[str]:
+    async def _entries(self, start: int, stop: int) -> AsyncIterator[str | RolloutAgain]:
+        """Instances, or single rollouts where the run plays them again."""
+        round = self.run.again.round if self.run.again else 0
         for first in range(start, stop, PAGE):
-            request = PageRequest(run_id=self.run.run_id, start=first, stop=min(first + PAGE, stop))
+            request = PageRequest(
+                run_id=self.run.run_id, start=first, stop=min(first + PAGE, stop), round=round
+            )
             options = activity_options.described(
                 activity_options.bookkeeping(), f"instances from {first}"
             )
             page = await ordered("load_page", request, Page, options)
             stop_if_cancelled()
-            for instance in page.instances:
-                yield instance
+            for entry in (*page.instances, *page.again):
+                yield entry
 
-    async def _play_instance(self, instance: str) -> None:
-        template = self.run.rollout_request(instance)
+    async def _play_entry(self, entry: str | RolloutAgain) -> None:
         try:
+            if isinstance(entry, RolloutAgain):
+                self._count(await play_rollout(self._again(entry)))
+                return
+            template = self.run.rollout_request(entry)
             if self.run.n_samples == 1:
                 self._count(await play_rollout(template))
                 return
@@ -151,7 +165,13 @@ class Window:
             )
             await self._play_group(group)
         finally:
-            self.counts.running -= self.run.n_samples
+            self.counts.running -= self.run.rollouts_each
+
+    def _again(self, entry: RolloutAgain) -> RolloutRequest:
+        assert self.run.again is not None, "only such a run has these entries"
+        request = self.run.rollout_request(entry.instance, entry.sample_index)
+        update = {"round": entry.round, "start_at": self.run.again.start_at}
+        return request.model_copy(update=update)
 
     async def _play_group(self, group: GroupRequest) -> None:
         try:

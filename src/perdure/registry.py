@@ -29,6 +29,7 @@ AGENTS = {
     "opencode": "perdure.agents.opencode:Opencode",
     "openhands": "perdure.agents.openhands:Openhands",
     "oracle": "perdure.agents.oracle:Oracle",
+    "predictions": "perdure.agents.predictions:Predictions",
     "qwen_code": "perdure.agents.qwen_code:QwenCode",
 }
 

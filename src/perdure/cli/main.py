@@ -34,6 +34,22 @@ COMMANDS = {
         "perdure.cli.commands.control:cancel",
         "Cancel a run or one rollout; its files are kept.",
     ),
+    "retry": (
+        "perdure.cli.commands.again:retry",
+        "Play a run's failed rollouts again, or others of it.",
+    ),
+    "regrade": (
+        "perdure.cli.commands.again:regrade",
+        "Grade a run's patches again, without the agent.",
+    ),
+    "grade": (
+        "perdure.cli.commands.grade:grade",
+        "Grade patches that another program made.",
+    ),
+    "report": (
+        "perdure.cli.commands.report:report",
+        "What runs came to; compares them. Text, JSON or HTML.",
+    ),
     "export": (
         "perdure.cli.commands.export:export",
         "Write a run's episodes for trainers and graders.",

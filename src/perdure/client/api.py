@@ -35,7 +35,7 @@ from perdure.client import search_attributes as attributes
 from perdure.client.connection import connect
 from perdure.client.rollouts import RolloutInfo, execution_name, info
 from perdure.client.slime_variables import rollout_with_defaults, run_with_defaults
-from perdure.errors import Cancelled, NoResult, NotFound
+from perdure.errors import Cancelled, ConfigurationError, NoResult, NotFound
 from perdure.settings.tree import Settings
 from perdure.types import (
     CalibrationRequest,
@@ -95,6 +95,27 @@ class Perdure:
             fairness=request.run_id,
         )
         return RunHandle(self, request.run_id, handle, joined=joined)
+
+    async def play_again(self, request: RunRequest) -> "RunHandle":
+        """Start a run that has ended again, for the rollouts that `request.again` names.
+
+        Raises: ConfigurationError if it is open.
+        """
+        handle, is_open = await self._start(
+            names.RUN,
+            request,
+            request.workflow_id,
+            TypedSearchAttributes([SearchAttributePair(attributes.RUN, request.run_id)]),
+            summary=f"run {request.run_id} · again, round {request.again and request.again.round}",
+            fairness=request.run_id,
+            again=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+        )
+        if is_open:
+            raise ConfigurationError(
+                f"run '{request.run_id}' is open: `perdure watch {request.run_id}` follows it, "
+                f"`perdure cancel {request.run_id}` ends it"
+            )
+        return RunHandle(self, request.run_id, handle)
 
     async def start_group(self, request: GroupRequest) -> "GroupHandle":
         """Start n samples of one instance, or join them. Raises: ConfigurationError."""

@@ -36,9 +36,14 @@ class RolloutInfo:
 
 
 async def of_run(client: Client, run_id: str) -> list[RolloutInfo]:
-    """Every rollout of a run that has started, in any state, by instance and sample."""
-    found = [await info(w) async for w in client.list_workflows(_query(run_id), page_size=PAGE)]
-    return sorted(found, key=lambda r: (r.instance, r.sample_index))
+    """Every rollout of a run that has started, in any state, by instance and sample: its last play."""
+    last: dict[str, WorkflowExecution] = {}
+    async for found in client.list_workflows(_query(run_id), page_size=PAGE):
+        if found.id not in last or last[found.id].start_time < found.start_time:
+            last[found.id] = found
+    return sorted(
+        [await info(found) for found in last.values()], key=lambda r: (r.instance, r.sample_index)
+    )
 
 
 async def of_instance(client: Client, run_id: str, instance_id: str) -> list[RolloutInfo]:

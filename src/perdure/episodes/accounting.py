@@ -51,7 +51,7 @@ def count_trajectory(turns: Sequence[Turn], segments: Sequence[Segment]) -> Traj
     whole = [segment.prompt_ids + segment.response_ids for segment in segments]
     training = sum(map(len, whole))
     return TrajectoryCounts(
-        sampled_tokens=sum(len(turn.completion_ids) for turn in turns),
+        sampled_tokens=sum(turn.sampled_tokens for turn in turns),
         trained_tokens=sum(sum(segment.loss_mask) for segment in segments),
         untrained_tokens=dict(sorted(tokens.items())),
         untrained_turns=count(one.reason for one in left),

@@ -69,6 +69,18 @@ class SegmentSummary(Frozen):
     """Of its trained tokens; None if it is unknown, or they differ."""
 
 
+class EarlierVerdict(Frozen):
+    """How the rollout ended before it was played or graded again."""
+
+    status: RolloutStatus
+    outcome: Outcome | None = None
+    attempt: int
+    """The attempt that counted then."""
+    finished_at: float
+    key: str
+    """Its whole episode in the store."""
+
+
 class Provenance(Frozen):
     """The inputs that would reproduce this episode."""
 
@@ -114,8 +126,12 @@ class Episode(Frozen):
     turns: int = 0
     segments: tuple[SegmentSummary, ...] = ()
     prompt_tokens: int = 0
-    """Tokens the engines read, summed over turns."""
+    """Tokens the engines read, summed over turns. Of a hosted API: what it counted."""
+    cached_tokens: int = 0
+    """Those that a hosted API read from its cache."""
     sampled_tokens: int = 0
+    turn_tokens: tuple[tuple[int, int], ...] = ()
+    """Prompt and sampled tokens of each turn."""
     trained_tokens: int = 0
     """Tokens with mask 1; `trajectory` says what became of the rest."""
     policy_version_min: int | None = None
@@ -128,6 +144,11 @@ class Episode(Frozen):
     finished_at: float
     seconds: float
     """Wall clock from start to end, waiting included."""
+    regraded_at: float | None = None
+    """Unix seconds at which an earlier rollout's patch was graded again; the other times are those of
+    that rollout."""
+    earlier: tuple[EarlierVerdict, ...] = ()
+    """The oldest first."""
     stage_seconds: dict[str, float] = Field(default_factory=dict)
     engine_seconds: float = 0.0
     evictions: int = 0
@@ -145,6 +166,22 @@ class Episode(Frozen):
     @property
     def agent(self) -> str:
         return self.provenance.agent
+
+    @property
+    def round(self) -> int:
+        """The round of its request."""
+        round = self.provenance.request.get("round", 0)
+        return round if isinstance(round, int) else 0
+
+    def as_earlier(self) -> EarlierVerdict:
+        """For the episode that replaces it."""
+        return EarlierVerdict(
+            status=self.status,
+            outcome=self.outcome,
+            attempt=len(self.attempts),
+            finished_at=self.regraded_at or self.finished_at,
+            key=keys.earlier_episode(self.key, self.provenance.workflow_run_id),
+        )
 
     @property
     def official(self) -> Outcome | None:
@@ -210,6 +247,8 @@ class EpisodeParts:
     stage_seconds: dict[str, float] = field(default_factory=dict)
     evictions: int = 0
     workflow_run_id: str = ""
+    earlier: Episode | None = None
+    """The one that this episode replaces."""
 
 
 def build_episode(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
@@ -227,7 +266,8 @@ def build_episode(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
         **{name: getattr(parts, name) for name in COPIED},
         **_verdict(parts, segments),
         **_counts(parts.turns, segments),
-        seconds=round(parts.finished_at - parts.started_at, 3),
+        **_times(parts),
+        earlier=(*parts.earlier.earlier, parts.earlier.as_earlier()) if parts.earlier else (),
         attempts=tuple(parts.attempts),
         tokens_key=keys.episode_tokens(request),
         provenance=_provenance(parts),
@@ -238,8 +278,6 @@ COPIED = (
     "status",
     "agent_end",
     "failure",
-    "started_at",
-    "finished_at",
     "stage_seconds",
     "evictions",
     "grade",
@@ -247,6 +285,24 @@ COPIED = (
     "turns_key",
 )
 """Fields that `EpisodeParts` and `Episode` share."""
+
+
+def _times(parts: EpisodeParts) -> dict[str, Any]:
+    """A patch that is only graded again leaves the times of its rollout as they were."""
+    before = parts.earlier
+    if before is not None and _is_same_patch(before.patch, parts.patch):
+        times = {name: getattr(before, name) for name in ("started_at", "finished_at", "seconds")}
+        return {**times, "regraded_at": parts.finished_at}
+    return {
+        "started_at": parts.started_at,
+        "finished_at": parts.finished_at,
+        "seconds": round(parts.finished_at - parts.started_at, 3),
+    }
+
+
+def _is_same_patch(one: PatchRef | None, other: PatchRef | None) -> bool:
+    """The same capture: of the same attempt."""
+    return one is not None and other is not None and one.key == other.key
 
 
 def _verdict(parts: EpisodeParts, segments: Sequence[Segment]) -> dict[str, Any]:
@@ -269,8 +325,10 @@ def _counts(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[str, Any
     return {
         "turns": len(turns),
         "segments": tuple(_summary(segment) for segment in segments),
-        "prompt_tokens": sum(len(turn.prompt_ids) for turn in turns),
-        "sampled_tokens": sum(len(turn.completion_ids) for turn in turns),
+        "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
+        "cached_tokens": sum(turn.usage.cached_tokens for turn in turns if turn.usage),
+        "sampled_tokens": sum(turn.sampled_tokens for turn in turns),
+        "turn_tokens": tuple((turn.prompt_tokens, turn.sampled_tokens) for turn in turns),
         "trained_tokens": sum(sum(segment.loss_mask) for segment in segments),
         "policy_version_min": min(versions, default=None),
         "policy_version_max": max(versions, default=None),

@@ -5,7 +5,7 @@ Owns writing, finding and reading them back. Nothing is tokenised here: segments
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from perdure.episodes import turns_parquet
@@ -26,12 +26,15 @@ async def write_episode(store: Store, episode: Episode, segments: Sequence[Segme
     One that is unreadable is replaced.
 
     If the same workflow run writes again, its first episode stays. If another workflow run of the
-    same rollout writes (after a reset), its episode replaces the earlier one.
+    same rollout writes (a retry, a reset), its episode replaces the earlier one, which is kept under
+    another name.
     """
     stored = await _stored(store, episode.key)
     earlier = _readable(episode.key, stored)
     if earlier is not None and _is_of_same_run(earlier, episode):
         return earlier
+    if stored is not None and earlier is not None:
+        await store.put_if_absent(earlier.as_earlier().key, stored.data)
     await store.put(episode.tokens_key, encode_segments(episode, segments))
     data = episode.model_dump_json(indent=1).encode()
     try:
@@ -76,7 +79,7 @@ async def read_run(store: Store, run_id: str) -> list[Episode]:
 
 async def scan_run(store: Store, run_id: str) -> tuple[list[Episode], list[Unreadable]]:
     """The episodes of a run, by instance and sample, and those that cannot be read."""
-    found = [key async for key in store.list(keys.rollouts(run_id)) if _is_episode(key)]
+    found = [key async for key in episode_keys(store, run_id)]
     slots = asyncio.Semaphore(READS_AT_ONCE)
 
     async def one(key: str) -> Episode | Unreadable:
@@ -94,6 +97,13 @@ async def scan_run(store: Store, run_id: str) -> tuple[list[Episode], list[Unrea
         sorted(episodes, key=lambda e: (e.instance_id, e.sample_index)),
         sorted(unreadable, key=lambda u: u.key),
     )
+
+
+async def episode_keys(store: Store, run_id: str) -> AsyncIterator[str]:
+    """The keys of a run's episodes."""
+    async for key in store.list(keys.rollouts(run_id)):
+        if _is_episode(key):
+            yield key
 
 
 def _unreadable(key: str, problem: str) -> Unreadable:

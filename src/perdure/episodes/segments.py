@@ -119,7 +119,7 @@ def untrained(turns: Sequence[Turn], segments: Sequence[Segment]) -> list[Untrai
     """The turns that `segments`, as cut from `turns`, do not train, each with its reason."""
     trained = {index for segment in segments for index in segment.turns}
     return [
-        Untrained(turn.index, len(turn.completion_ids), _why_left_out(turn) or "drift")
+        Untrained(turn.index, turn.sampled_tokens, _why_left_out(turn) or "drift")
         for turn in turns
         if turn.index not in trained and (turn.completion_ids or _why_left_out(turn))
     ]

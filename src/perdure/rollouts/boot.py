@@ -39,6 +39,8 @@ class BootRecord(Frozen):
     """The host's term in which it was booted."""
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
     """What the handler's `init` returned."""
+    round: int = 0
+    """The round of the request: a later one starts with a new attempt."""
 
 
 async def boot(job: Job) -> Booted:
@@ -50,7 +52,12 @@ async def boot(job: Job) -> Booted:
         await job.agent_sandbox.admission.release()
         return Booted(expired=True)
     uri = f"{job.services.store.url}/{keys.rollout_of(job.request)}"
+    if job.request.start_at == "grade":
+        return Booted(uri=uri, attempt=await _last_captured(job))
     while (earlier := await job.read(CHECKPOINT, BootRecord)) is not None:
+        if earlier.round < job.request.round:
+            job = job.next_attempt()
+            continue
         if await _is_captured(job):
             return Booted(uri=uri, attempt=job.attempt)
         if await _may_live(job, earlier):
@@ -105,11 +112,28 @@ def _booted(job: Job, uri: str, record: BootRecord) -> Booted:
 
 
 async def _finished(job: Job) -> EpisodeRef | None:
-    """The episode of a graded rollout; one that failed or was cancelled may be played again."""
+    """The episode of a rollout that was graded in this round; one that failed or was cancelled may be
+    played again."""
     episode = await read_episode(job.services.store, job.request)
     if episode is None or episode.status is not RolloutStatus.GRADED:
         return None
+    if episode.round < job.request.round:
+        return None
     return episode.ref(job.services.store.url)
+
+
+async def _last_captured(job: Job) -> int:
+    """The attempt whose patch is graded: the one that the episode is about.
+
+    Raises: InstanceError if it left no patch.
+    """
+    episode = await read_episode(job.services.store, job.request)
+    number = len(episode.attempts) if episode is not None else job.attempt
+    if not await job.services.store.exists(f"{keys.attempt(job.request, number)}/patch.json"):
+        raise InstanceError(
+            f"{job.request.workflow_id.removeprefix('rollout/')} has no captured patch to grade"
+        )
+    return number
 
 
 async def _is_captured(job: Job) -> bool:
@@ -206,6 +230,7 @@ async def _record(
         base_git=base_git,
         metadata=metadata,
         term=job.services.term.number,
+        round=job.request.round,
     )
     return await job.write(CHECKPOINT, record)
 

@@ -1,6 +1,8 @@
 """The episode stage: gather what the other stages left in the store into one episode."""
 
 import time
+from dataclasses import replace
+from typing import Any
 
 from perdure.episodes import segments, turns_parquet
 from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, build_episode
@@ -22,12 +24,28 @@ async def emit_episode(store: Store, ending: Ending) -> EpisodeRef:
     earlier = await _earlier(store, ending)
     if earlier and earlier.provenance.workflow_run_id == ending.workflow_run_id:
         return earlier.ref(store.url)
+    if earlier is not None and _keeps(earlier, ending):
+        return earlier.ref(store.url).model_copy(update=_ended(ending))
     parts = _bare(ending) if ending.bare else await _gather(store, ending)
+    parts = replace(parts, earlier=earlier)
     cut = segments.cut(list(parts.turns))
     episode = await write_episode(store, build_episode(parts, cut), cut)
     outcome = episode.outcome.value if episode.outcome else ""
     metrics.rollout(episode.agent, episode.status.value, outcome, episode.sampled_tokens)
     return episode.ref(store.url)
+
+
+def _keeps(earlier: Episode, ending: Ending) -> bool:
+    """A verdict stays if the same patch could not be graded again, or the new play was cancelled."""
+    if earlier.status is not RolloutStatus.GRADED or ending.status is RolloutStatus.GRADED:
+        return False
+    broken_off = ending.status in (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED)
+    return broken_off or ending.request.start_at == "grade"
+
+
+def _ended(ending: Ending) -> dict[str, Any]:
+    """How this play of the rollout ended; the store keeps the earlier verdict."""
+    return {"status": ending.status, "failure": ending.failure, "outcome": None, "reward": None}
 
 
 async def _earlier(store: Store, ending: Ending) -> Episode | None:

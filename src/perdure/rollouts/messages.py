@@ -128,10 +128,22 @@ class PageRequest(Frozen):
     run_id: str
     start: int
     stop: int
+    round: int = 0
+    """0: a page of the run's instances; else of the rollouts that this round plays again."""
+
+
+class RolloutAgain(Frozen):
+    """A rollout that is played again."""
+
+    instance: InstanceRef
+    sample_index: int
+    round: int
+    """Of its request: the same as before where it continues, a later one where it was graded."""
 
 
 class Page(Frozen):
     instances: tuple[InstanceRef, ...]
+    again: tuple[RolloutAgain, ...] = ()
 
 
 class RunSummary(Frozen):

@@ -9,6 +9,7 @@ from perdure.episodes.episode_store import scan_run
 from perdure.episodes.manifest import build_manifest
 from perdure.errors import ConfigurationError, NotFound, PreconditionFailed, StoreUnavailable
 from perdure.instances import calibration, catalog
+from perdure.rollouts import again
 from perdure.rollouts.messages import Page, PageRequest, PreparedRun, RunSummary
 from perdure.rollouts.services import Services
 from perdure.sandboxes import phases
@@ -25,6 +26,9 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
     check_options(rollout.agent, rollout.agent_options)
     phases.check(rollout, None, services.provider)
     store = services.store
+    if run.again is not None:
+        chosen = await again.listed(store, run, run.again)
+        return PreparedRun(total=len(chosen), uri=f"{store.url}/runs/{run.run_id}")
     sandbox = phases.place(rollout, None, "grade").provider
     refs = await select(store, run, proved_in=sandbox)
     key = keys.run_instances(run.run_id)
@@ -70,6 +74,9 @@ async def select(store: Store, run: RunRequest, *, proved_in: str = "") -> list[
 
 
 async def load_page(store: Store, request: PageRequest) -> Page:
+    if request.round:
+        chosen = await again.read_list(store, request.run_id, request.round)
+        return Page(instances=(), again=tuple(chosen[request.start : request.stop]))
     stored = await store.get(keys.run_instances(request.run_id))
     return Page(instances=tuple(json.loads(stored.data)[request.start : request.stop]))
 

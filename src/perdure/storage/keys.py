@@ -68,6 +68,16 @@ def run_instances(run_id: str) -> str:
     return f"runs/{run_id}/instances.json"
 
 
+def lists_again(run_id: str) -> str:
+    """Prefix of the lists below."""
+    return f"runs/{run_id}/again/"
+
+
+def list_again(run_id: str, round: int) -> str:
+    """JSON list of the rollouts that a later start of a run plays again."""
+    return f"{lists_again(run_id)}{round}.json"
+
+
 def manifest(run_id: str) -> str:
     """Written last: the run's episodes and totals."""
     return f"runs/{run_id}/manifest.json"
@@ -93,6 +103,11 @@ def episode(request: RolloutRequest) -> str:
 
 def episode_tokens(request: RolloutRequest) -> str:
     return f"{rollout_of(request)}/episode.parquet"
+
+
+def earlier_episode(episode: str, workflow_run_id: str) -> str:
+    """Where the episode of an earlier workflow run goes when a later one replaces it."""
+    return f"{episode.removesuffix('.json')}-{workflow_run_id[-8:] or '0'}.json"
 
 
 def attempt(request: RolloutRequest, attempt: int) -> str:

@@ -26,11 +26,16 @@ from perdure.types.instances import (
 )
 from perdure.types.limits import AccountCaps, LimitChanges, Limits, Phase, PhaseName, Phases
 from perdure.types.requests import (
+    GIVEN_PATCHES,
+    MISSING,
+    NO_VERDICT,
     CalibrationRequest,
     GroupRequest,
+    PlayAgain,
     RolloutRequest,
     RunRequest,
     Sampling,
+    StartAt,
     Straggler,
 )
 from perdure.types.results import (
@@ -58,11 +63,15 @@ from perdure.types.trajectories import (
     Turn,
     TurnFacts,
     TurnSampling,
+    Usage,
     VersionSpan,
 )
 
 __all__ = [
+    "GIVEN_PATCHES",
     "INSTANCE_REF",
+    "MISSING",
+    "NO_VERDICT",
     "SLUG",
     "AccountCaps",
     "AgentEnd",
@@ -90,6 +99,7 @@ __all__ = [
     "Phase",
     "PhaseName",
     "Phases",
+    "PlayAgain",
     "Purpose",
     "Request",
     "Rewards",
@@ -104,12 +114,14 @@ __all__ = [
     "Slug",
     "Source",
     "SourceKind",
+    "StartAt",
     "Straggler",
     "TestStatus",
     "Turn",
     "TurnFacts",
     "TurnSampling",
     "Twin",
+    "Usage",
     "Verification",
     "VersionSpan",
     "slugify",

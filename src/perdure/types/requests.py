@@ -3,10 +3,16 @@
 import hashlib
 from typing import Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from perdure.types.base import InstanceRef, Request, Slug
 from perdure.types.limits import Limits, Phases
+from perdure.types.results import Outcome, RolloutStatus
+
+GIVEN_PATCHES = "predictions"
+"""The agent of rollouts whose patches were made elsewhere: they start at the grading."""
+
+StartAt = Literal["boot", "grade"]
 
 
 class Sampling(Request):
@@ -87,12 +93,24 @@ class RolloutRequest(Request):
     the agent decides. Of ours only `nop` runs them, to get the verdict on the base."""
     expires_at: float | None = None
     """Unix seconds after which a rollout that has not booted ends as `expired`."""
+    round: int = Field(0, ge=0)
+    """A rollout that was graded in an earlier round is played again; in the same round it is done."""
+    start_at: StartAt = "boot"
+    """`grade`: grade the patch that the last attempt left; no agent runs."""
     schema_version: Literal[1] = 1
 
     @model_validator(mode="after")
     def _staleness_is_of_a_version(self) -> "RolloutRequest":
         if self.max_staleness is not None and self.policy_version is None:
             raise ValueError("max_staleness counts from policy_version: give that too")
+        return self
+
+    @model_validator(mode="after")
+    def _given_patches_are_graded_only(self) -> "RolloutRequest":
+        if self.agent == GIVEN_PATCHES and self.start_at != "grade":
+            raise ValueError(
+                f"agent {GIVEN_PATCHES!r} runs nothing: `perdure grade SOURCE --predictions FILE`"
+            )
         return self
 
     @property
@@ -135,6 +153,40 @@ class GroupRequest(Request):
         return f"group/{self.rollout.run_id}/{self.rollout.instance_id}"
 
 
+MISSING = "missing"
+"""Instead of an outcome: the rollout has no episode, for instance because the run was cancelled."""
+NO_VERDICT = (
+    *(status.value for status in RolloutStatus if status is not RolloutStatus.GRADED),
+    MISSING,
+)
+
+
+class PlayAgain(Request):
+    """Which rollouts of a run that has ended are played again, and from where.
+
+    Example:
+        {"round": 1, "outcomes": ["failed", "missing"]} plays what has no verdict;
+        {"round": 2, "start_at": "grade"} grades every captured patch again.
+    """
+
+    round: int = Field(ge=1)
+    """Numbers the starts of a run after its first one: each has its own list of rollouts."""
+    start_at: StartAt = "boot"
+    outcomes: tuple[str, ...] = ()
+    """Outcomes, statuses of rollouts without one, or `missing`. Empty: all."""
+    include: tuple[str, ...] = ()
+    """Globs of `<instance id>` or `<instance id>/<sample>`. Empty: all."""
+
+    @field_validator("outcomes")
+    @classmethod
+    def _known(cls, outcomes: tuple[str, ...]) -> tuple[str, ...]:
+        known = [*(outcome.value for outcome in Outcome), *NO_VERDICT]
+        for outcome in outcomes:
+            if outcome not in known:
+                raise ValueError(f"no outcome {outcome!r}: use one of {', '.join(known)}")
+        return outcomes
+
+
 class RunRequest(Request):
     """A set of instances x n samples under one config: the input of `RunWorkflow`.
 
@@ -156,13 +208,16 @@ class RunRequest(Request):
     quorum: int | None = Field(None, ge=1)
     deadline_s: float | None = Field(None, gt=0)
     stragglers: Straggler = "cancel"
+    again: PlayAgain | None = None
+    """Play only these rollouts of the run, which has ended. All other fields are those of its first
+    start."""
     schema_version: Literal[1] = 1
 
     @model_validator(mode="after")
     def _something_to_run(self) -> "RunRequest":
         if bool(self.instances) == (self.dataset is not None):
             raise ValueError("give exactly one of 'instances' and 'dataset'")
-        for fixed in ("run_id", "instance", "sample_index"):
+        for fixed in ("run_id", "instance", "sample_index", "round"):
             if fixed in self.rollout:
                 raise ValueError(f"'rollout.{fixed}' is set by the run itself; remove it")
         return self
@@ -170,6 +225,11 @@ class RunRequest(Request):
     @property
     def workflow_id(self) -> str:
         return f"run/{self.run_id}"
+
+    @property
+    def rollouts_each(self) -> int:
+        """Rollouts that one entry of the run's list stands for: an instance's samples, or one."""
+        return 1 if self.again else self.n_samples
 
     def rollout_request(self, instance: str, sample_index: int = 0) -> RolloutRequest:
         """The request of one sample. Raises pydantic.ValidationError on a bad `rollout` field."""

@@ -112,6 +112,15 @@ class TurnFacts(Frozen):
     """None: a hosted API, or a record of an earlier version."""
 
 
+class Usage(Frozen):
+    """What a hosted API counted for one call, in tokens. `cached_tokens` of the prompt were read from its
+    cache."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+
+
 class Turn(TurnFacts):
     """One model call, exactly as the engine consumed and produced it.
 
@@ -129,6 +138,16 @@ class Turn(TurnFacts):
     prompt_ids: tuple[int, ...] = ()
     completion_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    usage: Usage | None = None
+    """None: the ids are here, or the hosted API did not count."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.usage.prompt_tokens if self.usage else len(self.prompt_ids)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self.usage.sampled_tokens if self.usage else len(self.completion_ids)
 
     @model_validator(mode="after")
     def _one_logprob_per_token(self) -> "Turn":

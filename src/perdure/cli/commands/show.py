@@ -196,6 +196,9 @@ def _ending(found: "StoredRollout") -> list[tuple[str, str]]:
     if failure:
         where = f"{failure['boundary']} ({failure['type']})"
         lines.append(("failed at", f"{where}: {failure['message']}"))
+    for one in episode.get("earlier", ()):
+        ended = one.get("outcome") or one["status"]
+        lines.append(("earlier", f"{ended} in attempt {one['attempt']}: {one['key']}"))
     return lines
 
 

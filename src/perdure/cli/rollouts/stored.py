@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from perdure.episodes.episode import parse_episode
@@ -121,6 +121,9 @@ async def read(store: Store, name: RolloutName) -> StoredRollout:
     episode = await reader.episode(f"{name.prefix}/episode.json")
     numbers = sorted({_attempt_of(key, name) for key in found} - {0})
     attempts = [await reader.attempt(name, number) for number in numbers]
+    if attempts and episode is not None and episode["grade"] is not None:
+        # It may have several: it was graded again.
+        attempts[-1] = replace(attempts[-1], grade=Grade.model_validate(episode["grade"]))
     return StoredRollout(name, episode, attempts, tuple(reader.damaged))
 
 

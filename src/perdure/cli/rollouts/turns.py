@@ -115,18 +115,18 @@ def _segment(segment: Segment) -> dict[str, Any]:
 def _views(turns: Sequence[Turn], segments: Sequence[Segment]) -> list[dict[str, Any]]:
     of_turn = {index: segment.index for segment in segments for index in segment.turns}
     reasons = {one.turn: one.reason for one in untrained(turns, segments)}
-    lengths = {turn.index: len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns}
+    lengths = {turn.index: turn.prompt_tokens + turn.sampled_tokens for turn in turns}
     return [
         {
             **turn.model_dump(
                 mode="json",
                 exclude={"prompt_ids", "completion_ids", "logprobs", "new_messages", "answer"},
             ),
-            "prompt_tokens": len(turn.prompt_ids),
-            "new_prompt_tokens": len(turn.prompt_ids) - lengths.get(turn.parent or 0, 0)
-            if turn.parent is not None
-            else len(turn.prompt_ids),
-            "sampled_tokens": len(turn.completion_ids),
+            "prompt_tokens": turn.prompt_tokens,
+            "new_prompt_tokens": turn.prompt_tokens - lengths.get(turn.parent or 0, 0)
+            if turn.parent is not None and turn.prompt_ids
+            else turn.prompt_tokens,
+            "sampled_tokens": turn.sampled_tokens,
             "logprob_mean": _mean(turn.logprobs),
             "segment": of_turn.get(turn.index),
             "untrained": reasons.get(turn.index),
@@ -268,7 +268,8 @@ def _facts(turn: dict[str, Any]) -> str:
     facts.append(f"{turn['seconds']:.2f} s")
     if turn["purpose"] != Purpose.STEP:
         facts.append(turn["purpose"])
-    facts.append("bridged" if turn["bridged"] else f"rendered: {turn['bridge_miss']}")
+    if turn["bridged"] or turn["bridge_miss"]:
+        facts.append("bridged" if turn["bridged"] else f"rendered: {turn['bridge_miss']}")
     if turn["replayed_from"]:
         facts.append(f"replayed from {turn['replayed_from']}")
     return " · ".join(fact for fact in facts if fact)

@@ -57,7 +57,11 @@ class CheckedRun:
 
 def show_plan(settings: Settings, options: RunOptions, *, as_json: bool) -> None:
     """`--dry-run`."""
-    planned = asyncio.run(plan(settings, options))
+    show(asyncio.run(plan(settings, options)), as_json=as_json)
+
+
+def show(planned: CheckedRun, *, as_json: bool) -> None:
+    """What would run."""
     for note in planned.notes:
         say(note)
     rollouts = len(planned.refs) * planned.request.n_samples
@@ -80,7 +84,11 @@ def show_plan(settings: Settings, options: RunOptions, *, as_json: bool) -> None
 
 def run(settings: Settings, options: RunOptions, *, wait: bool, as_json: bool) -> int:
     """Check, start and follow a run; return the exit code. Raises: PerdureError, ValidationError."""
-    planned = asyncio.run(plan(settings, options))
+    return play(settings, asyncio.run(plan(settings, options)), wait=wait, as_json=as_json)
+
+
+def play(settings: Settings, planned: CheckedRun, *, wait: bool, as_json: bool) -> int:
+    """Start a checked run and follow it; return the exit code."""
     make_ready(settings, planned.request, joins=planned.joins)
     for note in planned.notes:
         say(note)
@@ -98,6 +106,14 @@ async def plan(settings: Settings, options: RunOptions) -> CheckedRun:
     found = await selection.resolve(store, options.source, choice)
     for note in found.notes:
         say(note)
+    return await checked(settings, options, found)
+
+
+async def checked(
+    settings: Settings, options: RunOptions, found: selection.Selection
+) -> CheckedRun:
+    """The request for these instances, and what is known of them."""
+    store = open_store(settings)
     request = build(options, found)
     refs, marked = await instances_of(store, request, found)
     sandbox = phases.place(request.rollout_request("any/instance"), None, "grade").provider
@@ -109,10 +125,13 @@ async def plan(settings: Settings, options: RunOptions) -> CheckedRun:
     return CheckedRun(request, refs, joins, marked, notes)
 
 
-def make_ready(settings: Settings, request: RunRequest, *, joins: bool = False) -> None:
+def make_ready(
+    settings: Settings, request: RunRequest, *, joins: bool = False, samples: bool = True
+) -> None:
     """Check sandbox providers and engine; start a stack if none runs.
 
     `joins`: the run has begun, so its rollouts wait for an engine that cannot be reached now.
+    `samples`: False if no agent will call a model.
     """
     if given_address(settings) is not None:
         return  # a cluster has its own hosts and engines; its workers check them
@@ -120,7 +139,7 @@ def make_ready(settings: Settings, request: RunRequest, *, joins: bool = False) 
     agent = rollout.agent
     for name in sorted({rollout.sandbox, *named_in_phases(rollout)}):
         ready_provider(settings, name)
-    if needs_model(agent):
+    if samples and needs_model(agent):
         try:
             _engine_ready(settings, agent)
         except GatewayUnavailable as error:
@@ -150,7 +169,7 @@ async def _drive(settings: Settings, planned: CheckedRun, *, wait: bool, as_json
         say(f"Started run {handle.run_id}: {many(len(planned.refs), 'instance')}")
     say(f"Web UI: {connection.link(f'run/{handle.run_id}')}" if connection.ui_url else "")
     if not wait:
-        _tell_detached(connection, handle.run_id, as_json)
+        tell_detached(connection, handle.run_id, as_json)
         return 0
     episodes = await to_the_end(settings, handle)
     if as_json:
@@ -193,7 +212,7 @@ def show_results(
     click.echo(f"          {me()} export {run_id} --format preds")
 
 
-def _tell_detached(connection: Connection, run_id: str, as_json: bool) -> None:
+def tell_detached(connection: Connection, run_id: str, as_json: bool) -> None:
     if as_json:
         answer({"run_id": run_id, "web_ui": connection.link(f"run/{run_id}")})
     else:

@@ -106,12 +106,15 @@ def from_messages(answer: dict[str, Any]) -> dict[str, Any]:
     """A Messages answer as a chat completion object."""
     message = anthropic.assistant_message(Fields(answer))
     reason = FINISH.get(answer.get("stop_reason") or "", "stop")
-    prompt, sampled = answer["usage"]["input_tokens"], answer["usage"]["output_tokens"]
+    usage = answer["usage"]
+    read, written = (usage.get(f"cache_{way}_input_tokens") or 0 for way in ("read", "creation"))
+    prompt, sampled = usage["input_tokens"] + read + written, usage["output_tokens"]
     return {
         "choices": [{"index": 0, "message": message, "finish_reason": reason}],
         "usage": {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
             "total_tokens": prompt + sampled,
+            **({"prompt_tokens_details": {"cached_tokens": read}} if read else {}),
         },
     }

@@ -2,7 +2,7 @@
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, PlainSerializer, SkipValidatio
 from perdure.dialects.base import Answer
 from perdure.gateway.journal.encoding import pack, unpack
 from perdure.gateway.turns.canonical import Message
-from perdure.types import Turn, TurnFacts
+from perdure.types import Turn, TurnFacts, Usage
 
 OPEN, SEALED, CLOSED = "open", "sealed", "closed"
 STALE, UNANSWERED = "stale", "unanswered"
@@ -160,7 +160,20 @@ def _turn(
         prompt_ids=tuple(prompt),
         completion_ids=tuple(record.completion),
         logprobs=tuple(record.logprobs),
+        usage=None if record.completion else _usage(record.answer.usage),
     )
+
+
+def _usage(counted: Mapping[str, Any]) -> Usage | None:
+    """What a hosted API counted, by the names of a chat completion."""
+    details = counted.get("prompt_tokens_details")
+    found = {
+        "prompt_tokens": counted.get("prompt_tokens"),
+        "cached_tokens": details.get("cached_tokens") if isinstance(details, dict) else None,
+        "sampled_tokens": counted.get("completion_tokens"),
+    }
+    known = {name: count for name, count in found.items() if isinstance(count, int)}
+    return Usage(**known) if known else None
 
 
 def _given(record: TurnRecord) -> Message:

@@ -3,8 +3,11 @@
 from perdure import tracing
 from perdure.errors import GatewayUnavailable, NotFound
 from perdure.gateway.base import SessionSpec, SessionSummary
+from perdure.rollouts import checkpoints
+from perdure.rollouts.boot import CHECKPOINT, BootRecord
 from perdure.rollouts.gateway_session.earlier_attempt import most_recorded
 from perdure.rollouts.job import Job
+from perdure.storage import keys
 from perdure.types import Frozen, RolloutRequest
 
 AWAY = "gateway-away.json"
@@ -44,7 +47,7 @@ class AgentSession:
             session_id=self._id,
             model=request.model,
             sampling=request.sampling,
-            sample=f"{request.instance}/{request.sample_index}",
+            sample=_sample(request),
             turns_key=job.key("turns.parquet"),
             labels={
                 **job.labels("agent"),
@@ -89,8 +92,28 @@ class AgentSession:
 
     async def _earlier(self) -> str | None:
         """The session of an earlier attempt whose turns need not be sampled again."""
-        sessions = [self._job.session_of(number) for number in range(1, self._job.attempt)]
+        job = self._job
+        first = await _first_of_round(job)
+        sessions = [job.session_of(number) for number in range(first, job.attempt)]
         return await most_recorded(self._gateway, sessions)
+
+
+async def _first_of_round(job: Job) -> int:
+    """The first attempt of this round: what an earlier round sampled is not replayed."""
+    number = 1
+    while job.request.round and number < job.attempt:
+        key = f"{keys.attempt(job.request, number)}/{CHECKPOINT}"
+        record = await checkpoints.read(job.services.store, key, BootRecord)
+        if record is not None and record.round == job.request.round:
+            break
+        number += 1
+    return number
+
+
+def _sample(request: RolloutRequest) -> str:
+    """What a fixed seed is derived from, so that another round samples something else."""
+    sample = f"{request.instance}/{request.sample_index}"
+    return f"{sample}/round-{request.round}" if request.round else sample
 
 
 def session_of(job: Job) -> AgentSession | None:

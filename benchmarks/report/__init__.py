@@ -1,0 +1,1 @@
+"""What `perdure report` costs for a large run."""

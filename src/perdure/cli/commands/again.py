@@ -1,0 +1,93 @@
+"""`perdure retry | regrade`: play or grade rollouts of a run again; what they left before is kept."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from perdure.cli.commands import completion
+from perdure.cli.console import json_option
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _common(command: Command) -> Command:
+    options = [
+        click.argument("run_id", metavar="RUN", shell_complete=completion.runs),
+        click.option(
+            "--outcome",
+            multiple=True,
+            metavar="X",
+            help="Only those that ended as X: an outcome, failed, cancelled, expired or missing.",
+        ),
+        click.option(
+            *("-i", "--include"),
+            multiple=True,
+            metavar="GLOB",
+            help="Only these instance ids, or ID/SAMPLE.",
+        ),
+        click.option(
+            *("-c", "--concurrency"),
+            type=click.IntRange(1, 2000),
+            metavar="N",
+            help="Rollouts in flight.  [default: as before]",
+        ),
+        click.option("--wait/--detach", default=True, help="Follow it to its end, or return."),
+        click.option("--dry-run", is_flag=True, help="List the rollouts, and stop."),
+        json_option,
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.option("--failed", is_flag=True, help="Only those without a verdict.  [default]")
+@_common
+def retry(
+    *, run_id: str, failed: bool, outcome: tuple[str, ...], include: tuple[str, ...], **how: Any
+) -> None:
+    """Play rollouts of a run again that has ended.
+
+    Without --outcome and --include: those without a verdict (failed, cancelled, expired, missing). A
+    rollout without a verdict continues: if its patch was captured, it is only graded. One with a
+    verdict is played anew; `perdure show` names its earlier episode.
+
+    Exit code 1: a rollout has no new verdict.
+    """
+    from perdure.types import NO_VERDICT
+
+    if failed and outcome:
+        raise click.UsageError("--failed and --outcome exclude each other: give one of them")
+    chosen = NO_VERDICT if failed or not (outcome or include) else outcome
+    _play(run_id, {"outcomes": chosen, "include": include}, **how)
+
+
+@click.command()
+@_common
+def regrade(*, run_id: str, outcome: tuple[str, ...], include: tuple[str, ...], **how: Any) -> None:
+    """Grade the captured patches of a run again, for instance after a grader changed.
+
+    No agent runs. All times of an episode stay, but that of the grading. A verdict that cannot be
+    renewed stays as it was.
+
+    Exit code 1: a rollout has no new verdict.
+    """
+    if Path(run_id).exists() and Path(run_id).suffix in (".json", ".jsonl"):
+        raise click.UsageError(
+            f"{run_id} is a file: `perdure grade SOURCE --predictions {run_id}` grades it"
+        )
+    _play(run_id, {"outcomes": outcome, "include": include, "start_at": "grade"}, **how)
+
+
+def _play(run_id: str, asked: dict[str, Any], **how: Any) -> None:
+    from perdure.cli.runs import again
+    from perdure.handlers import import_handlers
+    from perdure.settings.load import load_settings
+
+    settings = load_settings()
+    import_handlers(settings.handlers)
+    code = again.play(settings, run_id, asked, **how)
+    if code:
+        raise click.exceptions.Exit(code)

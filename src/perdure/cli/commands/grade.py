@@ -1,0 +1,82 @@
+"""`perdure grade`: grades patches that another program made."""
+
+from pathlib import Path
+
+import click
+
+from perdure.cli.commands import completion
+from perdure.cli.console import json_option
+
+
+@click.command()
+@click.argument("source", shell_complete=completion.datasets)
+@click.option(
+    *("-p", "--predictions"),
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE|DIR",
+    help="preds.json, JSON lines, or a folder of mini-swe-agent's trajectories.",
+)
+@click.option(
+    *("-c", "--concurrency", "concurrency"),
+    type=click.IntRange(1, 2000),
+    default=8,
+    metavar="N",
+    show_default=True,
+    help="Gradings in flight.",
+)
+@click.option("--run-id", metavar="ID", help="Name of the run; default: made from the patches.")
+@click.option("--new", is_flag=True, help="Start a new run even if the same one exists.")
+@click.option(
+    "--sandbox",
+    metavar="S",
+    shell_complete=completion.sandboxes,
+    help="Where the tests run.  [default: bubblewrap]",
+)
+@click.option(
+    *("--set", "assignments"),
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Any field of a rollout, e.g. grade_timeout_s=600.",
+)
+@click.option("--skip-unknown", is_flag=True, help="Leave out patches of unknown instances.")
+@click.option("--wait/--detach", default=True, help="Follow it to its end (default), or return.")
+@click.option("--dry-run", is_flag=True, help="Print what would be graded, and stop.")
+@json_option
+def grade(
+    *,
+    source: str,
+    predictions: Path,
+    sandbox: str | None,
+    assignments: tuple[str, ...],
+    wait: bool,
+    dry_run: bool,
+    as_json: bool,
+    **options: object,
+) -> None:
+    """Grade patches that another program made.
+
+    SOURCE has the instances, as for `perdure run`. Several patches for one instance are its samples.
+    The result is a run: `show`, `export`, `report` and `regrade` take its name.
+
+    \b
+    perdure grade swe-bench-verified -p preds.json
+    perdure grade rows.jsonl -p mini-swe-agent-output/
+
+    Exit code 1: a patch has no verdict.
+    """
+    from perdure.cli.runs import launch, predicted
+    from perdure.cli.runs.request import fields_of
+    from perdure.handlers import import_handlers
+    from perdure.settings.load import load_settings
+
+    fields = fields_of(assignments, {"sandbox": sandbox} if sandbox else {})
+    settings = load_settings()
+    import_handlers(settings.handlers)
+    planned = predicted.plan(settings, source, predictions, fields, dry_run=dry_run, **options)  # type: ignore[arg-type]  # click's own names
+    if dry_run:
+        launch.show(planned, as_json=as_json)
+        return
+    code = launch.play(settings, planned, wait=wait, as_json=as_json)
+    if code:
+        raise click.exceptions.Exit(code)

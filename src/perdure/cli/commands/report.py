@@ -1,0 +1,50 @@
+"""`perdure report`: what runs came to, as text, JSON or one HTML file."""
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from perdure.cli.commands import completion
+from perdure.cli.console import json_option
+
+
+@click.command()
+@click.argument(
+    "run_ids", metavar="RUN...", nargs=-1, required=True, shell_complete=completion.runs
+)
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write one HTML file with plots instead; it needs no network.",
+)
+@click.option(
+    "--prices",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help='TOML: ["MODEL"] with input, output and cached, in dollars per million tokens.',
+)
+@json_option
+def report(
+    *, run_ids: tuple[str, ...], html: Path | None, prices: Path | None, as_json: bool
+) -> None:
+    """What runs came to: pass@k, outcomes, failures, tokens, cost, times.
+
+    Each further run is compared with the first, paired by instance. Runs of `oracle` and `nop` over the
+    same instances give the upper bound and the floor; else calibration does.
+    """
+    from perdure.cli.runs import reporting
+    from perdure.settings.load import load_settings
+
+    if html is not None and as_json:
+        raise click.UsageError("--html and --json exclude each other: give one of them")
+    settings = load_settings()
+    made = asyncio.run(reporting.make(settings, list(dict.fromkeys(run_ids)), prices))
+    if html is not None:
+        reporting.write_page(made, html)
+        click.echo(f"written to {html}")
+    elif as_json:
+        reporting.print_document(made)
+    else:
+        reporting.print_text(made)

@@ -1,0 +1,100 @@
+"""A run that grades patches from elsewhere: its instances, its request, the patches in the store."""
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from perdure.cli.console import many, say
+from perdure.cli.runs import launch, selection
+from perdure.cli.runs.request import RunOptions, check
+from perdure.errors import ConfigurationError
+from perdure.instances import catalog
+from perdure.rollouts.predictions import Prediction, digest_of, place, read_predictions
+from perdure.sandboxes import phases
+from perdure.settings.tree import Settings
+from perdure.stack.sandboxes import provider
+from perdure.storage.base import Store, open_store
+from perdure.storage.preflight import check_store
+from perdure.types import GIVEN_PATCHES
+
+
+def plan(
+    settings: Settings,
+    source: str,
+    file: Path,
+    fields: Mapping[str, JsonValue],
+    *,
+    concurrency: int,
+    run_id: str | None,
+    new: bool,
+    skip_unknown: bool,
+    dry_run: bool,
+) -> launch.CheckedRun:
+    """Check everything and put the patches into the store, unless it is a dry run.
+
+    Raises: ConfigurationError for a patch of an instance that SOURCE lacks.
+    """
+    given = read_predictions(file)
+    models = {one.model for one in given}
+    fixed: dict[str, JsonValue] = {"start_at": "grade"}
+    if len(models) == 1:
+        fixed["model"] = models.pop()
+    options = RunOptions(
+        source=source,
+        agent=GIVEN_PATCHES,
+        concurrency=concurrency,
+        run_id=run_id,
+        new=new,
+        fields={**fixed, **fields},
+    )
+    return asyncio.run(_plan(settings, options, given, skip_unknown, dry_run))
+
+
+async def _plan(
+    settings: Settings,
+    options: RunOptions,
+    given: Sequence[Prediction],
+    skip_unknown: bool,
+    dry_run: bool,
+) -> launch.CheckedRun:
+    phases.check(check(options), None, partial(provider, settings))
+    await check_store(settings)
+    store = open_store(settings)
+    found = await selection.resolve(store, options.source, selection.Choice(skip_bad_rows=True))
+    refs = await _refs(store, found)
+    kept = _known(given, refs, options.source, skip_unknown)
+    wanted = tuple(dict.fromkeys(refs[one.instance_id] for one in kept))
+    digest = hashlib.sha256(f"{found.digest} {digest_of(kept)}".encode()).hexdigest()
+    chosen = replace(found, refs=wanted, digest=digest)
+    samples = 1 + max(one.sample_index for one in kept)
+    planned = await launch.checked(settings, replace(options, samples=samples), chosen)
+    if not dry_run:
+        await place(store, planned.request, refs, kept)
+    return planned
+
+
+async def _refs(store: Store, found: selection.Selection) -> dict[str, str]:
+    """Instance id -> reference."""
+    refs = found.refs or await catalog.refs(store, found.dataset)
+    return {ref.split("/", 1)[1]: ref for ref in refs}
+
+
+def _known(
+    given: Sequence[Prediction], refs: Mapping[str, str], source: str, skip_unknown: bool
+) -> list[Prediction]:
+    unknown = [one.instance_id for one in given if one.instance_id not in refs]
+    kept = [one for one in given if one.instance_id in refs]
+    if unknown and not (skip_unknown and kept):
+        some = ", ".join(list(dict.fromkeys(unknown))[:3])
+        raise ConfigurationError(
+            f"{source} lacks {many(len(set(unknown)), 'instance')} of the predictions (such as"
+            f" {some}); --skip-unknown leaves them out"
+        )
+    if unknown:
+        say(f"left out: {many(len(unknown), 'prediction')} of unknown instances")
+    return kept

@@ -1,0 +1,110 @@
+"""Reads runs for `perdure report`, and prints or writes their report."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.cli.console import answer, me, print_table
+from perdure.errors import NotFound
+from perdure.reports import bounds, facts, sections
+from perdure.reports.comparison import Comparison, compare
+from perdure.reports.document import document
+from perdure.reports.facts import RunFacts
+from perdure.reports.prices import Prices, read_prices
+from perdure.reports.report import Report, build_report
+from perdure.rollouts.again import first_request, planned_rollouts
+from perdure.sandboxes import phases
+from perdure.settings.tree import Settings
+from perdure.storage.base import Store, open_store
+from perdure.types import RunRequest
+
+
+@dataclass(frozen=True)
+class Made:
+    """The report of some runs."""
+
+    runs: Sequence[tuple[RunFacts, Report]]
+    comparisons: Sequence[Comparison]
+
+    @property
+    def reports(self) -> list[Report]:
+        return [report for _, report in self.runs]
+
+    def sections(self) -> list[sections.Section]:
+        return sections.sections(self.reports, self.comparisons)
+
+
+async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) -> Made:
+    """Raises: NotFound for a run without episodes; ConfigurationError for bad prices."""
+    store = open_store(settings)
+    known = read_prices(prices) if prices is not None else Prices({})
+    runs = [await facts.read_facts(store, run_id) for run_id in run_ids]
+    for run in runs:
+        if not run.rollouts and not run.unreadable:
+            raise NotFound(
+                f"run {run.run_id!r} has no episodes in {store.url}: `perdure status` lists the runs"
+            )
+    made = [(run, await _report(settings, store, run, runs, known)) for run in runs]
+    return Made(made, [compare(runs[0], run) for run in runs[1:]])
+
+
+async def _report(
+    settings: Settings, store: Store, run: RunFacts, runs: Sequence[RunFacts], prices: Prices
+) -> Report:
+    request = await _request(store, run.run_id)
+    known = bounds.of_runs(run, [one for one in runs if one is not run])
+    if not known.instances:
+        known = await bounds.calibrated(store, run, _graded_in(request))
+    models = {one.model for one in run.rollouts}
+    price = prices.of(*sorted(models), settings.engine.model)
+    planned = await planned_rollouts(store, request) if request is not None else None
+    return build_report(run, planned=planned, bounds=known, price=price)
+
+
+async def _request(store: Store, run_id: str) -> RunRequest | None:
+    """None: its rollouts were started by hand."""
+    try:
+        return await first_request(store, run_id)
+    except NotFound:
+        return None
+
+
+def _graded_in(request: RunRequest | None) -> str:
+    """The kind of sandbox; empty: any."""
+    if request is None:
+        return ""
+    return phases.place(request.rollout_request("any/instance"), None, "grade").provider
+
+
+def print_document(made: Made) -> None:
+    answer(document(made.reports, made.comparisons))
+
+
+def print_text(made: Made) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    for section in made.sections():
+        table = Table(
+            box=box.SIMPLE_HEAD, pad_edge=False, title=section.title, title_justify="left"
+        )
+        table.caption, table.caption_justify = section.note or None, "left"
+        for number, name in enumerate(section.columns):
+            right = number and not section.texts
+            table.add_column(name, justify="right" if right else "left", overflow="fold")
+        for row in section.rows:
+            table.add_row(*(Text(cell) for cell in row))
+        print_table(table)
+
+
+def write_page(made: Made, path: Path) -> None:
+    """Raises: MissingDependency without matplotlib."""
+    from perdure.reports.page import page
+    from perdure.reports.plots import plots
+
+    title = " and ".join(report.run_id for report in made.reports)
+    stamp = time.strftime("%Y-%m-%d %H:%M", time.localtime())
+    text = page(title, made.sections(), plots(made.runs), f"{me()} report, {stamp}")
+    path.write_text(text)

@@ -1,0 +1,64 @@
+"""Two runs, paired by instance."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from perdure.reports.facts import RunFacts
+from perdure.reports.statistics import Interval, interval, sign_test
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The second run against the first, over instances that both graded.
+
+    An instance is won where a larger share of its samples is resolved.
+    """
+
+    first: str
+    second: str
+    instances: int
+    difference: Interval
+    """Mean difference of the shares that are resolved, second minus first."""
+    won: int
+    lost: int
+    p: float
+    """Exact sign test; with one sample each, McNemar's exact test."""
+    won_examples: tuple[str, ...]
+    lost_examples: tuple[str, ...]
+    only_in_first: int
+    only_in_second: int
+
+
+def compare(first: RunFacts, second: RunFacts) -> Comparison:
+    before, after = shares(first), shares(second)
+    both = [instance for instance in before if instance in after]
+    differences = [after[instance] - before[instance] for instance in both]
+    won = [name for name, change in zip(both, differences, strict=True) if change > 0]
+    lost = [name for name, change in zip(both, differences, strict=True) if change < 0]
+    return Comparison(
+        first=first.run_id,
+        second=second.run_id,
+        instances=len(both),
+        difference=interval(differences),
+        won=len(won),
+        lost=len(lost),
+        p=sign_test(len(won), len(lost)),
+        won_examples=tuple(won[:10]),
+        lost_examples=tuple(lost[:10]),
+        only_in_first=len(before) - len(both),
+        only_in_second=len(after) - len(both),
+    )
+
+
+def shares(run: RunFacts) -> dict[str, float]:
+    """Instance id -> the share of its graded samples that are resolved."""
+    return {name: sum(tried) / len(tried) for name, tried in tries_of(run).items()}
+
+
+def tries_of(run: RunFacts) -> Mapping[str, Sequence[bool]]:
+    """Instance id -> whether each graded sample is resolved."""
+    tries: dict[str, list[bool]] = {}
+    for one in run.rollouts:
+        if one.graded:
+            tries.setdefault(one.instance_id, []).append(one.resolved)
+    return tries

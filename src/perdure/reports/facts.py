@@ -1,0 +1,224 @@
+"""One rollout as a report needs it, read from its `episode.json`.
+
+Only the fields below are kept, so that a run of many thousand rollouts fits into memory.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from pydantic import Field, ValidationError
+
+from perdure.episodes.episode_store import episode_keys
+from perdure.storage.base import Store
+from perdure.types import Failure, Frozen, RolloutStatus
+
+AT_ONCE = 32
+"""Episodes that are read at a time."""
+LOST_GRADING = "-lost-"
+"""In the name of the file that a lost grading sandbox leaves."""
+
+
+class _Attempt(Frozen):
+    provider: str = ""
+    agent_end: str | None = None
+    evidence: tuple[str, ...] = ()
+
+
+class _Grade(Frozen):
+    calibration: str | None = None
+    patch_sha256: str = ""
+
+
+class _Provenance(Frozen):
+    agent: str
+    model: str
+
+
+class _Earlier(Frozen):
+    outcome: str | None = None
+    attempt: int = 0
+
+
+class _Episode(Frozen):
+    """The part of an episode that a report reads."""
+
+    instance: str
+    sample_index: int
+    status: RolloutStatus
+    outcome: str | None = None
+    reward: float | None = None
+    agent_end: str | None = None
+    failure: Failure | None = None
+    turns: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+    turn_tokens: tuple[tuple[int, int], ...] = ()
+    policy_version_min: int | None = None
+    policy_version_max: int | None = None
+    started_at: float
+    finished_at: float
+    seconds: float
+    stage_seconds: dict[str, float] = Field(default_factory=dict)
+    engine_seconds: float = 0.0
+    attempts: tuple[_Attempt, ...] = ()
+    earlier: tuple[_Earlier, ...] = ()
+    grade: _Grade | None = None
+    provenance: _Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFacts:
+    """One finished rollout. Seconds and Unix seconds; tokens are counts."""
+
+    instance_id: str
+    instance: str
+    """Its reference, `<dataset>/<instance_id>`."""
+    sample_index: int
+    agent: str
+    model: str
+    status: RolloutStatus
+    outcome: str | None
+    reward: float | None
+    agent_end: str | None
+    failure: Failure | None
+    turns: int
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    turn_tokens: tuple[tuple[int, int], ...]
+    version_min: int | None
+    version_max: int | None
+    started_at: float
+    finished_at: float
+    seconds: float
+    stage_seconds: dict[str, float]
+    engine_seconds: float
+    attempts: int
+    sandboxes: int
+    """Booted for the agent and for gradings."""
+    sandboxes_lost: int
+    flaky: bool
+    """Gradings of one patch came to different outcomes."""
+    calibration: str | None
+    patch_sha256: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.instance_id}/{self.sample_index}"
+
+    @property
+    def graded(self) -> bool:
+        return self.status is RolloutStatus.GRADED
+
+    @property
+    def resolved(self) -> bool:
+        return self.outcome == "resolved"
+
+    @property
+    def ending(self) -> str:
+        """Its outcome, or its status without one."""
+        return self.outcome or self.status.value
+
+    @property
+    def environment_seconds(self) -> float:
+        """Seconds of the agent stage in which no engine worked for it."""
+        return max(0.0, self.stage_seconds.get("agent", 0.0) - self.engine_seconds)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The rollouts of a run, by instance and sample, and the keys of unreadable episodes."""
+
+    run_id: str
+    rollouts: tuple[RolloutFacts, ...]
+    unreadable: tuple[str, ...] = ()
+
+
+async def read_facts(store: Store, run_id: str) -> RunFacts:
+    """All finished rollouts of a run; empty if it has none."""
+    found: list[RolloutFacts] = []
+    unreadable: list[str] = []
+    async for key, data in _episodes(store, run_id):
+        try:
+            found.append(parse_facts(data))
+        except ValidationError:
+            unreadable.append(key)
+    found.sort(key=lambda one: (one.instance_id, one.sample_index))
+    return RunFacts(run_id, tuple(found), tuple(sorted(unreadable)))
+
+
+def parse_facts(data: bytes) -> RolloutFacts:
+    """Raises: ValidationError."""
+    episode = _Episode.model_validate_json(data)
+    grade = episode.grade or _Grade()
+    booted, lost = _sandboxes(episode)
+    return RolloutFacts(
+        instance_id=episode.instance.split("/", 1)[1],
+        instance=episode.instance,
+        sample_index=episode.sample_index,
+        agent=episode.provenance.agent,
+        model=episode.provenance.model,
+        status=episode.status,
+        outcome=episode.outcome,
+        reward=episode.reward,
+        agent_end=episode.agent_end,
+        failure=episode.failure,
+        turns=episode.turns,
+        prompt_tokens=episode.prompt_tokens,
+        cached_tokens=episode.cached_tokens,
+        sampled_tokens=episode.sampled_tokens,
+        turn_tokens=episode.turn_tokens,
+        version_min=episode.policy_version_min,
+        version_max=episode.policy_version_max,
+        started_at=episode.started_at,
+        finished_at=episode.finished_at,
+        seconds=episode.seconds,
+        stage_seconds=episode.stage_seconds,
+        engine_seconds=episode.engine_seconds,
+        attempts=len(episode.attempts),
+        sandboxes=booted,
+        sandboxes_lost=lost,
+        flaky=_is_flaky(episode),
+        calibration=grade.calibration,
+        patch_sha256=grade.patch_sha256,
+    )
+
+
+def _sandboxes(episode: _Episode) -> tuple[int, int]:
+    """Sandboxes that were booted, and those of them that were lost.
+
+    An agent's sandbox was lost if its attempt booted and left no patch, unless a person broke it off.
+    """
+    agents = [one for one in episode.attempts if one.provider]
+    lost = [one for one in agents if not any(key.endswith("/patch.json") for key in one.evidence)]
+    broken_off = episode.status in (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED)
+    if broken_off and lost and lost[-1] is episode.attempts[-1]:
+        lost.pop()
+    gradings = sum(LOST_GRADING in key for one in episode.attempts for key in one.evidence)
+    graded = episode.status is RolloutStatus.GRADED
+    return len(agents) + gradings + graded, len(lost) + gradings
+
+
+def _is_flaky(episode: _Episode) -> bool:
+    now = len(episode.attempts)
+    outcomes = {one.outcome for one in episode.earlier if one.attempt == now and one.outcome}
+    return bool(outcomes - {episode.outcome}) and episode.outcome is not None
+
+
+async def _episodes(store: Store, run_id: str) -> AsyncIterator[tuple[str, bytes]]:
+    batch: list[str] = []
+    async for key in episode_keys(store, run_id):
+        batch.append(key)
+        if len(batch) == AT_ONCE:
+            for found in await _read(store, batch):
+                yield found
+            batch = []
+    for found in await _read(store, batch):
+        yield found
+
+
+async def _read(store: Store, keys: list[str]) -> list[tuple[str, bytes]]:
+    stored = await asyncio.gather(*(store.get(key) for key in keys))
+    return [(key, one.data) for key, one in zip(keys, stored, strict=True)]

@@ -1,0 +1,58 @@
+"""Why rollouts have no verdict, grouped by boundary and by the sentence that says it."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from perdure.reports.facts import RolloutFacts
+from perdure.types import Failure
+
+SENTENCE = 240
+"""Characters of a shown sentence."""
+VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+|(?:/[\w.@+-]+)+|'[^']*'|\"[^\"]*\"|`[^`]*`")
+"""Parts of a message that differ from rollout to rollout: numbers, digests, paths, quoted names."""
+
+
+@dataclass(frozen=True)
+class FailureGroup:
+    """Failures that say the same."""
+
+    boundary: str
+    type: str
+    count: int
+    sentence: str
+    """Of the first one."""
+    examples: tuple[str, ...]
+    """`<instance>/<sample>` of the first three."""
+
+
+def failure_groups(rollouts: Iterable[RolloutFacts]) -> list[FailureGroup]:
+    """The most frequent first."""
+    alike: defaultdict[tuple[str, str, str], list[RolloutFacts]] = defaultdict(list)
+    for one in rollouts:
+        if one.failure is not None:
+            alike[_likeness(one.failure)].append(one)
+    groups = [_group(found) for found in alike.values()]
+    return sorted(groups, key=lambda group: (-group.count, group.boundary, group.sentence))
+
+
+def _likeness(failure: Failure) -> tuple[str, str, str]:
+    return failure.boundary.value, failure.type, VARIES.sub("_", _sentence(failure.message))
+
+
+def _group(found: list[RolloutFacts]) -> FailureGroup:
+    first = found[0].failure
+    assert first is not None, "only failures are grouped"
+    return FailureGroup(
+        boundary=first.boundary.value,
+        type=first.type,
+        count=len(found),
+        sentence=_sentence(first.message),
+        examples=tuple(one.name for one in found[:3]),
+    )
+
+
+def _sentence(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= SENTENCE else f"{line[: SENTENCE - 1]}…"

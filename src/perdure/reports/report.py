@@ -1,0 +1,205 @@
+"""The figures of one run. `dataclasses.asdict` of a report is its JSON document."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from perdure.reports.bounds import Bounds
+from perdure.reports.comparison import tries_of
+from perdure.reports.facts import RolloutFacts, RunFacts
+from perdure.reports.failures import FailureGroup, failure_groups
+from perdure.reports.prices import Price
+from perdure.reports.statistics import Interval, pass_curve, quantile
+
+SLOWEST = 10
+LISTED = 20
+"""Instances in a list of a report."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of a figure of each rollout."""
+
+    total: float
+    mean: float
+    median: float
+    p90: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Slow:
+    name: str
+    """`<instance>/<sample>`."""
+    seconds: float
+    stage: str
+    """Its longest stage."""
+    ending: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run came to. Shares are of graded rollouts; a failed one counts as nothing, not as 0."""
+
+    run_id: str
+    agents: tuple[str, ...]
+    models: tuple[str, ...]
+    instances: int
+    planned: int
+    """Rollouts of the run's plan; those that finished, if it has none."""
+    rollouts: int
+    """Finished, with or without a verdict."""
+    graded: int
+    resolved: int
+    resolved_share: Interval
+    """pass@1: the mean over instances of the share of their samples that are resolved."""
+    pass_at_k: dict[int, Interval]
+    mean_reward: float | None
+    bounds: Bounds
+    outcomes: dict[str, int]
+    """By outcome, or by status without one."""
+    agent_ends: dict[str, int]
+    failures: tuple[FailureGroup, ...]
+    not_calibrated: int
+    turns: Spread
+    prompt_tokens: Spread
+    cached_tokens: int
+    sampled_tokens: Spread
+    cost: Spread | None
+    """Dollars; None without a price for the model."""
+    seconds: Spread
+    stage_seconds: dict[str, Spread]
+    engine_seconds: float
+    environment_seconds: float
+    environment_to_model: float | None
+    """Seconds of agents' stages without a model call, for each second with one."""
+    sandboxes: int
+    sandboxes_lost: int
+    slowest: tuple[Slow, ...]
+    mixed: tuple[str, ...]
+    """Instances of which some samples are resolved and some not: `<instance> 2/4`."""
+    flaky: tuple[str, ...]
+    """Rollouts of which gradings of one patch came to different outcomes, and instances whose equal
+    patches did."""
+    wall_seconds: float
+    """From the first start to the last end."""
+    unreadable: tuple[str, ...]
+
+    @property
+    def sandbox_error_rate(self) -> float:
+        return self.sandboxes_lost / self.sandboxes if self.sandboxes else 0.0
+
+
+def build_report(
+    run: RunFacts,
+    *,
+    planned: int | None = None,
+    bounds: Bounds | None = None,
+    price: Price | None = None,
+) -> Report:
+    """Raises: MissingDependency without numpy."""
+    rollouts = run.rollouts
+    graded = [one for one in rollouts if one.graded]
+    engine = math.fsum(one.engine_seconds for one in rollouts)
+    environment = math.fsum(one.environment_seconds for one in rollouts)
+    curve = pass_curve(tries_of(run))
+    return Report(
+        run_id=run.run_id,
+        agents=_distinct(one.agent for one in rollouts),
+        models=_distinct(one.model for one in rollouts),
+        instances=len({one.instance for one in rollouts}),
+        planned=max(planned or 0, len(rollouts)),
+        rollouts=len(rollouts),
+        graded=len(graded),
+        resolved=sum(one.resolved for one in graded),
+        resolved_share=curve.get(1, Interval(math.nan, math.nan, math.nan, 0)),
+        pass_at_k=curve,
+        mean_reward=_mean([one.reward for one in graded if one.reward is not None]),
+        bounds=bounds or Bounds(),
+        outcomes=_counted(one.ending for one in rollouts),
+        agent_ends=_counted(one.agent_end for one in rollouts if one.agent_end),
+        failures=tuple(failure_groups(rollouts)),
+        not_calibrated=sum(one.calibration is None for one in graded),
+        turns=_spread([one.turns for one in rollouts]),
+        prompt_tokens=_spread([one.prompt_tokens for one in rollouts]),
+        cached_tokens=sum(one.cached_tokens for one in rollouts),
+        sampled_tokens=_spread([one.sampled_tokens for one in rollouts]),
+        cost=_spread([price.of(one) for one in rollouts]) if price else None,
+        seconds=_spread([one.seconds for one in rollouts]),
+        stage_seconds=_stages(rollouts),
+        engine_seconds=round(engine, 3),
+        environment_seconds=round(environment, 3),
+        environment_to_model=round(environment / engine, 4) if engine else None,
+        sandboxes=sum(one.sandboxes for one in rollouts),
+        sandboxes_lost=sum(one.sandboxes_lost for one in rollouts),
+        slowest=tuple(_slow(one) for one in _longest(rollouts)),
+        mixed=_mixed(run),
+        flaky=_flaky(graded),
+        wall_seconds=_wall(rollouts),
+        unreadable=run.unreadable,
+    )
+
+
+def _stages(rollouts: Sequence[RolloutFacts]) -> dict[str, Spread]:
+    by_stage: defaultdict[str, list[float]] = defaultdict(list)
+    for one in rollouts:
+        for stage, seconds in one.stage_seconds.items():
+            by_stage[stage].append(seconds)
+    return {
+        stage: _spread(by_stage[stage]) for stage in ("boot", "agent", "grade") if by_stage[stage]
+    }
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    ordered = sorted(values)
+    total = math.fsum(ordered)
+    return Spread(
+        total=round(total, 4),
+        mean=round(total / len(ordered), 4) if ordered else math.nan,
+        median=quantile(ordered, 0.5),
+        p90=quantile(ordered, 0.9),
+        most=ordered[-1] if ordered else math.nan,
+    )
+
+
+def _longest(rollouts: Sequence[RolloutFacts]) -> Sequence[RolloutFacts]:
+    return sorted(rollouts, key=lambda one: -one.seconds)[:SLOWEST]
+
+
+def _slow(one: RolloutFacts) -> Slow:
+    stage = max(one.stage_seconds, key=lambda name: one.stage_seconds[name], default="")
+    return Slow(one.name, round(one.seconds, 1), stage, one.ending)
+
+
+def _mixed(run: RunFacts) -> tuple[str, ...]:
+    tries = tries_of(run).items()
+    return tuple(f"{name} {sum(one)}/{len(one)}" for name, one in tries if 0 < sum(one) < len(one))
+
+
+def _flaky(graded: Sequence[RolloutFacts]) -> tuple[str, ...]:
+    outcomes: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for one in graded:
+        if one.patch_sha256:
+            outcomes[one.instance_id, one.patch_sha256].add(one.ending)
+    alike = (name for (name, _), found in outcomes.items() if len(found) > 1)
+    return tuple(dict.fromkeys((*(one.name for one in graded if one.flaky), *alike)))
+
+
+def _wall(rollouts: Sequence[RolloutFacts]) -> float:
+    if not rollouts:
+        return 0.0
+    first = min(one.started_at for one in rollouts)
+    return round(max(one.finished_at for one in rollouts) - first, 1)
+
+
+def _counted(values: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(values).most_common())
+
+
+def _distinct(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(values)))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

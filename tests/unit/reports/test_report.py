@@ -1,0 +1,230 @@
+"""The figures, the comparison and the page of a report."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from perdure.errors import Boundary, ConfigurationError
+from perdure.reports.bounds import of_runs
+from perdure.reports.comparison import compare
+from perdure.reports.document import document
+from perdure.reports.facts import RunFacts
+from perdure.reports.page import page
+from perdure.reports.plots import plots
+from perdure.reports.prices import read_prices
+from perdure.reports.report import build_report
+from perdure.reports.sections import sections
+from perdure.types import Failure
+from tests.unit.reports.made_runs import rollout, run_of
+
+RUN = run_of(
+    "r",
+    {
+        "a": ["resolved", "unresolved"],
+        "b": ["resolved", "resolved"],
+        "c": ["timeout", None],
+    },
+)
+
+
+def test_a_failed_rollout_is_no_zero() -> None:
+    """Instance c has one graded sample, unresolved; its failed one counts nowhere in the shares."""
+    found = build_report(RUN, planned=8)
+
+    assert (found.rollouts, found.planned, found.graded, found.resolved) == (6, 8, 5, 3)
+    assert found.resolved_share.mean == pytest.approx((0.5 + 1.0 + 0.0) / 3)
+    assert found.pass_at_k[2].mean == pytest.approx(1.0)  # a and b; c has one graded sample
+    assert found.outcomes == {"resolved": 3, "unresolved": 1, "timeout": 1, "failed": 1}
+    assert found.mixed == ("a 1/2",)
+
+
+def test_times_tell_the_environment_from_the_model() -> None:
+    """Of 40 s of each agent, engines worked 10."""
+    found = build_report(RUN)
+
+    assert found.environment_to_model == 3.0
+    assert found.stage_seconds["agent"].median == 40.0
+
+
+def test_failures_that_say_the_same_are_one_group() -> None:
+    """Numbers, digests and paths differ; the sentence of the first is shown."""
+
+    def lost(number: int) -> Failure:
+        message = f"sandbox p-{number:08x} died:\n see /tmp/{number}/log"
+        return Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message=message)
+
+    other = Failure(boundary=Boundary.AGENT, type="AgentError", message="no model call")
+    failures = [*(lost(n) for n in range(5)), other]
+    rollouts = tuple(
+        rollout(f"i-{n}", outcome=None, failure=failure) for n, failure in enumerate(failures)
+    )
+
+    groups = build_report(RunFacts("r", rollouts)).failures
+
+    assert [(one.boundary, one.count) for one in groups] == [("sandbox", 5), ("agent", 1)]
+    assert groups[0].sentence == "sandbox p-00000000 died: see /tmp/0/log"
+    assert groups[0].examples == ("i-0/0", "i-1/0", "i-2/0")
+
+
+def test_equal_patches_with_other_verdicts_are_flaky() -> None:
+    """Two samples with one patch, one resolved: the instance is named."""
+    rollouts = tuple(
+        rollout("a", n, outcome, patch_sha256="same")
+        for n, outcome in enumerate(["resolved", "unresolved"])
+    )
+
+    assert build_report(RunFacts("r", rollouts)).flaky == ("a",)
+
+
+def test_runs_are_compared_by_instance() -> None:
+    """Six instances won, none lost: p is 2 / 64; what only one of them has does not count."""
+    before = run_of("before", {**{f"i{n}": ["unresolved"] for n in range(7)}, "old": ["resolved"]})
+    after = run_of(
+        "after", {**{f"i{n}": ["resolved"] for n in range(6)}, "i6": ["unresolved"], "new": [None]}
+    )
+
+    found = compare(before, after)
+
+    assert (found.instances, found.won, found.lost, found.p) == (7, 6, 0, 0.03125)
+    assert found.difference.mean == pytest.approx(6 / 7)
+    assert (found.only_in_first, found.only_in_second) == (1, 0)
+
+
+def test_runs_of_gold_and_of_no_patch_give_the_bounds() -> None:
+    """Over the instances that the run has, not over theirs."""
+    gold = run_of(
+        "gold", {"a": ["resolved"], "b": ["unresolved"], "z": ["resolved"]}, agent="oracle"
+    )
+    none = run_of("none", {"a": ["unresolved"], "b": ["unresolved"]}, agent="nop")
+
+    found = of_runs(RUN, [gold, none])
+
+    assert (found.upper, found.floor, found.instances) == (0.5, 0.0, 2)
+    assert found.source == "gold and none"
+
+
+PRICES = """
+["gpt-*"]
+input = 2.0
+output = 10.0
+["m"]
+input = 2.0
+cached = 0.5
+output = 10.0
+"""
+
+
+def test_cost_is_that_of_the_tokens(tmp_path: Path) -> None:
+    """600 fresh prompt tokens at 2, 400 cached at 0.5, 100 sampled at 10 dollars a million."""
+    (tmp_path / "prices.toml").write_text(PRICES)
+    price = read_prices(tmp_path / "prices.toml").of("m")
+
+    found = build_report(RUN, price=price)
+
+    assert found.cost is not None
+    assert found.cost.mean == pytest.approx((600 * 2 + 400 * 0.5 + 100 * 10) / 1e6, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[m]\ninput = 1", r"`m.output`: Field required"),
+        ("[m]\ninput = -1\noutput = 2", r"`m.input`: Input should be greater than or equal to 0"),
+        ("[m]\ninput = 1\noutput = 2\ncache = 1", r"`m.cache`: Extra inputs"),
+        ("[m\n", r"cannot be read"),
+    ],
+)
+def test_a_bad_price_is_named(tmp_path: Path, text: str, message: str) -> None:
+    """The file, the model, the field."""
+    (tmp_path / "p.toml").write_text(text)
+
+    with pytest.raises(ConfigurationError, match=message):
+        read_prices(tmp_path / "p.toml")
+
+
+def test_the_document_is_json() -> None:
+    """Also of a run without a verdict: what does not exist is null."""
+    empty = RunFacts("e", (rollout("a", outcome=None),))
+    reports = [build_report(RUN), build_report(empty)]
+
+    text = json.dumps(document(reports, [compare(RUN, empty)]), allow_nan=False)
+
+    runs = json.loads(text)["runs"]
+    assert runs[0]["pass_at_k"]["1"]["instances"] == 3
+    assert runs[1]["resolved_share"]["mean"] is None
+
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</table></body><iframe src=//evil.example>",
+    "<svg/onload=alert(1)>",
+    "javascript:alert(1)",
+    "<a href='http://evil.example'>x</a>",
+    "<meta http-equiv=refresh content=0;url=//evil.example>",
+    "<style>@import '//evil.example'</style>",
+    "&lt;script&gt;",
+    "\x1b]8;;http://evil.example\x07x",
+    "$\\mathtt{x}$ ${7*7} {{7*7}}",
+)
+ALLOWED = {
+    *("html", "head", "meta", "title", "style", "body", "h1", "h2", "div", "p"),
+    *("figure", "figcaption", "table", "thead", "tbody", "tr", "th", "td"),
+    *("svg", "defs", "g", "path", "text", "use", "clippath", "rect", "tspan"),
+}
+
+
+class Read(HTMLParser):
+    """Every element, and every attribute that runs or loads something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: set[str] = set()
+        self.risky: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.add(tag)
+        for name, value in attrs:
+            points_inside = name.endswith("href") and (value or "").startswith("#")
+            if (
+                name.startswith("on")
+                or name == "src"
+                or (name.endswith("href") and not points_inside)
+            ):
+                self.risky.append((name, value))
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_stays_text(text: str) -> None:
+    """In a failure's message and in the name of a model: no element, script or address comes of it."""
+    failure = Failure(boundary=Boundary.AGENT, type="AgentError", message=text)
+    run = RunFacts("r", (rollout("a", outcome=None, failure=failure, model=text), rollout("b")))
+    report = build_report(run)
+
+    found = Read()
+    made = page("r", sections([report], []), plots([(run, report)]), "now")
+    found.feed(made)
+
+    assert found.elements <= ALLOWED
+    assert found.risky == []
+    assert "default-src &#x27;none&#x27;" in made
+
+
+def test_the_plots_are_those_that_have_data() -> None:
+    """Of an evaluation: no policy versions. The same run gives the same drawing."""
+    report = build_report(RUN)
+
+    titles = [plot.title for plot in plots([(RUN, report)])]
+
+    assert "Policy versions" not in titles
+    assert {"Resolved with k samples", "Tokens by turn", "Rollouts in flight"} <= set(titles)
+    assert plots([(RUN, report)]) == plots([(RUN, report)])
+
+
+def test_versions_are_drawn_for_a_training_run() -> None:
+    """Where rollouts have them."""
+    run = run_of("t", {"a": ["resolved", "unresolved"]}, version_min=3, version_max=4)
+
+    assert "Policy versions" in [plot.title for plot in plots([(run, build_report(run))])]

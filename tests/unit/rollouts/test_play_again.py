@@ -1,0 +1,175 @@
+"""Rollouts that are played or graded again: which ones, and what becomes of their episodes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, build_episode
+from perdure.episodes.episode_store import read_run, write_episode
+from perdure.errors import Boundary, NotFound
+from perdure.rollouts import again, checkpoints
+from perdure.rollouts.episode import emit_episode
+from perdure.rollouts.grade import checkpoint
+from perdure.rollouts.messages import Ending
+from perdure.storage import keys
+from perdure.storage.local import LocalStore
+from perdure.types import (
+    NO_VERDICT,
+    Failure,
+    Grade,
+    Outcome,
+    PatchRef,
+    PlayAgain,
+    Rewards,
+    RolloutRequest,
+    RolloutStatus,
+    RunRequest,
+)
+
+RUN = RunRequest(run_id="r", instances=("toy/a", "toy/b"), n_samples=2)
+LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="gone")
+STARTED, FINISHED = 1000.0, 1060.0
+
+
+def grade_of(outcome: Outcome, seconds: float = 5.0) -> Grade:
+    reward = 1.0 if outcome is Outcome.RESOLVED else 0.0
+    return Grade(outcome=outcome, rewards=Rewards(binary=reward), seconds=seconds)
+
+
+def request_of(instance: str, sample: int, **fields: Any) -> RolloutRequest:
+    return RolloutRequest(run_id="r", instance=f"toy/{instance}", sample_index=sample, **fields)
+
+
+async def left(
+    store: LocalStore, request: RolloutRequest, outcome: Outcome | None, **fields: Any
+) -> Episode:
+    """The episode of a rollout that ended with this outcome, or failed."""
+    parts = EpisodeParts(
+        request=request,
+        status=RolloutStatus.GRADED if outcome else RolloutStatus.FAILED,
+        started_at=STARTED,
+        finished_at=FINISHED,
+        attempts=(AttemptSummary(attempt=1),),
+        grade=grade_of(outcome) if outcome else None,
+        failure=None if outcome else LOST,
+        **{"workflow_run_id": "first-run", **fields},
+    )
+    return await write_episode(store, build_episode(parts, []), [])
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> LocalStore:
+    """A run of two instances: a#0 resolved, a#1 unresolved, b#0 failed, b#1 never started."""
+    store = LocalStore(tmp_path / "store")
+    await store.put(keys.run_instances("r"), b'["toy/a", "toy/b"]')
+    await left(store, request_of("a", 0), Outcome.RESOLVED)
+    await left(store, request_of("a", 1), Outcome.UNRESOLVED)
+    await left(store, request_of("b", 0), None)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        ({"outcomes": NO_VERDICT}, {"b/0": 0, "b/1": 0}),
+        ({"outcomes": ("unresolved",)}, {"a/1": 3}),
+        ({"include": ("a",)}, {"a/0": 3, "a/1": 3}),
+        ({"include": ("*/1",)}, {"a/1": 3, "b/1": 0}),
+        ({"start_at": "grade"}, {"a/0": 3, "a/1": 3}),
+        ({"outcomes": ("timeout",)}, {}),
+    ],
+)
+async def test_a_retry_plays_only_what_was_asked_for(
+    store: LocalStore, asked: dict[str, Any], names: dict[str, int]
+) -> None:
+    """By outcome and by name. A rollout with a verdict gets the new round, another one continues."""
+    chosen = await again.select(store, RUN, PlayAgain(round=3, **asked))
+
+    found = {f"{one.instance.removeprefix('toy/')}/{one.sample_index}": one.round for one in chosen}
+    assert found == names
+
+
+async def test_a_list_stays_as_it_was_first_written(store: LocalStore) -> None:
+    """A second try of the listing plays the same rollouts, though one of them has ended meanwhile."""
+    wanted = PlayAgain(round=1, outcomes=NO_VERDICT)
+    first = await again.listed(store, RUN, wanted)
+    await left(store, request_of("b", 1), Outcome.RESOLVED)
+
+    assert await again.listed(store, RUN, wanted) == first
+    assert await again.next_round(store, "r") == 2
+
+
+async def test_an_unknown_run_is_named(store: LocalStore) -> None:
+    """The message says where the runs are listed."""
+    with pytest.raises(NotFound, match=r"no run 'nosuch' in .*: `perdure status` lists the runs"):
+        await again.first_request(store, "nosuch")
+
+
+async def captured(store: LocalStore, request: RolloutRequest) -> PatchRef:
+    """Attempt 1 has a patch, and the workflow run `second-run` has graded it as resolved."""
+    folder = keys.attempt(request, 1)
+    key = f"{folder}/patch.diff"
+    patch = PatchRef(key=key, sha256="0" * 64, size=3, empty=False)
+    await checkpoints.write(store, f"{folder}/patch.json", patch)
+    await checkpoints.write(
+        store, f"{folder}/{checkpoint('second-run')}", grade_of(Outcome.RESOLVED, 7.0)
+    )
+    return patch
+
+
+def ending(request: RolloutRequest, status: RolloutStatus) -> Ending:
+    return Ending(
+        request=request,
+        workflow_run_id="second-run",
+        status=status,
+        attempts=1,
+        started_at=90_000.0,
+        failure=LOST if status is RolloutStatus.FAILED else None,
+    )
+
+
+async def test_a_regraded_episode_keeps_its_times(store: LocalStore) -> None:
+    """A day later the verdict is new; start, end and seconds are those of the rollout."""
+    request = request_of("a", 1, start_at="grade", round=1)
+    patch = await captured(store, request)
+    await left(store, request_of("a", 1), Outcome.UNRESOLVED, patch=patch, workflow_run_id="old")
+
+    ref = await emit_episode(store, ending(request, RolloutStatus.GRADED))
+
+    (episode,) = [e for e in await read_run(store, "r") if e.key.endswith("/a/1/episode.json")]
+    assert (ref.outcome, ref.seconds) == (Outcome.RESOLVED, FINISHED - STARTED)
+    assert (episode.started_at, episode.finished_at) == (STARTED, FINISHED)
+    assert episode.stage_seconds["grade"] == 7.0
+    assert (episode.regraded_at or 0.0) > FINISHED
+
+
+async def test_the_replaced_episode_is_kept(store: LocalStore) -> None:
+    """The new episode names the earlier verdict and where its whole episode is."""
+    request = request_of("a", 1, start_at="grade", round=1)
+    await captured(store, request)
+    await emit_episode(store, ending(request, RolloutStatus.GRADED))
+
+    (episode,) = [e for e in await read_run(store, "r") if e.key.endswith("/a/1/episode.json")]
+    (earlier,) = episode.earlier
+    assert earlier.outcome is Outcome.UNRESOLVED
+    assert Episode.model_validate_json((await store.get(earlier.key)).data).outcome == "unresolved"
+
+
+@pytest.mark.parametrize("status", [RolloutStatus.FAILED, RolloutStatus.CANCELLED])
+async def test_a_regrading_without_a_verdict_leaves_the_earlier_one(
+    store: LocalStore, status: RolloutStatus
+) -> None:
+    """Lost sandboxes and a cancelled regrading cost no verdict; the workflow's result says how it ended."""
+    ref = await emit_episode(store, ending(request_of("a", 1, start_at="grade", round=1), status))
+
+    (episode,) = [e for e in await read_run(store, "r") if e.key.endswith("/a/1/episode.json")]
+    assert (episode.outcome, ref.status, ref.outcome) == (Outcome.UNRESOLVED, status, None)
+
+
+async def test_a_retry_that_fails_replaces_the_verdict(store: LocalStore) -> None:
+    """The user asked for another play of this rollout: the episode says that it failed."""
+    await emit_episode(store, ending(request_of("a", 1, round=1), RolloutStatus.FAILED))
+
+    (episode,) = [e for e in await read_run(store, "r") if e.key.endswith("/a/1/episode.json")]
+    assert (episode.status, episode.earlier[0].outcome) == (RolloutStatus.FAILED, "unresolved")

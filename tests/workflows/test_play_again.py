@@ -1,0 +1,72 @@
+"""A run that has ended is started again for some of its rollouts, on a real server."""
+
+from typing import Any
+
+import pytest
+from temporalio.client import Client
+
+from perdure.client.api import Perdure
+from perdure.errors import ConfigurationError
+from perdure.rollouts.messages import Attempt, Booted, Page, PageRequest, PreparedRun, RolloutAgain
+from perdure.types import PlayAgain, RunRequest
+from tests.workflows.gate import Gate
+from tests.workflows.stages import Stages
+
+RUN = RunRequest(
+    run_id="again", instances=("toy/a", "toy/b"), n_samples=2, rollout={"agent": "nop"}
+)
+AGAIN = RUN.model_copy(update={"again": PlayAgain(round=1, start_at="grade")})
+LISTED = RolloutAgain(instance="toy/b", sample_index=1, round=1)
+
+
+def listing(stages: Stages) -> None:
+    """The first start has two instances; the next one lists a single rollout."""
+
+    async def prepare(run: RunRequest) -> PreparedRun:
+        return PreparedRun(total=1 if run.again else len(run.instances))
+
+    async def page(request: PageRequest) -> Page:
+        if request.round:
+            return Page(instances=(), again=(LISTED,))
+        return Page(instances=RUN.instances[request.start : request.stop])
+
+    stages.override |= {"prepare_run": prepare, "load_page": page}
+
+
+async def test_only_the_listed_rollouts_are_played_again(client: Client, stages: Stages) -> None:
+    """One of four, under its own workflow id, with the round and the stage where it starts."""
+    booted: list[Attempt] = []
+
+    async def boot(attempt: Attempt) -> Booted:
+        booted.append(attempt)
+        return Booted(uri="file:///x")
+
+    listing(stages)
+    stages.override["boot_sandbox"] = boot
+    perdure = Perdure(client)
+    await (await perdure.start_run(RUN)).result()
+    first = len(booted)
+    handle = await perdure.play_again(AGAIN)
+    await handle.result()
+
+    (played,) = [attempt.request for attempt in booted[first:]]
+    told: tuple[Any, ...] = (played.instance, played.sample_index, played.round, played.start_at)
+    assert (first, told) == (4, ("toy/b", 1, 1, "grade"))
+    assert len(await handle.rollouts()) == 4  # each rollout is listed once: its last play
+
+
+async def test_an_open_run_is_not_started_again(client: Client, stages: Stages) -> None:
+    """It is refused, and the open run goes on."""
+    gate = Gate()
+    listing(stages)
+    stages.override["run_agent"] = gate.agent
+    run = RUN.model_copy(update={"run_id": "open"})
+    handle = await Perdure(client).start_run(run)
+    await gate.until_running(1)
+
+    with pytest.raises(ConfigurationError, match="run 'open' is open: `perdure watch open`"):
+        await Perdure(client).play_again(run.model_copy(update={"again": AGAIN.again}))
+
+    gate.open.set()
+    summary = await handle.result()
+    assert summary["rollouts"] == 4
