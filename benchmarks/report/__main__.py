@@ -39,7 +39,7 @@ FILES = ("sandbox.json", "agent.json", "patch.json", "patch.diff", "turns.parque
 MORE_FILES = 14
 """The agent's own."""
 FORMS: dict[str, list[str]] = {"text": [], "json": ["--json"], "html": ["--html", "report.html"]}
-LIMIT_S = 600.0
+LIMIT_S = 3600.0
 
 
 def main() -> None:

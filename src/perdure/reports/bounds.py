@@ -56,6 +56,14 @@ def of_runs(run: RunFacts, others: list[RunFacts]) -> Bounds:
     return Bounds(upper, floor, instances, " and ".join(names))
 
 
+def gives_bounds(run: RunFacts, first: RunFacts) -> bool:
+    """Whether it is a run of gold or of no patch beside a run of another agent."""
+    agents = {one.agent for one in run.rollouts}
+    return agents <= {GOLD_AGENT, NO_PATCH_AGENT} and agents != {
+        one.agent for one in first.rollouts
+    }
+
+
 def _share(
     mine: set[str], others: list[RunFacts], agent: str
 ) -> tuple[float | None, RunFacts | None]:

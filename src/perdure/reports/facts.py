@@ -19,6 +19,9 @@ LOST_GRADING = "-lost-"
 """In the name of the file that a lost grading sandbox leaves."""
 
 
+BROKEN_OFF = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED)
+
+
 class _Attempt(Frozen):
     provider: str = ""
     agent_end: str | None = None
@@ -36,6 +39,7 @@ class _Provenance(Frozen):
 
 
 class _Earlier(Frozen):
+    status: RolloutStatus
     outcome: str | None = None
     attempt: int = 0
 
@@ -191,14 +195,18 @@ def _sandboxes(episode: _Episode) -> tuple[int, int]:
 
     An agent's sandbox was lost if its attempt booted and left no patch, unless a person broke it off.
     """
-    agents = [one for one in episode.attempts if one.provider]
-    lost = [one for one in agents if not any(key.endswith("/patch.json") for key in one.evidence)]
-    broken_off = episode.status in (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED)
-    if broken_off and lost and lost[-1] is episode.attempts[-1]:
-        lost.pop()
+    ends = [(len(episode.attempts), episode.status)]
+    ends += [(one.attempt, one.status) for one in episode.earlier]
+    broken_off = {attempt for attempt, status in ends if status in BROKEN_OFF}
+    agents = [(n, one) for n, one in enumerate(episode.attempts, 1) if one.provider]
+    lost = sum(not _left_patch(one) for n, one in agents if n not in broken_off)
     gradings = sum(LOST_GRADING in key for one in episode.attempts for key in one.evidence)
     graded = episode.status is RolloutStatus.GRADED
-    return len(agents) + gradings + graded, len(lost) + gradings
+    return len(agents) + gradings + graded, lost + gradings
+
+
+def _left_patch(attempt: _Attempt) -> bool:
+    return any(key.endswith("/patch.json") for key in attempt.evidence)
 
 
 def _is_flaky(episode: _Episode) -> bool:

@@ -27,7 +27,7 @@ TURNS = 100
 """Later turns are left out of the plot of tokens by turn."""
 POINTS = 2000
 """Points of a line or a cloud at most."""
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "perdure",  # the same run gives the same file
     "font.size": 9,
@@ -109,7 +109,7 @@ def _pass_curve(axes: "Axes", runs: Runs) -> bool:
         if report.bounds.floor is not None:
             axes.axhline(100 * report.bounds.floor, color=hue, linestyle="--", linewidth=1)
     axes.set(xlabel="k", ylabel="resolved, %", ylim=(-2, 102))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     return any(report.pass_at_k for _, report in runs)
 
 
@@ -237,7 +237,7 @@ def _versions(axes: "Axes", runs: Runs) -> bool:
             )
             drawn = True
     axes.set(xlabel="minutes", ylabel="policy version")
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="y", integer=True)
     return drawn
 
 

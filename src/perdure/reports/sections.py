@@ -45,7 +45,7 @@ def _figures(reports: Sequence[Report]) -> Section:
         *((f"pass@{k}", _pass_at(k)) for k in ks),
         ("upper bound (gold)", lambda one: _percent(one.bounds.upper)),
         ("floor (no patch)", lambda one: _percent(one.bounds.floor)),
-        ("bounds known for", _bounds),
+        ("instances with known bounds", _bounds),
         ("mean reward", lambda one: _number(one.mean_reward)),
         ("verdicts of rows not calibrated", lambda one: str(one.not_calibrated)),
         ("turns: median, p90, most", lambda one: _three(one.turns)),
@@ -158,7 +158,7 @@ def _points(one: Interval) -> str:
 
 def _bounds(report: Report) -> str:
     bounds = report.bounds
-    return f"{bounds.instances} instances ({bounds.source})" if bounds.instances else NONE
+    return f"{bounds.instances} ({bounds.source})" if bounds.instances else NONE
 
 
 def _lost(report: Report) -> str:
@@ -189,7 +189,11 @@ def _number(value: float | None) -> str:
 
 
 def _three(one: Spread) -> str:
-    return NONE if math.isnan(one.mean) else f"{one.median:,.0f}, {one.p90:,.0f}, {one.most:,.0f}"
+    return (
+        NONE
+        if math.isnan(one.mean) or not one.most
+        else f"{one.median:,.0f}, {one.p90:,.0f}, {one.most:,.0f}"
+    )
 
 
 def _four(one: Spread) -> tuple[str, ...]:
@@ -198,7 +202,7 @@ def _four(one: Spread) -> tuple[str, ...]:
 
 def _big(value: float) -> str:
     """`1.2 M`."""
-    if math.isnan(value):
+    if math.isnan(value) or not value:
         return NONE
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if value >= size:

@@ -89,11 +89,11 @@ def sign_test(wins: int, losses: int) -> float:
     if not count:
         return 1.0
     tail = sum(math.comb(count, one) for one in range(min(wins, losses) + 1))
-    return min(1.0, 2 * tail / 2**count)
+    return min(1.0, tail / (1 << (count - 1)))
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
     """Of values in ascending order, the nearest rank; nan without any."""
     if not ordered:
         return math.nan
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -28,7 +28,7 @@ async def first_request(store: Store, run_id: str) -> RunRequest:
 async def planned_rollouts(store: Store, run: RunRequest) -> int | None:
     """How many rollouts the run was started for; None before it has its list."""
     try:
-        return len(await _instances(store, run)) * run.n_samples
+        return len(await instances_of(store, run.run_id)) * run.n_samples
     except NotFound:
         return None
 
@@ -45,7 +45,7 @@ async def select(store: Store, run: RunRequest, again: PlayAgain) -> list[Rollou
     found = {(one.instance_id, one.sample_index): one for one in episodes}
     damaged = {(one.instance_id, one.sample_index) for one in unreadable}
     chosen = []
-    for instance, sample in _planned(await _instances(store, run), run.n_samples):
+    for instance, sample in _planned(await instances_of(store, run.run_id), run.n_samples):
         name = instance.split("/", 1)[1], sample
         episode = found.get(name)
         ending = RolloutStatus.FAILED.value if name in damaged else ending_of(episode)
@@ -98,9 +98,9 @@ def asked(again: PlayAgain) -> str:
     return ", ".join(parts) or "any"
 
 
-async def _instances(store: Store, run: RunRequest) -> Sequence[str]:
-    """Raises: NotFound when the run's first start listed nothing."""
-    found: list[str] = json.loads((await store.get(keys.run_instances(run.run_id))).data)
+async def instances_of(store: Store, run_id: str) -> Sequence[str]:
+    """The run's list. Raises: NotFound when its first start listed nothing."""
+    found: list[str] = json.loads((await store.get(keys.run_instances(run_id))).data)
     return found
 
 

@@ -8,7 +8,9 @@ from perdure.engines.roster import StoredRoster, roster_key
 from perdure.engines.state import EngineRecord
 from perdure.errors import ConfigurationError, GatewayUnavailable
 from perdure.home import load_secret
-from perdure.settings.tree import Settings
+from perdure.settings.tree import EngineSettings, Settings
+from perdure.stack.plan import SCRIPTED, engine_settings
+from perdure.stack.state import StackState
 from perdure.storage.base import open_store
 
 CONNECT_S = 5.0
@@ -41,6 +43,27 @@ def check_engine(engine: str, agent: str) -> None:
         f"the engine at {engine} cannot be reached ({failed}): start it, or name another one "
         "and `perdure down` first"
     ) from failed
+
+
+def check_same_engine(settings: Settings, state: StackState) -> None:
+    """Refuse engine settings of this command that the running stack was not started with.
+
+    A stack with a scripted policy was given it by name, whatever the variables say. What this command
+    leaves at its default is not asked for. Raises: ConfigurationError with what differs.
+    """
+    if state.engine.startswith(SCRIPTED):
+        return
+    default, asked = EngineSettings().model_dump(), engine_settings(settings)
+    differs = [
+        f"{name} {state.engine_settings[name] or 'none'!r}, now {value!r}"
+        for name, value in asked.items()
+        if value != default[name] and state.engine_settings.get(name, value) != value
+    ]
+    if differs:
+        raise ConfigurationError(
+            f"the stack here was started with other engine settings: {'; '.join(differs)}."
+            " `perdure down`, then the same command, switches to the new ones"
+        )
 
 
 def home_roster(settings: Settings) -> StoredRoster:

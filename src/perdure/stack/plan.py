@@ -194,6 +194,17 @@ def configured_engine(settings: Settings) -> str:
     return settings.engine.url or hosted
 
 
+def engine_settings(settings: Settings, engine: str = "") -> dict[str, str]:
+    """What decides who samples. `engine`: the value of --engine, or empty."""
+    named = environment.foreign("OPENAI_MODEL") or environment.foreign("ANTHROPIC_MODEL")
+    return {
+        "url": engine or configured_engine(settings),
+        "kind": settings.engine.kind,
+        "model": settings.engine.model or named,
+        "tokenizer": settings.engine.tokenizer,
+    }
+
+
 def gateway_names(processes: int) -> list[str]:
     """`gateway`, `gateway-2`, `gateway-3`, ..."""
     return ["gateway", *(f"gateway-{number}" for number in range(2, processes + 1))]

@@ -52,6 +52,8 @@ class StackState:
     engine: str
     """The engines behind the gateway, for people."""
     children: Mapping[str, ChildState] = field(default_factory=dict)
+    engine_settings: Mapping[str, str] = field(default_factory=dict)
+    """With which it was started: url, kind, model, tokenizer."""
 
     @property
     def supervisor(self) -> ProcessId:

@@ -32,7 +32,7 @@ from perdure.stack import state as stack_state
 from perdure.stack.checkout import find_root
 from perdure.stack.children import Child, ChildSpec
 from perdure.stack.failures import explain
-from perdure.stack.plan import Addresses, Plan, gateway_names
+from perdure.stack.plan import Addresses, Plan, engine_settings, gateway_names
 from perdure.stack.processes import identify, stop
 from perdure.stack.state import StackState
 from perdure.stack.watch import Watch
@@ -255,6 +255,7 @@ class Supervisor:
             gateway_url=plan.gateway_url,
             engine=plan.engine_name,
             children={n: c.state for n, c in self.children.items() if c.state is not None},
+            engine_settings=engine_settings(plan.settings, plan.engine),
         )
         stack_state.write(plan.settings, state)
 

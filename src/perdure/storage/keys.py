@@ -68,6 +68,11 @@ def run_instances(run_id: str) -> str:
     return f"runs/{run_id}/instances.json"
 
 
+def run_identity(run_id: str) -> str:
+    """What the run was asked to be: a later start must ask for the same."""
+    return f"runs/{run_id}/identity.json"
+
+
 def lists_again(run_id: str) -> str:
     """Prefix of the lists below."""
     return f"runs/{run_id}/again/"

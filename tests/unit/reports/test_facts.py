@@ -85,6 +85,15 @@ def test_lost_sandboxes_are_counted(fields: dict[str, Any], booted: int, lost: i
     assert (found.sandboxes, found.sandboxes_lost) == (booted, lost)
 
 
+def test_a_cancelled_attempt_before_a_retry_is_not_lost() -> None:
+    """A person broke it off; the retry went well."""
+    earlier = EarlierVerdict(status=RolloutStatus.CANCELLED, attempt=1, finished_at=1.0, key="k")
+    made = episode(attempts=(GONE, KEPT)).model_copy(update={"earlier": (earlier,)})
+    found = parse_facts(made.model_dump_json().encode())
+
+    assert (found.sandboxes, found.sandboxes_lost) == (3, 0)
+
+
 @pytest.mark.parametrize(("attempt", "flaky"), [(1, True), (0, False)])
 def test_a_verdict_that_changed_for_the_same_patch_is_flaky(attempt: int, flaky: bool) -> None:
     """Graded again with another outcome; a new play of the rollout is no such thing."""

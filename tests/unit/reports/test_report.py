@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import Boundary, ConfigurationError
-from perdure.reports.bounds import of_runs
+from perdure.reports.bounds import gives_bounds, of_runs
 from perdure.reports.comparison import compare
 from perdure.reports.document import document
 from perdure.reports.facts import RunFacts
@@ -103,6 +103,8 @@ def test_runs_of_gold_and_of_no_patch_give_the_bounds() -> None:
 
     assert (found.upper, found.floor, found.instances) == (0.5, 0.0, 2)
     assert found.source == "gold and none"
+    assert gives_bounds(gold, RUN)
+    assert not gives_bounds(gold, gold)
 
 
 PRICES = """

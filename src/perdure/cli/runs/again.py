@@ -9,6 +9,7 @@ import click
 
 from perdure.cli.connection import connect
 from perdure.cli.console import answer, many, say
+from perdure.cli.runs import identity as identities
 from perdure.cli.runs import launch, results
 from perdure.episodes.episode_store import scan_run
 from perdure.errors import ConfigurationError
@@ -57,6 +58,10 @@ async def _plan(
         raise ConfigurationError(
             f"run {run_id} has no rollout to play again ({again.asked(wanted)}); it has {there}"
         )
+    if wanted.start_at == "boot":
+        refs = await again.instances_of(store, run_id)
+        identity = await identities.identity_of(settings, store, first, refs)
+        await identities.check(store, run_id, identity)
     update = {"again": wanted, "concurrency": concurrency or first.concurrency}
     return first.model_copy(update=update), chosen
 

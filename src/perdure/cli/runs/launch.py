@@ -12,6 +12,7 @@ from perdure.cli import marks
 from perdure.cli.connection import Connection, connect
 from perdure.cli.console import answer, many, me, print_table, say
 from perdure.cli.runs import follow, results, selection, tables, text
+from perdure.cli.runs import identity as identities
 from perdure.cli.runs.request import (
     RunOptions,
     build,
@@ -28,7 +29,7 @@ from perdure.instances.calibration import Mark, quarantined
 from perdure.sandboxes import phases
 from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
-from perdure.stack.engines import any_added, check_engine, none_ready
+from perdure.stack.engines import any_added, check_engine, check_same_engine, none_ready
 from perdure.stack.plan import configured_engine
 from perdure.stack.sandboxes import provider, ready_provider
 from perdure.storage import keys
@@ -53,6 +54,8 @@ class CheckedRun:
     """What calibration says of `refs`, and of quarantined ones that are left out."""
     notes: Sequence[str] = ()
     """The same for a person."""
+    identity: identities.Identity = field(default_factory=dict)
+    """What the run is asked to be."""
 
 
 def show_plan(settings: Settings, options: RunOptions, *, as_json: bool) -> None:
@@ -122,7 +125,10 @@ async def checked(
         await interpreters.check(store, refs)
     await selection.keep_list(store, request.run_id, found)
     joins = await store.exists(keys.run(request.run_id))
-    return CheckedRun(request, refs, joins, marked, notes)
+    identity = await identities.identity_of(settings, store, request, refs)
+    if joins:
+        await identities.check(store, request.run_id, identity)
+    return CheckedRun(request, refs, joins, marked, notes, identity)
 
 
 def make_ready(
@@ -152,6 +158,8 @@ def make_ready(
 def _engine_ready(settings: Settings, agent: str) -> None:
     """Check the engine before a stack is started. Raises: ConfigurationError, GatewayUnavailable."""
     state = lifecycle.running(settings)
+    if state is not None:
+        check_same_engine(settings, state)
     engine = configured_engine(settings) if state is None else state.engine
     if engine or not any_added(settings):
         check_engine(engine, agent)
@@ -163,6 +171,7 @@ async def _drive(settings: Settings, planned: CheckedRun, *, wait: bool, as_json
     connection = await connect(settings)
     with tracing.span("perdure run", {"perdure.run_id": planned.request.run_id}, root=True):
         handle = await connection.perdure.start_run(planned.request)
+    await identities.keep(open_store(settings), handle.run_id, planned.identity)
     if planned.joins:
         say(f"Joined: {text.progress_line(await handle.progress())}")
     else:

@@ -46,7 +46,8 @@ async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) 
                 f"run {run.run_id!r} has no episodes in {store.url}: `perdure status` lists the runs"
             )
     made = [(run, await _report(settings, store, run, runs, known)) for run in runs]
-    return Made(made, [compare(runs[0], run) for run in runs[1:]])
+    others = [run for run in runs[1:] if not bounds.gives_bounds(run, runs[0])]
+    return Made(made, [compare(runs[0], run) for run in others])
 
 
 async def _report(
