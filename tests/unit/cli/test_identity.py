@@ -54,10 +54,10 @@ async def store(tmp_path: Path) -> LocalStore:
 
 
 async def asked(
-    store: LocalStore, tmp_path: Path, url: str = "", model: str = "", **fields: Any
+    store: LocalStore, tmp_path: Path, url: str = "", **fields: Any
 ) -> identity.Identity:
     """The identity of RUN with these fields of its rollouts."""
-    settings = Settings(home=tmp_path / "home", engine=EngineSettings(url=url, model=model))
+    settings = Settings(home=tmp_path / "home", engine=EngineSettings(url=url))
     run = RunRequest(**RUN, rollout={"agent": "mini_swe_agent", **fields})
     return await identity.identity_of(settings, store, run, ["toy/a"])
 
