@@ -144,7 +144,8 @@ class Window:
             )
             page = await ordered("load_page", request, Page, options)
             stop_if_cancelled()
-            for entry in (*page.instances, *page.again):
+            entries: tuple[str | RolloutAgain, ...] = page.again or page.instances
+            for entry in entries:
                 yield entry
 
     async def _play_entry(self, entry: str | RolloutAgain) -> None:

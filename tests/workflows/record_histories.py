@@ -31,8 +31,12 @@ from perdure.rollouts.messages import (
     CalibrationRow,
     Captured,
     Conclusion,
+    Page,
+    PageRequest,
+    PreparedRun,
     ReadyPermit,
     ReadyTaken,
+    RolloutAgain,
     RowToConclude,
     RowTwins,
     Term,
@@ -43,6 +47,7 @@ from perdure.types import (
     AgentEnd,
     CalibrationRequest,
     GroupRequest,
+    PlayAgain,
     RolloutRequest,
     RunRequest,
 )
@@ -206,6 +211,30 @@ async def run(client: Client, stages: Stages) -> Handle:
     return (await Perdure(client).start_run(request)).handle
 
 
+async def played_again(client: Client, stages: Stages) -> Handle:
+    """A run that grades two of its rollouts again."""
+    listed = tuple(
+        RolloutAgain(instance="toy/add-1", sample_index=sample, round=1) for sample in (0, 3)
+    )
+
+    async def prepare(_: RunRequest) -> PreparedRun:
+        return PreparedRun(total=len(listed))
+
+    async def page(_: PageRequest) -> Page:
+        return Page(instances=(), again=listed)
+
+    stages.override |= {"prepare_run": prepare, "load_page": page}
+    request = RunRequest(
+        run_id="r1",
+        dataset="toy",
+        n_samples=4,
+        concurrency=1,
+        rollout={"agent": "nop", "heartbeat_timeout_s": 2},
+        again=PlayAgain(round=1, start_at="grade"),
+    )
+    return (await Perdure(client).play_again(request)).handle
+
+
 async def sharded(client: Client, stages: Stages) -> Handle:
     """Two shards of `SHARD_OF_ONE`: the first ends, the second is terminated in its agent's run."""
     stages.instances = ("toy/add-1", "toy/add-2")
@@ -330,7 +359,7 @@ SCENARIOS = (
         cancelled_in_boot,
         queued,
     ),
-    *(group, run, sharded, account, account_ready, calibration),
+    *(group, run, played_again, sharded, account, account_ready, calibration),
 )
 
 

@@ -94,7 +94,7 @@ def export(
     preds-all  the same entries for every graded sample
     episodes   token arrays: one parquet file, one row per segment
     jsonl      the readable episodes, one line per rollout
-    sft        messages with the reward, one line per conversation of a graded rollout
+    sft        messages with the reward, one line per conversation
     sft-tokens the same as recorded ids, labels and masks, one row per segment
     preferences
                a better and a worse rollout of one instance, one line per pair
