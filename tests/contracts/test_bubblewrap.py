@@ -235,6 +235,39 @@ async def test_killed_launcher_is_replaced(box: NamespaceSandbox) -> None:
     assert (again.status.ok, status.code) == (True, 5)
 
 
+async def test_a_request_that_was_never_sent_is_sent_by_who_waits(
+    box: NamespaceSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker dies between writing down a command and asking for it; the next one only watches."""
+    with monkeypatch.context() as patch:
+        patch.setattr(NamespaceSandbox, "_launch", _dies)
+        with pytest.raises(KeyboardInterrupt):
+            await box.start("agent", ["bash", "-c", "exit 7"])
+
+    status = await box.wait("agent", 60)
+
+    assert (status.state, status.code) == (ExecState.EXITED, 7)
+
+
+async def test_a_command_that_was_killed_before_it_began_never_runs(
+    box: NamespaceSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keeper had no time to start it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(NamespaceSandbox, "_launch", _dies)
+        with pytest.raises(KeyboardInterrupt):
+            await box.start("late", ["touch", "ran"])
+    await box.signal("late", signal.SIGKILL)
+    status = await box.wait("late", 60)
+    ran = await box.exec(["test", "-e", "ran"])
+
+    assert (status.state, status.cause, ran.status.ok) == (ExecState.KILLED, "signal", False)
+
+
+async def _dies(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -13,6 +13,7 @@ from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
 from activities.activity_context import ThisTry
+from perdure.errors import RetryHere
 from perdure.rollouts.sandbox.create import create_sandbox, killed_at_the_end
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest import service
@@ -165,3 +166,20 @@ async def test_a_late_grading_kills_nothing_of_the_next(
         await bench.environment.run(grade)
 
     assert len(bench.live) == left
+
+
+async def test_a_verdict_outlives_a_sandbox_that_ends_late(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a starved host its processes are still there; a sweep ends it, and nothing is graded again."""
+
+    async def busy() -> None:
+        raise RetryHere("killed, but its processes have not ended")
+
+    async def grade() -> str:
+        sandbox = await create_sandbox(ThisTry(), bench.provider, SPEC, ID)
+        monkeypatch.setattr(sandbox, "kill", busy)
+        async with killed_at_the_end(ThisTry(), sandbox):
+            return "resolved"
+
+    assert await bench.environment.run(grade) == "resolved"

@@ -129,9 +129,9 @@ async def _run(
     argv = ["bash", "-c", *script]
     await sandbox.start(exec_id, argv, cwd=sandbox.workdir, stdin=stdin, timeout_s=timeout_s)
     status = await sandbox.wait(exec_id, timeout_s + _GRACE_S)
+    check_host(sandbox, status)
     if status.state in (ExecState.LOST, ExecState.RUNNING) or status.cause == "sandbox":
         raise SandboxLost(f"the test run in {sandbox.identity} has no result: {status}")
-    check_host(sandbox, status)
     if ends_rest:
         await sandbox.signal(exec_id, signal.SIGKILL)
     log = await _everything(sandbox, exec_id, "stdout")

@@ -81,11 +81,7 @@ class Sweep:
             async with seats:
                 return await self._settle(provider, info)
 
-        fates = await asyncio.gather(*map(settle, found), return_exceptions=True)
-        for fate in fates:
-            if isinstance(fate, BaseException):
-                raise fate
-        return [fate for fate in fates if isinstance(fate, str)]
+        return await asyncio.gather(*map(settle, found))
 
     async def _settle(self, provider: SandboxProvider, info: SandboxInfo) -> str:
         try:
@@ -96,8 +92,8 @@ class Sweep:
             if reason == ORPHANED:
                 await self.orphaned(info)
             await provider.kill(info.identity)
-        except PerdureError as error:
-            log.warning("sandbox not swept", identity=info.identity, reason=str(error))
+        except (PerdureError, OSError, ValueError) as error:  # of this one; the others are swept
+            log.warning("sandbox not swept", identity=info.identity, reason=repr(error))
             return "failed"
         return "killed"
 

@@ -87,7 +87,7 @@ def test_a_command_that_its_keeper_could_not_start_is_lost(record: ExecRecord) -
     """The keeper had no room to say why."""
     give_up(os.open(record.path / "pid", os.O_WRONLY | os.O_CREAT, 0o600))
 
-    assert record.status() == ExecStatus(ExecState.LOST)
+    assert record.status() == ExecStatus(ExecState.LOST, host_full=True)
 
 
 def test_prepare_twice_changes_nothing(record: ExecRecord) -> None:
@@ -101,3 +101,13 @@ def test_other_argv_is_refused(record: ExecRecord) -> None:
     """The message names the exec id and what to do."""
     with pytest.raises(ConfigurationError, match="new exec_id"):
         record.prepare(["false"], b"run", "token", None)
+
+
+def test_a_request_is_known_until_the_keeper_reads_it(record: ExecRecord) -> None:
+    """A worker that dies before it asks leaves all that another one needs to ask."""
+    record = ExecRecord(record.path.with_name("two"))
+    record.prepare(["true"], b"run", "token", None, 2.5)
+    unread = (record.is_unread, record.timeout_s)
+    (record.path / "pid").touch()
+
+    assert (unread, record.is_unread) == ((True, 2.5), False)

@@ -79,7 +79,7 @@ async def test_a_sandbox_that_ends_slowly_holds_no_other(
     assert report == SweepReport(found=2, killed=2)
 
 
-@pytest.mark.parametrize(("age", "kept"), [(599, 1), (601, 0)])
+@pytest.mark.parametrize(("age", "kept"), [(300, 1), (601, 0)])
 async def test_the_sandbox_of_a_forgotten_rollout_has_a_grace(
     provider: LocalProvider, age: float, kept: int
 ) -> None:

@@ -9,10 +9,14 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import structlog
+
 from perdure import tracing
-from perdure.errors import PerdureError
+from perdure.errors import PerdureError, RetryHere
 from perdure.rollouts.job import Try
 from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
+
+log = structlog.get_logger("perdure.sandbox")
 
 
 async def create_sandbox(
@@ -54,4 +58,7 @@ async def killed_at_the_end(this_try: Try, sandbox: Sandbox) -> AsyncIterator[No
         raise
     finally:
         if not is_anothers:
-            await asyncio.shield(sandbox.kill())
+            try:
+                await asyncio.shield(sandbox.kill())
+            except RetryHere as error:  # the sweep ends it; what ran in it is done
+                log.warning("sandbox not ended", identity=sandbox.identity, reason=str(error))

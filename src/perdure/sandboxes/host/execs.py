@@ -45,7 +45,14 @@ class ExecRecord:
     def exists(self) -> bool:
         return self.path.is_dir()
 
-    def prepare(self, argv: Sequence[str], run: bytes, token: str, stdin: bytes | None) -> None:
+    def prepare(
+        self,
+        argv: Sequence[str],
+        run: bytes,
+        token: str,
+        stdin: bytes | None,
+        timeout_s: float | None = None,
+    ) -> None:
         """Make the folder complete, by rename.
 
         Raises: ConfigurationError when the exec id is known with another argv.
@@ -53,7 +60,7 @@ class ExecRecord:
         digest = argv_digest(argv)
         draft = self.path.with_name(f".{uuid4().hex}")
         draft.mkdir(mode=0o700)
-        first = f"# {digest} {token}\n"
+        first = f"# {digest} {token} {timeout_s or '-'}\n"
         (draft / "run").write_bytes(first.encode() + run)
         if stdin is not None:
             (draft / "in").write_bytes(stdin)
@@ -84,8 +91,18 @@ class ExecRecord:
     def token(self) -> str:
         return self._identified_by()[1]
 
+    @property
+    def timeout_s(self) -> float | None:
+        limit = self._identified_by()[2]
+        return None if limit == "-" else float(limit)
+
+    @property
+    def is_unread(self) -> bool:
+        """Its keeper has not begun to start it."""
+        return self.exists and not (self.path / "pid").exists()
+
     def _identified_by(self) -> list[str]:
-        """Digest of the argv, and the token that marks the command's processes."""
+        """Digest of the argv, the token that marks the command's processes, and its time limit."""
         with open(self.path / "run", "rb") as file:
             return file.readline().decode().split()[1:]
 
@@ -100,7 +117,8 @@ class ExecRecord:
         process = self.process
         if is_alive(process) or (process is None and not self._given_up()):
             return ExecStatus(ExecState.RUNNING)
-        return self._over() or ExecStatus(ExecState.LOST)  # it may have ended since
+        lost = ExecStatus(ExecState.LOST, host_full=process is None)
+        return self._over() or lost  # it may have ended since
 
     def _given_up(self) -> bool:
         """Whether it can never run. A keeper on a starved host may start it late."""

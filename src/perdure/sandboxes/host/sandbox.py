@@ -114,7 +114,7 @@ class HostSandbox(Sandbox):
                 token=token,
                 has_stdin=bool(stdin),
             )
-            record.prepare(argv, order, token, stdin or None)
+            record.prepare(argv, order, token, stdin or None, timeout_s)
         if record.process is None:
             await self._launch(record, timeout_s)
 
@@ -134,6 +134,9 @@ class HostSandbox(Sandbox):
     @_lost_with_its_folder
     async def poll(self, exec_id: str) -> ExecStatus:
         record = self._known(exec_id)
+        if record.is_unread:  # a worker that died before it asked, or a starved keeper
+            with contextlib.suppress(OSError):  # it is dead, or has more requests than it can read
+                self.box.request(exec_id, record.timeout_s)
         status = record.status()
         if status.state is ExecState.LOST:
             if self._awaits_result(record):

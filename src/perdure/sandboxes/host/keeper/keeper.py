@@ -331,6 +331,11 @@ class Keeper:
             record = os.open(f"execs/{exec_id}/pid", flags, 0o600)
         except (FileExistsError, FileNotFoundError):
             return
+        if os.path.exists(f"execs/{exec_id}/cause"):  # killed before it began
+            now = monotonic()
+            os.write(record, f"0 0 - 0 {now}\nsignal {int(signal.SIGKILL)} oom=0 {now}\n".encode())
+            os.close(record)
+            return
         command = _Command(exec_id, record, self._new_group(), self._count_ooms())
         try:
             command.streams = self._outputs.open(
