@@ -60,7 +60,7 @@ class RunWorkflow:
             )
             prepared = await ordered("prepare_run", run, PreparedRun, options)
         except asyncio.CancelledError:
-            # The list is done: its completion came together with the cancellation.
+            # The list may be done: its completion can come together with the cancellation.
             await to_the_end(self._finish(run))
             raise
         self.total = prepared.total * run.rollouts_each
