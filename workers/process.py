@@ -123,8 +123,8 @@ def _housekeeping(client: Client, settings: Settings) -> "list[partial[Keeping]]
 
 
 async def kept_going(keeping: Callable[[], Keeping]) -> None:
-    """Until it returns. An error that it does not foresee is logged, and it begins anew: otherwise one
-    would end all sweeps of this worker."""
+    """Run it until it returns. An unforeseen error is logged and ends one round only: otherwise it would
+    end all sweeps of this worker."""
     while True:
         try:
             return await keeping()

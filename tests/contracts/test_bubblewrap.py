@@ -235,7 +235,7 @@ async def test_killed_launcher_is_replaced(box: NamespaceSandbox) -> None:
     assert (again.status.ok, status.code) == (True, 5)
 
 
-async def test_a_request_that_was_never_sent_is_sent_by_who_waits(
+async def test_a_waiting_worker_sends_a_request_that_was_never_sent(
     box: NamespaceSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker dies between writing down a command and asking for it; the next one only watches."""

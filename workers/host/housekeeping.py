@@ -48,8 +48,8 @@ async def sweep_often(client: Client, services: Services) -> None:
 def _usable_here(services: Services, usable: set[str]) -> list[SandboxProvider]:
     """Providers whose sandboxes are processes of this host, which are listed at no cost.
 
-    Those in `usable` stay so. The others are asked each time: a busy host may refuse a sandbox that only
-    tries whether sandboxes can be made.
+    Those in `usable` stay usable. The others are asked at each sweep, because a busy host may refuse the
+    trial sandbox of a check.
     """
     bound = [provider for provider in services.providers_used() if provider.host_bound]
     found = [provider for provider in bound if provider.name in usable or not provider.check()]

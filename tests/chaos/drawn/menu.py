@@ -154,8 +154,8 @@ async def kill_forwarder(world: World) -> None:
 
 
 async def kill_launcher(world: World) -> None:
-    """Its keeper replaces it. Of a command that it was starting none knows whether it began, so that
-    costs the sandbox."""
+    """Its keeper replaces it. If it was starting a command, that may or may not have begun, so the
+    sandbox is given up."""
     found = await _helpers(world, b"perdure-launch")
     if found:
         pid = world.dice.choice(sorted(found))

@@ -60,7 +60,7 @@ class ExecRecord:
         digest = argv_digest(argv)
         draft = self.path.with_name(f".{uuid4().hex}")
         draft.mkdir(mode=0o700)
-        first = f"# {digest} {token} {timeout_s or '-'}\n"
+        first = f"# {digest} {token} {'-' if timeout_s is None else timeout_s}\n"
         (draft / "run").write_bytes(first.encode() + run)
         if stdin is not None:
             (draft / "in").write_bytes(stdin)

@@ -333,8 +333,9 @@ class Keeper:
             return
         if os.path.exists(f"execs/{exec_id}/cause"):  # killed before it began
             now = monotonic()
-            os.write(record, f"0 0 - 0 {now}\nsignal {int(signal.SIGKILL)} oom=0 {now}\n".encode())
-            os.close(record)
+            killed = f"0 0 - 0 {now}\nsignal {int(signal.SIGKILL)} oom=0 {now}\n"
+            self._unsaved.append((record, killed.encode()))
+            self._save()
             return
         command = _Command(exec_id, record, self._new_group(), self._count_ooms())
         try:
