@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from temporalio.client import Client
@@ -117,6 +117,33 @@ async def test_groups_run_on_between_batches(client: Client, stages: Stages) -> 
     assert [g.group_id for g in (*batch, *later)] == ["r8/add-0", "r8/add-1"]
     assert [r.group_id for r in open_requests] == ["r8/add-1"]
     assert stages.names().count("run_agent") == 4
+
+
+class EndsAtOnce:
+    """In the place of a group's handle and of the client that starts it."""
+
+    async def start_group(self, request: GroupRequest) -> "EndsAtOnce":
+        return self
+
+    async def result(self) -> None:
+        return None
+
+    async def episodes(self) -> AsyncIterator[EpisodeRef]:
+        nothing: tuple[EpisodeRef, ...] = ()
+        for ref in nothing:
+            yield ref
+
+
+async def test_a_group_that_was_not_handed_out_is_still_open() -> None:
+    """Two end at the same moment: a checkpoint that is written between them has the second."""
+    collector = Collector(cast(Perdure, EndsAtOnce()), _requests("r11", 2), in_flight=2)
+    batch = collector.groups(TOKENS)
+    first = await anext(batch)
+    left = [request.group_id for request in collector.open_requests]
+    await batch.aclose()
+    await collector.aclose("keep")
+
+    assert (first.group_id, left) == ("r11/add-0", ["r11/add-1"])
 
 
 async def test_a_batch_that_does_not_fill_says_why(

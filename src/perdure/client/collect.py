@@ -151,7 +151,8 @@ class Collector:
             await self._fill()
             if not self._running:
                 return
-            for group in await self._finished():
+            for task in await self._finished():
+                group = self._taken(task)
                 if self._accept is None or self._accept(group):
                     missing -= count(group)
                     yield group
@@ -174,8 +175,8 @@ class Collector:
             task = asyncio.create_task(_finished(handle, request))
             self._running[task] = _Started(request, handle)
 
-    async def _finished(self) -> list[FinishedGroup]:
-        """At least one group, as soon as it is there."""
+    async def _finished(self) -> "list[asyncio.Task[FinishedGroup]]":
+        """At least one group, as soon as it is there. They stay among the open ones until they are taken."""
         while True:
             done, _ = await asyncio.wait(
                 self._running, timeout=self._tell_every_s, return_when=asyncio.FIRST_COMPLETED
@@ -183,8 +184,8 @@ class Collector:
             if done:
                 found = [task for task in self._running if task in done]
                 for task in found:
-                    task.result()  # before it is forgotten: a failed group stays among the open ones
-                return [self._taken(task) for task in found]
+                    task.result()  # a failed group ends the batch before any is taken
+                return found
             await self._tell()
 
     def _taken(self, task: "asyncio.Task[FinishedGroup]") -> FinishedGroup:
