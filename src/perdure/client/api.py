@@ -6,6 +6,7 @@ request twice joins it. The sync twin is `perdure.client.sync`.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -64,6 +65,11 @@ too, so only the message tells them apart."""
 NO_WORKER, CODE_FAILS = "no worker answers", "its workflow code fails"
 NO_ANSWER_YET = "no answer yet"
 """States of an open run whose workflow cannot answer."""
+
+START_PATIENCE_S = 60.0
+NAMESPACE_PATIENCE_S = 5.0
+"""A busy dev server does not know its namespace for a moment after the namespace was changed."""
+START_PAUSE_S = 0.5
 
 QUERY_TRIES = 4
 """A busy worker may need a while to replay a closed run."""
@@ -190,22 +196,32 @@ class Perdure:
         fairness: str,
         again: WorkflowIDReusePolicy = WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
     ) -> tuple[WorkflowHandle[Any, Any], bool]:
-        """Its handle, and whether it had been started before."""
-        try:
-            started = await self.client.start_workflow(
-                workflow,
-                request,
-                id=workflow_id,
-                task_queue=names.WORKFLOWS_QUEUE,
-                id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
-                id_reuse_policy=again,
-                search_attributes=known,
-                static_summary=summary,
-                priority=Priority(fairness_key=fairness[:64]),
-            )
-        except WorkflowAlreadyStartedError:
-            return self.client.get_workflow_handle(workflow_id), True
-        return started, False
+        """Its handle, and whether it had been started before.
+
+        A start that meets a passing trouble is repeated: its id makes that safe.
+        """
+        began, repeated = time.monotonic(), False
+        while True:
+            try:
+                started = await self.client.start_workflow(
+                    workflow,
+                    request,
+                    id=workflow_id,
+                    task_queue=names.WORKFLOWS_QUEUE,
+                    id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
+                    id_reuse_policy=again,
+                    search_attributes=known,
+                    static_summary=summary,
+                    priority=Priority(fairness_key=fairness[:64]),
+                )
+                return started, False
+            except WorkflowAlreadyStartedError:  # after a lost answer it is the start of this call
+                return self.client.get_workflow_handle(workflow_id), not repeated
+            except RPCError as error:
+                if time.monotonic() - began > _start_patience_s(error):
+                    raise
+            repeated = True
+            await asyncio.sleep(START_PAUSE_S)
 
 
 class RunHandle:
@@ -466,6 +482,14 @@ def _check_agent(rollout: dict[str, Any]) -> None:
 
 def _passing(error: RPCError) -> bool:
     return error.status in PASSING
+
+
+def _start_patience_s(error: RPCError) -> float:
+    if _passing(error):
+        return START_PATIENCE_S
+    if error.status is RPCStatusCode.NOT_FOUND and "Namespace" in error.message:
+        return NAMESPACE_PATIENCE_S
+    return -1.0
 
 
 def _why_unanswered(error: RPCError, patience: timedelta | None) -> str:

@@ -1,9 +1,15 @@
 """A trainer's wait outlives what a server says as it ends or begins."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
+from temporalio.client import Client
+from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from perdure.client import api
+from perdure.types import RolloutRequest
 
 
 @pytest.mark.parametrize("status", [RPCStatusCode.CANCELLED, RPCStatusCode.UNAVAILABLE])
@@ -28,3 +34,44 @@ async def test_a_lasting_status_is_told() -> None:
 
     with pytest.raises(RPCError, match="no such workflow"):
         await api._durably(call)
+
+
+class Server:
+    """The client's start call with given answers."""
+
+    def __init__(self, *answers: Exception | str) -> None:
+        self.answers = list(answers)
+
+    async def start_workflow(self, *_: Any, **named: Any) -> str:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def get_workflow_handle(self, workflow_id: str) -> SimpleNamespace:
+        return SimpleNamespace(id=workflow_id)
+
+
+REQUEST = RolloutRequest(run_id="r", instance="toy/one", agent="oracle")
+NO_NAMESPACE = RPCError("Namespace default is not found.", RPCStatusCode.NOT_FOUND, b"")
+AWAY = RPCError("connection refused", RPCStatusCode.UNAVAILABLE, b"")
+
+
+@pytest.mark.parametrize("trouble", [NO_NAMESPACE, AWAY])
+async def test_a_start_meets_a_server_that_begins(
+    trouble: RPCError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start is repeated, and one whose answer was lost counts as started, not as joined."""
+    monkeypatch.setattr(api, "START_PAUSE_S", 0.0)
+    lost = WorkflowAlreadyStartedError(REQUEST.workflow_id, "RolloutWorkflow")
+    for last, joined in (("started", False), (lost, False)):
+        perdure = api.Perdure(cast(Client, Server(trouble, last)))
+        assert (await perdure.start_rollout(REQUEST)).joined is joined
+    perdure = api.Perdure(cast(Client, Server(lost)))
+    assert (await perdure.start_rollout(REQUEST)).joined
+
+
+async def test_a_namespace_that_does_not_exist_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "NAMESPACE_PATIENCE_S", -1.0)
+    with pytest.raises(RPCError, match="Namespace default"):
+        await api.Perdure(cast(Client, Server(NO_NAMESPACE, "started"))).start_rollout(REQUEST)
