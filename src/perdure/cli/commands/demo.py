@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from perdure.cli import ending
 from perdure.cli.console import answer, json_option, many, me, print_table, say
 from perdure.errors import InstanceError
 from perdure.settings.load import load_settings
@@ -37,7 +38,7 @@ def demo(keep_running: bool, as_json: bool) -> None:
     """
     settings = load_settings()
     started = time.monotonic()
-    instances = asyncio.run(_instances(settings))
+    instances = ending.run(_instances(settings))
     engine = "" if _has_endpoint(settings) else f"scripted:{_write_scripts(settings, instances)}"
     state, ours = lifecycle.ensure_up(settings, engine, say)
     say(f"Web UI: {state.ui_url}")

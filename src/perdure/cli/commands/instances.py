@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from perdure.cli import ending
 from perdure.cli.commands import completion
 from perdure.cli.commands.calibrate import calibrate
 from perdure.cli.console import answer, json_option, many, me, only_one_of, say
@@ -63,11 +64,11 @@ def build(
     dataset.toml, or a git clone: its newest commits that touch both tests and code become rows.
 
     Builds the environment of each entry, runs the tests with and without the gold patch, and keeps
-    the stable tests. What is done is kept: the same command goes on where it was stopped. Exit
-    code 1: an entry could not be built.
+    the stable tests. What is done is kept: the same command goes on where it was stopped. Ctrl-C
+    and SIGTERM end its sandboxes. Exit code 1: an entry could not be built.
     """
     settings = load_settings()
-    built = asyncio.run(
+    built = ending.run(
         build_dataset(
             settings,
             dataset,
