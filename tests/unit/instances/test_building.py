@@ -9,6 +9,7 @@ from perdure.cli.commands.instances import _otherwise
 from perdure.errors import ConfigurationError, InstanceError, RetryHere
 from perdure.instances.calibrated import Calibrated, CalibrationReport, MakeSandbox
 from perdure.instances.recipes.building import Builder, Built, build_all, chosen
+from perdure.instances.recipes.candidate import rejected
 from perdure.instances.recipes.recipe import Pair, Recipe
 from perdure.sandboxes.providers.local import LocalProvider
 from perdure.settings.tree import Settings
@@ -64,6 +65,16 @@ async def test_what_is_done_is_not_done_again(builder: Builder, tmp_path: Path) 
     bad.facts = good.facts = "2"
     assert [one async for one in build_all(builder, [good, bad])]
     assert (len(good.made), len(bad.made)) == (2, 2)
+
+
+async def test_a_built_row_is_no_longer_told_as_bad(builder: Builder, tmp_path: Path) -> None:
+    """An entry that made no row, then one (`--rebuild`): the old problem is forgotten with it."""
+    entry = Entry("late", tmp_path / "tree", problem=InstanceError("no tests"))
+    assert [one.problem async for one in build_all(builder, [entry])] == ["no tests"]
+    entry.problem = None
+
+    assert [one.problem async for one in build_all(builder, [entry], rebuild=True)] == [""]
+    assert await rejected(builder.store, "mine/late") is None
 
 
 async def test_what_was_out_of_reach_is_tried_again(builder: Builder, tmp_path: Path) -> None:

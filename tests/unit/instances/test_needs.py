@@ -87,6 +87,26 @@ def test_an_interpreter_that_is_not_here_is_passed_over(monkeypatch: pytest.Monk
             "pytest -e . 'mock<5' 'attrs[x]'",
         ),
         ({"pyproject.toml": "not toml"}, "pytest -e ."),
+        (
+            {
+                "pyproject.toml": "[tool.poetry.group.docs.dependencies]\nsphinx = '*'\n"
+                "[tool.poetry.group.test.dependencies]\n"
+                "pytest = '^7.2'\nmock = {version = '~1.2.3', extras = ['all', 'x']}\n"
+                "old = {version = '1.*', python = '>=3.8,<3.9', markers = 'os_name == \"nt\"'}\n"
+                "local = {path = '../local'}\npython = '^3.8'\n"
+            },
+            "pytest -e . 'pytest>=7.2,<8' 'mock[all,x]>=1.2.3,<1.3' "
+            '\'old==1.*; python_version>="3.8" and python_version<"3.9" and (os_name == "nt")\'',
+        ),
+        (
+            {
+                "pyproject.toml": "[tool.poetry.dev-dependencies]\n"
+                "a = '^0.2.3'\nb = '1.4'\nc = '>=1,!=1.5'\nd = '~2'\ne = '^0.0.3'\n"
+                "f = '^1 || ^2'\ng = [{version = '1.0', python = '<3.8'}, '^2']\nh = '*'\n"
+            },
+            "pytest -e . 'a>=0.2.3,<0.3' b==1.4 'c>=1,!=1.5' 'd>=2,<3' 'e>=0.0.3,<0.0.4' f "
+            "'g==1.0; python_version<\"3.8\"' 'g>=2,<3' h",
+        ),
     ],
 )
 def test_requirements_of_tests_are_found(files: dict[str, str], words: str, tmp_path: Path) -> None:

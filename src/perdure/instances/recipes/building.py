@@ -24,6 +24,7 @@ from perdure.instances.recipes.candidate import (
     DIGEST,
     Candidate,
     Rejection,
+    accept,
     digest_of,
     reject,
     rejected,
@@ -95,8 +96,13 @@ async def build_all(
             return await builder.build(candidate, rebuild=rebuild)
 
     tasks = [asyncio.ensure_future(one(candidate)) for candidate in candidates]  # in this order
-    for next_one in asyncio.as_completed(tasks):
-        yield await next_one
+    try:
+        for next_one in asyncio.as_completed(tasks):
+            yield await next_one
+    finally:  # each of them ends its sandboxes
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Builder:
@@ -150,6 +156,7 @@ class Builder:
         await catalog.save(self.store, found.instance)
         record = _record(found.instance, found.report, self.provider.name)
         await calibration.save(self.store, record)
+        await accept(self.store, found.instance.ref)
         return found
 
     async def _kept(self, ref: str, facts: str) -> Instance | None:

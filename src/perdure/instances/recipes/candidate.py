@@ -47,6 +47,11 @@ async def reject(store: Store, ref: str, rejection: Rejection) -> None:
     await store.put(keys.rejection(ref), rejection.model_dump_json().encode())
 
 
+async def accept(store: Store, ref: str) -> None:
+    """Forget that the entry once made no row."""
+    await store.delete(keys.rejection(ref))
+
+
 async def rejected(store: Store, ref: str) -> Rejection | None:
     try:
         stored = await store.get(keys.rejection(ref))

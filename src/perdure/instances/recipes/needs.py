@@ -15,6 +15,7 @@ from typing import Any
 
 from perdure.errors import InstanceError
 from perdure.instances.interpreters import find_python
+from perdure.instances.recipes import poetry
 from perdure.types import Environment
 
 NAMES = ("test", "tests", "testing", "dev")
@@ -104,8 +105,7 @@ def accepts(requires: str, version: str) -> bool:
 def requires_python(tree: Path) -> str:
     """The specifier of the tree's metadata; empty where it has none."""
     project = _pyproject(tree)
-    poetry = project.get("tool", {}).get("poetry", {}).get("dependencies", {}).get("python")
-    found = project.get("project", {}).get("requires-python") or poetry
+    found = project.get("project", {}).get("requires-python") or poetry.python_of(project)
     found = found or _setup_cfg(tree).get("options", "python_requires", fallback="")
     if not found and (tree / "setup.py").is_file():
         match = _IN_SETUP.search((tree / "setup.py").read_text("utf-8", "replace"))
@@ -142,8 +142,11 @@ def _asked(tree: Path) -> list[str]:
     group = _first(project.get("dependency-groups", {}))
     file = next((name for name in FILES if (tree / name).is_file()), None)
     words = ["pytest", "-e", f"'.[{extra}]'" if extra else "."]
+    poetrys = poetry.groups(project)
     if group:
         words += ["--group", group]
+    elif kind := _first(poetrys):
+        words += map(shlex.quote, poetry.requirements(poetrys[kind]))
     elif file and not extra:
         words += ["-r", file]
     elif not extra:

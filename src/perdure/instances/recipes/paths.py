@@ -20,11 +20,15 @@ PACKAGING = {
 }
 """These files belong to a release, not to a fix: the environment is built from the base's own."""
 PROSE_FOLDERS = {"doc", "docs", "requirements", "examples"}
+CACHES = {"__pycache__", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache"}
+CACHED = {".pyc", ".pyo"}
 
 
 def is_test(path: str) -> bool:
     """By folder or file name, as pytest and its users name them."""
     *folders, name = PurePosixPath(path).parts
+    if is_cache(path):
+        return False
     if TEST_FOLDERS & set(folders) or (folders and folders[0] in TOP_TEST_FOLDERS):
         return True
     return (
@@ -33,17 +37,24 @@ def is_test(path: str) -> bool:
 
 
 def is_metadata(path: str) -> bool:
-    """Packaging, changelogs, documentation, other people's tool settings."""
+    """Packaging, changelogs, documentation, other people's tool settings, caches."""
     *folders, name = PurePosixPath(path).parts
     top = (folders or [name])[0]
     return (
-        name in PACKAGING
+        is_cache(path)
+        or name in PACKAGING
         or any(folder.endswith((".egg-info", ".dist-info")) for folder in folders)
         or top.startswith(".")
         or top in PROSE_FOLDERS
         or (not folders and PurePosixPath(name).suffix in ("", ".md", ".rst", ".txt"))
         or changelog.is_changelog(path)
     )
+
+
+def is_cache(path: str) -> bool:
+    """An interpreter or a tool wrote it and writes it again: no patch should hold it."""
+    pure = PurePosixPath(path)
+    return bool(CACHES & set(pure.parts)) or pure.suffix in CACHED
 
 
 def is_test_module(path: str) -> bool:
