@@ -8,8 +8,9 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowFailureError
 from temporalio.exceptions import ApplicationError
 
+from perdure.client import names
 from perdure.client.api import Perdure
-from perdure.errors import Cancelled, NoResult, NotFound
+from perdure.errors import Cancelled, ConfigurationError, NoResult, NotFound
 from perdure.rollouts.messages import WORKER_EVICTED, AgentRun, PreparedRun
 from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RolloutStatus, RunRequest
 from tests.stack.waiting import PATIENCE_S, until
@@ -78,6 +79,28 @@ async def test_starting_a_group_twice_joins_it(
     assert (len(episodes), stages.names().count("run_agent")) == (2, 2)
     assert f"{request.workflow_id} was started before: this joins it" in caplog.text
     assert (first.joined, again.joined) == (False, True)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_what_was_started_as_something_else_is_not_joined(
+    client: Client, stages: Stages, by_hand: bool
+) -> None:
+    """The caller would take the episodes of another question for its own; the message names both."""
+    stages.instances = ("toy/add-0",)
+    perdure, first = Perdure(client), _run()
+    if by_hand:  # as Temporal's own command starts it: JSON with the fields that a person wrote
+        given = first.model_dump(mode="json", exclude_unset=True)
+        await client.start_workflow(
+            names.RUN, given, id=first.workflow_id, task_queue=names.WORKFLOWS_QUEUE
+        )
+    else:
+        await perdure.start_run(first)
+    again = await perdure.start_run(first.model_copy(update={"concurrency": 3}))
+    await again.result()
+
+    other = first.model_copy(update={"rollout": {"agent": "nop", "sampling": {"top_k": 5}}})
+    with pytest.raises(ConfigurationError, match=r"(?s)run/r1 was .*sampling.top_k: -1 -> 5"):
+        await perdure.start_run(other)
 
 
 async def test_a_run_plays_everything_within_its_window(client: Client, stages: Stages) -> None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from temporalio.client import (
     Client,
     WorkflowExecution,
@@ -31,7 +32,7 @@ from temporalio.exceptions import CancelledError, WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from perdure.agents.check import check_options
-from perdure.client import names, rollouts
+from perdure.client import asked, names, rollouts
 from perdure.client import search_attributes as attributes
 from perdure.client.connection import connect
 from perdure.client.rollouts import RolloutInfo, execution_name, info
@@ -216,12 +217,26 @@ class Perdure:
                 )
                 return started, False
             except WorkflowAlreadyStartedError:  # after a lost answer it is the start of this call
-                return self.client.get_workflow_handle(workflow_id), not repeated
+                handle = self.client.get_workflow_handle(workflow_id)
+                await self._check_same(handle, request)
+                return handle, not repeated
             except RPCError as error:
                 if time.monotonic() - began > _start_patience_s(error):
                     raise
             repeated = True
             await asyncio.sleep(START_PAUSE_S)
+
+    async def _check_same(self, handle: WorkflowHandle[Any, Any], request: BaseModel) -> None:
+        """Refuse to join what was started with another request. Raises: ConfigurationError."""
+        first = await _durably(lambda: anext(handle.fetch_history_events(page_size=1)))
+        given = first.workflow_execution_started_event_attributes.input.payloads
+        try:
+            (raw,) = await self.client.data_converter.decode(given)
+            before = type(request).model_validate(raw)
+        except ValueError:  # it was refused as a request, or comes from another version
+            return
+        changes = asked.differences(asked.of_request(before), asked.of_request(request))
+        asked.refuse(handle.id, changes, "give another run_id to start another one")
 
 
 class RunHandle:

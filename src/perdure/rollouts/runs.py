@@ -2,14 +2,16 @@
 
 import fnmatch
 import json
+from collections.abc import Sequence
 
 from perdure.agents.check import check_options
+from perdure.engines.reported import engine_settings
 from perdure.episodes.accounting import count
 from perdure.episodes.episode_store import scan_run
 from perdure.episodes.manifest import build_manifest
 from perdure.errors import ConfigurationError, NotFound, PreconditionFailed, StoreUnavailable
 from perdure.instances import calibration, catalog
-from perdure.rollouts import again
+from perdure.rollouts import again, identity
 from perdure.rollouts.messages import Page, PageRequest, PreparedRun, RunSummary
 from perdure.rollouts.services import Services
 from perdure.sandboxes import phases
@@ -27,13 +29,16 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
     phases.check(rollout, None, services.provider)
     store = services.store
     if run.again is not None:
+        if run.again.start_at == "boot":
+            await _keep_identity(services, run, await again.instances_of(store, run.run_id))
         chosen = await again.listed(store, run, run.again)
         return PreparedRun(total=len(chosen), uri=f"{store.url}/runs/{run.run_id}")
     sandbox = phases.place(rollout, None, "grade").provider
     refs = await select(store, run, proved_in=sandbox)
+    await _keep_identity(services, run, refs)
     key = keys.run_instances(run.run_id)
     if not await store.put_if_absent(key, json.dumps(refs, indent=0).encode()):
-        refs = json.loads((await store.get(key)).data)  # a joined run keeps its first list
+        refs = json.loads((await store.get(key)).data)  # the same ones, in the first order
     resolved = {
         "request": run.model_dump(mode="json"),
         "settings": services.settings.model_dump(mode="json"),
@@ -41,6 +46,15 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
     }
     await store.put_if_absent(keys.run(run.run_id), json.dumps(resolved, indent=1).encode())
     return PreparedRun(total=len(refs), uri=f"{store.url}/runs/{run.run_id}")
+
+
+async def _keep_identity(services: Services, run: RunRequest, refs: Sequence[str]) -> None:
+    """Raises: ConfigurationError if the run was started as something else."""
+    settings = services.settings
+    needs_model = services.agent(run.rollout_request("any/instance").agent).needs_model
+    engine = engine_settings(settings) if needs_model else {}
+    asked = await identity.identity_of(settings, services.store, run, refs, engine)
+    await identity.keep(services.store, run.run_id, asked)
 
 
 async def select(store: Store, run: RunRequest, *, proved_in: str = "") -> list[str]:

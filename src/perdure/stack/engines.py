@@ -4,12 +4,13 @@ import asyncio
 import socket
 from urllib.parse import urlsplit
 
+from perdure.engines.reported import engine_settings
 from perdure.engines.roster import StoredRoster, roster_key
 from perdure.engines.state import EngineRecord
 from perdure.errors import ConfigurationError, GatewayUnavailable
 from perdure.home import load_secret
 from perdure.settings.tree import EngineSettings, Settings
-from perdure.stack.plan import SCRIPTED, engine_settings
+from perdure.stack.plan import SCRIPTED
 from perdure.stack.state import StackState
 from perdure.storage.base import open_store
 

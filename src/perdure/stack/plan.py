@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perdure.client.search_attributes import TYPE_NAMES
+from perdure.engines.reported import configured_engine
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.gateway.rendering.tokenizer_setting import folder_of
 from perdure.settings import environment
@@ -163,7 +164,7 @@ class Plan:
 
     def environment(self) -> dict[str, str]:
         """The environment of every child: these settings, absolute paths and the chosen ports."""
-        env = for_child(self._childrens_settings(), environment.variables())
+        env = for_child(self.childrens_settings(), environment.variables())
         path = filter(None, [str(self.root), env.get("PYTHONPATH")])
         env |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
         if self.addresses.temporal_address is not None:
@@ -171,7 +172,8 @@ class Plan:
             env["TEMPORAL_ADDRESS"] = self.addresses.temporal_address
         return env
 
-    def _childrens_settings(self) -> Settings:
+    def childrens_settings(self) -> Settings:
+        """With the engine of this stack, absolute paths and the chosen ports."""
         engine: dict[str, str] = {}
         if (folder := folder_of(self.settings.engine.tokenizer)) is not None:
             engine["tokenizer"] = str(folder.absolute())
@@ -186,23 +188,6 @@ class Plan:
     def _python(self, name: str, module: str, *arguments: str, grace_s: float = 10.0) -> ChildSpec:
         argv = (sys.executable, "-m", module, *arguments)
         return ChildSpec(name, argv, self.environment(), self.root, grace_s)
-
-
-def configured_engine(settings: Settings) -> str:
-    """The engine that settings or *_BASE_URL name, without `--engine`; empty when there is none."""
-    hosted = environment.foreign("OPENAI_BASE_URL") or environment.foreign("ANTHROPIC_BASE_URL")
-    return settings.engine.url or hosted
-
-
-def engine_settings(settings: Settings, engine: str = "") -> dict[str, str]:
-    """What decides who samples. `engine`: the value of --engine, or empty."""
-    named = environment.foreign("OPENAI_MODEL") or environment.foreign("ANTHROPIC_MODEL")
-    return {
-        "url": engine or configured_engine(settings),
-        "kind": settings.engine.kind,
-        "model": settings.engine.model or named,
-        "tokenizer": settings.engine.tokenizer,
-    }
 
 
 def gateway_names(processes: int) -> list[str]:

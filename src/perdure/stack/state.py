@@ -53,7 +53,7 @@ class StackState:
     """The engines behind the gateway, for people."""
     children: Mapping[str, ChildState] = field(default_factory=dict)
     engine_settings: Mapping[str, str] = field(default_factory=dict)
-    """With which it was started: url, kind, model, tokenizer."""
+    """Those of its processes: url, kind, model, tokenizer."""
 
     @property
     def supervisor(self) -> ProcessId:

@@ -22,6 +22,7 @@ from temporalio.runtime import Runtime
 from temporalio.service import RPCError
 
 from perdure.client.server import given_address
+from perdure.engines.reported import engine_settings
 from perdure.errors import ConfigurationError, PerdureError
 from perdure.gateway.http import listeners
 from perdure.home import keep_private
@@ -32,7 +33,7 @@ from perdure.stack import state as stack_state
 from perdure.stack.checkout import find_root
 from perdure.stack.children import Child, ChildSpec
 from perdure.stack.failures import explain
-from perdure.stack.plan import Addresses, Plan, engine_settings, gateway_names
+from perdure.stack.plan import Addresses, Plan, gateway_names
 from perdure.stack.processes import identify, stop
 from perdure.stack.state import StackState
 from perdure.stack.watch import Watch
@@ -255,7 +256,7 @@ class Supervisor:
             gateway_url=plan.gateway_url,
             engine=plan.engine_name,
             children={n: c.state for n, c in self.children.items() if c.state is not None},
-            engine_settings=engine_settings(plan.settings, plan.engine),
+            engine_settings=engine_settings(plan.childrens_settings()),
         )
         stack_state.write(plan.settings, state)
 

@@ -10,6 +10,7 @@ answers `/v1/chat/completions` and `/v1/messages`, as a double of hosted APIs.
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import json
 import re
@@ -222,6 +223,8 @@ class ScriptedEngine:
         """`generation`: also serve `policy-g<generation>`, and refuse the name of any other."""
         self._tokenizer = load_tokenizer(tokenizer)
         self.policy = Policy(self._tokenizer, scripts or {})
+        digest = hashlib.sha256(json.dumps(scripts or {}, sort_keys=True).encode()).hexdigest()
+        self._root = f"scripted:{digest[:12]}"
         self.policy_version = policy_version
         self.latency_s = latency_s
         self.chunk_delay_s = chunk_delay_s
@@ -680,7 +683,7 @@ class ScriptedEngine:
         )
 
     async def _models(self, request: Request) -> Response:
-        card = {"object": "model", "max_model_len": self._max_model_len}
+        card = {"object": "model", "max_model_len": self._max_model_len, "root": self._root}
         names = ["policy"] if self.generation is None else [f"policy-g{self.generation}", "policy"]
         return JSONResponse({"object": "list", "data": [{"id": name, **card} for name in names]})
 

@@ -66,7 +66,7 @@ async def _instances(settings: Settings) -> list[Instance]:
 
 
 def _has_endpoint(settings: Settings) -> bool:
-    from perdure.stack.plan import configured_engine
+    from perdure.engines.reported import configured_engine
 
     return bool(configured_engine(settings))
 

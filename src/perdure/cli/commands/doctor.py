@@ -223,8 +223,8 @@ def tokenizer(settings: Settings) -> Finding:
 
 
 def engine(settings: Settings) -> Finding:
+    from perdure.engines.reported import configured_engine
     from perdure.stack.engines import check_engine
-    from perdure.stack.plan import configured_engine
 
     state = lifecycle.running(settings)
     name = state.engine if state is not None else configured_engine(settings)

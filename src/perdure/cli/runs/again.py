@@ -9,7 +9,6 @@ import click
 
 from perdure.cli.connection import connect
 from perdure.cli.console import answer, many, say
-from perdure.cli.runs import identity as identities
 from perdure.cli.runs import launch, results
 from perdure.episodes.episode_store import scan_run
 from perdure.errors import ConfigurationError
@@ -60,8 +59,7 @@ async def _plan(
         )
     if wanted.start_at == "boot":
         refs = await again.instances_of(store, run_id)
-        identity = await identities.identity_of(settings, store, first, refs)
-        await identities.check(store, run_id, identity)
+        await launch.check_same(settings, store, first, refs)
     update = {"again": wanted, "concurrency": concurrency or first.concurrency}
     return first.model_copy(update=update), chosen
 

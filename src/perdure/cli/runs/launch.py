@@ -12,7 +12,6 @@ from perdure.cli import marks
 from perdure.cli.connection import Connection, connect
 from perdure.cli.console import answer, many, me, print_table, say
 from perdure.cli.runs import follow, results, selection, tables, text
-from perdure.cli.runs import identity as identities
 from perdure.cli.runs.request import (
     RunOptions,
     build,
@@ -23,17 +22,18 @@ from perdure.cli.runs.request import (
 )
 from perdure.client.api import RunHandle
 from perdure.client.server import given_address
+from perdure.engines.reported import configured_engine, engine_settings
 from perdure.errors import GatewayUnavailable
 from perdure.instances import interpreters
 from perdure.instances.calibration import Mark, quarantined
+from perdure.rollouts import identity
 from perdure.sandboxes import phases
 from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
 from perdure.stack.engines import any_added, check_engine, check_same_engine, none_ready
-from perdure.stack.plan import configured_engine
 from perdure.stack.sandboxes import provider, ready_provider
 from perdure.storage import keys
-from perdure.storage.base import open_store
+from perdure.storage.base import Store, open_store
 from perdure.storage.preflight import check_store
 from perdure.types import EpisodeRef, RolloutStatus, RunRequest
 
@@ -54,8 +54,6 @@ class CheckedRun:
     """What calibration says of `refs`, and of quarantined ones that are left out."""
     notes: Sequence[str] = ()
     """The same for a person."""
-    identity: identities.Identity = field(default_factory=dict)
-    """What the run is asked to be."""
 
 
 def show_plan(settings: Settings, options: RunOptions, *, as_json: bool) -> None:
@@ -125,10 +123,25 @@ async def checked(
         await interpreters.check(store, refs)
     await selection.keep_list(store, request.run_id, found)
     joins = await store.exists(keys.run(request.run_id))
-    identity = await identities.identity_of(settings, store, request, refs)
     if joins:
-        await identities.check(store, request.run_id, identity)
-    return CheckedRun(request, refs, joins, marked, notes, identity)
+        await check_same(settings, store, request, refs)
+    return CheckedRun(request, refs, joins, marked, notes)
+
+
+async def check_same(
+    settings: Settings, store: Store, request: RunRequest, refs: Sequence[str]
+) -> None:
+    """Refuse at once what the run's first activity would refuse, or a joined run would not hear of.
+
+    Raises: ConfigurationError with what differs.
+    """
+    agent = request.rollout_request("any/instance").agent
+    engine: Mapping[str, str] = {}
+    if needs_model(agent) and given_address(settings) is None:  # else the engines are elsewhere
+        state = lifecycle.running(settings)
+        engine = state.engine_settings if state is not None else engine_settings(settings)
+    asked = await identity.identity_of(settings, store, request, refs, engine)
+    await identity.check(store, request.run_id, asked)
 
 
 def make_ready(
@@ -171,7 +184,6 @@ async def _drive(settings: Settings, planned: CheckedRun, *, wait: bool, as_json
     connection = await connect(settings)
     with tracing.span("perdure run", {"perdure.run_id": planned.request.run_id}, root=True):
         handle = await connection.perdure.start_run(planned.request)
-    await identities.keep(open_store(settings), handle.run_id, planned.identity)
     if planned.joins:
         say(f"Joined: {text.progress_line(await handle.progress())}")
     else:

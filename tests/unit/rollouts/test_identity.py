@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
-from perdure.cli.runs import identity
+from perdure import home
+from perdure.client.asked import Identity
+from perdure.engines.reported import engine_settings
 from perdure.errors import ConfigurationError
+from perdure.rollouts import identity
+from perdure.rollouts.runs import prepare_run
+from perdure.rollouts.services import Services
 from perdure.settings.tree import EngineSettings, Settings
 from perdure.stack.engines import check_same_engine
 from perdure.stack.state import StackState
@@ -53,13 +58,12 @@ async def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-async def asked(
-    store: LocalStore, tmp_path: Path, url: str = "", **fields: Any
-) -> identity.Identity:
+async def asked(store: LocalStore, tmp_path: Path, url: str = "", **fields: Any) -> Identity:
     """The identity of RUN with these fields of its rollouts."""
     settings = Settings(home=tmp_path / "home", engine=EngineSettings(url=url))
     run = RunRequest(**RUN, rollout={"agent": "mini_swe_agent", **fields})
-    return await identity.identity_of(settings, store, run, ["toy/a"])
+    engine = engine_settings(settings)
+    return await identity.identity_of(settings, store, run, ["toy/a"], engine)
 
 
 async def test_the_same_question_is_the_same_run(
@@ -122,6 +126,20 @@ async def test_policy_versions_are_the_trainers_business(store: LocalStore, tmp_
     first = await asked(store, tmp_path, policy_version=3, max_staleness=1)
 
     assert first == await asked(store, tmp_path, policy_version=4, max_staleness=0)
+
+
+async def test_a_start_by_any_program_is_compared(store: LocalStore, tmp_path: Path) -> None:
+    """The first activity keeps the identity and refuses another one, whoever starts the run."""
+    settings = Settings(home=tmp_path / "home", store=store.url)
+    home.keep_private(settings)
+    services = Services(settings)
+    asks = RunRequest(**RUN, rollout={"agent": "nop", "sandbox": "bubblewrap"})
+    changed = asks.model_copy(update={"rollout": {**asks.rollout, "verdict": "official"}})
+
+    assert (await prepare_run(services, asks)).total == 1
+    assert (await prepare_run(services, asks)).total == 1
+    with pytest.raises(ConfigurationError, match=r'verdict: "verified" -> "official"'):
+        await prepare_run(services, changed)
 
 
 def state(engine: str, **settings: str) -> StackState:

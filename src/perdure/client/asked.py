@@ -1,0 +1,75 @@
+"""What a run, a group or a rollout was asked to be, and how another request differs.
+
+Light: workers compare instances and engines too (`perdure.rollouts.identity`).
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from perdure.errors import ConfigurationError
+from perdure.types import GroupRequest, RolloutRequest, RunRequest
+
+Identity = dict[str, str]
+"""Dotted name -> value as text, so that a difference names one thing."""
+
+OF_ONE_START = {
+    *("run_id", "instance", "sample_index", "group_id", "round", "start_at", "schema_version"),
+    *("policy_version", "max_staleness", "expires_at", "heartbeat_timeout_s"),
+}
+"""Fields of a rollout that do not decide its outcome, or are the trainer's."""
+CHOICE = ("instances", "dataset", "include", "exclude", "limit")
+"""Fields of a run that name its instances. Workers compare the instances themselves."""
+SHOWN = 12
+"""Differences in an error message."""
+
+
+def of_rollouts(rollout: RolloutRequest) -> Identity:
+    """What decides the outcome of each rollout."""
+    return dict(_flat("", rollout.model_dump(mode="json", exclude=OF_ONE_START)))
+
+
+def of_run(run: RunRequest) -> Identity:
+    """The same of a run, but for its instances."""
+    return {"samples": str(run.n_samples), **of_rollouts(run.rollout_request("any/instance"))}
+
+
+def of_request(request: BaseModel) -> Identity:
+    """All that a request says; for the SDK, which sees neither instances nor engines."""
+    if isinstance(request, RunRequest):
+        choice = request.model_dump(mode="json", include=set(CHOICE))
+        return {**of_run(request), **{name: json.dumps(one) for name, one in choice.items()}}
+    if isinstance(request, GroupRequest):
+        how = request.model_dump(mode="json", exclude={"rollout", "schema_version"})
+        return {**of_rollouts(request.rollout), **dict(_flat("", how))}
+    return of_rollouts(request) if isinstance(request, RolloutRequest) else {}
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """`name: old -> new`. A name that only one side knows counts for instances alone: another version
+    of Perdure has other fields, and an endpoint may not say what it serves."""
+    lines = []
+    for name in dict.fromkeys((*before, *now)):
+        old, new = before.get(name), now.get(name)
+        if old == new or (None in (old, new) and not name.startswith("instance.")):
+            continue
+        lines.append(f"{name}: {old or 'not in it'} -> {new or 'not in it'}")
+    return lines
+
+
+def refuse(what: str, changes: Sequence[str], fix: str) -> None:
+    """Raises: ConfigurationError, with what differs, if anything does."""
+    if changes:
+        more = f"\n  and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
+        told = "".join(f"\n  {line}" for line in changes[:SHOWN])
+        raise ConfigurationError(f"{what} was started as something else:{told}{more}\n{fix}")
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, one in value.items():
+            yield from _flat(f"{prefix}.{name}" if prefix else name, one)
+    else:
+        yield prefix, json.dumps(value)

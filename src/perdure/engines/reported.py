@@ -1,0 +1,65 @@
+"""Which engine the settings name, and what its endpoint says that it serves: part of a run's identity."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from perdure.settings import environment
+from perdure.settings.tree import Settings
+
+ASK_S = 5.0
+
+
+def configured_engine(settings: Settings) -> str:
+    """The engine that settings or *_BASE_URL name, without `--engine`; empty when there is none."""
+    hosted = environment.foreign("OPENAI_BASE_URL") or environment.foreign("ANTHROPIC_BASE_URL")
+    return settings.engine.url or hosted
+
+
+def engine_settings(settings: Settings) -> dict[str, str]:
+    """What decides who samples."""
+    named = environment.foreign("OPENAI_MODEL") or environment.foreign("ANTHROPIC_MODEL")
+    folder = Path(settings.engine.tokenizer)
+    is_folder = (folder / "tokenizer.json").exists()
+    return {
+        "url": configured_engine(settings),
+        "kind": settings.engine.kind,
+        "model": settings.engine.model or named,
+        "tokenizer": str(folder.absolute()) if is_folder else str(folder),
+    }
+
+
+async def reported(settings: Settings, named: Mapping[str, str]) -> dict[str, str]:
+    """Model, revision and tokenizer. `named`: as of `engine_settings`.
+
+    What the endpoint does not say is left out; nothing is said where no engine is named.
+    """
+    url, model = named.get("url", ""), named.get("model", "")
+    served = await _served(url.split(",")[0].partition("=")[0].strip(), settings)
+    of_name = [one for one in served if one.get("id") == model]
+    one = (of_name or served or [{}])[0]
+    found = {"engine.model": model or one.get("id"), "engine.root": one.get("root")}
+    if served:
+        found["engine.tokenizer"] = named.get("tokenizer")
+    return {name: value for name, value in found.items() if isinstance(value, str) and value}
+
+
+async def _served(url: str, settings: Settings) -> list[dict[str, Any]]:
+    """What `GET /models` lists; empty if the endpoint does not say, or is Anthropic's."""
+    if not url.startswith("http") or url == environment.foreign("ANTHROPIC_BASE_URL"):
+        return []
+    import httpx
+
+    hosted = "OPENAI_API_KEY" if url == environment.foreign("OPENAI_BASE_URL") else ""
+    key = environment.named(settings.engine.api_key_env or hosted)
+    base = url.rstrip("/")
+    try:
+        async with httpx.AsyncClient(timeout=ASK_S) as client:
+            answer = await client.get(
+                f"{base if base.endswith('/v1') else f'{base}/v1'}/models",
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+            )
+        listed = answer.raise_for_status().json()["data"]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        return []
+    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
