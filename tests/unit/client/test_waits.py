@@ -1,14 +1,17 @@
 """A trainer's wait outlives what a server says as it ends or begins."""
 
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from temporalio.api.history.v1 import HistoryEvent
 from temporalio.client import Client
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from perdure.client import api
+from perdure.client.connection import DATA_CONVERTER
 from perdure.types import RolloutRequest
 
 
@@ -37,19 +40,28 @@ async def test_a_lasting_status_is_told() -> None:
 
 
 class Server:
-    """The client's start call with given answers."""
+    """The client's start call with given answers, and the history of what it started."""
+
+    data_converter = DATA_CONVERTER
 
     def __init__(self, *answers: Exception | str) -> None:
         self.answers = list(answers)
 
-    async def start_workflow(self, *_: Any, **named: Any) -> str:
+    async def start_workflow(self, *asked: Any, **named: Any) -> str:
+        self.request = asked[1]
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def get_workflow_handle(self, workflow_id: str) -> SimpleNamespace:
-        return SimpleNamespace(id=workflow_id)
+        return SimpleNamespace(id=workflow_id, fetch_history_events=self._events)
+
+    async def _events(self, *, page_size: int) -> AsyncIterator[HistoryEvent]:
+        event = HistoryEvent()
+        started = event.workflow_execution_started_event_attributes
+        started.input.payloads.extend(await self.data_converter.encode([self.request]))
+        yield event
 
 
 REQUEST = RolloutRequest(run_id="r", instance="toy/one", agent="oracle")
