@@ -81,7 +81,8 @@ chaos: setup ## kill -9, SIGTERM and lost answers, with real processes (slow); S
 bench: setup ## the benchmarks that need nothing else, one after the other (slow)
 	@for b in startup overhead crash flaky replay sandbox sandbox.ready relay gateway_load gateway_cost routing preemption saturation weights neighbour status gradings report; do $(RUN) python -m benchmarks.$$b || exit 1; done
 
-learn: setup ## a tiny model learns through the whole stack on two cores (slow; vLLM, 3.2 GB): SEEDS=1,2,3 OPTIONS='--staleness 1'
+learn: SEEDS = 1,2,3
+learn: setup ## a tiny model learns through the whole stack on two cores (slow; vLLM, 3.2 GB): SEEDS=2 OPTIONS='--staleness 1'
 	@$(RUN) --extra serving python -m benchmarks.learn --seeds $(SEEDS) $(OPTIONS)
 
 clean: ## remove the environment and everything local

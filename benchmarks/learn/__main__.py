@@ -2,7 +2,8 @@
 
 Once: instances are made and calibrated, a scripted teacher works through lessons, a model is trained on
 their export. Then for each seed: GRPO on real rollouts, with new weights in the running engine after each
-step. The same command goes on where it was stopped.
+step. The same command goes on where it was stopped; a trainer that ends early is started again with
+everything else.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,18 +28,23 @@ from benchmarks.perdure_stack import ROOT
 from perdure.storage.base import open_store
 
 FOLDER = ROOT / ".perdure/learn"
-LESSONS, TRAINING, HELD_OUT = 300, 64, 32
-LESSONS_AT_ONCE = 75
+PICTURE = ROOT / "docs/pictures/learning.svg"
+LESSONS, TRAINING, HELD_OUT = 720, 64, 32
+LESSONS_AT_ONCE = 80
 """Rollouts of one run: a long run's history is read again after every pause of a busy worker."""
-CAREFUL_SHARE = 0.45
+CAREFUL_SHARE = 0.38
 """Of the lessons; with the rest a model repairs about as often as it was shown."""
 ROWS = "lessons.jsonl"
+RECIPE = {"lessons": LESSONS, "training": TRAINING, "held_out": HELD_OUT, "careful": CAREFUL_SHARE}
+TRIES = 3
+"""Of a step of the preparation, and of a trainer that makes no progress."""
 POLL_S = 0.2
 
 
 def main() -> None:
     given = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its processes end too
+    _end_cleanly()
+    same_recipe(given.folder)
     installed()
     base = given.folder / "base"
     vocabulary.write(base)
@@ -51,7 +58,16 @@ def main() -> None:
         it.serve(base / "model")
         for seed in given.seeds:
             _one(it, _plan(given, seed, base), given.kill_at)
+            if given.keep:
+                report.keep(given.folder / "runs", report.KEPT, PICTURE)
     print(report.table(report.read(given.folder / "runs")))
+
+
+def _end_cleanly() -> None:
+    """A closed terminal and SIGTERM end its processes too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # not under nohup
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
 
 
 @contextmanager
@@ -68,13 +84,30 @@ def live(home: LearnHome) -> Iterator[Live]:
 # --- once -------------------------------------------------------------------------------------
 
 
+def same_recipe(folder: Path) -> None:
+    """Raises: SystemExit if the folder was made by another recipe: its model is not the one described."""
+    file = folder / "recipe.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    if known != RECIPE and (known or any(folder.glob("*.done"))):
+        raise SystemExit(f"{folder} was made by another recipe: add --new to forget its runs")
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(RECIPE))
+
+
 def once(folder: Path, what: str, act: Callable[[], None]) -> None:
-    """Do it unless an earlier call did it to the end."""
+    """Do it unless an earlier call did it to the end. It may be repeated, so a failure is."""
     mark = folder / f"{what.replace(' ', '-')}.done"
     if mark.exists():
         return
     began = time.monotonic()
-    act()
+    for left in reversed(range(TRIES)):
+        try:
+            act()
+            break
+        except RuntimeError as error:
+            if not left:
+                raise
+            print(f"{what}, once more: {error}", flush=True)
     mark.touch()
     print(f"{what}: {time.monotonic() - began:.0f} s", flush=True)
 
@@ -110,7 +143,7 @@ def _lessons(number: int) -> list[str]:
     """The options of one run of lessons."""
     words = ["--agent", AGENT, "-c", "16", "--run-id", f"lessons-{number}"]
     first = number * LESSONS_AT_ONCE
-    for lesson in range(first, first + LESSONS_AT_ONCE):
+    for lesson in range(first, min(first + LESSONS_AT_ONCE, LESSONS)):
         words += ["--include", f"lesson-{lesson:03d}"]
     for name, value in rollout_fields()["agent_options"].items():
         words += ["--set", f"agent_options.{name}={json.dumps(value)}"]
@@ -118,13 +151,9 @@ def _lessons(number: int) -> list[str]:
 
 
 def _train_base(it: Live, base: Path) -> None:
-    """The engine starts meanwhile; it gets the weights of each run by an update."""
     training = it.in_vllm("benchmarks.learn.trainer.sft", str(base / ROWS), str(base))
-    while not (base / "model").exists() and training.poll() is None:
-        time.sleep(POLL_S)
-    it.serve(base / "model")
     if training.wait() != 0:
-        raise SystemExit(f"supervised training ended with {training.returncode}")
+        raise RuntimeError(f"supervised training ended with {training.returncode}")
 
 
 def _teacher(lessons: Sequence[tasks.Task]) -> Iterator[dict[str, object]]:
@@ -168,27 +197,40 @@ def _plan(given: argparse.Namespace, seed: int, base: Path) -> Plan:
 
 
 def _one(it: Live, plan: Plan, kill_at: int) -> None:
-    """Train to the end; with `kill_at`, kill everything in the middle of that step and start again."""
-    print(f"{plan.name}: {plan.steps} steps of {plan.groups} x {plan.samples}", flush=True)
-    trainer = it.train(plan)
-    if kill_at and not report.resumed(plan.figures):
-        while report.steps_done(plan.figures) < kill_at and trainer.poll() is None:
-            time.sleep(POLL_S)
-        time.sleep(random.Random(plan.seed).uniform(2.0, 6.0))  # into the next step's rollouts
-        print(f"killed {it.kill()} processes", flush=True)
-        trainer.wait()
+    """Train to the end. With `kill_at`, everything is killed in the middle of the step after that one."""
+    tries = TRIES
+    while not report.is_finished(plan.figures, plan.steps):
+        done = report.steps_done(plan.figures)
+        print(f"{plan.name}: {done} of {plan.steps} steps are done", flush=True)
+        trainer = it.train(plan)
+        if kill_at and not report.resumed(plan.figures):
+            _kill_in_the_middle(it, plan, trainer, kill_at)
+            kill_at = 0
+        if trainer.wait() == 0:
+            continue
+        tries = TRIES if report.steps_done(plan.figures) > done else tries - 1
+        if not tries:
+            raise SystemExit(f"{plan.name}: the trainer ended with {trainer.returncode}")
+        print(f"the trainer ended with {trainer.returncode}: all starts again", flush=True)
+        it.kill()
         it.restart()
         it.serve(plan.base / "model")
-        trainer = it.train(plan)
-    if trainer.wait() != 0:
-        raise SystemExit(f"the trainer ended with {trainer.returncode}")
 
 
-def _arguments() -> argparse.Namespace:
+def _kill_in_the_middle(
+    it: Live, plan: Plan, trainer: "subprocess.Popen[bytes]", kill_at: int
+) -> None:
+    while report.steps_done(plan.figures) < kill_at and trainer.poll() is None:
+        time.sleep(POLL_S)
+    time.sleep(random.Random(plan.seed).uniform(2.0, 6.0))  # into the next step's rollouts
+    print(f"killed {it.kill()} processes", flush=True)
+
+
+def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make learn", description=__doc__)
-    parser.add_argument("--seeds", type=_numbers, default=(1,), metavar="1,2,3")
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--groups", type=int, default=6, help="instances of a step")
+    parser.add_argument("--seeds", type=_numbers, default=(1, 2, 3), metavar="1,2,3")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--groups", type=int, default=8, help="instances of a step")
     parser.add_argument("--samples", type=int, default=8, help="rollouts of each")
     parser.add_argument("--staleness", type=int, default=0, help="versions off policy")
     parser.add_argument(
@@ -199,7 +241,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--agents", type=int, default=16, help="sandboxes at once")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--new", action="store_true", help="forget all earlier runs")
-    given = parser.parse_args()
+    parser.add_argument(
+        "--no-keep",
+        dest="keep",
+        action="store_false",
+        help="leave benchmarks/learn/results and the picture of the docs as they are",
+    )
+    given = parser.parse_args(words)
     if given.new:
         shutil.rmtree(given.folder, ignore_errors=True)
     given.folder = given.folder.absolute()

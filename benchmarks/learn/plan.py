@@ -6,10 +6,12 @@ from typing import Any, Literal
 from perdure.types import Frozen, GroupRequest, RolloutRequest, RunRequest
 
 AGENT = "benchmarks.overhead.bash_agent:BashAgent"
-Broken = Literal["", "reencoded", "temperature", "split"]
-"""`reencoded`: the trainer encodes the text of each answer again. `temperature`: rollouts are sampled at
+Broken = Literal["", "reencode", "temperature", "split"]
+"""`reencode`: the trainer encodes the text of each answer again. `temperature`: rollouts are sampled at
 0.7, and the trainer assumes 1. `split`: each turn is a segment that earns its share of the reward."""
 BROKEN_TEMPERATURE = 0.7
+GROUP_S = 900.0
+"""A group ends then with what is graded; only an infrastructure failure lasts so long."""
 
 
 class Plan(Frozen):
@@ -26,14 +28,16 @@ class Plan(Frozen):
     """References of instances."""
     held_out: tuple[str, ...]
     seed: int = 1
-    steps: int = 30
+    steps: int = 40
     groups: int = 8
     samples: int = 8
     staleness: int = 0
     """Batches that are sampled ahead: each is trained on this many versions later."""
     learning_rate: float = 7e-4
     broken: Broken = ""
-    evaluate_samples: int = 2
+    evaluate_samples: int = 4
+    evaluate_every: int = 20
+    """Steps; also before the first and after the last."""
 
     @property
     def figures(self) -> Path:
@@ -48,7 +52,11 @@ class Plan(Frozen):
             "policy_version": version,
             "max_staleness": self.staleness,
         }
-        return GroupRequest(rollout=RolloutRequest.model_validate(rollout), n_samples=self.samples)
+        return GroupRequest(
+            rollout=RolloutRequest.model_validate(rollout),
+            n_samples=self.samples,
+            deadline_s=GROUP_S,
+        )
 
     def evaluation(self, step: int) -> RunRequest:
         """All held-out instances, at temperature 1."""

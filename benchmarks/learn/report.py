@@ -31,6 +31,24 @@ def steps_done(file: Path) -> int:
     return len(json.loads(file.read_text())["steps"]) if file.exists() else 0
 
 
+def is_finished(file: Path, steps: int) -> bool:
+    """Whether a run of so many steps has come to its end; one without any reward ends before."""
+    if not file.exists():
+        return False
+    run = json.loads(file.read_text())
+    return bool(run["finished"]) and run["plan"]["steps"] >= steps
+
+
+def keep(folder: Path, kept: Path, svg: Path) -> None:
+    """The figures of all finished runs beside this module, and their picture."""
+    kept.mkdir(parents=True, exist_ok=True)
+    for run in read(folder):
+        if run["finished"]:
+            text = json.dumps(run, indent=1)
+            (kept / f"{run['plan']['name']}.json").write_text(f"{text}\n")
+    svg.write_text(picture(read(kept)))
+
+
 def resumed(file: Path) -> bool:
     return file.exists() and bool(json.loads(file.read_text())["resumed_at"])
 
@@ -39,7 +57,7 @@ def resumed(file: Path) -> bool:
 
 
 def table(runs: Sequence[Run]) -> str:
-    head = "| run | steps | first step | first 5 | last 5 | held out, before and after |"
+    head = "| run | steps | first step | first 5 | last 5 | held out, first to last |"
     lines = [head, "|---" * 6 + "|", *map(_rewards, runs), "", *costs(runs)]
     return "\n".join(lines)
 
@@ -86,7 +104,7 @@ def _joined(values: Iterable[float]) -> str:
 
 
 def picture(runs: Sequence[Run]) -> str:
-    """Reward of each batch, smoothed over three steps; circles: held out, before and after."""
+    """Reward of each batch, smoothed over three steps; circles: held out."""
     most = max(len(run["steps"]) for run in runs)
 
     def x(step: float) -> float:

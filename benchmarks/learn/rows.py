@@ -45,7 +45,7 @@ def samples_of(
         for one, advantage in zip(graded, advantages(list(map(_reward, graded))), strict=True):
             if advantage:
                 found += [replace(sample(s), advantage=advantage) for s in one.segments]
-    if broken == "reencoded":
+    if broken == "reencode":
         return [reencoded(one, reencode) for one in found]
     if broken == "temperature":
         return [replace(one, temperature=1.0) for one in found]

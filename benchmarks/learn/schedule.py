@@ -1,8 +1,12 @@
-"""Which instances a batch has, and which version of the weights samples it."""
+"""Which instances a batch has, which version of the weights samples it, and how fast a step learns."""
 
 import random
 
 from benchmarks.learn.plan import Plan
+
+WARM_UP_STEPS = 3
+LAST_SHARE = 0.2
+"""Of the learning rate, at the last step."""
 
 
 def batch(plan: Plan, number: int) -> tuple[str, ...]:
@@ -21,3 +25,16 @@ def _at(plan: Plan, position: int) -> str:
 def version_of(plan: Plan, number: int, first: int) -> int:
     """The version published when the batch is started, `staleness` steps before it is trained on."""
     return first + max(0, number - plan.staleness)
+
+
+def learning_rate(plan: Plan, number: int) -> float:
+    """Warm-up, then constant for half of the steps, then down in a line, so that the end is steady."""
+    half = plan.steps / 2
+    left = min(1.0, (plan.steps - number) / half)
+    share = LAST_SHARE + (1 - LAST_SHARE) * left
+    return plan.learning_rate * share * min(1.0, (number + 1) / WARM_UP_STEPS)
+
+
+def evaluates(plan: Plan, done: int) -> bool:
+    """Whether held-out instances are tried after so many steps."""
+    return done % plan.evaluate_every == 0 or done == plan.steps

@@ -10,7 +10,7 @@ import random
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product, zip_longest
 from typing import Literal, NamedTuple
 
 from perdure.instances import catalog
@@ -99,10 +99,13 @@ class Tasks:
 
 
 def make_tasks(lessons: int, training: int, held_out: int, seed: int = 1) -> Tasks:
-    """As many of each family as the counts allow. Raises: ValueError if there are too few prompts."""
+    """Families alternate, so that training and evaluation have as many of each.
+
+    Raises: ValueError if there are too few prompts.
+    """
     rng = random.Random(seed)
     dealt = _dealt([list(_family(family, rng)) for family in FAMILIES])
-    found = [task for task, _ in zip(dealt, range(lessons + training + held_out), strict=False)]
+    found = list(islice(dealt, lessons + training + held_out))
     if len(found) < lessons + training + held_out:
         raise ValueError(f"only {len(found)} different prompts")
     held = training + held_out
@@ -110,9 +113,9 @@ def make_tasks(lessons: int, training: int, held_out: int, seed: int = 1) -> Tas
 
 
 def _dealt(families: Sequence[list[Task]]) -> Iterator[Task]:
-    """One of each family in turn, until one family has no more."""
-    for row in zip(*families, strict=False):
-        yield from row
+    """One of each family in turn; once a family has no more, of the others."""
+    for row in zip_longest(*families):
+        yield from (task for task in row if task is not None)
 
 
 def _family(family: Family, rng: random.Random) -> Iterator[Task]:

@@ -94,10 +94,8 @@ class Figures:
             told = json.loads(plan.figures.read_text())
         return cls(plan, told | {"plan": kept | sizes, "finished": False})
 
-    @property
-    def evaluations(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._told["evaluations"]
-        return found
+    def is_evaluated(self, step: int) -> bool:
+        return any(one["step"] == step for one in self._told["evaluations"])
 
     def add(self, step: Step) -> None:
         self._told["steps"] = [one for one in self._told["steps"] if one["step"] < step.step]
@@ -119,7 +117,7 @@ class Figures:
         graded = [reward for reward in rewards if reward is not None]
         mean = sum(graded) / len(graded) if graded else 0.0
         counts = {"graded": len(graded), "ungraded": len(rewards) - len(graded)}
-        self.evaluations.append({"step": step, "held_out": mean, **counts})
+        self._told["evaluations"].append({"step": step, "held_out": mean, **counts})
         self._write()
         print(f"after {step} steps: held out {mean:.2f}", flush=True)
 

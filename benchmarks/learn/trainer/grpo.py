@@ -14,7 +14,6 @@ from benchmarks.learn.trainer.policy import batched, logprobs_of
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 MINIBATCHES = 2
 GRADIENT_NORM = 1.0
-WARM_UP_STEPS = 3
 
 
 @dataclass
@@ -51,7 +50,7 @@ def step(
     """One epoch over the samples in minibatches. `number` counts steps from 0."""
     figures = StepFigures()
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * min(1.0, (number + 1) / WARM_UP_STEPS)
+        group["lr"] = learning_rate
     for first, minibatch in _minibatches(samples, number):
         ids, mask, recorded, temperatures, advantages = batched(minibatch)
         now = logprobs_of(model, ids, temperatures)

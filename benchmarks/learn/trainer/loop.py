@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.learn.plan import Plan
 from benchmarks.learn.rows import samples_of
-from benchmarks.learn.schedule import batch, version_of
+from benchmarks.learn.schedule import batch, evaluates, learning_rate, version_of
 from benchmarks.learn.trainer import exported, grpo, policy
 from benchmarks.learn.trainer.figures import Figures, Step
 from perdure.client.api import GroupHandle, Perdure
@@ -57,11 +57,10 @@ class Trainer:
     async def run(self) -> None:
         await self._resume()
         await self._publish()
-        if not self.figures.evaluations:
-            await self._evaluate()
+        await self._evaluate()
         while self.step < self.plan.steps and not self.figures.hopeless(HOPELESS_STEPS):
             await self._train_one()
-        await self._evaluate()
+            await self._evaluate()
         self.figures.finish()
 
     # --- one step ------------------------------------------------------------------------------
@@ -105,7 +104,7 @@ class Trainer:
                 self.model,
                 self.optimizer,
                 samples,
-                learning_rate=self.plan.learning_rate,
+                learning_rate=learning_rate(self.plan, self.step),
                 number=self.step,
             ).as_json()
 
@@ -117,7 +116,9 @@ class Trainer:
     # --- evaluation -----------------------------------------------------------------------------
 
     async def _evaluate(self) -> None:
-        """Rewards at temperature 1 on instances that are never trained."""
+        """Rewards at temperature 1 on instances that are never trained, unless they are known."""
+        if not evaluates(self.plan, self.step) or self.figures.is_evaluated(self.step):
+            return
         run = await self.perdure.start_run(self.plan.evaluation(self.step))
         await run.result()
         found = [info.episode for info in await run.rollouts() if info.episode is not None]

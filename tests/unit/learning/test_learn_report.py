@@ -64,3 +64,16 @@ def test_a_run_without_a_step_is_left_out(tmp_path: Path) -> None:
     _run(tmp_path, "seed-1", [], finished=False)
 
     assert report.read(tmp_path) == []
+
+
+def test_only_finished_runs_are_kept(tmp_path: Path) -> None:
+    """The docs show what came to its end; an earlier result of the same run is replaced."""
+    runs, kept, svg = tmp_path / "runs", tmp_path / "kept", tmp_path / "curve.svg"
+    _run(runs, "seed-1", [0.25, 0.75], finished=True)
+    _run(runs, "seed-2", [0.5], finished=False)
+    kept.mkdir()
+    (kept / "seed-1.json").write_text('{"steps": []}')
+    report.keep(runs, kept, svg)
+
+    assert [len(run["steps"]) for run in report.read(kept)] == [2]
+    assert svg.read_text() == report.picture(report.read(kept))

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.learn.plan import Plan
 from benchmarks.learn.rows import Sample, advantages, reencoded, turns
-from benchmarks.learn.schedule import batch, version_of
+from benchmarks.learn.schedule import batch, evaluates, learning_rate, version_of
 
 WHOLE = Sample(
     ids=(1, 2, 3, 4, 5, 6),
@@ -69,3 +69,17 @@ def test_an_epoch_has_every_instance_once() -> None:
 def test_a_stale_batch_is_sampled_by_earlier_weights(staleness: int, versions: list[int]) -> None:
     """The first batches are sampled before there are newer weights."""
     assert [version_of(_plan(staleness), number, 7) for number in range(3)] == versions
+
+
+def test_the_learning_rate_warms_up_stays_and_falls() -> None:
+    """At the end small steps, so that the last rewards are those of a settled model."""
+    plan = _plan().model_copy(update={"steps": 40, "learning_rate": 1e-3})
+    rates = [round(1e4 * learning_rate(plan, number), 2) for number in (0, 2, 20, 30, 39)]
+
+    assert rates == [3.33, 10.0, 10.0, 6.0, 2.4]
+
+
+def test_held_out_instances_are_tried_at_both_ends_and_between() -> None:
+    plan = _plan().model_copy(update={"steps": 50, "evaluate_every": 20})
+
+    assert [done for done in range(51) if evaluates(plan, done)] == [0, 20, 40, 50]
