@@ -115,7 +115,7 @@ def test_everything_is_killed_once_at_the_step_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer that goes on is left alone, although its figures were not written again yet."""
-    monkeypatch.setattr(learn.time, "sleep", lambda _: None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
     processes = Processes((12, RUNNING), (0, 1), (28, 0))
     _one(processes, _given(tmp_path, "--kill-at", "12"), kill_at=12)
 
@@ -153,7 +153,7 @@ def test_held_out_instances_are_always_sampled_at_one(
     trained = plan.group(0, "repairs/train-000", 0).rollout
 
     assert trained.sampling.temperature == sampled_at
-    assert plan.evaluation(0).rollout["sampling"]["temperature"] == 1.0
+    assert cast(Any, plan.evaluation(0).rollout)["sampling"]["temperature"] == 1.0
 
 
 def _failing(times: int, calls: list[int]) -> Callable[[], None]:
