@@ -47,10 +47,15 @@ class Home:
     folder: Path
     engine_url: str
     ports: Mapping[str, str] = field(default_factory=_free_ports)
+    store: str = ""
+    """By default a folder of the home."""
+    s3: str = ""
+    """The endpoint of a store `s3://...`; its credentials are this process's."""
 
     @property
     def settings(self) -> Settings:
-        return Settings(home=self.folder, store=str(self.folder / "store"))
+        store = self.store or str(self.folder / "store")
+        return Settings(home=self.folder, store=store, s3_endpoint_url=self.s3)
 
     def environment(self) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PERDURE_", "TEMPORAL_"))}
@@ -60,6 +65,8 @@ class Home:
             "PERDURE_ENGINE__URL": self.engine_url,
             "PERDURE_ENGINE__KIND": "vllm",
             "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))),
+            **({"PERDURE_STORE": self.store} if self.store else {}),
+            **({"PERDURE_S3_ENDPOINT_URL": self.s3} if self.s3 else {}),
             **self.ports,
         }
 

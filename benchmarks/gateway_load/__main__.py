@@ -304,7 +304,7 @@ def _s3(folder: Path, mode: str) -> Iterator[tuple[dict[str, str], Counts]]:
     if not mode:
         yield {}, dict
         return
-    command = ["benchmarks.gateway_load.s3", "--latency", str(S3_LATENCY_S)]
+    command = ["benchmarks.memory_s3", "--latency", str(S3_LATENCY_S)]
     with _process(command, {}, folder / f"s3-{mode}.log") as process:
         url = json.loads(process.stdout.readline())["url"]
         settings = {

@@ -1,15 +1,16 @@
 """An S3 server in memory that answers after a fixed time and counts its requests.
 
-    python -m benchmarks.gateway_load.s3 --latency 0.03
+    python -m benchmarks.memory_s3 --latency 0.03
 
-It has what the store needs: conditional PUT, GET with a range, DELETE, and lists. `GET /-/counts`
-returns the requests and the bytes written so far.
+It has what the store needs: conditional PUT, GET with a range, HEAD, DELETE, and lists. `GET /-/counts`
+returns the requests and the bytes written so far, `GET /-/names` both for each kind of object.
 """
 
 import argparse
 import asyncio
 import hashlib
 import json
+import re
 import socket
 from collections import Counter
 from urllib.parse import parse_qs
@@ -30,6 +31,9 @@ class MemoryS3:
         self._latency_s = latency_s
         self._objects: dict[str, bytes] = {}
         self._counts: Counter[str] = Counter()
+        self._asked: Counter[str] = Counter()
+        self._moved: Counter[str] = Counter()
+        """Requests, and bytes of bodies both ways, by method and kind of object."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,22 +47,35 @@ class MemoryS3:
             size = sum(map(len, self._objects.values()))
             held = {"objects": len(self._objects), "held": size}
             return JSONResponse({**self._counts, **held})
+        if request.url.path == "/-/names":
+            return JSONResponse({k: [n, self._moved[k]] for k, n in self._asked.items()})
         body = await request.body()
         await asyncio.sleep(self._latency_s)
         _, _, key = request.url.path.lstrip("/").partition("/")
         if request.method == "GET" and "list-type" in request.query_params:
-            self._count("LIST", request.query_params.get("prefix", ""))
-            return self._list(parse_qs(request.url.query))
-        self._count(request.method, key)
+            prefix = request.query_params.get("prefix", "")
+            listed = self._list(parse_qs(request.url.query))
+            return self._counted("LIST", prefix, listed, len(listed.body))
         if request.method == "PUT":
-            return self._put(key, _content(request, body), request.headers)
+            content = _content(request, body)
+            stored = self._put(key, content, request.headers)
+            return self._counted("PUT", key, stored, len(content))
         if request.method == "DELETE":
             self._objects.pop(key, None)
-            return Response(status_code=204)
-        return self._get(key, request.headers.get("range"))
+            return self._counted("DELETE", key, Response(status_code=204), 0)
+        if request.method == "HEAD" and key in self._objects:
+            data = self._objects[key]
+            about = {"content-length": str(len(data)), "etag": _etag(data)}
+            return self._counted("HEAD", key, Response(headers=about), 0)
+        found = self._get(key, request.headers.get("range"))
+        return self._counted(request.method, key, found, len(found.body))
 
-    def _count(self, method: str, key: str) -> None:
+    def _counted(self, method: str, key: str, answer: Response, size: int) -> Response:
         self._counts[f"{method} {_kind(key)}"] += 1
+        what = f"{method} {_name(key)}"
+        self._asked[what] += 1
+        self._moved[what] += size
+        return answer
 
     def _put(self, key: str, data: bytes, headers: object) -> Response:
         if headers.get("if-none-match") == "*" and key in self._objects:  # type: ignore[attr-defined]  # starlette's
@@ -102,6 +119,14 @@ def _kind(key: str) -> str:
     return name if name in ("claim", "partial") else "part" if name else "session"
 
 
+def _name(key: str) -> str:
+    """The name of an object in its folder without what differs from rollout to rollout."""
+    if (kind := _kind(key)) != "other":
+        return f"journal {kind}"
+    folder, _, name = key.rpartition("/")
+    return re.sub(r"[0-9a-f]{8,}|\d+", "*", name or f"{folder.rpartition('/')[2]}/")
+
+
 def _content(request: Request, body: bytes) -> bytes:
     """The object: boto3 may send it in chunks with checksums."""
     if "aws-chunked" not in request.headers.get("content-encoding", ""):
@@ -133,7 +158,7 @@ async def _serve(latency_s: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway_load.s3")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_s3")
     parser.add_argument("--latency", type=float, default=0.03, help="seconds of each request")
     asyncio.run(_serve(parser.parse_args().latency))
 
