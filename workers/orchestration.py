@@ -9,10 +9,12 @@ from datetime import timedelta
 
 from temporalio.client import Client
 from temporalio.worker import (
+    Interceptor,
     PollerBehaviorAutoscaling,
     UnsandboxedWorkflowRunner,
     Worker,
     WorkerDeploymentConfig,
+    WorkflowInterceptorClassInput,
     WorkflowRunner,
 )
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
@@ -26,6 +28,7 @@ from workflows.host import HostWorkflow
 from workflows.reaper import ReaperWorkflow
 from workflows.rollout import RolloutWorkflow
 from workflows.run import RunShardWorkflow, RunWorkflow
+from workflows.web_ui import VIEWER
 
 WORKFLOWS: Sequence[type] = (
     RolloutWorkflow,
@@ -54,19 +57,32 @@ def checking_runner() -> SandboxedWorkflowRunner:
     return SandboxedWorkflowRunner(restrictions=restrictions)
 
 
+class _KnowsViewer(Interceptor):
+    """Tells workflows a fact of their worker: details do not enter history, so it may change."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def workflow_interceptor_class(self, input: WorkflowInterceptorClassInput) -> None:
+        input.unsafe_extern_functions[VIEWER] = lambda: self._url
+
+
 def workflow_worker(
     client: Client,
     runner: WorkflowRunner | None = None,
     build: WorkerDeploymentConfig | None = None,
     workflows: Sequence[type] = WORKFLOWS,
+    viewer_url: str = "",
 ) -> Worker:
-    """`runner`: None is production's, without checks. `build`: None is no versioning."""
+    """`runner`: None is production's, without checks. `build`: None is no versioning. `viewer_url`: of
+    `perdure view`, for links in details."""
     return Worker(
         client,
         task_queue=names.WORKFLOWS_QUEUE,
         workflows=workflows,
         deployment_config=build,
         workflow_runner=runner or (MovingRunner() if build else UnsandboxedWorkflowRunner()),
+        interceptors=[_KnowsViewer(viewer_url)] if viewer_url else [],
         max_cached_workflows=2000,
         # How long a task waits for the worker that cached its workflow, before any other may take it.
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=5),

@@ -88,7 +88,8 @@ def _workers(
     if "workflows" in roles:
         from workers.orchestration import workflow_worker
 
-        workers.append(workflow_worker(client, build=build))
+        viewer_url = settings.temporal.viewer_url
+        workers.append(workflow_worker(client, build=build, viewer_url=viewer_url))
     others = [role for role in roles if role != "workflows"]
     if others:
         from perdure.rollouts.services import Services

@@ -17,6 +17,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attributes as attributes
     from perdure.errors import Boundary
     from perdure.types import EpisodeRef, Failure, RolloutRequest, RolloutStatus
+    from workflows.failures import episode_of
 
 
 def summary_of(rollout: RolloutRequest) -> str:
@@ -52,6 +53,8 @@ async def play_rollout(rollout: RolloutRequest, *, abandon: bool = False) -> Epi
         if is_cancelled_exception(error):
             return _without_result(rollout, RolloutStatus.CANCELLED, "")
         cause = error.cause if isinstance(error, ChildWorkflowError) else error
+        if (failed := episode_of(cause)) is not None:
+            return failed
         return _without_result(rollout, RolloutStatus.FAILED, f"the workflow failed: {cause}")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -10,14 +11,18 @@ from pydantic import BaseModel, ValidationError
 from temporalio import workflow
 from temporalio.exceptions import ActivityError, ApplicationError, TimeoutError, TimeoutType
 
+from perdure.client import names
+from perdure.client import search_attributes as attributes
 from perdure.errors import Boundary
 from perdure.rollouts.messages import HOST_LOST, STORE_UNAVAILABLE
-from perdure.types import Failure
+from perdure.types import SLUG, EpisodeRef, Failure
 
 Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")
 
 MESSAGE_LIMIT = 500
+INVALID = "input:InvalidRequest"
+"""`PerdureFailure` of a refused input."""
 
 
 def parse(model: type[Model], raw: Any) -> Model:
@@ -30,17 +35,34 @@ def parse(model: type[Model], raw: Any) -> Model:
         return raw
     if not isinstance(raw, dict):
         fields = ", ".join(model.model_fields)
-        raise ApplicationError(
-            f"{model.__name__}: the input must be one JSON object with the fields {fields}",
-            type="InvalidRequest",
-            non_retryable=True,
+        raise _refused(
+            f"{model.__name__}: the input must be one JSON object with the fields {fields}"
         )
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise ApplicationError(
-            f"{model.__name__}: {explain(error, model)}", type="InvalidRequest", non_retryable=True
-        ) from None
+        raise _refused(f"{model.__name__}: {explain(error, model)}", raw) from None
+
+
+def _refused(why: str, raw: dict[str, Any] | None = None) -> ApplicationError:
+    """The error that ends the workflow, which is listed under its run, as far as that is known."""
+    run_id = _run_named(raw or {})
+    if run_id and not attributes.are_set(workflow.info().typed_search_attributes):
+        workflow.upsert_search_attributes([attributes.RUN.value_set(run_id)])
+    workflow.upsert_search_attributes([attributes.FAILURE.value_set(INVALID)])
+    return ApplicationError(why, type="InvalidRequest", non_retryable=True)
+
+
+def _run_named(raw: dict[str, Any]) -> str:
+    """The run id in an input, or in the id of its workflow (`rollout/RUN/...`); empty: neither."""
+    template = raw.get("rollout")
+    inside = template.get("run_id") if isinstance(template, dict) else None
+    kind, _, rest = workflow.info().workflow_id.partition("/")
+    by_id = rest.split("/")[0] if kind in ("run", "group", "rollout") else ""
+    for one in (raw.get("run_id"), inside, by_id):
+        if isinstance(one, str) and re.fullmatch(SLUG, one):
+            return one
+    return ""
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -73,6 +95,25 @@ def failure_of(error: ActivityError) -> Failure:
     return Failure(
         boundary=Boundary.WORKER, type="UnexpectedError", message=str(cause)[:MESSAGE_LIMIT]
     )
+
+
+def without_verdict(episode: EpisodeRef) -> ApplicationError:
+    """The error that ends a rollout without a verdict; it carries the episode."""
+    failure = episode.failure
+    why = f"{failure.boundary.value}: {failure.message}" if failure else "no verdict"
+    found = episode.model_dump(mode="json", exclude_defaults=True)
+    return ApplicationError(why, found, type=names.WITHOUT_VERDICT, non_retryable=True)
+
+
+def episode_of(error: BaseException | None) -> EpisodeRef | None:
+    """What `without_verdict` carries."""
+    if (
+        isinstance(error, ApplicationError)
+        and error.type == names.WITHOUT_VERDICT
+        and error.details
+    ):
+        return EpisodeRef.model_validate(error.details[0])
+    return None
 
 
 def waited_too_long(error: ActivityError) -> bool:

@@ -10,8 +10,10 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import names
     from perdure.client import search_attributes as attributes
     from perdure.types import EpisodeRef, GroupRequest, GroupResult, RolloutStatus
+    from workflows import markdown
     from workflows.children import play_rollout
     from workflows.failures import parse, was_dropped
+    from workflows.web_ui import ChildrenPage, Links
 
 MAX_WAIT_S = 30.0
 
@@ -23,12 +25,14 @@ class RolloutGroupWorkflow:
     def __init__(self) -> None:
         self.episodes: list[EpisodeRef] = []
         self.total = 0
+        self.page: ChildrenPage | None = None
 
     @workflow.run
     async def run(self, request: Any = None) -> GroupResult:
         group = parse(GroupRequest, request)
         self.total = group.n_samples
-        workflow.set_current_details(f"**{group.rollout.instance}** · {group.n_samples} samples")
+        self.page = _page(group)
+        self.page.show()
         if not attributes.are_set(workflow.info().typed_search_attributes):
             workflow.upsert_search_attributes(attributes.updates_of(group.rollout))
         quorum = group.quorum or group.n_samples
@@ -62,6 +66,7 @@ class RolloutGroupWorkflow:
             await workflow.wait_condition(
                 lambda: len(self.episodes) > cursor or len(self.episodes) >= self.total,
                 timeout=timedelta(seconds=MAX_WAIT_S),
+                timeout_summary="a client waits for the next episode",
             )
         except TimeoutError:
             return []
@@ -73,11 +78,11 @@ class RolloutGroupWorkflow:
             raise ValueError("cursor must be 0 or more")
 
     async def _play(self, group: GroupRequest, sample_index: int) -> None:
-        rollout = group.rollout.model_copy(
-            update={"sample_index": sample_index, "group_id": group.group_id}
-        )
         keep = group.stragglers == "keep"
-        self.episodes.append(await play_rollout(rollout, abandon=keep))
+        episode = await play_rollout(group.sample(sample_index), abandon=keep)
+        self.episodes.append(episode)
+        if self.page is not None:
+            self.page.add(episode)
 
     async def _until(self, quorum: int, deadline_s: float | None) -> None:
         timeout = timedelta(seconds=deadline_s) if deadline_s is not None else None
@@ -85,6 +90,7 @@ class RolloutGroupWorkflow:
             await workflow.wait_condition(
                 lambda: self._graded() >= quorum or len(self.episodes) >= self.total,
                 timeout=timeout,
+                timeout_summary="deadline of the group",
             )
         except TimeoutError:
             workflow.logger.info("deadline reached with %d graded", self._graded())
@@ -101,3 +107,12 @@ class RolloutGroupWorkflow:
 
     def _graded(self) -> int:
         return sum(e.status is RolloutStatus.GRADED for e in self.episodes)
+
+
+def _page(group: GroupRequest) -> ChildrenPage:
+    rollout, links = group.rollout, Links.here()
+    headline = (
+        f"**{markdown.escaped(rollout.instance)}** · {group.n_samples} samples"
+        f" · agent {markdown.quoted(rollout.agent)} · run {links.run(rollout.run_id)}"
+    )
+    return ChildrenPage(rollout.run_id, headline, group.n_samples, links)

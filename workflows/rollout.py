@@ -1,7 +1,7 @@
 """RolloutWorkflow: one sample of an agent's work on one instance, from boot to episode.
 
-Ordering only. A rollout that fails *completes*, with its status and the boundary that failed. The
-workflow itself fails only on a refused input or a bug, so a red line in the Web UI needs a person.
+Ordering only. A rollout that ends without a verdict fails as a workflow, and its error carries the
+episode (docs/decisions/0028-no-verdict-is-red.md): a red line in the Web UI needs a person.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ with workflow.unsafe.imports_passed_through():
         to_the_end,
         waited_too_long,
         was_dropped,
+        without_verdict,
     )
     from workflows.orders import ordered
     from workflows.web_ui import RolloutPage
@@ -75,6 +76,8 @@ class RolloutWorkflow:
         self.page.close(episode)
         if cancelled:
             raise asyncio.CancelledError("the rollout was cancelled; its episode is in the store")
+        if episode.status is RolloutStatus.FAILED:
+            raise without_verdict(episode)
         return episode
 
     @workflow.signal(name=names.GRANTED)
@@ -174,7 +177,9 @@ class RolloutWorkflow:
             patience = max(0.0, min(patience, expires_at - workflow.time() + 1))
         try:
             await workflow.wait_condition(
-                lambda: step in self.grants, timeout=timedelta(seconds=patience)
+                lambda: step in self.grants,
+                timeout=timedelta(seconds=patience),
+                timeout_summary="then the account is asked again",
             )
         except TimeoutError:
             return False
@@ -230,7 +235,9 @@ class RolloutWorkflow:
             failure=failure,
             started_at=workflow.info().start_time.timestamp(),
         )
-        options = activity_options.described(activity_options.emit(rollout), status.value, "emit")
+        options = activity_options.described(
+            activity_options.emit(rollout), self.page.verdict(status, failure), "emit"
+        )
         try:
             return await self._do("emit_episode", ending, EpisodeRef, options)
         except ActivityError as error:
@@ -240,7 +247,7 @@ class RolloutWorkflow:
                 return await self._do("emit_episode", bare, EpisodeRef, options)
             except ActivityError as error:
                 workflow.logger.error("no episode can be written yet: %s", error.cause)
-                await workflow.sleep(EMIT_AGAIN)
+                await workflow.sleep(EMIT_AGAIN, summary="then the episode is written again")
 
     async def _destroy(self, attempt: Attempt, host: str | None) -> None:
         options = activity_options.described(

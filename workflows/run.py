@@ -19,13 +19,14 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attributes as attributes
     from perdure.rollouts.messages import PreparedRun, RunSummary, ShardRequest
     from perdure.types import RolloutRequest, RolloutStatus, RunRequest, RunStatus
-    from workflows import activity_options
+    from workflows import activity_options, markdown
     from workflows.failures import parse, stop_if_cancelled, to_the_end, was_dropped
     from workflows.orders import ordered
-    from workflows.window import STILL_RUNNING, Counts, Throttle, Window
+    from workflows.web_ui import ChildrenPage, Links, ShardsPage, counted
+    from workflows.window import STILL_RUNNING, Counts, Throttle, Window, starts_together
 
 SHARD = 500
-"""Instances of one shard: about 2,400 history events, far below the server's limits."""
+"""Children of one shard: about 2,400 history events, far below the server's limits."""
 
 Shard = workflow.ChildWorkflowHandle["RunShardWorkflow", RunStatus]
 Value = TypeVar("Value")
@@ -45,6 +46,8 @@ class RunWorkflow:
         self.reports: dict[int, RunStatus] = {}
         """The last one of each shard."""
         self.summary: RunSummary | None = None
+        self.page: ShardsPage | None = None
+        """Of a run that is cut into shards."""
 
     @workflow.run
     async def run(self, request: Any = None) -> RunSummary:
@@ -65,13 +68,14 @@ class RunWorkflow:
             raise
         self.total = prepared.total * run.rollouts_each
         self.state = "running"
-        workflow.set_current_details(f"**{run.run_id}** · {self.total} rollouts · `{prepared.uri}`")
         try:
             stop_if_cancelled()
-            if prepared.total <= SHARD:
-                self.window = Window(run, self.throttle)
+            if prepared.total <= _shard_size(run):
+                self.window = Window(run, self.throttle, ChildrenPage(*_page(run, self.total)))
                 await self.window.play(0, prepared.total)
             else:
+                self.page = ShardsPage(*_page(run, self.total))
+                self._show()
                 await self._play_shards(run, prepared.total)
         except GeneratorExit:  # this worker dropped the workflow, which continues on another worker
             raise
@@ -126,6 +130,11 @@ class RunWorkflow:
     @workflow.signal
     def shard_report(self, shard: int, report: RunStatus) -> None:
         self.reports[shard] = report
+        self._show()
+
+    def _show(self) -> None:
+        if self.page is not None:
+            self.page.show(counted(self.status()), self.reports)
 
     async def _finish(self, run: RunRequest) -> RunSummary:
         self.state = "finishing"
@@ -155,9 +164,10 @@ class RunWorkflow:
 
     async def _play_shards(self, run: RunRequest, total: int) -> None:
         tasks: list[asyncio.Task[None]] = []
-        for shard, start in enumerate(range(0, total, SHARD)):
+        size = _shard_size(run)
+        for shard, start in enumerate(range(0, total, size)):
             task = asyncio.create_task(
-                self._play_shard(run, shard, start, min(start + SHARD, total))
+                self._play_shard(run, shard, start, min(start + size, total))
             )
             tasks.append(task)
             await workflow.wait_condition(
@@ -188,6 +198,7 @@ class RunWorkflow:
         try:
             await self._catch_up(handle, request)
             self.reports[shard] = await handle
+            self._show()
         finally:
             del self.shards[shard]
 
@@ -217,8 +228,9 @@ class RunShardWorkflow:
     def __init__(self, request: ShardRequest, shard: int) -> None:
         # Before any signal: one may arrive with the first workflow task.
         self.throttle = Throttle(request.concurrency, request.paused)
-        self.window = Window(request.run, self.throttle)
         self.total = (request.stop - request.start) * request.run.rollouts_each
+        page = ChildrenPage(*_page(request.run, self.total))
+        self.window = Window(request.run, self.throttle, page)
         self.reported_done = 0
         self.reported_attention = ""
 
@@ -270,6 +282,22 @@ class RunShardWorkflow:
             self.throttle.concurrency,
             self.throttle.attention,
         )
+
+
+def _shard_size(run: RunRequest) -> int:
+    """Instances of one shard."""
+    children_each = 1 if starts_together(run) else run.rollouts_each
+    return max(1, SHARD // children_each)
+
+
+def _page(run: RunRequest, total: int) -> tuple[str, str, int, Links]:
+    """The arguments of a page about `total` rollouts of this run."""
+    agent = markdown.quoted(run.rollout_request("any/instance").agent)
+    headline = (
+        f"**{markdown.escaped(run.run_id)}** · {total} rollouts · agent {agent}"
+        f" · `perdure report {run.run_id}`"
+    )
+    return run.run_id, headline, total, Links.here()
 
 
 async def _signal(

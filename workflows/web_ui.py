@@ -1,11 +1,12 @@
-"""A rollout in the Temporal Web UI: details in Markdown, search attributes to filter by.
+"""Runs, groups and rollouts in the Temporal Web UI: details in Markdown, attributes to filter by.
 
-Details cost no history. Each change of a search attribute costs the server a write to its index, so
-a stage is listed there only if it lasts.
+Details cost no history. They stay small however many rollouts there are, because the UI sends them
+as part of an address.
 """
 
-import asyncio
-from datetime import timedelta
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from temporalio import workflow
@@ -13,11 +14,50 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attributes as attributes
     from perdure.rollouts.messages import AgentRun, Booted, Captured, GradedPatch
-    from perdure.types import EpisodeRef, Failure, RolloutRequest, RolloutStatus
+    from perdure.types import (
+        EpisodeRef,
+        Failure,
+        Outcome,
+        RolloutRequest,
+        RolloutStatus,
+        RunStatus,
+    )
+    from workflows import markdown, verdicts
+
+VIEWER = "perdure_viewer"
+"""Name of the function by which a worker tells its workflows the address of `perdure view`."""
+LISTED = 10
+"""Children of each kind in the details: the worst, and the last."""
+STORY = 30
+"""Newest lines of a rollout's story in the details."""
 
 
-LIST_STAGE_AFTER = timedelta(seconds=2)
-"""A shorter stage is not worth a write, because the server's lists are about as far behind."""
+@dataclass(frozen=True)
+class Links:
+    """Where the pages of this namespace and of the viewer are."""
+
+    namespace: str
+    viewer: str = ""
+    """Address of `perdure view`; empty: none is known."""
+
+    @classmethod
+    def here(cls) -> "Links":
+        """Of the running workflow; its worker knows the viewer."""
+        known = workflow.extern_functions().get(VIEWER)
+        return cls(workflow.info().namespace, str(known()) if known is not None else "")
+
+    def workflow(self, label: str, workflow_id: str) -> str:
+        return markdown.of_workflow(label, self.namespace, workflow_id)
+
+    def run(self, run_id: str) -> str:
+        return self.workflow(run_id, f"run/{run_id}")
+
+    def viewed(self, label: str, run_id: str, instance_id: str, sample: int) -> str:
+        """A rollout's page in the viewer; empty without one."""
+        if not self.viewer:
+            return ""
+        url = f"{self.viewer}/runs/{run_id}/rollouts/{instance_id}/{sample}"
+        return markdown.of_page(label, url)
 
 
 class RolloutPage:
@@ -26,20 +66,27 @@ class RolloutPage:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.headline = ""
+        self.open_with = ""
         self.current = "starting"
         self.number = 0
         self.evidence = ""
-        self.shown_as = ""
         self.requested_version: int | None = None
+        self.found = ""
+        """The verdict, on one line."""
+        self._run: AgentRun | None = None
+        self._graded: GradedPatch | None = None
         self._listed = ("waiting", 1)
-        self._listing: asyncio.Task[None] | None = None
 
     def open(self, rollout: RolloutRequest) -> None:
         self.requested_version = rollout.policy_version
-        self.shown_as = f"{rollout.run_id}/{rollout.instance_id}/{rollout.sample_index}"
+        links = Links.here()
+        rollout_of = rollout.run_id, rollout.instance_id, rollout.sample_index
+        command = f"`perdure show {'/'.join(map(str, rollout_of))}`"
+        seen = links.viewed("in the viewer", *rollout_of)
+        self.open_with = f"{seen} or {command}" if seen else command
         self.headline = (
-            f"**{rollout.instance}** · sample {rollout.sample_index} · agent `{rollout.agent}`"
-            f" · run `{rollout.run_id}`"
+            f"**{markdown.escaped(rollout.instance)}** · sample {rollout.sample_index}"
+            f" · agent {markdown.quoted(rollout.agent)} · run {links.run(rollout.run_id)}"
         )
         self._show()
         if attributes.are_set(workflow.info().typed_search_attributes):
@@ -49,20 +96,13 @@ class RolloutPage:
     def stage(self, name: str, attempt: int) -> None:
         self.current, self.number = name, attempt
         self._show()
-        if self._listed != (name, attempt) and self._listing is None:
-            self._listing = asyncio.create_task(self._list_stage())
+        if self._listed != (name, attempt):
+            self._list()
 
     def booting(self, attempt: int) -> None:
         """The boot signals this once it has lasted for a moment."""
         if self.current == "waiting":
-            self.current, self.number = "boot", attempt
-            self._show()
-            self._list()
-
-    async def _list_stage(self) -> None:
-        await workflow.sleep(LIST_STAGE_AFTER, summary="stage is listed if it lasts 2 s")
-        self._listing = None
-        self._list()
+            self.stage("boot", attempt)
 
     def _list(self) -> None:
         stage, attempt = self.current, self.number
@@ -78,36 +118,56 @@ class RolloutPage:
 
     def booted(self, booted: Booted) -> None:
         self.evidence = booted.uri
-        self._add(f"sandbox up{f' on {booted.host}' if booted.host else ''}")
+        self._add(f"sandbox up{f' on {markdown.quoted(booted.host)}' if booted.host else ''}")
 
     def agent(self, run: AgentRun) -> None:
-        detail = f" ({run.detail})" if run.detail else ""
+        self._run = run
         self._add(
-            f"agent {run.end.value}{detail}: {run.turns} turns, {run.tokens} sampled tokens,"
+            f"agent **{run.end.value}**: {run.turns} turns, {run.tokens} sampled tokens,"
             f" {run.seconds:.1f} s"
         )
+        if run.detail:
+            self._add(f"the agent's last line: {markdown.quoted(run.detail)}")
+        if run.unanswered:
+            self._add(f"its last model call got no answer: {markdown.quoted(run.unanswered)}")
 
     def captured(self, captured: Captured) -> None:
         size = "empty" if captured.empty else f"{captured.size} bytes in {captured.files} files"
         self._add(f"diff captured: {size}{' (over the size cap)' if captured.too_large else ''}")
 
     def graded(self, graded: GradedPatch) -> None:
-        reason = f": {graded.reason}" if graded.reason else ""
+        self._graded = graded
+        has_reason = graded.reason and not graded.failing  # else it names the same tests
+        reason = f": {markdown.quoted(graded.reason)}" if has_reason else ""
         self._add(f"**{graded.outcome.value}**, reward {graded.reward:g}{reason}")
+        if graded.failing:
+            more = graded.failing_count - len(graded.failing)
+            shown = ", ".join(map(markdown.quoted, graded.failing))
+            self._add(f"failing tests: {shown}{f' and {more} more' if more > 0 else ''}")
 
     def lost(self, attempt: int, failure: Failure) -> None:
-        self._add(f"**lost** attempt {attempt}, {failure.boundary.value}: {failure.message}")
+        told = markdown.quoted(failure.message)
+        self._add(f"**lost** attempt {attempt}, {failure.boundary.value}: {told}")
 
     def evicted(self, count: int) -> None:
         self._add(f"worker told to stop, handed over ({count})")
 
+    def verdict(self, status: RolloutStatus, failure: Failure | None) -> str:
+        """What the episode will say, on one line: the summary of the step that writes it."""
+        run, graded = self._run, self._graded
+        has_verdict = status is RolloutStatus.GRADED and graded is not None
+        return verdicts.line(
+            graded.outcome.value if has_verdict and graded else status.value,
+            reward=graded.reward if has_verdict and graded else None,
+            turns=run.turns if run else 0,
+            tokens=run.tokens if run else 0,
+            failure=failure,
+        )
+
     def close(self, episode: EpisodeRef) -> None:
-        if self._listing is not None:
-            self._listing.cancel()
-        outcome = episode.outcome.value if episode.outcome else episode.status.value
         final: list[Any] = [
             attributes.STAGE.value_set("done"),
-            attributes.OUTCOME.value_set(outcome),
+            attributes.OUTCOME.value_set(verdicts.ending_of(episode)),
             attributes.ATTEMPT.value_set(episode.attempts),
         ]
         if episode.reward is not None:
@@ -124,8 +184,11 @@ class RolloutPage:
         workflow.upsert_memo({"episode": episode.model_dump(mode="json", exclude_defaults=True)})
         self.current = "done"
         self.evidence = episode.uri
+        self.found = _verdict(episode)
         if episode.status is not RolloutStatus.GRADED:
-            self._add(f"ended as **{episode.status.value}**, reward: none")
+            failure = episode.failure
+            why = f"{failure.boundary.value}: {markdown.quoted(failure.message)}" if failure else ""
+            self._add(f"ended as **{episode.status.value}**, reward: none{why and f', {why}'}")
         self._show()
 
     def state(self) -> dict[str, Any]:
@@ -141,9 +204,87 @@ class RolloutPage:
         self._show()
 
     def _show(self) -> None:
-        body = "\n".join(f"- {line}" for line in self.lines)
+        earlier = len(self.lines) - STORY
+        told = [f"({earlier} earlier lines)"] if earlier > 0 else []
+        body = "\n".join(f"- {line}" for line in (*told, *self.lines[-STORY:]))
         waits = " for a free seat on a host" if self.current == "waiting" else ""
-        stage = f"stage **{self.current}**{waits}, attempt {max(self.number, 1)}"
-        where = f"\n\nEvidence: `{self.evidence}`" if self.evidence else ""
-        where += f"\n\nPatch, tests, logs: `perdure show {self.shown_as}`"
-        workflow.set_current_details(f"{self.headline}\n\n{stage}\n\n{body}{where}")
+        now = self.found or f"stage **{self.current}**{waits}, attempt {max(self.number, 1)}"
+        # A browser opens no path of another host's disk.
+        where = "" if self.evidence.startswith("file:") else markdown.quoted(self.evidence, 500)
+        there = f"\n\nEvidence: {where}" if where else ""
+        opened = f"\n\nTurns, patch, tests, logs: {self.open_with}"
+        workflow.set_current_details(f"{self.headline}\n\n{now}\n\n{body}{there}{opened}")
+
+
+class ChildrenPage:
+    """The rollouts of a run, a shard or a group that have ended: counts, the worst and the last."""
+
+    def __init__(self, run_id: str, headline: str, total: int, links: Links) -> None:
+        self._run_id, self._headline, self._total = run_id, headline, total
+        self._links = links
+        self._counts: Counter[str] = Counter()
+        self._worst: list[EpisodeRef] = []
+        self._last: deque[EpisodeRef] = deque(maxlen=LISTED)
+
+    def add(self, episode: EpisodeRef) -> None:
+        ending = verdicts.ending_of(episode)
+        self._counts[ending] += 1
+        if ending != Outcome.RESOLVED:
+            self._worst = sorted([*self._worst, episode], key=verdicts.badness)[:LISTED]
+        self._last.append(episode)
+        self.show()
+
+    def show(self) -> None:
+        workflow.set_current_details(self.text())
+
+    def text(self) -> str:
+        parts = [self._headline, _counted(self._counts, self._total)]
+        if self._worst:
+            parts += ["The worst:", self._table(self._worst)]
+        if self._last:
+            parts += ["The last:", self._table(reversed(self._last))]
+        return "\n\n".join(parts)
+
+    def _table(self, episodes: Iterable[EpisodeRef]) -> str:
+        return "\n".join(["| rollout | verdict |", "|---|---|", *map(self._row, episodes)])
+
+    def _row(self, one: EpisodeRef) -> str:
+        name, run = f"{one.instance_id} #{one.sample_index}", self._run_id
+        link = self._links.workflow(name, f"rollout/{run}/{one.instance_id}/{one.sample_index}")
+        seen = self._links.viewed("view", run, one.instance_id, one.sample_index)
+        return f"| {link}{seen and f' · {seen}'} | {_verdict(one)} |"
+
+
+class ShardsPage:
+    """A run that is cut into shards: the counts of all, and a line for each of the last shards."""
+
+    def __init__(self, run_id: str, headline: str, total: int, links: Links) -> None:
+        self._run_id, self._headline, self._total = run_id, headline, total
+        self._links = links
+
+    def show(self, counts: Mapping[str, int], reports: Mapping[int, RunStatus]) -> None:
+        rows = ["| shard | rollouts |", "|---|---|"]
+        for number, report in sorted(reports.items())[-2 * LISTED :]:
+            link = self._links.workflow(f"shard {number}", f"run/{self._run_id}/shard/{number}")
+            rows.append(f"| {link} | {_counted(counted(report), report.total)} |")
+        table = "\n".join(rows)
+        workflow.set_current_details(
+            f"{self._headline}\n\n{_counted(counts, self._total)}\n\n"
+            f"Each shard's details have its worst and its last rollouts.\n\n{table}"
+        )
+
+
+def counted(status: RunStatus) -> dict[str, int]:
+    """Rollouts that ended, by outcome, or by status where there is none."""
+    without = {k: n for k, n in status.by_status.items() if k != RolloutStatus.GRADED}
+    return {**status.by_outcome, **without}
+
+
+def _counted(counts: Mapping[str, int], total: int) -> str:
+    told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    return f"{sum(counts.values())} of {total} rollouts have ended{told and f': {told}'}"
+
+
+def _verdict(episode: EpisodeRef) -> str:
+    ending, _, rest = verdicts.of_episode(episode).partition(" · ")
+    return f"**{ending}**{rest and f' · {markdown.escaped(rest)}'}"

@@ -24,6 +24,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.children import play_rollout, summary_of
     from workflows.failures import stop_if_cancelled, was_dropped
     from workflows.orders import ordered
+    from workflows.web_ui import ChildrenPage
 
 PAGE = 100
 """Instances that one activity loads."""
@@ -89,6 +90,13 @@ class Counts:
         )
 
 
+def starts_together(run: RunRequest) -> bool:
+    """Whether the samples of an instance are a group, with a quorum or a deadline of its own. Otherwise
+    each starts when there is room for one."""
+    is_group = run.quorum is not None or run.deadline_s is not None
+    return is_group and run.n_samples > 1 and run.again is None
+
+
 class Window:
     """Plays instances [start, stop) of a run, `throttle.concurrency` rollouts at a time.
 
@@ -96,21 +104,23 @@ class Window:
     failing every rollout behind it.
     """
 
-    def __init__(self, run: RunRequest, throttle: Throttle) -> None:
+    def __init__(self, run: RunRequest, throttle: Throttle, page: ChildrenPage) -> None:
         self.run = run
         self.throttle = throttle
+        self.page = page
         self.counts = Counts()
         self.nothing_left_to_start = False
 
     async def play(self, start: int, stop: int) -> None:
         tasks: set[asyncio.Task[None]] = set()
-        weight = self.run.rollouts_each
+        self.page.show()
         try:
-            async for entry in self._entries(start, stop):
-                await workflow.wait_condition(lambda: self._has_room(weight))
+            async for request in self._requests(start, stop):
+                weight = request.n_samples if isinstance(request, GroupRequest) else 1
+                await workflow.wait_condition(lambda weight=weight: self._has_room(weight))  # type: ignore[misc]
                 self.counts.started += weight
                 self.counts.running += weight
-                task = asyncio.create_task(self._play_entry(entry))
+                task = asyncio.create_task(self._play(request, weight))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             self.nothing_left_to_start = True
@@ -132,8 +142,10 @@ class Window:
         running = self.counts.running
         return running == 0 or running + weight <= self.throttle.concurrency
 
-    async def _entries(self, start: int, stop: int) -> AsyncIterator[str | RolloutAgain]:
-        """Instances, or single rollouts where the run plays them again."""
+    async def _requests(
+        self, start: int, stop: int
+    ) -> AsyncIterator[RolloutRequest | GroupRequest]:
+        """Rollouts in their order, or groups where samples start together."""
         round = self.run.again.round if self.run.again else 0
         for first in range(start, stop, PAGE):
             request = PageRequest(
@@ -144,35 +156,39 @@ class Window:
             )
             page = await ordered("load_page", request, Page, options)
             stop_if_cancelled()
-            entries: tuple[str | RolloutAgain, ...] = page.again or page.instances
-            for entry in entries:
-                yield entry
+            for entry in page.again:
+                yield self._again(entry)
+            for instance in page.instances:
+                group = self._group(instance)
+                if starts_together(self.run):
+                    yield group
+                    continue
+                for sample in range(self.run.n_samples):
+                    yield group.sample(sample) if self.run.n_samples > 1 else group.rollout
 
-    async def _play_entry(self, entry: str | RolloutAgain) -> None:
-        try:
-            if isinstance(entry, RolloutAgain):
-                self._count(await play_rollout(self._again(entry)))
-                return
-            template = self.run.rollout_request(entry)
-            if self.run.n_samples == 1:
-                self._count(await play_rollout(template))
-                return
-            group = GroupRequest(
-                rollout=template,
-                n_samples=self.run.n_samples,
-                quorum=self.run.quorum,
-                deadline_s=self.run.deadline_s,
-                stragglers=self.run.stragglers,
-            )
-            await self._play_group(group)
-        finally:
-            self.counts.running -= self.run.rollouts_each
+    def _group(self, instance: str) -> GroupRequest:
+        return GroupRequest(
+            rollout=self.run.rollout_request(instance),
+            n_samples=self.run.n_samples,
+            quorum=self.run.quorum,
+            deadline_s=self.run.deadline_s,
+            stragglers=self.run.stragglers,
+        )
 
     def _again(self, entry: RolloutAgain) -> RolloutRequest:
         assert self.run.again is not None, "only such a run has these entries"
         request = self.run.rollout_request(entry.instance, entry.sample_index)
         update = {"round": entry.round, "start_at": self.run.again.start_at}
         return request.model_copy(update=update)
+
+    async def _play(self, request: RolloutRequest | GroupRequest, weight: int) -> None:
+        try:
+            if isinstance(request, GroupRequest):
+                await self._play_group(request)
+            else:
+                self._count(await play_rollout(request))
+        finally:
+            self.counts.running -= weight
 
     async def _play_group(self, group: GroupRequest) -> None:
         try:
@@ -199,6 +215,7 @@ class Window:
             self.counts.by_status[STILL_RUNNING] += kept
 
     def _count(self, episode: EpisodeRef) -> None:
+        self.page.add(episode)
         self.counts.done += 1
         self.counts.by_status[episode.status.value] += 1
         if episode.outcome is not None:

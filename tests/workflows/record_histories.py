@@ -54,7 +54,6 @@ from perdure.types import (
 from tests.workflows import dev_server
 from tests.workflows.stages import Stages
 from workers.orchestration import checking_runner, workflow_worker
-from workflows.web_ui import LIST_STAGE_AFTER
 
 FOLDER = Path(__file__).parent / "histories"
 HOST = "host-1"
@@ -74,16 +73,14 @@ async def plain(client: Client, stages: Stages) -> Handle:
     return (await Perdure(client).start_rollout(ROLLOUT)).handle
 
 
-async def slow_agent(client: Client, stages: Stages) -> Handle:
-    """The agent stage lasts long enough to be listed."""
+async def without_verdict(client: Client, stages: Stages) -> Handle:
+    """The rollout fails as a workflow; the run that played it ends."""
 
-    async def slowly(_: Any) -> AgentRun:
-        await asyncio.sleep(LIST_STAGE_AFTER.total_seconds() + 1)
-        return AgentRun(end=AgentEnd.FINISHED, turns=4)
+    async def silent(_: Any) -> AgentRun:
+        return AgentRun(end=AgentEnd.NEVER_CALLED_MODEL, detail="exited 1")
 
-    stages.override["run_agent"] = slowly
-    request = ROLLOUT.model_copy(update={"heartbeat_timeout_s": 30.0})
-    return (await Perdure(client).start_rollout(request)).handle
+    stages.override["run_agent"] = silent
+    return (await Perdure(client).start_rollout(ROLLOUT)).handle
 
 
 async def lost_sandbox(client: Client, stages: Stages) -> Handle:
@@ -205,6 +202,25 @@ async def run(client: Client, stages: Stages) -> Handle:
     request = RunRequest(
         run_id="r1",
         dataset="toy",
+        concurrency=1,
+        rollout={"agent": "nop", "heartbeat_timeout_s": 2},
+    )
+    return (await Perdure(client).start_run(request)).handle
+
+
+async def samples(client: Client, stages: Stages) -> Handle:
+    """Two samples of an instance without a quorum, one at a time; the first has no verdict."""
+
+    async def first_is_silent(attempt: Any) -> AgentRun:
+        silent = attempt.request.sample_index == 0
+        return AgentRun(end=AgentEnd.NEVER_CALLED_MODEL if silent else AgentEnd.FINISHED)
+
+    stages.override["run_agent"] = first_is_silent
+    stages.instances = ("toy/add-1",)
+    request = RunRequest(
+        run_id="r1",
+        dataset="toy",
+        n_samples=2,
         concurrency=1,
         rollout={"agent": "nop", "heartbeat_timeout_s": 2},
     )
@@ -350,7 +366,7 @@ async def calibration(client: Client, stages: Stages) -> Handle:
 SCENARIOS = (
     *(
         plain,
-        slow_agent,
+        without_verdict,
         lost_sandbox,
         lost_host,
         host,
@@ -359,7 +375,7 @@ SCENARIOS = (
         cancelled_in_boot,
         queued,
     ),
-    *(group, run, played_again, sharded, account, account_ready, calibration),
+    *(group, run, samples, played_again, sharded, account, account_ready, calibration),
 )
 
 

@@ -141,6 +141,22 @@ async def test_bookkeeping_of_a_worker_that_is_told_to_stop_is_done_by_another(
     assert stages.names().count(activity_name) == 2
 
 
+async def test_samples_of_an_evaluation_start_one_by_one(client: Client, stages: Stages) -> None:
+    """Without a quorum or a deadline nothing makes samples wait for each other: all three slots are used
+    by samples of two."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-0", "toy/add-1")
+    request = _run(concurrency=3).model_copy(update={"n_samples": 2})
+    run = await Perdure(client).start_run(request)
+    await gate.until_running(3)
+    gate.open.set()
+    summary = await run.result()
+
+    assert summary["by_status"] == {"graded": 4}
+    assert {e.request.group_id for e in stages.endings} == {"r1/add-0", "r1/add-1"}
+
+
 async def test_a_paused_run_starts_nothing_new(client: Client, stages: Stages) -> None:
     """Paused: running rollouts continue and none starts. Resumed: the rest is played."""
     gate = Gate()
@@ -229,7 +245,7 @@ async def test_rollouts_of_a_cancelled_group_are_counted(client: Client, stages:
 
     stages.override["run_agent"] = first_is_quick
     stages.instances = ("toy/add-0", "toy/add-1")
-    request = _run(concurrency=3).model_copy(update={"n_samples": 3})
+    request = _run(concurrency=3).model_copy(update={"n_samples": 3, "quorum": 3})
     run = await Perdure(client).start_run(request)
     await gate.until_running(2)
     async with asyncio.timeout(PATIENCE_S):
@@ -252,7 +268,7 @@ async def test_a_group_that_a_person_cancels_is_counted_at_once(
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-0", "toy/add-1")
-    request = _run(concurrency=2).model_copy(update={"n_samples": 2})
+    request = _run(concurrency=2).model_copy(update={"n_samples": 2, "quorum": 2})
     run = await Perdure(client).start_run(request)
     await gate.until_running(2)
     await client.get_workflow_handle("group/r1/add-0").cancel()

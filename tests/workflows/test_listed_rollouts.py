@@ -4,6 +4,7 @@ import pytest
 from temporalio.client import Client
 
 from perdure.client import names, rollouts, search_attributes
+from perdure.client.api import Perdure
 from perdure.types import RolloutRequest
 from tests.stack.waiting import until
 
@@ -45,3 +46,21 @@ async def test_the_oldest_and_the_newest_rollouts_are_found_without_a_whole_list
     assert [one.instance for one in oldest] == [f"toy/i-{n:02}" for n in (1, 3, 4, 5)]
     open_ones = [f"toy/i-{n:02}" for n in reversed(range(STARTED)) if n not in (0, 2)]
     assert [one.instance for one in newest] == [*open_ones, "toy/i-02"]
+
+
+async def test_rollouts_without_a_run_are_counted_under_their_run_id(client: Client) -> None:
+    """What was started by hand is no run that exists, and yet it has a progress."""
+    perdure = Perdure(client)
+    for number in range(2):
+        await _start(client, number)
+    await client.get_workflow_handle(_request(0).workflow_id).terminate()
+
+    async def listed() -> bool:
+        return await rollouts.count(client, "r1") == {"Running": 1, "Terminated": 1}
+
+    await until(listed, "the server lists both")
+    found = await perdure.started_by_hand("r1")
+
+    assert found is not None
+    assert (found.state, found.total, found.done, found.running) == ("started by hand", 2, 1, 1)
+    assert await perdure.started_by_hand("nobody's") is None

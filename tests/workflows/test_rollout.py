@@ -1,14 +1,17 @@
 """RolloutWorkflow on a real server: its promises, while activities succeed, fail and disappear."""
 
 import asyncio
-from datetime import timedelta
 from typing import Any
 
 import pytest
-from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
+from temporalio.client import (
+    Client,
+    WorkflowExecutionStatus,
+    WorkflowFailureError,
+    WorkflowHandle,
+)
 from temporalio.exceptions import ApplicationError, CancelledError
 
-import workflows.web_ui
 from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure
@@ -32,6 +35,12 @@ async def _start(client: Client, request: Any, **options: Any) -> WorkflowHandle
     )
 
 
+async def _played(client: Client, request: Any) -> EpisodeRef:
+    """Its episode, however it ended: raw handles raise for one without a verdict."""
+    handle = await _start(client, request)
+    return await Perdure(client).rollout(handle.id).result()
+
+
 async def test_a_good_rollout_runs_each_stage_once(client: Client, stages: Stages) -> None:
     """Five stages in a line, nothing destroyed twice, a graded episode at the end."""
     handle = await _start(client, REQUEST)
@@ -48,13 +57,6 @@ async def test_a_good_rollout_runs_each_stage_once(client: Client, stages: Stage
     assert (episode.status, episode.reward) == (RolloutStatus.GRADED, 1.0)
 
 
-@pytest.fixture
-def no_stage_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No stage is listed, however slow a busy host is."""
-    monkeypatch.setattr(workflows.web_ui, "LIST_STAGE_AFTER", timedelta(hours=1))
-
-
-@pytest.mark.usefixtures("no_stage_lasts")
 async def test_history_stays_within_its_budget(client: Client, stages: Stages) -> None:
     """At most 60 events and 12 KB without failures, for a full request started as the SDK does."""
     request = RolloutRequest(
@@ -109,7 +111,7 @@ async def test_a_lost_sandbox_means_a_new_attempt(client: Client, stages: Stages
         return AgentRun(end=AgentEnd.FINISHED, turns=1)
 
     stages.override["run_agent"] = lose_the_first
-    episode = await (await _start(client, REQUEST)).result()
+    episode = await _played(client, REQUEST)
 
     assert [c for c in stages.calls if c[0] in ("boot_sandbox", "destroy_sandbox")] == [
         ("boot_sandbox", 1),
@@ -126,7 +128,7 @@ async def test_losing_every_sandbox_is_a_failed_episode(client: Client, stages: 
         raise ApplicationError("gone", "sandbox", type="SandboxLost", non_retryable=True)
 
     stages.override["run_agent"] = lose
-    episode = await (await _start(client, {**REQUEST, "max_attempts": 2})).result()
+    episode = await _played(client, {**REQUEST, "max_attempts": 2})
 
     assert episode.failure is not None
     assert (episode.status, episode.reward, episode.failure.boundary.value) == (
@@ -149,7 +151,7 @@ async def test_an_eviction_costs_no_attempt(client: Client, stages: Stages) -> N
         return AgentRun(end=AgentEnd.FINISHED)
 
     stages.override["run_agent"] = evict
-    episode = await (await _start(client, REQUEST)).result()
+    episode = await _played(client, REQUEST)
 
     assert (episode.attempts, stages.endings[0].evictions) == (1, 2)
 
@@ -163,7 +165,7 @@ async def test_an_agent_that_never_called_the_model_has_no_reward(
         return AgentRun(end=AgentEnd.NEVER_CALLED_MODEL, detail="exited 1")
 
     stages.override["run_agent"] = silent
-    episode = await (await _start(client, REQUEST)).result()
+    episode = await _played(client, REQUEST)
 
     assert episode.failure is not None
     assert (episode.reward, episode.failure.boundary.value) == (None, "agent")
@@ -188,7 +190,7 @@ async def test_an_agent_cannot_discard_its_episode_by_dying(
         return run
 
     stages.override["run_agent"] = die
-    episode = await (await _start(client, REQUEST)).result()
+    episode = await _played(client, REQUEST)
 
     assert episode.status is status
     assert ("grade_in_fresh_sandbox" in stages.names()) == (status is RolloutStatus.GRADED)
@@ -203,7 +205,7 @@ async def test_bad_configuration_ends_the_rollout_without_retries(
         raise ApplicationError("no bwrap", "sandbox", type="MissingDependency", non_retryable=True)
 
     stages.override["boot_sandbox"] = refuse
-    episode = await (await _start(client, REQUEST)).result()
+    episode = await _played(client, REQUEST)
 
     assert episode.failure is not None
     assert (episode.failure.type, stages.names().count("boot_sandbox")) == ("MissingDependency", 1)
@@ -218,7 +220,7 @@ async def test_lost_grading_sandboxes_end_the_rollout_as_failed(
         raise ApplicationError("3 lost", "sandbox", type="GradingSandboxesLost", non_retryable=True)
 
     stages.override["grade_in_fresh_sandbox"] = give_up
-    episode = await (await _start(client, REQUEST)).result()
+    episode = await _played(client, REQUEST)
 
     assert episode.failure is not None
     assert (episode.status, episode.reward) == (RolloutStatus.FAILED, None)
@@ -271,7 +273,7 @@ async def test_a_finished_rollout_is_not_done_again(client: Client, stages: Stag
         return Booted(done=done)
 
     stages.override["boot_sandbox"] = finished
-    episode = await (await _start(client, REQUEST)).result()
+    episode = await _played(client, REQUEST)
 
     assert (episode.uri, stages.names()) == ("file:///old", ["boot_sandbox"])
 
@@ -283,7 +285,7 @@ async def test_expired_before_boot_ends_as_expired(client: Client, stages: Stage
         return Booted(expired=True)
 
     stages.override["boot_sandbox"] = expired
-    episode = await (await _start(client, REQUEST)).result()
+    episode = await _played(client, REQUEST)
 
     assert (episode.status, stages.names()) == (
         RolloutStatus.EXPIRED,
@@ -369,8 +371,8 @@ async def test_a_cancellation_does_not_stop_the_episode(client: Client, stages: 
     assert (await handle.result()).status is RolloutStatus.GRADED
 
 
-async def test_a_stage_that_lasts_is_listed(client: Client, stages: Stages) -> None:
-    """`PerdureStage` follows a rollout whose agent takes a while."""
+async def test_the_stage_is_listed(client: Client, stages: Stages) -> None:
+    """`PerdureStage` follows a rollout, and no timer in its history says so."""
     told = asyncio.Event()
 
     async def slowly(_: Any) -> AgentRun:
@@ -388,18 +390,52 @@ async def test_a_stage_that_lasts_is_listed(client: Client, stages: Stages) -> N
     await handle.result()
 
     assert await _stage(handle) == "done"
+    assert "EVENT_TYPE_TIMER_STARTED" not in await _event_types(handle)
 
 
-@pytest.mark.usefixtures("no_stage_lasts")
-async def test_a_quick_rollout_writes_its_attributes_once(client: Client, stages: Stages) -> None:
-    """A rollout that the SDK started writes to the server's index only once, at its end."""
-    request = RolloutRequest.model_validate(REQUEST)
-    handle = await _start(client, REQUEST, search_attributes=attributes.of_rollout(request))
-    await handle.result()
+async def test_a_rollout_without_verdict_fails_and_carries_its_episode(
+    client: Client, stages: Stages
+) -> None:
+    """It is red in the Web UI, which names boundary and cause; the SDK still returns the episode."""
 
-    kinds = await _event_types(handle)
+    async def silent(_: Any) -> AgentRun:
+        return AgentRun(end=AgentEnd.NEVER_CALLED_MODEL, detail="exited 1")
 
-    assert kinds.count("EVENT_TYPE_UPSERT_WORKFLOW_SEARCH_ATTRIBUTES") == 1
+    stages.override["run_agent"] = silent
+    handle = await _start(client, REQUEST)
+    with pytest.raises(WorkflowFailureError) as failed:
+        await handle.result()
+    episode = await Perdure(client).rollout(handle.id).result()
+    described = await handle.describe()
+
+    assert str(failed.value.cause).startswith("NoVerdict: agent: the agent ended without")
+    assert (episode.status, episode.uri) == (RolloutStatus.FAILED, "file:///x/episode.json")
+    assert described.status is WorkflowExecutionStatus.FAILED
+    assert described.typed_search_attributes.get(attributes.OUTCOME) == "failed"
+
+
+@pytest.mark.parametrize(
+    ("workflow_id", "input_"),
+    [
+        ("rollout/r9/add-1/0", {"instance": "toy/add-1"}),
+        ("by-hand", {"run_id": "r9", "instance": "toy/add-1", "agnet": "nop"}),
+    ],
+)
+async def test_a_refused_input_is_listed_under_its_run(
+    client: Client, stages: Stages, workflow_id: str, input_: Any
+) -> None:
+    """By the run id of the input, or of the workflow's own id."""
+    handle: WorkflowHandle[Any, Any] = await client.start_workflow(
+        names.ROLLOUT, input_, id=workflow_id, task_queue=names.WORKFLOWS_QUEUE
+    )
+    with pytest.raises(WorkflowFailureError):
+        await handle.result()
+
+    known = (await handle.describe()).typed_search_attributes
+    assert (known.get(attributes.RUN), known.get(attributes.FAILURE)) == (
+        "r9",
+        "input:InvalidRequest",
+    )
 
 
 async def test_later_stages_use_the_attempt_that_was_booted(client: Client, stages: Stages) -> None:
@@ -409,7 +445,7 @@ async def test_later_stages_use_the_attempt_that_was_booted(client: Client, stag
         return Booted(attempt=3)
 
     stages.override["boot_sandbox"] = third
-    await (await _start(client, REQUEST)).result()
+    await _played(client, REQUEST)
 
     assert [number for name, number in stages.calls if name != "boot_sandbox"][:3] == [3, 3, 3]
     assert stages.endings[0].attempts == 3

@@ -5,6 +5,7 @@ import contextlib
 from temporalio.runtime import Runtime
 
 from perdure import tracing
+from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure
 from perdure.client.server import given_address
 from perdure.errors import ConfigurationError
@@ -28,6 +29,25 @@ class Connection:
 
         namespace = self.perdure.client.namespace
         return f"{self.ui_url}/namespaces/{namespace}/workflows/{quote(workflow_id, safe='')}"
+
+    @property
+    def address(self) -> str:
+        """Of Temporal, for its own command line."""
+        return self.perdure.client.service_client.config.target_host
+
+    def failed(self, run_id: str) -> str:
+        """The list of what failed in a run; empty when there is no UI."""
+        return failed_link(self.ui_url, self.perdure.client.namespace, run_id)
+
+
+def failed_link(ui_url: str, namespace: str, run_id: str) -> str:
+    """The list of a run's workflows that failed: rollouts without a verdict, refused inputs."""
+    if not ui_url:
+        return ""
+    from urllib.parse import urlencode
+
+    query = f"{attributes.RUN.name} = '{run_id}' AND ExecutionStatus = 'Failed'"
+    return f"{ui_url}/namespaces/{namespace}/workflows?{urlencode({'query': query})}"
 
 
 async def connect(settings: Settings) -> Connection:

@@ -6,6 +6,7 @@ request twice joins it. The sync twin is `perdure.client.sync`.
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
@@ -28,7 +29,11 @@ from temporalio.common import (
     WorkflowIDConflictPolicy,
     WorkflowIDReusePolicy,
 )
-from temporalio.exceptions import CancelledError, WorkflowAlreadyStartedError
+from temporalio.exceptions import (
+    ApplicationError,
+    CancelledError,
+    WorkflowAlreadyStartedError,
+)
 from temporalio.service import RPCError, RPCStatusCode
 
 from perdure.agents.check import check_options
@@ -40,6 +45,7 @@ from perdure.client.slime_variables import rollout_with_defaults, run_with_defau
 from perdure.errors import Cancelled, ConfigurationError, NoResult, NotFound
 from perdure.settings.tree import Settings
 from perdure.types import (
+    SLUG,
     CalibrationRequest,
     EpisodeRef,
     GroupRequest,
@@ -66,6 +72,8 @@ too, so only the message tells them apart."""
 NO_WORKER, CODE_FAILS = "no worker answers", "its workflow code fails"
 NO_ANSWER_YET = "no answer yet"
 """States of an open run whose workflow cannot answer."""
+BY_HAND = "started by hand"
+"""State of rollouts without a run."""
 
 START_PATIENCE_S = 60.0
 NAMESPACE_PATIENCE_S = 5.0
@@ -174,6 +182,13 @@ class Perdure:
         await _described(handle, f"run '{run_id}'")
         return RunHandle(self, run_id, handle)
 
+    async def started_by_hand(self, run_id: str) -> RunStatus | None:
+        """Of rollouts that were started one by one under this run id; None if there are none."""
+        if not re.fullmatch(SLUG, run_id):
+            return None
+        counted = await self._counted(run_id, BY_HAND)
+        return counted.model_copy(update={"total": counted.started}) if counted.started else None
+
     def rollout(self, workflow_id: str) -> "RolloutHandle":
         return RolloutHandle(self, self.client.get_workflow_handle(workflow_id))
 
@@ -185,6 +200,15 @@ class Perdure:
     async def rollouts(self, run_id: str) -> list[RolloutInfo]:
         """Every rollout of a run that has started, in any state."""
         return await rollouts.of_run(self.client, run_id)
+
+    async def _counted(self, run_id: str, state: str) -> RunStatus:
+        """What the server knows of a run's rollouts without any worker."""
+        by_state = await rollouts.count(self.client, run_id)
+        running = by_state.get("Running", 0)
+        started = sum(by_state.values())
+        return RunStatus(
+            run_id=run_id, state=state, started=started, running=running, done=started - running
+        )
 
     async def _start(
         self,
@@ -272,21 +296,8 @@ class RunHandle:
             except RPCError as error:
                 if not _unanswered(error) and FAILING not in error.message:
                     raise
-                return await self._counted(_why_unanswered(error, patience))
+                return await self.perdure._counted(self.run_id, _why_unanswered(error, patience))
         return await self._closed(described.status)
-
-    async def _counted(self, state: str) -> RunStatus:
-        """What the server knows of an open run's rollouts without any worker."""
-        by_state = await rollouts.count(self.perdure.client, self.run_id)
-        running = by_state.get("Running", 0)
-        started = sum(by_state.values())
-        return RunStatus(
-            run_id=self.run_id,
-            state=state,
-            started=started,
-            running=running,
-            done=started - running,
-        )
 
     async def _closed(self, status: WorkflowExecutionStatus | None) -> RunStatus:
         if status is not WorkflowExecutionStatus.COMPLETED:
@@ -466,7 +477,12 @@ class RolloutHandle:
         Raises: Cancelled (its episode is in the store); NoResult; NotFound.
         """
         what = f"rollout '{self.handle.id.removeprefix('rollout/')}'"
-        return EpisodeRef.model_validate(await _result(self.handle, what))
+        try:
+            return EpisodeRef.model_validate(await _result(self.handle, what))
+        except NoResult as error:
+            if (episode := _episode_in(error.__cause__)) is None:
+                raise
+            return episode
 
     async def state(self) -> dict[str, Any]:
         """Stage, attempt, and one line per event so far. Raises: NotFound."""
@@ -557,6 +573,18 @@ async def _known(call: Callable[[], Awaitable[Result]], what: str) -> Result:
         if error.status is RPCStatusCode.NOT_FOUND:
             raise NotFound(f"{what} does not exist") from error
         raise
+
+
+def _episode_in(failure: BaseException | None) -> EpisodeRef | None:
+    """Of a rollout that ended without a verdict: its error carries the episode."""
+    cause = failure.cause if isinstance(failure, WorkflowFailureError) else None
+    if (
+        isinstance(cause, ApplicationError)
+        and cause.type == names.WITHOUT_VERDICT
+        and cause.details
+    ):
+        return EpisodeRef.model_validate(cause.details[0])
+    return None
 
 
 def _reason(error: BaseException) -> str:

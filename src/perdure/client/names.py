@@ -14,6 +14,9 @@ GRANTED = "granted"
 BOOTING = "booting"
 """Signal to a rollout: it has a seat, and its sandbox is being made for longer than a moment."""
 
+WITHOUT_VERDICT = "NoVerdict"
+"""Type of the error of a rollout that failed; its detail is the EpisodeRef."""
+
 WORKFLOWS_QUEUE = "rollout-workflows"
 BOOT_QUEUE = "sandbox-boot"
 AGENT_QUEUE = "agent-runs"

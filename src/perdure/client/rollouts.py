@@ -125,7 +125,8 @@ async def info(found: WorkflowExecution) -> RolloutInfo:
     end = found.close_time.timestamp() if found.close_time else time.time()
     return RolloutInfo(
         workflow_id=found.id,
-        instance=known.get(attributes.INSTANCE) or "",
+        # A refused input has none; then the workflow's id says what was meant.
+        instance=known.get(attributes.INSTANCE) or found.id,
         sample_index=known.get(attributes.SAMPLE) or 0,
         agent=known.get(attributes.AGENT) or "",
         stage=known.get(attributes.STAGE) or "",

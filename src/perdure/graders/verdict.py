@@ -26,10 +26,18 @@ class Score(NamedTuple):
     @property
     def reason(self) -> str:
         """Which tests decided, in one line."""
-        failed = [f"FAIL_TO_PASS {test} {status}" for test, status in self.fail_to_pass.items() if status not in F2P_PASSES]  # fmt: skip
-        failed += [f"PASS_TO_PASS {test} {status}" for test, status in self.pass_to_pass.items() if status not in P2P_PASSES]  # fmt: skip
+        failed = failing(self.fail_to_pass, self.pass_to_pass)
         more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
         return "" if self.outcome is Outcome.RESOLVED else "; ".join(failed[:3]) + more
+
+
+def failing(
+    fail_to_pass: Mapping[str, TestStatus], pass_to_pass: Mapping[str, TestStatus]
+) -> list[str]:
+    """`FAIL_TO_PASS <test> <status>` of each test that should pass and does not."""
+    failed = [f"FAIL_TO_PASS {test} {status}" for test, status in fail_to_pass.items() if status not in F2P_PASSES]  # fmt: skip
+    failed += [f"PASS_TO_PASS {test} {status}" for test, status in pass_to_pass.items() if status not in P2P_PASSES]  # fmt: skip
+    return failed
 
 
 def score(

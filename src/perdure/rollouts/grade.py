@@ -11,6 +11,7 @@ from perdure.graders.image.image_setup import set_up_image, with_committed_tests
 from perdure.graders.test_run import LostDuringTests, SilentDuringTests
 from perdure.graders.twins.combine import official_only
 from perdure.graders.twins.runs import verified
+from perdure.graders.verdict import failing
 from perdure.handlers import JobDetails, graded_of
 from perdure.rollouts.boot import init_metadata
 from perdure.rollouts.calibration.stages import with_calibration
@@ -23,6 +24,8 @@ from perdure.types import Grade, Instance, Outcome, PatchRef, Rewards
 
 MAX_LOST = 3
 """Grading sandboxes that may be lost: tests that end their sandbox do so every time."""
+TOLD_TESTS, TOLD_CHARACTERS = 5, 160
+"""Failing tests that the workflow is told of, and characters of each: all are in the grade."""
 BY_THE_TESTS = "-by-the-tests.txt"
 """The end of the key of a loss that the code under test caused."""
 
@@ -38,11 +41,15 @@ async def grade(job: Job) -> GradedPatch:
     """Raises: NotFound where no diff was captured; RetryHere; GradingSandboxesLost."""
     found = await job.once(checkpoint(job.workflow_run_id), Grade, _grade)
     await job.grade_sandbox.admission.release()
+    resolved = found.outcome is Outcome.RESOLVED
+    failed = [] if resolved else failing(found.fail_to_pass, found.pass_to_pass)
     return GradedPatch(
         outcome=found.outcome,
         reward=found.reward,
         seconds=round(found.seconds, 3),
         reason=found.reason[:200],
+        failing=tuple(test[:TOLD_CHARACTERS] for test in failed[:TOLD_TESTS]),
+        failing_count=len(failed),
     )
 
 

@@ -98,6 +98,9 @@ class GradedPatch(Frozen):
     reward: float
     seconds: float = 0.0
     reason: str = ""
+    failing: tuple[str, ...] = ()
+    """The first tests that should pass and do not; `failing_count` counts all of them."""
+    failing_count: int = 0
 
 
 class Ending(Frozen):

@@ -60,6 +60,8 @@ class TemporalSettings(Group):
     """Port of the dev server's web UI."""
     ui_url: str = ""
     """Address of your server's web UI, for links and for the codec server. Empty = the dev server's."""
+    viewer_url: str = ""
+    """Address of the viewer of trajectories, to which details in the web UI link. Empty = they name a command."""
 
     @field_validator("address")
     @classmethod
@@ -68,7 +70,7 @@ class TemporalSettings(Group):
             raise ValueError("write host:port, without a scheme or a path")
         return address
 
-    @field_validator("ui_url")
+    @field_validator("ui_url", "viewer_url")
     @classmethod
     def _has_a_scheme(cls, url: str) -> str:
         return _with_scheme(url).rstrip("/")

@@ -152,6 +152,11 @@ class GroupRequest(Request):
     def workflow_id(self) -> str:
         return f"group/{self.rollout.run_id}/{self.rollout.instance_id}"
 
+    def sample(self, index: int) -> RolloutRequest:
+        """The request of one of its samples."""
+        update = {"sample_index": index, "group_id": self.group_id}
+        return self.rollout.model_copy(update=update)
+
 
 MISSING = "missing"
 """Instead of an outcome: the rollout has no episode, for instance because the run was cancelled."""

@@ -8,6 +8,7 @@ import click
 
 from perdure.cli.commands import completion
 from perdure.cli.console import answer, json_option
+from perdure.errors import NotFound
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
@@ -61,6 +62,7 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
         click.echo(f"Stack     {state.status}: {parts}")
         if state.ui_url:
             click.echo(f"Web UI    {state.ui_url}")
+        click.echo(f"Temporal  {state.temporal_address}")
     for run in runs:
         click.echo(progress_line(run))
     if not runs:
@@ -92,9 +94,9 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
     from perdure.cli.connection import connect
 
     connection = await connect(settings)
-    run = await connection.perdure.run(run_id)
+    progressing = _progress_of_run(connection.perdure, run_id)
     if as_json:
-        progress, all_of_it = await asyncio.gather(run.progress(patience=PATIENCE), run.rollouts())
+        progress, all_of_it = await asyncio.gather(progressing, connection.perdure.rollouts(run_id))
         document = progress.model_dump(mode="json")
         return answer({**document, "rollouts": [_rollout_document(r) for r in all_of_it]})
     from perdure.cli.console import print_table
@@ -104,7 +106,7 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
 
     client = connection.perdure.client
     progress, newest, counts, steps = await asyncio.gather(
-        run.progress(patience=PATIENCE),
+        progressing,
         rollouts.newest(client, run_id, ROWS),
         rollouts.count(client, run_id),
         current_steps(client, run_id, STEP_PATIENCE),
@@ -117,6 +119,20 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
         click.echo(line)
     if connection.ui_url:
         click.echo(f"Web UI    {connection.link(f'run/{run_id}')}")
+        if counts.get("Failed"):
+            click.echo(f"Failed    {connection.failed(run_id)}")
+    click.echo(f"Temporal  {connection.address}")
+
+
+async def _progress_of_run(perdure: "Perdure", run_id: str) -> "RunStatus":
+    """Raises: NotFound if neither the run nor a rollout of it exists."""
+    try:
+        run = await perdure.run(run_id)
+    except NotFound:
+        if (by_hand := await perdure.started_by_hand(run_id)) is None:
+            raise
+        return by_hand
+    return await run.progress(patience=PATIENCE)
 
 
 def _rollout_document(found: "RolloutInfo") -> dict[str, Any]:

@@ -91,8 +91,7 @@ async def _drive(
     connection = await connect(settings)
     handle = await connection.perdure.play_again(request)
     say(f"Started run {handle.run_id} again: {many(len(chosen), 'rollout')}")
-    if connection.ui_url:
-        say(f"Web UI: {connection.link(f'run/{handle.run_id}')}")
+    launch.tell_where(connection, handle.run_id)
     if not wait:
         launch.tell_detached(connection, handle.run_id, as_json)
         return 0

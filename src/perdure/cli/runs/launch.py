@@ -188,7 +188,7 @@ async def _drive(settings: Settings, planned: CheckedRun, *, wait: bool, as_json
         say(f"Joined: {text.progress_line(await handle.progress())}")
     else:
         say(f"Started run {handle.run_id}: {many(len(planned.refs), 'instance')}")
-    say(f"Web UI: {connection.link(f'run/{handle.run_id}')}" if connection.ui_url else "")
+    tell_where(connection, handle.run_id)
     if not wait:
         tell_detached(connection, handle.run_id, as_json)
         return 0
@@ -219,8 +219,11 @@ def show_results(
     print_table(tables.results(episodes))
     for line in (*text.differences(episodes), *text.failures(episodes)):
         say(f"no reward  {line}")
+    without = any(e.status is RolloutStatus.FAILED for e in episodes)
     facts = {
         "Web UI": connection.link(f"run/{run_id}"),
+        "Failed": connection.failed(run_id) if without else "",
+        "Temporal": connection.address,
         "Episodes": f"{open_store(settings).url}/runs/{run_id}",
     }
     for name, value in facts.items():
@@ -231,6 +234,13 @@ def show_results(
     if any(episode.turns for episode in episodes):
         click.echo(f"          {me()} show {run_id}/{first} --turns")
     click.echo(f"          {me()} export {run_id} --format preds")
+
+
+def tell_where(connection: Connection, run_id: str) -> None:
+    """Where a run is seen, in the browser and with Temporal's own command."""
+    if connection.ui_url:
+        say(f"Web UI: {connection.link(f'run/{run_id}')}")
+    say(f"Temporal: {connection.address}")
 
 
 def tell_detached(connection: Connection, run_id: str, as_json: bool) -> None:
