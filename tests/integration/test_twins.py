@@ -10,6 +10,7 @@ from uuid import uuid4
 import pytest
 
 from perdure.graders.base import Graded, Grader
+from perdure.graders.protocols.multi_swe import MultiSweGrader
 from perdure.graders.protocols.swebench import SwebenchGrader
 from perdure.graders.protocols.swepro import SweproGrader
 from perdure.graders.twins.choose import choose_twins
@@ -20,6 +21,7 @@ from perdure.settings.tree import Settings
 from perdure.testing.grader_contract import (
     BASE,
     FAIL_TO_PASS,
+    PASS_TO_PASS,
     TESTS,
     diff_of,
     make_repository,
@@ -27,7 +29,8 @@ from perdure.testing.grader_contract import (
 )
 from perdure.testing.twin_forgers import FORGERS, Forger
 from perdure.types import Grade, Instance, Outcome, OutputParser
-from tests.unit.instances.made_rows import PARSER, RUN_SCRIPT
+from perdure.untrusted import reading
+from tests.unit.instances.made_rows import PARSER, RUN_SCRIPT, install_multi_swe
 
 MakeSandbox = Callable[[str], Awaitable[Sandbox]]
 
@@ -97,6 +100,15 @@ import os
 os.write(2, b"test_sum (tests.test_add.TestAdd.test_sum) ... ok\\n")
 os._exit(0)
 """
+SAID = "\n" + "".join(f"PASSED {test}\n" for test in (*FAIL_TO_PASS, *PASS_TO_PASS))
+PRINTS_PASSES = f"""
+
+import os
+
+with open(f"/proc/{{os.getppid()}}/fd/1", "ab") as log:  # pytest has captured its own
+    log.write({SAID.encode()!r})
+os._exit(0)
+"""
 
 
 @pytest.mark.longer
@@ -118,6 +130,30 @@ async def test_a_pro_rows_own_parser_is_not_fooled(make_sandbox: MakeSandbox) ->
 
     gold = await graded(chosen.instance, row.gold_patch, make_sandbox, SweproGrader())
     forged = await graded(chosen.instance, _ending(PRINTS_AND_ENDS), make_sandbox, SweproGrader())
+
+    assert gold.verification is not None
+    assert (gold.outcome, gold.verification.state) == (Outcome.RESOLVED, "verified")
+    assert (forged.outcome, forged.official) == (Outcome.TAMPERED, Outcome.RESOLVED)
+
+
+@pytest.mark.longer
+async def test_a_multi_swe_row_in_python_has_twins(
+    make_sandbox: MakeSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log is read by the publisher's parser, and it asks pytest for a style of its own."""
+    install_multi_swe(tmp_path / "site", "o", "r_2_to_1")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(reading, "_idle", [])  # readers that do not know of it
+    row = tiny_instance(
+        protocol="multi_swe",
+        log_parser="o/r_2_to_1",
+        test_cmd="python -m pytest -v --no-header -rA --tb=short tests",
+    )
+    chosen = await choose_twins(row, make_sandbox, wanted=2, runs=1)
+    assert chosen.report.twins == dict.fromkeys(FAIL_TO_PASS, 2)
+
+    gold = await graded(chosen.instance, row.gold_patch, make_sandbox, MultiSweGrader())
+    forged = await graded(chosen.instance, _ending(PRINTS_PASSES), make_sandbox, MultiSweGrader())
 
     assert gold.verification is not None
     assert (gold.outcome, gold.verification.state) == (Outcome.RESOLVED, "verified")

@@ -19,6 +19,7 @@ LOST_GRADING = "-lost-"
 """In the name of the file that a lost grading sandbox leaves."""
 
 
+RESOLVED = "resolved"
 BROKEN_OFF = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED)
 
 
@@ -28,7 +29,14 @@ class _Attempt(Frozen):
     evidence: tuple[str, ...] = ()
 
 
+class _Verification(Frozen):
+    state: str
+    reason: str = ""
+
+
 class _Grade(Frozen):
+    official: str | None = None
+    verification: _Verification | None = None
     calibration: str | None = None
     patch_sha256: str = ""
 
@@ -107,6 +115,10 @@ class RolloutFacts:
     """Gradings of one patch came to different outcomes."""
     calibration: str | None
     patch_sha256: str
+    official: str | None
+    """The outcome by the row's own protocol."""
+    unverified: str | None
+    """Why no twin checked this success; None where twins did, or there is none."""
 
     @property
     def name(self) -> str:
@@ -118,7 +130,7 @@ class RolloutFacts:
 
     @property
     def resolved(self) -> bool:
-        return self.outcome == "resolved"
+        return self.outcome == RESOLVED
 
     @property
     def ending(self) -> str:
@@ -187,7 +199,15 @@ def parse_facts(data: bytes) -> RolloutFacts:
         flaky=_is_flaky(episode),
         calibration=grade.calibration,
         patch_sha256=grade.patch_sha256,
+        official=grade.official or episode.outcome,
+        unverified=_unverified(episode.outcome, grade.verification),
     )
+
+
+def _unverified(outcome: str | None, found: _Verification | None) -> str | None:
+    if outcome != RESOLVED or found is None or found.state != "unverified":
+        return None
+    return found.reason or "no reason is recorded"
 
 
 def _sandboxes(episode: _Episode) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from perdure.reports.bounds import Bounds
 from perdure.reports.comparison import tries_of
-from perdure.reports.facts import RolloutFacts, RunFacts
+from perdure.reports.facts import RESOLVED, RolloutFacts, RunFacts
 from perdure.reports.failures import FailureGroup, failure_groups
 from perdure.reports.prices import Price
 from perdure.reports.statistics import Interval, pass_curve, quantile
@@ -52,6 +52,10 @@ class Report:
     """Finished, with or without a verdict."""
     graded: int
     resolved: int
+    officially_resolved: int
+    """By the rows' own protocols, whatever twins say."""
+    unverified: dict[str, int]
+    """Why no twin checked them -> how many of the resolved."""
     resolved_share: Interval
     """pass@1: the mean over instances of the share of their samples that are resolved."""
     pass_at_k: dict[int, Interval]
@@ -113,6 +117,8 @@ def build_report(
         rollouts=len(rollouts),
         graded=len(graded),
         resolved=sum(one.resolved for one in graded),
+        officially_resolved=sum(one.official == RESOLVED for one in graded),
+        unverified=_counted(one.unverified for one in graded if one.unverified),
         resolved_share=curve.get(1, Interval(math.nan, math.nan, math.nan, 0)),
         pass_at_k=curve,
         mean_reward=_mean([one.reward for one in graded if one.reward is not None]),

@@ -29,7 +29,12 @@ def sections(reports: Sequence[Report], comparisons: Sequence[Comparison]) -> li
     found += [_comparison(one) for one in comparisons]
     for report in reports:
         of = f" of {report.run_id}" if len(reports) > 1 else ""
-        found += [_failures(report, of), _slowest(report, of), _unsteady(report, of)]
+        found += [
+            _unverified(report, of),
+            _failures(report, of),
+            _slowest(report, of),
+            _unsteady(report, of),
+        ]
     return [section for section in found if section.rows]
 
 
@@ -42,6 +47,8 @@ def _figures(reports: Sequence[Report]) -> Section:
         ("rollouts finished of planned", lambda one: f"{one.rollouts} of {one.planned}"),
         ("with a verdict", lambda one: str(one.graded)),
         ("resolved", lambda one: f"{one.resolved}"),
+        ("resolved, not checked by twins", lambda one: _count(sum(one.unverified.values()))),
+        ("resolved by the rows' own protocols", _officially),
         *((f"pass@{k}", _pass_at(k)) for k in ks),
         ("upper bound (gold)", lambda one: _percent(one.bounds.upper)),
         ("floor (no patch)", lambda one: _percent(one.bounds.floor)),
@@ -90,6 +97,11 @@ def _stages(reports: Sequence[Report]) -> Section:
         for stage, spread in one.stage_seconds.items()
     )
     return Section("Seconds by stage", ("", "mean", "median", "p90", "most"), rows)
+
+
+def _unverified(report: Report, of: str) -> Section:
+    rows = tuple((why, str(count)) for why, count in list(report.unverified.items())[:LISTED])
+    return Section(f"Resolved, not checked{of}", ("why", "count"), rows)
 
 
 def _failures(report: Report, of: str) -> Section:
@@ -141,6 +153,16 @@ def _pass_at(k: int) -> Callable[[Report], str]:
         return _share(report.pass_at_k[k]) if k in report.pass_at_k else NONE
 
     return cell
+
+
+def _count(number: int) -> str:
+    return str(number) if number else NONE
+
+
+def _officially(report: Report) -> str:
+    """Only where twins say otherwise."""
+    differs = report.officially_resolved != report.resolved
+    return str(report.officially_resolved) if differs else NONE
 
 
 def _share(one: Interval) -> str:

@@ -91,7 +91,8 @@ async def _grade(job: Job) -> Grade:
     async def runs_of(instance: Instance) -> Graded:
         return await _run_tests(job, data, instance, is_first=next(numbers) == 1)
 
-    found = await verified(job.instance, job.request.twin_pairs, runs_of)
+    pairs = job.request.twin_pairs
+    found = await verified(job.instance, pairs, runs_of, without=job.without_twin)
     name = job.key(f"tests-{_generation(job.workflow_run_id)}")
     for number, graded in enumerate(found.runs, 1):
         key = name if number == 1 else f"{name}-{number}"

@@ -4,8 +4,9 @@ Owns names, keys and placements of an attempt; the stages do the work.
 """
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
@@ -88,6 +89,8 @@ class Job:
     calibration: CalibrationState | None = None
     """What calibration found about the row in its grading sandboxes. Proved: `instance` has the lists
     and twins of its record."""
+    without_twin: Mapping[str, str] = MappingProxyType({})
+    """FAIL_TO_PASS test -> why calibration found no twin of it."""
 
     @classmethod
     async def of(cls, services: Services, attempt: Attempt, this_try: Try) -> "Job":

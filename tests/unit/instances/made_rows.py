@@ -49,6 +49,49 @@ run_selected_tests "$1"
 """
 
 
+MULTI_SWE = """\
+import re
+from dataclasses import dataclass
+
+from multi_swe_bench.harness.instance import Instance
+from multi_swe_bench.harness.test_result import TestResult
+
+
+@Instance.register("{owner}", "{name}")
+class MADE(Instance):
+    def __init__(self, pr, config, *args, **kwargs):
+        pass
+
+    def parse_log(self, log):
+        found = dict(map(reversed, re.findall(r"^(PASSED|FAILED) (tests/[\\w/]+\\.py::\\w+)", log, re.M)))
+        of = lambda status: {{test for test, said in found.items() if said == status}}
+        return TestResult(of("PASSED"), of("FAILED"), set())
+"""
+"""In the form of the publisher's classes of Python repositories; it reads pytest's summary."""
+
+
+def install_multi_swe(site: Path, owner: str, name: str) -> None:
+    """A package in the layout of multi-swe-bench 1.1.2 with the parser of one repository."""
+    harness = site / "multi_swe_bench" / "harness"
+    repos = harness / "repos" / "python" / owner
+    repos.mkdir(parents=True)
+    (site / "multi_swe_bench" / "__init__.py").touch()
+    (harness / "instance.py").write_text(
+        "class Instance:\n    _registry = {}\n\n    @classmethod\n    def register(cls, org, repo):\n"
+        "        return lambda made: cls._registry.setdefault(f'{org}/{repo}', made)\n"
+    )
+    (harness / "test_result.py").write_text(
+        "from dataclasses import dataclass\n\n\n@dataclass\nclass TestResult:\n"
+        "    passed_tests: set\n    failed_tests: set\n    skipped_tests: set\n"
+    )
+    (repos / f"{name}.py").write_text(MULTI_SWE.format(owner=owner, name=name))
+    facts = site / "multi_swe_bench-1.1.2.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: multi-swe-bench\nVersion: 1.1.2\n"
+    )
+
+
 def write_scripts(folder: Path, instance_id: str) -> None:
     """`run_scripts/<instance_id>/` beside the rows, as the publisher's repository has it."""
     place = folder / "run_scripts" / instance_id

@@ -1,6 +1,8 @@
 """Multi-SWE-bench rows, made in the publisher's layout: three stages become lists of tests."""
 
 import importlib.util
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +87,28 @@ def test_the_third_stage_decides(changed: dict[str, TestStatus | None], resolved
     found = {test: status for test, status in {**passed, **changed}.items() if status}
 
     assert (multi_swe.judge(found, read().grading).outcome == "resolved") is resolved
+
+
+APPLY = "--whitespace=nowarn /home/test.patch /home/fix.patch"
+STOPS = f"if ! git -C /home/cli apply {APPLY}; then\n  echo failed >&2\n  exit 1\nfi"
+
+
+@pytest.mark.parametrize(
+    "applies", [f"git apply {APPLY}", STOPS, STOPS.replace("-C /home/cli ", "")]
+)
+def test_the_publishers_script_runs_what_the_grader_has_patched(
+    applies: str, tmp_path: Path
+) -> None:
+    """It applies two diffs, in any of the publisher's ways, that the image no longer has; git is
+    otherwise git."""
+    (tmp_path / "cli").mkdir()
+    script = f"#!/bin/bash\nset -e\ncd /home/cli\n{applies}\ngit --version\necho tests\nexit 3\n"
+    (tmp_path / "fix-run.sh").write_text(script.replace("/home/", f"{tmp_path}/"))
+    command = (read().grading.test_cmd or "").replace("/home/", f"{tmp_path}/")
+
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+
+    assert (done.stdout[:11], done.stdout[-6:], done.returncode) == ("git version", "tests\n", 3)
 
 
 def test_a_run_without_results_is_unresolved() -> None:

@@ -44,6 +44,8 @@ def rollout(
         "flaky": False,
         "calibration": None,
         "patch_sha256": "",
+        "official": outcome,
+        "unverified": None,
     }
     return RolloutFacts(**{**values, **fields})
 

@@ -19,6 +19,7 @@ from perdure.types import (
     RolloutStatus,
     Turn,
     Usage,
+    Verification,
 )
 from tests.unit.reports.made_runs import LOST
 
@@ -119,3 +120,14 @@ async def test_an_unreadable_episode_is_named(tmp_path: Path) -> None:
     found = await read_facts(store, "r")
 
     assert ([one.name for one in found.rollouts], found.unreadable) == (["a/0"], (bad,))
+
+
+def test_a_success_that_no_twin_checked_says_why() -> None:
+    """Only a success is to be checked; a verified one needs no reason."""
+    why = Verification(state="unverified", reason="no test has a twin")
+    grade = UNRESOLVED.model_copy(update={"outcome": Outcome.RESOLVED, "verification": why})
+    verified = grade.model_copy(update={"verification": Verification(state="verified")})
+
+    assert facts(grade=grade).unverified == "no test has a twin"
+    assert facts(grade=verified).unverified is None
+    assert facts().unverified is None

@@ -40,6 +40,24 @@ def test_a_failed_rollout_is_no_zero() -> None:
     assert found.mixed == ("a 1/2",)
 
 
+def test_what_was_not_checked_is_counted_with_its_reason() -> None:
+    """Resolved grades without twins keep their reward; the report says how many and why. A forgery that
+    twins exposed is officially resolved."""
+    why = "no test has a twin: calibrate the instance"
+    rollouts = (
+        rollout("a", unverified=why),
+        rollout("b", unverified=why),
+        rollout("c"),
+        rollout("d", outcome="tampered", official="resolved"),
+    )
+    found = build_report(RunFacts("r", rollouts))
+    shown = {section.title: section.rows for section in sections([found], [])}
+
+    assert (found.resolved, found.officially_resolved, found.unverified) == (3, 4, {why: 2})
+    assert ("resolved, not checked by twins", "2") in shown["Figures"]
+    assert shown["Resolved, not checked"] == ((why, "2"),)
+
+
 def test_times_tell_the_environment_from_the_model() -> None:
     """Of 40 s of each agent, engines worked 10."""
     found = build_report(RUN)

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,7 +19,7 @@ from perdure.errors import InstanceError, MissingDependency
 from perdure.graders import verdict
 from perdure.graders.judgement import Judgement, last_line
 from perdure.graders.protocols.frame import Plan, ProtocolGrader
-from perdure.graders.reports.log_parsers import Statuses
+from perdure.graders.reports.log_parsers import LogParser, Statuses
 from perdure.graders.test_run import Command, TestRun
 from perdure.types import Grading, Instance, Outcome, TestStatus
 from perdure.untrusted.reading import Unparsable, read
@@ -64,8 +65,17 @@ def judge(found: Statuses, grading: Grading, last: str = "") -> Judgement:
     broken = [test for test in grading.must_not_fail if found.get(test) is TestStatus.FAILED]
     if broken:
         reason = f"{len(broken)} tests failed that had passed, such as {broken[0]}"
-        return Judgement(Outcome.UNRESOLVED, reason, score=score)
+        kept = score.pass_to_pass | dict.fromkeys(broken, TestStatus.FAILED)
+        return Judgement(Outcome.UNRESOLVED, reason, score=score._replace(pass_to_pass=kept))
     return Judgement(score.outcome, score.reason, score.rewards, score)
+
+
+@dataclass(frozen=True)
+class PublishedParser(LogParser):
+    """Reads a run of calibration, whose code is not hostile, by the publisher's class."""
+
+    def statuses(self, log: bytes) -> Statuses:
+        return parsed(self.name, log)
 
 
 def parsed(repository: str, log: bytes) -> Statuses:

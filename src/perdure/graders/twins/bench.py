@@ -1,5 +1,6 @@
 """Runs of calibration: the row's own test command, on gold and on the base, with files of ours."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -7,7 +8,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 from perdure.errors import InstanceError
 from perdure.graders import tampering
 from perdure.graders.diff.patch import filter_patch
-from perdure.graders.protocols import swepro
+from perdure.graders.protocols import multi_swe, swepro
 from perdure.graders.protocols.swebench import SuiteRun
 from perdure.graders.reports.log_parsers import parser_of
 from perdure.graders.test_run import Command, TestRun, run_tests, scratch_folder
@@ -78,6 +79,8 @@ def _suite(instance: Instance, scratch: str) -> _Suite:
     """Raises: InstanceError."""
     if instance.grading.protocol == "swepro":
         return _of_swepro(instance, scratch)
+    if instance.grading.protocol == "multi_swe":
+        return _of_multi_swe(instance)
     command, canary = tampering.guarded_command(instance.grading, scratch)
     has_junit, parser = bool(command.junit_path), parser_of(instance)
     shell = command.shell + (" --tb=native" if has_junit else "")
@@ -86,12 +89,24 @@ def _suite(instance: Instance, scratch: str) -> _Suite:
     )
 
 
+_NATIVE = "export PYTEST_ADDOPTS=--tb=native\n"
+
+
+def _of_multi_swe(instance: Instance) -> _Suite:
+    """As `_of_swepro`, with the publisher's parser. Its scripts also name a style themselves."""
+    parser = multi_swe.PublishedParser(instance.grading.log_parser)
+    own = re.sub(r"--tb=\w+", "--tb=native", instance.grading.test_cmd or "")
+    edit = "sed -i 's/--tb=[a-z]*/--tb=native/g' /home/fix-run.sh 2>/dev/null\n"
+    command = Command(f"{_NATIVE}{edit}{own}", {})
+    return _Suite(command, lambda run: SuiteRun(run, None, False, parser))
+
+
 def _of_swepro(instance: Instance, scratch: str) -> _Suite:
     """The row's script chooses its runner; if that is pytest, it gets the style by a variable."""
     assert instance.grading.parser is not None
     program = instance.grading.parser.program
     command = swepro.command(instance.grading.parser, scratch)
-    shell = f"export PYTEST_ADDOPTS=--tb=native\n{command.shell}"
+    shell = f"{_NATIVE}{command.shell}"
 
     def ran(run: TestRun) -> SuiteRun:
         both = replace(run, log=swepro.both_streams(run), junit=None)

@@ -81,7 +81,7 @@ def _official(instance: Instance, runs: Sequence[Ran]) -> Grade:
         for test in instance.grading.fail_to_pass
     }
     grading = instance.grading
-    p2p = {t: first.grade.pass_to_pass.get(t, TestStatus.MISSING) for t in grading.pass_to_pass}
+    p2p = dict.fromkeys(grading.pass_to_pass, TestStatus.MISSING) | first.grade.pass_to_pass
     score = verdict.score(f2p | p2p, f2p, p2p, eval_type=grading.eval_type)
     return first.grade.model_copy(
         update={

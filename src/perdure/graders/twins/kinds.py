@@ -4,15 +4,16 @@ canary test: those whose command Perdure can tell to run one more file."""
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from perdure.graders.diff.git_diff import MalformedDiff, paths_of
+from perdure.graders.reports.log_parsers import LogParser
 from perdure.types import Grading
 
-POSSIBLE = frozenset(("swebench", "swepro"))
+POSSIBLE = frozenset(("swebench", "swepro", "multi_swe"))
 _WHY_NOT: Mapping[str, str] = MappingProxyType(
     {
         "eval_cmd": "its command gives an exit code, and no status of a test",
         "reward_file": "its script writes a number, and no status of a test",
-        "status_map": "its tests are files of the row, and no test patch says what they check",
-        "multi_swe": "its tests are not in Python",
+        "status_map": "its tests are whole files of the row, and no patch says what the fix changes",
     }
 )
 _NO_CANARY: Mapping[str, str] = MappingProxyType(
@@ -27,6 +28,8 @@ _NO_CANARY: Mapping[str, str] = MappingProxyType(
 
 def why_no_canary(grading: Grading) -> str | None:
     """Why no test that must fail is added to the run; None if one is."""
+    if grading.protocol == "swebench" and not LogParser(grading.log_parser).runner:
+        return "its runner takes no file of Python"
     return _NO_CANARY.get(grading.protocol)
 
 
@@ -37,4 +40,13 @@ def why_no_twins(grading: Grading) -> str | None:
         return f"rows of protocol {grading.protocol} have no twins: {why}"
     if grading.protocol == "swebench" and not grading.test_cmd:
         return "the row has no test command"
-    return None if grading.test_patch else "the row has no test patch"
+    if not grading.test_patch:
+        return "the row has no test patch"
+    return None if _is_python(grading.test_patch) else "the row's hidden tests are not in Python"
+
+
+def _is_python(test_patch: bytes) -> bool:
+    try:
+        return any(path.endswith(b".py") for path in paths_of(test_patch))
+    except MalformedDiff:
+        return True  # calibration says what is wrong with it

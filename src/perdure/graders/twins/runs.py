@@ -1,6 +1,7 @@
 """Runs the pairs of a grading, each run in a sandbox of its own, and stops when nothing can change."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from perdure.graders.base import Graded
@@ -20,15 +21,22 @@ class Verified(NamedTuple):
     runs: tuple[Graded, ...]
 
 
-async def verified(instance: Instance, pairs: int, grade_once: GradeOnce) -> Verified:
-    """One run if the instance has no twins or `pairs` is 0, else up to two for each pair.
+async def verified(
+    instance: Instance,
+    pairs: int,
+    grade_once: GradeOnce,
+    *,
+    without: Mapping[str, str] = MappingProxyType({}),
+) -> Verified:
+    """One run if the instance has no twins or `pairs` is 0, else up to two for each pair. `without`:
+    FAIL_TO_PASS test -> why calibration found no twin of it.
 
     Raises: InstanceError if twins do not fit the test patch; what `grade_once` raises.
     """
     drawn = draw(instance, pairs)
     if not drawn:
         graded = await grade_once(instance)
-        reason = _why_none(instance) if pairs else "twin_pairs is 0"
+        reason = _why_none(instance, without) if pairs else "twin_pairs is 0"
         return Verified(unverified(graded.grade, reason), (graded,))
     done: list[Ran] = []
     runs: list[Graded] = []
@@ -44,7 +52,10 @@ async def verified(instance: Instance, pairs: int, grade_once: GradeOnce) -> Ver
     return Verified(combined(instance, done), tuple(runs))
 
 
-def _why_none(instance: Instance) -> str:
-    why = why_no_twins(instance.grading) or "no test has a twin: calibrate the instance"
+def _why_none(instance: Instance, found: Mapping[str, str]) -> str:
+    why = why_no_twins(instance.grading)
+    if why is None:
+        why = "no test has a twin: calibrate the instance"
+        why = next((f"no twin of {test}: {reason}" for test, reason in found.items()), why)
     without = why_no_canary(instance.grading)
     return f"{why}; no canary test either: {without}" if without else why

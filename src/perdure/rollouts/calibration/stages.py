@@ -132,7 +132,8 @@ async def with_calibration(job: Job) -> Job:
             job.services.store, job.row, job.grade_sandbox.placement.provider
         )
         if record is not None and record.state is CalibrationState.PROVED:
-            job = replace(job, row=calibration.joined(job.row, record))
+            row = calibration.joined(job.row, record)
+            job = replace(job, row=row, without_twin=record.without_twin)
         return replace(job, calibration=record.state if record else None)
     return job
 

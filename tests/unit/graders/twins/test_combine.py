@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from perdure.graders.base import Graded
+from perdure.graders.diff.patch import filter_patch
+from perdure.graders.judgement import make_grade
+from perdure.graders.protocols import multi_swe
 from perdure.graders.twins.combine import Ran, combined, official_only
 from perdure.graders.twins.draw import Run
 from perdure.graders.twins.runs import verified
@@ -148,3 +151,18 @@ async def test_an_instance_without_twins_is_graded_once_and_says_so() -> None:
     assert (found.grade.reward, len(found.runs)) == (1.0, 1)
     assert found.grade.verification is not None
     assert found.grade.verification.state == "unverified"
+
+
+def test_a_test_that_no_list_names_and_that_may_not_fail_is_no_twins_doing() -> None:
+    """Multi-SWE-bench: a run that breaks such a test is officially unresolved, beside any twin."""
+    row = tiny_instance(protocol="multi_swe", twins=(ADD, NEGATIVE), must_not_fail=("other",))
+    runs = pair(grade(F, P), grade(P, F))
+    statuses = [{**ran.grade.fail_to_pass, **ran.grade.pass_to_pass, "other": F} for ran in runs]
+    found = [multi_swe.judge(each, row.grading) for each in statuses]
+    graded = [
+        make_grade(multi_swe.MultiSweGrader(), each, b"", filter_patch(b"", row)) for each in found
+    ]
+
+    assert combined(row, [Ran(r.run, g) for r, g in zip(runs, graded, strict=True)]).outcome is (
+        Outcome.UNRESOLVED
+    )

@@ -4,10 +4,12 @@ import pytest
 
 from perdure.graders.base import Graded
 from perdure.graders.twins.runs import verified
-from perdure.testing.grader_contract import tiny_instance
+from perdure.testing.grader_contract import diff_of, tiny_instance
 from perdure.types import Grade, Grading, Instance, Outcome, Rewards
 
 RESOLVED = Grade(outcome=Outcome.RESOLVED, rewards=Rewards(binary=1.0))
+PYTHON = diff_of({"tests/test_a.py": "def test_a():\n    assert True\n"})
+GO = diff_of({"a_test.go": "package a\n"})
 
 
 async def resolved(_: Instance) -> Graded:
@@ -15,21 +17,49 @@ async def resolved(_: Instance) -> Graded:
 
 
 @pytest.mark.parametrize(
-    ("protocol", "why"),
+    ("grading", "why"),
     [
-        ("eval_cmd", "an exit code, and no status of a test; no canary test either"),
-        ("reward_file", "a number, and no status of a test; no canary test either"),
-        ("multi_swe", "not in Python; no canary test either"),
-        ("swepro", "no test patch; no canary test either: its script decides what runs"),
-        ("status_map", "no test patch says what they check"),
+        (
+            Grading(protocol="eval_cmd"),
+            "an exit code, and no status of a test; no canary test either",
+        ),
+        (
+            Grading(protocol="reward_file"),
+            "a number, and no status of a test; no canary test either",
+        ),
+        (Grading(protocol="multi_swe", test_patch=GO), "not in Python; no canary test either"),
+        (
+            Grading(protocol="multi_swe", test_patch=PYTHON),
+            "no test has a twin: calibrate the instance; no canary test either",
+        ),
+        (
+            Grading(protocol="swepro"),
+            "no test patch; no canary test either: its script decides what runs",
+        ),
+        (
+            Grading(test_cmd="go test", log_parser="parse_log_gotest", test_patch=GO),
+            "not in Python; no canary test either: its runner takes no file of Python",
+        ),
+        (Grading(protocol="status_map"), "whole files of the row"),
     ],
 )
-async def test_a_format_that_can_prove_no_run_is_unverified(protocol: str, why: str) -> None:
+async def test_a_format_that_can_prove_no_run_is_unverified(grading: Grading, why: str) -> None:
     """A resolved grade of it keeps its reward and names what it lacks."""
-    row = tiny_instance().model_copy(update={"grading": Grading(protocol=protocol)})
+    row = tiny_instance().model_copy(update={"grading": grading})
     grade = (await verified(row, 1, resolved)).grade
 
     assert (grade.outcome, grade.reward) == (Outcome.RESOLVED, 1.0)
     assert grade.verification is not None
     assert grade.verification.state == "unverified"
     assert why in grade.verification.reason
+
+
+async def test_a_calibrated_row_says_why_no_test_has_a_twin() -> None:
+    """What calibration found is told, not that the row should be calibrated."""
+    why = {"t.py::test_a": "no rule changes an expectation of it exclusively"}
+    grade = (await verified(tiny_instance(), 1, resolved, without=why)).grade
+
+    assert grade.verification is not None
+    assert grade.verification.reason == (
+        "no twin of t.py::test_a: no rule changes an expectation of it exclusively"
+    )

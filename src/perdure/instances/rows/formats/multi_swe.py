@@ -17,8 +17,13 @@ KEPT = "p2p_tests"
 STAGES = ("run_result", "test_patch_result")
 FIX_AND_TESTS = ("/home/fix.patch", "/home/test.patch")
 """The image holds both; its scripts apply them."""
-COMMAND = "grep -v 'git apply' /home/fix-run.sh | bash"
-"""The publisher's command of the third stage; the grader has applied both diffs."""
+COMMAND = """\
+git() {
+  case " $* " in *" apply "*" /home/fix.patch "*) ;; *) command git "$@" ;; esac
+}
+. /home/fix-run.sh"""
+"""The publisher's command of the third stage. The grader has applied both diffs, so where the script does
+it, in one of several ways, nothing is to be done."""
 
 
 def to_instance(row: Row, dataset: str) -> Instance:
