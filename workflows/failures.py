@@ -16,6 +16,7 @@ from perdure.client import search_attributes as attributes
 from perdure.errors import Boundary
 from perdure.rollouts.messages import HOST_LOST, STORE_UNAVAILABLE
 from perdure.types import SLUG, EpisodeRef, Failure
+from perdure.types.faults import faults
 
 Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")
@@ -41,7 +42,7 @@ def parse(model: type[Model], raw: Any) -> Model:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise _refused(f"{model.__name__}: {explain(error, model)}", raw) from None
+        raise _refused(f"{model.__name__}: {faults(error, model)}", raw) from None
 
 
 def _refused(why: str, raw: dict[str, Any] | None = None) -> ApplicationError:
@@ -63,21 +64,6 @@ def _run_named(raw: dict[str, Any]) -> str:
         if isinstance(one, str) and re.fullmatch(SLUG, one):
             return one
     return ""
-
-
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """One sentence per wrong field, e.g. "unknown field 'agnet' (known: agent, ...)"."""
-    return "; ".join(_explain_one(dict(item), model) for item in error.errors()[:5])
-
-
-def _explain_one(item: dict[str, Any], model: type[BaseModel]) -> str:
-    field = ".".join(str(part) for part in item["loc"]) or model.__name__
-    if item["type"] == "extra_forbidden":
-        known = ", ".join(model.model_fields) if len(item["loc"]) == 1 else ""
-        return f"unknown field '{field}'" + (f" (known: {known})" if known else "")
-    if item["type"] == "missing":
-        return f"field '{field}' is missing"
-    return f"field '{field}': {item['msg']}, got {str(item.get('input'))[:80]!r}"
 
 
 def failure_of(error: ActivityError) -> Failure:

@@ -277,5 +277,7 @@ class RolloutWorkflow:
 
 
 def _agent_failure(run: AgentRun) -> Failure:
+    if run.refused:
+        return Failure(boundary=Boundary.ENGINE, type="EngineRefused", message=run.broke)
     message = f"{run.broke}: {run.detail}" if run.detail else run.broke
     return Failure(boundary=Boundary.AGENT, type="AgentError", message=message)

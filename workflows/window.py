@@ -31,6 +31,12 @@ PAGE = 100
 STILL_RUNNING = "running"
 """Used instead of a status, for stragglers that outlive their group."""
 
+ALIKE = 3
+"""After so many instances in a row that failed the same way, the run waits for a person."""
+OF_ONE_ROLLOUT = frozenset({"PolicyTooStale", "WorkflowFailed"})
+"""Failures that say nothing of the next rollout."""
+PAUSES_WHEN_ALIKE = "pauses-when-rollouts-fail-alike"
+
 
 @dataclass
 class Throttle:
@@ -41,13 +47,31 @@ class Throttle:
     attention: str = ""
     """Why the window paused itself: a failure that only a person can cure."""
 
+    alike: tuple[str, ...] = ()
+    """How the last rollouts failed: the likeness of their failures."""
+    failing: set[str] = field(default_factory=set)
+    """The instances of rollouts that failed so, one after the other."""
+
     def set_paused(self, paused: bool) -> None:
         self.paused = paused
         if not paused:
             self.attention = ""
+            self.failing.clear()
 
     def stop_for(self, attention: str) -> None:
         self.paused, self.attention = True, attention
+
+    def fails_like_before(self, episode: EpisodeRef) -> bool:
+        """Whether it is one more of `ALIKE` instances in a row whose rollouts failed the same way."""
+        failure = episode.failure
+        likeness = failure.likeness if failure is not None else ()
+        if failure is None or failure.type in OF_ONE_ROLLOUT or likeness != self.alike:
+            self.alike = likeness
+            self.failing.clear()
+        if failure is None or failure.type in OF_ONE_ROLLOUT:
+            return False
+        self.failing.add(episode.instance_id)
+        return len(self.failing) >= ALIKE
 
 
 @dataclass
@@ -222,3 +246,11 @@ class Window:
             self.counts.by_outcome[episode.outcome.value] += 1
         if episode.failure is not None and episode.failure.type in ACTION_NEEDED:
             self.throttle.stop_for(episode.failure.message)
+        if (
+            self.throttle.fails_like_before(episode)
+            and episode.failure is not None
+            and not self.nothing_left_to_start
+            and not self.throttle.paused
+            and workflow.patched(PAUSES_WHEN_ALIKE)
+        ):
+            self.throttle.stop_for(f"{ALIKE} rollouts failed alike: {episode.failure.message}")

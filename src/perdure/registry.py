@@ -101,8 +101,10 @@ def path_of(kind: str, table: dict[str, str], name: str) -> str:
     path = table.get(name, name)
     if ":" not in path:
         known = ", ".join(sorted(table))
+        close = difflib.get_close_matches(name, table, n=1)
+        meant = f"did you mean {close[0]!r}? Else" if close else ""
         raise ConfigurationError(
-            f"unknown {kind} {name!r}: use one of {known}, or a dotted path package.module:Name"
+            f"unknown {kind} {name!r}: {f'{meant} ' if meant else ''}use one of {known}, or a dotted path package.module:Name"
         )
     return path
 

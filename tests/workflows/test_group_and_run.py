@@ -11,7 +11,7 @@ from temporalio.exceptions import ApplicationError
 from perdure.client import names
 from perdure.client.api import Perdure
 from perdure.errors import Cancelled, ConfigurationError, NoResult, NotFound
-from perdure.rollouts.messages import WORKER_EVICTED, AgentRun, PreparedRun
+from perdure.rollouts.messages import WORKER_EVICTED, AgentRun, Attempt, PreparedRun
 from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RolloutStatus, RunRequest
 from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.gate import Gate
@@ -199,6 +199,55 @@ async def test_a_failure_that_needs_a_person_pauses_the_run(client: Client, stag
             await asyncio.sleep(0.05)
 
     assert (progress.attention, progress.started) == ("no bwrap", 1)
+
+
+async def test_a_run_whose_rollouts_all_fail_alike_pauses(client: Client, stages: Stages) -> None:
+    """A wrong model name must not fail thousands of rollouts: after three instances the run stops and
+    says why. Resumed, it goes on."""
+    said = "the engine answered 404: The model `x` does not exist"
+
+    async def refuse(attempt: Attempt) -> AgentRun:
+        return AgentRun(end=AgentEnd.NEVER_CALLED_MODEL, refused=f"{said} ({attempt.attempt})")
+
+    stages.override["run_agent"] = refuse
+    stages.instances = tuple(f"toy/add-{k}" for k in range(7))
+    run = await Perdure(client).start_run(_run(concurrency=1))
+
+    async def waits() -> bool:
+        return (await run.progress()).state == "attention"
+
+    await until(waits, "the run pauses itself")
+    first = await run.progress()
+    del stages.override["run_agent"]
+    await run.resume()
+    summary = await run.result()
+
+    assert (first.started, summary["by_status"]) == (3, {"failed": 3, "graded": 4})
+    assert first.attention.startswith(
+        f"3 rollouts failed alike: the first model call was refused: {said}"
+    )
+    failure = stages.endings[0].failure
+    assert failure is not None
+    assert (failure.boundary.value, failure.type) == ("engine", "EngineRefused")
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+async def test_failures_that_differ_or_are_of_one_instance_pause_nothing(
+    client: Client, stages: Stages, samples: int
+) -> None:
+    """Each instance has a fault of its own, also in all of its samples."""
+
+    async def refuse(attempt: Attempt) -> Any:
+        words = {"toy/add-0": "no such tag", "toy/add-1": "its patch is torn"}
+        said = words.get(attempt.request.instance, "its tests are missing")
+        raise ApplicationError(said, "instance", type="InstanceError", non_retryable=True)
+
+    stages.override["boot_sandbox"] = refuse
+    stages.instances = tuple(f"toy/add-{k}" for k in range(4))
+    asked = _run(concurrency=1).model_copy(update={"n_samples": samples})
+    run = await Perdure(client).start_run(asked)
+
+    assert (await run.result())["by_status"] == {"failed": 4 * samples}
 
 
 async def test_cancelling_a_run_ends_it_with_a_manifest(client: Client, stages: Stages) -> None:

@@ -348,6 +348,9 @@ class RunHandle:
         return RunStatus.model_validate(await self._update("resume"))
 
     async def resize(self, concurrency: int) -> RunStatus:
+        """Raises: ConfigurationError."""
+        if type(concurrency) is not int or not 1 <= concurrency <= 2000:
+            raise ConfigurationError(f"resize({concurrency!r}): give a whole number from 1 to 2000")
         return RunStatus.model_validate(await self._update("resize", concurrency))
 
     async def cancel(self) -> None:

@@ -62,6 +62,8 @@ class SessionSummary(Frozen):
     chains: int = 0
     too_stale: str = ""
     """Why no engine may sample it any more; empty unless one of its calls was refused for this."""
+    refused: str = ""
+    """What the engine said when it refused a call before the first answer, and the fix."""
     unanswered: str = ""
     """Why its last call got no answer: the engines or the store were away. Empty after an answer."""
     replayed_turns: int = 0

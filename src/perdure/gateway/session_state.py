@@ -15,6 +15,7 @@ from perdure.engines.base import Wait
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.gateway.journal.turn_record import (
     CLOSED,
+    REFUSED,
     SEALED,
     STALE,
     TURN,
@@ -82,6 +83,8 @@ class Session:
     """Why every gateway process refuses its calls; empty until one call was refused."""
     unanswered: Wait | None = None
     """The engines gave up on its last call; the agent may try again."""
+    refused: str = ""
+    """What the engine said when it refused a call before the first answer."""
     commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the journal is read or written for this session."""
     close_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -124,6 +127,8 @@ class Session:
             self.sealed = self.closed = True
         elif record["kind"] == STALE:
             self.too_stale = record["message"]
+        elif record["kind"] == REFUSED:
+            self.refused = record["message"]
         elif record["kind"] == UNANSWERED:
             self.unanswered = Wait(since=record["since"], reason=record["reason"])
 
@@ -141,6 +146,7 @@ class Session:
             bridge_misses=dict(totals.misses),
             chains=len(totals.chains),
             too_stale=self.too_stale,
+            refused=self.refused,
             replayed_turns=totals.replayed_turns,
             replayed_tokens=totals.replayed_tokens,
             waits=None if self.sealed else self.unanswered,

@@ -27,6 +27,7 @@ from perdure.gateway.journal.partials import Partials
 from perdure.gateway.journal.turn_record import (
     CLOSED,
     OPEN,
+    REFUSED,
     SEALED,
     STALE,
     UNANSWERED,
@@ -46,6 +47,15 @@ from perdure.gateway.turns.replay import Recording
 from perdure.gateway.turns.siblings import UNKNOWN, Caller, is_retry, sibling_digest
 from perdure.storage.base import Store
 
+OF_ENGINE = {
+    "engine_refused": "",
+    "engine_refused_key": "",
+    "engine_quota": "",
+    "context_length_exceeded": (
+        " Raise sampling.max_context_tokens or the server's --max-model-len: the first prompt is longer"
+    ),
+}
+"""Refusals by the engine that every rollout would meet at its first call, and fixes that they lack."""
 MAX_WAITING = 64
 """Calls of one session that may be in flight; parallel sub-agents need one each."""
 IDLE_S = 300.0
@@ -422,6 +432,9 @@ class Sessions:
         except Refused as refused:
             if refused.code == TOO_STALE:
                 await self._note(session, {"kind": STALE, "message": str(refused)}, "too_stale")
+            if refused.code in OF_ENGINE and not session.totals.turns:
+                message = f"{refused}{OF_ENGINE[refused.code]}"
+                await self._note(session, {"kind": REFUSED, "message": message}, "refused")
             raise
         except GatewayUnavailable as error:
             since = session.unanswered.since if session.unanswered else pending.arrived

@@ -72,5 +72,10 @@ async def _not_found(store: Store, ref: str) -> str:
     if not known:
         names = ", ".join(await datasets(store)) or "none yet"
         return f"no instance {ref!r}: the store has no dataset {dataset!r} ({names}); {HOW_TO_ADD}"
-    close = difflib.get_close_matches(ref, known, n=3, cutoff=0.5) or known[:3]
-    return f"no instance {ref!r} in {store.url}: did you mean {', '.join(close)}? {HOW_TO_ADD}"
+    ids = [one.split("/", 1)[1] for one in known]
+    close = difflib.get_close_matches(ref.split("/", 1)[1], ids, n=3)
+    names = ", ".join(f"{dataset}/{one}" for one in close or ids[:3])
+    said = (
+        f"did you mean {names}?" if close else f"it has {len(ids)} of {dataset}, such as {names};"
+    )
+    return f"no instance {ref!r} in {store.url}: {said} {HOW_TO_ADD}"

@@ -23,6 +23,8 @@ UNREACHABLE = re.compile(
     rb"|Tunnel connection failed: 50\d|Temporary failure in name resolution|Connection refused|timed out|operation timed out"
 )
 """Messages of uv and pip that mean a fault of the registry, not of the request."""
+LAST_CAUSE = 300
+"""Characters."""
 
 REGISTRY_VARIABLES = re.compile(
     r"^(UV_(DEFAULT_INDEX|INDEX.*|EXTRA_INDEX_URL|FIND_LINKS|INSECURE_HOST|NATIVE_TLS|SYSTEM_CERTS"
@@ -107,7 +109,12 @@ def _compile(requirement: str, *options: str) -> bytes:
         return result.stdout
     said = " ".join(result.stderr.decode("utf-8", "replace").split())
     if UNREACHABLE.search(result.stderr):
-        raise RetryHere(f"the package index cannot be reached: {said}", boundary=Boundary.INSTANCE)
+        cause = said.rpartition("Caused by: ")[2].removeprefix("error: ")
+        raise RetryHere(
+            f"the package index cannot be reached: {cause[:LAST_CAUSE]}; check the network, HTTPS_PROXY,"
+            " or set UV_DEFAULT_INDEX to a mirror",
+            boundary=Boundary.INSTANCE,
+        )
     raise InstanceError(f"`source.requirement` {requirement!r} cannot be used: {said}")
 
 

@@ -1,17 +1,11 @@
 """Why rollouts have no verdict, grouped by boundary and by the sentence that says it."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from perdure.reports.facts import RolloutFacts
-from perdure.types import Failure
-
-SENTENCE = 240
-"""Characters of a shown sentence."""
-VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+|(?:/[\w.@+-]+)+|'[^']*'|\"[^\"]*\"|`[^`]*`")
-"""Parts of a message that differ from rollout to rollout: numbers, digests, paths, quoted names."""
+from perdure.types.results import SENTENCE
 
 
 @dataclass(frozen=True)
@@ -32,13 +26,9 @@ def failure_groups(rollouts: Iterable[RolloutFacts]) -> list[FailureGroup]:
     alike: defaultdict[tuple[str, str, str], list[RolloutFacts]] = defaultdict(list)
     for one in rollouts:
         if one.failure is not None:
-            alike[_likeness(one.failure)].append(one)
+            alike[one.failure.likeness].append(one)
     groups = [_group(found) for found in alike.values()]
     return sorted(groups, key=lambda group: (-group.count, group.boundary, group.sentence))
-
-
-def _likeness(failure: Failure) -> tuple[str, str, str]:
-    return failure.boundary.value, failure.type, VARIES.sub("_", _sentence(failure.message))
 
 
 def _group(found: list[RolloutFacts]) -> FailureGroup:

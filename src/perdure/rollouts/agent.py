@@ -135,6 +135,7 @@ async def _conclude(
         turns=found.turns,
         tokens=summary.tokens if summary else 0,
         unanswered=summary.unanswered[:REASON_LIMIT] if summary else "",
+        refused=summary.refused if summary and not summary.turns else "",
         seconds=round(status.seconds or 0.0, 3),
         detail=agent_output.detail(end, found),
     )

@@ -67,6 +67,8 @@ class AgentRun(Frozen):
     detail: str = ""
     unanswered: str = ""
     """Why its last model call got no answer; empty if it got one."""
+    refused: str = ""
+    """Why the engine answered none of its calls, and the fix; empty if it answered one."""
 
     @property
     def broke(self) -> str:
@@ -75,6 +77,8 @@ class AgentRun(Frozen):
         Once a policy acts and its calls are answered, it can end its own agent. So that end is its
         own doing, however it looks: otherwise it could discard an episode that it does not like.
         """
+        if self.refused:
+            return f"the first model call was refused: {self.refused}"
         if self.end is AgentEnd.NEVER_CALLED_MODEL:
             return "the agent ended without one model call"
         if self.end is not AgentEnd.CRASHED:

@@ -1,46 +1,45 @@
 """Turns an exception into one line that says what is wrong and what to do."""
 
-from typing import TYPE_CHECKING
+import errno
+import os
+import shutil
 
 import click
 
 from perdure.errors import ActionNeeded, InstanceError, PerdureError
 
-if TYPE_CHECKING:
-    from pydantic import ValidationError
-
 USAGE, FAILURE = 2, 1
+FULL = "the disk under {} is full: free space there, then give the same command again"
 
 
 def explain(error: Exception) -> tuple[int, str]:
     """Exit code and one line for any exception."""
     from pydantic import ValidationError
 
+    from perdure.types.faults import faults
+
     if isinstance(error, click.ClickException):
         return error.exit_code, error.format_message()
     if isinstance(error, ValidationError):
-        return USAGE, validation(error)
+        return USAGE, faults(error)
     if isinstance(error, PerdureError):
+        if (full := _full_disk(error)) is not None:
+            return FAILURE, FULL.format(full)
         code = USAGE if isinstance(error, ActionNeeded | InstanceError) else FAILURE
         return code, str(error)
+    if (full := _full_disk(error)) is not None:
+        return FAILURE, FULL.format(full)
     if type(error).__name__ == "RPCError":
         return FAILURE, f"Temporal refused: {str(error)[:300]}"
     return FAILURE, f"{type(error).__name__}: {error} (a bug; PERDURE_DEBUG=1 shows where)"
 
 
-def validation(error: "ValidationError") -> str:
-    """All wrong fields of a model with their dotted names, on one line."""
-    from perdure.types import SLUG
-
-    complaints = []
-    for wrong in error.errors(include_url=False):
-        name = ".".join(str(part) for part in wrong["loc"])
-        message = wrong["msg"].removeprefix("Value error, ")
-        if wrong["type"] == "extra_forbidden":
-            message = "there is no such field"
-        if wrong["type"] == "string_pattern_mismatch" and wrong["ctx"]["pattern"] == SLUG:
-            message = "letters, digits, '.', '_' and '-' only, and a letter or digit first"
-        if wrong["type"] in ("model_type", "model_attributes_type", "dict_type"):
-            message = f"it has fields of its own: name one, {name}.FIELD"
-        complaints.append(f"{name}: {message}" if name else message)
-    return "; ".join(complaints)
+def _full_disk(error: BaseException | None) -> str | None:
+    """The file for which there was no room. Copies of folders report all that they could not write."""
+    while error is not None:
+        if isinstance(error, shutil.Error) and os.strerror(errno.ENOSPC) in str(error):
+            return str(error.args[0][0][1])
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return str(error.filename or "the home or the store")
+        error = error.__cause__
+    return None

@@ -27,6 +27,7 @@ STALE_TMP_S = 86_400.0
 """Seconds after which a file in `tmp` counts as left by a killed writer."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+ABSENT = {errno.ENOENT}
 IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
 
 
@@ -229,7 +230,8 @@ class LocalStore:
                 raise ConfigurationError(
                     f"{reason}; a key cannot continue another object's key"
                 ) from error
-            raise StoreUnavailable(reason) from error
+            fix = "correct PERDURE_STORE, or PERDURE_HOME" if error.errno in ABSENT else ""
+            raise StoreUnavailable(reason, fix=fix) from error
 
 
 def _read(path: Path) -> Stored:

@@ -2,9 +2,20 @@
 
 import base64
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, StringConstraints
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    StringConstraints,
+    ValidationError,
+)
+from pydantic._internal._model_construction import ModelMetaclass  # what `type(BaseModel)` is
+
+from perdure.errors import ConfigurationError
+from perdure.types.faults import faults
 
 
 class Frozen(BaseModel):
@@ -13,8 +24,22 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
 
-class Request(BaseModel):
-    """Data a person or a program hands us: immutable; an unknown field is refused by name."""
+class _Refusing(ModelMetaclass):
+    """Of classes that a program fills by hand: what is wrong is one line, without pydantic's text."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except ValidationError as error:
+            refused = faults(error, cast("type[BaseModel]", cls))
+        raise ConfigurationError(f"{cls.__name__}: {refused}")
+
+
+class Request(BaseModel, metaclass=_Refusing):
+    """Data a person or a program hands us: immutable; an unknown field is refused by name.
+
+    `Request(...)` raises ConfigurationError; `model_validate` raises pydantic's error.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

@@ -1,5 +1,6 @@
 """What a rollout, a group and a run come to."""
 
+import re
 from enum import StrEnum
 from typing import Literal
 
@@ -146,12 +147,24 @@ class PatchRef(Frozen):
     """Why no diff could be formed; empty where there is one, or nothing changed."""
 
 
+VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+|(?:/[\w.@+-]+)+|'[^']*'|\"[^\"]*\"|`[^`]*`")
+"""Parts of a message that differ from rollout to rollout: numbers, digests, paths, quoted names."""
+SENTENCE = 240
+"""Characters of a message that tell failures apart."""
+
+
 class Failure(Frozen):
     """Why a rollout has no reward: the boundary, the type to act on, one readable sentence."""
 
     boundary: Boundary
     type: str
     message: str
+
+    @property
+    def likeness(self) -> tuple[str, str, str]:
+        """The same for failures that say the same of different rollouts."""
+        line = " ".join(self.message.split())
+        return self.boundary.value, self.type, VARIES.sub("_", line[:SENTENCE])
 
 
 class EpisodeRef(Frozen):

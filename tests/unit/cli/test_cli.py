@@ -170,7 +170,9 @@ def test_unknown_agent_lists_the_known_ones(tmp_path: Path, perdure: Perdure) ->
     """A wrong agent name is answered with the right ones."""
     done = perdure("run", str(rows(tmp_path)), "--agent", "oracel")
 
-    assert done.error.startswith("error: unknown agent 'oracel': use one of ")
+    assert done.error.startswith(
+        "error: unknown agent 'oracel': did you mean 'oracle'? Else use one of "
+    )
     assert " nop, " in done.error
 
 
@@ -210,7 +212,7 @@ def test_bad_value_in_the_file_names_file_and_key(tmp_path: Path, perdure: Perdu
         ('{"e2b": {"live": "x"}}', "PERDURE_SANDBOX__CAPS: 'e2b.live' is wrong: input should be"),
         (
             '{"e2bb": {"live": 1}}',
-            "PERDURE_SANDBOX__CAPS={'e2bb': {'live': 1}}: unknown sandbox 'e2bb': use one of apptainer, ",
+            "PERDURE_SANDBOX__CAPS={'e2bb': {'live': 1}}: unknown sandbox 'e2bb': did you mean 'e2b'? Else use one of apptainer, ",
         ),
     ],
 )
@@ -336,7 +338,10 @@ def test_bad_field_of_a_rollout_is_named(tmp_path: Path, perdure: Perdure) -> No
     """A misspelt field in --set is named, and nothing starts."""
     done = perdure("run", str(rows(tmp_path)), "--set", "sampling.temprature=1")
 
-    assert done.error == "error: sampling.temprature: there is no such field"
+    assert (
+        done.error
+        == "error: sampling.temprature: there is no such field; did you mean temperature?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -347,7 +352,10 @@ def test_bad_field_of_a_rollout_is_named(tmp_path: Path, perdure: Perdure) -> No
             "phases.agent.network: a sandbox of bubblewrap on the host's network",
         ),
         ("grade=podman", "phases.grade: it has fields of its own: name one, phases.grade.FIELD"),
-        ("grade.provider=podmann", "unknown sandbox 'podmann': use one of "),
+        (
+            "grade.provider=podmann",
+            "unknown sandbox 'podmann': did you mean 'podman'? Else use one of ",
+        ),
     ],
 )
 def test_wrong_phase_is_named_before_anything_starts(

@@ -1,8 +1,11 @@
 """Which engine a gateway ends up with, and what hosted turns look like."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -136,6 +139,63 @@ async def test_engines_added_to_an_idle_gateway_are_known(
         async with asyncio.timeout(30):
             while not any(found.serves for found in (await roster.read()).engines):
                 await asyncio.sleep(0.02)
+
+
+REFUSALS = {
+    "model": (
+        (404, "The model `x` does not exist."),
+        "answered 404: The model `x` does not exist. Set PERDURE_ENGINE__MODEL to a model that",
+    ),
+    "key": (
+        (401, "Incorrect API key provided: sk-proj-0123456789abcdefghij"),
+        "answered 401: Incorrect API key provided: …. Check the key in OPENAI_API_KEY",
+    ),
+    "quota": (
+        (429, "You exceeded your current quota, please check your plan"),
+        "please check your plan. Add credit to the account of the key in OPENAI_API_KEY",
+    ),
+    "context": (
+        (400, "This model's maximum context length is 4096 tokens, and you asked for 9000"),
+        "asked for 9000 Raise sampling.max_context_tokens or the server's --max-model-len",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+async def test_what_an_endpoint_refuses_at_first_is_told_with_its_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """The session keeps the endpoint's own sentence, for an agent that then ends; never the key. A
+    refusal is not repeated: waiting cures none of them."""
+    (status, message), told = REFUSALS[case]
+    asked = []
+
+    class Endpoint(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            body = json.dumps({"error": {"message": message, "code": case}}).encode()
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Tests print nothing."""
+
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-proj-0123456789abcdefghij")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        async with LocalGateway(tmp_path) as gateway:
+            key = await gateway.open("s")
+            with pytest.raises(KeyError, match="choices"):
+                await _converse(gateway, key)
+            summary = await gateway.control.close("s")
+        server.shutdown()
+
+    assert told in summary.refused
+    assert (asked, summary.turns) == (["/v1/chat/completions"], 0)
 
 
 def test_the_per_turn_cap_holds_for_hosted_apis() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from perdure import registry
 from perdure.agents.check import check_options
@@ -18,6 +18,7 @@ from perdure.instances.calibration import Mark
 from perdure.sandboxes import phases
 from perdure.storage.base import Store
 from perdure.types import RolloutRequest, RunRequest, slugify
+from perdure.types.faults import faults
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,13 @@ def fields_of(assignments: Sequence[str], named: Mapping[str, JsonValue]) -> dic
 def check(options: RunOptions) -> RolloutRequest:
     """Check all names and fields of the rollouts before any instance is read; return one request.
 
-    Raises: ConfigurationError, pydantic.ValidationError.
+    Raises: ConfigurationError.
     """
     run = RunRequest(run_id="x", instances=("x/x",), rollout=_rollout(options))
-    rollout = run.rollout_request("x/x")
+    try:
+        rollout = run.rollout_request("x/x")
+    except ValidationError as error:
+        raise ConfigurationError(faults(error, RolloutRequest)) from None
     check_options(rollout.agent, rollout.agent_options)
     for name in (rollout.sandbox, *named_in_phases(rollout)):
         registry.load("sandbox", registry.SANDBOXES, name)
@@ -75,7 +79,7 @@ def check(options: RunOptions) -> RolloutRequest:
 def build(options: RunOptions, source: Selection) -> RunRequest:
     """The request for a checked command line. Raises: pydantic.ValidationError (the run's id)."""
     short = source.refs is not None and len(source.refs) <= SHORT_LIST
-    return RunRequest(
+    request = dict(
         run_id=options.run_id or _run_id(options, source),
         instances=source.refs if short and source.refs is not None else (),
         dataset=None if short else source.dataset,
@@ -86,6 +90,7 @@ def build(options: RunOptions, source: Selection) -> RunRequest:
         concurrency=options.concurrency,
         rollout=_rollout(options),
     )
+    return RunRequest.model_validate(request)
 
 
 async def instances_of(

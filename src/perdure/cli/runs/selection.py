@@ -1,6 +1,7 @@
 """The instances that `perdure run SOURCE` names: a dataset, one instance, a file, a folder or a hub
 dataset."""
 
+import difflib
 import fnmatch
 import hashlib
 import json
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.errors import ConfigurationError, InstanceError, MissingDependency
+from perdure.errors import ConfigurationError, InstanceError, MissingDependency, NotFound
 from perdure.graders.diff import git_diff
 from perdure.handlers import handler_of
 from perdure.instances import catalog
@@ -61,6 +62,8 @@ async def resolve(store: Store, source: str, choice: Choice = ALL) -> Selection:
     Raises: ConfigurationError (no such source; names those there are), InstanceError (one of the
     chosen rows is bad).
     """
+    if not source:
+        raise ConfigurationError("SOURCE is empty: name a dataset, an instance, or a file of rows")
     path = Path(source)
     if path.suffix.lower() in FILES:
         return await _imported(store, source, choice)
@@ -71,7 +74,10 @@ async def resolve(store: Store, source: str, choice: Choice = ALL) -> Selection:
         return await _dataset(store, source, choice)
     dataset = source.split("/", 1)[0]
     if not there and await catalog.refs(store, dataset):
-        instance = await catalog.load(store, source)
+        try:
+            instance = await catalog.load(store, source)
+        except NotFound as error:
+            raise ConfigurationError(str(error)) from None
         return Selection(instance.instance_id, dataset, (instance.ref,), instance.ref)
     return await _imported(store, source, choice)
 
@@ -124,8 +130,11 @@ async def _unknown(store: Store, name: str) -> str:
     known = ", ".join(await catalog.datasets(store)) or "none yet"
     if Path("datasets", name, "dataset.toml").is_file():
         return f"dataset {name!r} is not built yet: `perdure instances build {name}`"
+    published = [path.parent.name for path in Path("datasets").glob("*/dataset.toml")]
+    close = difflib.get_close_matches(name, [*await catalog.datasets(store), *published], n=1)
+    meant = f"did you mean {close[0]!r}? Else " if close else ""
     return (
-        f"no dataset {name!r} in {store.url} (there: {known}): give one of them, "
+        f"no dataset {name!r} in {store.url} (there: {known}): {meant}give one of them, "
         "a .jsonl, .json or .parquet file, or a Hugging Face name owner/name[:split]"
     )
 
@@ -154,7 +163,9 @@ def _judged(
     if problems and not choice.skip_bad_rows:
         raise InstanceError(bad_rows(problems))
     if not report.refs:
-        raise ConfigurationError(f"{source} has no usable rows")
+        raise ConfigurationError(
+            f"{source} has no usable rows: it must hold one JSON object for each instance"
+        )
     return tuple(f"left out: {problem}" for problem in problems)
 
 

@@ -6,6 +6,7 @@ transient; each engine's client owns the request and reads the answer.
 
 import asyncio
 import json
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -27,6 +28,9 @@ TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 KEY_REFUSED = {401, 403}
 TOO_LONG = ("context length", "context_length_exceeded", "too long", "maximum model length")
 """Phrases by which servers report that the prompt is too long; the last is vLLM's token endpoint."""
+NO_QUOTA = ("insufficient_quota", "exceeded your current quota", "credit balance is too low")
+SECRET = re.compile(r"[\w*.-]{20,}")
+"""What may be a key, or a part of one, in the answer of a server that refused it."""
 UNREADABLE = (
     *(KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError),
     *(RecursionError, Refused),
@@ -103,7 +107,8 @@ class HostedApi(ABC):
             )
         except httpx.TransportError as error:
             raise self._unavailable(f"{type(error).__name__} {error}".strip()) from None
-        if response.status_code in TRANSIENT:
+        no_quota = response.status_code in TRANSIENT and says_no_quota(response.text)
+        if response.status_code in TRANSIENT and not no_quota:
             raise self._unavailable(
                 f"HTTP {response.status_code} {excerpt(response)}", retry_after(response)
             )
@@ -129,15 +134,35 @@ class HostedApi(ABC):
 
 
 def refusal(name: str, status: int, text: str, key_source: str = "") -> Refused:
-    """What a permanent error of a server means for the caller."""
+    """What a permanent error of a server means for the caller: its own sentence, and the fix."""
+    key = f"the key in {key_source}" if key_source else "the engine's key"
+    said = f"the engine {name} answered {status}: {sentence(text)}"
+    if says_no_quota(text) or status == httpx.codes.PAYMENT_REQUIRED:
+        return Refused(403, "engine_quota", f"{said}. Add credit to the account of {key}")
     if status in KEY_REFUSED:
-        hint = f": check the variable {key_source}" if key_source else ""
-        return Refused(403, "engine_refused_key", f"the engine {name} answered {status}{hint}")
-    message = f"the engine {name} answered {status}: {_short(text)}"
+        said = f"the engine {name} answered {status}: {SECRET.sub('…', sentence(text))}"
+        return Refused(403, "engine_refused_key", f"{said}. Check {key}")
     if status == httpx.codes.NOT_FOUND:
-        message += " (PERDURE_ENGINE__MODEL and PERDURE_ENGINE__URL must name what it serves)"
+        said += ". Set PERDURE_ENGINE__MODEL to a model that PERDURE_ENGINE__URL serves"
     code = "context_length_exceeded" if _too_long(text) else "engine_refused"
-    return Refused(400, code, message)
+    return Refused(400, code, said)
+
+
+def says_no_quota(text: str) -> bool:
+    """An account without money; hosted APIs also send 429 for it, and waiting does not cure it."""
+    return any(said in text[:5000].lower() for said in NO_QUOTA)
+
+
+def sentence(text: str) -> str:
+    """The message of an error answer, without the JSON around it."""
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return _short(text)
+    for name in ("error", "message", "detail"):
+        if isinstance(told, dict) and name in told:
+            told = told[name]
+    return _short(told if isinstance(told, str) else text).rstrip(".")
 
 
 def excerpt(response: httpx.Response) -> str:

@@ -14,7 +14,7 @@ from perdure.gateway.turns.canonical import Message
 from perdure.types import Turn, TurnFacts, Usage
 
 OPEN, SEALED, CLOSED = "open", "sealed", "closed"
-STALE, UNANSWERED = "stale", "unanswered"
+STALE, UNANSWERED, REFUSED = "stale", "unanswered", "refused"
 TURN: Literal["turn"] = "turn"
 AS_THEY_ARE = {"messages", "answer"}
 """Fields that clients and models wrote: they may hold lone surrogates, which pydantic refuses."""

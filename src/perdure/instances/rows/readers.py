@@ -6,15 +6,20 @@ import datetime
 import importlib.metadata
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.instances.rows.folders import fields_of, task_folders
+from perdure.settings import environment
 
 HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
 DEFAULT_SPLIT = "test"
+HUB = "https://huggingface.co"
+CONNECT_S = 5.0
 
 
 class Hub(NamedTuple):
@@ -152,15 +157,37 @@ def _load(name: str, config: str | None = None, **options: Any) -> Any:
             "reading a folder or the Hugging Face hub needs the package `datasets`: "
             "pip install 'perdure[instances]'"
         ) from None
+    away = "" if Path(name).is_dir() else hub_is_away()
+    if away:  # else the library asks again for minutes; its cache may have the rows
+        environment.force({"HF_HUB_OFFLINE": "1"})
     import datasets
 
     given = {key: value for key, value in options.items() if value is not None}
     try:
         return datasets.load_dataset(name, config, **given)
     except Exception as error:  # the library raises many types
+        if away:
+            raise ConfigurationError(
+                f"cannot load {name!r}: {away}, and its cache has no copy; check the network,"
+                " HTTPS_PROXY or HF_ENDPOINT"
+            ) from None
         where = "" if Path(name).is_dir() else " from the Hugging Face hub"
         asked = "".join(f" ({key} {value!r})" for key, value in given.items())
         raise ConfigurationError(f"cannot load {name!r}{asked}{where}: {error}") from error
+
+
+def hub_is_away() -> str:
+    """Why the Hugging Face hub cannot be reached; empty if it can, or a proxy decides."""
+    proxies = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    if any(environment.foreign(name) for name in proxies):
+        return ""
+    endpoint = urlsplit(environment.foreign("HF_ENDPOINT") or HUB)
+    port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    try:
+        socket.create_connection((endpoint.hostname or "", port), CONNECT_S).close()
+    except OSError as error:
+        return f"the Hugging Face hub at {endpoint.netloc} cannot be reached ({error})"
+    return ""
 
 
 def _checked(number: int, row: Any) -> NumberedRow:

@@ -1,0 +1,294 @@
+"""Mistakes of newcomers: each is one line that names what was given and the fix, before anything starts.
+
+Each command runs in this process, in a home with one dataset. Mistakes that only a server can tell are
+in `tests/workflows/test_mistakes.py`.
+"""
+
+import asyncio
+import errno
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.cli.main import invoke
+from perdure.errors import ConfigurationError, StoreUnavailable
+from perdure.instances import catalog
+from perdure.settings.load import load_settings
+from perdure.stack.failures import explain
+from perdure.storage.base import open_store
+from perdure.types import (
+    Grading,
+    GroupRequest,
+    Instance,
+    RolloutRequest,
+    RunRequest,
+    Sampling,
+    Source,
+    SourceKind,
+)
+
+ROW: dict[str, Any] = {
+    "instance_id": "a-1",
+    "repo": "a/a",
+    "source": {"kind": "pypi-sdist", "requirement": "a==1"},
+    "base_commit": "0" * 40,
+    "problem_statement": "It is broken.",
+    "patch": "diff --git a/x b/x\n",
+    "test_patch": "diff --git a/t b/t\n",
+    "test_cmd": "pytest -rA t.py",
+    "FAIL_TO_PASS": ["t"],
+    "PASS_TO_PASS": [],
+}
+FILES: dict[str, str] = {
+    "two.jsonl": f"{json.dumps(ROW)}\n{json.dumps({**ROW, 'instance_id': 'b', 'FAIL_TO_PASS': []})}",
+    "mute.jsonl": json.dumps({k: v for k, v in ROW.items() if k != "problem_statement"}),
+    "torn.jsonl": f'{json.dumps(ROW)}\n{{"instance_id": ',
+    "prose.jsonl": json.dumps({**ROW, "patch": "this is not a diff"}),
+    "outside.jsonl": json.dumps({**ROW, "instance_id": "../../etc/x"}),
+    "twice.jsonl": f"{json.dumps(ROW)}\n{json.dumps(ROW)}",
+    "empty.jsonl": "",
+    "table.csv": "a,b\n",
+    "unknown.json": json.dumps({"nope": {"instance_id": "nope", "model_patch": ""}}),
+    "torn.json": "[1, 2",
+    "numbers.json": "[1, 2]",
+    "wrong.toml": "[gateway]\nprot = 3\n",
+    "dear.toml": '["gpt*"]\ninput = "much"\n',
+}
+NAMES = ("h11-0.14.0", "click-8.1.3", "pathspec-0.11.1")
+DRY = "run first-steps -a oracle --dry-run"
+MODEL = "run first-steps -a mini_swe_agent --dry-run"
+AWAY = {
+    "HF_ENDPOINT": "http://127.0.0.1:9",
+    "HTTPS_PROXY": "",
+    "https_proxy": "",
+    "ALL_PROXY": "",
+    "all_proxy": "",
+}
+
+COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
+    # what was given is no word of ours
+    (
+        "run first-steps --agnet x",
+        {},
+        r"no such option '--agnet'. \(Did you mean one of: '--agent'",
+    ),
+    ("runn", {}, r"there is no command 'runn'. Did you mean 'run'\?"),
+    ("run first-steps -a oracel", {}, r"unknown agent 'oracel': did you mean 'oracle'\?"),
+    (f"{DRY} --sandbox bubblewarp", {}, r"'bubblewarp': did you mean 'bubblewrap'\?"),
+    ("export r -f hf", {}, r"'hf' is not one of 'preds'"),
+    ("retry r --outcome bad", {}, r"no run 'r' in .*`perdure status` lists the runs"),
+    ("run first-steps extra", {}, r"unexpected extra argument \(extra\)"),
+    ("engines ad", {}, r"[Nn]o such command 'ad'"),
+    ("instances bulid x", {}, r"[Nn]o such command 'bulid'"),
+    # sources
+    ("run frist-steps --dry-run", {}, r"no dataset 'frist-steps' .*did you mean 'first-steps'\?"),
+    ("run first-steps/h11-0.14 -a oracle", {}, r"did you mean first-steps/h11-0.14.0\?"),
+    ("run first-steps/nope -a oracle", {}, r"it has 3 of first-steps, such as first-steps/click"),
+    ("run nofile.jsonl", {}, r"no rows at 'nofile.jsonl': give a .jsonl, .json or .parquet file"),
+    ("run two.jsonl", {}, r"row 2 lacks `FAIL_TO_PASS`: list the tests .*--skip-bad-rows leaves"),
+    ("run mute.jsonl", {}, r"row 1 lacks `problem_statement`"),
+    ("run torn.jsonl", {}, r"row 2 is not valid JSON: .*--skip-bad-rows leaves it out"),
+    ("run prose.jsonl", {}, r"`patch` is not a git diff: line 1: expected 'diff --git'"),
+    ("run outside.jsonl", {}, r"bad `instance_id`: '../../etc/x' must be letters, digits"),
+    ("run twice.jsonl", {}, r"row 2 repeats the `instance_id` 'a-1' of an earlier row"),
+    ("run empty.jsonl", {}, r"no usable rows: it must hold one JSON object for each instance"),
+    ("run table.csv", {}, r"table.csv is not a file of rows: give a .jsonl, .json, .parquet file"),
+    ("run", {}, r"missing argument 'SOURCE'"),
+    ("run ''", {}, r"SOURCE is empty: name a dataset, an instance, or a file of rows"),
+    ("run owner/name --dry-run", AWAY, r"hub at 127.0.0.1:9 cannot be reached .*HF_ENDPOINT"),
+    (f"{DRY} -i zzz*", {}, r"leave none of 3 instances \(such as click-8.1.3"),
+    ("instances build nope", {}, r"no recipe 'nope': give one of .*first-steps"),
+    ("instances show first-steps/nope", {}, r"it has 3 of first-steps, such as"),
+    ("instances list nope", {}, r"no dataset 'nope' in .*\(there: first-steps\)"),
+    ("instances import nofile.jsonl", {}, r"no rows at 'nofile.jsonl'"),
+    ("instances calibrate nope", {}, r"no dataset 'nope'"),
+    # fields
+    (f"{MODEL} --set sampling.temprature=1", {}, r"no such field; did you mean temperature\?"),
+    (
+        f"{MODEL} --set zzz=1",
+        {},
+        r"zzz: there is no such field; there are .*agent_budget",
+    ),
+    (f"{MODEL} --set foo", {}, r"--set foo: write it as KEY=VALUE"),
+    (f"{MODEL} --set agent_options.step_limt=3", {}, r"did you mean step_limit\?"),
+    (f"{MODEL} --set sampling.temperature=hot", {}, r"it must be a valid number.*got 'hot'"),
+    (f"{MODEL} --set limits.memory_mb=none", {}, r"limits.memory_mb: it must be a valid integer"),
+    (f"{MODEL} --set agent=x", {}, r"set the agent with --agent"),
+    (f"{MODEL} --set sampling=1", {}, r"it has fields of its own: name one, sampling.FIELD"),
+    (f"{MODEL} --set max_attempts=99", {}, r"must be less than or equal to 10, got 99"),
+    (f"{MODEL} --set verdict=maybe", {}, r"it must be 'verified' or 'official', got 'maybe'"),
+    (f"{MODEL} --set phases.agent.provider=bublewrap", {}, r"did you mean 'bubblewrap'\?"),
+    (f"{DRY} -n 0", {}, r"0 is not in the range 1<=x<=512"),
+    (f"{DRY} -n many", {}, r"'many' is not a valid integer"),
+    (f"{DRY} -l 0", {}, r"0 is not in the range x>=1"),
+    (f"{DRY} --budget 0", {}, r"0.0 is not in the range x>0"),
+    (f"{DRY} --run-id 'a b'", {}, r"error: run_id: letters, digits, .*got 'a b'"),
+    (f"{DRY} --max-staleness 1", {}, r"counts from policy_version: give that too"),
+    (f"{DRY} -a nop", {}, r"give one agent, not 2"),
+    # runs and rollouts
+    ("show h11", {}, r"no rollout 'h11' in .*no run left anything there yet"),
+    ("show nope/x/0", {}, r"no rollout nope/x/0 in .*`perdure status` lists the runs"),
+    ("export nosuch", {}, r"run 'nosuch' has no episodes .*`perdure status` lists the runs"),
+    ("report nosuch", {}, r"run 'nosuch' has no episodes"),
+    ("report r --prices no.toml", {}, r"prices in no.toml cannot be read"),
+    ("report r --prices dear.toml", {}, r"dear.toml.*gpt\*.*input"),
+    ("retry nosuch", {}, r"no run 'nosuch'"),
+    ("retry r --failed --outcome timeout", {}, r"exclude each other: give one of them"),
+    ("regrade unknown.json", {}, r"is a file: `perdure grade SOURCE --predictions unknown.json`"),
+    ("grade first-steps", {}, r"missing option '-p' / '--predictions'"),
+    (
+        "grade first-steps -p no.json",
+        {},
+        r"no predictions at no.json: No such file.*give preds.json",
+    ),
+    ("grade first-steps -p unknown.json", {}, r"lacks 1 instance .*--skip-unknown leaves them out"),
+    ("grade first-steps -p torn.json", {}, r"torn.json is not valid JSON"),
+    ("grade first-steps -p numbers.json", {}, r"entry 1 is no prediction: give objects with"),
+    ("resize r many", {}, r"'many' is not a valid integer"),
+    ("status nosuch", {}, r"nothing runs in .*`perdure up` starts it, PERDURE_HOME names another"),
+    # settings, engines, places
+    (DRY, {"PERDURE_GATEWAY_PROT": "3"}, r"is no setting: did you mean PERDURE_GATEWAY__PORT\?"),
+    (DRY, {"PERDURE_GATEWAY__PORT": "many"}, r"PERDURE_GATEWAY__PORT='many': .*valid integer"),
+    (DRY, {"PERDURE_STORE": "s4://x"}, r"PERDURE_STORE is s4://x: use a folder, or s3://"),
+    (DRY, {"PERDURE_HOME": "/proc/x"}, r"/proc/x/store.*correct PERDURE_STORE, or PERDURE_HOME"),
+    (DRY, {"PERDURE_CONFIG": "wrong.toml"}, r"'gateway.prot' is no setting: did you mean 'gateway"),
+    ("run first-steps", {}, r"calls a model and no engine is configured: set OPENAI_BASE_URL"),
+    ("run first-steps", {"OPENAI_BASE_URL": "ftp://x"}, r"URL must start with http:// or https://"),
+    (
+        "run first-steps",
+        {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"},
+        r"engine at http://127.0.0.1:9/v1 cannot be reached .*start it, or name another one",
+    ),
+    ("status", {"TEMPORAL_ADDRESS": "127.0.0.1:9"}, r"no Temporal server answers at 127.0.0.1:9"),
+    ("up --engine scripted:no.json", {}, r"--engine scripted:no.json: there is no file"),
+]
+
+
+Mistake = Callable[[str, dict[str, str]], tuple[int, list[str]]]
+
+
+@pytest.fixture
+def mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Mistake:
+    """Exit code and error lines of a command line with these variables, where the working directory has
+    FILES and the home has one dataset."""
+    for name in os.environ:
+        if name.startswith(("PERDURE_", "TEMPORAL_", "OPENAI_", "ANTHROPIC_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+
+    async def fill() -> None:
+        store = open_store(load_settings())
+        for name in NAMES:
+            await catalog.save(store, _instance(name))
+
+    asyncio.run(fill())
+
+    def made(line: str, variables: dict[str, str]) -> tuple[int, list[str]]:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        code = invoke(shlex.split(line))
+        told = capsys.readouterr().err.splitlines()
+        return code, [one for one in told if one.startswith("error: ")]
+
+    return made
+
+
+def _instance(name: str) -> Instance:
+    return Instance(
+        instance_id=name,
+        dataset="first-steps",
+        problem_statement="It is broken.",
+        source=Source(kind=SourceKind.DIRECTORY, path="/nowhere"),
+        grading=Grading(protocol="eval_cmd", eval_cmd="true", timeout_s=60),
+        gold_patch=b"diff --git a/a b/a\n",
+    )
+
+
+@pytest.mark.parametrize(("line", "variables", "told"), COMMAND_LINES)
+def test_a_mistake_is_one_line_with_the_fix(
+    mistake: Mistake, line: str, variables: dict[str, str], told: str
+) -> None:
+    """Nothing starts, and no traceback or text of pydantic is shown."""
+    code, errors = mistake(line, variables)
+
+    assert code in (1, 2)
+    assert len(errors) == 1, errors
+    assert re.search(told, errors[0]), errors[0]
+    assert not re.search(r"pydantic|Traceback|\(a bug; ", errors[0])
+
+
+ROLLOUT = {"run_id": "r", "instance": "first-steps/x"}
+REQUESTS: list[tuple[type[Any], dict[str, Any], str]] = [
+    (
+        RolloutRequest,
+        {**ROLLOUT, "agnet": "x"},
+        "agnet: there is no such field; did you mean agent?",
+    ),
+    (RolloutRequest, {**ROLLOUT, "sampling": {"topk": 1}}, "sampling.topk: there is no such field"),
+    (RolloutRequest, {"run_id": "r"}, "instance: it is missing"),
+    (RolloutRequest, {**ROLLOUT, "instance": "x"}, "write it as <dataset>/<instance_id>, got 'x'"),
+    (
+        RolloutRequest,
+        {**ROLLOUT, "agent": "predictions"},
+        "`perdure grade SOURCE --predictions FILE`",
+    ),
+    (RunRequest, {"run_id": "r"}, "give exactly one of 'instances' and 'dataset'"),
+    (
+        RunRequest,
+        {"run_id": "a b", "dataset": "d"},
+        "run_id: letters, digits, '.', '_' and '-' only",
+    ),
+    (RunRequest, {"run_id": "r", "dataset": "d", "n_samples": 0}, "n_samples: it must be greater"),
+    (Sampling, {"temperature": -1}, "temperature: it must be greater than or equal to 0, got -1"),
+    (Sampling, {"seed": "x"}, "seed: it must be a valid integer"),
+    (GroupRequest, {"rollout": ROLLOUT, "quorum": 9}, "quorum 9 exceeds n_samples 8"),
+]
+
+
+@pytest.mark.parametrize(("request_type", "fields", "told"), REQUESTS)
+def test_a_mistake_in_a_training_loop_is_one_line(
+    request_type: type[Any], fields: dict[str, Any], told: str
+) -> None:
+    """The caller sees field, value and fix, and neither pydantic's text nor its links."""
+    with pytest.raises(ConfigurationError) as raised:
+        request_type(**fields)
+
+    said = str(raised.value)
+    assert said.startswith(f"{request_type.__name__}: ")
+    assert told in said
+    assert "\n" not in said
+    assert "pydantic" not in said
+
+
+def _copied() -> Exception:
+    full = f"[Errno 28] {os.strerror(errno.ENOSPC)}: '/home/disk/b'"
+    return shutil.Error([("/etc/a", "/home/disk/a", full), ("/etc/b", "/home/disk/b", full)])
+
+
+def _stored() -> Exception:
+    error = StoreUnavailable("store /home/disk, 'a': no space")
+    error.__cause__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/home/disk/a")
+    return error
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "no space", "/home/disk/a"), _copied(), _stored()]
+)
+def test_a_full_disk_is_named_once_with_the_fix(error: Exception) -> None:
+    """Also where a copy of a folder reports each of its files."""
+    assert explain(error) == (
+        1,
+        "the disk under /home/disk/a is full: free space there, then give the same command again",
+    )
