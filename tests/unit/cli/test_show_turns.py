@@ -9,10 +9,9 @@ import httpx
 import pytest
 
 from perdure.cli.main import invoke
-from perdure.cli.rollouts import stored
-from perdure.cli.rollouts import turns as show_turns
 from perdure.episodes import turns_parquet
 from perdure.errors import NotFound
+from perdure.reports import stored, trajectory
 from perdure.sandboxes.base import identity_of
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -175,7 +174,7 @@ async def test_a_running_rollout_is_read_from_the_journal(tmp_path: Path) -> Non
             headers = {"authorization": f"Bearer {key}"}
             answer = await http.post("/v1/chat/completions", json=body, headers=headers)
             answer.raise_for_status()
-        found = await show_turns.read(
+        found = await trajectory.read(
             gateway.settings, gateway.store, stored.StoredRollout(name, None), attempt=None
         )
 
@@ -187,7 +186,7 @@ async def test_a_rollout_without_a_turn_says_so(tmp_path: Path) -> None:
     """Without turns the command says so."""
     async with LocalGateway(tmp_path) as gateway:
         with pytest.raises(NotFound, match="has no turns in attempt 1"):
-            await show_turns.read(
+            await trajectory.read(
                 gateway.settings,
                 gateway.store,
                 stored.StoredRollout(stored.RolloutName("r", "click-1", 0), None),

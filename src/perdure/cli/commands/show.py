@@ -12,7 +12,7 @@ from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
 
 if TYPE_CHECKING:
-    from perdure.cli.rollouts.stored import StoredAttempt, StoredRollout
+    from perdure.reports.stored import StoredAttempt, StoredRollout
     from perdure.storage.base import Store
 
 PATCH_LINES = 40
@@ -52,8 +52,8 @@ def show(
     if (attempt or full) and not turns:
         raise click.UsageError(f"{'--attempt' if attempt else '--full'} goes with --turns")
     settings = load_settings()
-    from perdure.cli.rollouts import stored
     from perdure.errors import NotFound
+    from perdure.reports import stored
     from perdure.storage.base import open_store
 
     async def work() -> bool:
@@ -92,12 +92,13 @@ async def _turns(
     as_json: bool,
 ) -> None:
     from perdure.cli.rollouts import turns as show_turns
+    from perdure.reports import trajectory
 
-    trajectory = await show_turns.read(settings, store, found, attempt)
+    turns = await trajectory.read(settings, store, found, attempt)
     if as_json:
-        answer(show_turns.document(found, trajectory))
+        answer(trajectory.document(found, turns))
     else:
-        show_turns.show(found, trajectory, full=full)
+        show_turns.show(found, turns, full=full)
 
 
 async def _raw(store: "Store", found: "StoredRollout", which: str) -> bytes:
@@ -156,7 +157,7 @@ async def _print(settings: Settings, store: "Store", found: "StoredRollout") -> 
 
 async def _show_open(settings: Settings, rollout: str, as_json: bool) -> bool:
     """Show a rollout that runs and has no files in the store yet. False: there is none."""
-    from perdure.cli.rollouts.stored import named
+    from perdure.reports.stored import named
 
     name = named(rollout)
     line = await _current_step(settings, name.workflow_id) if name is not None else ""

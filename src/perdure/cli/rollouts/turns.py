@@ -1,153 +1,20 @@
-"""`perdure show ROLLOUT --turns`: prints a trajectory chain by chain, turn by turn, or as JSON.
+"""`perdure show ROLLOUT --turns`: prints a trajectory chain by chain, turn by turn. It prints no token ids."""
 
-It prints no token ids. Which tokens are trained is decided by `perdure.episodes.segments`.
-"""
-
-import contextlib
-import json
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
 from perdure.cli.console import many
-from perdure.cli.rollouts.stored import StoredRollout
-from perdure.episodes import turns_parquet as turn_files
-from perdure.episodes.accounting import count_trajectory
-from perdure.episodes.segments import MAIN, cut, untrained
-from perdure.errors import NotFound
-from perdure.sandboxes.base import identity_of
-from perdure.settings.tree import Settings
-from perdure.storage.base import Store
-from perdure.types import Purpose, Segment, Turn
+from perdure.episodes.segments import MAIN
+from perdure.reports.stored import StoredRollout
+from perdure.reports.trajectory import Trajectory, document, facts
 
 PIPED_COLUMNS = 160
 ROLE_WIDTH = 8
 STYLES = {"thinks": "bright_black", "says": "green", "calls": "yellow", "result": "cyan"}
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """The turns of one attempt that are known so far, and the segments cut from them."""
-
-    attempt: int
-    source: str
-    """`store` (its session is closed) or `journal` (its agent may still run)."""
-    turns: Sequence[Turn]
-
-    @property
-    def segments(self) -> list[Segment]:
-        return cut(self.turns)
-
-
-async def read(
-    settings: Settings, store: Store, rollout: StoredRollout, attempt: int | None
-) -> Trajectory:
-    """The turns of `attempt`, by default the newest. Raises: NotFound."""
-    number = attempt or (rollout.last.number if rollout.last else 1)
-    key = f"{rollout.name.prefix}/attempts/{number}/turns.parquet"
-    with contextlib.suppress(NotFound):
-        return Trajectory(number, "store", _decoded(key, (await store.get(key)).data))
-    found = await _journaled(settings, store, rollout, number)
-    if not found:
-        raise NotFound(f"{rollout.name} has no turns in attempt {number} (yet)")
-    return Trajectory(number, "journal", found)
-
-
-def _decoded(key: str, data: bytes) -> list[Turn]:
-    try:
-        return turn_files.decode(data)
-    except ValueError as error:
-        raise click.ClickException(f"{key} is unreadable: {error}") from error
-
-
-async def _journaled(
-    settings: Settings, store: Store, rollout: StoredRollout, attempt: int
-) -> list[Turn]:
-    """Turns that a gateway has committed, on this host's disk or in the store."""
-    from perdure.gateway.journal import configured as journal_choice
-    from perdure.gateway.journal.turn_record import turn_records
-    from perdure.gateway.journal.turns import turns_of
-
-    session = identity_of(rollout.name.run_id, rollout.name.workflow_id, "agent", attempt)
-    if not journal_choice.folder(settings).is_dir() and store.url.startswith("file:"):
-        return []
-    journal = journal_choice.open_journal(settings, store)
-    try:
-        return turns_of(turn_records(await journal.read(session)))
-    finally:
-        await journal.aclose()
-
-
-# --- as JSON ---------------------------------------------------------------------------------
-
-
-def document(rollout: StoredRollout, found: Trajectory) -> dict[str, Any]:
-    """All turns and segments with their full texts."""
-    segments = found.segments
-    return {
-        "rollout": rollout.name.workflow_id,
-        "attempt": found.attempt,
-        "source": found.source,
-        "counts": count_trajectory(found.turns, segments).model_dump(mode="json"),
-        "segments": [_segment(segment) for segment in segments],
-        "turns": _views(found.turns, segments),
-    }
-
-
-def _segment(segment: Segment) -> dict[str, Any]:
-    return {
-        "index": segment.index,
-        "kind": segment.kind.value,
-        "chain": segment.chain,
-        "turns": list(segment.turns),
-        "prompt_tokens": len(segment.prompt_ids),
-        "response_tokens": len(segment.response_ids),
-        "trained_tokens": sum(segment.loss_mask),
-        "reward_share": segment.reward_share,
-        "finish_reason": segment.finish_reason.value,
-    }
-
-
-def _views(turns: Sequence[Turn], segments: Sequence[Segment]) -> list[dict[str, Any]]:
-    of_turn = {index: segment.index for segment in segments for index in segment.turns}
-    reasons = {one.turn: one.reason for one in untrained(turns, segments)}
-    lengths = {turn.index: turn.prompt_tokens + turn.sampled_tokens for turn in turns}
-    return [
-        {
-            **turn.model_dump(
-                mode="json",
-                exclude={"prompt_ids", "completion_ids", "logprobs", "new_messages", "answer"},
-            ),
-            "prompt_tokens": turn.prompt_tokens,
-            "new_prompt_tokens": turn.prompt_tokens - lengths.get(turn.parent or 0, 0)
-            if turn.parent is not None and turn.prompt_ids
-            else turn.prompt_tokens,
-            "sampled_tokens": turn.sampled_tokens,
-            "logprob_mean": _mean(turn.logprobs),
-            "segment": of_turn.get(turn.index),
-            "untrained": reasons.get(turn.index),
-            "new_messages": _parsed(turn.new_messages, []),
-            "answer": _parsed(turn.answer, {}),
-        }
-        for turn in turns
-    ]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return round(sum(values) / len(values), 4) if values else None
-
-
-def _parsed(text: str, empty: Any) -> Any:
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(text)
-    return empty
-
-
-# --- for people ------------------------------------------------------------------------------
 
 
 def show(rollout: StoredRollout, found: Trajectory, *, full: bool) -> None:
@@ -237,7 +104,7 @@ class _Printer:
 
     def _turn(self, turn: dict[str, Any], indent: str) -> None:
         click.secho(f"{indent}{turn['index']:>3}  ", bold=True, nl=False)
-        click.echo(f"{_facts(turn)}  ", nl=False)
+        click.echo(f"{facts(turn)}  ", nl=False)
         trained = turn["untrained"] is None
         mark = "trained" if trained else f"not trained: {turn['untrained']}"
         click.secho(mark, fg=None if trained else "red")
@@ -254,25 +121,6 @@ class _Printer:
         click.echo(f"{indent}     ", nl=False)
         click.secho(f"{label:<{ROLE_WIDTH}} ", fg=STYLES.get(label), nl=False)
         click.secho(body, dim=label in ("system", "thinks"))
-
-
-def _facts(turn: dict[str, Any]) -> str:
-    new, whole = turn["new_prompt_tokens"], turn["prompt_tokens"]
-    prompt = f"{whole}" if new == whole else f"{whole} (+{new})"
-    facts = [f"prompt {prompt} → {turn['sampled_tokens']}"]
-    if turn["logprob_mean"] is not None:
-        facts.append(f"logprob {turn['logprob_mean']:.2f}")
-    facts.append(turn["finish_reason"])
-    versions = dict.fromkeys(span["version"] for span in turn["versions"])
-    facts.append(" ".join([turn["engine"], *(f"v{version}" for version in versions)]).strip())
-    facts.append(f"{turn['seconds']:.2f} s")
-    if turn["purpose"] != Purpose.STEP:
-        facts.append(turn["purpose"])
-    if turn["bridged"] or turn["bridge_miss"]:
-        facts.append("bridged" if turn["bridged"] else f"rendered: {turn['bridge_miss']}")
-    if turn["replayed_from"]:
-        facts.append(f"replayed from {turn['replayed_from']}")
-    return " · ".join(fact for fact in facts if fact)
 
 
 def _messages(turn: dict[str, Any]) -> Iterator[tuple[str, str]]:

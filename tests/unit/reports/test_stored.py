@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli.rollouts import stored
-from perdure.cli.rollouts.stored import RolloutName
 from perdure.errors import NotFound
+from perdure.reports import stored
+from perdure.reports.stored import RolloutName
 from perdure.storage.local import LocalStore
 from perdure.types import Grade, Outcome, Rewards, TestStatus
 
