@@ -21,7 +21,8 @@ from perdure.client.encryption import EncryptingCodec, Keys, KeyUnknown
 from perdure.errors import ConfigurationError
 from perdure.rollouts.messages import AgentRun
 from perdure.settings.tree import Settings
-from perdure.stack.codec_server import create_app, serving
+from perdure.stack.codec_server import create_app
+from perdure.stack.listening import serving
 from perdure.stack.plan import temporal_binary
 from perdure.types import AgentEnd, RolloutRequest, RolloutStatus
 from tests.stack.waiting import until

@@ -50,6 +50,10 @@ COMMANDS = {
         "perdure.cli.commands.report:report",
         "What runs came to; compares them. Text, JSON or HTML.",
     ),
+    "view": (
+        "perdure.cli.commands.view:view",
+        "A local page to browse runs and read trajectories.",
+    ),
     "export": (
         "perdure.cli.commands.export:export",
         "Write a run's episodes for trainers and graders.",

@@ -109,20 +109,35 @@ def decode(data: bytes) -> list[Turn]:
 
     Raises: ValueError when `data` is no turns file, or of a later format.
     """
+    turns: list[Turn] = []
+    known: dict[int | None, tuple[int, ...]] = {}
+    for row in _table(data).to_pylist():
+        turn = _turn(row, known.get(row["parent"], ()))
+        turns.append(turn)
+        known[turn.index] = turn.prompt_ids + turn.completion_ids
+    return turns
+
+
+class TurnTexts(NamedTuple):
+    index: int
+    new_messages: str
+    answer: str
+
+
+def decode_texts(data: bytes) -> list[TurnTexts]:
+    """The texts alone, without the cost of the ids. Raises: ValueError as `decode`."""
+    return [TurnTexts(**row) for row in _table(data, list(TurnTexts._fields)).to_pylist()]
+
+
+def _table(data: bytes, columns: list[str] | None = None) -> pa.Table:
     try:
-        table = pq.read_table(io.BytesIO(data))
+        table = pq.read_table(io.BytesIO(data), columns=columns)
     except pa.ArrowInvalid as error:
         raise ValueError(f"not a parquet file: {error}") from error
     found = (table.schema.metadata or {}).get(FORMAT)
     if found != VERSION:
         raise ValueError(f"not a turns file of format {VERSION.decode()}: {found!r}")
-    turns: list[Turn] = []
-    known: dict[int | None, tuple[int, ...]] = {}
-    for row in table.to_pylist():
-        turn = _turn(row, known.get(row["parent"], ()))
-        turns.append(turn)
-        known[turn.index] = turn.prompt_ids + turn.completion_ids
-    return turns
+    return table
 
 
 def _row(turn: Turn, kept: int) -> dict[str, Any]:

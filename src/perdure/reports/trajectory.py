@@ -123,8 +123,8 @@ def _views(turns: Sequence[Turn], segments: Sequence[Segment]) -> list[dict[str,
             "logprob_mean": _mean(turn.logprobs),
             "segment": of_turn.get(turn.index),
             "untrained": reasons.get(turn.index),
-            "new_messages": _parsed(turn.new_messages, []),
-            "answer": _parsed(turn.answer, {}),
+            "new_messages": parsed(turn.new_messages, []),
+            "answer": parsed(turn.answer, {}),
         }
         for turn in turns
     ]
@@ -134,7 +134,8 @@ def _mean(values: Sequence[float]) -> float | None:
     return round(sum(values) / len(values), 4) if values else None
 
 
-def _parsed(text: str, empty: Any) -> Any:
+def parsed(text: str, empty: Any) -> Any:
+    """A recorded text of JSON; `empty` if it is none."""
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
     return empty

@@ -1,16 +1,12 @@
 """Temporal's codec server: shows people's tools what payloads say, with this home's keys.
 
 The web UI in a browser sends `POST <endpoint>/decode`; the `temporal` command `/encode` too. Only who
-knows the token is answered, and browsers only on pages of the UI's origin. Owns the HTTP; the codec
+knows the token is answered, and browsers only on pages of the UI's origin. Owns the answers; the codec
 is `perdure.client.encryption`.
 """
 
-import asyncio
-import contextlib
 import hashlib
 import hmac
-import socket
-from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 from google.protobuf import json_format
@@ -77,23 +73,6 @@ def create_app(codec: PayloadCodec, token: str, ui_origins: list[str]) -> Starle
             )
         ],
     )
-
-
-@contextlib.asynccontextmanager
-async def serving(app: Starlette, host: str, port: int) -> AsyncIterator[int]:
-    """Serve until the context ends; gives the port. Raises: OSError when the port is occupied."""
-    import uvicorn
-
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family) as listener:
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
-        server = uvicorn.Server(config)
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await task
 
 
 def _allowed(request: Request, token: str) -> bool:

@@ -95,7 +95,7 @@ class LocalStore:
         await asyncio.to_thread(self._delete, key)
 
     async def list(self, prefix: str, *, after: str = "") -> AsyncIterator[str]:
-        keys = (key for key in self._walk(prefix) if key > after)
+        keys = (key for key in self._walk(prefix, after) if key > after)
         while batch := await asyncio.to_thread(lambda: [*itertools.islice(keys, LIST_BATCH)]):
             for key in batch:
                 yield key
@@ -182,15 +182,16 @@ class LocalStore:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _walk(self, prefix: str) -> Iterator[str]:
+    def _walk(self, prefix: str, after: str = "") -> Iterator[str]:
         """Keys in lexical order, which differs from the order of a depth-first walk."""
         folder, _, _ = prefix.rpartition("/")
         if folder:
             check_key(folder)
         with self._readable_errors(prefix):
-            yield from self._walk_folder(f"{folder}/" if folder else "", prefix)
+            yield from self._walk_folder(f"{folder}/" if folder else "", prefix, after)
 
-    def _walk_folder(self, base: str, prefix: str) -> Iterator[str]:
+    def _walk_folder(self, base: str, prefix: str, after: str) -> Iterator[str]:
+        """Folders whose keys all come before `after` are not read."""
         try:
             with os.scandir(self.root / base) as entries:
                 names = sorted(e.name + "/" * e.is_dir() for e in entries)
@@ -202,7 +203,8 @@ class LocalStore:
             if key == f"{OWN}/" or not (key.startswith(prefix) or prefix.startswith(key)):
                 continue
             if name.endswith("/"):
-                yield from self._walk_folder(key, prefix)
+                if key > after or after.startswith(key):
+                    yield from self._walk_folder(key, prefix, after)
             else:
                 yield key
 

@@ -31,7 +31,8 @@ async def _serve(settings: Settings, host: str, port: int) -> None:
             "payloads are not encrypted here: PERDURE_TEMPORAL__CODEC_KEYS_FILE names no keys"
         )
     try:
-        from perdure.stack.codec_server import codec_token, create_app, origin_of, serving
+        from perdure.stack.codec_server import codec_token, create_app, origin_of
+        from perdure.stack.listening import serving
     except ImportError as error:
         raise MissingDependency("pip install 'perdure[gateway]': it serves HTTP") from error
     from perdure.client.encryption import EncryptingCodec, Keys

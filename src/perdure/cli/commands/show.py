@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perdure.cli.console import answer, json_option, many, only_one_of
+from perdure.cli.rollouts.current import current_step
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
@@ -116,7 +117,7 @@ async def _raw(store: "Store", found: "StoredRollout", which: str) -> bytes:
 
 
 async def _document(settings: Settings, store: "Store", found: "StoredRollout") -> dict[str, Any]:
-    at = "" if found.episode else await _current_step(settings, found.name.workflow_id)
+    at = "" if found.episode else await current_step(settings, found.name.workflow_id)
     return {
         "rollout": found.name.workflow_id,
         "folder": f"{store.url}/{found.name.prefix}",
@@ -139,7 +140,7 @@ async def _document(settings: Settings, store: "Store", found: "StoredRollout") 
 
 async def _print(settings: Settings, store: "Store", found: "StoredRollout") -> None:
     click.secho(str(found.name), bold=True)
-    open_at = found.episode is None and await _current_step(settings, found.name.workflow_id)
+    open_at = found.episode is None and await current_step(settings, found.name.workflow_id)
     for label, value in [("status", f"running: {open_at}")] if open_at else _ending(found):
         click.echo(f"{label:<10}{value}")
     for attempt in found.attempts:
@@ -160,7 +161,7 @@ async def _show_open(settings: Settings, rollout: str, as_json: bool) -> bool:
     from perdure.reports.stored import named
 
     name = named(rollout)
-    line = await _current_step(settings, name.workflow_id) if name is not None else ""
+    line = await current_step(settings, name.workflow_id) if name is not None else ""
     if name is None or not line:
         return False
     if as_json:
@@ -169,18 +170,6 @@ async def _show_open(settings: Settings, rollout: str, as_json: bool) -> bool:
         click.secho(str(name), bold=True)
         click.echo(f"status    running: {line}")
     return True
-
-
-async def _current_step(settings: Settings, workflow_id: str) -> str:
-    """What an open rollout is doing; empty when it is closed or no Temporal server answers."""
-    from perdure.cli.connection import connect
-    from perdure.cli.runs.steps import current_step
-    from perdure.errors import PerdureError
-
-    try:
-        return await current_step((await connect(settings)).perdure.client, workflow_id)
-    except PerdureError:
-        return ""
 
 
 def _ending(found: "StoredRollout") -> list[tuple[str, str]]:

@@ -1,0 +1,64 @@
+"""`perdure view`: a local page to browse runs and read trajectories."""
+
+import asyncio
+
+import click
+
+from perdure.cli.console import say
+from perdure.errors import ConfigurationError, MissingDependency
+from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
+
+PORT = 8236
+STEP_S = 2.0
+"""How long a page of an open rollout waits for what Temporal knows of it."""
+
+
+@click.command()
+@click.argument("where", metavar="[RUN[/INSTANCE[/SAMPLE]]]", default="")
+@click.option("--port", default=PORT, show_default=True, help="Port; 0 = any free port.")
+def view(where: str, port: int) -> None:
+    """Browse runs, groups and rollouts in a browser, until Ctrl-C.
+
+    Prints the address, with a token that opens it. It listens on this machine alone and changes nothing;
+    from elsewhere, `ssh -L 8236:127.0.0.1:8236 HOST`.
+    """
+    asyncio.run(_serve(load_settings(), where.removeprefix("rollout/").strip("/"), port))
+
+
+async def _serve(settings: Settings, where: str, port: int) -> None:
+    """Raises: ConfigurationError, MissingDependency."""
+    try:
+        from perdure.stack.listening import serving
+        from perdure.viewer import links
+        from perdure.viewer.app import create_app
+        from perdure.viewer.index import Index, index_path
+        from perdure.viewer.pages import Pages
+        from perdure.viewer.security import TOKEN, view_token
+    except ImportError as error:
+        raise MissingDependency("pip install 'perdure[gateway]': it serves HTTP") from error
+    from perdure.cli.rollouts.current import current_step
+    from perdure.home import load_secret
+    from perdure.storage.base import open_store
+
+    async def step(workflow_id: str) -> str:
+        try:
+            async with asyncio.timeout(STEP_S):
+                return await current_step(settings, workflow_id)
+        except TimeoutError:
+            return ""
+
+    store = open_store(settings)
+    token = view_token(load_secret(settings))
+    pages = Pages(settings, store, Index(index_path(settings.home, store.url)), step)
+    try:
+        async with serving(create_app(pages, token), "127.0.0.1", port) as chosen:
+            page = links.named(where)
+            say(f"{store.url} at http://127.0.0.1:{chosen}{page}?{TOKEN}={token}")
+            await asyncio.Event().wait()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on 127.0.0.1:{port}: {error.strerror}; give another --port"
+        ) from error
+    finally:
+        await pages.aclose()

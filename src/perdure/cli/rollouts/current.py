@@ -1,0 +1,15 @@
+"""What an open rollout does now. Imports Temporal only where it is asked."""
+
+from perdure.errors import PerdureError
+from perdure.settings.tree import Settings
+
+
+async def current_step(settings: Settings, workflow_id: str) -> str:
+    """One line; empty when the rollout is closed or no Temporal server answers."""
+    from perdure.cli.connection import connect
+    from perdure.cli.runs import steps
+
+    try:
+        return await steps.current_step((await connect(settings)).perdure.client, workflow_id)
+    except PerdureError:
+        return ""

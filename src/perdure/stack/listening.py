@@ -1,0 +1,25 @@
+"""Serves an HTTP application of a command until the command ends."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+from starlette.types import ASGIApp
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
+    """Serve until the context ends; gives the port. Raises: OSError when the port is occupied."""
+    import uvicorn
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listener:
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task

@@ -1,0 +1,437 @@
+"""The pages: each reads what it shows and fills one template.
+
+Templates escape every value. A page that is asked for again every few seconds says so in `live`.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, get_args
+from urllib.parse import urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from perdure.errors import ConfigurationError, NotFound
+from perdure.reports import stored, trajectory
+from perdure.reports.stored import RolloutName, StoredRollout
+from perdure.reports.trajectory import Trajectory
+from perdure.settings.tree import Settings
+from perdure.storage.base import Store
+from perdure.types.base import INSTANCE_REF, SLUG
+from perdure.viewer import conversation, diffs, links, logs, tokens
+from perdure.viewer.beside import side_by_side
+from perdure.viewer.index import BEGIN, END, PATCH, TESTS, Filters, Found, Index, Order, Row
+from perdure.viewer.reading import RUNS, Readings
+from perdure.viewer.text import finalize, folded, marked
+from perdure.viewer.tokens import Text
+
+ROWS = 100
+"""Rows on a page."""
+GROUPS = 60
+LIVE_S = 3
+"""Seconds until the page of something that goes on is asked for again."""
+FILE_CHARS = 400_000
+TONES = {
+    "resolved": "good",
+    "unresolved": "bad",
+    "empty_patch": "bad",
+    "apply_failed": "bad",
+    "timeout": "bad",
+    "": "open",
+}
+INSTANCE_ID = f"^{INSTANCE_REF.split('/')[1]}"
+FILTERS = tuple(name for name in Filters.__dataclass_fields__ if name != "run")
+
+Step = Callable[[str], Awaitable[str]]
+"""What an open rollout does now, by its workflow id; empty if nothing is known."""
+
+
+class Pages:
+    def __init__(self, settings: Settings, store: Store, index: Index, step: Step) -> None:
+        self.settings = settings
+        self.store = store
+        self.index = index
+        self.step = step
+        self.readings = Readings(store, index)
+        self.templates = Environment(
+            loader=PackageLoader("perdure.viewer"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            finalize=finalize,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self.templates.globals.update(links=links, tone=tone, long_time=long_time, stamp=stamp)
+        self._text: Text | None = None
+
+    async def aclose(self) -> None:
+        await self.readings.aclose()
+        self.index.close()
+
+    # -- lists ---------------------------------------------------------------------------------
+
+    async def runs(self, request: Request) -> Response:
+        state = await self.readings.bring(RUNS)
+        found = await asyncio.to_thread(self.index.totals)
+        return self._page("runs.html", title="Runs", runs=found, state=state, live=LIVE_S)
+
+    async def run(self, request: Request) -> Response:
+        run = _name(request, "run")
+        state = await self.readings.bring(run)
+        totals = await asyncio.to_thread(self.index.totals, run)
+        if not totals or not (totals[0].rollouts or totals[0].about.agent or state):
+            raise NotFound(f"no run {run!r} in {self.store.url}")
+        filters = _filters(request, run)
+        by = "group" if request.query_params.get("by") == "group" else "rollout"
+        planned = totals[0].about.instances * totals[0].about.samples
+        goes_on = state == "reading" or totals[0].ended < max(planned, totals[0].rollouts)
+        shown = await asyncio.to_thread(self._listed, request, filters, by)
+        values = {
+            name: await asyncio.to_thread(self.index.values, run, name)
+            for name in ("ending", "agent_end", "boundary")
+        }
+        return self._page(
+            "run.html",
+            title=run,
+            run=run,
+            totals=totals[0],
+            planned=planned,
+            state=state,
+            by=by,
+            values=values,
+            live=LIVE_S if goes_on else 0,
+            **shown,
+        )
+
+    async def search(self, request: Request) -> Response:
+        filters = _filters(request, "")
+        state = await self.readings.bring(RUNS)
+        shown: dict[str, Any] = {"rows": [], "count": 0, "hits": {}, "pager": None}
+        if filters.q:
+            shown = await asyncio.to_thread(self._listed, request, filters, "rollout")
+        totals = await asyncio.to_thread(self.index.totals)
+        known = sum(one.searchable for one in totals), sum(one.ended for one in totals)
+        title = f"Search: {filters.q}" if filters.q else "Search"
+        kept = {"filters": filters, "order": "instance", "kept": {}}
+        return self._page(
+            "search.html", title=title, state=state, known=known, live=0, **{**kept, **shown}
+        )
+
+    def _listed(self, request: Request, filters: Filters, by: str) -> dict[str, Any]:
+        """One page of a list, and what its template needs."""
+        order = request.query_params.get("order", "instance")
+        chosen: Order = order if order in get_args(Order) else "instance"  # type: ignore[assignment]
+        size = GROUPS if by == "group" else ROWS
+        counted = self.index.count_groups if by == "group" else self.index.count
+        count = counted(filters)
+        number = min(_number(request, "page", 1), max(1, -(-count // size)))
+        start = (number - 1) * size
+        rows: list[Row] = []
+        groups: list[list[Row]] = []
+        if by == "group":
+            groups = self.index.groups(filters, start, size)
+        else:
+            rows = self.index.rows(filters, chosen, start, size)
+        hits = {
+            key: [self._hit(one) for one in found]
+            for key, found in self.index.snippets(rows, filters.q).items()
+        }
+        return {
+            "rows": rows,
+            "groups": groups,
+            "count": count,
+            "hits": hits,
+            "filters": filters,
+            "order": chosen,
+            "kept": _kept(filters),
+            "pager": _pager(request, number, count, size),
+        }
+
+    def _hit(self, found: Found) -> dict[str, Any]:
+        where = {TESTS: "tests", PATCH: "patch"}.get(found.slot, "")
+        return {"slot": found.slot, "part": where, "pieces": marked(found.snippet, BEGIN, END)}
+
+    async def group(self, request: Request) -> Response:
+        run, instance = _name(request, "run"), _name(request, "instance")
+        await self.readings.bring(run)
+        rows = await asyncio.to_thread(
+            self.index.groups, Filters(run=run, instance=instance), 0, ROWS
+        )
+        mine = [row for found in rows for row in found if row.instance == instance]
+        if not mine:
+            raise NotFound(f"run {run} has no rollout of {instance!r}")
+        goes_on = any(not row.ending for row in mine)
+        return self._page(
+            "group.html", title=instance, run=run, instance=instance, rows=mine,
+            live=LIVE_S if goes_on else 0,
+        )  # fmt: skip
+
+    # -- one rollout ---------------------------------------------------------------------------
+
+    async def rollout(self, request: Request) -> Response:
+        """Its verdict and its trajectory, a page of turns at a time."""
+        shown = await self._rollout(request, "")
+        found: StoredRollout = shown["found"]
+        turns = await self._turns(request, found)
+        if turns is None:
+            return self._page("rollout.html", **shown, turns=None)
+        document = await asyncio.to_thread(trajectory.document, found, turns)
+        reading = conversation.entries(document["turns"])
+        chains = [entry.chain for entry in reading if entry.chain is not None]
+        wanted = request.query_params.get("turn", "")
+        page = conversation.page_of(reading, int(wanted)) if wanted.isdigit() else 1
+        page = _number(request, "page", page)
+        start = (page - 1) * conversation.TURNS
+        lines = [
+            (entry, conversation.view(entry.turn, document["segments"]) if entry.turn else None)
+            for entry in reading[start : start + conversation.TURNS]
+        ]
+        return self._page(
+            "rollout.html",
+            **shown,
+            turns=turns,
+            counts=document["counts"],
+            segments=document["segments"],
+            why_not=conversation.WHY_NOT,
+            chains=chains,
+            lines=lines,
+            attempt=turns.attempt,
+            pager=_pager(request, page, len(reading), conversation.TURNS),
+        )
+
+    async def tokens(self, request: Request) -> Response:
+        """One segment, coloured by mask, logprob or version."""
+        shown = await self._rollout(request, "tokens")
+        turns = await self._turns(request, shown["found"])
+        segments = turns.segments if turns is not None else []
+        if not segments:
+            return self._page("tokens.html", **shown, segments=[])
+        number = min(_number(request, "segment", segments[-1].index, least=0), len(segments) - 1)
+        segment = segments[number]
+        by = request.query_params.get("by", "mask")
+        length = len(segment.prompt_ids) + len(segment.response_ids)
+        first = 1 + max(0, len(segment.prompt_ids) - tokens.PAGE // 10) // tokens.PAGE
+        page = min(_number(request, "page", first), -(-length // tokens.PAGE) or 1)
+        text, known = self._tokenizer()
+        start = (page - 1) * tokens.PAGE
+        return self._page(
+            "tokens.html",
+            **shown,
+            segments=segments,
+            segment=segment,
+            by=by if by in ("mask", "logprob", "version") else "mask",
+            tokens=await asyncio.to_thread(tokens.page, segment, start, text),
+            versions=tokens.versions(segment),
+            trained=sum(segment.loss_mask),
+            tokenizer_known=known,
+            pager=_pager(request, page, length, tokens.PAGE),
+        )
+
+    async def patch(self, request: Request) -> Response:
+        shown = await self._rollout(request, "patch")
+        last = shown["found"].last
+        key = last.patch["key"] if last is not None and last.patch else ""
+        data = (await self.store.get(key)).data if key else b""
+        text = data[: 4 * FILE_CHARS].decode("utf-8", "replace")
+        return self._page(
+            "patch.html", **shown, patch=last and last.patch, diff=diffs.coloured(text)
+        )
+
+    async def tests(self, request: Request) -> Response:
+        """What the tests came to, and their output at a failing one."""
+        shown = await self._rollout(request, "tests")
+        found: StoredRollout = shown["found"]
+        grade = found.last.grade if found.last else None
+        window, test = None, request.query_params.get("test", "")
+        failing = found.failing_tests()
+        if not test and failing:
+            test = failing[0].partition(" ")[2]
+        if grade is not None and grade.log_key:
+            line = request.query_params.get("line", "")
+            try:
+                data = (await self.store.get(grade.log_key)).data
+            except NotFound:
+                data = b""
+            log = data.decode("utf-8", "replace")
+            start = max(1, int(line[:9])) if line.isdigit() else None
+            window = await asyncio.to_thread(logs.window, log, test, start)
+        return self._page(
+            "tests.html", **shown, grade=grade, window=window, test=test,
+            failing=[one.partition(" ") for one in failing],
+        )  # fmt: skip
+
+    async def files(self, request: Request) -> Response:
+        """The names of its files; one of them as text."""
+        shown = await self._rollout(request, "files")
+        found: StoredRollout = shown["found"]
+        names = [key for attempt in found.attempts for key in attempt.evidence]
+        wanted, text, size = request.query_params.get("file", ""), None, 0
+        if wanted in names:  # nothing else of the store is shown
+            data = (await self.store.get(wanted)).data
+            size = len(data)
+            text = folded(data[:FILE_CHARS].decode("utf-8", "replace"), FILE_CHARS)
+        prefix = f"{found.name.prefix}/"
+        return self._page(
+            "files.html", **shown, names=names, prefix=prefix, wanted=wanted, text=text, size=size
+        )
+
+    async def beside(self, request: Request) -> Response:
+        """Two samples of a group: turn by turn, and their patches."""
+        shown = await self._rollout(request, "beside")
+        left: StoredRollout = shown["found"]
+        name = RolloutName(left.name.run_id, left.name.instance_id, request.path_params["other"])
+        right = await stored.read(self.store, name)
+        both = [await self._turns(request, one, attempt=0) for one in (left, right)]
+        documents = [
+            trajectory.document(one, turns)["turns"] if turns is not None else []
+            for one, turns in zip((left, right), both, strict=True)
+        ]
+        patches = [await self._patch_of(one) for one in (left, right)]
+        row = await asyncio.to_thread(self._row_of, name)
+        return self._page(
+            "beside.html",
+            **shown,
+            other=name,
+            other_row=row,
+            pairs=side_by_side(*documents),
+            patches=patches,
+            same_patch=patches[0].lines == patches[1].lines,
+        )
+
+    async def _patch_of(self, found: StoredRollout) -> diffs.Diff:
+        last = found.last
+        if last is None or not last.patch:
+            return diffs.Diff(())
+        data = (await self.store.get(last.patch["key"])).data
+        return diffs.coloured(data[:FILE_CHARS].decode("utf-8", "replace"))
+
+    async def _rollout(self, request: Request, part: str) -> dict[str, Any]:
+        """What every page of a rollout shows. Raises: NotFound."""
+        name = RolloutName(
+            _name(request, "run"), _name(request, "instance"), request.path_params["sample"]
+        )
+        await self.readings.bring(name.run_id)
+        found = await stored.read(self.store, name)
+        row = await asyncio.to_thread(self._row_of, name)
+        filters = _filters(request, name.run_id)
+        before, after = await asyncio.to_thread(
+            self.index.beside, filters, name.instance_id, name.sample_index
+        )
+        is_open = found.episode is None
+        siblings = await asyncio.to_thread(
+            self.index.groups, Filters(run=name.run_id, instance=name.instance_id), 0, ROWS
+        )
+        return {
+            "title": f"{name.instance_id} #{name.sample_index}",
+            "name": name,
+            "found": found,
+            "episode": found.episode or {},
+            "row": row,
+            "part": part,
+            "kept": _kept(filters),
+            "before": before,
+            "after": after,
+            "siblings": [r for rows in siblings for r in rows if r.instance == name.instance_id],
+            "step": await self.step(name.workflow_id) if is_open else "",
+            "is_open": is_open,
+            "live": LIVE_S if is_open else 0,
+        }
+
+    def _row_of(self, name: RolloutName) -> Row | None:
+        found = self.index.groups(Filters(run=name.run_id, instance=name.instance_id), 0, ROWS)
+        rows = (row for rows in found for row in rows if row.instance == name.instance_id)
+        return next((row for row in rows if row.sample == name.sample_index), None)
+
+    async def _turns(
+        self, request: Request, found: StoredRollout, attempt: int | None = None
+    ) -> Trajectory | None:
+        """None: there are none (yet)."""
+        number = _number(request, "attempt", 0, least=0) if attempt is None else attempt
+        try:
+            return await trajectory.read(self.settings, self.store, found, number or None)
+        except NotFound:
+            return None
+
+    def _tokenizer(self) -> tuple[Text, bool]:
+        """The text of ids, and whether the tokenizer is known here."""
+        if self._text is None:
+            from perdure.gateway.rendering.tokenizers import load_tokenizer
+
+            try:
+                self._text = load_tokenizer(self.settings.engine.tokenizer).decode
+            except (ConfigurationError, ImportError, OSError, ValueError):
+                return tokens.ids_only, False
+        return self._text, True
+
+    # -- answers -------------------------------------------------------------------------------
+
+    def problem(self, message: str, status: int) -> Response:
+        return self._page("problem.html", status=status, title="Not shown", message=message, live=0)
+
+    def _page(self, template: str, *, status: int = 200, **values: Any) -> Response:
+        return HTMLResponse(self.templates.get_template(template).render(values), status)
+
+
+def tone(ending: str) -> str:
+    """The class of an ending's colour."""
+    return TONES.get(ending, "odd")
+
+
+def long_time(seconds: float | None) -> str:
+    """`12 s`, `3:20`, `1:03:20`."""
+    if seconds is None:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def stamp(at: float | None) -> str:
+    return "" if at is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(at))
+
+
+def _name(request: Request, part: str) -> str:
+    """A run or an instance of the address. Raises: NotFound for what no run and no instance is called."""
+    found: str = request.path_params[part]
+    if not re.fullmatch(SLUG if part == "run" else INSTANCE_ID, found):
+        raise NotFound(f"there is no {part} {found[:80]!r}")
+    return found
+
+
+def _number(request: Request, name: str, default: int, *, least: int = 1) -> int:
+    given = request.query_params.get(name, "")
+    return max(least, int(given[:9])) if given.isascii() and given.isdigit() else default
+
+
+def _filters(request: Request, run: str) -> Filters:
+    given = request.query_params
+    run = run or given.get("run", "")
+    return Filters(run=run, **{name: given.get(name, "").strip()[:300] for name in FILTERS})
+
+
+def _kept(filters: Filters) -> dict[str, str]:
+    """The parameters that links to a rollout carry, so that next and previous stay within the list."""
+    return {name: value for name in FILTERS if (value := getattr(filters, name))}
+
+
+def _pager(request: Request, number: int, count: int, size: int) -> dict[str, Any] | None:
+    """Addresses of the pages before and after; None if there is one page."""
+    last = max(1, -(-count // size))
+    if last == 1:
+        return None
+
+    def address(page: int) -> str:
+        rest = [(k, v) for k, v in request.query_params.multi_items() if k not in ("page", "turn")]
+        return "?" + urlencode([*rest, ("page", str(page))])
+
+    return {
+        "number": number,
+        "last": last,
+        "before": address(number - 1) if number > 1 else "",
+        "after": address(number + 1) if number < last else "",
+    }

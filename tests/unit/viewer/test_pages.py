@@ -1,0 +1,129 @@
+"""What the pages show of a run, a group and a rollout."""
+
+import re
+
+import pytest
+
+from perdure.storage.local import LocalStore
+from tests.made_store import TEST, write_rollout
+from tests.unit.viewer.conftest import Show
+
+ONE = "/runs/made/rollouts/h11-0.14.0/0"
+
+
+@pytest.fixture
+async def run(store: LocalStore) -> None:
+    """Two samples of one instance, one failed rollout, one that is open."""
+    await write_rollout(store, sample=0)
+    await write_rollout(store, sample=1, resolved=True)
+    await write_rollout(store, instance="click-8.1.3", failure="sandbox p-1a died")
+    await write_rollout(store, instance="jinja-3", ended=False)
+
+
+@pytest.mark.usefixtures("run")
+async def test_lists_lead_from_runs_to_rollouts(show: Show) -> None:
+    """The list of runs leads to the run, its rows to rollouts with ending, reward and cause."""
+    assert 'href="/runs/made"' in await show("/")
+    page = await show("/runs/made")
+    assert f'href="{ONE}"' in page
+    assert "sandbox: sandbox p-1a died" in page
+    assert "open: capture" in page
+    assert "3 of 4 rollouts ended" in page
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(
+    ("query", "shown"),
+    [
+        ("ending=resolved", ["h11-0.14.0/1"]),
+        ("ending=open", ["jinja-3/0"]),
+        ("boundary=sandbox", ["click-8.1.3/0"]),
+        ("instance=h11", ["h11-0.14.0/0", "h11-0.14.0/1"]),
+        ("instance=h11&ending=unresolved", ["h11-0.14.0/0"]),
+        ("order=reward&instance=h11", ["h11-0.14.0/1", "h11-0.14.0/0"]),
+        ("ending=%27+OR+1--", []),
+        ("page=999999999999", ["click-8.1.3/0", "h11-0.14.0/0", "h11-0.14.0/1", "jinja-3/0"]),
+    ],
+)
+async def test_filters(show: Show, query: str, shown: list[str]) -> None:
+    """A filter leaves the rollouts that match, in the order that was asked for."""
+    page = await show(f"/runs/made?{query}")
+    found = re.findall(r'class="open" href="/runs/made/rollouts/([^"?]+)', page)
+    assert found == shown
+
+
+@pytest.mark.usefixtures("run")
+async def test_next_and_previous_stay_within_the_filter(show: Show) -> None:
+    """A rollout that was opened from a filtered list leads to the next one of that list."""
+    page = await show(f"{ONE}?instance=h11")
+    assert 'data-key="n" href="/runs/made/rollouts/h11-0.14.0/1?instance=h11"' in page
+    assert 'data-key="p"' not in page
+
+
+@pytest.mark.usefixtures("run")
+async def test_groups(show: Show) -> None:
+    """Rows of groups have their samples; the group's page pairs them."""
+    assert "1 of 2" in await show("/runs/made?by=group")
+    page = await show("/runs/made/rollouts/h11-0.14.0")
+    assert f'href="{ONE}/beside/1"' in page
+
+
+@pytest.mark.usefixtures("run")
+async def test_a_trajectory(show: Show) -> None:
+    """Thinking is folded, calls and edits are shown, a sub-agent follows the turn that started it, and each
+    turn says whether it is trained and why not."""
+    page = await show(ONE)
+    assert re.search(
+        r"<details><summary>26 characters</summary><pre>Look at the headers first", page
+    )
+    assert "pytest -x tests/test_headers.py" in page
+    assert '<span class="del">-lengths = value\n</span>' in page
+    assert "sub-agent agent-7" in page
+    assert "started by main after turn 1" in page
+    assert "not trained: unused: the agent went on without this answer" in page
+    assert "not trained: side" in page
+    order = [page.index(f'id="turn-{n}"') for n in (0, 1, 2, 3)]
+    assert order == sorted(order)
+
+
+@pytest.mark.usefixtures("run")
+async def test_tokens(show: Show) -> None:
+    """Tokens are coloured by mask, logprob or version, and say their id and logprob."""
+    assert '<span class="t m1"' in await show(f"{ONE}/tokens")
+    page = await show(f"{ONE}/tokens?by=logprob")
+    assert re.search(r'class="t l\d" title="id \d+ · logprob -\d\.\d{3} · version \d"', page)
+    assert re.search(r'class="t v\d"', await show(f"{ONE}/tokens?by=version&segment=0"))
+
+
+@pytest.mark.usefixtures("run")
+async def test_patch_tests_and_files(show: Show) -> None:
+    """The patch is coloured; the log is shown at the failing test; only the rollout's own files are read."""
+    assert '<span class="del">-        lengths = value\n</span>' in await show(f"{ONE}/patch")
+    page = await show(f"{ONE}/tests")
+    assert TEST in page
+    assert re.search(r'<span class="line names" id="found"><i>402</i>_+ test_content_length', page)
+    assert "0001 collected" not in page
+    key = "runs/made/rollouts/h11-0.14.0/0/attempts/1/agent/stdout"
+    assert "own output" in await show(f"{ONE}/files?file={key}")
+    other = "runs/made/rollouts/click-8.1.3/0/attempts/1/agent/stdout"
+    assert "own output" not in await show(f"{ONE}/files?file={other}")
+    assert "root:" not in await show(f"{ONE}/files?file=/etc/passwd")
+
+
+@pytest.mark.usefixtures("run")
+async def test_two_samples_side_by_side(show: Show) -> None:
+    """Turns are paired, and the patches compared."""
+    page = await show(f"{ONE}/beside/1")
+    assert 'id="left-0"' in page
+    assert 'id="right-0"' in page
+    assert "Patches: the same" in page
+    assert "here they part" not in page
+
+
+@pytest.mark.usefixtures("run")
+async def test_an_open_rollout_is_shown_as_far_as_it_is(show: Show) -> None:
+    """It says what it does now and is asked for again; one that ended is not."""
+    page = await show("/runs/made/rollouts/jinja-3/0")
+    assert "running: the agent works in rollout/made/jinja-3/0" in page
+    assert 'data-live="3"' in page
+    assert 'data-live="0"' in await show(ONE)
