@@ -15,7 +15,6 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import names
     from perdure.errors import Boundary
     from perdure.rollouts.messages import (
-        SANDBOX_LOST,
         AgentRun,
         Attempt,
         Booted,
@@ -103,13 +102,16 @@ class RolloutWorkflow:
         for _ in range(rollout.max_attempts):
             self.attempt += 1
             try:
-                return await self._play_attempt(rollout)
+                ending = await self._play_attempt(rollout)
+                if isinstance(ending, EpisodeRef) or ending[1] is None:
+                    return ending
+                failure = ending[1]
             except ActivityError as error:
                 stop_if_cancelled()
                 failure = failure_of(error)
                 self.page.lost(self.attempt, failure)
-                if failure.type != SANDBOX_LOST:
-                    break
+            if failure.type not in rollout.retry_on:
+                break
         return RolloutStatus.FAILED, failure
 
     async def _play_attempt(

@@ -18,7 +18,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import names
     from perdure.client import search_attributes as attributes
     from perdure.rollouts.messages import PreparedRun, RunSummary, ShardRequest
-    from perdure.types import RolloutRequest, RolloutStatus, RunRequest, RunStatus
+    from perdure.types import Budget, RolloutRequest, RolloutStatus, RunRequest, RunStatus
     from workflows import activity_options, markdown
     from workflows.failures import parse, stop_if_cancelled, to_the_end, was_dropped
     from workflows.orders import ordered
@@ -41,6 +41,7 @@ class RunWorkflow:
         self.state = "starting"
         self.total = 0
         self.throttle = Throttle()
+        self.budget = Budget()
         self.window: Window | None = None
         self.shards: dict[int, Shard] = {}
         self.reports: dict[int, RunStatus] = {}
@@ -55,6 +56,7 @@ class RunWorkflow:
         probe = {"run_id": run.run_id, "instance": "any/instance", **run.rollout}
         parse(RolloutRequest, probe)  # a wrong field is refused before anything starts
         self.run_id, self.throttle.concurrency = run.run_id, run.concurrency
+        self.budget = run.budget
         if not attributes.are_set(workflow.info().typed_search_attributes):
             workflow.upsert_search_attributes([attributes.RUN.value_set(run.run_id)])
         try:
@@ -91,13 +93,20 @@ class RunWorkflow:
         summary, concurrency = self.summary, self.throttle.concurrency
         if summary is not None:
             counts = _counts_of(summary)
-            return counts.status(summary.run_id, self.state, summary.rollouts, concurrency)
+            done = counts.status(summary.run_id, self.state, summary.rollouts, concurrency)
+            return done.model_copy(update={"stopped": summary.stopped})
         attentions = [self.throttle.attention, *(r.attention for r in self.reports.values())]
         attention = next(filter(None, attentions), "")
         state = self.state
         if state == "running" and (self.throttle.paused or attention):
             state = "attention" if attention else "paused"
-        return self._counts().status(self.run_id, state, self.total, concurrency, attention)
+        status = self._counts().status(self.run_id, state, self.total, concurrency, attention)
+        return status.model_copy(update={"stopped": self._used_up()})
+
+    def _used_up(self) -> str:
+        """What the run has used of its budget; empty: there is more."""
+        counts = self._counts()
+        return self.budget.used_up(counts.tokens, counts.dollars)
 
     @workflow.update
     async def pause(self) -> RunStatus:
@@ -128,9 +137,13 @@ class RunWorkflow:
             raise ValueError("concurrency must be between 1 and 2000")
 
     @workflow.signal
-    def shard_report(self, shard: int, report: RunStatus) -> None:
+    async def shard_report(self, shard: int, report: RunStatus) -> None:
         self.reports[shard] = report
         self._show()
+        if self._used_up() and not self.throttle.spent:
+            self.throttle.spent = True
+            for other in list(self.shards.values()):
+                await _signal(other, RunShardWorkflow.set_spent, True)
 
     def _show(self) -> None:
         if self.page is not None:
@@ -150,13 +163,14 @@ class RunWorkflow:
         left = self.total - sum(by_status.values())
         for status in (RolloutStatus.FAILED.value, STILL_RUNNING, RolloutStatus.CANCELLED.value):
             more = counted[status] - by_status.get(status, 0)
-            # The rest was never started: the run was cancelled before.
+            # The rest was never started: the run was cancelled before, or its budget is used up.
             n = left if status == RolloutStatus.CANCELLED else min(more, left)
             if n > 0:
                 by_status[status] = by_status.get(status, 0) + n
                 left -= n
         rollouts = max(self.total, summary.rollouts)
-        return summary.model_copy(update={"rollouts": rollouts, "by_status": by_status})
+        found = {"rollouts": rollouts, "by_status": by_status, "stopped": self._used_up()}
+        return summary.model_copy(update=found)
 
     def _counts(self) -> Counts:
         here = [self.window.counts] if self.window is not None else []
@@ -173,8 +187,8 @@ class RunWorkflow:
             await workflow.wait_condition(
                 lambda shard=shard, task=task: task.done() or self._is_drained(shard)  # type: ignore[misc]
             )
-            if not self._is_drained(shard):
-                break  # it ended before it sent its last report
+            if self.throttle.spent or not self._is_drained(shard):
+                break  # there is no more to buy, or it ended before it sent its last report
         await asyncio.gather(*tasks, return_exceptions=True)  # one that fails ends no other
         for task in tasks:
             task.result()
@@ -249,6 +263,10 @@ class RunShardWorkflow:
     @workflow.signal
     def set_paused(self, paused: bool) -> None:
         self.throttle.set_paused(paused)
+
+    @workflow.signal
+    def set_spent(self, spent: bool) -> None:
+        self.throttle.spent = spent
 
     @workflow.signal
     def set_concurrency(self, concurrency: int) -> None:

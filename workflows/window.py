@@ -61,6 +61,9 @@ class Throttle:
     def stop_for(self, attention: str) -> None:
         self.paused, self.attention = True, attention
 
+    spent: bool = False
+    """The budget of the run is used up, so it starts no more rollouts."""
+
     def fails_like_before(self, episode: EpisodeRef) -> bool:
         """Whether it is one more of `ALIKE` instances in a row whose rollouts failed the same way."""
         failure = episode.failure
@@ -83,6 +86,8 @@ class Counts:
     running: int = 0
     by_status: Counter[str] = field(default_factory=Counter)
     by_outcome: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    dollars: float = 0.0
 
     @classmethod
     def of(cls, parts: "Iterable[Counts | RunStatus]") -> "Counts":
@@ -94,6 +99,8 @@ class Counts:
             total.running += part.running
             total.by_status.update(part.by_status)
             total.by_outcome.update(part.by_outcome)
+            total.tokens += part.tokens
+            total.dollars += part.dollars
         return total
 
     def status(
@@ -111,6 +118,8 @@ class Counts:
             attention=attention,
             by_status=dict(self.by_status),
             by_outcome=dict(self.by_outcome),
+            tokens=self.tokens,
+            dollars=round(self.dollars, 6),
         )
 
 
@@ -141,7 +150,11 @@ class Window:
         try:
             async for request in self._requests(start, stop):
                 weight = request.n_samples if isinstance(request, GroupRequest) else 1
-                await workflow.wait_condition(lambda weight=weight: self._has_room(weight))  # type: ignore[misc]
+                await workflow.wait_condition(
+                    lambda weight=weight: self._is_spent() or self._has_room(weight)  # type: ignore[misc]
+                )
+                if self._is_spent():
+                    break
                 self.counts.started += weight
                 self.counts.running += weight
                 task = asyncio.create_task(self._play(request, weight))
@@ -159,6 +172,10 @@ class Window:
                 task.cancel()
             if left:
                 await asyncio.gather(*left, return_exceptions=True)
+
+    def _is_spent(self) -> bool:
+        used_up = self.run.budget.used_up(self.counts.tokens, self.counts.dollars)
+        return self.throttle.spent or bool(used_up)
 
     def _has_room(self, weight: int) -> bool:
         if self.throttle.paused:
@@ -207,6 +224,9 @@ class Window:
 
     async def _play(self, request: RolloutRequest | GroupRequest, weight: int) -> None:
         try:
+            if self.run.start_jitter_s:
+                late = workflow.random().uniform(0, self.run.start_jitter_s)
+                await workflow.sleep(late, summary="start jitter")
             if isinstance(request, GroupRequest):
                 await self._play_group(request)
             else:
@@ -238,10 +258,17 @@ class Window:
         if kept := group.n_samples - len(result["episodes"]):
             self.counts.by_status[STILL_RUNNING] += kept
 
+    def _pay(self, episode: EpisodeRef) -> None:
+        sampled, prompt, cached = episode.tokens, episode.prompt_tokens, episode.cached_tokens
+        self.counts.tokens += prompt + sampled
+        if (price := self.run.budget.price) is not None:
+            self.counts.dollars += price.of(prompt, cached, sampled)
+
     def _count(self, episode: EpisodeRef) -> None:
         self.page.add(episode)
         self.counts.done += 1
         self.counts.by_status[episode.status.value] += 1
+        self._pay(episode)
         if episode.outcome is not None:
             self.counts.by_outcome[episode.outcome.value] += 1
         if episode.failure is not None and episode.failure.type in ACTION_NEEDED:

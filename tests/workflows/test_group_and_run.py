@@ -11,8 +11,17 @@ from temporalio.exceptions import ApplicationError
 from perdure.client import names
 from perdure.client.api import Perdure
 from perdure.errors import Cancelled, ConfigurationError, NoResult, NotFound
-from perdure.rollouts.messages import WORKER_EVICTED, AgentRun, Attempt, PreparedRun
-from perdure.types import AgentEnd, GroupRequest, RolloutRequest, RolloutStatus, RunRequest
+from perdure.rollouts.messages import WORKER_EVICTED, AgentRun, Attempt, Ending, PreparedRun
+from perdure.types import (
+    AgentEnd,
+    Budget,
+    EpisodeRef,
+    GroupRequest,
+    Outcome,
+    RolloutRequest,
+    RolloutStatus,
+    RunRequest,
+)
 from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.gate import Gate
 from tests.workflows.stages import Stages
@@ -248,6 +257,55 @@ async def test_failures_that_differ_or_are_of_one_instance_pause_nothing(
     run = await Perdure(client).start_run(asked)
 
     assert (await run.result())["by_status"] == {"failed": 4 * samples}
+
+
+@pytest.mark.parametrize("shard", [500, 2])
+async def test_a_run_buys_no_more_than_its_budget(
+    client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch, shard: int
+) -> None:
+    """Once the tokens are used it starts nothing, also in other shards; what runs is graded, and the
+    result says why the rest is missing."""
+
+    async def emit(ending: Ending) -> EpisodeRef:
+        return EpisodeRef(
+            uri="file:///e",
+            instance_id=ending.request.instance_id,
+            sample_index=0,
+            agent="nop",
+            status=ending.status,
+            outcome=Outcome.RESOLVED,
+            reward=1.0,
+            tokens=100,
+            prompt_tokens=900,
+        )
+
+    monkeypatch.setattr("workflows.run.SHARD", shard)
+    stages.override["emit_episode"] = emit
+    stages.instances = tuple(f"toy/add-{k}" for k in range(8))
+    asked = _run(concurrency=1).model_copy(update={"budget": Budget(tokens=1500)})
+    run = await Perdure(client).start_run(asked)
+    summary = await run.result()
+
+    graded = stages.names().count("grade_in_fresh_sandbox")
+    assert 2 <= graded < 8
+    assert summary["by_status"] == {"graded": graded, "cancelled": 8 - graded}
+    assert summary["stopped"] == f"it has used {graded},000 of 1,500 tokens"
+    assert (await run.progress()).stopped == summary["stopped"]
+
+
+async def test_a_run_has_its_priority_and_spreads_its_starts(
+    client: Client, stages: Stages
+) -> None:
+    """Temporal knows the priority of the run and of its rollouts; each start has a timer of its own."""
+    stages.instances = ("toy/add-0", "toy/add-1")
+    asked = _run().model_copy(update={"priority": 1, "start_jitter_s": 0.01})
+    run = await Perdure(client).start_run(asked)
+    await run.result()
+
+    events = (await run.handle.fetch_history()).events
+    first = events[0].workflow_execution_started_event_attributes
+    assert first.priority.priority_key == 1
+    assert sum(e.HasField("timer_started_event_attributes") for e in events) == 2
 
 
 async def test_cancelling_a_run_ends_it_with_a_manifest(client: Client, stages: Stages) -> None:

@@ -196,6 +196,24 @@ async def test_an_agent_cannot_discard_its_episode_by_dying(
     assert ("grade_in_fresh_sandbox" in stages.names()) == (status is RolloutStatus.GRADED)
 
 
+@pytest.mark.parametrize(
+    ("retry_on", "attempts"), [(("SandboxLost",), 1), (("SandboxLost", "AgentError"), 3), ((), 1)]
+)
+async def test_a_rollout_is_tried_again_after_the_failures_that_it_names(
+    client: Client, stages: Stages, retry_on: tuple[Any, ...], attempts: int
+) -> None:
+    """An agent that ends without a call may do better in a new sandbox, if the request says so."""
+
+    async def silent(_: Any) -> AgentRun:
+        return AgentRun(end=AgentEnd.NEVER_CALLED_MODEL, detail="exited 1")
+
+    stages.override["run_agent"] = silent
+    episode = await _played(client, {**REQUEST, "retry_on": list(retry_on)})
+
+    assert stages.names().count("run_agent") == attempts
+    assert (episode.status, episode.attempts) == (RolloutStatus.FAILED, attempts)
+
+
 async def test_bad_configuration_ends_the_rollout_without_retries(
     client: Client, stages: Stages
 ) -> None:

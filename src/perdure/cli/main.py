@@ -18,6 +18,10 @@ from perdure.settings import environment
 
 COMMANDS = {
     "run": ("perdure.cli.commands.run:run", "Run an agent on instances, or join such a run."),
+    "eval": (
+        "perdure.cli.commands.eval:evaluate",
+        "As run, with an estimate before and a report after.",
+    ),
     "status": (
         "perdure.cli.commands.status:status",
         "The stack and its runs; with RUN: its rollouts, open ones first.",

@@ -108,6 +108,7 @@ class Perdure:
             TypedSearchAttributes([SearchAttributePair(attributes.RUN, request.run_id)]),
             summary=f"run {request.run_id} · {request.rollout.get('agent', 'mini_swe_agent')}",
             fairness=request.run_id,
+            priority=request.priority,
         )
         return RunHandle(self, request.run_id, handle, joined=joined)
 
@@ -123,6 +124,7 @@ class Perdure:
             TypedSearchAttributes([SearchAttributePair(attributes.RUN, request.run_id)]),
             summary=f"run {request.run_id} · again, round {request.again and request.again.round}",
             fairness=request.run_id,
+            priority=request.priority,
             again=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
         )
         if is_open:
@@ -219,6 +221,7 @@ class Perdure:
         *,
         summary: str,
         fairness: str,
+        priority: int | None = None,
         again: WorkflowIDReusePolicy = WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
     ) -> tuple[WorkflowHandle[Any, Any], bool]:
         """Its handle, and whether it had been started before.
@@ -237,7 +240,7 @@ class Perdure:
                     id_reuse_policy=again,
                     search_attributes=known,
                     static_summary=summary,
-                    priority=Priority(fairness_key=fairness[:64]),
+                    priority=Priority(priority_key=priority, fairness_key=fairness[:64]),
                 )
                 return started, False
             except WorkflowAlreadyStartedError:  # after a lost answer it is the start of this call
@@ -314,6 +317,7 @@ class RunHandle:
             running=running,
             by_status=by_status,
             by_outcome=summary.get("by_outcome", {}),
+            stopped=summary.get("stopped", ""),
         )
 
     async def _broken_off(self, status: WorkflowExecutionStatus | None) -> RunStatus:

@@ -216,6 +216,8 @@ class Episode(Frozen):
             agent_end=self.agent_end,
             turns=self.turns,
             tokens=self.sampled_tokens,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             trainable=self.trainable,
             failure=self.failure,
             policy_version_min=self.policy_version_min,

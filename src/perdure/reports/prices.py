@@ -13,30 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from perdure.errors import ConfigurationError
 from perdure.reports.facts import RolloutFacts
-from perdure.types import Request
-
-MILLION = 1_000_000
+from perdure.types import Price
 
 
-class Price(Request):
-    """Dollars per million tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    input: float = Field(ge=0)
-    output: float = Field(ge=0)
-    cached: float | None = Field(None, ge=0)
-
-    def of(self, rollout: RolloutFacts) -> float:
-        """Dollars of all model calls of a rollout's last attempt."""
-        cached = self.input if self.cached is None else self.cached
-        fresh = rollout.prompt_tokens - rollout.cached_tokens
-        total = fresh * self.input + rollout.cached_tokens * cached
-        return (total + rollout.sampled_tokens * self.output) / MILLION
+def cost(price: Price, rollout: RolloutFacts) -> float:
+    """Dollars of all model calls of a rollout's last attempt."""
+    return price.of(rollout.prompt_tokens, rollout.cached_tokens, rollout.sampled_tokens)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from perdure.reports.bounds import Bounds
 from perdure.reports.comparison import tries_of
 from perdure.reports.facts import RESOLVED, RolloutFacts, RunFacts
 from perdure.reports.failures import FailureGroup, failure_groups
-from perdure.reports.prices import Price
+from perdure.reports.prices import cost
 from perdure.reports.statistics import Interval, pass_curve, quantile
+from perdure.types import Price
 
 SLOWEST = 10
 LISTED = 20
@@ -131,7 +132,7 @@ def build_report(
         prompt_tokens=_spread([one.prompt_tokens for one in rollouts]),
         cached_tokens=sum(one.cached_tokens for one in rollouts),
         sampled_tokens=_spread([one.sampled_tokens for one in rollouts]),
-        cost=_spread([price.of(one) for one in rollouts]) if price else None,
+        cost=_spread([cost(price, one) for one in rollouts]) if price else None,
         seconds=_spread([one.seconds for one in rollouts]),
         stage_seconds=_stages(rollouts),
         engine_seconds=round(engine, 3),

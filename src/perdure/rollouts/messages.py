@@ -165,6 +165,8 @@ class RunSummary(Frozen):
     mean_reward: float | None = None
     by_status: dict[str, int] = Field(default_factory=dict)
     by_outcome: dict[str, int] = Field(default_factory=dict)
+    stopped: str = ""
+    """Why it started no more rollouts: its budget is used up."""
 
 
 class AskPermit(Frozen):

@@ -13,6 +13,16 @@ GIVEN_PATCHES = "predictions"
 """The agent of rollouts whose patches were made elsewhere: they start at the grading."""
 
 StartAt = Literal["boot", "grade"]
+FailureType = Literal[
+    "SandboxLost",
+    "AgentError",
+    "EngineRefused",
+    "InstanceError",
+    "ActivityTimeout",
+    "UnexpectedError",
+]
+"""Types of failures that another attempt may not meet. `AgentError`: the agent ended without a call that
+was answered."""
 
 
 class Sampling(Request):
@@ -80,7 +90,9 @@ class RolloutRequest(Request):
     grade_timeout_s: float | None = Field(None, gt=0)
     """Limit of the test run; the instance's own when absent (slime: SWE_EVAL_TIMEOUT_SEC)."""
     max_attempts: int = Field(3, ge=1, le=10)
-    """Sandboxes a rollout may lose before it fails."""
+    """Attempts of a rollout at most; the next one follows a failure that `retry_on` names."""
+    retry_on: tuple[FailureType, ...] = ("SandboxLost",)
+    """Failures after which a rollout is tried again in a new sandbox."""
     heartbeat_timeout_s: float = Field(30.0, ge=2)
     """If a worker dies, another one re-attaches to its agent within this many seconds."""
     verdict: Literal["verified", "official"] = "verified"
@@ -192,6 +204,47 @@ class PlayAgain(Request):
         return outcomes
 
 
+class Price(Request):
+    """Dollars per million tokens."""
+
+    input: float = Field(ge=0)
+    output: float = Field(ge=0)
+    cached: float | None = Field(None, ge=0)
+    """Of prompt tokens that the provider read from its cache; absent: as input."""
+
+    def of(self, prompt: int, cached: int, sampled: int) -> float:
+        """Dollars of calls with so many tokens; `cached` ones are among `prompt`."""
+        read = self.input if self.cached is None else self.cached
+        return ((prompt - cached) * self.input + cached * read + sampled * self.output) / 1e6
+
+
+class Budget(Request):
+    """What a run may buy. Once that is used it starts no rollout; those in flight end and are graded.
+
+    Example:
+        {"dollars": 20, "price": {"input": 1.25, "cached": 0.125, "output": 10}}
+    """
+
+    tokens: int | None = Field(None, ge=1)
+    """Prompt and sampled tokens of all model calls."""
+    dollars: float | None = Field(None, gt=0)
+    price: Price | None = None
+
+    @model_validator(mode="after")
+    def _dollars_have_a_price(self) -> "Budget":
+        if self.dollars is not None and self.price is None:
+            raise ValueError("a limit in dollars needs the model's price: give 'price' too")
+        return self
+
+    def used_up(self, tokens: int, dollars: float) -> str:
+        """What was used of what; empty: there is more."""
+        if self.tokens is not None and tokens >= self.tokens:
+            return f"it has used {tokens:,} of {self.tokens:,} tokens"
+        if self.dollars is not None and dollars >= self.dollars:
+            return f"it has used {dollars:.2f} of {self.dollars:.2f} dollars"
+        return ""
+
+
 class RunRequest(Request):
     """A set of instances x n samples under one config: the input of `RunWorkflow`.
 
@@ -210,6 +263,12 @@ class RunRequest(Request):
     """Fields of RolloutRequest shared by every rollout (not run_id, instance, sample_index)."""
     concurrency: int = Field(8, ge=1, le=2000)
     """Rollouts in flight at most; can be resized while the run is open."""
+    budget: Budget = Budget()
+    start_jitter_s: float = Field(0.0, ge=0, le=3600)
+    """Each instance starts up to so many seconds late, so that a burst spreads."""
+    priority: int | None = Field(None, ge=1, le=5)
+    """Temporal's priority of its work: 1 goes first, 5 last; absent: 3. With Temporal's own command also
+    give `--priority-key`."""
     quorum: int | None = Field(None, ge=1)
     deadline_s: float | None = Field(None, gt=0)
     stragglers: Straggler = "cancel"

@@ -185,6 +185,9 @@ class EpisodeRef(Frozen):
     turns: int = 0
     tokens: int = 0
     """Sampled tokens."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of `prompt_tokens`, those that a hosted API read from its cache."""
     trainable: bool = False
     failure: Failure | None = None
     policy_version_min: int | None = None
@@ -210,6 +213,12 @@ class RunStatus(Frozen):
     """Why the run has paused itself."""
     by_status: dict[str, int] = Field(default_factory=dict)
     by_outcome: dict[str, int] = Field(default_factory=dict)
+    tokens: int = 0
+    """Prompt and sampled tokens of the rollouts that have ended."""
+    dollars: float = 0.0
+    """What they cost, if the run's budget has a price."""
+    stopped: str = ""
+    """Why the run starts no more rollouts: its budget is used up."""
 
 
 class GroupResult(Frozen):

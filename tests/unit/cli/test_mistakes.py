@@ -13,10 +13,11 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from perdure.cli.commands.run_options import FAILURES
 from perdure.cli.main import invoke
 from perdure.errors import ConfigurationError, StoreUnavailable
 from perdure.instances import catalog
@@ -33,6 +34,7 @@ from perdure.types import (
     Source,
     SourceKind,
 )
+from perdure.types.requests import FailureType
 
 ROW: dict[str, Any] = {
     "instance_id": "a-1",
@@ -59,6 +61,7 @@ FILES: dict[str, str] = {
     "torn.json": "[1, 2",
     "numbers.json": "[1, 2]",
     "wrong.toml": "[gateway]\nprot = 3\n",
+    "fair.toml": '["gpt*"]\ninput = 1\noutput = 2\n',
     "dear.toml": '["gpt*"]\ninput = "much"\n',
 }
 NAMES = ("h11-0.14.0", "click-8.1.3", "pathspec-0.11.1")
@@ -132,6 +135,16 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     (f"{DRY} --run-id 'a b'", {}, r"error: run_id: letters, digits, .*got 'a b'"),
     (f"{DRY} --max-staleness 1", {}, r"counts from policy_version: give that too"),
     (f"{DRY} -a nop", {}, r"give one agent, not 2"),
+    (f"{DRY} --max-cost 5", {}, r"--max-cost needs --prices FILE"),
+    (f"{DRY} --max-cost 5 --prices fair.toml", {}, r"fair.toml has no price of the model: add it"),
+    (f"{DRY} --retry-on Sandbox", {}, r"'Sandbox' is not one of 'SandboxLost'"),
+    (
+        f"{DRY} --retry-on AgentError --no-retry-on AgentError",
+        {},
+        r"both name AgentError: keep one",
+    ),
+    (f"{DRY} --priority 9", {}, r"9 is not in the range 1<=x<=5"),
+    (f"{DRY} --like nosuch", {}, r"run 'nosuch' has no rollout that called a model"),
     # runs and rollouts
     ("show h11", {}, r"no rollout 'h11' in .*no run left anything there yet"),
     ("show nope/x/0", {}, r"no rollout nope/x/0 in .*`perdure status` lists the runs"),
@@ -292,3 +305,22 @@ def test_a_full_disk_is_named_once_with_the_fix(error: Exception) -> None:
         1,
         "the disk under /home/disk/a is full: free space there, then give the same command again",
     )
+
+
+def test_a_dry_run_says_what_it_may_need(
+    mistake: Mistake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`eval` takes what `run` takes; rollouts, sandboxes' limits and the agents' time are multiplied."""
+    line = "eval first-steps -k 4 -c 6 --budget 3600 --max-cost 5 --prices fair.toml --model gpt-x"
+    code = invoke([*line.split(), "--dry-run"])
+    told = capsys.readouterr()
+
+    assert code == 0, told.err
+    assert "12 rollouts, 6 at once: up to 12 CPUs and 24 GB; this host has " in told.err
+    assert "agents: at most 2.0 h, 3600 s each" in told.err
+    assert "12 rollouts of 3 instances" in told.out
+
+
+def test_failures_to_retry_on_are_those_of_the_request() -> None:
+    """The command line lists them without importing pydantic."""
+    assert get_args(FailureType) == FAILURES

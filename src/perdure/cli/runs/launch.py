@@ -56,11 +56,6 @@ class CheckedRun:
     """The same for a person."""
 
 
-def show_plan(settings: Settings, options: RunOptions, *, as_json: bool) -> None:
-    """`--dry-run`."""
-    show(asyncio.run(plan(settings, options)), as_json=as_json)
-
-
 def show(planned: CheckedRun, *, as_json: bool) -> None:
     """What would run."""
     for note in planned.notes:
@@ -81,11 +76,6 @@ def show(planned: CheckedRun, *, as_json: bool) -> None:
     click.echo(f"  agent {rollout.agent} in {rollout.sandbox}, graded in {grading}")
     for ref in planned.refs:
         click.echo(f"  {ref}{marks.of_mark(planned.marks[ref])}")
-
-
-def run(settings: Settings, options: RunOptions, *, wait: bool, as_json: bool) -> int:
-    """Check, start and follow a run; return the exit code. Raises: PerdureError, ValidationError."""
-    return play(settings, asyncio.run(plan(settings, options)), wait=wait, as_json=as_json)
 
 
 def play(settings: Settings, planned: CheckedRun, *, wait: bool, as_json: bool) -> int:
@@ -204,11 +194,15 @@ async def to_the_end(settings: Settings, handle: RunHandle) -> list[EpisodeRef]:
     """Follow a run; at Ctrl-C say how to follow it again. Returns its episodes."""
     try:
         with follow.shown() as show:
-            await follow.follow(handle, show)
+            progress = await follow.follow(handle, show)
     except asyncio.CancelledError:
         say(f"\nDetached; the run continues. `perdure watch {handle.run_id}` follows it again,")
         say(f"and so does the same command; `perdure cancel {handle.run_id}` ends it.")
         raise
+    if progress.stopped:
+        left = progress.by_status.get(RolloutStatus.CANCELLED.value, 0)
+        say(f"The run starts no more rollouts: {progress.stopped}; {left} have no verdict,")
+        say(f"and `perdure retry {handle.run_id}` plays them with the same budget again.")
     return await results.episodes(open_store(settings), handle.run_id)
 
 

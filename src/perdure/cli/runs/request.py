@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue, ValidationError
@@ -15,9 +16,11 @@ from perdure.cli.runs.selection import SHORT_LIST, Selection, chosen
 from perdure.errors import ConfigurationError
 from perdure.instances import calibration, catalog
 from perdure.instances.calibration import Mark
+from perdure.reports.prices import read_prices
 from perdure.sandboxes import phases
+from perdure.settings.tree import Settings
 from perdure.storage.base import Store
-from perdure.types import RolloutRequest, RunRequest, slugify
+from perdure.types import Budget, RolloutRequest, RunRequest, slugify
 from perdure.types.faults import faults
 
 
@@ -35,6 +38,8 @@ class RunOptions:
     exclude: tuple[str, ...] = ()
     limit: int | None = None
     fields: Mapping[str, JsonValue] = field(default_factory=dict)
+    of_run: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of RunRequest that do not decide what it is: budget, start_jitter_s, priority."""
     skip_bad_rows: bool = False
 
 
@@ -58,6 +63,35 @@ def fields_of(assignments: Sequence[str], named: Mapping[str, JsonValue]) -> dic
                 raise ConfigurationError(f"--set {assignment}: {parent!r} has no fields")
         target[name] = _value(text)
     return fields
+
+
+def retried(more: Sequence[str], fewer: Sequence[str]) -> list[str] | None:
+    """`retry_on` of a rollout; None: as by default. Raises: ConfigurationError."""
+    if both := set(more) & set(fewer):
+        raise ConfigurationError(f"--retry-on and --no-retry-on both name {min(both)}: keep one")
+    default = RolloutRequest.model_fields["retry_on"].default
+    asked = [one for one in dict.fromkeys((*default, *more)) if one not in fewer]
+    return asked if more or fewer else None
+
+
+def budget_of(
+    settings: Settings, tokens: int | None, dollars: float | None, prices: Path | None, model: str
+) -> Budget | None:
+    """What the run may buy; None: no limit. Raises: ConfigurationError if the price is not known."""
+    if tokens is None and dollars is None:
+        return None
+    price = None
+    if dollars is not None:
+        if prices is None:
+            raise ConfigurationError("--max-cost needs --prices FILE, which has the model's price")
+        names = [name for name in (settings.engine.model, model) if name]
+        price = read_prices(prices).of(*names)
+        if price is None:
+            raise ConfigurationError(
+                f"{prices} has no price of {' or '.join(names) or 'the model'}: add it, and name the"
+                " model with --model or PERDURE_ENGINE__MODEL"
+            )
+    return Budget(tokens=tokens, dollars=dollars, price=price)
 
 
 def check(options: RunOptions) -> RolloutRequest:
@@ -90,7 +124,7 @@ def build(options: RunOptions, source: Selection) -> RunRequest:
         concurrency=options.concurrency,
         rollout=_rollout(options),
     )
-    return RunRequest.model_validate(request)
+    return RunRequest.model_validate(request | dict(options.of_run))
 
 
 async def instances_of(

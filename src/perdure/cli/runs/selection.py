@@ -28,6 +28,10 @@ from perdure.storage.base import Store
 from perdure.types import Instance
 
 FILES = (".jsonl", ".json", ".parquet")
+ALIASES = {
+    name: f"swe-bench-{name}" for name in ("lite", "multilingual", "multimodal", "pro", "verified")
+}
+"""Short names of published sets; a dataset of the store with such a name goes first."""
 SHORT_LIST = 200
 """A longer list of references is put into the store instead of the request."""
 
@@ -100,6 +104,8 @@ def check_row(instance: Instance) -> None:
 
 async def _dataset(store: Store, name: str, choice: Choice) -> Selection:
     """A dataset of the store; one that a recipe publishes is imported at its first use."""
+    if name in ALIASES and not await catalog.refs(store, name):
+        name = ALIASES[name]
     published = published_as(name)
     if published is not None:
         report = await earlier_import(store, name)

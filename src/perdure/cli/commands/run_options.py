@@ -1,0 +1,243 @@
+"""The command line of a run: what `perdure run` and `perdure eval` share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from perdure.cli.commands import completion
+from perdure.cli.console import json_option, say
+
+if TYPE_CHECKING:
+    from perdure.cli.runs.request import RunOptions
+    from perdure.settings.tree import Settings
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+FAILURES = (
+    *("SandboxLost", "AgentError", "EngineRefused", "InstanceError"),
+    *("ActivityTimeout", "UnexpectedError"),
+)
+"""As `perdure.types.requests.FailureType`, which is not imported for `--help`."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a command plays a run, apart from what it plays."""
+
+    wait: bool = True
+    dry_run: bool = False
+    as_json: bool = False
+    prices: Path | None = None
+    like: str | None = None
+
+
+def _only_one(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> str:
+    """Refuse a second --agent: click alone would silently take the last one."""
+    if len(given) > 1:
+        raise click.BadParameter(f"give one agent, not {len(given)}")
+    return given[0]
+
+
+OPTIONS = (
+    click.argument("source", shell_complete=completion.datasets),
+    click.option(
+        *("--agent", "-a", "agent"),
+        default=["mini_swe_agent"],
+        multiple=True,
+        callback=_only_one,
+        show_default=True,
+        metavar="A",
+        shell_complete=completion.agents,
+        help="A registered name, or package.module:Class.",
+    ),
+    click.option(
+        *("-n", "-k", "--samples", "samples"),
+        type=click.IntRange(1, 512),
+        default=1,
+        metavar="N",
+        show_default=True,
+        help="Rollouts of each instance.",
+    ),
+    click.option(
+        *("-c", "--concurrency", "concurrency"),
+        type=click.IntRange(1, 2000),
+        default=8,
+        metavar="N",
+        show_default=True,
+        help="Rollouts in flight; `perdure resize` changes it later.",
+    ),
+    click.option("--run-id", metavar="ID", help="Name of the run; default: made from the options."),
+    click.option("--new", is_flag=True, help="Start a new run even if the same one exists."),
+    click.option("-i", "--include", multiple=True, metavar="GLOB", help="Only these instance ids."),
+    click.option("-x", "--exclude", multiple=True, metavar="GLOB", help="Not these instance ids."),
+    click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="At most N instances."),
+    click.option(
+        "--sandbox",
+        metavar="S",
+        shell_complete=completion.sandboxes,
+        help="Where agents and graders run.  [default: bubblewrap]",
+    ),
+    click.option("--model", metavar="M", help="Model name that the agent asks for."),
+    click.option(
+        "--policy-version",
+        type=click.IntRange(0),
+        metavar="V",
+        help="Version of the weights that must sample the rollouts.",
+    ),
+    click.option(
+        "--max-staleness",
+        type=click.IntRange(0),
+        metavar="K",
+        help="Use only engines at versions V to V+K.  [default: any]",
+    ),
+    click.option(
+        "--budget",
+        type=click.FloatRange(0, min_open=True),
+        metavar="SECONDS",
+        help="Time limit of each agent.",
+    ),
+    click.option(
+        *("--set", "assignments"),
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Any field of a rollout, e.g. sampling.temperature=0.7.",
+    ),
+    click.option("--skip-bad-rows", is_flag=True, help="Leave out unusable rows."),
+    click.option(
+        "--wait/--detach", default=True, help="Follow the run to its end (default), or return."
+    ),
+    click.option("--dry-run", is_flag=True, help="Print what would run, and stop."),
+    click.option(
+        "--max-tokens",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Start no more rollouts once model calls used so many tokens.",
+    ),
+    click.option(
+        "--max-cost",
+        type=click.FloatRange(0, min_open=True),
+        metavar="USD",
+        help="The same for dollars; needs --prices.",
+    ),
+    click.option(
+        "--prices",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Prices of models, as for `perdure report`.",
+    ),
+    click.option(
+        "--like", metavar="RUN", help="Estimate tokens, cost and time by this run's rollouts."
+    ),
+    click.option(
+        "--retry-on",
+        multiple=True,
+        type=click.Choice(FAILURES),
+        metavar="T",
+        help="Try again after this failure too, e.g. AgentError.",
+    ),
+    click.option(
+        "--no-retry-on",
+        multiple=True,
+        type=click.Choice(FAILURES),
+        metavar="T",
+        help="Not after this one.  [default: only after SandboxLost]",
+    ),
+    click.option(
+        "--start-jitter",
+        type=click.FloatRange(0, 3600),
+        metavar="SECONDS",
+        help="Start each rollout up to so much later.",
+    ),
+    click.option(
+        "--priority",
+        type=click.IntRange(1, 5),
+        metavar="P",
+        help="1 goes before other runs, 5 after them.  [default: 3]",
+    ),
+    json_option,
+)
+
+
+def run_options(command: Command) -> Command:
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def read(
+    *,
+    assignments: tuple[str, ...],
+    sandbox: str | None,
+    model: str | None,
+    policy_version: int | None,
+    max_staleness: int | None,
+    budget: float | None,
+    max_tokens: int | None,
+    max_cost: float | None,
+    prices: Path | None,
+    like: str | None,
+    retry_on: tuple[str, ...],
+    no_retry_on: tuple[str, ...],
+    start_jitter: float | None,
+    priority: int | None,
+    wait: bool,
+    dry_run: bool,
+    as_json: bool,
+    **options: Any,
+) -> "tuple[Settings, RunOptions, Manner]":
+    """What a command line asks for. Raises: ConfigurationError."""
+    from perdure.cli.runs.request import RunOptions, budget_of, fields_of, retried
+    from perdure.client.slime_variables import defaults_for
+    from perdure.handlers import import_handlers
+    from perdure.settings.load import load_settings
+
+    named: dict[str, Any] = {
+        "sandbox": sandbox,
+        "model": model,
+        "policy_version": policy_version,
+        "max_staleness": max_staleness,
+        "agent_budget_s": budget,
+        "retry_on": retried(retry_on, no_retry_on),
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    fields = defaults_for(fields_of(assignments, given), str(options["agent"]))
+    settings = load_settings()
+    import_handlers(settings.handlers)
+    bought = budget_of(settings, max_tokens, max_cost, prices, str(fields.get("model", "")))
+    of_run = {"budget": bought, "start_jitter_s": start_jitter, "priority": priority}
+    asked = RunOptions(
+        fields=fields,
+        of_run={name: value for name, value in of_run.items() if value is not None},
+        **options,
+    )
+    return settings, asked, Manner(wait, dry_run, as_json, prices, like)
+
+
+def play(
+    settings: "Settings", asked: "RunOptions", manner: Manner, *, reports: bool = False
+) -> None:
+    """Play the run, or say what would be played. `reports`: say before what it may cost, and at its end
+    what it came to."""
+    import asyncio
+
+    from perdure.cli.runs import launch
+
+    planned = asyncio.run(launch.plan(settings, asked))
+    if (reports or manner.dry_run or manner.like) and not manner.as_json:
+        from perdure.cli.runs.estimate import estimate
+
+        for line in asyncio.run(estimate(settings, planned, manner.like, manner.prices)):
+            say(line)
+    if manner.dry_run:
+        launch.show(planned, as_json=manner.as_json)
+        return
+    code = launch.play(settings, planned, wait=manner.wait, as_json=manner.as_json)
+    if reports and manner.wait and not manner.as_json:
+        from perdure.cli.runs import reporting
+
+        run_id = planned.request.run_id
+        reporting.print_text(asyncio.run(reporting.make(settings, [run_id], manner.prices)))
+    if code:
+        raise click.exceptions.Exit(code)

@@ -1,0 +1,63 @@
+"""What a planned run may need and cost, said before it starts."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from perdure.cli.console import many
+from perdure.cli.runs.launch import CheckedRun
+from perdure.errors import NotFound
+from perdure.reports.facts import RolloutFacts, read_facts
+from perdure.reports.prices import cost, read_prices
+from perdure.sandboxes import phases
+from perdure.settings.tree import Settings
+from perdure.stack.sandboxes import provider
+from perdure.storage.base import open_store
+
+HOUR_S = 3600.0
+
+
+async def estimate(
+    settings: Settings, planned: CheckedRun, like: str | None, prices: Path | None
+) -> list[str]:
+    """Lines for a person. `like`: a run whose rollouts show what one takes; `prices`: a file.
+
+    Raises: NotFound if that run has no rollout; ConfigurationError.
+    """
+    request = planned.request
+    rollout = request.rollout_request("any/instance")
+    place = phases.place(rollout, None, "agent")
+    rollouts = len(planned.refs) * request.n_samples
+    at_once = min(request.concurrency, rollouts)
+    here = _this_host() if provider(settings, place.provider).host_bound else ""
+    hours = rollouts * rollout.agent_budget_s / at_once / HOUR_S
+    lines = [
+        f"{many(rollouts, 'rollout')}, {at_once} at once: up to {at_once * place.limits.cpus:g} CPUs and"
+        f" {at_once * place.limits.memory_mb / 1024:.0f} GB{here}",
+        f"agents: at most {hours:.1f} h, {rollout.agent_budget_s:g} s each",
+    ]
+    if like is None:
+        return [*lines, "cost: unknown; --like RUN estimates it by a run of a few instances (-l 5)"]
+    found = [one for one in (await read_facts(open_store(settings), like)).rollouts if one.turns]
+    if not found:
+        raise NotFound(f"run {like!r} has no rollout that called a model: --like another one")
+    seconds = sum(one.seconds for one in found) / len(found) * rollouts / at_once
+    tokens = sum(one.prompt_tokens + one.sampled_tokens for one in found) / len(found) * rollouts
+    price = _dollars(settings, found, prices, rollouts)
+    return [*lines, f"like {like}: about {tokens:,.0f} tokens, {seconds / HOUR_S:.1f} h{price}"]
+
+
+def _dollars(
+    settings: Settings, found: Sequence[RolloutFacts], prices: Path | None, rollouts: int
+) -> str:
+    if prices is None:
+        return "; --prices FILE gives dollars"
+    price = read_prices(prices).of(*sorted({one.model for one in found}), settings.engine.model)
+    if price is None:
+        return f"; {prices} has no price of its model"
+    return f", {sum(cost(price, one) for one in found) / len(found) * rollouts:,.2f} dollars"
+
+
+def _this_host() -> str:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+    return f"; this host has {os.cpu_count()} CPUs and {memory:.0f} GB"
