@@ -5,6 +5,7 @@ Owns the file format that the gateway writes when a session closes and episodes 
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, get_args, get_origin
@@ -118,7 +119,8 @@ def decode(data: bytes) -> list[Turn]:
     return turns
 
 
-class TurnTexts(NamedTuple):
+@dataclass(frozen=True)
+class TurnTexts:
     index: int
     new_messages: str
     answer: str
@@ -126,7 +128,7 @@ class TurnTexts(NamedTuple):
 
 def decode_texts(data: bytes) -> list[TurnTexts]:
     """The texts alone, without the cost of the ids. Raises: ValueError as `decode`."""
-    return [TurnTexts(**row) for row in _table(data, list(TurnTexts._fields)).to_pylist()]
+    return [TurnTexts(**row) for row in _table(data, [field.name for field in fields(TurnTexts)]).to_pylist()]
 
 
 def _table(data: bytes, columns: list[str] | None = None) -> pa.Table:
