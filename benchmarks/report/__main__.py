@@ -88,7 +88,7 @@ def make_run(store: Path, run_id: str, rollouts: int, drawn: random.Random) -> N
     """Written without the store's fsync, which would take longer than all that is measured."""
     for number in range(rollouts):
         instance = f"project__repo-{number // SAMPLES:05d}"
-        episode = _episode(run_id, instance, number % SAMPLES, drawn)
+        episode = made_episode(run_id, instance, number % SAMPLES, drawn)
         path = store / episode.key
         attempt = path.parent / "attempts" / "1"
         (attempt / "agent").mkdir(parents=True)
@@ -97,7 +97,7 @@ def make_run(store: Path, run_id: str, rollouts: int, drawn: random.Random) -> N
         path.write_text(episode.model_dump_json(indent=1))
 
 
-def _episode(run_id: str, instance: str, sample: int, drawn: random.Random) -> Episode:
+def made_episode(run_id: str, instance: str, sample: int, drawn: random.Random) -> Episode:
     request = RolloutRequest(
         run_id=run_id, instance=f"made/{instance}", sample_index=sample, agent="mini_swe_agent"
     )

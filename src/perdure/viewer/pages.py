@@ -23,14 +23,27 @@ from perdure.storage.base import Store
 from perdure.types.base import INSTANCE_REF, SLUG
 from perdure.viewer import conversation, diffs, links, logs, tokens
 from perdure.viewer.beside import side_by_side
-from perdure.viewer.index import BEGIN, END, PATCH, TESTS, Filters, Found, Index, Order, Row
-from perdure.viewer.reading import RUNS, Readings
+from perdure.viewer.index import (
+    BEGIN,
+    END,
+    PATCH,
+    TESTS,
+    Filters,
+    Found,
+    Index,
+    Order,
+    Row,
+    RunTotals,
+)
+from perdure.viewer.reading import RUNS, WAIT_S, Readings
 from perdure.viewer.text import finalize, folded, marked
 from perdure.viewer.tokens import Text
 
 ROWS = 100
 """Rows on a page."""
 GROUPS = 60
+GROUP_S = 5.0
+"""How long a group's page waits for a run that was never read."""
 LIVE_S = 3
 """Seconds until the page of something that goes on is asked for again."""
 FILE_CHARS = 400_000
@@ -81,13 +94,14 @@ class Pages:
     async def run(self, request: Request) -> Response:
         run = _name(request, "run")
         state = await self.readings.bring(run)
-        totals = await asyncio.to_thread(self.index.totals, run)
-        if not totals or not (totals[0].rollouts or totals[0].about.agent or state):
+        known = await asyncio.to_thread(self.index.totals, run)
+        totals = known[0] if known else RunTotals(run)
+        if not (totals.rollouts or totals.about.agent or state):
             raise NotFound(f"no run {run!r} in {self.store.url}")
         filters = _filters(request, run)
         by = "group" if request.query_params.get("by") == "group" else "rollout"
-        planned = totals[0].about.instances * totals[0].about.samples
-        goes_on = state == "reading" or totals[0].ended < max(planned, totals[0].rollouts)
+        planned = totals.about.instances * totals.about.samples
+        goes_on = state == "reading" or totals.ended < max(planned, totals.rollouts)
         shown = await asyncio.to_thread(self._listed, request, filters, by)
         values = {
             name: await asyncio.to_thread(self.index.values, run, name)
@@ -97,7 +111,7 @@ class Pages:
             "run.html",
             title=run,
             run=run,
-            totals=totals[0],
+            totals=totals,
             planned=planned,
             state=state,
             by=by,
@@ -156,11 +170,7 @@ class Pages:
 
     async def group(self, request: Request) -> Response:
         run, instance = _name(request, "run"), _name(request, "instance")
-        await self.readings.bring(run)
-        rows = await asyncio.to_thread(
-            self.index.groups, Filters(run=run, instance=instance), 0, ROWS
-        )
-        mine = [row for found in rows for row in found if row.instance == instance]
+        mine = await self._group(run, instance) or await self._group(run, instance, wait=GROUP_S)
         if not mine:
             raise NotFound(f"run {run} has no rollout of {instance!r}")
         goes_on = any(not row.ending for row in mine)
@@ -168,6 +178,13 @@ class Pages:
             "group.html", title=instance, run=run, instance=instance, rows=mine,
             live=LIVE_S if goes_on else 0,
         )  # fmt: skip
+
+    async def _group(self, run: str, instance: str, wait: float = WAIT_S) -> list[Row]:
+        await self.readings.bring(run, wait)
+        found = await asyncio.to_thread(
+            self.index.groups, Filters(run=run, instance=instance), 0, ROWS
+        )
+        return [row for rows in found for row in rows if row.instance == instance]
 
     # -- one rollout ---------------------------------------------------------------------------
 

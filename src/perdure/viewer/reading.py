@@ -25,6 +25,8 @@ from perdure.viewer.index import PATCH, TESTS, About, Index, Row
 
 WAIT_S = 0.4
 """How long a page waits for reading before it shows what is known."""
+FIRST_S = 5.0
+"""How long it waits for the first rollouts of a run."""
 PAUSE = 10
 """Reading rests this many times as long as it took."""
 SHORTEST_PAUSE_S = 2.0
@@ -47,7 +49,8 @@ RUNS = ""
 @dataclass
 class _Reading:
     task: asyncio.Task[None]
-    began: float
+    began_list: asyncio.Event = field(default_factory=asyncio.Event)
+    """There is something to show."""
     rests_until: float = float("inf")
     problem: str = ""
 
@@ -97,8 +100,11 @@ class Readings:
         """Read a run, or the list of runs, unless that was just done. Returns what is still read, or wrong."""
         found = self._known.get(run)
         if found is None or (found.task.done() and time.monotonic() >= found.rests_until):
-            found = _Reading(asyncio.create_task(self._read(run)), time.monotonic())
+            found = _Reading(asyncio.create_task(self._read(run)))
             self._known[run] = found
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_S):
+                await found.began_list.wait()
         await asyncio.wait({found.task}, timeout=wait)
         return found.problem if found.task.done() else "reading"
 
@@ -118,6 +124,7 @@ class Readings:
             problem = str(error)
         finally:
             found, now = self._known[run], time.monotonic()
+            found.began_list.set()
             found.problem = problem
             found.rests_until = now + max(SHORTEST_PAUSE_S, PAUSE * (now - began))
 
@@ -151,7 +158,12 @@ class Readings:
             new = [row for row in rows if (row.instance, row.sample) not in seen]
             await asyncio.to_thread(self.index.put, [(row, "") for row in new])
             await asyncio.to_thread(self.index.note_run, run, found.etag, about)
+        self._has_rows(run)
         return True
+
+    def _has_rows(self, run: str) -> None:
+        if run in self._known:
+            self._known[run].began_list.set()
 
     async def _about(self, run: str) -> About:
         with contextlib.suppress(NotFound, ValueError, KeyError, TypeError):
@@ -186,6 +198,8 @@ class Readings:
     async def _put(self, run: str, changed: Sequence[tuple[str, int, _Files]]) -> None:
         rows = await asyncio.gather(*(self._row(run, *one) for one in changed))
         await asyncio.to_thread(self.index.put, rows)
+        if rows:
+            self._has_rows(run)
 
     async def _row(self, run: str, instance: str, sample: int, files: _Files) -> tuple[Row, str]:
         known = Row(run=run, instance=instance, sample=sample)
