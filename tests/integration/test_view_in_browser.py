@@ -38,9 +38,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         await write_rollout(store)
         await write_rollout(store, sample=1, resolved=True)
         await write_rollout(store, "later", "jinja-3", ended=False)
-        hostile = {"patch": ATTACK.encode(), "log": ATTACK.encode()}
         await write_rollout(
-            store, "dirty", said=turns((ATTACK, ATTACK)), failing=ATTACK, reason=ATTACK, **hostile
+            store,
+            "dirty",
+            said=turns((ATTACK, ATTACK)),
+            patch=ATTACK.encode(),
+            log=ATTACK.encode(),
+            failing=ATTACK,
+            reason=ATTACK,
         )
         await write_rollout(store, "dirty", sample=1, failure=ATTACK)
 

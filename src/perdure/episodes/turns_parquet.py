@@ -128,7 +128,10 @@ class TurnTexts:
 
 def decode_texts(data: bytes) -> list[TurnTexts]:
     """The texts alone, without the cost of the ids. Raises: ValueError as `decode`."""
-    return [TurnTexts(**row) for row in _table(data, [field.name for field in fields(TurnTexts)]).to_pylist()]
+    return [
+        TurnTexts(**row)
+        for row in _table(data, [field.name for field in fields(TurnTexts)]).to_pylist()
+    ]
 
 
 def _table(data: bytes, columns: list[str] | None = None) -> pa.Table:
