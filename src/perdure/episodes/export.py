@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from perdure.episodes import turns_parquet
+from perdure.episodes.atif import trajectory
 from perdure.episodes.demonstrations.conversation import conversations, has_text
 from perdure.episodes.demonstrations.preferences import pairs, preference
 from perdure.episodes.demonstrations.selection import EVERYTHING, Selection
@@ -29,12 +30,15 @@ from perdure.errors import ConfigurationError, NotFound
 from perdure.storage.base import Store
 from perdure.types import RolloutStatus, Turn
 
-Format = Literal["preds", "preds-all", "episodes", "jsonl", "sft", "preferences"] | TrainerFormat
+Format = (
+    Literal["preds", "preds-all", "episodes", "jsonl", "atif", "sft", "preferences"] | TrainerFormat
+)
 """preds      predictions of the SWE-bench harness: one JSON object, one patch an instance
 preds-all  the same entries for every graded sample, one JSON line each
 episodes   token arrays: one parquet file, one row a segment
 jsonl      the readable episodes, one JSON line a rollout
-sft        the messages of each conversation of a graded rollout, one JSON line each
+atif       Harbor's trajectories, sub-agents inside, one JSON line a rollout
+sft        the messages of each conversation of a graded rollout and their tools, one JSON line each
 sft-tokens the same by recorded ids: `input_ids`, `labels`, `assistant_masks`, one row a segment
 preferences
            a better and a worse rollout of one instance: messages, ids and masks, one JSON line a pair
@@ -148,6 +152,7 @@ class _Exporter:
             make: dict[str, Callable[[Episode], Any]] = {
                 "preds-all": self._prediction,
                 "jsonl": self._as_is,
+                "atif": self._trajectory,
                 "sft": self._demonstrations,
             }
             async for _, made in self._each(self.episodes, make[format]):
@@ -281,6 +286,9 @@ class _Exporter:
     async def _as_is(self, episode: Episode) -> dict[str, Any]:
         return episode.model_dump(mode="json")
 
+    async def _trajectory(self, episode: Episode) -> dict[str, Any]:
+        return trajectory(episode, await self._recorded_turns(episode))
+
     async def _demonstrations(self, episode: Episode) -> list[dict[str, Any]]:
         """Its conversations as text; `sft-tokens` has the exact ids."""
         self._take(episode)
@@ -292,6 +300,7 @@ class _Exporter:
                 "outcome": episode.outcome and episode.outcome.value,
                 "chain": one.chain,
                 "messages": one.messages(),
+                "tools": one.tools(),
             }
             for one in conversations(await self._recorded_turns(episode))
         ]

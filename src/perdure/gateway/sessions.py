@@ -453,7 +453,10 @@ class Sessions:
             while True:
                 if session.sealed:
                     session.check_open()
-                record = draft.model_copy(update={"index": len(awake.tree.nodes)})
+                known_tools = draft.tools_sha256 in awake.tree.tool_lists
+                tools = None if known_tools else pending.request.tools
+                numbered = {"index": len(awake.tree.nodes), "tools": tools or None}
+                record = draft.model_copy(update=numbered)
                 try:
                     fields = to_journal(record)
                     with tracing.span("write turn"):

@@ -140,6 +140,9 @@ class Turn(TurnFacts):
     logprobs: tuple[float, ...] = ()
     usage: Usage | None = None
     """None: the ids are here, or the hosted API did not count."""
+    tools: str = ""
+    """The tools that the request offered, as a JSON list in OpenAI's form; empty: those of its parent
+    turn, or a record of an earlier version."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -550,6 +550,17 @@ def test_export_names_an_unreadable_episode_and_writes_the_rest(
     assert json.loads(Path("out.jsonl").read_text())["instance"] == "d/b-1"
 
 
+def test_an_export_without_a_row_leaves_no_file(tmp_path: Path, perdure: Perdure) -> None:
+    """An empty file would pass for an export; each rollout that is left out is named before."""
+    rollouts(tmp_path)
+
+    done = perdure("export", "r", "--format", "sft")
+
+    assert (done.code, done.stdout) == (1, "")
+    assert done.stderr.endswith("error: nothing is written: every rollout is left out\n")
+    assert not Path("r.sft.jsonl").exists()
+
+
 def test_export_as_json_names_unreadable_files_too(tmp_path: Path, perdure: Perdure) -> None:
     """With --json, the document names the unreadable file, and the exit code is 1."""
     rollouts(tmp_path, episode="{torn")

@@ -48,13 +48,14 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
         yield engine
 
 
-async def _converse(gateway: LocalGateway, key: str) -> list[dict[str, Any]]:
+async def _converse(gateway: LocalGateway, key: str, **fields: Any) -> list[dict[str, Any]]:
+    """`fields`: more of each request."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Go."}]
     async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
         for _ in range(2):
             answer = await http.post(
                 "/v1/chat/completions",
-                json={"model": "policy", "messages": messages},
+                json={"model": "policy", "messages": messages, **fields},
                 headers={"authorization": f"Bearer {key}"},
             )
             message = answer.json()["choices"][0]["message"]
@@ -79,6 +80,24 @@ async def test_hosted_turns_are_passed_through_and_not_trainable(
     assert (summary.turns, summary.trainable, summary.bridge_misses) == (2, False, {})
     assert [(t.trainable, t.prompt_ids, t.completion_ids) for t in turns] == [(False, (), ())] * 2
     assert engine.stats().calls == 0
+
+
+@pytest.mark.parametrize("hosted", [True, False])
+async def test_the_tools_that_an_agent_offers_are_recorded_where_they_change(
+    tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, hosted: bool
+) -> None:
+    """Trainers apply a chat template with them, so any agent's are kept: with its first turn, once."""
+    bash = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+    if hosted:
+        monkeypatch.setenv("OPENAI_BASE_URL", engine.url)
+    async with LocalGateway(tmp_path, engine={} if hosted else {"url": engine.url}) as gateway:
+        await _converse(gateway, await gateway.open("s"), tools=[bash])
+        await gateway.control.close("s")
+        turns = decode((await gateway.store.get(turns_key_of("s"))).data)
+
+    first, second = (json.loads(turn.tools or "[]") for turn in turns)
+    assert [one["function"]["name"] for one in first] == ["bash"]
+    assert second == []
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1"])

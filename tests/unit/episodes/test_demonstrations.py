@@ -1,6 +1,7 @@
 """What SFT and preference trainers read: what the model was asked and sampled, and which of it counts."""
 
 import asyncio
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from perdure.episodes.demonstrations.selection import Selection
 from perdure.episodes.episode import EpisodeParts, build_episode
 from perdure.episodes.episode_store import write_episode
 from perdure.episodes.export import ExportReport, Format, Rules, export_run
+from perdure.episodes.hub_folder import write_folder
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError
 from perdure.storage.local import LocalStore
@@ -143,8 +145,82 @@ async def test_sft_has_the_recorded_conversation(run: Run) -> None:
             "outcome": "resolved",
             "chain": "main",
             "messages": [SYSTEM, USER, call("a1"), result("a1", "x.py"), said("Done 20.")],
+            "tools": [],
         }
     ]
+
+
+async def test_sft_has_the_schemas_of_the_tools(run: Run) -> None:
+    """A chat template needs them: those of the last turn, which says them only where they change."""
+    offered = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+    first, second = two_turns(20)
+    await run.add(1.0, (first.model_copy(update={"tools": json.dumps([offered])}), second))
+    (line,), _ = await run.export("sft")
+
+    assert line["tools"] == [offered]
+
+
+# --- atif ------------------------------------------------------------------------------------
+
+
+async def test_atif_has_each_step_once_with_what_it_saw(run: Run) -> None:
+    """Harbor reads it: a tool's result is an observation of the step that called it, tokens are exact,
+    and a sub-agent's chain is a trajectory of its own inside."""
+    first, second = two_turns(20)
+    inside = turn(2, (9,), (30,), [USER], said("Found."), chain="agent-7", parent_chain="main")
+    title = turn(3, (8,), (31,), [USER], said("A title"), purpose=Purpose.SIDE)
+    await run.add(1.0, (first, second, inside, title))
+    (line,), _ = await run.export("atif")
+
+    assert [(one["source"], one["message"]) for one in line["steps"]] == [
+        ("system", "Be brief."),
+        ("user", "Fix it."),
+        ("agent", ""),
+        ("agent", "Done 20."),
+    ]
+    assert line["steps"][2]["tool_calls"] == [
+        {"tool_call_id": "a1", "function_name": "bash", "arguments": {"command": "ls"}}
+    ]
+    assert line["steps"][2]["observation"] == {
+        "results": [{"source_call_id": "a1", "content": "x.py"}]
+    }
+    assert line["steps"][3]["metrics"]["completion_token_ids"] == [20]
+    assert (line["schema_version"], line["extra"]["reward"]) == ("ATIF-v1.7", 1.0)
+    (within,) = line["subagent_trajectories"]
+    assert [one["message"] for one in within["steps"]] == ["Fix it.", "Found."]
+    _accepted_by_harbor(line)
+
+
+# --- hub ---------------------------------------------------------------------------------------
+
+
+async def test_a_run_is_a_dataset_folder(run: Run, tmp_path: Path) -> None:
+    """The library opens both tables by the card; tools of any shape are text."""
+    import datasets
+
+    tools = [{"type": "function", "function": {"name": "bash", "parameters": {"x": [1, "a"]}}}]
+    first, second = two_turns(20)
+    await run.add(1.0, (first.model_copy(update={"tools": json.dumps(tools)}), second))
+    await run.add(None, two_turns(30), sample_index=1)
+    folder = tmp_path / "folder"
+    await write_folder(run.store, "r", folder)
+
+    def opened(name: str) -> Any:
+        return datasets.load_dataset(str(folder), name, split="train", cache_dir=str(tmp_path))
+
+    rollouts, sft = await asyncio.to_thread(lambda: (opened("rollouts"), opened("sft")))
+    assert rollouts["reward"][:] == [1.0, None]
+    assert rollouts["failure"][1] == "sandbox: gone"
+    assert json.loads(sft["tools"][0]) == tools
+    assert sft["messages"][0][-1]["content"] == "Done 20."
+    assert "2 rollouts of mini_swe_agent" in (folder / "README.md").read_text()
+
+
+def _accepted_by_harbor(line: dict[str, Any]) -> None:
+    """By its own models, where they are installed: Harbor needs a later Python than we do."""
+    if importlib.util.find_spec("harbor") is not None:
+        models = importlib.import_module("harbor.models.trajectories")
+        models.Trajectory.model_validate(line)
 
 
 async def test_sft_trains_each_answer_once(run: Run) -> None:

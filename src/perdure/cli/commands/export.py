@@ -19,6 +19,7 @@ SUFFIXES = {
     "preds-all": "jsonl",
     "episodes": "parquet",
     "jsonl": "jsonl",
+    "atif": "jsonl",
     "sft": "jsonl",
     "sft-tokens": "jsonl",
     "preferences": "jsonl",
@@ -26,6 +27,7 @@ SUFFIXES = {
     "skyrl": "jsonl",
     "torchtitan": "jsonl",
     "verl": "jsonl",
+    "dataset": "dataset",
 }
 
 
@@ -41,7 +43,7 @@ SUFFIXES = {
 )
 @click.option(
     *("--out", "-o", "out"),
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
     help="File to write.  [default: RUN.FORMAT.SUFFIX here]",
 )
 @click.option(
@@ -74,6 +76,11 @@ SUFFIXES = {
     metavar="R",
     help="For sft: only rollouts with at least this reward.",
 )
+@click.option(
+    "--push",
+    metavar="OWNER/NAME",
+    help="For dataset: upload the folder to the hub, private if it is new.",
+)
 @json_option
 def export(
     *,
@@ -85,6 +92,7 @@ def export(
     keep_unused: bool,
     best: int | None,
     min_reward: float | None,
+    push: str | None,
     as_json: bool,
 ) -> None:
     """Write a run's episodes as one file.
@@ -94,34 +102,50 @@ def export(
     preds-all  the same entries for every graded sample
     episodes   token arrays: one parquet file, one row per segment
     jsonl      the readable episodes, one line per rollout
-    sft        messages with the reward, one line per conversation
+    atif       Harbor's trajectories (ATIF-v1.7), one line per rollout
+    sft        messages, tools and reward, one line per conversation
     sft-tokens the same as recorded ids, labels and masks, one row per segment
     preferences
                a better and a worse rollout of one instance, one line per pair
+    dataset    a folder with a card, for load_dataset and the Hugging Face hub
     slime, skyrl, torchtitan, verl
                that trainer's own fields; arrays if --out is a .parquet
 
-    stderr names each rollout that is left out. Exit code 1: files of some rollout are lost or
-    unreadable; the other rollouts are written.
+    stderr names each rollout that is left out. Exit code 1: nothing is left to write, or files of some
+    rollout are lost or unreadable; the other rollouts are written.
     """
     settings = load_settings()
+    from perdure.episodes import hub_folder
     from perdure.episodes.demonstrations.selection import Selection
     from perdure.episodes.export import Rules, export_run
     from perdure.storage.base import open_store
 
-    path = out or Path(f"{run_id}.{format_name}.{SUFFIXES[format_name]}")
+    suffix = SUFFIXES[format_name]
+    name = run_id if format_name == suffix else f"{run_id}.{format_name}"
+    path = out or Path(f"{name}.{suffix}")
     rules = Rules(mode, reward_share, Selection(best, min_reward), keep_unused)
-    exporting = export_run(open_store(settings), run_id, format_name, path, rules)  # type: ignore[arg-type]  # click checked the choice
-    report = asyncio.run(exporting)
+    store = open_store(settings)
+    if push and format_name != "dataset":
+        raise click.UsageError("--push goes with -f dataset")
+    if format_name == "dataset":
+        report = asyncio.run(hub_folder.write_folder(store, run_id, path))
+    else:
+        report = asyncio.run(export_run(store, run_id, format_name, path, rules))  # type: ignore[arg-type]  # click checked the choice
+    if push:
+        click.echo(f"pushed to {hub_folder.push(path, push)}", err=True)
     for one in report.omitted:
         sample = "" if one.sample_index is None else f" #{one.sample_index}"
         head = "error: left out" if one.damaged else "left out "
         click.echo(f"{head} {one.instance_id}{sample}: {one.reason}", err=True)
+    if not report.written:
+        path.unlink()  # an empty file would pass for an export
     if as_json:
         omitted = [asdict(one) for one in report.omitted]
         written = {"path": str(path), "format": format_name, "written": report.written}
         answer({**written, "omitted": omitted})
-    else:
+    elif report.written:
         click.echo(f"{report.written} written to {path}")
-    if any(one.damaged for one in report.omitted):
+    else:
+        click.echo("error: nothing is written: every rollout is left out", err=True)
+    if not report.written or any(one.damaged for one in report.omitted):
         raise click.exceptions.Exit(1)

@@ -11,8 +11,15 @@ from perdure.settings.load import load_settings
 
 @click.command()
 @click.argument("run_id", metavar="RUN", shell_complete=completion.runs)
+@click.option(
+    "--notify",
+    default="",
+    metavar="CMD",
+    help="Shell command for its end, and for when it waits for you; the text is in"
+    " $RUN_TEXT, the run in $RUN_ID.",
+)
 @json_option
-def watch(run_id: str, as_json: bool) -> None:
+def watch(run_id: str, notify: str, as_json: bool) -> None:
     """Follow a run to its end; Ctrl-C does not stop the run."""
     settings = load_settings()
     from perdure.cli.connection import connect
@@ -21,7 +28,7 @@ def watch(run_id: str, as_json: bool) -> None:
     async def work() -> None:
         connection = await connect(settings)
         handle = await connection.perdure.run(run_id)
-        episodes = await launch.to_the_end(settings, handle)
+        episodes = await launch.to_the_end(settings, handle, notify=notify)
         if as_json:
             answer(results.document(run_id, episodes))
         else:

@@ -12,6 +12,7 @@ from perdure.cli import marks
 from perdure.cli.connection import Connection, connect
 from perdure.cli.console import answer, many, me, print_table, say
 from perdure.cli.runs import follow, results, selection, tables, text
+from perdure.cli.runs.notify import notified
 from perdure.cli.runs.request import (
     RunOptions,
     build,
@@ -23,7 +24,7 @@ from perdure.cli.runs.request import (
 from perdure.client.api import RunHandle
 from perdure.client.server import given_address
 from perdure.engines.reported import configured_engine, engine_settings
-from perdure.errors import GatewayUnavailable
+from perdure.errors import ActionNeeded, GatewayUnavailable, NoResult
 from perdure.instances import interpreters
 from perdure.instances.calibration import Mark, quarantined
 from perdure.rollouts import identity
@@ -190,15 +191,24 @@ async def _drive(settings: Settings, planned: CheckedRun, *, wait: bool, as_json
     return 1 if any(e.status is RolloutStatus.FAILED for e in episodes) else 0
 
 
-async def to_the_end(settings: Settings, handle: RunHandle) -> list[EpisodeRef]:
-    """Follow a run; at Ctrl-C say how to follow it again. Returns its episodes."""
+async def to_the_end(
+    settings: Settings, handle: RunHandle, *, notify: str = ""
+) -> list[EpisodeRef]:
+    """Follow a run; at Ctrl-C say how to follow it again. Returns its episodes.
+
+    `notify`: a shell command for its end, and for when it waits for a person.
+    """
     try:
         with follow.shown() as show:
             progress = await follow.follow(handle, show)
+    except (ActionNeeded, NoResult) as error:
+        await notified(notify, handle.run_id, str(error))
+        raise
     except asyncio.CancelledError:
         say(f"\nDetached; the run continues. `perdure watch {handle.run_id}` follows it again,")
         say(f"and so does the same command; `perdure cancel {handle.run_id}` ends it.")
         raise
+    await notified(notify, handle.run_id, text.progress_line(progress))
     if progress.stopped:
         left = progress.by_status.get(RolloutStatus.CANCELLED.value, 0)
         say(f"The run starts no more rollouts: {progress.stopped}; {left} have no verdict,")

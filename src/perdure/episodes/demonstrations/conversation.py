@@ -39,6 +39,12 @@ class Conversation:
             for message in (*asked(turn), _weighted(answered(turn), place >= self.first))
         ]
 
+    def tools(self) -> list[dict[str, Any]]:
+        """What its last turn was offered, as schemas in OpenAI's form."""
+        offered = next((turn.tools for turn in reversed(self.turns) if turn.tools), "[]")
+        found: list[dict[str, Any]] = json.loads(offered)
+        return found
+
 
 def conversations(turns: Sequence[Turn]) -> list[Conversation]:
     """All conversations of a rollout, in the order of their last turns. Each answer is trained once, and

@@ -16,7 +16,7 @@ from perdure.types import Turn, TurnFacts, Usage
 OPEN, SEALED, CLOSED = "open", "sealed", "closed"
 STALE, UNANSWERED, REFUSED = "stale", "unanswered", "refused"
 TURN: Literal["turn"] = "turn"
-AS_THEY_ARE = {"messages", "answer"}
+AS_THEY_ARE = {"messages", "answer", "tools"}
 """Fields that clients and models wrote: they may hold lone surrogates, which pydantic refuses."""
 
 
@@ -58,6 +58,8 @@ class TurnRecord(TurnFacts):
     echo_changes: tuple[str, ...]
     across_sha256: str
     tools_sha256: str
+    tools: SkipValidation[list[dict[str, Any]] | None] = None
+    """The list with this digest, in the first turn of the session that has it."""
     kept_messages: int
     messages: SkipValidation[list[Message]]
     kept_ids: int
@@ -86,7 +88,8 @@ def to_journal(record: TurnRecord) -> dict[str, Any]:
     answer = asdict(record.answer)
     if record.answer.stop_sequence is None:
         del answer["stop_sequence"]  # gateways of an earlier version refuse fields they do not know
-    return fields | {"messages": record.messages, "answer": answer}
+    tools = {"tools": record.tools} if record.tools else {}
+    return fields | tools | {"messages": record.messages, "answer": answer}
 
 
 def turn_records(records: Sequence[dict[str, Any]]) -> list[TurnRecord]:
@@ -161,7 +164,17 @@ def _turn(
         completion_ids=tuple(record.completion),
         logprobs=tuple(record.logprobs),
         usage=None if record.completion else _usage(record.answer.usage),
+        tools=_tools(records, record),
     )
+
+
+def _tools(records: Sequence[TurnRecord], record: TurnRecord) -> str:
+    """As JSON, where they are not those of its parent turn."""
+    digest = record.tools_sha256
+    if record.parent is not None and records[record.parent].tools_sha256 == digest:
+        return ""
+    same = (one.tools for one in records if one.tools and one.tools_sha256 == digest)
+    return json.dumps(next(same, []))
 
 
 def _usage(counted: Mapping[str, Any]) -> Usage | None:

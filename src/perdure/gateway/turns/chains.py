@@ -114,6 +114,8 @@ class Tree:
     nodes: list[Node] = field(default_factory=list)
     weight: int = 0
     """Bytes in memory, roughly."""
+    tool_lists: set[str] = field(default_factory=set)
+    """Digests of the tool lists that are recorded with one of the turns."""
     _calls: dict[str, Node] = field(default_factory=dict)
     """By the tool-call ids this gateway gave out."""
     _texts: dict[tuple[str, bytes], list[Node]] = field(default_factory=dict)
@@ -255,6 +257,8 @@ class Tree:
         node = Node(record, self._node(record.parent), base, continued)
         self.nodes.append(node)
         self._index(node)
+        if record.tools:
+            self.tool_lists.add(record.tools_sha256)
         if (echoed := self._node(record.echo_of)) is not None:
             for sibling in self._alike[echoed.record.chain, echoed.record.across_sha256]:
                 sibling.acknowledged = True  # the agent has chosen

@@ -1,0 +1,31 @@
+"""Tells a person that a run has ended or waits, by a command of theirs."""
+
+import asyncio
+import os
+
+from perdure.cli.console import say
+from perdure.settings import environment
+
+LIMIT_S = 60.0
+
+
+async def notified(command: str, run_id: str, told: str) -> None:
+    """Run the shell command with `RUN_ID` and `RUN_TEXT`; empty: do nothing.
+
+    A command that fails is a warning: the run's own result stands.
+    """
+    if not command:
+        return
+    given = {"RUN_ID": run_id, "RUN_TEXT": told}
+    process = await asyncio.create_subprocess_shell(
+        command, env={**environment.variables(), **given}, start_new_session=True
+    )
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            code = await process.wait()
+    except TimeoutError:
+        os.killpg(process.pid, 9)
+        say(f"warning: --notify was ended after {LIMIT_S:g} s: {command}")
+        return
+    if code:
+        say(f"warning: --notify ended with exit code {code}: {command}")

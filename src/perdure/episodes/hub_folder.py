@@ -1,0 +1,97 @@
+"""A run as a dataset of the Hugging Face hub: a folder with JSON lines and a card.
+
+`datasets.load_dataset(FOLDER, "rollouts")` opens it, also from the hub. Tool schemas and arguments stay
+JSON text: their fields differ from tool to tool.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from perdure.episodes.episode import Episode
+from perdure.episodes.episode_store import scan_run
+from perdure.episodes.export import ExportReport, export_run
+from perdure.errors import MissingDependency
+from perdure.storage.base import Store
+
+CARD = """\
+---
+configs:
+{configs}tags:
+- agent
+- software-engineering
+---
+
+# {run_id}
+
+{rollouts} rollouts of {agents} with {models} on {instances} instances of {datasets}; {resolved} are resolved.
+
+- `rollouts`: one row for each rollout: how it ended, its reward, turns, tokens and seconds
+- `sft`: one row for each conversation of a graded rollout: messages, tools as JSON text, reward
+
+Written by [Perdure](https://pypi.org/project/perdure/) {version} from the gateway's own record.
+"""
+CONFIG = """\
+- config_name: {name}
+  data_files: data/{name}.jsonl
+"""
+COLUMNS = {
+    *("instance", "sample_index", "agent", "status", "outcome", "reward", "turns", "seconds"),
+    *("prompt_tokens", "cached_tokens", "sampled_tokens", "trainable", "started_at"),
+}
+
+
+async def write_folder(store: Store, run_id: str, folder: Path) -> ExportReport:
+    """Raises: NotFound when the run has no episodes."""
+    data = folder / "data"
+    report = await export_run(store, run_id, "sft", data / "sft.jsonl")
+    episodes, _ = await scan_run(store, run_id)
+    lines = [json.dumps(_row(one)) + "\n" for one in episodes]
+    (data / "rollouts.jsonl").write_text("".join(lines))
+    _text_of_tools(data / "sft.jsonl")
+    names = ["rollouts", *(["sft"] if report.written else [])]
+    (folder / "README.md").write_text(_card(run_id, episodes, names))
+    return ExportReport(report.format, folder, len(episodes), report.omitted)
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload it as `owner/name`, private if it is new; its address. Raises: MissingDependency."""
+    try:
+        from huggingface_hub import HfApi
+    except ImportError:
+        raise MissingDependency(
+            "--push needs huggingface_hub: pip install huggingface_hub"
+        ) from None
+    api = HfApi()
+    api.create_repo(repository, repo_type="dataset", private=True, exist_ok=True)
+    return str(api.upload_folder(repo_id=repository, repo_type="dataset", folder_path=str(folder)))
+
+
+def _row(episode: Episode) -> dict[str, Any]:
+    row = episode.model_dump(mode="json", include=COLUMNS)
+    failure = episode.failure
+    told = f"{failure.boundary.value}: {failure.message}" if failure else None
+    return {**row, "model": episode.provenance.model, "failure": told}
+
+
+def _text_of_tools(file: Path) -> None:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    if not lines:
+        file.unlink()
+        return
+    texts = [json.dumps({**line, "tools": json.dumps(line["tools"])}) + "\n" for line in lines]
+    file.write_text("".join(texts))
+
+
+def _card(run_id: str, episodes: list[Episode], names: list[str]) -> str:
+    return CARD.format(
+        configs="".join(CONFIG.format(name=name) for name in names),
+        run_id=run_id,
+        rollouts=len(episodes),
+        agents=", ".join(sorted({one.agent for one in episodes})),
+        models=", ".join(sorted({one.provenance.model for one in episodes})),
+        instances=len({one.instance for one in episodes}),
+        datasets=", ".join(sorted({one.instance.split("/", 1)[0] for one in episodes})),
+        resolved=sum(one.outcome == "resolved" for one in episodes),
+        version=", ".join(sorted({one.provenance.perdure_version for one in episodes})),
+    )
