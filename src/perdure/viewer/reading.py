@@ -133,6 +133,10 @@ class Readings:
     async def _read_runs(self) -> None:
         there = [run async for run in run_ids(self.store)]
         await asyncio.to_thread(self.index.forget_runs, there)
+        for run in there:
+            if await asyncio.to_thread(self.index.about, run) is None:
+                await asyncio.to_thread(self.index.note_run, run, None, await self._about(run))
+        self._has_rows(RUNS)
         for run in reversed(there):
             if not await self._read_manifest(run):
                 await self._read_rows(run)
@@ -145,11 +149,11 @@ class Readings:
     async def _read_manifest(self, run: str) -> bool:
         """Whether there is one: written when a run has ended, it names all episodes in one file."""
         known = await asyncio.to_thread(self.index.about, run)
-        about = known[1] if known else await self._about(run)
+        about = known[1] if known and known[1].agent else await self._about(run)
         try:
             found = await self.store.get(keys.manifest(run))
         except NotFound:
-            if known is None:
+            if known is None or known[1] != about:
                 await asyncio.to_thread(self.index.note_run, run, None, about)
             return False
         if known is None or known[0] != found.etag:
@@ -183,6 +187,8 @@ class Readings:
 
     async def _read_rows(self, run: str) -> None:
         seen = await asyncio.to_thread(self.index.seen, run)
+        if seen:
+            self._has_rows(run)
         there: set[tuple[str, int]] = set()
         changed: list[tuple[str, int, _Files]] = []
         async for instance, sample, files in _listing(self.store, run):

@@ -5,6 +5,7 @@ from markdown_it import MarkdownIt
 
 from perdure.errors import Boundary
 from perdure.types import EpisodeRef, Failure, Outcome, RolloutStatus, RunStatus
+from tests.hostile_text import CORPUS
 from workflows import markdown, verdicts
 from workflows.web_ui import ChildrenPage, Links, ShardsPage
 
@@ -40,7 +41,7 @@ def _links(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("text", [*HOSTILE, *CORPUS])
 def test_text_of_strangers_is_shown_as_it_is(text: str) -> None:
     """No link, image or HTML, alone, in a list or in a table; one line of bounded length."""
     shown = markdown.quoted(text)
