@@ -25,7 +25,7 @@ from perdure.viewer.index import PATCH, TESTS, About, Index, Row
 
 WAIT_S = 0.4
 """How long a page waits for reading before it shows what is known."""
-FIRST_S = 5.0
+FIRST_S = 10.0
 """How long it waits for the first rollouts of a run."""
 PAUSE = 10
 """Reading rests this many times as long as it took."""
