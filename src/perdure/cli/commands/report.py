@@ -25,9 +25,26 @@ from perdure.cli.console import json_option
     metavar="FILE",
     help='TOML: ["MODEL"] with input, output and cached, in dollars per million tokens.',
 )
+@click.option(
+    "--tensorboard",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write event files there instead, by TensorBoard's client.",
+)
+@click.option(
+    "--wandb",
+    metavar="PROJECT",
+    help="Write an offline W&B run to ./wandb instead, by its client.",
+)
 @json_option
 def report(
-    *, run_ids: tuple[str, ...], html: Path | None, prices: Path | None, as_json: bool
+    *,
+    run_ids: tuple[str, ...],
+    html: Path | None,
+    prices: Path | None,
+    tensorboard: Path | None,
+    wandb: str | None,
+    as_json: bool,
 ) -> None:
     """What runs came to: pass@k, outcomes, failures, tokens, cost, times.
 
@@ -40,6 +57,10 @@ def report(
     if html is not None and as_json:
         raise click.UsageError("--html and --json exclude each other: give one of them")
     settings = load_settings()
+    if tensorboard is not None or wandb is not None:
+        for path in asyncio.run(reporting.log(settings, run_ids, tensorboard, wandb)):
+            click.echo(f"written to {path}")
+        return
     made = asyncio.run(reporting.make(settings, list(dict.fromkeys(run_ids)), prices))
     if html is not None:
         reporting.write_page(made, html)

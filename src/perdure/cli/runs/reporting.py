@@ -7,7 +7,7 @@ from pathlib import Path
 
 from perdure.cli.console import answer, me, print_table
 from perdure.errors import NotFound
-from perdure.reports import bounds, facts, sections
+from perdure.reports import bounds, facts, loggers, sections
 from perdure.reports.comparison import Comparison, compare
 from perdure.reports.document import document
 from perdure.reports.facts import RunFacts
@@ -48,6 +48,20 @@ async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) 
     made = [(run, await _report(settings, store, run, runs, known)) for run in runs]
     others = [run for run in runs[1:] if not bounds.gives_bounds(run, runs[0])]
     return Made(made, [compare(runs[0], run) for run in others])
+
+
+async def log(
+    settings: Settings, run_ids: Sequence[str], tensorboard: Path | None, wandb: str | None
+) -> list[Path]:
+    """Write curves by other tools' clients; where they lie. Raises: MissingDependency."""
+    store, written = open_store(settings), []
+    for run_id in dict.fromkeys(run_ids):
+        run = await facts.read_facts(store, run_id)
+        if tensorboard is not None:
+            written.append(loggers.write_tensorboard(run, tensorboard))
+        if wandb is not None:
+            written.append(loggers.write_wandb(run, wandb, Path("wandb")))
+    return written
 
 
 async def _report(
