@@ -4,6 +4,7 @@ import asyncio
 
 import click
 
+from perdure.cli.commands import completion
 from perdure.cli.console import say
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.settings.load import load_settings
@@ -15,7 +16,9 @@ STEP_S = 2.0
 
 
 @click.command()
-@click.argument("where", metavar="[RUN[/INSTANCE[/SAMPLE]]]", default="")
+@click.argument(
+    "where", metavar="[RUN[/INSTANCE[/SAMPLE]]]", default="", shell_complete=completion.runs
+)
 @click.option("--port", default=PORT, show_default=True, help="Port; 0 = any free port.")
 def view(where: str, port: int) -> None:
     """Browse runs, groups and rollouts in a browser, until Ctrl-C.
