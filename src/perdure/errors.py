@@ -8,6 +8,7 @@ PerdureError
 │   └── GatewayUnavailable   the gateway or every engine behind it could not be reached
 ├── OutcomeUnknown       the request may have been carried out: look by identity, then repeat
 ├── SandboxLost          this sandbox is gone or condemned: boot a new attempt
+│   └── DiskFull             what ran in it has filled its own disk
 ├── GiveUp               this rollout cannot succeed as specified: finish it with a status
 │   ├── InstanceError        the row, its environment or its tests are defective (data)
 │   ├── AgentError           the agent could not be installed or launched
@@ -108,6 +109,10 @@ class SandboxLost(PerdureError):
     """Final for this sandbox; the workflow boots a new attempt and keeps the old one's files."""
 
     boundary = Boundary.SANDBOX
+
+
+class DiskFull(SandboxLost):
+    """The sandbox's own disk is full, and only what ran in it can have filled it."""
 
 
 class GiveUp(PerdureError):

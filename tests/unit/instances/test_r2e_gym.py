@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 from perdure.errors import InstanceError
+from perdure.graders.protocols.status_map import compared
+from perdure.graders.reports.log_parsers import LogParser
 from perdure.instances.rows.importing import to_instance
-from perdure.types import Instance
+from perdure.types import Instance, Outcome, TestStatus
+from tests.paths import ROOT
 from tests.unit.instances.made_rows import EXPECTED, NEW, OLD, TEST, r2e_row
+
+REAL = ROOT.parent / "shared" / "data" / "tasks" / "r2e_test_output.txt"
 
 
 def read(**changes: Any) -> Instance:
@@ -47,6 +52,23 @@ def test_tests_and_fix_apply(tmp_path: Path) -> None:
     assert (tmp_path / "r2e_tests/test_1.py").read_text() == TEST
     assert (tmp_path / "r2e_tests/__init__.py").read_bytes() == b""
     assert not (tmp_path / "tests").exists()
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the task data is not beside the checkout")
+def test_a_published_log_has_the_status_of_each_key() -> None:
+    """A class and a test, with parameters and without the file; the message of a failure is no part."""
+    suite = "TestMultiIndexBasic"
+    passed = ("multiindex_perf_warn", "multiindex_contains_dropped", "multi_nan_indexing")
+    params = ("data0-True", "data1-True", "data2-False")
+    expected = dict.fromkeys((f"{suite}.test_{name}" for name in passed), TestStatus.PASSED)
+    for each in params:
+        name = f"{suite}.test_multiindex_is_homogeneous_type[{each}]"
+        expected[name] = TestStatus.PASSED
+    expected[f"{suite}.test_indexing_over_hashtable_size_cutoff"] = TestStatus.PASSED
+    expected[f"{suite}.test_contains"] = TestStatus.FAILED
+    found = LogParser("pytest").statuses(REAL.read_bytes())
+
+    assert compared(found, expected).outcome is Outcome.RESOLVED
 
 
 def test_colours_and_messages_are_no_part_of_a_key() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
-from perdure.errors import InstanceError, SandboxLost
+from perdure.errors import DiskFull, InstanceError, SandboxLost
 from perdure.graders.diff import capture_script
 from perdure.graders.diff.git_diff import FileDiff, MalformedDiff, count_files, parse
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, check_host
@@ -90,7 +90,10 @@ async def capture(
     order = _Order(where, upload, max_bytes, max_files)
     first = ""
     for mode in ("plain", "repair"):
-        taken = await _take(sandbox, order, mode)
+        try:
+            taken = await _take(sandbox, order, mode)
+        except DiskFull as error:  # without a place for the diff there is none
+            return CapturedPatch(b"", refused=str(error)[:500])
         if taken.base_is_unreadable and (upload is not None or where == BASE_GIT):
             raise SandboxLost(
                 f"the diff cannot be captured from {sandbox.identity}: {taken.problem}"

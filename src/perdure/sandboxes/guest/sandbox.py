@@ -22,6 +22,7 @@ from uuid import uuid4
 from perdure.errors import (
     ConfigurationError,
     ControlPlaneError,
+    DiskFull,
     NotFound,
     PerdureError,
     SandboxLost,
@@ -74,10 +75,17 @@ WATCH_S = 5.0
 """Seconds that one call waits in the guest for a command's end."""
 
 
+class DiskTooSmall(ConfigurationError):
+    """The service has no room for an upload."""
+
+
 class GuestSandbox(Sandbox):
     waits_inside = True
     service: ClassVar[str]
     """Its name in messages."""
+    room: ClassVar[int] = 0
+    """Bytes of a disk of its own that no command can use: they are free once `end_all` has ended them.
+    0: the disk is shared, or a file of it counts as memory."""
 
     def __init__(self, identity: str, workdir: str, *, packs: Path) -> None:
         """`packs`: the folder of this host that caches archives."""
@@ -223,7 +231,8 @@ class GuestSandbox(Sandbox):
         """What every later command needs."""
         env = {**ENVIRONMENT, **self._environment(), **spec.env}
         output = spec.limits.output_mb << 20
-        own = {"seal": seal} if (seal := self._seal()) is not None else {}
+        own: dict[str, Any] = {"seal": seal} if (seal := self._seal()) is not None else {}
+        own |= {"room": self.room} if self.room else {}
         return {"workdir": spec.workdir, "home": HOME, "env": env, "output": output, **own}
 
     async def _begin(
@@ -293,7 +302,12 @@ class GuestSandbox(Sandbox):
         call = {"op": op, **order}
         argument = _argument(call)
         if len(argument) > INLINE_BYTES:
-            staged = await self._upload(json.dumps(call).encode())
+            try:
+                staged = await self._upload(json.dumps(call).encode())
+            except DiskTooSmall as error:  # everything that we bring was there before
+                raise DiskFull(
+                    f"sandbox {self.identity!r} has no disk space left: {error}"
+                ) from error
             argument = f"order:{base64.b64encode(staged.encode()).decode()}"
         command = _line(self._caller(), argument)
         answer = await self._run(op, command, extra_s=order.get("seconds", 0.0))
@@ -318,7 +332,8 @@ class GuestSandbox(Sandbox):
             case "missing":
                 raise NotFound(f"{order.get('path')!r} in sandbox {self.identity!r}: {message}")
             case "full":
-                raise SandboxLost(f"sandbox {self.identity!r} has no disk space left: {message}")
+                lost = DiskFull if self.room else SandboxLost
+                raise lost(f"sandbox {self.identity!r} has no disk space left: {message}")
             case "busy":
                 raise ControlPlaneError(
                     f"sandbox {self.identity!r} has no free process left: {message}"

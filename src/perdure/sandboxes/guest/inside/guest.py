@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -29,7 +28,6 @@ else:  # in the sandbox they are in the folder of this file
 
 
 MARK = "perdure-answer:"
-FULL = (errno.EDQUOT, errno.ENOSPC)
 BRINGING = ("begin", "place", "ready", "unpack")
 """Operations that write what the host sends."""
 
@@ -58,7 +56,7 @@ def refusal(op: str, code: int | None) -> str:
     for what we bring is a configuration error (os)."""
     if code in files.PASSING:
         return "busy"
-    return "full" if code in FULL and op not in BRINGING else "os"
+    return "full" if code in files.FULL and op not in BRINGING else "os"
 
 
 def begin(targets: list[str], settings: Answer | None) -> Answer:
@@ -107,10 +105,17 @@ def unpacked(target: str) -> bool:
     return os.path.isdir(target) and bool(os.listdir(target)) and not os.access(target, os.W_OK)
 
 
-def ready(
-    workdir: str, home: str, env: dict[str, str], output: int, seal: dict[str, str] | None = None
+def ready(  # noqa: PLR0917
+    workdir: str,
+    home: str,
+    env: dict[str, str],
+    output: int,
+    seal: dict[str, str] | None = None,
+    room: int = 0,
 ) -> Answer:
     """The last step of the set-up: save what every later command needs.
+
+    `room`: bytes of the disk that are kept until `end_all`.
 
     `seal`: commands get no capability, and the system-call filter of this machine if it has one.
     """
@@ -118,6 +123,8 @@ def ready(
         for path in (workdir, home):
             files.make_folder(path, True)
         if not os.path.exists(files.state("ready")):
+            if room:
+                files.hold_room(room)
             meta = {"workdir": workdir, "env": env, "output": output, "seal": seal}
             files.replace(files.state("ready"), json.dumps(meta).encode())
     return {}

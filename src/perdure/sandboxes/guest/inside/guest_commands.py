@@ -140,10 +140,11 @@ def send_signal(exec_id: str, signum: int) -> Answer:
 
 
 def end_all() -> Answer:
-    """Kill all that commands started, whichever command it was."""
+    """Kill all that commands started, whichever command it was. Then nothing can take the room."""
     while True:
         pids = [pid for pid in left() if pid != os.getpid()]
         if not pids:
+            files.free_room()
             return {}
         for pid in pids:
             processes.kill(pid, signal.SIGKILL)

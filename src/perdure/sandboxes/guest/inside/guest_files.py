@@ -6,6 +6,7 @@ Runs inside a remote sandbox beside `guest`. Standard library only, Python 3.7 o
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -23,10 +24,27 @@ STATE = os.path.dirname(os.path.abspath(__file__))
 PASSING = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
+FULL = (errno.EDQUOT, errno.ENOSPC)
+
+
 class Refused(Exception):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+def hold_room(size: int) -> None:
+    """Space that commands cannot use up, for what follows them. A disk without it is not refused."""
+    try:
+        with open(state("room"), "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError:
+        free_room()
+
+
+def free_room() -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(state("room"))
 
 
 # -- of the sandbox ------------------------------------------------------------------------------

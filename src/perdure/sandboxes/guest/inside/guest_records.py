@@ -3,6 +3,7 @@
     execs/<id>/order     the command; the folder appears whole, by rename
     execs/<id>/pid       pid and start time of the supervisor; made once, so the command runs once
     execs/<id>/cause     why it was killed, written by the process that killed it
+    execs/<id>/room      space for the result, so that a command that fills the disk has one
     execs/<id>/rc        the result, by rename; without it and without the supervisor: lost
 
 Runs inside a remote sandbox beside `guest`. Standard library only, Python 3.7 or later.
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     Answer = dict[str, Any]
 else:  # in the sandbox it is in the folder of this file
     import guest_files as files
+
+
+ROOM = 512
+"""Bytes: more than any result."""
 
 
 def known(exec_id: str) -> str:
@@ -65,13 +70,27 @@ def result_of(folder: str) -> Answer | None:
     return found
 
 
+def hold_room(folder: str) -> None:
+    with open(os.path.join(folder, "room"), "wb") as file:
+        file.write(b" " * ROOM)
+
+
+def save_result(folder: str, result: Answer) -> None:
+    """In the room that was kept for it: written in place, then renamed."""
+    room = os.path.join(folder, "room")
+    with open(room, "r+b") as file:
+        file.write(json.dumps(result).encode().ljust(ROOM))
+    os.replace(room, os.path.join(folder, "rc"))
+
+
 def claim(folder: str, cause: str) -> None:
-    """Write why it is killed. The first cause stays."""
+    """Write why it is killed. The first cause stays. On a full disk there is none."""
     try:
         with open(os.path.join(folder, "cause"), "x") as file:
             file.write(cause)
-    except FileExistsError:
-        pass
+    except OSError as error:
+        if not isinstance(error, FileExistsError) and error.errno not in files.FULL:
+            raise
 
 
 def cause_of(folder: str) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import os
 import resource
 import select
@@ -77,6 +76,7 @@ def supervise(folder: str) -> None:
         time.monotonic(),
         oom_kills(),
     )
+    records.hold_room(folder)
     child = os.fork()
     if child == 0:
         try:
@@ -170,6 +170,7 @@ def watch(  # noqa: PLR0917
 ) -> None:
     """Write the result when the first process ends, and go on until no process of it is left."""
     written = False
+    ended = ""  # a full disk has no other record of the cause
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -177,14 +178,16 @@ def watch(  # noqa: PLR0917
             return
         if pid == child:
             cut(folder, output)
-            write_result(folder, status, time.monotonic() - began, ooms)
+            write_result(folder, status, time.monotonic() - began, ooms, ended)
             written = True
         if pid:
             continue
         if max(records.size(folder, "out"), records.size(folder, "err")) > output:
+            ended = ended or "output"
             end(folder, "output")
             cut(folder, output)
         if not written and timeout is not None and time.monotonic() - began > timeout:
+            ended = ended or "timeout"
             end(folder, "timeout")
         signal.sigtimedwait({signal.SIGCHLD}, TICK_S)
 
@@ -194,8 +197,8 @@ def end(folder: str, cause: str) -> None:
     processes.slaughter(os.getpid())
 
 
-def write_result(folder: str, status: int, seconds: float, ooms: int) -> None:
-    cause = records.cause_of(folder)
+def write_result(folder: str, status: int, seconds: float, ooms: int, ended: str) -> None:
+    cause = records.cause_of(folder) or ended
     result: Answer = {"seconds": seconds}
     if os.WIFEXITED(status) and cause != "output":
         result.update(state="exited", code=os.WEXITSTATUS(status))
@@ -205,7 +208,7 @@ def write_result(folder: str, status: int, seconds: float, ooms: int) -> None:
         if signum == signal.SIGKILL and oom_kills() > ooms:
             default = "oom"
         result.update(state="killed", cause=cause or default, signal=signum)
-    files.replace(os.path.join(folder, "rc"), json.dumps(result).encode())
+    records.save_result(folder, result)
 
 
 def oom_kills() -> int:

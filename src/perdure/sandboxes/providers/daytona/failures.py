@@ -8,6 +8,7 @@ from typing import Any
 
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
 from perdure.sandboxes.guest.retries import Conflict, Missing
+from perdure.sandboxes.guest.sandbox import DiskTooSmall
 
 REFUSAL_PASSES_S = 6.5
 """Seconds to wait after a refused key that has worked: the proxy caches the refusal for 5 s."""
@@ -52,7 +53,7 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
     if status == 413:
         return ConfigurationError(f"{said}; it is larger than the service takes")
     if status == 507:
-        return ConfigurationError(f"{said}; the sandbox's disk is full, give it a larger one")
+        return DiskTooSmall(f"{said}; the sandbox's disk is full, give it a larger one")
     if status is not None and (other := _by_status(status)):
         return typed(other(str(error), status), what, key_works=key_works)
     return ControlPlaneError(said)

@@ -77,6 +77,7 @@ SNAPSHOT = "snapshot:"
 
 
 class DaytonaSandbox(GuestSandbox):
+    room = 16 << 20
     service = "Daytona"
 
     def __init__(self, provider: "DaytonaProvider", sdk: "AsyncSandbox", identity: str) -> None:

@@ -4,6 +4,7 @@ import re
 
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
 from perdure.sandboxes.guest.retries import Conflict, Missing
+from perdure.sandboxes.guest.sandbox import DiskTooSmall
 
 REFUSAL_PASSES_S = 6.5
 """Seconds to wait after a refused key that has worked: proxies cache the refusal for 5 s."""
@@ -31,7 +32,7 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
         case e2b.SandboxNotRunningException() | e2b.NotFoundException():
             return Missing(said)
         case e2b.NotEnoughSpaceException():
-            return ConfigurationError(f"{said}; the template's disk is full, give it a larger one")
+            return DiskTooSmall(f"{said}; the template's disk is full, give it a larger one")
         case e2b.InvalidArgumentException():
             return ConfigurationError(said)
         case e2b.ServiceBusyException() | e2b.TimeoutException() | httpx.HTTPError():

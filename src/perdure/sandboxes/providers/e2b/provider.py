@@ -65,6 +65,7 @@ TEMPLATE = re.compile(r"[a-z0-9][a-z0-9_-]*(?:/[a-z0-9][a-z0-9_-]*)?(?::[A-Za-z0
 
 
 class E2BSandbox(GuestSandbox):
+    room = 16 << 20
     service = "E2B"
 
     def __init__(
