@@ -6,6 +6,8 @@ from pathlib import Path
 from perdure.errors import ConfigurationError
 
 PACKAGED = "qwen3"
+UNREAD = ("tiktoken.model", "tekken.json")
+"""What some folders of Kimi and Mistral hold in place of tokenizer.json."""
 
 
 def folder_of(name: str) -> Path | None:
@@ -17,7 +19,10 @@ def folder_of(name: str) -> Path | None:
         return None
     folder = Path(name)
     if not (folder / "tokenizer.json").exists():
+        held = next((one for one in UNREAD if (folder / one).exists()), "")
+        only = f", a folder with {held}, which Perdure does not read" if held else ""
         raise ConfigurationError(
-            f"PERDURE_ENGINE__TOKENIZER is {name!r}: use {PACKAGED!r} or a folder that holds tokenizer.json"
+            f"PERDURE_ENGINE__TOKENIZER is {name!r}{only}: "
+            f"use {PACKAGED!r} or a folder that holds tokenizer.json"
         )
     return folder
