@@ -13,7 +13,7 @@ from typing import TypeVar
 from temporalio import activity
 from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
-from perdure.errors import OutcomeUnknown, PerdureError, RetryHere
+from perdure.errors import OutcomeUnknown, PerdureError, RetryHere, SandboxLost
 from perdure.rollouts.messages import WORKER_EVICTED
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -61,10 +61,11 @@ def _of_cancellation() -> BaseException:
 def _of_failure(error: PerdureError) -> ApplicationError:
     retryable = isinstance(error, RetryHere | OutcomeUnknown)
     after = getattr(error, "retry_after", None)
+    kind = SandboxLost if isinstance(error, SandboxLost) else type(error)  # as `retry_on` names it
     return ApplicationError(
         str(error)[:MESSAGE_LIMIT],
         error.boundary.value,
-        type=type(error).__name__,
+        type=kind.__name__,
         non_retryable=not retryable,
         next_retry_delay=timedelta(seconds=after) if after is not None else None,
         category=ApplicationErrorCategory.BENIGN
