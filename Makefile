@@ -18,7 +18,8 @@ setup: ## uv, the locked environment, bubblewrap
 	@$(UV) sync -q --frozen --inexact $(EXTRAS)
 	@infra/setup/bubblewrap
 
-demo: setup ## real instances, three agents, a result table: under three minutes
+demo: ## real instances, three agents, a result table: under three minutes
+	@infra/setup/aloud "setting up the locked environment" $(MAKE) --no-print-directory setup
 	@$(RUN) perdure demo
 
 check: setup ## ruff, format, mypy --strict, import contracts

@@ -159,3 +159,41 @@ async def test_a_wait_for_a_seat_is_shown(client: Client) -> None:
             return line == "waits for a free seat on a host"
 
         assert await until(waits, "the wait is told")
+
+
+@activity.defn(name="boot_sandbox")
+async def busy_boot() -> None:
+    activity.heartbeat({"doing": {"what": "the packages of codex", "since": time.time() - 12}})
+    await asyncio.Event().wait()
+
+
+@workflow.defn
+class Prepares:
+    """A rollout whose boot fetches something."""
+
+    @workflow.run
+    async def run(self) -> None:
+        minute = timedelta(minutes=1)
+        await workflow.execute_activity(
+            busy_boot, start_to_close_timeout=minute, heartbeat_timeout=minute
+        )
+
+
+async def test_what_boot_is_busy_with_is_shown(client: Client) -> None:
+    """A first fetch or build takes a minute: the line says which, and for how long."""
+    async with Worker(
+        client,
+        task_queue=QUEUE,
+        workflows=[Prepares],
+        activities=[busy_boot],
+        workflow_runner=UnsandboxedWorkflowRunner(),
+    ):
+        await client.start_workflow(Prepares.run, id="rollout/r/i/6", task_queue=QUEUE)
+
+        async def told() -> str:
+            line = await current_step(client, "rollout/r/i/6")
+            return line if "busy" in line else ""
+
+        line = await until(told, "the heartbeat is told")
+
+    assert re.fullmatch(r"boot_sandbox: busy with the packages of codex \(\d+:\d\d\)", line), line

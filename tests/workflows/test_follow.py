@@ -19,7 +19,7 @@ async def test_a_step_that_keeps_failing_is_named(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While no rollout finishes, the line names the failing step and its last error."""
-    monkeypatch.setattr(follow, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(follow, "ASK_AFTER_S", 0.0)
     told: list[str] = []
 
     async def refused(attempt: Any) -> Booted:
@@ -40,3 +40,15 @@ async def test_a_step_that_keeps_failing_is_named(
         await follow.follow(run, show)
 
     assert any("add-1/0: boot_sandbox, try" in t and t.endswith("connection refused") for t in told)
+
+
+async def test_the_last_state_of_a_run_is_shown(client: Client, stages: Stages) -> None:
+    """A panel beside other runs would stay at its last but one look: everything done, nothing running."""
+    stages.instances = ("toy/add-1", "toy/add-2")
+    seen: list[View] = []
+    run = await Perdure(client).start_run(
+        RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
+    )
+    await follow.follow(run, seen.append)
+
+    assert (seen[-1].progress.state, seen[-1].progress.done) == ("done", 2)

@@ -60,6 +60,14 @@ async def connect(settings: Settings) -> Connection:
     return Connection(await Perdure.connect(settings=settings), ui_url)
 
 
+def known_ui(settings: Settings) -> str:
+    """Address of the web UI; empty: none is known, or nothing runs here."""
+    try:
+        return _ui_url(settings)
+    except ConfigurationError:
+        return ""
+
+
 def _ui_url(settings: Settings) -> str:
     if given_address(settings) is not None:
         return settings.temporal.ui_url

@@ -3,9 +3,13 @@
 Rich is imported only where a table is printed: it costs a tenth of a second.
 """
 
+import contextlib
 import json
 import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,12 +19,23 @@ from perdure.settings import environment
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+SILENCE_S = 4.0
+"""The longest that a command that `keeps_talking` says nothing."""
 PIPED_COLUMNS = 160
 """Width of a table in a file or a pipe, which do not scroll."""
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print exactly one JSON document on stdout."
 )
+
+
+class _Voice:
+    """When this process last said something."""
+
+    spoke_at = time.monotonic()
+
+
+_voice = _Voice()
 
 
 def only_one_of(**given: bool) -> None:
@@ -37,7 +52,27 @@ def answer(document: Any) -> None:
 
 def say(text: str) -> None:
     """A line of progress, a hint or a warning, on stderr: never part of the answer."""
+    _voice.spoke_at = time.monotonic()
     click.echo(text, err=True)
+
+
+@contextlib.contextmanager
+def keeps_talking(what: str) -> Iterator[None]:
+    """Say `what` and for how long, whenever nothing else was said for `SILENCE_S`."""
+    started, over = time.monotonic(), threading.Event()
+
+    def talk() -> None:
+        while not over.wait(max(0.1, _voice.spoke_at + SILENCE_S - time.monotonic())):
+            if time.monotonic() - _voice.spoke_at >= SILENCE_S:
+                say(f"  {what} ({time.monotonic() - started:.0f} s)")
+
+    talker = threading.Thread(target=talk, daemon=True)
+    talker.start()
+    try:
+        yield
+    finally:
+        over.set()
+        talker.join()
 
 
 def print_table(table: "RenderableType") -> None:

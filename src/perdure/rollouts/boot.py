@@ -162,10 +162,12 @@ async def _boot_sandbox(job: Job) -> BootRecord | None:
     plan = job.agent_sandbox
     if plan.provider.host_bound:
         job.services.term.check()
+    _says(job, f"the environment of {job.request.instance_id}; its first use builds it")
     prepared = await job.prepared(plan)
-    spec = _spec(
-        job, prepared, await job.agent.install(job.services.tools, job.services.settings.agents)
-    )
+    _says(job, f"the packages of {job.request.agent}; their first use fetches them")
+    tools = await job.agent.install(job.services.tools, job.services.settings.agents)
+    spec = _spec(job, prepared, tools)
+    _says(job, f"a sandbox of {plan.provider.name}")
     taken = await take_ready(job, spec)
     sandbox = taken or await _create_own(job, spec)
     if sandbox is None:
@@ -188,6 +190,11 @@ async def _boot_sandbox(job: Job) -> BootRecord | None:
     job.services.seats.take(record.identity)
     job.services.ready.refill(plan.provider, spec, plan.admission.ahead())
     return record
+
+
+def _says(job: Job, what: str) -> None:
+    """Beside the pending activity, with the next heartbeat."""
+    job.this_try.report(doing={"what": what, "since": round(time.time())})
 
 
 async def _create_own(job: Job, spec: SandboxSpec) -> Sandbox | None:

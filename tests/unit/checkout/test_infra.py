@@ -1,8 +1,8 @@
 """The cluster's files agree with the code they start: commands, attributes, metrics, settings."""
 
 import importlib.util
-import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -23,6 +23,7 @@ from perdure.gateway.metrics import Metrics as GatewayMetrics
 from perdure.settings import load
 from perdure.storage import keys
 from perdure.telemetry import METRICS
+from tests import promql
 from tests.paths import ROOT
 from tests.s3_server import S3Server
 
@@ -204,15 +205,34 @@ def test_schema_script_can_be_repeated(tmp_path: Path) -> None:
     assert versions == {"temporal": "1.19", "temporal_visibility": "1.19"}
 
 
-async def test_dashboard_draws_metrics_that_exist() -> None:
-    """Each panel asks for a metric that some process serves."""
-    dashboard = json.loads((ROOT / "infra/grafana/dashboards/perdure.json").read_text())
-    asked = " ".join(t["expr"] for panel in dashboard["panels"] for t in panel["targets"])
-    gateway = set(re.findall(r"^# TYPE (\S+)", GatewayMetrics().text().decode(), re.MULTILINE))
+async def test_panels_and_alerts_read_metrics_that_exist() -> None:
+    """Each expression asks for metrics that some process serves; `tests/integration/test_dashboards.py`
+    asks a live stack for their labels."""
+    gateway = GatewayMetrics().text().decode()
     async with httpx.AsyncClient() as client:
         pool = pool_metrics(EnginePool(LoneRoster(), client)).decode()
-    engines = re.findall(r"^# TYPE (\S+)", pool, re.MULTILINE)
-    suffixes = ("", "_total", "_bucket")
-    served = {name + suffix for name in (*METRICS, *gateway, *engines) for suffix in suffixes}
+    workers = {name + suffix for name in METRICS for suffix in ("", "_total", "_bucket", "_count")}
+    served = promql.served(gateway, pool) | dict.fromkeys(workers)
+    ours = {
+        metric: one
+        for one in promql.expressions()
+        for metric in one.metrics
+        if metric.startswith("perdure_")
+    }
 
-    assert set(re.findall(r"\bperdure_\w+", asked)) - served == set()
+    assert {metric: one.where for metric, one in ours.items() if metric not in served} == {}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.parametrize("arguments", [("rules", "alerts.yml"), ("config", "prometheus.yml")])
+def test_prometheus_accepts_its_files(arguments: tuple[str, str]) -> None:
+    """Its own checker reads the rules and the configuration that names them."""
+    what, name = arguments
+    checked = subprocess.run(
+        ["promtool", "check", what, str(ROOT / "infra/prometheus" / name)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert checked.returncode == 0, checked.stderr

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import gzip
 import json
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import click
 
 from perdure.cli import ending
-from perdure.cli.console import answer, json_option, many, me, print_table, say
+from perdure.cli.console import answer, json_option, keeps_talking, many, me, print_table, say
 from perdure.errors import InstanceError
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
@@ -38,15 +39,19 @@ def demo(keep_running: bool, as_json: bool) -> None:
     """
     settings = load_settings()
     started = time.monotonic()
-    instances = ending.run(_instances(settings))
+    with keeps_talking("still building from PyPI"):
+        instances = ending.run(_instances(settings))
     engine = "" if _has_endpoint(settings) else f"scripted:{_write_scripts(settings, instances)}"
-    state, ours = lifecycle.ensure_up(settings, engine, say)
+    with keeps_talking("still starting"):
+        state, ours = lifecycle.ensure_up(settings, engine, say)
     say(f"Web UI: {state.ui_url}")
+    say(f"Temporal: {state.temporal_address}")
     try:
         episodes = asyncio.run(_run_all(settings, instances))
     finally:
         if ours and not keep_running:
-            lifecycle.shut_down(settings, say)
+            with keeps_talking("still stopping"):
+                lifecycle.shut_down(settings, say)
     if as_json:
         from perdure.cli.runs import results
 
@@ -91,7 +96,10 @@ async def _run_all(settings: Settings, instances: Sequence[Instance]) -> list[Ep
         for agent in AGENTS
     ]
     handles = [await connection.perdure.start_run(request) for request in requests]
-    with follow.shown() as show:
+    # A live view draws the time that has passed.
+    live = follow.console.is_terminal
+    talking = contextlib.nullcontext() if live else keeps_talking("still running")
+    with follow.shown() as show, talking:
         await asyncio.gather(*(follow.follow(handle, show) for handle in handles))
     store = open_store(settings)
     found = [await results.episodes(store, handle.run_id) for handle in handles]

@@ -69,3 +69,4 @@ def report(
         reporting.print_document(made)
     else:
         reporting.print_text(made)
+        reporting.print_links(settings, made)

@@ -13,7 +13,7 @@ from temporalio.service import RPCError
 
 from perdure.cli.console import say
 from perdure.cli.runs import tables
-from perdure.cli.runs.steps import FAILED, WAITS, current_steps
+from perdure.cli.runs.steps import DOES, FAILED, WAITS, current_steps
 from perdure.cli.runs.tables import View
 from perdure.cli.runs.text import progress_line
 from perdure.client.api import CODE_FAILS, NO_WORKER, RunHandle
@@ -22,8 +22,8 @@ from perdure.errors import ActionNeeded
 from perdure.types import RunStatus
 
 POLL_EVERY_S = 1.0
-ASK_EVERY_S = 15.0
-"""While no rollout finishes, ask this often what the oldest ones wait for."""
+ASK_AFTER_S = 3.0
+"""When no rollout has finished for so long, ask what the oldest ones do, and again each time."""
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 Show = Callable[[View], None]
@@ -51,7 +51,7 @@ async def follow(run: RunHandle, show: Show) -> RunStatus:
                 progress = now
                 if progress.done != done:
                     held_up, quiet_since = "", loop.time()
-                elif loop.time() - quiet_since > ASK_EVERY_S:
+                elif loop.time() - quiet_since > ASK_AFTER_S:
                     held_up, quiet_since = await _held_up(run), loop.time()
             except RPCError as error:
                 trouble = f"Temporal does not answer ({error.status.name.lower()}); still trying"
@@ -61,10 +61,13 @@ async def follow(run: RunHandle, show: Show) -> RunStatus:
             show(View(progress, rollouts, seconds, rate, trouble or held_up))
             _raise_if_it_waits(progress)
             await asyncio.wait({end}, timeout=POLL_EVERY_S)
+        with contextlib.suppress(RPCError):  # the last state stays on the screen beside other runs
+            progress, rollouts = await _poll(run)
+            show(View(progress, rollouts, loop.time() - started))
         end.result()
     finally:
         end.cancel()
-    return await run.progress()
+    return progress
 
 
 async def _poll(run: RunHandle) -> tuple[RunStatus, list[RolloutInfo]]:
@@ -73,10 +76,11 @@ async def _poll(run: RunHandle) -> tuple[RunStatus, list[RolloutInfo]]:
 
 
 async def _held_up(run: RunHandle) -> str:
-    """What the longest-running rollouts do: a step that failed and is retried, or a wait. Empty if
-    there is neither."""
+    """What the longest-running rollouts do: a step that failed and is retried, a wait, or what boot
+    is busy with. Empty if there is none of them."""
     lines = await current_steps(run.perdure.client, run.run_id)
-    return next((line for line in lines if FAILED in line or WAITS in line), "")
+    telling = FAILED, WAITS, DOES
+    return next((line for sign in telling for line in lines if sign in line), "")
 
 
 def _raise_if_it_waits(progress: RunStatus) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.cli.console import answer, me, print_table
+from perdure.cli.console import answer, me, print_table, say
 from perdure.errors import NotFound
 from perdure.reports import bounds, facts, loggers, sections
 from perdure.reports.comparison import Comparison, compare
@@ -112,6 +112,18 @@ def print_text(made: Made) -> None:
         for row in section.rows:
             table.add_row(*(Text(cell) for cell in row))
         print_table(table)
+
+
+def print_links(settings: Settings, made: Made) -> None:
+    """Where the Web UI lists what failed, if one is known; no connection is needed."""
+    from perdure.cli.connection import failed_link, known_ui
+    from perdure.client.server import given_server
+
+    ui_url = known_ui(settings)
+    for report in made.reports:
+        if ui_url and report.failures:
+            namespace = given_server(settings).namespace
+            say(f"Failed: {failed_link(ui_url, namespace, report.run_id)}")
 
 
 def write_page(made: Made, path: Path) -> None:

@@ -21,6 +21,7 @@ QUIET = timedelta(seconds=1)
 """After which a rollout's workflow counts as served by no worker."""
 FAILED = "; the last one: "
 WAITS = ": waits for "
+DOES = ": busy with "
 BOOT = "boot_sandbox"
 SHOWN = 5
 """Rollouts of a run to show: most wait for the same thing."""
@@ -68,12 +69,14 @@ async def _failure(client: Client, step: PendingActivityInfo) -> str:
 def _of_step(step: PendingActivityInfo, failed: str, progress: dict[str, Any]) -> str:
     if _waits_for_a_seat(step):
         return "waits for a free seat on a host"
-    turns, waits = progress.get("turns"), progress.get("waits")
+    turns, waits, doing = (progress.get(name) for name in ("turns", "waits", "doing"))
     line = step.activity_type.name
     line += "" if turns is None else f", {many(turns, 'turn')}"
     line += f", try {step.attempt}" if failed else ""
     if waits:
         return line + _wait(waits)
+    if doing:
+        line += f"{DOES}{doing['what']} ({clock(max(0.0, time.time() - doing['since']))})"
     return line + (f"{FAILED}{failed}" if failed else "")
 
 

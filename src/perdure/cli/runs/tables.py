@@ -12,7 +12,7 @@ from rich.text import Text
 from perdure.cli.console import many
 from perdure.cli.runs.text import clock, mean_reward, progress_line
 from perdure.client.rollouts import RolloutInfo
-from perdure.types import EpisodeRef, RunStatus
+from perdure.types import EpisodeRef, RolloutStatus, RunStatus
 
 OUTCOME_STYLES = {
     "resolved": "green",
@@ -28,6 +28,9 @@ OUTCOME_STYLES = {
     "cancelled": "dim",
     "expired": "dim",
 }
+GOOD, BAD, HELD = "green", "red", "yellow"
+"""What every colour says: a bar that is all right; rollouts without a verdict; it waits."""
+GOING = ("starting", "running", "finishing", "done")
 LIVE_ROWS = 12
 
 
@@ -55,7 +58,14 @@ def live(view: View) -> RenderableType:
     """A bar, the counts, what runs now and what just finished."""
     progress = view.progress
     head = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=max(progress.total, 1), completed=progress.done, width=30)
+    style = bar_style(view)
+    bar = ProgressBar(
+        total=max(progress.total, 1),
+        completed=progress.done,
+        width=30,
+        complete_style=style,
+        finished_style=style,
+    )
     head.add_row(bar, Text(progress_line(progress)))
     facts = [f"{clock(view.seconds)} elapsed"]
     if view.mean_reward is not None:
@@ -64,8 +74,15 @@ def live(view: View) -> RenderableType:
         facts.append(f"about {clock(view.eta_s)} to go")
     parts: list[RenderableType] = [head, Text(" · ".join(facts), style="dim")]
     if view.trouble:
-        parts.append(Text(view.trouble, style="yellow"))
+        parts.append(Text(view.trouble, style=HELD))
     return Group(*parts, running(view.rollouts))
+
+
+def bar_style(view: View) -> str:
+    """Red: a rollout failed. Yellow: the run waits for a person or a worker. Otherwise green."""
+    if view.progress.by_status.get(RolloutStatus.FAILED):
+        return BAD
+    return GOOD if view.progress.state in GOING else HELD
 
 
 def running(rollouts: Sequence[RolloutInfo], rows: int = LIVE_ROWS) -> Table:
