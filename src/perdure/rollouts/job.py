@@ -5,8 +5,7 @@ Owns names, keys and placements of an attempt; the stages do the work.
 
 import functools
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
@@ -89,7 +88,7 @@ class Job:
     calibration: CalibrationState | None = None
     """What calibration found about the row in its grading sandboxes. Proved: `instance` has the lists
     and twins of its record."""
-    without_twin: Mapping[str, str] = MappingProxyType({})
+    without_twin: Mapping[str, str] = field(default_factory=dict)
     """FAIL_TO_PASS test -> why calibration found no twin of it."""
 
     @classmethod
