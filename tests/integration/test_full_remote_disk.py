@@ -54,6 +54,7 @@ async def test_a_full_disk_costs_neither_the_result_nor_the_diff(disk: Path) -> 
     sandbox, done = await filled(disk)
     await sandbox.end_all()
     found = await capture(sandbox, str(disk / "base.git"))
+    await sandbox.kill_resident()
 
     assert (done.status.code, found.refused) == (7, "")
     assert b"+++ b/calc/new.py" in found.data
@@ -65,6 +66,7 @@ async def test_a_disk_without_that_room_is_a_verdict(disk: Path) -> None:
     (sandbox.folder / "room").rename(disk / "kept")
     await sandbox.end_all()
     found = await capture(sandbox, str(disk / "base.git"))
+    await sandbox.kill_resident()
 
     assert (done.status.code, found.data) == (7, b"")
     assert "no disk space left" in found.refused or "disk of the sandbox is full" in found.refused
