@@ -1,9 +1,9 @@
 """Which versions may sample a session."""
 
 import pytest
-from pydantic import ValidationError
 
 from perdure.engines.pool.versions import Versions
+from perdure.errors import ConfigurationError
 from perdure.types import RolloutRequest, RunRequest
 
 HELD = Versions.of({"policy_version": "12", "max_staleness": "1"})
@@ -34,8 +34,8 @@ def test_without_a_staleness_any_version_will_do(labels: dict[str, str]) -> None
 
 def test_a_staleness_needs_the_version_that_it_counts_from() -> None:
     """Refused by name, in a rollout and in the template of a run."""
-    with pytest.raises(ValidationError, match="policy_version"):
+    with pytest.raises(ConfigurationError, match="policy_version"):
         RolloutRequest(run_id="r", instance="toy/add", max_staleness=1)
     run = RunRequest(run_id="r", dataset="toy", rollout={"max_staleness": 1})
-    with pytest.raises(ValidationError, match="policy_version"):
+    with pytest.raises(ConfigurationError, match="policy_version"):
         run.rollout_request("toy/add")
