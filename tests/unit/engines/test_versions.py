@@ -1,6 +1,7 @@
 """Which versions may sample a session."""
 
 import pytest
+from pydantic import ValidationError
 
 from perdure.engines.pool.versions import Versions
 from perdure.errors import ConfigurationError
@@ -37,5 +38,5 @@ def test_a_staleness_needs_the_version_that_it_counts_from() -> None:
     with pytest.raises(ConfigurationError, match="policy_version"):
         RolloutRequest(run_id="r", instance="toy/add", max_staleness=1)
     run = RunRequest(run_id="r", dataset="toy", rollout={"max_staleness": 1})
-    with pytest.raises(ConfigurationError, match="policy_version"):
+    with pytest.raises(ValidationError, match="policy_version"):
         run.rollout_request("toy/add")
