@@ -474,7 +474,9 @@ async def test_a_run_refuses_a_wrong_rollout_field(client: Client, stages: Stage
     request = RunRequest(run_id="r1", instances=("toy/add-0",), rollout={"agnet": "nop"})
     run = await Perdure(client).start_run(request)
 
-    with pytest.raises(NoResult, match=r"run 'r1' ended without a result: .*'agnet'") as failed:
+    with pytest.raises(
+        NoResult, match=r"run 'r1' ended without a result: .*agnet: there is no such field"
+    ) as failed:
         await run.result()
 
     assert isinstance(failed.value.__cause__, WorkflowFailureError)

@@ -180,7 +180,7 @@ async def test_unknown_format_lists_the_known(run: Run, tmp_path: Path) -> None:
     unknown: Format = "pred"  # type: ignore[assignment]  # as a person might type it
 
     with pytest.raises(
-        ConfigurationError, match="preds, preds-all, episodes, jsonl, sft, preferences"
+        ConfigurationError, match="preds, preds-all, episodes, jsonl, atif, sft, preferences"
     ):
         await export_run(run.store, "r", unknown, tmp_path / "preds.json")
 
