@@ -1,5 +1,6 @@
 """Activities on a real store with real sandboxes, called one by one as a worker would."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -194,7 +195,9 @@ async def test_a_later_run_of_a_grading_waits_at_the_accounts_cap(
             raise RateLimited("too many creates", retry_after=0.01)
         return await plainly(self, spec, identity)
 
-    async def twice(instance: Instance, pairs: int, grade_once: GradeOnce) -> Verified:
+    async def twice(
+        instance: Instance, pairs: int, grade_once: GradeOnce, *, without: Mapping[str, str]
+    ) -> Verified:
         runs = [await grade_once(instance) for _ in range(2)]
         return Verified(runs[0].grade, tuple(runs))
 
