@@ -13,7 +13,13 @@ from typing import TypeVar
 from temporalio import activity
 from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
-from perdure.errors import OutcomeUnknown, PerdureError, RetryHere, SandboxLost
+from perdure.errors import (
+    ConfigurationError,
+    OutcomeUnknown,
+    PerdureError,
+    RetryHere,
+    SandboxLost,
+)
 from perdure.rollouts.messages import WORKER_EVICTED
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -22,6 +28,8 @@ ROOM_S = 10.0
 BUG_TRIES = 5
 """If an activity fails this often with an unforeseen error, the rollout ends with that error."""
 MESSAGE_LIMIT = 1000
+NAMED = (SandboxLost, ConfigurationError)
+"""Types that `retry_on` and a run's pause know by name: a subclass goes by this name too."""
 
 Result = TypeVar("Result")
 
@@ -61,7 +69,7 @@ def _of_cancellation() -> BaseException:
 def _of_failure(error: PerdureError) -> ApplicationError:
     retryable = isinstance(error, RetryHere | OutcomeUnknown)
     after = getattr(error, "retry_after", None)
-    kind = SandboxLost if isinstance(error, SandboxLost) else type(error)  # as `retry_on` names it
+    kind = next((known for known in NAMED if isinstance(error, known)), type(error))
     return ApplicationError(
         str(error)[:MESSAGE_LIMIT],
         error.boundary.value,

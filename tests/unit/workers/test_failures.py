@@ -4,16 +4,26 @@ import pytest
 from temporalio.exceptions import ApplicationError
 
 from activities.failures import translated
-from perdure.errors import DiskFull
+from perdure.errors import DiskFull, PerdureError
+from perdure.sandboxes.guest.sandbox import DiskTooSmall
 
 
-async def test_every_kind_of_lost_sandbox_is_told_as_one() -> None:
-    """`retry_on` of a request names SandboxLost; a disk that its agent has filled is such a loss."""
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (DiskFull("sandbox 'p-1' has no disk space left"), "SandboxLost"),
+        (DiskTooSmall("the template's disk is full"), "ConfigurationError"),
+    ],
+)
+async def test_a_kind_of_error_goes_by_the_name_that_is_known(
+    error: PerdureError, name: str
+) -> None:
+    """`retry_on` of a request names SandboxLost; a run pauses for a ConfigurationError by its name."""
 
     async def work() -> None:
-        raise DiskFull("sandbox 'p-1' has no disk space left")
+        raise error
 
     with pytest.raises(ApplicationError) as caught:
         await translated(work())
 
-    assert (caught.value.type, caught.value.non_retryable) == ("SandboxLost", True)
+    assert (caught.value.type, caught.value.non_retryable) == (name, True)
