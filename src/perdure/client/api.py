@@ -101,15 +101,8 @@ class Perdure:
         """Start the run, or join it when it exists. Raises: ConfigurationError."""
         request = run_with_defaults(request)
         _check_agent(request.rollout)
-        handle, joined = await self._start(
-            names.RUN,
-            request,
-            request.workflow_id,
-            TypedSearchAttributes([SearchAttributePair(attributes.RUN, request.run_id)]),
-            summary=f"run {request.run_id} · {request.rollout.get('agent', 'mini_swe_agent')}",
-            fairness=request.run_id,
-            priority=request.priority,
-        )
+        agent = request.rollout.get("agent", "mini_swe_agent")
+        handle, joined = await self._start_run(request, str(agent))
         return RunHandle(self, request.run_id, handle, joined=joined)
 
     async def play_again(self, request: RunRequest) -> "RunHandle":
@@ -117,14 +110,9 @@ class Perdure:
 
         Raises: ConfigurationError if it is open.
         """
-        handle, is_open = await self._start(
-            names.RUN,
+        handle, is_open = await self._start_run(
             request,
-            request.workflow_id,
-            TypedSearchAttributes([SearchAttributePair(attributes.RUN, request.run_id)]),
-            summary=f"run {request.run_id} · again, round {request.again and request.again.round}",
-            fairness=request.run_id,
-            priority=request.priority,
+            f"again, round {request.again and request.again.round}",
             again=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
         )
         if is_open:
@@ -210,6 +198,23 @@ class Perdure:
         started = sum(by_state.values())
         return RunStatus(
             run_id=run_id, state=state, started=started, running=running, done=started - running
+        )
+
+    async def _start_run(
+        self,
+        request: RunRequest,
+        what: str,
+        again: WorkflowIDReusePolicy = WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
+    ) -> tuple[WorkflowHandle[Any, Any], bool]:
+        return await self._start(
+            names.RUN,
+            request,
+            request.workflow_id,
+            TypedSearchAttributes([SearchAttributePair(attributes.RUN, request.run_id)]),
+            summary=f"run {request.run_id} · {what}",
+            fairness=request.run_id,
+            priority=request.priority,
+            again=again,
         )
 
     async def _start(
