@@ -6,17 +6,20 @@ files in `SPREAD` share nothing, so any process takes any of them. `-n 0` runs a
 the other, in one process.
 """
 
+import faulthandler
 import functools
 import gc
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from uuid import uuid4
 
 import pytest
+from _pytest.capture import CaptureManager
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -47,6 +50,8 @@ SPREAD = (
     "tests/unit/gateway/test_gateway.py",
 )
 """Files that last long and whose tests share nothing."""
+GRACE_S = 60
+"""For a test that met its time limit to fail and tidy up."""
 
 
 @runtime_checkable
@@ -72,6 +77,38 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that outlives its limit ends its process, with the stacks of all threads.
+
+    The limit itself is an exception in the main thread: an event loop may take it for that of a
+    callback, and what tidies up after it may wait for ever.
+    """
+    guard = threading.Timer(_limit_s(item) + GRACE_S, _end_process, (item,))
+    guard.daemon = True
+    guard.start()
+    try:
+        return (yield)
+    finally:
+        guard.cancel()
+
+
+def _limit_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    if marker is not None:
+        return float(marker.args[0])
+    return float(item.config.getoption("timeout") or item.config.getini("timeout"))
+
+
+def _end_process(item: pytest.Item) -> None:
+    capture = item.config.pluginmanager.getplugin("capturemanager")
+    if isinstance(capture, CaptureManager):
+        capture.suspend_global_capture()
+    print(f"{item.nodeid} does not end:", file=sys.__stderr__, flush=True)
+    faulthandler.dump_traceback(file=sys.__stderr__ or 2)
+    os._exit(1)
 
 
 @pytest.hookimpl(wrapper=True)
