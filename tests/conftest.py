@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Generator, Iterator
@@ -100,6 +101,45 @@ def _limit_s(item: pytest.Item) -> float:
     if marker is not None:
         return float(marker.args[0])
     return float(item.config.getoption("timeout") or item.config.getini("timeout"))
+
+
+class Overdue:
+    """In the process that hands tests out: ends those that run them if one of them is long overdue.
+
+    A process that is stopped, or that waits in the kernel, cannot end itself.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._guards: dict[str, threading.Timer] = {}
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        guard = threading.Timer(self._limit_s, self._end, (nodeid,))
+        guard.daemon = True
+        self._guards[nodeid] = guard
+        guard.start()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        if guard := self._guards.pop(nodeid, None):
+            guard.cancel()
+
+    def _end(self, nodeid: str) -> None:
+        print(f"\n{nodeid} does not end. Processes:", file=sys.__stderr__, flush=True)
+        for pid in map(
+            int, Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
+        ):
+            state = (
+                Path(f"/proc/{pid}/status").read_text().split("State:")[1].splitlines()[0].strip()
+            )
+            where = Path(f"/proc/{pid}/wchan").read_text()
+            print(f"{pid}: {state}, in {where}", file=sys.__stderr__, flush=True)
+            os.kill(pid, signal.SIGKILL)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        limit_s = float(config.getoption("timeout") or config.getini("timeout"))
+        config.pluginmanager.register(Overdue(limit_s + 2 * GRACE_S))
 
 
 def _end_process(item: pytest.Item) -> None:
