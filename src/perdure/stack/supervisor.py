@@ -26,9 +26,10 @@ from perdure.engines.reported import engine_settings
 from perdure.errors import ConfigurationError, PerdureError
 from perdure.gateway.http import listeners
 from perdure.home import keep_private
+from perdure.sandboxes.host import procfs
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
-from perdure.stack import readiness
+from perdure.stack import readiness, start_limit
 from perdure.stack import state as stack_state
 from perdure.stack.checkout import find_root
 from perdure.stack.children import Child, ChildSpec
@@ -39,8 +40,6 @@ from perdure.stack.state import StackState
 from perdure.stack.watch import Watch
 from perdure.telemetry import configure_logging, temporal_runtime
 
-START_LIMIT_S = 120.0
-"""Seconds within which all parts must answer; otherwise the start has failed."""
 CHECK_EVERY_S = 10.0
 STACKS_S = 1.0
 """Seconds that a hanging part gets to write where each of its threads is, before it is killed."""
@@ -70,6 +69,7 @@ class Supervisor:
         self.report = report
         self.status = "starting"
         self.children: dict[str, Child] = {}
+        self._up: set[str] = set()
         self.client: Client | None = None
         self.namespace = "default"
         self._me = identify(os.getpid())
@@ -95,8 +95,12 @@ class Supervisor:
             await self._stop()
 
     async def _start(self) -> None:
-        async with asyncio.timeout(START_LIMIT_S):
-            await self._start_everything()
+        await start_limit.limited(self._start_everything(), self._works)
+
+    def _works(self) -> bool:
+        """Whether a part that has not answered yet is at work."""
+        starting = (child.state for name, child in self.children.items() if name not in self._up)
+        return any(procfs.works(process.pid) for process in starting if process is not None)
 
     async def _start_everything(self) -> None:
         engine = self.plan.scripted_engine()
@@ -192,6 +196,7 @@ class Supervisor:
                     raise StartFailed(f"{name} does not start: {child.log_end(1)}")
         finally:
             waiting.cancel()
+        self._up.add(name)
         self.report({"event": "up", "name": name})
         return waiting.result()
 
@@ -238,7 +243,9 @@ class Supervisor:
     def _what_is_late(self) -> str:
         logs = {name: child.log_end() for name, child in self.children.items()}
         told = "\n".join(f"{name}: {text}" for name, text in logs.items() if text)
-        return f"not everything answered within {START_LIMIT_S:g} s\n{told}"
+        return (
+            f"not everything answered, and nothing was at work for {start_limit.IDLE_S:g} s\n{told}"
+        )
 
     def _set_status(self, status: str) -> None:
         self.status = status

@@ -48,6 +48,16 @@ def runs(pid: int) -> bool:
     return bool(fields) and (fields[0] not in b"ZX" or int(fields[17]) > 1)
 
 
+def works(pid: int) -> bool:
+    """Whether any thread of it computes, or waits for a core or a disk."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    states = (read(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
+    return any(text[text.rfind(b")") + 2 :][:1] in (b"R", b"D") for text in states)
+
+
 def depth(pid: int) -> int:
     """The number of pid namespaces it is in; 0 if it is gone."""
     for line in read(f"/proc/{pid}/status").split(b"\n"):
