@@ -6,6 +6,7 @@ finds it again. Control calls carry the control token and are not reachable with
 
     PUT  /sessions/{session_id}        SessionSpec    -> SessionSummary   open; repeating is joining
     GET  /sessions/{session_id}                       -> SessionSummary
+    POST /sessions                     [session_id]   -> [SessionSummary]   of those that exist
     POST /sessions/{session_id}/close                 -> SessionSummary   seal, write turns to the store
     DELETE /sessions/{session_id}                     -> (nothing)        close, delete its journal
     POST /v1/messages, /v1/messages/count_tokens      (Authorization: Bearer, or x-api-key:
@@ -20,7 +21,7 @@ import hashlib
 import hmac
 from typing import Annotated
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, TypeAdapter
 
 from perdure.engines.base import DEFAULT_MODEL, Wait
 from perdure.types import Frozen, Sampling
@@ -71,6 +72,9 @@ class SessionSummary(Frozen):
     replayed_tokens: int = 0
     waits: Wait | None = None
     """What a call waits for at this moment. Only the gateway process that has the call knows this."""
+
+
+SUMMARIES = TypeAdapter(list[SessionSummary])
 
 
 def session_key(secret: bytes, session_id: str) -> str:

@@ -4,6 +4,7 @@ Activities import it, so it imports neither tokenizers nor the server.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import httpx
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, StoreUnavailable
 from perdure.gateway.base import (
     STORE_AWAY,
+    SUMMARIES,
     SessionSpec,
     SessionSummary,
     control_token,
     session_key,
 )
+from perdure.gateway.watching import SharedLooks
 from perdure.home import Secrets
 
 TIMEOUT_S = 60.0
@@ -48,6 +51,7 @@ class GatewayControl:
             transport=transport,
             trust_env=False,
         )
+        self._looks = SharedLooks(self._summaries)
 
     async def __aenter__(self) -> "GatewayControl":
         return self
@@ -74,6 +78,13 @@ class GatewayControl:
         """Raises: GatewayUnavailable, NotFound."""
         return await self._call("GET", f"/sessions/{session_id}")
 
+    async def look(self, session_id: str) -> SessionSummary:
+        """As `get`, within a second: all looks of this process in that second are one request.
+
+        Raises: GatewayUnavailable, StoreUnavailable, NotFound.
+        """
+        return await self._looks.look(session_id)
+
     async def close(self, session_id: str) -> SessionSummary:
         """Seal a session and write its turns to the store.
 
@@ -87,6 +98,12 @@ class GatewayControl:
         Raises: GatewayUnavailable (also when the store is).
         """
         await self._request("DELETE", f"/sessions/{session_id}")
+
+    async def _summaries(self, session_ids: Sequence[str]) -> Mapping[str, SessionSummary]:
+        content = json.dumps(session_ids).encode()
+        answer = await self._request("POST", "/sessions", content)
+        found = SUMMARIES.validate_json(answer.content)
+        return {summary.session_id: summary for summary in found}
 
     async def _call(self, method: str, path: str, content: bytes = b"") -> SessionSummary:
         response = await self._request(method, path, content)

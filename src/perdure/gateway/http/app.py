@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -33,7 +33,7 @@ from perdure.errors import (
     RetryHere,
     StoreUnavailable,
 )
-from perdure.gateway.base import STORE_AWAY, SessionSpec
+from perdure.gateway.base import STORE_AWAY, SUMMARIES, SessionSpec, SessionSummary
 from perdure.gateway.http import engine_routes, episode_routes
 from perdure.gateway.http.keys import may_control, session_of
 from perdure.gateway.journal.base import Journal
@@ -51,6 +51,7 @@ from perdure.storage.base import Store
 MAX_BODY = 32 << 20
 """Bytes of a request; 200k tokens of history are about 1 MB."""
 MAX_CONTROL_BODY = 1 << 20
+SESSION_IDS = TypeAdapter(list[str])
 RETRY_AFTER_S = 5
 LONG_WAIT_S = 60.0
 """If a session is closed while its call waits longer than this for an engine, that call counts as
@@ -146,6 +147,7 @@ def create_app(
             Route("/v1/models", _agent(_models)),
             Route("/", _hello, methods=["HEAD"]),
             Route("/api/hello", _hello, methods=["HEAD"]),
+            Route("/sessions", _control(_get_many), methods=["POST"]),
             Route("/sessions/{session_id}", _control(_open), methods=["PUT"]),
             Route("/sessions/{session_id}", _control(_get), methods=["GET"]),
             Route("/sessions/{session_id}", _control(_forget), methods=["DELETE"]),
@@ -273,13 +275,29 @@ async def _open(request: Request) -> Response:
 
 
 async def _get(request: Request) -> Response:
-    gateway, session_id = _gateway(request), request.path_params["session_id"]
+    summary = await _summary(_gateway(request), request.path_params["session_id"])
+    return Response(summary.model_dump_json(), media_type="application/json")
+
+
+async def _get_many(request: Request) -> Response:
+    try:
+        session_ids = SESSION_IDS.validate_json(await _body(request, MAX_CONTROL_BODY))
+    except ValidationError:
+        raise Refused(400, "invalid_value", "the body is not a list of session ids") from None
+    found = []
+    for session_id in session_ids:
+        with contextlib.suppress(NotFound):
+            found.append(await _summary(_gateway(request), session_id))
+    return Response(SUMMARIES.dump_json(found), media_type="application/json")
+
+
+async def _summary(gateway: Gateway, session_id: str) -> SessionSummary:
     summary = await gateway.sessions.get(session_id)
     if waits := gateway.engine.pool.waits(session_id):
         if summary.waits is not None:  # the agent tries again: its wait began before this call's
             waits = waits.model_copy(update={"since": min(summary.waits.since, waits.since)})
         summary = summary.model_copy(update={"waits": waits})
-    return Response(summary.model_dump_json(), media_type="application/json")
+    return summary
 
 
 async def _close(request: Request) -> Response:

@@ -1,5 +1,7 @@
 """The gateway session of one attempt's agent: opened once, replays what a lost attempt recorded."""
 
+from collections.abc import Awaitable
+
 from perdure import tracing
 from perdure.errors import GatewayUnavailable, NotFound
 from perdure.gateway.base import SessionSpec, SessionSummary
@@ -36,7 +38,7 @@ class AgentSession:
     async def open(self) -> SessionSummary:
         """The session, as an earlier try of this stage may have opened it."""
         try:
-            summary = await self.look()
+            summary = await self._known(self._gateway.get(self._id))
         except NotFound:
             summary = await self._gateway.open(await self._spec())
         return await self._answered(summary)
@@ -60,9 +62,15 @@ class AgentSession:
         )
 
     async def look(self) -> SessionSummary:
-        """Raises: NotFound; GatewayUnavailable."""
+        """In one request with the other agents that this process watches.
+
+        Raises: NotFound; GatewayUnavailable.
+        """
+        return await self._known(self._gateway.look(self._id))
+
+    async def _known(self, answer: Awaitable[SessionSummary]) -> SessionSummary:
         try:
-            return await self._gateway.get(self._id)
+            return await answer
         except GatewayUnavailable:
             await self._job.services.store.put(
                 self._away_key, GatewayAway().model_dump_json().encode()
