@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import ConfigurationError, NotFound, SandboxLost
-from perdure.sandboxes.base import ExecState, Mount, Network, SandboxSpec
+from perdure.sandboxes.base import ExecState, ExecStatus, Mount, Network, SandboxSpec
 from perdure.sandboxes.host import cgroups, keeper_client
+from perdure.sandboxes.host import sandbox as sandbox_module
 from perdure.sandboxes.host.keeper import linux
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.sandboxes.host.process import ProcessId, ended, is_alive
@@ -53,6 +54,43 @@ async def box(provider: BubblewrapProvider) -> AsyncIterator[NamespaceSandbox]:
 async def out(box: NamespaceSandbox, script: str) -> str:
     result = await box.exec(script)
     return (result.stdout + result.stderr).decode()
+
+
+# -- waiting --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", ["command", "sandbox"])
+async def test_a_wait_is_told_by_the_kernel(
+    box: NamespaceSandbox, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """It looks when the command or its sandbox ends, not now and then: 1,000 agents wait in a worker."""
+    polls, poll = 0, box.poll
+
+    async def counted(exec_id: str) -> ExecStatus:
+        nonlocal polls
+        polls += 1
+        return await poll(exec_id)
+
+    monkeypatch.setattr(sandbox_module, "LOOK_S", 0.0)  # would look without a pause
+    await box.start("long", ["sleep", "3600"])
+    monkeypatch.setattr(box, "poll", counted)
+    waiting = asyncio.create_task(box.wait("long", timeout_s=3600))
+    while not polls:
+        await asyncio.sleep(0)
+    for _ in range(1000):  # it has the event loop to itself
+        await asyncio.sleep(0)
+    looked = polls
+    if ends == "command":
+        await box.signal("long", signal.SIGTERM)
+    else:
+        await box.kill()
+    (over,) = await asyncio.gather(waiting, return_exceptions=True)
+
+    assert looked == 1
+    if ends == "command":
+        assert getattr(over, "signal", over) == signal.SIGTERM
+    else:  # its folder may be gone when the wait looks
+        assert isinstance(over, SandboxLost) or getattr(over, "cause", over) == "sandbox"
 
 
 # -- isolation ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,23 +52,28 @@ def kill_process(process: ProcessId | None, signum: int) -> None:
 
 async def ended(process: ProcessId, timeout_s: float) -> bool:
     """Wait, without polling, until the process ends (True) or `timeout_s` has passed."""
-    if not process.pid:
-        return True
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return True
+    return await one_ended((process,), timeout_s)
+
+
+async def one_ended(processes: Collection[ProcessId], timeout_s: float | None) -> bool:
+    """Wait, without polling, until one of them ends (True) or `timeout_s` has passed."""
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
-    try:
-        if not is_alive(process):
-            return True
-        loop.add_reader(pidfd, _set, over)
+    with contextlib.ExitStack() as stack:
+        for process in processes:
+            try:
+                pidfd = os.pidfd_open(process.pid) if process.pid else None
+            except ProcessLookupError:
+                return True
+            if pidfd is None:
+                return True
+            stack.callback(os.close, pidfd)
+            if not is_alive(process):
+                return True
+            loop.add_reader(pidfd, _set, over)
+            stack.callback(loop.remove_reader, pidfd)
         await asyncio.wait((over,), timeout=timeout_s)
         return over.done()
-    finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
 
 
 def _set(over: "asyncio.Future[None]") -> None:

@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import resource
 import signal
@@ -31,7 +32,7 @@ from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.box import Box, BoxMeta
 from perdure.sandboxes.host.execs import ExecRecord
 from perdure.sandboxes.host.keeper.killing import end_all, end_command, kill_group
-from perdure.sandboxes.host.process import ended, is_alive
+from perdure.sandboxes.host.process import ended, is_alive, one_ended
 from perdure.sandboxes.host.procfs import below, marked
 from perdure.sandboxes.host.teardown import destroy, lock_of
 from perdure.sandboxes.locks import locked
@@ -43,7 +44,7 @@ RESULT_S = 1.0
 HOLDER_KILLS_S = 10.0
 """Longest wait for pid 1 to kill all others; if it does not, they are killed one by one."""
 LOOK_S = 0.5
-"""How often `wait` looks whether a command that it waits for still has a sandbox."""
+"""How often `wait` looks at a command that has outlived a process of its sandbox."""
 PIDS = "prlimit --nproc="
 """What limits the processes of the sandbox's user, where no cgroup limits the sandbox's."""
 INLINE_BYTES = 1 << 18
@@ -149,20 +150,24 @@ class HostSandbox(Sandbox):
 
     @_lost_with_its_folder
     async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
-        """Returns as soon as the command is over: it waits for the process instead of polling."""
+        """Returns as soon as the command is over: the kernel tells when it, or its sandbox, ends."""
         loop = asyncio.get_running_loop()
         end = None if timeout_s is None else loop.time() + timeout_s
         while True:
             status = await self.poll(exec_id)
-            left = LOOK_S if end is None else min(LOOK_S, end - loop.time())
+            left = math.inf if end is None else end - loop.time()
             if status.done or left <= 0:
                 return status
             process = self.box.record(exec_id).process
             if process is None or not process.pid:  # none yet, or none could be made
                 await asyncio.sleep(min(left, 0.005))
+                continue
+            needed = [one for one in self._processes if one is not None]
+            if self.alive:
+                await one_ended((process, *needed), None if left == math.inf else left)
             else:
-                await ended(process, left)
-                await self._result_written(self.box.record(exec_id))
+                await ended(process, min(left, LOOK_S))
+            await self._result_written(self.box.record(exec_id))
 
     async def output(
         self,
