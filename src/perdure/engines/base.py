@@ -35,6 +35,8 @@ class Completion(NamedTuple):
     versions: Sequence[VersionSpan]
     engine: str
     engines: Sequence[EngineSpan] = ()
+    waited_s: float = 0.0
+    """Seconds in which it was on no engine."""
 
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})

@@ -54,6 +54,7 @@ class ConfiguredEngine:
             api_key=environment.named(key_source),
             key_source=key_source,
             home_key=home_key,
+            agents=settings.engine.agents,
             hang_s=settings.engine.hang_s,
         )
         own = engine_specs(settings.engine.url, settings.engine.kind)

@@ -117,6 +117,8 @@ class EngineSettings(Group):
     """How the model writes tool calls, by vLLM's name for its parser; `text`: it makes none. `auto` = as its chat template writes them."""
     api_key_env: str = ""
     """Name of the variable that holds the server's key. Empty = `OPENAI_API_KEY` or `ANTHROPIC_API_KEY`."""
+    agents: int = Field(128, ge=1)
+    """Most agents that one `vllm` or `sglang` engine holds; others wait, and the wait is no engine time. A hosted API has no such limit."""
     hang_s: float = Field(120.0, gt=0)
     """If an engine has waiting calls and gives no token for this many seconds, its calls move to another engine."""
 

@@ -245,6 +245,15 @@ def test_capacity_follows_kv_tokens_and_context(
     assert capacity.agents == agents
 
 
+def test_a_setting_bounds_the_agents_of_an_engine() -> None:
+    """More than 128 where contexts fit, and fewer than 64 from the beginning."""
+    large, small = Capacity(most=500), Capacity(most=8)
+    for capacity in (large, small):
+        capacity.observe(Vitals(kv_tokens=48_000_000), agents=9, mean_context=32_000)
+
+    assert (large.agents, small.agents, Capacity(most=8).agents) == (500, 8, 8)
+
+
 def watched(
     capacity: Capacity, looks: int, hit_rate: float, *, starved: int = 1, running: int = 9
 ) -> list[int]:

@@ -1,19 +1,21 @@
 """A session's summary says that it waits for an engine, since when, and what the engines lack."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from perdure.engines.base import Wait
+from perdure.engines.base import Completion, Wait
 from perdure.engines.clients.wire import new_client
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.leases import Capacity
 from perdure.engines.pool.pool import EnginePool
-from perdure.engines.roster import LoneRoster, add_engine
+from perdure.engines.roster import LoneRoster, StoredRoster, add_engine, roster_key
 from perdure.engines.state import EngineSpec
+from perdure.home import load_secrets
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests import held_ports
@@ -51,7 +53,7 @@ def unused_url() -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def ask(pool: EnginePool, session: str) -> "asyncio.Task[object]":
+def ask(pool: EnginePool, session: str) -> "asyncio.Task[Completion]":
     call = pool.generate([1, 2], {"max_tokens": 4}, session_id=session, request_id=f"{session}-0")
     return asyncio.ensure_future(call)
 
@@ -95,10 +97,13 @@ async def test_a_call_waits_while_every_engine_is_full(
 
     asked = ask(pool, "second")
     wait = await until(waits)
+    known = time.monotonic()
+    waited = time.monotonic() - known
     pool.left("first")
-    await asked
+    completion = await asked
 
     assert wait.reason == "every engine that is ready is full"
+    assert completion.waited_s >= waited
 
 
 async def _call(gateway: LocalGateway, key: str) -> int:
@@ -120,6 +125,32 @@ async def test_a_wait_is_in_the_sessions_summary(tmp_path: Path, unused_url: str
         asked.cancel()
 
     assert unused_url.removeprefix("http://") in wait.reason
+
+
+async def test_a_wait_is_no_engine_time(
+    tmp_path: Path, unused_url: str, engine: ScriptedEngine
+) -> None:
+    """A session's engine seconds begin when an engine has its call."""
+    async with LocalGateway(tmp_path, engine={"url": unused_url, "kind": "vllm"}) as gateway:
+        key = await gateway.open("s")
+        began = time.monotonic()
+        asked = asyncio.ensure_future(_call(gateway, key))
+
+        async def waits() -> Wait | None:
+            return (await gateway.control.get("s")).waits
+
+        await until(waits)
+        known = time.monotonic()
+        key_of_roster = roster_key(load_secrets(gateway.settings).oldest)
+        roster = StoredRoster(gateway.store, key_of_roster)
+        await add_engine(roster, EngineSpec(engine.url), "policy")
+        waited = time.monotonic() - known
+        answered = await asked
+        total = time.monotonic() - began
+        summary = await gateway.control.get("s")
+
+    assert answered == 200
+    assert 0 < summary.engine_seconds < total - waited
 
 
 async def test_an_answer_of_another_gateway_ends_the_wait(

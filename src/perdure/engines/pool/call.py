@@ -42,6 +42,8 @@ class GenerateCall:
     moves: int = 0
     gained: int = 0
     """Tokens of the last engine that were kept."""
+    waited_s: float = 0.0
+    """Seconds in which it was on no engine."""
     _since: float = field(default_factory=time.monotonic)
     _pause: float = FIRST_PAUSE_S
 
@@ -129,6 +131,7 @@ class GenerateCall:
             tuple(salvage.versions),
             engine,
             tuple(salvage.engines),
+            self.waited_s,
         )
 
 

@@ -22,7 +22,7 @@ from perdure.engines.clients.token_server import BreakKind, StreamBroken
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import PROBE_S, EngineControl
 from perdure.engines.clients.wire import engine_name
-from perdure.engines.pool.leases import Candidate, Leases
+from perdure.engines.pool.leases import MOST_AGENTS, Candidate, Capacity, Leases
 from perdure.engines.pool.pooled_engine import PooledEngine
 from perdure.engines.roster import Change, Roster, SharedRoster
 from perdure.engines.state import EngineRecord, EngineSpec, EngineState, name_of, root_of
@@ -52,6 +52,8 @@ class PoolOptions:
     """The variable that `api_key` came from: named in errors, where the key is never shown."""
     home_key: str = ""
     """Replaces `api_key` for engines behind an `EngineProxy`; derived from the home's secret."""
+    agents: int = MOST_AGENTS
+    """Most agents that one engine holds."""
     hang_s: float = 120.0
     """Seconds without a token after which an engine with calls counts as hung."""
     patience_s: float = 900.0
@@ -241,6 +243,7 @@ class Fleet:
             speaks(name, record.url, self._client, api_key=key, key_source=source),
             control,
             health.HealthCheck(control, hang_s=options.hang_s),
+            Capacity(options.agents),
         )
         engine.checking = asyncio.create_task(self._check(engine))
         return engine

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from perdure.engines.clients.vllm_control import Vitals
 
 LEAST_AGENTS, MOST_AGENTS = 64, 128
-"""Agents of one engine, the range Anyscale reports; KV pressure may lower it further."""
+"""Agents of one engine, the range Anyscale reports; KV pressure may lower it further. The setting
+`engine.agents` changes the upper one."""
 KV_SHARE = 0.9
 """Share of the KV cache that agents' contexts may fill on average."""
 IDLE_S = 600.0
@@ -300,6 +301,7 @@ class Capacity:
         assert capacity.agents == 128
     """
 
+    most: int = MOST_AGENTS
     agents: int = LEAST_AGENTS
     _before: Vitals | None = None
     lowered: bool = False
@@ -309,9 +311,12 @@ class Capacity:
     _asked: float = 0.0
     _hit: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.agents = min(self.agents, self.most)
+
     def observe(self, vitals: Vitals, *, agents: int, mean_context: float) -> None:
         """Adjust to one health check of the engine. `mean_context`: tokens per agent."""
-        fits = _fitting(vitals, mean_context)
+        fits = self._fitting(vitals, mean_context)
         pressed = self._is_pressed(vitals, agents * mean_context)
         self._before = vitals
         if self._settling:
@@ -323,7 +328,7 @@ class Capacity:
         elif fits > self.agents:
             self.agents = self.agents + 1 if self.lowered else int(fits)
         elif agents >= self.agents and not (vitals.running or vitals.waiting):
-            self.agents = min(self.agents + 1, MOST_AGENTS)
+            self.agents = min(self.agents + 1, self.most)
 
     def _is_pressed(self, vitals: Vitals, committed: float) -> bool:
         """Whether it thrashes: it evicts KV that it needs again, and has no spare time."""
@@ -339,9 +344,8 @@ class Capacity:
         wasted = too_many and self._hit < WASTED * self._asked
         return wasted or vitals.kv_used > KV_SHARE or vitals.preemptions > before.preemptions
 
-
-def _fitting(vitals: Vitals, mean_context: float) -> float:
-    """Agents whose contexts fit into the KV cache; 0 if unknown."""
-    if not (vitals.kv_tokens and mean_context):
-        return 0.0
-    return min(KV_SHARE * vitals.kv_tokens / mean_context, float(MOST_AGENTS))
+    def _fitting(self, vitals: Vitals, mean_context: float) -> float:
+        """Agents whose contexts fit into the KV cache; 0 if unknown."""
+        if not (vitals.kv_tokens and mean_context):
+            return 0.0
+        return min(KV_SHARE * vitals.kv_tokens / mean_context, float(self.most))

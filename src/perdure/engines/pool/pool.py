@@ -173,9 +173,11 @@ class EnginePool:
     def _known_to_wait(self, call: GenerateCall) -> Iterator[None]:
         waiting = self._unassigned.setdefault(call.session_id, {})
         waiting[call] = time.time()
+        began = time.monotonic()
         try:
             yield
         finally:
+            call.waited_s += time.monotonic() - began
             del waiting[call]
             if not waiting:
                 self._unassigned.pop(call.session_id, None)

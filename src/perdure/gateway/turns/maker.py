@@ -119,7 +119,7 @@ class TurnMaker:
                     last=session.elsewhere,
                 ),
             )
-        engine_seconds = time.monotonic() - started
+        engine_seconds = time.monotonic() - started - completion.waited_s
         with tracing.span("read answer"):
             stops = agents_stops(session.spec.sampling, request)
             read = read_completion(self._format, request, prompt, completion, turn_id, stops=stops)
