@@ -23,6 +23,10 @@ class ThisTry:
     def number(self) -> int:
         return activity.info().attempt
 
+    @property
+    def play(self) -> str:
+        return activity.info().workflow_run_id or ""
+
     def now(self) -> float:
         started: float = activity.info().started_time.timestamp()
         return started + time.monotonic() - self._began

@@ -27,7 +27,7 @@ class BootSandbox:
     @shell("boot_sandbox")
     async def boot(self, attempt: Attempt) -> Booted:
         async with _said_if_it_lasts(attempt.attempt):
-            return await boot(await Job.of(self.services, attempt, ThisTry()))
+            return await boot(await Job.of(self.services, attempt, ThisTry(), first=True))
 
 
 @asynccontextmanager

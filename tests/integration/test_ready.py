@@ -206,7 +206,8 @@ async def test_a_later_try_takes_none_that_it_had_not_taken_before(tmp_path: Pat
     found = []
     for number in (2, 1):
         environment.info = replace(environment.info, attempt=number)
-        job = await Job.of(services, Attempt(request=request, attempt=1), ThisTry())
+        attempt = Attempt(request=request, attempt=1)
+        job = await environment.run(Job.of, services, attempt, ThisTry())
         found.append(await environment.run(take_ready, job, spec))
     await services.close()
     taken = await provider.list()

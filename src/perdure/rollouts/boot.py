@@ -73,7 +73,7 @@ async def boot(job: Job) -> Booted:
 
 async def sandbox_of(job: Job) -> str:
     """Identity of the sandbox that this attempt's agent has, or would have."""
-    record = await job.read(CHECKPOINT, BootRecord)
+    record = await job.recall(CHECKPOINT, BootRecord)
     if record is not None:
         return record.identity
     taking = keys.taking(job.request, job.attempt)
@@ -221,7 +221,7 @@ async def _init(job: Job, sandbox: Sandbox) -> dict[str, JsonValue]:
 
 async def init_metadata(job: Job) -> dict[str, JsonValue]:
     """What the handler's `init` returned in this attempt."""
-    record = await job.read(CHECKPOINT, BootRecord)
+    record = await job.recall(CHECKPOINT, BootRecord)
     return record.metadata if record is not None else {}
 
 

@@ -34,7 +34,7 @@ async def capture(job: Job) -> Captured:
 async def _take(job: Job) -> PatchRef:
     sandbox = await attach(job)
     await sandbox.end_all()  # no process of the agent may race the capture, or kill it
-    boot = await job.read("sandbox.json", BootRecord)
+    boot = await job.recall("sandbox.json", BootRecord)
     with tracing.span("take diff"):
         captured = await diff.capture(
             sandbox,

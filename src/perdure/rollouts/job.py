@@ -39,6 +39,11 @@ class Try(Protocol):
     @property
     def accounts(self) -> Accounts: ...
 
+    @property
+    def play(self) -> str:
+        """One run of the rollout's workflow."""
+        ...
+
     def now(self) -> float:
         """Unix seconds by Temporal's clock, so that a host's clock that is wrong ends no rollout."""
         ...
@@ -92,13 +97,22 @@ class Job:
     """FAIL_TO_PASS test -> why calibration found no twin of it."""
 
     @classmethod
-    async def of(cls, services: Services, attempt: Attempt, this_try: Try) -> "Job":
-        """Raises: ConfigurationError; InstanceError if the stored row is not an instance."""
-        row: Instance | NotFound
-        try:
-            row = await catalog.load(services.store, attempt.request.instance)
-        except NotFound as error:
-            row = error
+    async def of(
+        cls, services: Services, attempt: Attempt, this_try: Try, *, first: bool = False
+    ) -> "Job":
+        """`first`: the rollout's first stage, which reads the row anew.
+
+        Raises: ConfigurationError; InstanceError if the stored row is not an instance.
+        """
+        ref, play = attempt.request.instance, this_try.play
+        row: Instance | NotFound | None
+        row = None if first else services.memory.recall(play, ref, Instance)
+        if row is None:
+            try:
+                row = await catalog.load(services.store, ref)
+                services.memory.keep(play, ref, row)
+            except NotFound as error:
+                row = error
         return cls(
             services=services,
             this_try=this_try,
@@ -179,6 +193,14 @@ class Job:
     async def write(self, name: str, result: Model) -> Model:
         """Store the checkpoint unless another try was first; return what is stored."""
         return await checkpoints.write(self.services.store, self.key(name), result)
+
+    async def recall(self, name: str, model: type[Model]) -> Model | None:
+        """As `read`, of a checkpoint that is written once: this process reads it once."""
+        memory, play, key = self.services.memory, self.this_try.play, self.key(name)
+        known = memory.recall(play, key, model)
+        if known is None and (known := await self.read(name, model)) is not None:
+            memory.keep(play, key, known)
+        return known
 
     async def once(
         self, name: str, model: type[Model], work: Callable[["Job"], Awaitable[Model]]

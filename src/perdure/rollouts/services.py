@@ -10,6 +10,7 @@ from perdure.gateway.control import GatewayControl
 from perdure.handlers import AgentHandler
 from perdure.home import host_of, load_secrets
 from perdure.instances.environments import Environments
+from perdure.rollouts.memory import Memory
 from perdure.rollouts.sandbox.ready import ReadySandboxes
 from perdure.rollouts.sandbox.seats import Seats
 from perdure.rollouts.sandbox.term import HostTerm
@@ -30,6 +31,7 @@ class Services:
         self.tools: Path = self.home / "tools"
         self.held: dict[str, tuple[str, str]] = {}
         """Provider and identity of the sandboxes that this process reached, by the attempt's identity."""
+        self.memory = Memory()
         self._providers: dict[str, SandboxProvider] = {}
         self._environments: dict[tuple[str, str], Environments] = {}
         self._agents: dict[str, Agent] = {}

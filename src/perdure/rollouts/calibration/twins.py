@@ -24,7 +24,7 @@ async def choose(services: Services, asked: RowToConclude, this_try: Try, owner:
     """
     row = await catalog.load(services.store, asked.row.instance)
     rollout = asked.row.rollout(asked.calibration, "oracle", 0)
-    job = await Job.of(services, Attempt(request=rollout, attempt=1), this_try)
+    job = await Job.of(services, Attempt(request=rollout, attempt=1), this_try, first=True)
     plan = job.grade_sandbox
     record = await calibration.read(services.store, row, plan.placement.provider)
     if record is None or record.state is not CalibrationState.PROVED:

@@ -1,0 +1,135 @@
+"""A worker process reads a rollout's row and the record of its sandbox once."""
+
+from collections import Counter
+from pathlib import Path
+
+from perdure.instances import catalog
+from perdure.rollouts.boot import CHECKPOINT, BootRecord, init_metadata, sandbox_of
+from perdure.rollouts.job import Job
+from perdure.rollouts.memory import Memory
+from perdure.rollouts.messages import Attempt
+from perdure.rollouts.sandbox.admission import Accounts
+from perdure.rollouts.services import Services
+from perdure.settings.tree import Settings
+from perdure.storage.base import Stored
+from perdure.storage.local import LocalStore
+from perdure.types import Grading, Instance, RolloutRequest, Source, SourceKind
+
+ROW = Instance(
+    instance_id="add-1",
+    dataset="toy",
+    problem_statement="-",
+    source=Source(kind=SourceKind.BLOB, key="blobs/x"),
+    grading=Grading(test_cmd="pytest"),
+)
+REQUEST = RolloutRequest(run_id="r1", instance=ROW.ref, agent="nop", sandbox="local")
+
+
+class CountingStore(LocalStore):
+    """Counts what is read, by the last part of the key."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.read: Counter[str] = Counter()
+
+    async def get(self, key: str) -> Stored:
+        self.read[key.rsplit("/", 1)[-1]] += 1
+        return await super().get(key)
+
+
+class OneTry:
+    """A try of a stage, in one run of the rollout's workflow."""
+
+    number = 1
+    accounts: Accounts
+
+    def __init__(self, play: str) -> None:
+        self.play = play
+
+    def now(self) -> float:
+        return 0.0
+
+    def is_cancelled_on_purpose(self) -> bool:
+        return False
+
+    def is_superseded(self) -> bool:
+        return False
+
+    async def workflow_may_be_open(self) -> bool:
+        return True
+
+    def report(self, **progress: object) -> None:
+        """Nobody looks."""
+
+
+def services(folder: Path) -> tuple[Services, CountingStore]:
+    store = CountingStore(folder / "store")
+    found = Services(Settings(home=folder / "home", sandbox={"allow_local": True}))
+    found.__dict__["store"] = store
+    return found, store
+
+
+async def stage(found: Services, play: str, *, first: bool = False) -> Job:
+    return await Job.of(found, Attempt(request=REQUEST, attempt=1), OneTry(play), first=first)
+
+
+async def test_a_play_reads_its_row_once(tmp_path: Path) -> None:
+    """Its first stage reads the row anew, and so does the first stage of another play."""
+    found, store = services(tmp_path)
+    await catalog.save(store, ROW)
+    rows = [
+        (await stage(found, "one", first=True)).row,
+        (await stage(found, "one")).row,
+        (await stage(found, "one", first=True)).row,
+        (await stage(found, "two")).row,
+    ]
+
+    assert rows == [ROW] * 4
+    assert store.read["add-1.json"] == 3
+
+
+async def test_a_row_that_is_added_later_is_found(tmp_path: Path) -> None:
+    """That a row is missing is not remembered."""
+    found, store = services(tmp_path)
+    missing = (await stage(found, "one", first=True)).row
+    await catalog.save(store, ROW)
+
+    assert not isinstance(missing, Instance)
+    assert (await stage(found, "one")).instance == ROW
+
+
+async def test_stages_of_an_attempt_read_its_sandbox_once(tmp_path: Path) -> None:
+    """A record that does not exist yet is looked for again; another play reads its own."""
+    found, store = services(tmp_path)
+    await catalog.save(store, ROW)
+    job = await stage(found, "one", first=True)
+    before = await sandbox_of(job)
+    record = BootRecord(
+        identity="box-1",
+        provider="local",
+        host="here",
+        booted_at=1.0,
+        seconds=1.0,
+        metadata={"port": 7},
+    )
+    await job.write(CHECKPOINT, record)
+    store.read.clear()
+    after = [await sandbox_of(await stage(found, "one")) for _ in range(2)]
+    metadata = await init_metadata(await stage(found, "one"))
+    other = await sandbox_of(await stage(found, "two"))
+
+    assert before == job.agent_identity
+    assert (after, metadata, other) == (["box-1"] * 2, {"port": 7}, "box-1")
+    assert store.read[CHECKPOINT] == 2
+
+
+def test_the_oldest_is_forgotten() -> None:
+    """What was recalled lately stays."""
+    memory = Memory(most=2)
+    memory.keep("one", "a", ROW)
+    memory.keep("one", "b", ROW)
+    memory.recall("one", "a", Instance)
+    memory.keep("one", "c", ROW)
+
+    assert [memory.recall("one", key, Instance) for key in "abc"] == [ROW, None, ROW]
+    assert memory.recall("one", "a", BootRecord) is None
