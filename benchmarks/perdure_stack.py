@@ -28,7 +28,8 @@ from perdure.types import Environment, Grading, Instance, Source, SourceKind
 
 ROOT = Path(__file__).resolve().parents[1]
 PERDURE = (sys.executable, "-m", "perdure.cli.main")
-START_LIMIT_S = 120.0
+START_LIMIT_S = 1800.0
+"""`perdure up` itself gives up sooner, unless the host is so busy that it goes on slowly."""
 DATASET = "toy"
 EMPTY = "perdure.toml"
 """An empty settings file, so that the folder a benchmark is started from has no effect."""
@@ -51,6 +52,8 @@ class Home:
     """By default a folder of the home."""
     s3: str = ""
     """The endpoint of a store `s3://...`; its credentials are this process's."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Further settings of its processes."""
 
     @property
     def settings(self) -> Settings:
@@ -68,6 +71,7 @@ class Home:
             **({"PERDURE_STORE": self.store} if self.store else {}),
             **({"PERDURE_S3_ENDPOINT_URL": self.s3} if self.s3 else {}),
             **self.ports,
+            **self.variables,
         }
 
     def add_instances(self, tree: Path, count: int) -> None:
@@ -128,6 +132,8 @@ class Stack:
         deadline = time.monotonic() + limit_s
         while not stack._is_ready():
             if process.poll() is not None or time.monotonic() > deadline:
+                process.terminate()
+                process.wait()
                 raise RuntimeError(f"`perdure up` failed: {log.read_text()[-2000:]}")
             time.sleep(0.02)
         return stack

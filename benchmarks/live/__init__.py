@@ -1,0 +1,1 @@
+"""What an open rollout costs while its agent waits for a model."""

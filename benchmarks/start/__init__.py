@@ -1,0 +1,1 @@
+"""What `perdure up` costs."""
