@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+import uvloop
 from temporalio.client import (
     Client,
     Schedule,
@@ -177,7 +178,7 @@ def main(*roles: str) -> None:
         settings = load_settings()
         home.keep_private(settings)
         configure_logging(f"worker-{chosen[0] if len(chosen) == 1 else 'all'}")
-        asyncio.run(serve(settings, chosen, options.health))
+        uvloop.run(serve(settings, chosen, options.health))
     except PerdureError as error:
         log.error("cannot start", reason=str(error))
         code = 1

@@ -5,7 +5,6 @@ unix socket of this process alone: what `perdure up` passes to each process of i
 """
 
 import argparse
-import asyncio
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +18,8 @@ def main() -> int:
     options = _options()
     try:
         leave_out_client_of_renderers()
+        import uvloop
+
         from perdure.gateway.http.server import serve
         from perdure.home import keep_private, load_secrets
         from perdure.storage.base import open_store
@@ -35,7 +36,7 @@ def main() -> int:
             descriptors=options.listeners,
             health=options.health,
         )
-        asyncio.run(serving)
+        uvloop.run(serving)
         tracing.flush()
     except (ConfigurationError, MissingDependency) as error:
         print(f"perdure gateway: {error}", file=sys.stderr)
