@@ -131,7 +131,9 @@ def _run(options: argparse.Namespace, folder: Path, words: Sequence[str], watch:
 
 def _graded(document: dict[str, Any]) -> int:
     """Rollouts with a reward of 1, each once."""
-    return len({(r["instance_id"], r["sample_index"]) for r in document["rollouts"] if r["reward"] == 1})
+    return len(
+        {(r["instance_id"], r["sample_index"]) for r in document["rollouts"] if r["reward"] == 1}
+    )
 
 
 if __name__ == "__main__":
