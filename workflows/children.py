@@ -1,6 +1,8 @@
 """Starts a rollout as a child, with the same id, attributes and summary as when a person starts it."""
 
 import asyncio
+import contextlib
+from typing import Any
 
 from temporalio import workflow
 from temporalio.common import WorkflowIDReusePolicy
@@ -16,8 +18,10 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import names
     from perdure.client import search_attributes as attributes
     from perdure.errors import Boundary
-    from perdure.types import EpisodeRef, Failure, RolloutRequest, RolloutStatus
+    from perdure.types import EpisodeRef, Failure, GroupRequest, RolloutRequest, RolloutStatus
     from workflows.failures import episode_of
+
+Child = workflow.ChildWorkflowHandle[Any, Any]
 
 
 def summary_of(rollout: RolloutRequest) -> str:
@@ -26,13 +30,49 @@ def summary_of(rollout: RolloutRequest) -> str:
     return f"{rollout.instance_id} #{rollout.sample_index} · {rollout.agent}{version}"
 
 
-async def play_rollout(rollout: RolloutRequest, *, abandon: bool = False) -> EpisodeRef:
+def summary_of_group(group: GroupRequest) -> str:
+    """`click-8.1.3 · oracle · group of 8`."""
+    one = group.rollout
+    version = f" · policy {one.policy_version}" if one.policy_version is not None else ""
+    return f"{one.instance_id} · {one.agent}{version} · group of {group.n_samples}"
+
+
+class Buyers:
+    """Open children that buy model calls, until they are told that the run's budget is used up."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Child] = {}
+        self._told = False
+
+    async def result_of(self, child: Child) -> Any:
+        self._open[child.id] = child
+        try:
+            if self._told:
+                await _tell(child)
+            return await child
+        finally:
+            del self._open[child.id]
+
+    async def stop(self) -> None:
+        """Tell each, and each that starts later."""
+        self._told = True
+        await asyncio.gather(*map(_tell, list(self._open.values())))
+
+
+async def _tell(child: Child) -> None:
+    with contextlib.suppress(FailureError):  # it has ended meanwhile
+        await child.signal(names.SPENT)
+
+
+async def play_rollout(
+    rollout: RolloutRequest, buyers: Buyers | None = None, *, abandon: bool = False
+) -> EpisodeRef:
     """Run one rollout to its episode. Returns an EpisodeRef however the child ends.
 
     `abandon`: the child outlives its parent (kept stragglers).
     """
     try:
-        episode: EpisodeRef = await workflow.execute_child_workflow(
+        child = await workflow.start_child_workflow(
             names.ROLLOUT,
             rollout,
             id=rollout.workflow_id,
@@ -44,6 +84,7 @@ async def play_rollout(rollout: RolloutRequest, *, abandon: bool = False) -> Epi
             search_attributes=attributes.of_rollout(rollout),
             static_summary=summary_of(rollout),
         )
+        episode: EpisodeRef = await (child if buyers is None else buyers.result_of(child))
         return episode
     except WorkflowAlreadyStartedError:
         return _without_result(

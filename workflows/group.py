@@ -11,7 +11,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attributes as attributes
     from perdure.types import EpisodeRef, GroupRequest, GroupResult, RolloutStatus
     from workflows import markdown
-    from workflows.children import play_rollout
+    from workflows.children import Buyers, play_rollout
     from workflows.failures import parse, was_dropped
     from workflows.web_ui import ChildrenPage, Links
 
@@ -25,6 +25,7 @@ class RolloutGroupWorkflow:
     def __init__(self) -> None:
         self.episodes: list[EpisodeRef] = []
         self.total = 0
+        self.buyers = Buyers()
         self.page: ChildrenPage | None = None
 
     @workflow.run
@@ -49,6 +50,11 @@ class RolloutGroupWorkflow:
             quorum_met=self._graded() >= quorum,
             episodes=tuple(sorted(self.episodes, key=lambda e: e.sample_index)),
         )
+
+    @workflow.signal(name=names.SPENT)
+    async def spent(self) -> None:
+        """The run's budget is used up."""
+        await self.buyers.stop()
 
     @workflow.query
     def progress(self) -> dict[str, Any]:
@@ -79,7 +85,7 @@ class RolloutGroupWorkflow:
 
     async def _play(self, group: GroupRequest, sample_index: int) -> None:
         keep = group.stragglers == "keep"
-        episode = await play_rollout(group.sample(sample_index), abandon=keep)
+        episode = await play_rollout(group.sample(sample_index), self.buyers, abandon=keep)
         self.episodes.append(episode)
         if self.page is not None:
             self.page.add(episode)

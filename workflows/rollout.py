@@ -9,12 +9,13 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError
+from temporalio.exceptions import ActivityError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from perdure.client import names
     from perdure.errors import Boundary
     from perdure.rollouts.messages import (
+        WORKER_EVICTED,
         AgentRun,
         Attempt,
         Booted,
@@ -22,7 +23,7 @@ with workflow.unsafe.imports_passed_through():
         Ending,
         GradedPatch,
     )
-    from perdure.types import EpisodeRef, Failure, RolloutRequest, RolloutStatus
+    from perdure.types import AgentEnd, EpisodeRef, Failure, RolloutRequest, RolloutStatus
     from workflows import activity_options
     from workflows.failures import (
         failure_of,
@@ -30,6 +31,7 @@ with workflow.unsafe.imports_passed_through():
         parse,
         stop_if_cancelled,
         to_the_end,
+        type_of,
         waited_too_long,
         was_dropped,
         without_verdict,
@@ -57,6 +59,8 @@ class RolloutWorkflow:
         self.evictions = 0
         self.attempt = 0
         self.grants: set[str] = set()
+        self.is_spent = False
+        self.buying: asyncio.Task[AgentRun] | None = None
 
     @workflow.run
     async def run(self, request: Any = None) -> EpisodeRef:
@@ -89,6 +93,14 @@ class RolloutWorkflow:
         """It has a seat, and its sandbox takes longer than a moment."""
         self.page.booting(attempt)
 
+    @workflow.signal(name=names.SPENT)
+    def spent(self) -> None:
+        """The run's budget is used up: the agent stops, and what it left is graded."""
+        self.is_spent = True
+        self.page.spent()
+        if self.buying is not None:
+            self.buying.cancel()
+
     @workflow.query
     def state(self) -> dict[str, Any]:
         """How far the rollout is: for people and for `perdure status`."""
@@ -110,7 +122,7 @@ class RolloutWorkflow:
                 stop_if_cancelled()
                 failure = failure_of(error)
                 self.page.lost(self.attempt, failure)
-            if failure.type not in rollout.retry_on:
+            if failure.type not in rollout.retry_on or self.is_spent:
                 break
         return RolloutStatus.FAILED, failure
 
@@ -131,8 +143,12 @@ class RolloutWorkflow:
             attempt = Attempt(request=rollout, attempt=self.attempt)
             self.page.booted(booted)
             stop_if_cancelled()
+            if self.is_spent:
+                return RolloutStatus.CANCELLED, None
             run = await self._run_agent(attempt, host)
             stop_if_cancelled()
+            if self.is_spent and run.end is AgentEnd.LIMIT and not run.turns:
+                return RolloutStatus.CANCELLED, None  # it had bought nothing
             await self._capture(attempt, host)
             if run.broke:
                 clean = True
@@ -195,7 +211,17 @@ class RolloutWorkflow:
         options = activity_options.described(
             activity_options.run_agent(rollout, host), summary, f"agent-{attempt.attempt}"
         )
-        run = await self._do("run_agent", attempt, AgentRun, options)
+        self.buying = asyncio.create_task(self._do("run_agent", attempt, AgentRun, options))
+        try:
+            run = await self.buying
+        except (ActivityError, asyncio.CancelledError) as error:
+            stop_if_cancelled()
+            if not (self.is_spent and _was_stopped(error)):
+                raise
+            ended = attempt.model_copy(update={"spent": True})
+            run = await self._do("run_agent", ended, AgentRun, options)
+        finally:
+            self.buying = None
         self.page.agent(run)
         return run
 
@@ -270,12 +296,20 @@ class RolloutWorkflow:
         def evicted(error: ActivityError) -> None:
             if self.evictions >= MAX_EVICTIONS and not cleaning:
                 raise error
+            if activity == "run_agent" and self.is_spent and not argument.spent:
+                raise error  # it is ordered again to end its agent
             self.evictions += 1
             self.page.evicted(self.evictions)
 
         return await ordered(
             activity, argument, result, options, cleaning=cleaning, evicted=evicted
         )
+
+
+def _was_stopped(error: BaseException) -> bool:
+    """The agent stage, by our order or with its worker."""
+    evicted = isinstance(error, ActivityError) and type_of(error) == WORKER_EVICTED
+    return evicted or is_cancelled_exception(error)
 
 
 def _agent_failure(run: AgentRun) -> Failure:

@@ -28,6 +28,8 @@ VIEWER = "perdure_viewer"
 """Name of the function by which a worker tells its workflows the address of `perdure view`."""
 LISTED = 10
 """Children of each kind in the details: the worst, and the last."""
+SENTENCE = 400
+"""Characters of a failure's message, which ends with the fix."""
 STORY = 30
 """Newest lines of a rollout's story in the details."""
 
@@ -120,6 +122,9 @@ class RolloutPage:
         self.evidence = booted.uri
         self._add(f"sandbox up{f' on {markdown.quoted(booted.host)}' if booted.host else ''}")
 
+    def spent(self) -> None:
+        self._add("the run's budget is used up: this rollout buys no more")
+
     def agent(self, run: AgentRun) -> None:
         self._run = run
         self._add(
@@ -132,7 +137,8 @@ class RolloutPage:
             self._add(f"its last model call got no answer: {markdown.quoted(run.unanswered)}")
 
     def captured(self, captured: Captured) -> None:
-        size = "empty" if captured.empty else f"{captured.size} bytes in {captured.files} files"
+        files = f"{captured.files} file{'' if captured.files == 1 else 's'}"
+        size = "empty" if captured.empty else f"{captured.size} bytes in {files}"
         self._add(f"diff captured: {size}{' (over the size cap)' if captured.too_large else ''}")
 
     def graded(self, graded: GradedPatch) -> None:
@@ -146,8 +152,7 @@ class RolloutPage:
             self._add(f"failing tests: {shown}{f' and {more} more' if more > 0 else ''}")
 
     def lost(self, attempt: int, failure: Failure) -> None:
-        told = markdown.quoted(failure.message)
-        self._add(f"**lost** attempt {attempt}, {failure.boundary.value}: {told}")
+        self._add(f"**lost** attempt {attempt}, {_told(failure)}")
 
     def evicted(self, count: int) -> None:
         self._add(f"worker told to stop, handed over ({count})")
@@ -186,9 +191,10 @@ class RolloutPage:
         self.evidence = episode.uri
         self.found = _verdict(episode)
         if episode.status is not RolloutStatus.GRADED:
-            failure = episode.failure
-            why = f"{failure.boundary.value}: {markdown.quoted(failure.message)}" if failure else ""
-            self._add(f"ended as **{episode.status.value}**, reward: none{why and f', {why}'}")
+            why = _told(episode.failure) if episode.failure else ""
+            known = any(line.endswith(why) for line in self.lines[-1:])
+            more = "" if known or not why else f", {why}"
+            self._add(f"ended as **{episode.status.value}**, reward: none{more}")
         self._show()
 
     def state(self) -> dict[str, Any]:
@@ -239,14 +245,17 @@ class ChildrenPage:
 
     def text(self) -> str:
         parts = [self._headline, _counted(self._counts, self._total)]
-        if self._worst:
-            parts += ["The worst:", self._table(self._worst)]
-        if self._last:
-            parts += ["The last:", self._table(reversed(self._last))]
+        if self._counts.total() <= LISTED:
+            tables = {"": sorted(self._last, key=verdicts.badness)}
+        else:
+            tables = {"The worst:": self._worst, "The last:": [*reversed(self._last)]}
+        for title, episodes in tables.items():
+            parts += [one for one in (title, self._table(episodes)) if one]
         return "\n\n".join(parts)
 
     def _table(self, episodes: Iterable[EpisodeRef]) -> str:
-        return "\n".join(["| rollout | verdict |", "|---|---|", *map(self._row, episodes)])
+        rows = [*map(self._row, episodes)]
+        return "\n".join(["| rollout | verdict |", "|---|---|", *rows]) if rows else ""
 
     def _row(self, one: EpisodeRef) -> str:
         name, run = f"{one.instance_id} #{one.sample_index}", self._run_id
@@ -272,6 +281,10 @@ class ShardsPage:
             f"{self._headline}\n\n{_counted(counts, self._total)}\n\n"
             f"Each shard's details have its worst and its last rollouts.\n\n{table}"
         )
+
+
+def _told(failure: Failure) -> str:
+    return f"{failure.boundary.value}: {markdown.quoted(failure.message, SENTENCE)}"
 
 
 def counted(status: RunStatus) -> dict[str, int]:

@@ -21,7 +21,7 @@ with workflow.unsafe.imports_passed_through():
         RunStatus,
     )
     from workflows import activity_options
-    from workflows.children import play_rollout, summary_of
+    from workflows.children import Buyers, play_rollout, summary_of_group
     from workflows.failures import stop_if_cancelled, was_dropped
     from workflows.orders import ordered
     from workflows.web_ui import ChildrenPage
@@ -36,6 +36,7 @@ ALIKE = 3
 OF_ONE_ROLLOUT = frozenset({"PolicyTooStale", "WorkflowFailed"})
 """Failures that say nothing of the next rollout."""
 PAUSES_WHEN_ALIKE = "pauses-when-rollouts-fail-alike"
+STOPS_BUYING = "stops-buying-at-the-budget"
 
 
 @dataclass
@@ -142,6 +143,7 @@ class Window:
         self.throttle = throttle
         self.page = page
         self.counts = Counts()
+        self.buyers = Buyers()
         self.nothing_left_to_start = False
 
     async def play(self, start: int, stop: int) -> None:
@@ -161,6 +163,9 @@ class Window:
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             self.nothing_left_to_start = True
+            await workflow.wait_condition(lambda: not tasks or self._is_spent())
+            if tasks and workflow.patched(STOPS_BUYING):
+                await self.buyers.stop()
             await workflow.wait_condition(lambda: not tasks)
         except ActivityError as error:
             if not is_cancelled_exception(error):  # the list cannot be read: finish what runs
@@ -230,21 +235,22 @@ class Window:
             if isinstance(request, GroupRequest):
                 await self._play_group(request)
             else:
-                self._count(await play_rollout(request))
+                self._count(await play_rollout(request, self.buyers))
         finally:
             self.counts.running -= weight
 
     async def _play_group(self, group: GroupRequest) -> None:
         try:
-            result = await workflow.execute_child_workflow(
+            child = await workflow.start_child_workflow(
                 names.GROUP,
                 group,
                 id=group.workflow_id,
                 result_type=dict,
                 parent_close_policy=workflow.ParentClosePolicy.REQUEST_CANCEL,
                 search_attributes=attributes.of_rollout(group.rollout),
-                static_summary=f"{summary_of(group.rollout)} · group of {group.n_samples}",
+                static_summary=summary_of_group(group),
             )
+            result = await self.buyers.result_of(child)
         except (FailureError, asyncio.CancelledError) as error:
             cancelled = is_cancelled_exception(error)
             status = RolloutStatus.CANCELLED if cancelled else RolloutStatus.FAILED

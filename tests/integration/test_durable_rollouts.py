@@ -22,7 +22,7 @@ from perdure.engines.state import EngineSpec, name_of
 from perdure.episodes import turns_parquet
 from perdure.home import load_secret
 from perdure.sandboxes.base import identity_of
-from perdure.types import EpisodeRef, Outcome, RolloutRequest, RolloutStatus, Turn
+from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutRequest, RolloutStatus, Turn
 from tests.stack.engine import TURNS, commands
 from tests.stack.host import why_not_here
 from tests.stack.instances import INSTANCE, SLOW_INSTANCE
@@ -194,6 +194,19 @@ async def _cancelled(stack: Stack, request: RolloutRequest) -> None:
     )
     assert (len(kept), episode.turns) == (HELD, HELD)
     assert await stack.lines(request, "commands.log") == commands()[:HELD]
+
+
+async def test_a_rollout_whose_run_is_spent_stops_buying_and_is_graded(stack: Stack) -> None:
+    """Its agent is killed in the middle of a turn; the turns that it has bought and its tree are kept."""
+    (request,) = await stack.met("spent")
+    await stack.handle(request).signal(names.SPENT)
+    episode = await stack.episode(request)
+
+    assert (episode.status, episode.outcome) == (RolloutStatus.GRADED, Outcome.EMPTY_PATCH)
+    assert episode.attempts[-1].agent_end is AgentEnd.LIMIT
+    assert episode.turns == HELD
+    stack.engine.let_go()
+    await stack.nothing_left()
 
 
 async def test_a_cancelled_rollout_can_be_started_again(stack: Stack) -> None:

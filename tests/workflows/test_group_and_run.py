@@ -11,7 +11,14 @@ from temporalio.exceptions import ApplicationError
 from perdure.client import names
 from perdure.client.api import Perdure
 from perdure.errors import Cancelled, ConfigurationError, NoResult, NotFound
-from perdure.rollouts.messages import WORKER_EVICTED, AgentRun, Attempt, Ending, PreparedRun
+from perdure.rollouts.messages import (
+    WORKER_EVICTED,
+    AgentRun,
+    Attempt,
+    Booted,
+    Ending,
+    PreparedRun,
+)
 from perdure.types import (
     AgentEnd,
     Budget,
@@ -291,6 +298,52 @@ async def test_a_run_buys_no_more_than_its_budget(
     assert summary["by_status"] == {"graded": graded, "cancelled": 8 - graded}
     assert summary["stopped"] == f"it has used {graded},000 of 1,500 tokens"
     assert (await run.progress()).stopped == summary["stopped"]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+async def test_a_run_that_has_used_its_budget_stops_its_agents(
+    client: Client, stages: Stages, grouped: bool
+) -> None:
+    """What an agent left is graded. One that had not begun has no verdict, and its agent never starts."""
+    working, stopped = asyncio.Event(), asyncio.Event()
+
+    async def boot(attempt: Attempt) -> Booted:
+        if attempt.request.workflow_id.endswith("add-1/1"):
+            await stopped.wait()
+        return Booted(uri="file:///x")
+
+    async def agent(attempt: Attempt) -> AgentRun:
+        if attempt.spent:
+            stopped.set()
+            return AgentRun(end=AgentEnd.LIMIT, turns=3)
+        if attempt.request.instance == "toy/add-0":
+            await working.wait()
+            return AgentRun(end=AgentEnd.FINISHED, turns=6)
+        working.set()
+        while True:  # until it is cancelled
+            activity.heartbeat()
+            await asyncio.wait([asyncio.ensure_future(asyncio.Event().wait())], timeout=0.2)
+
+    async def emit(ending: Ending) -> EpisodeRef:
+        return EpisodeRef(
+            uri="file:///e",
+            instance_id=ending.request.instance_id,
+            sample_index=ending.request.sample_index,
+            agent="nop",
+            status=ending.status,
+            tokens=100,
+        )
+
+    stages.override |= {"boot_sandbox": boot, "run_agent": agent, "emit_episode": emit}
+    stages.instances = ("toy/add-0", "toy/add-1")
+    more = {"n_samples": 2, "deadline_s": 3600.0 if grouped else None, "budget": Budget(tokens=200)}
+    run = await Perdure(client).start_run(_run(concurrency=4).model_copy(update=more))
+    async with asyncio.timeout(PATIENCE_S):
+        summary = await run.result()
+
+    assert summary["by_status"] == {"graded": 3, "cancelled": 1}
+    assert stages.names().count("run_agent") == 4  # one is ordered again, to end its agent
+    assert stages.names().count("grade_in_fresh_sandbox") == 3
 
 
 async def test_a_run_has_its_priority_and_spreads_its_starts(

@@ -13,6 +13,8 @@ GRANTED = "granted"
 """Signal to a rollout: the sandbox that it waits for may be created now."""
 BOOTING = "booting"
 """Signal to a rollout: it has a seat, and its sandbox is being made for longer than a moment."""
+SPENT = "spent"
+"""Signal to a rollout or a group: the run's budget is used up, so buy no more and grade what there is."""
 
 WITHOUT_VERDICT = "NoVerdict"
 """Type of the error of a rollout that failed; its detail is the EpisodeRef."""

@@ -19,6 +19,7 @@ from perdure.rollouts.job import Job
 from perdure.rollouts.messages import AgentRun
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox
 from perdure.telemetry import metrics
+from perdure.types import AgentEnd
 
 CHECKPOINT = "agent.json"
 
@@ -26,6 +27,7 @@ WATCH_S = 5.0
 """Seconds between two looks of the watch: heartbeat details, the sandbox's lease, the turn count."""
 KILLED_S = 10.0
 """Seconds to wait for a killed agent to be gone."""
+STOPPED = "stopped from outside"
 REASON_LIMIT = 300
 """Characters: a pool may have many engines, each with its own reason."""
 
@@ -39,6 +41,11 @@ async def _run(job: Job) -> AgentRun:
     sandbox = await attach(job)
     job.services.seats.take(sandbox.identity)
     session = session_of(job)
+    if job.spent:
+        try:
+            return await _stopped(job, session, sandbox)
+        except NotFound:  # it never started
+            return AgentRun(end=AgentEnd.LIMIT, detail=STOPPED)
     try:
         opened = await session.open() if session is not None else None
         async with reached(job, session, sandbox) as route:
@@ -142,14 +149,22 @@ async def _conclude(
 
 
 async def _abort(job: Job, session: AgentSession | None, sandbox: Sandbox) -> None:
-    """A person cancelled: kill the agent, keep what it left behind."""
+    """The stage is cancelled. A rollout whose run has used up its budget goes on with what this leaves."""
     try:
-        await sandbox.signal(EXEC_ID, signal.SIGKILL)
-        status = await sandbox.wait(EXEC_ID, KILLED_S)
-        run = await _conclude(job, session, sandbox, status)
-        await job.write(CHECKPOINT, run.model_copy(update={"detail": "cancelled"}))
+        await job.write(CHECKPOINT, await _stopped(job, session, sandbox))
     except PerdureError:
         return  # evidence of a cancelled agent is optional; its sandbox is destroyed either way
+
+
+async def _stopped(job: Job, session: AgentSession | None, sandbox: Sandbox) -> AgentRun:
+    """Kill the agent, keep what it left behind. Raises: NotFound if it never started."""
+    was_over = (await sandbox.poll(EXEC_ID)).done
+    await sandbox.signal(EXEC_ID, signal.SIGKILL)
+    status = await sandbox.wait(EXEC_ID, KILLED_S)
+    run = await _conclude(job, session, sandbox, status)
+    if was_over:
+        return run
+    return run.model_copy(update={"end": AgentEnd.LIMIT, "detail": STOPPED})
 
 
 def _report(job: Job, session: SessionSummary) -> None:

@@ -88,6 +88,8 @@ class Job:
     workflow_run_id: str
     permit: str
     """The step for which the account has granted a sandbox; empty: none yet."""
+    spent: bool
+    """The run's budget is used up."""
     row: Instance | NotFound
     """The instance, or the error that says how to get it."""
     calibration: CalibrationState | None = None
@@ -120,6 +122,7 @@ class Job:
             attempt=attempt.attempt,
             workflow_run_id=attempt.workflow_run_id,
             permit=attempt.permit,
+            spent=attempt.spent,
             row=row,
         )
 

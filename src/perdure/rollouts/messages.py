@@ -40,6 +40,8 @@ class Attempt(Frozen):
     """Tells a reset workflow's grading from the one before it."""
     permit: str = ""
     """The step for which a sandbox of a metered account was granted."""
+    spent: bool = False
+    """The run's budget is used up: the agent stage only ends its agent."""
 
 
 class Booted(Frozen):

@@ -219,7 +219,8 @@ class Price(Request):
 
 
 class Budget(Request):
-    """What a run may buy. Once that is used it starts no rollout; those in flight end and are graded.
+    """What a run may buy. Once that is used it starts no rollout, and agents at work are stopped; what
+    they left is graded. Tokens count when their rollout has ended.
 
     Example:
         {"dollars": 20, "price": {"input": 1.25, "cached": 0.125, "output": 10}}

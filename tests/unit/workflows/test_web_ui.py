@@ -7,7 +7,7 @@ from perdure.errors import Boundary
 from perdure.types import EpisodeRef, Failure, Outcome, RolloutStatus, RunStatus
 from tests.hostile_text import CORPUS
 from workflows import markdown, verdicts
-from workflows.web_ui import ChildrenPage, Links, ShardsPage
+from workflows.web_ui import ChildrenPage, Links, RolloutPage, ShardsPage
 
 HOSTILE = [
     "![x](http://evil.example/x.png)",
@@ -108,6 +108,39 @@ def test_a_run_of_5500_lists_the_worst_and_the_last() -> None:
     assert links[10].endswith("django__django-5499%2F0")
     assert len(links) == 20
     assert len(text) < 6_000
+
+
+def test_a_small_run_lists_each_rollout_once() -> None:
+    """The worst first, in one table without a title; none before a rollout has ended."""
+    page = _page(3)
+    assert "|" not in page.text()
+    for number, outcome in enumerate((Outcome.RESOLVED, None, Outcome.UNRESOLVED)):
+        page.add(_episode(number, outcome))
+    text = page.text()
+
+    assert [link[-5] for link in _links(text)] == ["1", "2", "0"]
+    assert "The worst" not in text
+    assert "The last" not in text
+
+
+def test_a_failure_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt that failed says why, to the end of the sentence; the end of the rollout does not repeat it."""
+    shown: list[str] = []
+    monkeypatch.setattr("workflows.web_ui.workflow.set_current_details", shown.append)
+    for name in ("upsert_search_attributes", "upsert_memo"):
+        monkeypatch.setattr(f"workflows.web_ui.workflow.{name}", lambda _: None)
+    page = RolloutPage()
+    message = "no instance: " + "it has others, " * 20 + "`perdure instances build` adds it"
+    failure = Failure(boundary=Boundary.INSTANCE, type="InstanceError", message=message)
+    page.lost(1, failure)
+    page.close(_episode(1, None).model_copy(update={"failure": failure}))
+
+    assert shown[-1].count("'perdure instances build' adds it") == 1
+    assert "- ended as **failed**, reward: none\n" in shown[-1]
+
+    other = RolloutPage()
+    other.close(_episode(1, None).model_copy(update={"failure": failure}))
+    assert "reward: none, instance: `no instance" in shown[-1]
 
 
 def test_a_child_links_to_the_viewer_where_one_is_known() -> None:
