@@ -50,6 +50,14 @@ def failed_link(ui_url: str, namespace: str, run_id: str) -> str:
     return f"{ui_url}/namespaces/{namespace}/workflows?{urlencode({'query': query})}"
 
 
+def viewer_link(settings: Settings, run_id: str) -> str:
+    """The run's page in `perdure view`, if a setting names the viewer's address; else empty."""
+    from perdure.viewer import links
+
+    root = settings.temporal.viewer_url
+    return f"{root.rstrip('/')}{links.run(run_id)}" if root else ""
+
+
 async def connect(settings: Settings) -> Connection:
     """Raises: ConfigurationError when nothing runs here and no address is given."""
     ui_url = _ui_url(settings)

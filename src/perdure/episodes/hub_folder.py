@@ -11,7 +11,8 @@ from typing import Any
 from perdure.episodes.episode import Episode
 from perdure.episodes.episode_store import scan_run
 from perdure.episodes.export import ExportReport, export_run
-from perdure.errors import MissingDependency
+from perdure.errors import ConfigurationError, MissingDependency
+from perdure.instances.rows.readers import hub_is_away
 from perdure.storage.base import Store
 
 CARD = """\
@@ -55,16 +56,29 @@ async def write_folder(store: Store, run_id: str, folder: Path) -> ExportReport:
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload it as `owner/name`, private if it is new; its address. Raises: MissingDependency."""
+    """Upload it as `owner/name`, private if it is new; its address.
+
+    Raises: MissingDependency; ConfigurationError with what the hub said.
+    """
     try:
         from huggingface_hub import HfApi
     except ImportError:
         raise MissingDependency(
             "--push needs huggingface_hub: pip install huggingface_hub"
         ) from None
+    kept = f"{folder} is written, and not pushed to {repository}"
+    if away := hub_is_away():
+        raise ConfigurationError(f"{kept}: {away}; check the network, HTTPS_PROXY or HF_ENDPOINT")
     api = HfApi()
-    api.create_repo(repository, repo_type="dataset", private=True, exist_ok=True)
-    return str(api.upload_folder(repo_id=repository, repo_type="dataset", folder_path=str(folder)))
+    try:
+        api.create_repo(repository, repo_type="dataset", private=True, exist_ok=True)
+        pushed = api.upload_folder(repo_id=repository, repo_type="dataset", folder_path=str(folder))
+    except Exception as error:  # the library raises many types
+        said = getattr(error, "server_message", None) or str(error).strip().splitlines()[0]
+        raise ConfigurationError(
+            f"{kept}: {said}; `hf auth login` or HF_TOKEN gives a token that may write there"
+        ) from error
+    return str(pushed)
 
 
 def _row(episode: Episode) -> dict[str, Any]:

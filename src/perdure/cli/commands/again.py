@@ -1,45 +1,39 @@
 """`perdure retry | regrade`: play or grade rollouts of a run again; what they left before is kept."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from perdure.cli.commands import completion
+from perdure.cli.commands.run_options import NOTIFY, WAIT, with_options
 from perdure.cli.console import json_option
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def _common(command: Command) -> Command:
-    options = [
-        click.argument("run_id", metavar="RUN", shell_complete=completion.runs),
-        click.option(
-            "--outcome",
-            multiple=True,
-            metavar="X",
-            help="Only those that ended as X: an outcome, failed, cancelled, expired or missing.",
-        ),
-        click.option(
-            *("-i", "--include"),
-            multiple=True,
-            metavar="GLOB",
-            help="Only these instance ids, or ID/SAMPLE.",
-        ),
-        click.option(
-            *("-c", "--concurrency"),
-            type=click.IntRange(1, 2000),
-            metavar="N",
-            help="Rollouts in flight.  [default: as before]",
-        ),
-        click.option("--wait/--detach", default=True, help="Follow it to its end, or return."),
-        click.option("--dry-run", is_flag=True, help="List the rollouts, and stop."),
-        json_option,
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+_common = with_options(
+    click.argument("run_id", metavar="RUN", shell_complete=completion.runs),
+    click.option(
+        "--outcome",
+        multiple=True,
+        metavar="X",
+        help="Only those that ended as X: an outcome, failed, cancelled, expired or missing.",
+    ),
+    click.option(
+        *("-i", "--include"),
+        multiple=True,
+        metavar="GLOB",
+        help="Only these instance ids, or ID/SAMPLE.",
+    ),
+    click.option(
+        *("-c", "--concurrency"),
+        type=click.IntRange(1, 2000),
+        metavar="N",
+        help="Rollouts in flight.  [default: as before]",
+    ),
+    WAIT,
+    click.option("--dry-run", is_flag=True, help="List the rollouts, and stop."),
+    NOTIFY,
+    json_option,
+)
 
 
 @click.command()

@@ -4,11 +4,11 @@ from typing import Any
 
 import click
 
-from perdure.cli.commands.run_options import play, read, run_options
+from perdure.cli.commands.run_options import OPTIONS, play, read, with_options
 
 
 @click.command("eval")
-@run_options
+@with_options(*OPTIONS)
 def evaluate(**given: Any) -> None:
     """Evaluate an agent and a model: a run, its estimate before, its report after.
 

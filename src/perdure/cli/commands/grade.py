@@ -5,6 +5,16 @@ from pathlib import Path
 import click
 
 from perdure.cli.commands import completion
+from perdure.cli.commands.run_options import (
+    CONCURRENCY,
+    NEW,
+    NOTIFY,
+    RUN_ID,
+    SANDBOX,
+    SET,
+    WAIT,
+    with_options,
+)
 from perdure.cli.console import json_option
 
 
@@ -17,32 +27,10 @@ from perdure.cli.console import json_option
     metavar="FILE|DIR",
     help="preds.json, JSON lines, or a folder of mini-swe-agent's trajectories.",
 )
-@click.option(
-    *("-c", "--concurrency", "concurrency"),
-    type=click.IntRange(1, 2000),
-    default=8,
-    metavar="N",
-    show_default=True,
-    help="Gradings in flight.",
-)
-@click.option("--run-id", metavar="ID", help="Name of the run; default: made from the patches.")
-@click.option("--new", is_flag=True, help="Start a new run even if the same one exists.")
-@click.option(
-    "--sandbox",
-    metavar="S",
-    shell_complete=completion.sandboxes,
-    help="Where the tests run.  [default: bubblewrap]",
-)
-@click.option(
-    *("--set", "assignments"),
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Any field of a rollout, e.g. grade_timeout_s=600.",
-)
+@with_options(CONCURRENCY, RUN_ID, NEW, SANDBOX, SET)
 @click.option("--skip-unknown", is_flag=True, help="Leave out patches of unknown instances.")
-@click.option("--wait/--detach", default=True, help="Follow it to its end (default), or return.")
 @click.option("--dry-run", is_flag=True, help="Print what would be graded, and stop.")
-@json_option
+@with_options(WAIT, NOTIFY, json_option)
 def grade(
     *,
     source: str,
@@ -52,6 +40,7 @@ def grade(
     wait: bool,
     dry_run: bool,
     as_json: bool,
+    notify: str,
     **options: object,
 ) -> None:
     """Grade patches that another program made.
@@ -77,6 +66,6 @@ def grade(
     if dry_run:
         launch.show(planned, as_json=as_json)
         return
-    code = launch.play(settings, planned, wait=wait, as_json=as_json)
+    code = launch.play(settings, planned, wait=wait, as_json=as_json, notify=notify)
     if code:
         raise click.exceptions.Exit(code)

@@ -4,11 +4,11 @@ from typing import Any
 
 import click
 
-from perdure.cli.commands.run_options import play, read, run_options
+from perdure.cli.commands.run_options import OPTIONS, play, read, with_options
 
 
 @click.command()
-@run_options
+@with_options(*OPTIONS)
 def run(**given: Any) -> None:
     """Run an agent on instances; the same command again joins the run.
 

@@ -1,4 +1,5 @@
-"""The command line of a run: what `perdure run` and `perdure eval` share."""
+"""The command line of a run: what `perdure run` and `perdure eval` share, and in part `grade`, `retry`,
+`regrade` and `watch`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Manner:
     wait: bool = True
     dry_run: bool = False
     as_json: bool = False
+    notify: str = ""
     prices: Path | None = None
     like: str | None = None
 
@@ -39,6 +41,41 @@ def _only_one(_context: click.Context, _option: click.Parameter, given: tuple[st
         raise click.BadParameter(f"give one agent, not {len(given)}")
     return given[0]
 
+
+CONCURRENCY = click.option(
+    *("-c", "--concurrency", "concurrency"),
+    type=click.IntRange(1, 2000),
+    default=8,
+    metavar="N",
+    show_default=True,
+    help="Rollouts in flight; `perdure resize` changes it later.",
+)
+RUN_ID = click.option(
+    "--run-id", metavar="ID", help="Name of the run; default: made from what is asked."
+)
+NEW = click.option("--new", is_flag=True, help="Start a new run even if the same one exists.")
+SANDBOX = click.option(
+    "--sandbox",
+    metavar="S",
+    shell_complete=completion.sandboxes,
+    help="Where agents and graders run.  [default: bubblewrap]",
+)
+SET = click.option(
+    *("--set", "assignments"),
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Any field of a rollout, e.g. sampling.temperature=0.7.",
+)
+WAIT = click.option(
+    "--wait/--detach", default=True, help="Follow the run to its end (default), or return."
+)
+NOTIFY = click.option(
+    "--notify",
+    default="",
+    metavar="CMD",
+    help="Shell command for the run's end, and for when it waits for you; the text is in $RUN_TEXT, the run"
+    " in $RUN_ID.",
+)
 
 OPTIONS = (
     click.argument("source", shell_complete=completion.datasets),
@@ -60,25 +97,13 @@ OPTIONS = (
         show_default=True,
         help="Rollouts of each instance.",
     ),
-    click.option(
-        *("-c", "--concurrency", "concurrency"),
-        type=click.IntRange(1, 2000),
-        default=8,
-        metavar="N",
-        show_default=True,
-        help="Rollouts in flight; `perdure resize` changes it later.",
-    ),
-    click.option("--run-id", metavar="ID", help="Name of the run; default: made from the options."),
-    click.option("--new", is_flag=True, help="Start a new run even if the same one exists."),
+    CONCURRENCY,
+    RUN_ID,
+    NEW,
     click.option("-i", "--include", multiple=True, metavar="GLOB", help="Only these instance ids."),
     click.option("-x", "--exclude", multiple=True, metavar="GLOB", help="Not these instance ids."),
     click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="At most N instances."),
-    click.option(
-        "--sandbox",
-        metavar="S",
-        shell_complete=completion.sandboxes,
-        help="Where agents and graders run.  [default: bubblewrap]",
-    ),
+    SANDBOX,
     click.option("--model", metavar="M", help="Model name that the agent asks for."),
     click.option(
         "--policy-version",
@@ -98,22 +123,15 @@ OPTIONS = (
         metavar="SECONDS",
         help="Time limit of each agent.",
     ),
-    click.option(
-        *("--set", "assignments"),
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Any field of a rollout, e.g. sampling.temperature=0.7.",
-    ),
+    SET,
     click.option("--skip-bad-rows", is_flag=True, help="Leave out unusable rows."),
-    click.option(
-        "--wait/--detach", default=True, help="Follow the run to its end (default), or return."
-    ),
+    WAIT,
     click.option("--dry-run", is_flag=True, help="Print what would run, and stop."),
     click.option(
         "--max-tokens",
         type=click.IntRange(1),
         metavar="N",
-        help="Start no more rollouts once model calls used so many tokens.",
+        help="Buy no more once ended rollouts used so many tokens; what agents left is graded.",
     ),
     click.option(
         "--max-cost",
@@ -156,14 +174,20 @@ OPTIONS = (
         metavar="P",
         help="1 goes before other runs, 5 after them.  [default: 3]",
     ),
+    NOTIFY,
     json_option,
 )
 
 
-def run_options(command: Command) -> Command:
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
+def with_options(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """Gives a command these options, in this order in its help."""
+
+    def given(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return given
 
 
 def read(
@@ -185,6 +209,7 @@ def read(
     wait: bool,
     dry_run: bool,
     as_json: bool,
+    notify: str,
     **options: Any,
 ) -> "tuple[Settings, RunOptions, Manner]":
     """What a command line asks for. Raises: ConfigurationError."""
@@ -212,7 +237,7 @@ def read(
         of_run={name: value for name, value in of_run.items() if value is not None},
         **options,
     )
-    return settings, asked, Manner(wait, dry_run, as_json, prices, like)
+    return settings, asked, Manner(wait, dry_run, as_json, notify, prices, like)
 
 
 def play(
@@ -233,7 +258,9 @@ def play(
     if manner.dry_run:
         launch.show(planned, as_json=manner.as_json)
         return
-    code = launch.play(settings, planned, wait=manner.wait, as_json=manner.as_json)
+    code = launch.play(
+        settings, planned, wait=manner.wait, as_json=manner.as_json, notify=manner.notify
+    )
     if reports and manner.wait and not manner.as_json:
         from perdure.cli.runs import reporting
 

@@ -91,7 +91,7 @@ async def _progress_of(perdure: "Perdure", runs: "list[WorkflowExecution]") -> "
 
 
 async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
-    from perdure.cli.connection import connect
+    from perdure.cli.connection import connect, viewer_link
 
     connection = await connect(settings)
     progressing = _progress_of_run(connection.perdure, run_id)
@@ -121,6 +121,8 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
         click.echo(f"Web UI    {connection.link(f'run/{run_id}')}")
         if counts.get("Failed"):
             click.echo(f"Failed    {connection.failed(run_id)}")
+    if viewer := viewer_link(settings, run_id):
+        click.echo(f"Viewer    {viewer}")
     click.echo(f"Temporal  {connection.address}")
 
 

@@ -5,19 +5,14 @@ import asyncio
 import click
 
 from perdure.cli.commands import completion
+from perdure.cli.commands.run_options import NOTIFY
 from perdure.cli.console import answer, json_option
 from perdure.settings.load import load_settings
 
 
 @click.command()
 @click.argument("run_id", metavar="RUN", shell_complete=completion.runs)
-@click.option(
-    "--notify",
-    default="",
-    metavar="CMD",
-    help="Shell command for its end, and for when it waits for you; the text is in"
-    " $RUN_TEXT, the run in $RUN_ID.",
-)
+@NOTIFY
 @json_option
 def watch(run_id: str, notify: str, as_json: bool) -> None:
     """Follow a run to its end; Ctrl-C does not stop the run."""

@@ -29,6 +29,7 @@ def play(
     wait: bool,
     dry_run: bool,
     as_json: bool,
+    notify: str,
 ) -> int:
     """Play rollouts of a run again; return the exit code.
 
@@ -41,7 +42,7 @@ def play(
         return 0
     needs_model = request.again is not None and request.again.start_at == "boot"
     launch.make_ready(settings, request, joins=True, samples=needs_model)
-    return asyncio.run(_drive(settings, request, chosen, wait=wait, as_json=as_json))
+    return asyncio.run(_drive(settings, request, chosen, wait=wait, as_json=as_json, notify=notify))
 
 
 async def _plan(
@@ -87,15 +88,16 @@ async def _drive(
     *,
     wait: bool,
     as_json: bool,
+    notify: str,
 ) -> int:
     connection = await connect(settings)
     handle = await connection.perdure.play_again(request)
     say(f"Started run {handle.run_id} again: {many(len(chosen), 'rollout')}")
-    launch.tell_where(connection, handle.run_id)
+    launch.tell_where(settings, connection, handle.run_id)
     if not wait:
         launch.tell_detached(connection, handle.run_id, as_json)
         return 0
-    episodes = await launch.to_the_end(settings, handle)
+    episodes = await launch.to_the_end(settings, handle, notify=notify)
     asked = {(one.instance, one.sample_index) for one in chosen}
     ended = [one for one in await handle.rollouts() if (one.instance, one.sample_index) in asked]
     without = [one.episode for one in ended if one.episode and not _graded(one.episode)]

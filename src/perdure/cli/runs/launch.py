@@ -9,7 +9,7 @@ import click
 
 from perdure import tracing
 from perdure.cli import marks
-from perdure.cli.connection import Connection, connect
+from perdure.cli.connection import Connection, connect, viewer_link
 from perdure.cli.console import answer, many, me, print_table, say
 from perdure.cli.runs import follow, results, selection, tables, text
 from perdure.cli.runs.notify import notified
@@ -79,12 +79,14 @@ def show(planned: CheckedRun, *, as_json: bool) -> None:
         click.echo(f"  {ref}{marks.of_mark(planned.marks[ref])}")
 
 
-def play(settings: Settings, planned: CheckedRun, *, wait: bool, as_json: bool) -> int:
-    """Start a checked run and follow it; return the exit code."""
+def play(
+    settings: Settings, planned: CheckedRun, *, wait: bool, as_json: bool, notify: str = ""
+) -> int:
+    """Start a checked run and follow it; return the exit code. `notify`: as for `to_the_end`."""
     make_ready(settings, planned.request, joins=planned.joins)
     for note in planned.notes:
         say(note)
-    return asyncio.run(_drive(settings, planned, wait=wait, as_json=as_json))
+    return asyncio.run(_drive(settings, planned, wait, as_json, notify))
 
 
 async def plan(settings: Settings, options: RunOptions) -> CheckedRun:
@@ -171,7 +173,9 @@ def _engine_ready(settings: Settings, agent: str) -> None:
         say(NONE_READY)
 
 
-async def _drive(settings: Settings, planned: CheckedRun, *, wait: bool, as_json: bool) -> int:
+async def _drive(
+    settings: Settings, planned: CheckedRun, wait: bool, as_json: bool, notify: str
+) -> int:
     connection = await connect(settings)
     with tracing.span("perdure run", {"perdure.run_id": planned.request.run_id}, root=True):
         handle = await connection.perdure.start_run(planned.request)
@@ -179,11 +183,11 @@ async def _drive(settings: Settings, planned: CheckedRun, *, wait: bool, as_json
         say(f"Joined: {text.progress_line(await handle.progress())}")
     else:
         say(f"Started run {handle.run_id}: {many(len(planned.refs), 'instance')}")
-    tell_where(connection, handle.run_id)
+    tell_where(settings, connection, handle.run_id)
     if not wait:
         tell_detached(connection, handle.run_id, as_json)
         return 0
-    episodes = await to_the_end(settings, handle)
+    episodes = await to_the_end(settings, handle, notify=notify)
     if as_json:
         answer(results.document(handle.run_id, episodes))
     else:
@@ -227,6 +231,7 @@ def show_results(
     facts = {
         "Web UI": connection.link(f"run/{run_id}"),
         "Failed": connection.failed(run_id) if without else "",
+        "Viewer": viewer_link(settings, run_id),
         "Temporal": connection.address,
         "Episodes": f"{open_store(settings).url}/runs/{run_id}",
     }
@@ -237,13 +242,16 @@ def show_results(
     click.echo(f"Next      {me()} show {run_id}/{first}")
     if any(episode.turns for episode in episodes):
         click.echo(f"          {me()} show {run_id}/{first} --turns")
+    click.echo(f"          {me()} view {run_id}")
     click.echo(f"          {me()} export {run_id} --format preds")
 
 
-def tell_where(connection: Connection, run_id: str) -> None:
+def tell_where(settings: Settings, connection: Connection, run_id: str) -> None:
     """Where a run is seen, in the browser and with Temporal's own command."""
     if connection.ui_url:
         say(f"Web UI: {connection.link(f'run/{run_id}')}")
+    if viewer := viewer_link(settings, run_id):
+        say(f"Viewer: {viewer}")
     say(f"Temporal: {connection.address}")
 
 

@@ -115,8 +115,9 @@ def print_text(made: Made) -> None:
 
 
 def print_links(settings: Settings, made: Made) -> None:
-    """Where the Web UI lists what failed, if one is known; no connection is needed."""
-    from perdure.cli.connection import failed_link, known_ui
+    """Where the Web UI lists what failed, and the viewer shows the run, if they are known; no connection
+    is needed."""
+    from perdure.cli.connection import failed_link, known_ui, viewer_link
     from perdure.client.server import given_server
 
     ui_url = known_ui(settings)
@@ -124,6 +125,8 @@ def print_links(settings: Settings, made: Made) -> None:
         if ui_url and report.failures:
             namespace = given_server(settings).namespace
             say(f"Failed: {failed_link(ui_url, namespace, report.run_id)}")
+        if viewer := viewer_link(settings, report.run_id):
+            say(f"Viewer: {viewer}")
 
 
 def write_page(made: Made, path: Path) -> None:

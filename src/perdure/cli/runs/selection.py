@@ -133,14 +133,16 @@ def published_as(name: str) -> PublicSet | None:
 
 
 async def _unknown(store: Store, name: str) -> str:
-    known = ", ".join(await catalog.datasets(store)) or "none yet"
+    known = await catalog.datasets(store)
     if Path("datasets", name, "dataset.toml").is_file():
         return f"dataset {name!r} is not built yet: `perdure instances build {name}`"
     published = [path.parent.name for path in Path("datasets").glob("*/dataset.toml")]
-    close = difflib.get_close_matches(name, [*await catalog.datasets(store), *published], n=1)
+    close = difflib.get_close_matches(name, [*known, *published], n=1)
     meant = f"did you mean {close[0]!r}? Else " if close else ""
+    there = f"(there: {', '.join(known)})" if known else "(it has none; PERDURE_HOME names another)"
+    give = "give one of them, " if known else "`perdure instances build` makes one; or give "
     return (
-        f"no dataset {name!r} in {store.url} (there: {known}): {meant}give one of them, "
+        f"no dataset {name!r} in {store.url} {there}: {meant}{give}"
         "a .jsonl, .json or .parquet file, or a Hugging Face name owner/name[:split]"
     )
 
