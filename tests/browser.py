@@ -79,6 +79,12 @@ class Browser:
             assert time.monotonic() < end, f"never: {expression}"
             self._receive(0.05)
 
+    def settle(self, quiet_s: float = 3.0) -> None:
+        """Wait until nothing of the page has happened for so long."""
+        end = time.monotonic() + LIMIT_S
+        while self._receive(quiet_s):
+            assert time.monotonic() < end, "the page never rests"
+
     @property
     def path(self) -> str:
         return str(self.ask("location.pathname + location.search + location.hash"))
