@@ -16,7 +16,9 @@ ALERTS = ROOT / "infra/prometheus/alerts.yml"
 
 FROM_PROMETHEUS = {"instance", "job", "up"}
 """Labels and a metric that a scrape adds."""
-_METRIC = re.compile(r"\b((?:perdure|temporal|node)_\w+|up)\b(\{[^}]*\})?")
+_METRIC = re.compile(
+    r"\b((?:perdure|temporal|node)_\w+|approximate_backlog_count|up)\b(\{[^}]*\})?"
+)
 _BY = re.compile(r"\bby\s*\(([^)]*)\)")
 _WORDS = {
     *("by", "sum", "max", "min", "count", "rate", "deriv", "increase", "histogram_quantile"),

@@ -1,8 +1,14 @@
 """Panels and alerts of infra read what processes of a live stack really serve."""
 
+import functools
+import json
+import re
 import shutil
 import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -13,7 +19,10 @@ from tests import held_ports, promql
 from tests.stack.host import why_not_here
 from tests.stack.stack import running
 from tests.stack.waiting import until
+from tests.workflows import dev_server
 
+BACKLOG = "approximate_backlog_count"
+Ask = Callable[[promql.Reads], Awaitable[bool]]
 RARE = {"temporal_request_failure_total"}
 """Served only when Temporal has refused a call."""
 
@@ -30,8 +39,10 @@ async def test_every_expression_reads_what_a_live_stack_serves(tmp_path: Path) -
     if missing := why_not_here():
         pytest.skip(missing)
     with held_ports.held(1) as (port,):
-        async with running(tmp_path / "stack", workers=0) as stack:
+        async with running(tmp_path / "stack", workers=0) as stack, AsyncExitStack() as more:
             await stack.start_worker(PERDURE_METRICS__PORT=str(port))
+            targets = f"127.0.0.1:{port}", urlsplit(stack.plan.gateway_url).netloc
+            ask = await more.enter_async_context(_prometheus(tmp_path / "prometheus", *targets))
             await stack.episode(await stack.start("measured"))
             nowhere = RolloutRequest(run_id="nowhere", instance="toy/nowhere", agent="nop")
             await stack.start_by_hand(
@@ -44,11 +55,80 @@ async def test_every_expression_reads_what_a_live_stack_serves(tmp_path: Path) -
                 await _metrics(f"http://127.0.0.1:{port}/metrics"),
                 await _metrics(f"{stack.plan.gateway_url}/metrics"),
             )
-    ours = [one for one in promql.expressions() if not _of_hosts(one)]
+            ours = [one for one in promql.expressions() if not _of_others(one)]
+            drawn = [one for one in ours if all(served.get(metric) for metric in one.metrics)]
+            if ask is not None:
+                for one in drawn:
+                    await until(functools.partial(ask, one), f"Prometheus draws {one.where}")
 
     missed = [miss for one in ours for miss in one.misses(served | dict.fromkeys(RARE))]
     assert missed == []
     assert served["perdure_attempts_total"] == {"stage", "cause"} | _everywhere(served)
+
+
+@asynccontextmanager
+async def _prometheus(folder: Path, *targets: str) -> AsyncIterator[Ask | None]:
+    """Asks a real Prometheus that scrapes these addresses; None where the program is missing.
+
+    An alert that is not raised has no value: there the part before its threshold is asked for.
+    """
+    program = shutil.which("prometheus")
+    if program is None:
+        yield None
+        return
+    folder.mkdir()
+    job = {"job_name": "perdure", "static_configs": [{"targets": list(targets)}]}
+    config = {
+        "global": {"scrape_interval": "1s"},
+        "scrape_configs": [job],
+        "rule_files": [str(promql.ALERTS)],
+    }
+    (folder / "prometheus.yml").write_text(json.dumps(config))
+    with held_ports.held(1) as (port,):
+        process = subprocess.Popen(
+            [
+                program,
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stderr=subprocess.DEVNULL,
+        )
+
+        async def ask(one: promql.Reads) -> bool:
+            query = re.split(r" [<>]=? [\d.]+$", one.expression)[0]
+            url = f"http://127.0.0.1:{port}/api/v1/query"
+            async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+                try:
+                    answer = await client.get(url, params={"query": query})
+                except httpx.TransportError:  # it starts
+                    return False
+            assert answer.status_code in (200, 503), f"{one.where}: {answer.text}"
+            return answer.status_code == 200 and bool(answer.json()["data"]["result"])
+
+        try:
+            yield ask
+        finally:
+            process.kill()
+            process.wait()
+
+
+async def test_queue_depth_reads_what_temporal_serves() -> None:
+    """A real server, and three workflows that no worker takes."""
+    with held_ports.held(1) as (metrics,):
+        async with dev_server.serving("--metrics-port", str(metrics)) as client:
+            for number in range(3):
+                await client.start_workflow("Nobodys", id=f"{number}", task_queue="nobodys-queue")
+
+            async def waiting() -> str:
+                text = await _metrics(f"http://127.0.0.1:{metrics}/metrics")
+                counts = [line for line in text.splitlines() if line.startswith(BACKLOG)]
+                return text if any('"nobodys_queue"' in line for line in counts) else ""
+
+            served = promql.served(await until(waiting, "Temporal counts the queue"))
+    (depth,) = [one for one in promql.expressions() if BACKLOG in one.metrics]
+
+    assert depth.misses(served) == []
 
 
 def _everywhere(served: dict[str, set[str] | None]) -> set[str]:
@@ -77,11 +157,16 @@ async def test_expressions_of_hosts_read_what_node_exporter_serves() -> None:
         finally:
             exporter.kill()
             exporter.wait()
-    of_hosts = [one for one in promql.expressions() if _of_hosts(one)]
+    of_hosts = [one for one in promql.expressions() if _reads(one, "node_")]
 
     assert of_hosts
     assert [miss for one in of_hosts for miss in one.misses(served)] == []
 
 
-def _of_hosts(one: promql.Reads) -> bool:
-    return any(metric.startswith("node_") for metric in one.metrics)
+def _of_others(one: promql.Reads) -> bool:
+    """Served by node_exporter or by Temporal's server."""
+    return _reads(one, "node_") or _reads(one, BACKLOG)
+
+
+def _reads(one: promql.Reads, prefix: str) -> bool:
+    return any(metric.startswith(prefix) for metric in one.metrics)
