@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from botocore.exceptions import NoCredentialsError
 
 from perdure.cli.commands.run_options import FAILURES
 from perdure.cli.main import invoke
 from perdure.errors import ConfigurationError, StoreUnavailable
 from perdure.instances import catalog
+from perdure.sandboxes.host import programs
 from perdure.settings.load import load_settings
 from perdure.stack.failures import explain
 from perdure.storage.base import open_store
+from perdure.storage.s3_answers import Place
 from perdure.types import (
     Grading,
     GroupRequest,
@@ -35,6 +38,9 @@ from perdure.types import (
     SourceKind,
 )
 from perdure.types.requests import FailureType
+from tests.paths import ROOT
+
+TESTS = ROOT / "tests"
 
 ROW: dict[str, Any] = {
     "instance_id": "a-1",
@@ -170,6 +176,7 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     (DRY, {"PERDURE_GATEWAY_PROT": "3"}, r"is no setting: did you mean PERDURE_GATEWAY__PORT\?"),
     (DRY, {"PERDURE_GATEWAY__PORT": "many"}, r"PERDURE_GATEWAY__PORT='many': .*valid integer"),
     (DRY, {"PERDURE_STORE": "s4://x"}, r"PERDURE_STORE is s4://x: use a folder, or s3://"),
+    (DRY, {"PERDURE_HOME": "elsewhere"}, r"elsewhere/store \(it has none; PERDURE_HOME names ano"),
     (DRY, {"PERDURE_HOME": "/proc/x"}, r"/proc/x/store.*correct PERDURE_STORE, or PERDURE_HOME"),
     (DRY, {"PERDURE_CONFIG": "wrong.toml"}, r"'gateway.prot' is no setting: did you mean 'gateway"),
     ("run first-steps", {}, r"calls a model and no engine is configured: set OPENAI_BASE_URL"),
@@ -183,6 +190,49 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     ("up --engine scripted:no.json", {}, r"--engine scripted:no.json: there is no file"),
 ]
 
+
+NAMED: dict[int, str] = {
+    1: "run first-steps --agnet x",
+    2: "runn",
+    3: "run first-steps -a oracel",
+    4: "run frist-steps --dry-run",
+    5: "run first-steps/h11-0.14 -a oracle",
+    6: "run nofile.jsonl",
+    7: "run two.jsonl",
+    8: "run mute.jsonl",
+    9: "run torn.jsonl",
+    10: "run prose.jsonl",
+    11: "run outside.jsonl",
+    12: "run twice.jsonl",
+    13: "run empty.jsonl",
+    14: "run table.csv",
+    15: f"{MODEL} --set sampling.temprature=1",
+    16: f"{MODEL} --set foo",
+    17: f"{MODEL} --set agent_options.step_limt=3",
+    18: "unit/cli/test_mistakes.py: test_a_missing_program",
+    19: f"{DRY} --sandbox bubblewarp",
+    20: f"{DRY} -i zzz*",
+    21: f"{DRY} -n 0",
+    22: "unit/reports/test_stored.py: 'click' means 3 rollouts",
+    23: "export r -f hf",
+    24: "PERDURE_GATEWAY_PROT",
+    25: "unit/rollouts/test_identity.py: now 'nosuch/model'",
+    26: "unit/rollouts/test_identity.py: url 'http://a', now 'http://b'",
+    27: "http://127.0.0.1:9/v1",
+    28: "integration/test_mini_swe_agent.py: does not exist",
+    29: "elsewhere",
+    30: "unit/cli/test_mistakes.py: test_a_store_without_keys",
+    31: "unit/stack/test_processes.py: is occupied",
+    32: "unit/instances/test_sources.py: the package index cannot be reached",
+    33: "unit/instances/test_sources.py: there is no version of",
+    34: "integration/test_environments.py: failed (exit code 3)",
+    35: "run owner/name --dry-run",
+    36: "/proc/x",
+    37: "unit/cli/test_mistakes.py: test_a_full_disk_is_named_once",
+    38: "workflows/test_mistakes.py: an_unknown_run_is_one_line",
+}
+"""The mistakes of the first day that strangers used Perdure: a command line or a value of a variable above,
+or the test elsewhere and words of it. The rest of COMMAND_LINES and REQUESTS came later."""
 
 Mistake = Callable[[str, dict[str, str]], tuple[int, list[str]]]
 
@@ -240,6 +290,22 @@ def test_a_mistake_is_one_line_with_the_fix(
     assert len(errors) == 1, errors
     assert re.search(told, errors[0]), errors[0]
     assert not re.search(r"pydantic|Traceback|\(a bug; ", errors[0])
+
+
+def test_every_mistake_of_the_first_day_is_tried() -> None:
+    """Each number, as a row here or in the test that it names; and thirty more."""
+    rows = {one for line, given, _ in COMMAND_LINES for one in (line, *given, *given.values())}
+    elsewhere = [one.partition(": ") for one in NAMED.values() if one not in rows]
+    here = "unit/cli/test_mistakes.py"
+    lost = [
+        f"{file}: {words}"
+        for file, _, words in elsewhere
+        if (TESTS / file).read_text().count(words) <= (file == here)  # it is named here
+    ]
+
+    assert list(NAMED) == list(range(1, 39))
+    assert lost == []
+    assert len(COMMAND_LINES) + len(REQUESTS) >= 38 + 30
 
 
 ROLLOUT = {"run_id": "r", "instance": "first-steps/x"}
@@ -304,6 +370,27 @@ def test_a_full_disk_is_named_once_with_the_fix(error: Exception) -> None:
     assert explain(error) == (
         1,
         "the disk under /home/disk/a is full: free space there, then give the same command again",
+    )
+
+
+def test_a_missing_program_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sandbox provider, before a stack starts."""
+    monkeypatch.setattr(programs, "SYSTEM_PATH", "/nowhere")
+    programs.program.cache_clear()
+
+    told = programs.missing_programs(["podman"])
+
+    assert told == ["podman is missing; install it (Debian: apt-get install podman runc)"]
+
+
+def test_a_store_without_keys_names_the_variables() -> None:
+    """What boto says, once, and what to set."""
+    place = Place("s3://bucket/x", "bucket", None)
+
+    assert explain(place.failure("list 'instances/'", NoCredentialsError())) == (
+        1,
+        "s3://bucket/x: cannot list 'instances/': Unable to locate credentials; if this lasts,"
+        " set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or AWS_PROFILE",
     )
 
 

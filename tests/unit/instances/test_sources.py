@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.errors import InstanceError
-from perdure.instances import repository, sources
+from perdure.errors import InstanceError, RetryHere
+from perdure.instances import repository, sources, uv
 from perdure.storage.local import LocalStore
 from perdure.types import Source, SourceKind
 
@@ -95,6 +95,43 @@ async def test_unpinned_release_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(InstanceError, match="name==version"):
         await sources.fetch(source, tmp_path / "tree", LocalStore(tmp_path / "store"))
+
+
+UV_SAYS = [
+    (
+        "error: Request failed after 3 retries in 7s\n  Caused by: Failed to fetch:"
+        " `http://127.0.0.1:9/flask/`\n"
+        "  Caused by: tcp connect error\n  Caused by: Connection refused (os error 111)\n",
+        RetryHere,
+        "the package index cannot be reached: Connection refused (os error 111); check the network,"
+        " HTTPS_PROXY, or set UV_DEFAULT_INDEX to a mirror",
+    ),
+    (
+        "  × No solution found when resolving dependencies:\n  ╰─▶ Because there is no version of"
+        " flask==99.0 and you require flask==99.0, we can conclude\n      that your requirements are"
+        " unsatisfiable.\n",
+        InstanceError,
+        "`source.requirement` 'flask==99.0' cannot be used: × No solution found when resolving"
+        " dependencies: ╰─▶ Because there is no version of flask==99.0 and you require flask==99.0,"
+        " we can conclude that your requirements are unsatisfiable.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("stderr", "kind", "told"), UV_SAYS, ids=["away", "no such version"])
+def test_what_the_index_lacks_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, stderr: str, kind: type[Exception], told: str
+) -> None:
+    """uv's nested causes become one sentence: the last cause and the variables, or what is wrong with the row."""
+
+    def failed(*_: object) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.CompletedProcess((), 2, b"", stderr.encode())
+
+    monkeypatch.setattr(uv, "run", failed)
+    with pytest.raises(kind) as raised:
+        uv.locate_sdist.__wrapped__("flask==99.0")
+
+    assert str(raised.value) == told
 
 
 def test_same_tree_same_commit(tmp_path: Path) -> None:
