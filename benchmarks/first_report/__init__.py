@@ -1,0 +1,1 @@
+"""From a clone to the first report."""
