@@ -489,6 +489,23 @@ async def test_a_summary_that_is_quoted_was_used(start: Start) -> None:
     assert await unused(process) == []
 
 
+@pytest.mark.parametrize(
+    ("told", "left_out"),
+    [("Line 2.", []), ("<result>\nLine 2.\n</result>", []), ("Line 2. and 3", [1])],
+)
+async def test_a_nameless_sub_agents_short_answer_is_used(
+    start: Start, told: str, left_out: list[int]
+) -> None:
+    """Its requests stand in the main chain; the agent gets the answer as a line of a tool's result."""
+    process = start(Speaker(CALL, {"content": "Line 2."}, TEXT))
+    await process.sessions.open(_spec())
+    asks = await process.ask(HELLO)
+    await process.ask([_user("Which line?")])
+    await process.ask(_next(HELLO, asks, told))
+
+    assert await unused(process) == left_out
+
+
 async def test_sub_agents_and_side_requests_are_used(start: Start) -> None:
     """The last answer of every chain counts as used, and what is not trained anyway needs no mark."""
     process = start(Speaker(TEXT))

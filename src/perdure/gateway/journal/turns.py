@@ -10,7 +10,7 @@ from perdure.gateway.turns.canonical import Message, visible
 from perdure.types import Purpose, Turn
 
 QUOTED_CHARS = 24
-"""A shorter text is found in other messages by chance."""
+"""A shorter text is found within other texts by chance; it counts as quoted if it is a whole line."""
 
 
 def turns_of(records: Sequence[TurnRecord]) -> list[Turn]:
@@ -56,8 +56,11 @@ def _has(message: Message, calls: Set[str], text: str) -> bool:
     if calls & its:
         return True
     said = visible(message["content"])
-    same = message["role"] == "assistant" and said == text and not calls and not its
-    return same or (len(text) >= QUOTED_CHARS and text in said)
+    if len(text) >= QUOTED_CHARS and text in said:
+        return True
+    if message["role"] == "assistant":
+        return said == text and not calls and not its
+    return bool(text) and text in map(visible, message["content"].splitlines())
 
 
 def _edited(records: Sequence[TurnRecord]) -> Iterator[int]:
