@@ -7,13 +7,27 @@ slime 624b824a8 and of PyPI's skyrl 0.3.0, torchtitan 0.3.0, verl 0.9.1 and trl 
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from perdure.episodes.episode import Episode, EpisodeSegments
-from perdure.types import FinishReason, Outcome, Segment
+from perdure.types import FinishReason, Outcome, Segment, SegmentKind
 
 Row = dict[str, Any]
 NO_VERSION = -1
+MASKED = Segment(
+    kind=SegmentKind.FINAL,
+    index=0,
+    chain="main",
+    prompt_ids=(0,),
+    response_ids=(0,),
+    loss_mask=(0,),
+    logprobs=(0.0,),
+    versions=(NO_VERSION,),
+    finish_reason=FinishReason.STOP,
+    turns=(),
+)
+"""For trainers that want a row where a rollout left none."""
 
 
 # --- slime -----------------------------------------------------------------------------------
@@ -88,54 +102,93 @@ def _slime_base(episode: Episode, index: int, group_index: int) -> Row:
 # --- SkyRL -----------------------------------------------------------------------------------
 
 
-def skyrl_output(found: Sequence[EpisodeSegments]) -> Row:
-    """One `GeneratorOutput` in the step-wise form: one row per segment, the rows of a rollout
-    together. The last token of the last row carries the whole reward; SkyRL gives its advantage to
-    all rows. Each row repeats the rollout's times, as in SkyRL's own step-wise generator.
+def skyrl_output(
+    found: Sequence[EpisodeSegments | None],
+    *,
+    names: Sequence[Row] | None = None,
+    step_wise: bool = True,
+) -> Row:
+    """One `GeneratorOutput`: in the step-wise form one row per segment, the rows of a rollout together,
+    and the whole reward on the last token of the last one, whose advantage SkyRL gives to all. Otherwise
+    one row per rollout, its last segment. Each row repeats the rollout's times.
 
-    Rollouts without a verdict or without segments have no row: SkyRL knows no missing reward.
+    `names`: SkyRL's `TrajectoryID` of each; known where all have an episode. SkyRL knows no missing
+    reward, so a rollout without a verdict or segments has no row if a sibling has one. Where each needs
+    one (not step-wise, or nothing is left), it has a masked token with its siblings' mean as reward.
     """
-    kept = graded(found)
-    rows = [(one, segment) for one in kept for segment in one.segments]
+    named = names or [_trajectory(one.episode) for one in found if one is not None]
+    rows = _skyrl_rows(list(zip(found, named, strict=True)), step_wise=step_wise)
+    episodes = [None if row.rollout is None else row.rollout.episode for row in rows]
     return {
-        "prompt_token_ids": [list(segment.prompt_ids) for _, segment in rows],
-        "response_ids": [list(segment.response_ids) for _, segment in rows],
-        "rewards": [_at_the_end(one, segment) for one, segment in rows],
-        "loss_masks": [list(segment.loss_mask) for _, segment in rows],
-        "stop_reasons": [segment.finish_reason.value for _, segment in rows],
-        "rollout_metrics": _metrics(found, kept),
-        "rollout_logprobs": [list(segment.logprobs) for _, segment in rows],
-        "trajectory_ids": [
-            {"instance_id": one.episode.instance_id, "repetition_id": one.episode.sample_index}
-            for one, _ in rows
-        ],
-        "trajectory_generation_times": [one.episode.seconds for one, _ in rows],
+        "prompt_token_ids": [list(row.segment.prompt_ids) for row in rows],
+        "response_ids": [list(row.segment.response_ids) for row in rows],
+        "rewards": [_at_the_end(row) for row in rows],
+        "loss_masks": [list(row.segment.loss_mask) for row in rows],
+        "stop_reasons": [row.segment.finish_reason.value for row in rows],
+        "rollout_metrics": _metrics(found, rows),
+        "rollout_logprobs": [list(row.segment.logprobs) for row in rows],
+        "trajectory_ids": [row.name for row in rows],
+        "trajectory_generation_times": [one.seconds if one else 0.0 for one in episodes],
         "trajectory_time_splits": {
-            "llm": [one.episode.engine_seconds for one, _ in rows],
-            "env": [one.episode.environment_seconds for one, _ in rows],
+            "llm": [one.engine_seconds if one else 0.0 for one in episodes],
+            "env": [one.environment_seconds if one else 0.0 for one in episodes],
         },
         "rollout_expert_indices": None,
-        "is_last_step": [segment is one.segments[-1] for one, segment in rows],
-        "env_metrics": [_facts(one, segment) for one, segment in rows],
+        "is_last_step": [row.is_last for row in rows],
+        "env_metrics": [_facts(row.rollout, row.segment) if row.rollout else {} for row in rows],
         "pixel_values": None,
         "image_grid_thw": None,
     }
 
 
-def _at_the_end(found: EpisodeSegments, segment: Segment) -> list[float]:
-    rewards = [0.0] * len(segment.response_ids)
-    if segment is found.segments[-1] and found.episode.reward is not None:
-        rewards[-1] = found.episode.reward
-    return rewards
+class _SkyrlRow(NamedTuple):
+    name: Row
+    rollout: EpisodeSegments | None
+    segment: Segment
+    reward: float
+    is_last: bool = True
 
 
-def _metrics(found: Sequence[EpisodeSegments], kept: Sequence[EpisodeSegments]) -> dict[str, float]:
+def _trajectory(episode: Episode) -> Row:
+    return {"instance_id": episode.instance_id, "repetition_id": episode.sample_index}
+
+
+def _skyrl_rows(
+    found: Sequence[tuple[EpisodeSegments | None, Row]], *, step_wise: bool
+) -> list[_SkyrlRow]:
+    rewards: dict[str, list[float]] = {}
+    for one, name in found:
+        if one is not None and graded([one]):
+            rewards.setdefault(name["instance_id"], []).append(one.episode.reward or 0.0)
+    rows = []
+    for one, name in found:
+        if one is not None and graded([one]):
+            reward = one.episode.reward or 0.0
+            for segment in one.segments if step_wise else one.segments[-1:]:
+                last = segment is one.segments[-1]
+                rows.append(_SkyrlRow(name, one, segment, reward if last else 0.0, last))
+        elif not (step_wise and rewards):
+            known = rewards.get(name["instance_id"])
+            rows.append(_SkyrlRow(name, one, MASKED, fmean(known) if known else 0.0))
+    return rows
+
+
+def _at_the_end(row: _SkyrlRow) -> list[float]:
+    return [0.0] * (len(row.segment.response_ids) - 1) + [row.reward]
+
+
+def _metrics(
+    found: Sequence[EpisodeSegments | None], rows: Sequence[_SkyrlRow]
+) -> dict[str, float]:
     """Numbers of the batch, those left out included."""
+    kept = graded([one for one in found if one is not None])
     outcomes = Counter(one.episode.outcome for one in kept if one.episode.outcome)
+    segments = sum(len(one.segments) for one in kept)
     return {
         "perdure/rollouts": len(found),
         "perdure/left_out": len(found) - len(kept),
-        "perdure/segments": sum(len(one.segments) for one in kept),
+        "perdure/segments": segments,
+        "perdure/untrained_segments": segments - sum(row.segment is not MASKED for row in rows),
         **{f"perdure/{outcome.value}": n for outcome, n in sorted(outcomes.items())},
     }
 

@@ -81,8 +81,10 @@ def _instance(row: Mapping[str, Any] | str, dataset: str | None) -> str:
         return row
     if isinstance(row.get("instance"), str):
         return str(row["instance"])
-    if row.get("instance_id") and dataset:
-        return f"{dataset}/{row['instance_id']}"
+    within = row.get("instance")
+    name = (within if isinstance(within, Mapping) else row).get("instance_id")
+    if name and dataset:
+        return f"{dataset}/{name}"
     raise ConfigurationError(
         "a row needs `instance` (`<dataset>/<instance_id>`), or `instance_id` where the hook names a "
         f"`dataset`; this one has {', '.join(sorted(row)) or 'neither'}"

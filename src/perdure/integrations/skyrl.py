@@ -18,13 +18,19 @@ from perdure.types import RolloutRequest
 BASE = "skyrl.train.generators.base"
 
 
-def generator_output(found: Sequence[EpisodeSegments]) -> dict[str, Any]:
-    """A `GeneratorOutput` (a TypedDict) for `generator.step_wise_trajectories=true`.
+def generator_output(
+    found: Sequence[EpisodeSegments | None],
+    *,
+    names: Sequence[dict[str, Any]] | None = None,
+    step_wise: bool = True,
+) -> dict[str, Any]:
+    """A `GeneratorOutput` (a TypedDict), for `generator.step_wise_trajectories` as it is.
 
-    `trajectory_ids` are SkyRL's own objects if it is installed. Rollouts that failed or have nothing
-    to train on have no row; `rollout_metrics["perdure/left_out"]` counts them.
+    `trajectory_ids` are SkyRL's own objects if it is installed, with the fields of `names`. In the
+    step-wise form, rollouts that failed or have nothing to train on have no row;
+    `rollout_metrics["perdure/left_out"]` counts them. See `episodes.trainers.skyrl_output`.
     """
-    output = skyrl_output(found)
+    output = skyrl_output(found, names=names, step_wise=step_wise)
     trajectory_id = installed.find(BASE, "TrajectoryID")
     if trajectory_id is not None:
         output["trajectory_ids"] = [trajectory_id(**one) for one in output["trajectory_ids"]]
@@ -34,36 +40,38 @@ def generator_output(found: Sequence[EpisodeSegments]) -> dict[str, Any]:
 def generator(config: Any, **fields: Any) -> Any:
     """A `GeneratorInterface` whose `generate` runs one rollout for each prompt, all at once.
 
-    `config`: SkyRL's `cfg.generator`, with `step_wise_trajectories`. `fields`: of a RolloutRequest, with
-    `run_id`, and `dataset` if `env_extras` name an `instance_id` only. Raises: ConfigurationError.
+    `config`: SkyRL's `cfg.generator`; without `step_wise_trajectories` only the last segment of a rollout
+    is trained. `fields`: of a RolloutRequest, with `run_id`, and `dataset` if `env_extras` name an
+    `instance_id` only. Raises: ConfigurationError.
     """
     base = installed.find(BASE, "GeneratorInterface")
     if base is None:
         raise ConfigurationError("skyrl is not installed")
-    if not config.step_wise_trajectories:
-        raise ConfigurationError(
-            "set generator.step_wise_trajectories=true: a rollout with sub-agents has several rows"
-        )
 
     async def generate(_: Any, input_batch: Mapping[str, Any]) -> dict[str, Any]:
-        return await _generate(input_batch, fields)
+        return await _generate(input_batch, fields, step_wise=config.step_wise_trajectories)
 
     return type("PerdureGenerator", (base,), {"generate": generate})()
 
 
-async def _generate(batch: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """In the order of the batch. Raises: NoResult when no rollout of it can be trained."""
+async def _generate(
+    batch: Mapping[str, Any], fields: Mapping[str, Any], *, step_wise: bool
+) -> dict[str, Any]:
+    """In the order of the batch, under the ids that SkyRL gave. A single group may be without a verdict:
+    the fully asynchronous trainer asks for one at a time, and an error ends its process.
+
+    Raises: NoResult when no rollout of several groups can be trained.
+    """
     requests = _requests(batch, fields)
     found = await asyncio.gather(*(hooks.finished(request) for request in requests))
-    # A trajectory is known by the id that SkyRL gave it, whatever the instance's own name is.
-    known = [one for one in found if one is not None]
-    if not graded(known):
+    names = [
+        {"instance_id": name.instance_id, "repetition_id": name.repetition_id}
+        for name in batch["trajectory_ids"]
+    ]
+    groups = {name["instance_id"] for name in names}
+    if len(groups) > 1 and not graded([one for one in found if one is not None]):
         raise NoResult(f"none of {len(requests)} rollouts of {requests[0].run_id} can be trained")
-    output = generator_output(known)
-    ids = zip(batch["trajectory_ids"], found, strict=True)
-    kept = [(name, one) for name, one in ids if one is not None and graded([one])]
-    output["trajectory_ids"] = [name for name, one in kept for _ in one.segments]
-    return output
+    return generator_output(found, names=names, step_wise=step_wise)
 
 
 def _requests(batch: Mapping[str, Any], fields: Mapping[str, Any]) -> list[RolloutRequest]:

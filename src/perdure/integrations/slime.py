@@ -17,7 +17,7 @@ from perdure.episodes.episode import EpisodeSegments
 from perdure.episodes.trainers import slime_abort, slime_samples
 from perdure.errors import ConfigurationError
 from perdure.integrations import hooks, installed
-from perdure.types import RolloutRequest
+from perdure.types import RolloutRequest, slugify
 
 GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 DIVIDED_BY_STD = ("grpo", "gspo", "cispo")
@@ -45,7 +45,7 @@ async def generate(
 ) -> list[Any]:
     """The samples of one rollout: one a segment, and a single one for an evaluation.
 
-    `sample.metadata` names the `instance`. What `args.perdure` says is a RolloutRequest's. An aborted
+    `sample.metadata` names the `instance`, or a row of the imported `dataset`. What `args.perdure` says is a RolloutRequest's. An aborted
     step cancels its rollouts. Raises: ConfigurationError.
     """
     request = _request(args, sample, sampling_params, evaluation)
@@ -73,10 +73,18 @@ def _request(
     return hooks.request_of(
         fields,
         step=f"{'eval-' if evaluation else ''}{_step()}",
-        instance=sample.metadata,
+        instance=_row(sample),
         sample_index=sample.index,
         sampling=sampling,
     )
+
+
+def _row(sample: Any) -> dict[str, Any]:
+    """The metadata, with the id that an import of slime's rows gives: its own, or the label."""
+    metadata = sample.metadata or {}
+    known = {**(metadata.get("remote_env_info") or {}), **metadata}
+    name = known.get("instance_id") or sample.label
+    return {**metadata, "instance_id": slugify(name)} if name else metadata
 
 
 def _step() -> int:

@@ -19,13 +19,20 @@ class Rollouts:
     """A `rollout_func`. TRL has one row for each prompt: of a rollout with several segments it trains the
     last one, and `perdure_segments` counts all."""
 
-    def __init__(self, **fields: Any) -> None:
-        """`fields`: of a RolloutRequest, with `run_id`."""
+    def __init__(self, *, publish: bool = True, **fields: Any) -> None:
+        """`fields`: of a RolloutRequest, with `run_id`. `publish`: the engines get the model before each
+        step, only it samples, and TRL's loss corrects for the recorded logprobs, as with its own vLLM."""
+        self._publish = publish
         self._fields = fields
+        self._engines: Any = None
         self._calls: Counter[str] = Counter()
 
     def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
-        """Raises: ConfigurationError."""
+        """Raises: ConfigurationError, UpdateRefused."""
+        if self._publish and self._engines is None:
+            from perdure.integrations.trl_weights import Engines  # needs perdure[weights]
+
+            self._engines = Engines(trainer)
         return trl_output(asyncio.run(self._all(self._requests(prompts, trainer))))
 
     async def _all(self, requests: Sequence[RolloutRequest]) -> list[EpisodeSegments | None]:
@@ -33,12 +40,13 @@ class Rollouts:
 
     def _requests(self, prompts: Sequence[str], trainer: Any) -> list[RolloutRequest]:
         sampling = hooks.sampling_of(_parameters(trainer.args))
+        fields = {**self._versions(), **self._fields}
         step, seen = self._step(trainer), Counter[str]()
         requests = []
         for prompt in prompts:
             requests.append(
                 hooks.request_of(
-                    self._fields,
+                    fields,
                     step=step,
                     instance=prompt,
                     sample_index=seen[prompt],
@@ -47,6 +55,11 @@ class Rollouts:
             )
             seen[prompt] += 1
         return requests
+
+    def _versions(self) -> dict[str, int]:
+        if self._engines is None:
+            return {}
+        return {"policy_version": self._engines.version, "max_staleness": 0}
 
     def _step(self, trainer: Any) -> str:
         """Unique for each call of each process; a trainer that restarts from a checkpoint repeats it."""

@@ -16,7 +16,7 @@ from perdure.episodes.episode import EpisodeParts, build_episode
 from perdure.episodes.episode_store import write_episode
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError, NoResult
-from perdure.integrations import hooks, skyrl, slime, trl
+from perdure.integrations import hooks, skyrl, slime, trl, trl_weights
 from perdure.storage.local import LocalStore
 from perdure.types import (
     EpisodeRef,
@@ -141,11 +141,12 @@ def test_the_trainers_sampling_wins() -> None:
     [
         ({"instance": "d/i"}, "d/i"),
         ({"instance_id": "i"}, "set/i"),
-        ({"instance": {"instance_id": "i"}, "instance_id": "i"}, "set/i"),
+        ({"instance": {"instance_id": "i"}, "data_source": "swe-gym"}, "set/i"),
     ],
 )
 def test_a_row_names_its_instance(row: dict[str, Any], instance: str) -> None:
-    """By reference, or by id in the dataset of the configuration."""
+    """By reference, or by id in the dataset of the configuration, also of a row within the row, as in SkyRL's
+    coding example."""
     fields = {"run_id": "r", "dataset": "set"}
     request = hooks.request_of(fields, step="0", instance=row, sample_index=0, sampling={})
 
@@ -216,6 +217,26 @@ async def test_slimes_launcher_names_generate(stack: Stack) -> None:
     assert {(s.prompt, s.label, s.metadata["source_name"]) for s in made} == {
         ("Fix it.", "gold", "swe")
     }
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata", "instance"),
+    [
+        ("gold", {"remote_env_info": {"instance_id": "i"}}, "set/i"),
+        ("owner/repo 1", {"image": "x", "eval_cmd": "true"}, "set/owner-repo-1"),
+        ("gold", {"instance": "other/i"}, "other/i"),
+    ],
+)
+async def test_a_row_of_slimes_example_is_found(
+    stack: Stack, label: str, metadata: dict[str, Any], instance: str
+) -> None:
+    """By the id under which the import of its file keeps it: its own, or its label."""
+    stack.ends[0] = (1.0, 1)
+    sample = slime_sample(0)
+    sample.label, sample.metadata = label, metadata
+    await slime.generate(slime_args(), sample, dict(SAMPLING))
+
+    assert stack.requests[0].instance == instance
 
 
 async def test_an_evaluation_counts_a_rollout_once(stack: Stack) -> None:
@@ -381,37 +402,92 @@ async def test_skyrl_gets_its_batch_in_order(stack: Stack) -> None:
     assert stack.requests[0].sampling.max_tokens_per_turn == 99
 
 
-async def test_skyrl_is_told_when_nothing_is_left(stack: Stack) -> None:
-    """As its own coding agent does: an empty batch would fail later, and say less."""
+async def test_skyrls_group_without_a_verdict_is_masked(stack: Stack) -> None:
+    """Its fully asynchronous trainer asks for one group at a time and ends its process at an error."""
+    stack.ends |= {0: None, 1: (None, 1)}
+    made = skyrl.generator(SimpleNamespace(step_wise_trajectories=True), run_id="try")
+    output = await made.generate(skyrl_batch(0, 1))
+
+    assert (output["loss_masks"], output["is_last_step"]) == ([[0], [0]], [True, True])
+    assert [one.repetition_id for one in output["trajectory_ids"]] == [0, 1]
+    assert output["rollout_metrics"]["perdure/left_out"] == 2
+
+
+async def test_skyrl_is_told_when_nothing_of_a_batch_is_left(stack: Stack) -> None:
+    """As its own coding agent does: a step without a trained token would fail later, and say less."""
     stack.ends[0] = None
     made = skyrl.generator(SimpleNamespace(step_wise_trajectories=True), run_id="try")
+    batch = skyrl_batch(0, 0)
+    batch["env_extras"][1] = {"instance": "d/k"}
+    batch["trajectory_ids"][1].instance_id = "uid-2"
 
-    with pytest.raises(NoResult, match="none of 1 rollouts"):
-        await made.generate(skyrl_batch(0))
+    with pytest.raises(NoResult, match="none of 2 rollouts"):
+        await made.generate(batch)
 
 
-def test_skyrl_must_train_step_by_step(stack: Stack) -> None:
-    """Otherwise it expects one row for each prompt, and fails at the first sub-agent."""
-    with pytest.raises(ConfigurationError, match="step_wise_trajectories=true"):
-        skyrl.generator(SimpleNamespace(step_wise_trajectories=False), run_id="try")
+async def test_skyrl_may_train_one_row_for_each_prompt(stack: Stack) -> None:
+    """Without step-wise trajectories: the last segment, and for a rollout without a verdict a masked token
+    that leaves its siblings' mean as it is."""
+    stack.ends |= {0: (1.0, 3), 1: None, 2: (0.0, 1)}
+    made = skyrl.generator(SimpleNamespace(step_wise_trajectories=False), run_id="try")
+    output = await made.generate(skyrl_batch(0, 1, 2))
+
+    assert output["prompt_token_ids"] == [[12], [0], [10]]
+    assert output["rewards"] == [[0.0, 1.0], [0.5], [0.0, 0.0]]
+    assert output["loss_masks"] == [[1, 1], [0], [1, 1]]
+    assert output["rollout_metrics"]["perdure/untrained_segments"] == 2
 
 
 # --- TRL -------------------------------------------------------------------------------------
 
 
-def trl_trainer(training: bool = True) -> Any:
-    return SimpleNamespace(
-        args=SimpleNamespace(temperature=0.8, top_p=1.0, top_k=0, max_completion_length=512),
-        model=SimpleNamespace(training=training),
+class Published:
+    """Stands for the engines' weights: what was published, as (version, the checkpoint's name)."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[int, str]] = []
+
+    def published(self) -> Any:
+        return SimpleNamespace(version=7)
+
+    def publish(self, version: int, source: Path, canaries: Any) -> None:
+        assert (source / "model").read_text() == canaries
+        self.done.append((version, source.name))
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> Published:
+    found = Published()
+    monkeypatch.setattr(trl_weights, "Weights", lambda: found)
+    monkeypatch.setattr(trl_weights, "canaries", lambda trainer: trainer.model.weights)
+    return found
+
+
+def trl_trainer(training: bool = True, output: Path | None = None) -> Any:
+    def save(folder: str, *, _internal_call: bool) -> None:
+        assert _internal_call  # else it uploads where `push_to_hub` is set
+        Path(folder).mkdir(parents=True)
+        Path(folder, "model").write_text(trainer.model.weights)
+
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            temperature=0.8, top_p=1.0, top_k=0, max_completion_length=512, output_dir=output
+        ),
+        model=SimpleNamespace(training=training, weights="first"),
         state=SimpleNamespace(global_step=6),
-        accelerator=SimpleNamespace(process_index=1),
+        accelerator=SimpleNamespace(
+            process_index=1, is_main_process=True, wait_for_everyone=lambda: None
+        ),
+        use_vllm=False,
+        save_model=save,
     )
+    return trainer
 
 
 def test_trl_gets_a_row_for_each_prompt(stack: Stack) -> None:
     """Tokens and mask of the last segment, and the reward beside them: None where there is no verdict."""
     stack.ends |= {0: (1.0, 3), 1: (None, 1), 2: None}
-    rollouts = trl.Rollouts(run_id="try", agent="nop")
+    rollouts = trl.Rollouts(run_id="try", agent="nop", publish=False)
     output = rollouts(["d/i"] * 3, trl_trainer())
 
     assert output["prompt_ids"] == [[12], [0], [0]]
@@ -426,7 +502,7 @@ def test_trl_calls_have_ids_of_their_own(stack: Stack) -> None:
     """Two generations of one step, and of training and evaluation, are different rollouts; the siblings
     of a prompt count up."""
     stack.ends |= {0: (1.0, 1), 1: (1.0, 1)}
-    rollouts = trl.Rollouts(run_id="try")
+    rollouts = trl.Rollouts(run_id="try", publish=False)
     for training in (True, True, False):
         rollouts(["d/i", "d/k", "d/i"], trl_trainer(training))
 
@@ -437,6 +513,44 @@ def test_trl_calls_have_ids_of_their_own(stack: Stack) -> None:
     ]
     assert [r.run_id for r in stack.requests[3::3]] == ["try-6-1-2", "try-eval-6-1-1"]
     assert stack.requests[0].sampling.max_tokens_per_turn == 512
+
+
+def test_trls_weights_sample_its_rollouts(
+    stack: Stack, published: Published, tmp_path: Path
+) -> None:
+    """Each step's model is published under the next version, before rollouts that only it may sample; TRL
+    asks for it where its vLLM would be. The last two checkpoints are kept."""
+    stack.ends[0] = (1.0, 1)
+    trainer, rollouts = trl_trainer(output=tmp_path), trl.Rollouts(run_id="try")
+    rollouts(["d/i"], trainer)
+    for step in (7, 8):
+        trainer.state.global_step, trainer.model.weights = step, f"of step {step}"
+        trainer.vllm_generation.sync_weights()
+        rollouts(["d/i"], trainer)
+
+    assert published.done == [(8, "8"), (9, "9"), (10, "10")]
+    assert [(r.policy_version, r.max_staleness) for r in stack.requests] == [
+        (8, 0),
+        (9, 0),
+        (10, 0),
+    ]
+    assert (trainer.use_vllm, trainer._last_loaded_step) == (True, 6)
+    assert {one.name for one in (tmp_path / "perdure-weights").iterdir()} == {"9", "10"}
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "fix"),
+    [("", "use_vllm", "use_vllm"), ("model", "peft_config", "merged model")],
+)
+def test_what_trl_cannot_publish_is_refused(
+    published: Published, part: str, field: str, fix: str
+) -> None:
+    """Before the first rollout: engines of its own, or adapters, of which Perdure's engines would get none."""
+    trainer = trl_trainer()
+    setattr(getattr(trainer, part) if part else trainer, field, True)
+
+    with pytest.raises(ConfigurationError, match=fix):
+        trl.Rollouts(run_id="try")(["d/i"], trainer)
 
 
 def test_rows_are_json(stack: Stack) -> None:
@@ -473,7 +587,9 @@ async def test_the_pages_skyrl_example_gives_its_generator(stack: Stack) -> None
     assert len((await made.generate(skyrl_batch(0)))["rewards"]) == 1
 
 
-def test_the_pages_trl_example_gives_rows(stack: Stack) -> None:
+def test_the_pages_trl_example_gives_rows(
+    stack: Stack, published: Published, tmp_path: Path
+) -> None:
     """As printed: the dataset's prompt is an instance, and the reward is the rollout's."""
     made: dict[str, Any] = {}
 
@@ -484,6 +600,6 @@ def test_the_pages_trl_example_gives_rows(stack: Stack) -> None:
     names = {"Dataset": SimpleNamespace(from_list=list), "GRPOTrainer": trainer, "trl": trl}
     exec(docs.block("train.md", "python trl"), names | {"model": None, "config": None})
     stack.ends[0] = (1.0, 1)
-    output = made["rollouts"]([made["rows"][0]["prompt"]], trl_trainer())
+    output = made["rollouts"]([made["rows"][0]["prompt"]], trl_trainer(output=tmp_path))
 
     assert made["reward"](["text"], output["perdure_reward"]) == [1.0]
