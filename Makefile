@@ -43,7 +43,7 @@ test-real: setup ## seven real SWE-bench rows, three times each, through the com
 	@$(RUN) pytest -rs tests/real/test_sdist_rows.py
 
 test-trainers: setup ## the trainers' own packages over our entry points, in an environment of their own (slow)
-	@$(RUN) pytest -rs tests/real/test_trainer_advantages.py tests/real/test_trainer_loops.py
+	@$(RUN) pytest -rs tests/real/test_trainer_advantages.py tests/real/test_trainer_loops.py tests/real/test_trl.py
 
 test-vllm: setup ## the engine client against a real vLLM on CPU, in an environment of its own (slow)
 	@$(RUN) pytest -rs tests/real/test_vllm.py tests/real/test_vllm_weights.py
@@ -81,7 +81,7 @@ chaos: setup ## kill -9, SIGTERM and lost answers, with real processes (slow); S
 	@$(RUN) --extra serving pytest -s tests/chaos --ray --seeds $(SEEDS) --rollouts $(ROLLOUTS)
 
 bench: setup ## the benchmarks that need nothing else, one after the other (slow)
-	@for b in startup start live overhead crash flaky replay sandbox sandbox.ready relay gateway_load gateway_cost routing preemption saturation weights neighbour status gradings report s3 view; do $(RUN) python -m benchmarks.$$b || exit 1; done
+	@for b in startup start live overhead crash flaky replay sandbox sandbox.ready relay gateway_load gateway_cost routing preemption saturation weights neighbour status gradings report s3 trainer view; do $(RUN) python -m benchmarks.$$b || exit 1; done
 
 learn: SEEDS = 1,2,3
 learn: setup ## a tiny model learns through the whole stack on two cores (slow; vLLM, 3.2 GB): SEEDS=2 OPTIONS='--staleness 1'

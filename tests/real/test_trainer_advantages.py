@@ -29,6 +29,8 @@ async def test_a_rollout_counts_once_whatever_its_segments_are(
     advantages: dict[str, Any], trainer: str
 ) -> None:
     """Both resolved rollouts gain a third, on every segment; the failed one is not in the mean."""
+    if trainer == "slime":
+        trainers_here.need_slime()
     first, with_subagents, unresolved, *failed = advantages[trainer]
 
     assert (first, with_subagents, unresolved) == ([THIRD], [THIRD] * 3, [TWO_THIRDS])
@@ -43,6 +45,7 @@ async def test_trl_leaves_a_failed_rollout_out(advantages: dict[str, Any]) -> No
 async def test_split_rewards_punish_a_resolved_rollout_in_slime(advantages: dict[str, Any]) -> None:
     """Why `split` is not the default: slime's mean is over samples, and a third of 1 is below it. Of
     three resolved rollouts and one unresolved, the one with three segments loses."""
+    trainers_here.need_slime()
     with_subagents, *_ = advantages["slime, split"]
 
     assert with_subagents == [pytest.approx(-1 / 6, abs=1e-6)] * 3
@@ -51,6 +54,7 @@ async def test_split_rewards_punish_a_resolved_rollout_in_slime(advantages: dict
 
 async def test_slimes_step_ends_at_a_reward_of_none(advantages: dict[str, Any]) -> None:
     """Why an aborted sample has 0.0."""
+    trainers_here.need_slime()
     assert "must be real number, not NoneType" in advantages["slime, reward None"]
 
 
@@ -58,6 +62,7 @@ async def test_slimes_own_cases_of_its_trajectories_hold() -> None:
     """Mode `slime` of `perdure export --segments` cuts each session of slime's tests as slime does: tokens,
     masks and logprobs. Three of the 35 tests record nothing to cut."""
     trainers_here.install()
+    trainers_here.need_slime()
     found = await trainers_here.run("slime_tree.py", trainers_here.SLIME)
 
     assert found["differing"] == []

@@ -78,14 +78,19 @@ def trainers(installed: Path) -> list[Trainer]:
     return [Trainer(python, folder).with_canaries() for folder in folders]
 
 
-@pytest.fixture(scope="session")
-def updatable(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with the plugin, as a user installs it."""
+def install_plugin(installed: Path) -> None:
+    """As a user installs it."""
     python = installed / "venv/bin/python"
     fresh = ["--no-deps", "--reinstall-package", "perdure", "-p", str(python), str(ROOT)]
     uv = shutil.which("uv") or str(ROOT / ".uv/bin/uv")
     done = subprocess.run([uv, "pip", "install", "-q", *fresh], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
+
+
+@pytest.fixture(scope="session")
+def updatable(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with the plugin."""
+    install_plugin(installed)
     flags = ["--weight-transfer-config", json.dumps({"backend": "perdure-disk"})]
     with _serving(installed, tmp_path_factory.mktemp("updatable") / "log", *flags) as url:
         yield url

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.paths import ROOT
+from tests.stack.stack import Stack
 
 FOLDER = ROOT / ".perdure/trainers"
 PYTHON = FOLDER / "venv/bin/python"
@@ -23,6 +24,20 @@ def install() -> None:
     if done.returncode != 0:
         said = " ".join(done.stderr.split())[-300:]
         pytest.skip(f"the trainers cannot be had here: {said}")
+
+
+def environment(stack: Stack) -> dict[str, str]:
+    """What a trainer's process is told of a stack."""
+    return {
+        "PERDURE_HOME": str(stack.home),
+        "PERDURE_STORE": stack.settings.store,
+        "TEMPORAL_ADDRESS": str(stack.plan.addresses.temporal_address),
+    }
+
+
+def need_slime() -> None:
+    if not SLIME.exists():
+        pytest.skip("slime is on no index: PERDURE_TEST_SLIME names a clone of it")
 
 
 async def run(program: str, *arguments: object, **environment: str) -> Any:

@@ -1,4 +1,4 @@
-"""Stand-ins for the packages that TorchTitan imports and that need a GPU: vLLM, Monarch, TorchStore.
+"""Stand-ins for the packages that TorchTitan and SkyRL import and that need a GPU: vLLM, FlashAttention, ...
 
 Any name of theirs is a class whose calls return what a decorator would; none of them does anything.
 """
@@ -10,7 +10,8 @@ import importlib.machinery
 import sys
 import types
 
-NAMES = {"vllm", "monarch", "torchstore"}
+TORCHTITAN = ("vllm", "monarch", "torchstore")
+SKYRL = ("flash_attn",)
 
 
 class _Type(type):
@@ -32,8 +33,11 @@ def _named(name):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, names):
+        self.names = names
+
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in NAMES:
+        if name.partition(".")[0] in self.names:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -47,5 +51,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def stand_in() -> None:
-    sys.meta_path.insert(0, _Finder())
+def stand_in(names) -> None:
+    sys.meta_path.insert(0, _Finder(names))

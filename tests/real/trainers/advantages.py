@@ -309,7 +309,7 @@ async def torchtitan() -> list[list[float]]:
     """Through its rubric, estimator and sample builder: the advantage of each sample."""
     import absent
 
-    absent.stand_in()
+    absent.stand_in(absent.TORCHTITAN)
     from torchtitan.experiments.rl.components.training_sample_builder import (
         TrainingSampleBuilder,
     )
@@ -349,14 +349,20 @@ def _by_rollout(values: list[float], sizes: list[int]) -> list[list[float]]:
     return [part.tolist() for part in np.split(np.array(values), cut_at)]
 
 
+def slimes() -> dict[str, Any]:
+    return {
+        "slime": slime("full", hooks.rewards),
+        "slime, without the hook": slime("full"),
+        "slime, split": slime("split", group=[GROUP[1], GROUP[2], GROUP[0], GROUP[0]]),
+        "slime, reward None": slime_with_null(),
+    }
+
+
 if __name__ == "__main__":
     print(
         json.dumps(
             {
-                "slime": slime("full", hooks.rewards),
-                "slime, without the hook": slime("full"),
-                "slime, split": slime("split", group=[GROUP[1], GROUP[2], GROUP[0], GROUP[0]]),
-                "slime, reward None": slime_with_null(),
+                **(slimes() if FOLDERS["slime"].exists() else {}),
                 "skyrl": skyrl(),
                 "verl": asyncio.run(verl()),
                 "trl": trl(),

@@ -12,7 +12,7 @@ Prints JSON.
 
 import absent
 
-absent.stand_in()
+absent.stand_in(absent.TORCHTITAN)
 
 import asyncio  # noqa: E402
 import json  # noqa: E402
