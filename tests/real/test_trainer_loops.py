@@ -19,7 +19,7 @@ from tests.real import trainers_here
 from tests.stack.engine import IDLE, commands
 from tests.stack.host import why_not_here
 from tests.stack.instances import INSTANCE
-from tests.stack.stack import Stack, running
+from tests.stack.stack import running
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
@@ -46,14 +46,6 @@ def _trainers() -> None:
     trainers_here.install()
 
 
-def environment(stack: Stack) -> dict[str, str]:
-    return {
-        "PERDURE_HOME": str(stack.home),
-        "PERDURE_STORE": stack.settings.store,
-        "TEMPORAL_ADDRESS": str(stack.plan.addresses.temporal_address),
-    }
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def done(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Any]]:
     """What each trainer's program printed; all of them ran at once beside one stack."""
@@ -61,14 +53,21 @@ async def done(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[s
     (folder / "perdure_env.py").write_text(docs.block("train.md", "python verifiers"))
     loops = docs.block("train.md", "yaml").replace("mini_swe_agent", loop_agent.NAME)
     (folder / "loops.yaml").write_text(loops)
-    programs = {
-        "slime": ("slime_rollouts.py",),
+    programs: dict[str, tuple[Any, ...]] = {
         "skyrl": ("skyrl_generator.py",),
         "verl": ("verl_worker.py", folder / "loops.yaml"),
         "verifiers": ("verifiers_episodes.py", folder),
     }
+    skyrl = docs.block("train.md", "python skyrl").replace("mini_swe_agent", loop_agent.NAME)
+    for form in ("true", "false"):
+        home = folder / f"step-wise-{form}"
+        home.mkdir()
+        (home / "page.py").write_text(skyrl.replace("try-1", f"step-wise-{form}"))
+        programs[f"skyrl, step-wise {form}"] = ("skyrl_main.py", home, form)
+    if trainers_here.SLIME.exists():
+        programs["slime"] = ("slime_rollouts.py",)
     async with running(folder / "stack") as stack:
-        said = environment(stack)
+        said = trainers_here.environment(stack)
         found = await asyncio.gather(
             *(trainers_here.run(*map(str, command), **said) for command in programs.values())
         )
@@ -78,25 +77,29 @@ async def done(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[s
 # --- slime -----------------------------------------------------------------------------------
 
 
-async def test_slime_fills_its_step(done: dict[str, Any]) -> None:
+@pytest.fixture
+def slimes(done: dict[str, Any]) -> Any:
+    trainers_here.need_slime()
+    return done["slime"]
+
+
+async def test_slime_fills_its_step(slimes: Any) -> None:
     """Its loop finds `generate` and the filter by their names: the group without signal is dropped, the
     next one has both siblings, and its post-process gives their advantages."""
-    found = done["slime"]
-
-    assert (found["raw"], found["advantages"]) == ([1.0, 0.0], [0.5, -0.5])
-    assert all(trained > 0 for trained in found["trained"])
-    assert all(len(set(lengths)) == 1 for lengths in found["lengths"])
+    assert (slimes["raw"], slimes["advantages"]) == ([1.0, 0.0], [0.5, -0.5])
+    assert all(trained > 0 for trained in slimes["trained"])
+    assert all(len(set(lengths)) == 1 for lengths in slimes["lengths"])
 
 
-async def test_slime_aborts_the_rest(done: dict[str, Any]) -> None:
+async def test_slime_aborts_the_rest(slimes: Any) -> None:
     """The group that still ran when the step was full: both rollouts are cancelled, and come as slime's own
     aborted samples."""
-    assert done["slime"]["aborted"] == [[2, True, 0.0]] * 2
+    assert slimes["aborted"] == [[2, True, 0.0]] * 2
 
 
-async def test_slime_evaluates(done: dict[str, Any]) -> None:
+async def test_slime_evaluates(slimes: Any) -> None:
     """Its eval path reads the dataset by slime's keys and counts each rollout once."""
-    assert done["slime"]["evaluated"] == [1.0]
+    assert slimes["evaluated"] == [1.0]
 
 
 # --- SkyRL -----------------------------------------------------------------------------------
@@ -110,6 +113,20 @@ async def test_skyrl_accepts_the_generators_output(done: dict[str, Any]) -> None
     assert (found["order"], found["rewards"]) == ([["b", 0], ["a", 1]], [1.0, 0.0])
     assert all(trained > 0 for trained in found["trained"])
     assert found["counts"]["perdure/left_out"] == 0
+
+
+@pytest.mark.parametrize("step_wise", ["true", "false"])
+async def test_skyrls_experiment_reaches_its_optimizer_step(
+    done: dict[str, Any], step_wise: str
+) -> None:
+    """Its main's own experiment, data, staleness control and conversion, with the class that the page prints:
+    the step's tensors hold two groups of two. What follows on a GPU is simulated by SkyRL."""
+    found = done[f"skyrl, step-wise {step_wise}"]
+
+    assert (found["rows"], found["uids"]) == (4, ["0", "0", "1", "1"])
+    assert found["rewards"] == [0.0, 0.0, 1.0, 1.0]
+    assert all(trained > 0 for trained in found["trained"])
+    assert all(found["logprobs"])
 
 
 # --- verl ------------------------------------------------------------------------------------
@@ -168,7 +185,9 @@ async def titan(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[
     rows.write_text(json.dumps({"instance": INSTANCE}))
     async with running(home / "stack", named=False) as stack, ScriptedEngine(IDLES) as idles:
         arguments = (rows, stack.engine.url, idles.url, *launched())
-        yield await trainers_here.run("torchtitan_loop.py", *arguments, **environment(stack))
+        yield await trainers_here.run(
+            "torchtitan_loop.py", *arguments, **trainers_here.environment(stack)
+        )
 
 
 async def test_torchtitan_packs_what_its_generator_sampled(titan: dict[str, Any]) -> None:
