@@ -30,13 +30,14 @@ from benchmarks.parity.conversations import Job
 from benchmarks.parity.measure import Stand, measure
 from perdure.dialects.base import Refused
 from perdure.engines.base import Engine, TokenEngine
-from perdure.engines.clients.vllm_control import PROBE_SESSION
+from perdure.engines.clients.vllm_control import PROBE_SESSION, EngineControl
 from perdure.engines.clients.wire import new_client
 from perdure.engines.configured import ConfiguredEngine
+from perdure.engines.health import HealthCheck, Load
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster
-from perdure.engines.state import EngineSpec
+from perdure.engines.state import EngineRecord, EngineSpec, EngineState, name_of
 from perdure.episodes import turns_parquet
 from perdure.episodes.episode_store import read_run
 from perdure.gateway.http.server import NO_GRACE, make_server
@@ -45,7 +46,8 @@ from perdure.instances import catalog
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
-from perdure.types import FinishReason, Grading, Instance, Source, SourceKind, Turn
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
+from perdure.types import FinishReason, Grading, Instance, Sampling, Source, SourceKind, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = ROOT / ".perdure/vllm"
@@ -213,6 +215,58 @@ async def test_a_wrong_model_name_is_told_with_the_fix(url: str, client: httpx.A
     with pytest.raises(Refused, match="PERDURE_ENGINE__MODEL"):
         await pool.generate(PROMPT, SAMPLING, session_id="s", request_id="name")
     await pool.aclose()
+
+
+async def test_only_an_engine_with_processed_logprobs_joins(
+    url: str, installed: Path, client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    """vLLM's default, raw logprobs, is found by one token, and the reason names the flag."""
+    with _serving(installed, tmp_path / "log", "--logprobs-mode", "raw_logprobs") as raw:
+        refused = HealthCheck(EngineControl(raw, client), hang_s=START_S)
+        found = await refused.look(_starting(raw), Load())
+    other = await HealthCheck(EngineControl(url, client), hang_s=START_S).look(
+        _starting(url), Load()
+    )
+
+    assert found is None or found.state is EngineState.STARTING
+    assert "--logprobs-mode processed_logprobs" in refused.refused
+    assert other is not None
+    assert other.state is EngineState.READY
+
+
+def _starting(url: str) -> EngineRecord:
+    return EngineRecord(
+        name=name_of(url), url=url, model="policy", generation=1, state=EngineState.STARTING
+    )
+
+
+async def test_a_stop_text_ends_an_answer(url: str, tmp_path: Path) -> None:
+    """The agent reads what is before it; the record holds all that was sampled."""
+    async with LocalGateway(tmp_path, engine={"url": url, "kind": "vllm"}) as gateway:
+        whole, _, _ = await _said(gateway, "whole")
+        middle = len(whole) // 2
+        stop = whole[middle : middle + 4]
+        text, reason, turn = await _said(gateway, "cut", stop=[stop])
+
+    assert (text.rstrip(), reason) == (whole[: whole.index(stop)].rstrip(), "stop")
+    assert stop in load_tokenizer("qwen3").decode(list(turn.completion_ids))
+    assert turn.finish_reason is FinishReason.STOP
+
+
+async def _said(gateway: LocalGateway, session: str, **asked: Any) -> tuple[str, str, Turn]:
+    """A greedy answer of 24 tokens at most: its text, why it ended, and its record."""
+    key = await gateway.open(session, sampling=Sampling(decided_by="agent"))
+    body = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24}
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=START_S) as http:
+        answer = await http.post(
+            "/v1/chat/completions",
+            json={**body, "temperature": 0.0, **asked},
+            headers={"authorization": f"Bearer {key}"},
+        )
+    choice = answer.json()["choices"][0]
+    await gateway.control.close(session)
+    (turn,) = turns_parquet.decode((await gateway.store.get(turns_key_of(session))).data)
+    return choice["message"]["content"], choice["finish_reason"], turn
 
 
 @dataclass
