@@ -32,6 +32,7 @@ from torchtitan.experiments.rl.observability.metrics import (  # noqa: E402
 )
 from torchtitan.experiments.rl.rollout_recorder import RolloutSampleRecorder  # noqa: E402
 
+from perdure.engines.health import CANARY_PROMPTS  # noqa: E402
 from perdure.integrations.torchtitan.instances import Instances  # noqa: E402
 from perdure.integrations.torchtitan.rollouter import PerdureRollouter  # noqa: E402
 from perdure.integrations.torchtitan.smoke import Sampling, from_vllm  # noqa: E402
@@ -46,7 +47,7 @@ def generator(client, fixes, idles):
     seen, calls = [], []
 
     async def generate(prompt_token_ids, *, request_id, routing_session_id=None, sampling_config):
-        if len(prompt_token_ids) > 3 and routing_session_id not in seen:  # no probe
+        if _is_turn(prompt_token_ids) and routing_session_id not in seen:
             seen.append(routing_session_id)
         at = seen.index(routing_session_id) if routing_session_id in seen else 0
         completion = await engines[at % GROUP_SIZE](
@@ -111,10 +112,10 @@ async def main(rows, fixes, idles, *options):
     logged = MetricsProcessor._aggregate_metrics(batch.metrics)
     lines = Path(dump, "rollout_samples.jsonl").read_text().splitlines()
     recorded = [json.loads(line) for line in lines]
-    sampled = [(c.token_ids, c.token_logprobs) for prompt, c, _ in calls if len(prompt) > 3]
+    sampled = [(c.token_ids, c.token_logprobs) for prompt, c, _ in calls if _is_turn(prompt)]
     return {
         "sampled": sampled,
-        "sampling": [said for prompt, _, said in calls if len(prompt) > 3][-1],
+        "sampling": [said for prompt, _, said in calls if _is_turn(prompt)][-1],
         "trained": _trained(microbatch),
         "advantages": sorted(set(microbatch.advantages.flatten().tolist())),
         "min_policy_versions": batch.min_policy_versions,
@@ -122,6 +123,11 @@ async def main(rows, fixes, idles, *options):
         "spoken": [len(one["turns"]) for one in recorded],
         "recipe": [type(recipe).__qualname__, recipe.run_id, recipe.rollout["agent"]],
     }
+
+
+def _is_turn(prompt):
+    """Not a probe of the gateway's, which the generator answers too."""
+    return tuple(prompt) not in CANARY_PROMPTS
 
 
 def _trained(batch):
