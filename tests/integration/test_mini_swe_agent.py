@@ -2,21 +2,29 @@
 
 import itertools
 import json
+import signal
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from perdure.agents import prompts
 from perdure.agents.base import EXEC_ID, AgentTask, Evidence
 from perdure.agents.mini_swe_agent import TRAJECTORY, MiniSweAgent
 from perdure.agents.oracle import Oracle
 from perdure.episodes import turns_parquet
+from perdure.gateway.base import HOPELESS
+from perdure.rollouts.messages import AgentRun
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import AgentSettings, Settings
+from perdure.stack.listening import serving
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind, Turn
@@ -95,6 +103,8 @@ class Stand:
         self.tree, self.gateway = tree, gateway
         self.socket = home / "gw.sock"
         self.provider = BubblewrapProvider(Settings(home=home / "boxes"))
+        self.refused = ""
+        """What the gateway says of the session: why no call of the agent was answered."""
 
     async def run(self, **fields: Any) -> tuple[Evidence, bytes]:
         """What remains of the agent, and the file it was to edit."""
@@ -107,13 +117,18 @@ class Stand:
             for path, content in launch.files.items():
                 await sandbox.put(path, content)
             await sandbox.start(EXEC_ID, launch.argv, env=launch.env, timeout_s=AGENT_S)
-            status = await sandbox.wait(EXEC_ID)
+            status = await sandbox.wait(EXEC_ID, 1.0)
+            while not status.done:
+                if (await self.gateway.control.get("s-1")).is_hopeless:  # as the stage decides
+                    await sandbox.signal(EXEC_ID, signal.SIGKILL)
+                status = await sandbox.wait(EXEC_ID, 1.0)
             summary = await self.gateway.control.close("s-1")
+            self.refused = summary.refused
             evidence = Evidence(
                 status,
                 await sandbox.output(EXEC_ID, "stdout"),
                 await sandbox.output(EXEC_ID, "stderr"),
-                {TRAJECTORY: await sandbox.get(TRAJECTORY)},
+                {} if summary.refused else {TRAJECTORY: await sandbox.get(TRAJECTORY)},
                 summary.turns,
             )
             return evidence, await sandbox.get("greeting.txt")
@@ -187,6 +202,76 @@ async def test_a_model_that_never_calls_a_tool_gives_up(stand: Stand) -> None:
 
     assert MiniSweAgent().classify(evidence) is AgentEnd.GAVE_UP
     assert greeting == b"bye\r\n"
+
+
+class Refusal(NamedTuple):
+    """What a hosted API answers, and the fix that Perdure adds."""
+
+    status: int
+    message: str
+    code: str
+    fix: str
+
+
+TOO_LONG = "This model's maximum context length is 9 tokens"
+REFUSALS = [
+    Refusal(
+        401, "Incorrect API key provided", "invalid_api_key", "Check the key in OPENAI_API_KEY"
+    ),
+    Refusal(429, "You exceeded your current quota", "insufficient_quota", "Add credit to"),
+    Refusal(404, "The model `policy` does not exist", "model_not_found", "PERDURE_ENGINE__MODEL"),
+    Refusal(400, TOO_LONG, "context_length_exceeded", "Raise sampling.max_context_tokens"),
+]
+
+
+class Refusing:
+    """An endpoint that refuses every call in the words of a hosted API."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        self.calls = 0
+        error = {"message": refusal.message, "type": "invalid_request_error", "code": refusal.code}
+
+        async def refuse(request: Request) -> Response:
+            self.calls += 1
+            return JSONResponse({"error": error}, refusal.status)
+
+        async def models(request: Request) -> Response:
+            return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+        self.app = Starlette(
+            routes=[
+                Route("/v1/models", models),
+                Route("/v1/chat/completions", refuse, methods=["POST"]),
+            ]
+        )
+
+
+@pytest.mark.registry
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.code)
+async def test_a_refused_call_is_told_once_in_the_endpoints_words(
+    tmp_path: Path, tree: Path, refusal: Refusal
+) -> None:
+    """The failure has the endpoint's own sentence and the fix. The agent would ask ten times, in minutes; it
+    may ask three times."""
+    if missing := BubblewrapProvider(Settings(home=tmp_path / "boxes")).check():
+        pytest.skip("; ".join(missing))
+    endpoint = Refusing(refusal)
+    async with (
+        serving(endpoint.app, "127.0.0.1", 0) as port,
+        LocalGateway(
+            tmp_path / "home",
+            engine={"url": f"http://127.0.0.1:{port}/v1", "kind": "openai", "model": "policy"},
+        ) as gateway,
+        unix_socket(tmp_path / "gw.sock", gateway.url),
+    ):
+        stand = Stand(tmp_path, tree, gateway)
+        evidence, _ = await stand.run()
+    run = AgentRun(end=MiniSweAgent().classify(evidence), refused=stand.refused)
+
+    assert run.broke.startswith("the first model call was refused: ")
+    assert run.broke.count(refusal.message) == 1, run.broke
+    assert refusal.fix in run.broke
+    assert endpoint.calls <= HOPELESS + 1  # one more may be on its way when the third is noticed
 
 
 async def test_oracle_applies_the_gold_patch(tmp_path: Path, tree: Path) -> None:

@@ -33,6 +33,10 @@ SessionId = Annotated[str, StringConstraints(pattern=SESSION_ID)]
 """Names a folder of the journal and a path of the control API: no slashes."""
 
 
+HOPELESS = 3
+"""Refused calls without an answer. A first one may be a side request of the agent's."""
+
+
 class SessionSpec(Frozen):
     """One attempt's sampling rules and where its turns go when it is closed."""
 
@@ -65,6 +69,8 @@ class SessionSummary(Frozen):
     """Why no engine may sample it any more; empty unless one of its calls was refused for this."""
     refused: str = ""
     """What the engine said when it refused a call before the first answer, and the fix."""
+    refusals: int = 0
+    """How often it did. Only the gateway process that had the calls knows this."""
     unanswered: str = ""
     """Why its last call got no answer: the engines or the store were away. Empty after an answer."""
     replayed_turns: int = 0
@@ -72,6 +78,11 @@ class SessionSummary(Frozen):
     replayed_tokens: int = 0
     waits: Wait | None = None
     """What a call waits for at this moment. Only the gateway process that has the call knows this."""
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether its agent goes on asking an engine that refuses every call, some of them for minutes."""
+        return self.refusals >= HOPELESS and not self.turns
 
 
 SUMMARIES = TypeAdapter(list[SessionSummary])

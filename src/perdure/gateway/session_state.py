@@ -85,6 +85,8 @@ class Session:
     """The engines gave up on its last call; the agent may try again."""
     refused: str = ""
     """What the engine said when it refused a call before the first answer."""
+    refusals: int = 0
+    """How often, in this process."""
     commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the journal is read or written for this session."""
     close_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -147,6 +149,7 @@ class Session:
             chains=len(totals.chains),
             too_stale=self.too_stale,
             refused=self.refused,
+            refusals=self.refusals,
             replayed_turns=totals.replayed_turns,
             replayed_tokens=totals.replayed_tokens,
             waits=None if self.sealed else self.unanswered,

@@ -433,6 +433,7 @@ class Sessions:
             if refused.code == TOO_STALE:
                 await self._note(session, {"kind": STALE, "message": str(refused)}, "too_stale")
             if refused.code in OF_ENGINE and not session.totals.turns:
+                session.refusals += 1
                 message = f"{refused}{OF_ENGINE[refused.code]}"
                 await self._note(session, {"kind": REFUSED, "message": message}, "refused")
             raise

@@ -112,7 +112,7 @@ async def _watch(
         if session is not None:
             summary = await session.look()
             _report(job, summary)
-            if summary.too_stale:  # this attempt gets no verdict, so the agent need not finish
+            if summary.too_stale or summary.is_hopeless:  # no verdict: the agent need not finish
                 await sandbox.signal(EXEC_ID, signal.SIGKILL)
                 status = await sandbox.wait(EXEC_ID, KILLED_S)
                 break
