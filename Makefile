@@ -1,6 +1,6 @@
 # Every command sets itself up: Python 3.11, make and git are enough.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check compiled test test-all test-agents test-redteam test-cheats test-images test-leaks test-real test-trainers test-vllm test-families test-serving fmt build chaos bench learn clean
+.PHONY: help setup demo check compiled test test-all test-agents test-redteam test-cheats test-images test-leaks test-real test-trainers test-vllm test-families test-serving test-hosts test-charts fmt build chaos bench learn clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
@@ -53,6 +53,12 @@ test-families: setup ## model families as published, beside the parsers of vLLM 
 
 test-serving: setup ## engines on real Ray nodes that are killed (slow)
 	@$(RUN) --extra serving pytest tests/serving
+
+test-hosts: setup ## four hosts played by namespaces: seats, one added, one cut off (slow; root)
+	@$(RUN) pytest -n 0 -rs -s tests/hosts
+
+test-charts: setup ## the Helm chart rendered and checked against Kubernetes' schemas, both from PyPI
+	@$(RUN) --with 'gotpl[helm]==0.1.0' --with kubernetes-validate==1.37.0 pytest -n 0 -rs tests/charts
 
 test-agents: setup ## every agent from its registry, end to end in a sandbox (slow; downloads once)
 	@$(RUN) pytest tests/agents

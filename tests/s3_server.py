@@ -16,10 +16,10 @@ Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 @contextmanager
-def with_bucket(name: str) -> Iterator["S3Server"]:
+def with_bucket(name: str, host: str = "127.0.0.1") -> Iterator["S3Server"]:
     """A server with one bucket, whose credentials every process finds in its environment."""
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line for each request
-    server = S3Server()
+    server = S3Server(host)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ACCESS_KEY_ID", "dummy")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "dummy")
@@ -34,13 +34,13 @@ def with_bucket(name: str) -> Iterator["S3Server"]:
 class S3Server:
     """moto's S3 behind one lock (its own conditional writes race), with faults on request."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.fault: str | None = None
         self.requests = 0
         self._lock = threading.Lock()
         self._s3: Wsgi = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._server = make_server(host, 0, self._answer, threaded=True)
+        self.url = f"http://{host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()
 

@@ -37,6 +37,7 @@ from perdure.settings.tree import Settings
 from perdure.stack import host_life
 from perdure.telemetry import configure_logging, temporal_runtime
 from perdure.untrusted import reading
+from workers import backlogs
 from workers.builds import build_of, say_if_not_current
 from workers.health import answering
 from workers.host import life_kept
@@ -105,9 +106,11 @@ def _workers(
 
 async def _keep_house(client: Client, settings: Settings, roles: Sequence[str]) -> None:
     """What a worker does beside its queues, depending on its roles."""
-    if not {"boot", "agent"} & set(roles):
-        return
-    keeping = [partial(life_kept.keep_alive, settings)]
+    keeping = []
+    if "workflows" in roles:
+        keeping.append(partial(backlogs.keep_counting, client, settings))
+    if {"boot", "agent"} & set(roles):
+        keeping.append(partial(life_kept.keep_alive, settings))
     if "agent" in roles:
         keeping += _housekeeping(client, settings)
     await asyncio.gather(*map(kept_going, keeping))

@@ -37,6 +37,10 @@ METRICS = {
     "perdure_rollouts": Metric("counter", "", "Finished rollouts, by agent, status and outcome."),
     "perdure_tokens": Metric("counter", "", "Sampled tokens of finished rollouts, by agent."),
     "perdure_sandboxes_alive": Metric("gauge", "", "Live sandboxes of this host, by provider."),
+    "perdure_seats": Metric("gauge", "", "Seats of this host."),
+    "perdure_seats_free": Metric("gauge", "", "Seats of this host that no agent has."),
+    "perdure_backlog": Metric("gauge", "", "Tasks that no worker has taken, by stage."),
+    "perdure_backlog_age_seconds": Metric("gauge", "s", "Wait of the oldest of them, by stage."),
     "perdure_environment_ms": Metric("counter", "ms", "Agent time outside model calls."),
     "perdure_model_ms": Metric("counter", "ms", "Agent time inside model calls."),
 }
@@ -82,6 +86,16 @@ class WorkerMetrics:
 
     def sandboxes_alive(self, provider: str, count: int) -> None:
         self._call("perdure_sandboxes_alive", count, provider=provider)
+
+    def seats(self, most: int, taken: int) -> None:
+        """Of this host."""
+        self._call("perdure_seats", most)
+        self._call("perdure_seats_free", max(most - taken, 0))
+
+    def backlog(self, stage: str, count: int, age_s: float) -> None:
+        """What waits in a stage's queue, over all hosts."""
+        self._call("perdure_backlog", count, stage=stage)
+        self._call("perdure_backlog_age_seconds", round(age_s), stage=stage)
 
     def _call(self, name: str, value: float, **labels: str) -> None:
         verb = {"counter": "add", "gauge": "set", "histogram": "record"}[METRICS[name].kind]

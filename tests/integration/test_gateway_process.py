@@ -85,7 +85,9 @@ class Process:
 
     def control(self) -> GatewayControl:
         return GatewayControl(
-            HOST, load_secrets(self.settings), socket=self.settings.gateway_socket
+            HOST,
+            load_secrets(self.settings),
+            transport=httpx.AsyncHTTPTransport(uds=str(self.settings.gateway_socket)),
         )
 
     def agent(self, key: str) -> httpx.AsyncClient:
@@ -292,8 +294,8 @@ async def test_gateways_that_know_both_secrets_serve_workers_of_either(
     try:
         for secret, session in ((OLD, "of-the-old"), (NEW, "of-the-new")):
             spec = SPEC.model_copy(update={"session_id": session, "turns_key": session})
-            url, socket = HOST, process.settings.gateway_socket
-            async with GatewayControl(url, Secrets.of(secret), socket=socket) as control:
+            way = httpx.AsyncHTTPTransport(uds=str(process.settings.gateway_socket))
+            async with GatewayControl(HOST, Secrets.of(secret), transport=way) as control:
                 await control.open(spec)
                 async with process.agent(control.key(session)) as agent:
                     answer = await _turn(agent, [{"role": "user", "content": "Go."}])

@@ -30,7 +30,8 @@ from temporalio.service import RPCError, RPCStatusCode
 from perdure.client import names
 from perdure.client.connection import connect
 from perdure.errors import ConfigurationError, PerdureError
-from perdure.home import host_of
+from perdure.gateway.addresses import Gateways
+from perdure.home import host_of, load_secrets
 from perdure.rollouts.messages import Term
 from perdure.rollouts.sandbox.term import HostTerm, first_term
 from perdure.settings.load import load_settings
@@ -38,6 +39,7 @@ from perdure.settings.tree import Settings
 from perdure.stack import host_life, sandboxes
 from perdure.storage.base import Store, open_store
 from perdure.telemetry import configure_logging
+from workers.host import passage
 
 BEATS = 16
 """How many signs of life a host shows in the time after which a silent host is lost."""
@@ -257,7 +259,8 @@ async def show_life(settings: Settings) -> None:
         life = Life(settings, client, store, host_of(settings), term)
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, life.leaving.set)
-        await life.run()
+        async with passage.opened(settings, Gateways(settings, store, load_secrets(settings))):
+            await life.run()
 
 
 async def _connected(settings: Settings) -> Client:

@@ -15,14 +15,16 @@ log = structlog.get_logger("perdure.life")
 
 
 async def keep_alive(settings: Settings) -> None:
-    """For a worker: start the process whenever this home has none."""
+    """For a worker: start the process whenever this home has none.
+
+    One that was started counts before it shows itself: on a busy host that takes a while.
+    """
+    started: subprocess.Popen[bytes] | None = None
     while True:
         try:
-            if not host_life.has_life(settings):
+            if (started is None or started.poll() is not None) and not host_life.has_life(settings):
                 started = await asyncio.to_thread(_start, settings)
                 log.info("started the process that shows the host's signs of life", pid=started.pid)
-                await asyncio.sleep(2 * LOOK_S)
-                started.poll()
         except OSError as error:  # a full disk, or no more processes allowed
             log.warning("nothing shows this host's signs of life", reason=str(error))
         await asyncio.sleep(LOOK_S)

@@ -5,12 +5,12 @@ Activities import it, so it imports neither tokenizers nor the server.
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, StoreUnavailable
+from perdure.gateway.addresses import CONNECT_S, Gateways
 from perdure.gateway.base import (
     STORE_AWAY,
     SUMMARIES,
@@ -39,12 +39,11 @@ class GatewayControl:
         base_url: str,
         secrets: Secrets,
         *,
-        socket: Path | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`socket`: talk through the gateway's unix socket instead of the network."""
+        """`transport`: another way than to `base_url` alone, such as `ToFirstThatAnswers`."""
         self._secrets = secrets
-        transport = httpx.AsyncHTTPTransport(uds=str(socket)) if socket else None
         self._client = httpx.AsyncClient(
             base_url=base_url,
             timeout=timeout_s,
@@ -92,6 +91,14 @@ class GatewayControl:
         """
         return await self._call("POST", f"/sessions/{session_id}/close")
 
+    async def engines(self) -> dict[str, Any]:
+        """The engines as this gateway sees them, and how many calls wait for one.
+
+        Raises: GatewayUnavailable.
+        """
+        document: dict[str, Any] = json.loads((await self._request("GET", "/engines")).content)
+        return document
+
     async def forget(self, session_id: str) -> None:
         """Close a session that no attempt will replay, and delete its journal; repeating is harmless.
 
@@ -120,6 +127,32 @@ class GatewayControl:
         if response.is_success:
             return response
         raise _failure(response)
+
+
+class ToFirstThatAnswers(httpx.AsyncBaseTransport):
+    """Sends each request to the first gateway that takes the connection."""
+
+    def __init__(self, gateways: Gateways) -> None:
+        self._gateways = gateways
+        self._transport = httpx.AsyncHTTPTransport()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        request.extensions.setdefault("timeout", {})["connect"] = CONNECT_S
+        refused: httpx.TransportError | None = None
+        for url in await self._gateways.urls():
+            to = httpx.URL(url)
+            request.url = request.url.copy_with(scheme=to.scheme, host=to.host, port=to.port)
+            request.headers["host"] = to.netloc.decode()
+            try:
+                return await self._transport.handle_async_request(request)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                self._gateways.failed(url)
+                refused = error
+        assert refused is not None
+        raise refused
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
 
 
 def _failure(response: httpx.Response) -> Exception:

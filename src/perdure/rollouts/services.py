@@ -6,7 +6,8 @@ from pathlib import Path
 from perdure import handlers, home, registry
 from perdure.agents.base import Agent
 from perdure.errors import ConfigurationError, PerdureError
-from perdure.gateway.control import GatewayControl
+from perdure.gateway.addresses import Gateways
+from perdure.gateway.control import GatewayControl, ToFirstThatAnswers
 from perdure.handlers import AgentHandler
 from perdure.home import host_of, load_secrets
 from perdure.instances.environments import Environments
@@ -56,7 +57,14 @@ class Services:
 
     @functools.cached_property
     def gateway(self) -> GatewayControl:
-        return GatewayControl(self.settings.gateway_base_url, load_secrets(self.settings))
+        secrets, to = load_secrets(self.settings), ToFirstThatAnswers(self.gateways)
+        given = self.settings.gateway.url
+        base_url = given or self.settings.gateway_base_url
+        return GatewayControl(base_url, secrets, transport=None if given else to)
+
+    @functools.cached_property
+    def gateways(self) -> Gateways:
+        return Gateways(self.settings, self.store, load_secrets(self.settings))
 
     async def close(self) -> None:
         """End the sandboxes that this process booted ahead."""

@@ -84,7 +84,7 @@ class GatewaySettings(Group):
     port: int = Field(18001, ge=0, le=65535)
     """TCP port that it listens on; 0 = any free port."""
     url: str = ""
-    """Address by which workers and sandboxes reach it. Empty = `http://<host>:<port>`."""
+    """Address by which workers and sandboxes reach it. Empty = as gateways wrote it to the store, else `http://<host>:<port>`."""
     reach: Literal["auto", "url", "socket", "dial", "stdio", "file"] = "auto"
     """How sandboxes reach it: by `url`, a unix `socket`, a relay (`dial`, `stdio`, `file`), or `auto`."""
     processes: int = Field(1, ge=1, le=64)

@@ -130,6 +130,18 @@ IMAGES = [ROOT / "infra/images/Dockerfile", ROOT / "infra/ray/Dockerfile"]
 
 
 @pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: str(path.parent.name))
+def test_what_an_image_copies_is_not_ignored(dockerfile: Path) -> None:
+    """A path that .dockerignore leaves out ends the build."""
+    lines = re.findall(r"^COPY (?!--from)(.+)$", dockerfile.read_text(), re.M)
+    copied = [path for line in lines for path in line.split()[:-1]]
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
+
+    assert [
+        path for path in copied if not sent & {path, *(str(above) for above in Path(path).parents)}
+    ] == []
+
+
+@pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: str(path.parent.name))
 def test_images_run_as_a_user_and_their_bases_can_be_pinned(dockerfile: Path) -> None:
     """The last USER is not root, and each base is a build argument that takes a digest."""
     text = dockerfile.read_text()

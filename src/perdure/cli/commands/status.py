@@ -1,6 +1,7 @@
 """`perdure status`: the stack and its runs, or one run with its rollouts."""
 
 import asyncio
+import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
 
 if TYPE_CHECKING:
-    from temporalio.client import WorkflowExecution
+    from temporalio.client import Client, WorkflowExecution
 
     from perdure.client.api import Perdure
     from perdure.client.rollouts import RolloutInfo
@@ -42,12 +43,15 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
     from perdure.cli.connection import connect
 
     connection = await connect(settings)
-    runs = await _progress_of(connection.perdure, await connection.perdure.runs())
+    runs, what_waits = await asyncio.gather(
+        _all_runs(connection.perdure), _what_waits(connection.perdure.client, settings)
+    )
     state = lifecycle.running(settings)
     if as_json:
         answer(
             {
                 "stack": None if state is None else _stack_document(state),
+                "waits": what_waits,
                 "runs": [run.model_dump(mode="json") for run in runs],
             }
         )
@@ -63,10 +67,48 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
         if state.ui_url:
             click.echo(f"Web UI    {state.ui_url}")
         click.echo(f"Temporal  {state.temporal_address}")
+    if what_waits:
+        click.echo(f"Waits     {what_waits}")
     for run in runs:
         click.echo(progress_line(run))
     if not runs:
         click.echo("No runs yet: perdure run first-steps --agent oracle")
+
+
+async def _all_runs(perdure: "Perdure") -> "list[RunStatus]":
+    return await _progress_of(perdure, await perdure.runs())
+
+
+async def _what_waits(client: "Client", settings: Settings) -> str:
+    """What waits for hosts or engines, and what to add; empty: nothing, or nobody could say."""
+    from temporalio.service import RPCError
+
+    from perdure.client import waiting
+    from perdure.errors import PerdureError
+
+    queues, engines = [], None
+    with contextlib.suppress(RPCError):
+        queues = await waiting.backlogs(client)
+    with contextlib.suppress(PerdureError, TimeoutError):
+        async with asyncio.timeout(PATIENCE.total_seconds()):
+            engines = waiting.engines_of(await _engines(settings))
+    return waiting.sentence(queues, engines)
+
+
+async def _engines(settings: Settings) -> dict[str, Any]:
+    """What the gateway of this stack says, or the first that the store names."""
+    from perdure.gateway.addresses import Gateways
+    from perdure.gateway.control import GatewayControl
+    from perdure.home import load_secrets
+    from perdure.storage.base import open_store
+
+    state, secrets = lifecycle.running(settings), load_secrets(settings)
+    if state is not None:
+        url = state.gateway_url
+    else:
+        url = (await Gateways(settings, open_store(settings), secrets).urls())[0]
+    async with GatewayControl(url, secrets) as control:
+        return await control.engines()
 
 
 def _stack_document(state: Any) -> dict[str, Any]:

@@ -75,14 +75,15 @@ async def _remove(request: Request) -> Response:
 
 
 def _shown(roster: Roster, pool: EnginePool) -> list[dict[str, Any]]:
-    shown = []
+    shown: list[dict[str, Any]] = []
     for record in roster.engines:
         if record.removed or (record.from_settings and record.name not in pool.engines):
             continue
         engine = pool.engines.get(record.name)
-        here = {"agents": pool.leases.agents(record.name)}
+        here: dict[str, Any] = {"agents": pool.leases.agents(record.name)}
         if engine is not None:
             here |= {"capacity": engine.capacity.agents, "calls": len(engine.running)}
+            here |= {"kv_used": engine.health.vitals.kv_used}
         shown.append({**record.model_dump(mode="json"), **here})
     return shown
 

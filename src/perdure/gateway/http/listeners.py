@@ -5,6 +5,7 @@ connection waits for a killed process. Imports little, because the supervisor us
 """
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,20 +49,23 @@ def bind_unix(path: Path) -> socket.socket:
     if len(str(path).encode()) > LONGEST_PATH:
         raise ConfigurationError(f"PERDURE_HOME is too long for a unix socket: {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if _answers(path):
+    if not path.is_symlink() and answers(path):  # a link leads to the passage of this host
         raise ConfigurationError(
             f"another gateway holds {path}: stop it, set another PERDURE_HOME, or let "
             "`perdure up` start several with PERDURE_GATEWAY__PROCESSES"
         )
-    path.unlink(missing_ok=True)  # left behind by a killed gateway
+    draft = path.with_name(f".{os.getpid()}")
+    draft.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
+    listener.bind(str(draft))
     listener.listen(BACKLOG)  # from now on callers wait instead of being refused
-    path.chmod(0o600)  # forwarders connect as the worker's user; sandboxes never see the file
+    draft.chmod(0o600)  # forwarders connect as the worker's user; sandboxes never see the file
+    draft.replace(path)  # what a killed gateway left behind, or the link of this host's passage
     return listener
 
 
-def _answers(path: Path) -> bool:
+def answers(path: Path) -> bool:
+    """Whether a process listens there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

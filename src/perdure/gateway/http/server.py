@@ -16,6 +16,7 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
+from perdure.gateway.addresses import announce
 from perdure.gateway.http import listeners
 from perdure.gateway.http.acceptor import Acceptor
 from perdure.gateway.http.app import create_app
@@ -139,7 +140,9 @@ async def serve(
     with _sockets(settings, descriptors, health) as sockets:
         host, port = sockets[0].getsockname()[:2]
         log.info("gateway listens", host=host, port=port, socket=str(settings.gateway_socket))
+        announcing = asyncio.create_task(announce(settings, store, secrets, port))
         await server.serve(sockets)
+        announcing.cancel()
     await journal.aclose()
 
 

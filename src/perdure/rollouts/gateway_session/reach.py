@@ -36,7 +36,7 @@ async def reached(
     if session is None:
         yield GatewayRoute(None)
         return
-    url = job.services.settings.gateway_base_url
+    url = (await job.services.gateways.urls())[0]
     reach = await _reach(job, sandbox, url)
     if reach in ("socket", "url"):
         yield GatewayRoute(sandbox.gateway_url if reach == "socket" else url)

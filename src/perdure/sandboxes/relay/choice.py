@@ -39,7 +39,7 @@ def choose_reach(wanted: Reach, provider: SandboxProvider, gateway_url: str) -> 
     if wanted == "auto":
         if provider.sees_host:
             return "socket"
-        return relay if _is_private_to_host(gateway_url) else "url"
+        return relay if is_private_to_host(gateway_url) else "url"
     if wanted == "socket" and not provider.sees_host:
         raise ConfigurationError(
             f"gateway.reach = socket: sandboxes of {provider.name!r} see no socket of this host; "
@@ -50,7 +50,7 @@ def choose_reach(wanted: Reach, provider: SandboxProvider, gateway_url: str) -> 
             f"gateway.reach = dial: sandboxes of {provider.name!r} cannot be dialled; "
             "set PERDURE_GATEWAY__REACH=stdio"
         )
-    if wanted == "url" and provider.isolated and _is_private_to_host(gateway_url):
+    if wanted == "url" and provider.isolated and is_private_to_host(gateway_url):
         raise ConfigurationError(
             f"gateway.url {gateway_url} is an address of this host alone: a sandbox of "
             f"{provider.name!r} cannot open it; set PERDURE_GATEWAY__URL to an address it can, or "
@@ -76,7 +76,7 @@ def unreachable(sandbox: Sandbox, gateway_url: str, reason: str) -> Configuratio
     )
 
 
-def _is_private_to_host(url: str) -> bool:
+def is_private_to_host(url: str) -> bool:
     """Loopback, the unspecified address, `localhost`, a unix socket, or no address at all."""
     parts = urlsplit(url)
     host = (parts.hostname or "").rstrip(".").lower()

@@ -1,0 +1,92 @@
+"""What waits for capacity: boots for seats, gradings for slots, model calls for engines. And what to add."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from temporalio.api.enums.v1 import TaskQueueType
+from temporalio.api.taskqueue.v1 import TaskQueue
+from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
+from temporalio.client import Client
+
+from perdure.client import names
+from perdure.types import Frozen
+
+STAGES = {"boot": names.BOOT_QUEUE, "grade": names.GRADE_QUEUE, "io": names.IO_QUEUE}
+"""Stages whose queues grow when hosts are missing. An agent never waits in a queue."""
+LONG_S = 20.0
+"""Seconds that the oldest task waits before more hosts are worth their start."""
+KV_FULL = 0.95
+
+
+class Backlog(Frozen):
+    """Tasks of one stage that no worker has taken."""
+
+    stage: str
+    count: int
+    age_s: float
+    """How long the oldest one has waited."""
+
+
+class Engines(Frozen):
+    """The engines as one gateway sees them."""
+
+    ready: int
+    waiting_calls: int
+    """Calls that no engine has room for."""
+    kv_used: float
+    """Share of the KV cache in use, over all engines."""
+
+
+async def backlogs(client: Client) -> list[Backlog]:
+    """One for each stage. Raises: RPCError."""
+    return list(await asyncio.gather(*(_backlog(client, *one) for one in STAGES.items())))
+
+
+async def _backlog(client: Client, stage: str, queue: str) -> Backlog:
+    answer = await client.workflow_service.describe_task_queue(
+        DescribeTaskQueueRequest(
+            namespace=client.namespace,
+            task_queue=TaskQueue(name=queue),
+            task_queue_type=TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY,
+            report_stats=True,
+        )
+    )
+    stats = answer.stats
+    age_s = stats.approximate_backlog_age.ToNanoseconds() / 1e9
+    count = stats.approximate_backlog_count
+    return Backlog(stage=stage, count=count, age_s=age_s if count else 0.0)
+
+
+def engines_of(document: dict[str, Any]) -> Engines:
+    """What a gateway answers at `GET /engines`."""
+    serving = [one for one in document["engines"] if one["state"] == "ready"]
+    used = [one["kv_used"] for one in serving if "kv_used" in one]
+    mean = sum(used) / len(used) if used else 0.0
+    return Engines(ready=len(serving), waiting_calls=document["waiting"], kv_used=mean)
+
+
+def sentence(waiting: Sequence[Backlog], engines: Engines | None) -> str:
+    """`12 agents wait for seats, the oldest for 240 s: add hosts`; empty: nothing waits for long."""
+    found = {one.stage: one for one in waiting if one.age_s > LONG_S}
+    parts = []
+    if boots := found.get("boot"):
+        parts.append(f"{_many(boots.count, 'agent')} for seats, {_oldest(boots)}: add hosts")
+    if grades := found.get("grade"):
+        text = f"{_many(grades.count, 'grading')} for slots, {_oldest(grades)}"
+        parts.append(f"{text}: add workers of the role grade")
+    if io := found.get("io"):
+        parts.append(f"{_many(io.count, 'step')} of the role io, {_oldest(io)}: add its workers")
+    if engines is not None and engines.waiting_calls:
+        parts.append(f"{_many(engines.waiting_calls, 'call')} for engines: add engines")
+    elif engines is not None and engines.kv_used > KV_FULL:
+        parts.append(f"KV caches are {engines.kv_used:.0%} full: add engines")
+    return "; ".join(parts)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what} waits" if count == 1 else f"{count} {what}s wait"
+
+
+def _oldest(backlog: Backlog) -> str:
+    return f"the oldest for {backlog.age_s:.0f} s"

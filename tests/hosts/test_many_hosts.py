@@ -1,0 +1,96 @@
+"""Four hosts, one Temporal, one S3, gateways on two of them, addresses written nowhere.
+
+one    gateway, all roles but `grade`
+two    gateway, all roles but `grade`
+three  no gateway, all roles but `grade`
+four   no gateway, all roles; added while rollouts wait
+"""
+
+import asyncio
+import time
+from functools import partial
+
+import pytest
+
+from perdure.types import RolloutRequest
+from tests.hosts.cluster import EVERYTHING, Cluster
+from tests.stack.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NO_GRADING = EVERYTHING.replace("grade ", "")
+A_MINUTE_S = 60.0
+PATIENCE_S = 900.0
+
+
+async def _ended(cluster: Cluster, requests: list[RolloutRequest], attempts: int = 1) -> None:
+    for request in requests:
+        over = partial(cluster.stack.is_over, request)
+        await until(over, f"{request.workflow_id} is over", PATIENCE_S)
+        episode = await cluster.stack.episode(request)
+        found = (episode.reward, len(episode.attempts))
+        assert found == (1.0, attempts), f"{episode}\n{cluster.last_words()}"
+
+
+async def _begun(cluster: Cluster, run: str, count: int) -> list[RolloutRequest]:
+    cluster.stack.engine.hold(3)
+    return [await cluster.stack.start(run, sample_index=k) for k in range(count)]
+
+
+def _at_work(cluster: Cluster, requests: list[RolloutRequest], attempt: int = 1) -> set[str]:
+    """Rollouts whose agent waits for the held answer."""
+    names = {cluster.stack.identity(r, "agent", attempt): r.workflow_id for r in requests}
+    arrived = {one.rpartition("-")[0] for one in cluster.stack.engine.waiting}
+    return {names[one] for one in arrived & names.keys()}
+
+
+async def _all_at_work(
+    cluster: Cluster, requests: list[RolloutRequest], count: int | None = None
+) -> None:
+    count = len(requests) if count is None else count
+    what = f"{count} of {len(requests)} agents wait for their answer"
+    await until(lambda: len(_at_work(cluster, requests)) >= count, what, PATIENCE_S)
+
+
+async def test_rollouts_begin_where_seats_are_free_and_a_new_host_works_at_once(
+    cluster: Cluster,
+) -> None:
+    """Three hosts with four seats take four of six; the fourth host, added then, takes the others and
+    does all grading."""
+    await asyncio.gather(
+        cluster.add("one", seats=1, roles=NO_GRADING, gateway=True),
+        cluster.add("two", seats=1, roles=NO_GRADING, gateway=True),
+        cluster.add("three", seats=2, roles=NO_GRADING),
+    )
+    requests = await _begun(cluster, "spread", 6)
+    await _all_at_work(cluster, requests, 4)
+    before = {r.workflow_id: await cluster.where(r) for r in requests}
+    await cluster.add("four", seats=2)
+    joined = time.monotonic()
+    await _all_at_work(cluster, requests)
+    at_work_s = time.monotonic() - joined
+    after = {r.workflow_id: await cluster.where(r) for r in requests}
+    cluster.stack.engine.let_go()
+    await _ended(cluster, requests)
+    graded = [
+        place for r in requests for place in await cluster.places(r, "grade_in_fresh_sandbox")
+    ]
+    print(f"the added host had its rollouts at work {at_work_s:.1f} s after it polled")
+
+    assert sorted(before.values()) == ["", "", "one", "three", "three", "two"]
+    assert sorted(after.values()) == ["four", "four", "one", "three", "three", "two"]
+    assert {place.split("-")[0] for place in graded} == {"four"}
+
+
+async def test_a_host_split_from_the_network_for_a_minute_returns(cluster: Cluster) -> None:
+    """Its agents work on in their first attempt."""
+    requests = await _begun(cluster, "split", 6)
+    await _all_at_work(cluster, requests)
+    three = cluster.hosts["three"]
+    three.cut()
+    await asyncio.sleep(A_MINUTE_S)
+    three.mend()
+    cluster.stack.engine.let_go()
+    await _ended(cluster, requests)
+
+    assert (await cluster.state(three)).number == 0
