@@ -19,9 +19,8 @@ from pathlib import Path
 
 from tests.paths import ROOT
 
-CONTROLLERS = ("cpu", "cpuacct", "memory", "pids", "freezer", "unified")
+CONTROLLERS = ("cpu", "memory", "pids", "freezer", "unified")
 GROUPS = Path("/sys/fs/cgroup")
-PERIOD_US = 100_000
 ENDS_S = 60.0
 PROGRAMS = ("ip", "unshare", "nsenter", "setpriv")
 
@@ -40,7 +39,7 @@ name=$1 disk=$2 home=$3 group=$4 address=$5 link=$6
 hostname "$name"
 mount --bind "$disk" "$home"
 mount -t tmpfs tmpfs "${disk%/*}"
-for controller in cpu cpuacct memory pids freezer unified; do
+for controller in cpu memory pids freezer unified; do
     if [ -d "/sys/fs/cgroup/$controller/$group" ]; then
         mount --bind "/sys/fs/cgroup/$controller/$group" "/sys/fs/cgroup/$controller"
     fi
@@ -128,26 +127,6 @@ class Host:
             process.wait(ENDS_S)
         self.processes.clear()
         _remove_groups(self.group)
-
-    def cap(self, cores: float | None) -> None:
-        """Limit all that runs on it, its sandboxes too, to a share of one core. None: no limit."""
-        group = GROUPS / "cpu" / self.group
-        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (group / "cpu.cfs_quota_us").write_text(
-            str(-1 if cores is None else int(cores * PERIOD_US))
-        )
-
-    @property
-    def cpu_seconds(self) -> float:
-        """Of all that has run on it, since it started."""
-        return int((GROUPS / "cpuacct" / self.group / "cpuacct.usage").read_text()) / 1e9
-
-    @property
-    def throttled_s(self) -> float:
-        """How long its cap has held it back."""
-        lines = (GROUPS / "cpu" / self.group / "cpu.stat").read_text().splitlines()
-        found = dict(line.split() for line in lines)
-        return int(found["throttled_time"]) / 1e9
 
 
 @dataclass
