@@ -118,7 +118,7 @@ class Gateways:
         """
         if self._settings.gateway.url:
             return [self._settings.gateway.url]
-        if monotonic() - self._read_at > READ_S or not self._known:
+        if monotonic() - self._read_at > READ_S:
             await self._look()
         known = self._known or [self._settings.gateway_base_url]
         return sorted(known, key=self._is_avoided)

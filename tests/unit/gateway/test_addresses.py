@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,28 @@ async def test_a_host_tries_its_own_gateway_first(tmp_path: Path) -> None:
 
     assert first == "http://10.0.0.9:1"
     assert [(await gateways.urls())[0], (await gateways.urls())[-1]] == [second, first]
+
+
+async def test_a_host_whose_gateway_nobody_else_opens_asks_the_store_seldom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of the store is not the price of each control call; a refused connection asks at once."""
+    store = LocalStore(tmp_path / "store")
+    asked: list[str] = []
+    listed = store.list
+
+    def counted(prefix: str) -> AsyncIterator[str]:
+        asked.append(prefix)
+        return listed(prefix)
+
+    monkeypatch.setattr(store, "list", counted)
+    gateways = Gateways(_settings(tmp_path), store, SECRETS)
+    own = [(await gateways.urls())[0] for _ in range(3)]
+    seldom = len(asked)
+    gateways.failed(own[0])
+    await gateways.urls()
+
+    assert (own, seldom, len(asked)) == (["http://127.0.0.1:18001"] * 3, 1, 2)
 
 
 async def test_hosts_spread_over_the_gateways(tmp_path: Path) -> None:
