@@ -13,7 +13,17 @@ from typing import Any
 KEPT = Path(__file__).parent / "results"
 WINDOW = 5
 """Steps at the beginning and the end whose rewards are averaged."""
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999", "#000000")
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#999999",
+    "#000000",
+    "#8b5a2b",
+)
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 360, 46, 34, 14
 LEGEND = 190
 
