@@ -1,0 +1,42 @@
+"""Who is told that a run's budget is used up."""
+
+import asyncio
+from collections.abc import Generator
+from typing import Any, cast
+
+from perdure.client import names
+from workflows.children import Buyers, Child
+
+
+class Played:
+    """A child workflow that has started and ends when it is told to."""
+
+    def __init__(self, name: str) -> None:
+        self.id = name
+        self.told: list[str] = []
+        self.ends = asyncio.Event()
+
+    async def signal(self, name: str) -> None:
+        self.told.append(name)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._result().__await__()
+
+    async def _result(self) -> None:
+        await self.ends.wait()
+
+
+async def test_open_children_and_those_whose_start_was_under_way_are_told() -> None:
+    """A start that was ordered before the budget was used up returns after it; the ended are left alone."""
+    buyers, ended, early, late = Buyers(), Played("ended"), Played("early"), Played("late")
+    ended.ends.set()
+    await buyers.result_of(cast(Child, ended))
+    waiting = [asyncio.create_task(buyers.result_of(cast(Child, early)))]
+    await asyncio.sleep(0)  # `early` is open now
+    await buyers.stop()
+    waiting.append(asyncio.create_task(buyers.result_of(cast(Child, late))))
+    early.ends.set()
+    late.ends.set()
+    await asyncio.gather(*waiting)
+
+    assert (ended.told, early.told, late.told) == ([], [names.SPENT], [names.SPENT])
