@@ -120,6 +120,16 @@ async def test_a_fix_survives_what_lies_beside_it(agent: Sandbox, tree: Tree) ->
     assert tree.dropped or not captured.dropped
 
 
+async def test_a_small_change_takes_few_processes(agent: Sandbox) -> None:
+    """Starting them is most of what a capture costs. Pids of the sandbox are counted upwards."""
+    before = int((await agent.exec("echo $$")).stdout)
+    captured = await _captured(agent, f"{FIX}; echo y > b")
+    after = int((await agent.exec("echo $$")).stdout)
+
+    assert _paths(captured) == {"b"}
+    assert after - before <= 20
+
+
 REFUSALS = {
     "a full disk": "head -c 1G /dev/zero > /tmp/big; echo",
     "no inodes": "mkdir /tmp/d; cd /tmp/d; python3 -c \"for n in range(10**6): open(str(n), 'w').close()\"",

@@ -21,7 +21,8 @@ mkdir "$copy" && cp -a .git/. "$copy" && printf %s "$copy"
 """
 )
 
-# One exec, a few short processes. A private git directory with our own configuration: hooks,
+# One exec, and few processes: most of the cost of a capture is starting them, so what a small change
+# does not need (a second look, counts of long lists, later levels) starts none. A private git directory with our own configuration: hooks,
 # filters, fsmonitor and textconv of the agent's are never looked up. Starting from the pristine
 # index spares re-hashing: a file is only taken as unchanged while its ctime is, and ctime cannot
 # be set. FIFOs go first, because git would wait for ever for a .gitignore that is one. `repair` is
@@ -41,16 +42,19 @@ exec 9>&2 2>"$own/said"
 ignored=0 changed=0
 finish() {
   code=$?
-  { head -c 2000 "$own/said"
+  { [ ! -s "$own/said" ] || head -c 2000 "$own/said"
     printf . 2>/dev/null >"$own/room" || printf '\nthe disk of the sandbox is full'
     printf '\n%s\n%d %d\0' "$name" "$ignored" "$changed"
-    head -z -n 100 "$own/dropped"; } >&9
+    [ ! -s "$own/dropped" ] || head -z -n 100 "$own/dropped"; } >&9
   rm -rf "$own"
   exit $code
 }
 trap finish EXIT
 drop() { printf '%s: %s\0' "$1" "$2" >>"$own/dropped"; }
-drop_all() { while IFS= read -r -d '' path; do drop "$1" "$path"; done < <(head -z -n 100); }
+drop_all() {  # of the paths in a file
+  [ -s "$2" ] || return 0
+  while IFS= read -r -d '' path; do drop "$1" "$path"; done < <(head -z -n 100 "$2")
+}
 
 if [ -z "$base" ]; then base=$own/base; mkdir "$base"; tar -xf - -C "$base" || exit 5; fi
 [ -r "$base/HEAD" ] && [ -d "$base/objects" ] || { echo "no repository at $base" >&2; exit 3; }
@@ -72,42 +76,58 @@ export HOME=$own XDG_CONFIG_HOME=$own LC_ALL=C GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_
 export GIT_DIR=$own GIT_WORK_TREE=$PWD GIT_ALTERNATE_OBJECT_DIRECTORIES=$base/objects
 
 outside=(. -path ./.git -prune -o)
-if [ -n "$(find "${outside[@]}" \( -type d ! -perm -u=rwx -o -type f ! -perm -u=r \) \
-    -print -quit 2>/dev/null)" ]; then
-  chmod -R u+rwX . 2>/dev/null
-fi
-if [ "$mode" = repair ]; then
-  printf '* !text !eol !ident !filter !working-tree-encoding !diff\n' >"$own/info/attributes"
-  find "${outside[@]}" -iname .git -prune -exec bash -c \
-    'for path; do to=${path%????}$0; rm -rf "$to" && mv -T "$path" "$to" || rm -rf "$path"; done' \
-    "$aside" {} +
-  keep_going=--ignore-errors
-fi
 control=(-name .gitignore -o -name .gitattributes)
-find "${outside[@]}" -name "$aside" -prune -fprintf "$own/nested" '%P\0' -o \
-  \( -type p -o -type s -o -type b -o -type c -o \
-    \( "${control[@]}" \) \( -xtype p -o -xtype c \) \) \
-  -fprintf "$own/special" '%P\0' -exec rm -f {} +
-sed -zi 's/\.perdure-aside$//' "$own/nested"
-drop_all 'a repository' <"$own/nested"
-drop_all 'not a file' <"$own/special"
+look() {  # also removes what git would wait for
+  find "${outside[@]}" -name "$aside" -prune -fprintf "$own/nested" '%P\0' -o \
+    \( -type p -o -type s -o -type b -o -type c -o \
+      \( "${control[@]}" \) \( -xtype p -o -xtype c \) \) \
+    -fprintf "$own/special" '%P\0' -exec rm -f {} + -o \
+    \( -type d ! -perm -u=rwx -o -type f ! -perm -u=r \) -fprintf "$own/closed" x -o \
+    -type f -size +"${max_bytes}c" -fprintf "$own/large" '%P\0'
+}
+look 2>/dev/null
+if [ -s "$own/closed" ] || [ "$mode" = repair ]; then
+  mv "$own/special" "$own/special.first"
+  [ ! -s "$own/closed" ] || chmod -R u+rwX . 2>/dev/null
+  if [ "$mode" = repair ]; then
+    printf '* !text !eol !ident !filter !working-tree-encoding !diff\n' >"$own/info/attributes"
+    find "${outside[@]}" -iname .git -prune -exec bash -c \
+      'for path; do to=${path%????}$0; rm -rf "$to" && mv -T "$path" "$to" || rm -rf "$path"; done' \
+      "$aside" {} +
+    keep_going=--ignore-errors
+  fi
+  look
+  cat "$own/special.first" >>"$own/special"
+fi
+[ ! -s "$own/nested" ] || sed -zi 's/\.perdure-aside$//' "$own/nested"
+drop_all 'a repository' "$own/nested"
+drop_all 'not a file' "$own/special"
 [ -f "$own/index" ] || git read-tree HEAD || exit 3
 
 # Also refreshes the index by reading alone; `add` would store again whatever looks touched.
 git status --porcelain -z --ignored -uall --no-renames >"$own/status" || exit 5
-ignored=$(grep -zc '^!!' "$own/status")
-changed=$(grep -zvc '^!!' "$own/status")
+tracked=0 new=0
+if mapfile -d '' -t -n 1000 entries <"$own/status" 2>/dev/null && [ ${#entries[@]} -lt 1000 ]; then
+  for entry in "${entries[@]}"; do
+    case $entry in '!!'*) ignored=$((ignored + 1)) ;; '??'*) new=$((new + 1)) ;; *) tracked=$((tracked + 1)) ;; esac
+  done
+else
+  ignored=$(grep -zc '^!!' "$own/status")
+  new=$(grep -zc '^??' "$own/status")
+  tracked=$(grep -zvc -e '^!!' -e '^??' "$own/status")
+fi
+changed=$((tracked + new))
 
 specs=(.)
-while IFS= read -r -d '' path; do  # a file that alone exceeds the cap
-  git --literal-pathspecs ls-files -om --exclude-standard -- "$path" | grep -q . || continue
-  specs+=(":(exclude,literal)$path")
-  drop 'too large' "$path"
-done < <(find "${outside[@]}" -type f -size +"${max_bytes}c" -printf '%P\0' | head -z -n 100)
+if [ -s "$own/large" ]; then
+  while IFS= read -r -d '' path; do  # a file that alone exceeds the cap
+    git --literal-pathspecs ls-files -om --exclude-standard -- "$path" | grep -q . || continue
+    specs+=(":(exclude,literal)$path")
+    drop 'too large' "$path"
+  done < <(head -z -n 100 "$own/large")
+fi
 
-tracked=$(grep -zvc -e '^!!' -e '^??' "$own/status")
 [ "$tracked" -le "$max_files" ] || exit 4
-cp "$own/index" "$own/index.before"
 : >"$own/left_out"
 # What a tool made may go, if all of it would be too much: first folders with a known name, then
 # large folders that the base does not have, then every file that it does not have.
@@ -134,29 +154,37 @@ sum() { total=0; while read -r number; do total=$((total + number)); done; echo 
 untracked() { git ls-files -oz --exclude-standard -- "${few[@]}"; }
 
 add() { git add --no-warn-embedded-repo ${keep_going-} "$@" >&2 || [ -n "${keep_going-}" ]; }
-write_diff() {
+write_diff() {  # fails if there is more than fits
   git diff-index --cached -p --binary --full-index --no-color --no-ext-diff --no-textconv \
-    --no-renames --src-prefix=a/ --dst-prefix=b/ HEAD | head -c $((max_bytes + 1)) >"$own/diff"
-  case ${PIPESTATUS[*]} in "0 0" | "141 0") ;; *) exit 5 ;; esac
-  [ "$(stat -c %s "$own/diff")" -le "$max_bytes" ]
+    --no-renames --src-prefix=a/ --dst-prefix=b/ HEAD |
+    { head -c "$max_bytes" >"$own/diff" || exit 5; IFS= read -r -d '' -n 1; }
+  case ${PIPESTATUS[*]} in "0 1") ;; "0 0" | "141 0") return 1 ;; *) exit 5 ;; esac
 }
+few_and_small() { [ "$new" -le 4 ] && [ ! -s "$own/large" ]; }
 for level in 0 1 2 3; do
-  cp "$own/index.before" "$own/index"
+  [ $level = 0 ] || cp --preserve=timestamps "$base/index" "$own/index" 2>/dev/null ||
+    { rm -f "$own/index" && git read-tree HEAD; } || exit 5
   leave_out $level
   left=0
-  if [ $level -lt 3 ]; then
+  if [ $level = 0 ] && few_and_small; then
+    left=$new
+    [ $((tracked + left)) -le "$max_files" ] || continue
+  elif [ $level -lt 3 ]; then
     left=$(untracked | tr -dc '\0' | wc -c)
     [ $((tracked + left)) -le "$max_files" ] || continue
     [ "$(untracked | xargs -0 -r stat -c %s -- 2>/dev/null | sum)" -le $((max_bytes * 4)) ] || continue
   fi
-  add -u -- "${specs[@]}" || exit 5
-  [ $level = 3 ] || add -- "${few[@]}" || exit 5
+  [ $level = 0 ] || add -u -- "${specs[@]}" || exit 5
+  [ $level = 3 ] || add -A -- "${few[@]}" || exit 5
   write_diff && break
   [ $level -lt 3 ] || exit 4
 done
 [ $level -lt 3 ] || [ -s "$own/diff" ] || exit 4
 [ $level = 0 ] || drop generated "$((changed - tracked - left)) untracked files, as in build or node_modules"
-sort -zu "$own/left_out" | sed -z 's,/$,,' | drop_all 'generated'
+if [ -s "$own/left_out" ]; then
+  sort -zu "$own/left_out" | sed -z 's,/$,,' >"$own/generated"
+  drop_all 'generated' "$own/generated"
+fi
 if [ -n "${keep_going-}" ]; then
   while IFS= read -r line; do drop 'refused by git' "${line:0:300}"
   done < <(grep -a '^error: ' "$own/said" | head -n 50)
