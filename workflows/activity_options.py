@@ -13,7 +13,7 @@ from temporalio.common import RetryPolicy
 from temporalio.workflow import ActivityCancellationType
 
 from perdure.client import names
-from perdure.rollouts.messages import Term
+from perdure.rollouts.messages import LONGEST_WAIT_S, Term
 from perdure.types import RolloutRequest
 
 OVERSIZED = ["PayloadsTooLarge", "PayloadSizeError"]
@@ -91,8 +91,8 @@ def run_agent(request: RolloutRequest, host: str | None) -> ActivityOptions:
     budget = request.agent_budget_s
     options = _options(
         names.AGENT_QUEUE,
-        each=budget + 300,
-        total=3 * budget + 1800,
+        each=budget + LONGEST_WAIT_S + 300,
+        total=3 * budget + LONGEST_WAIT_S + 1800,
         beat=request.heartbeat_timeout_s,
     )
     return options if host is None else _on(names.host_queue(host), options)

@@ -80,7 +80,7 @@ class WorkerMetrics:
         self._call("perdure_tokens", tokens, agent=agent)
 
     def agent_time(self, total_s: float, model_s: float) -> None:
-        """An agent ran for `total_s` seconds, `model_s` of them inside model calls."""
+        """An agent ran for `total_s` seconds without waits for an engine, `model_s` of them inside model calls."""
         self._call("perdure_environment_ms", round(max(total_s - model_s, 0.0) * 1000))
         self._call("perdure_model_ms", round(model_s * 1000))
 

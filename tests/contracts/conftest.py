@@ -21,6 +21,7 @@ COMMANDS = {
     "test_many_at_once",
     "test_missing_program_fails",
     "test_timeout_kills_the_whole_tree",
+    "test_a_time_limit_moves_later",
     "test_sigkill_reaches_the_whole_tree",
     "test_sigkill_after_the_end_reaches_what_was_left",
     "test_gentle_signal_can_be_handled",

@@ -3,9 +3,11 @@
 The quick half of the promises in docs/durability.md; `make chaos` runs the other.
 """
 
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -20,7 +22,9 @@ from perdure.client import names
 from perdure.engines.roster import StoredRoster, add_engine, remove_engine, roster_key
 from perdure.engines.state import EngineSpec, name_of
 from perdure.episodes import turns_parquet
-from perdure.home import load_secret
+from perdure.errors import NotFound
+from perdure.gateway.control import GatewayControl
+from perdure.home import load_secret, load_secrets
 from perdure.sandboxes.base import identity_of
 from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutRequest, RolloutStatus, Turn
 from tests.stack.engine import TURNS, commands
@@ -328,8 +332,9 @@ async def _activities(stack: Stack, request: RolloutRequest) -> list[str]:
     ]
 
 
-async def test_a_rollout_that_waits_for_an_engine_says_so(stack: Stack) -> None:
-    """Its engine is removed: `status` shows the wait, until the engine is back."""
+@asynccontextmanager
+async def no_engine(stack: Stack) -> AsyncIterator[None]:
+    """The gateway has no engine, as it knows."""
     roster = StoredRoster(stack.store, roster_key(load_secret(stack.settings)))
     engine = name_of(stack.engine.url)
 
@@ -341,6 +346,14 @@ async def test_a_rollout_that_waits_for_an_engine_says_so(stack: Stack) -> None:
     await remove_engine(roster, engine)
     try:
         await until(let_go, "the gateway knows that its engine is out")
+        yield
+    finally:
+        await add_engine(roster, EngineSpec(stack.engine.url), "policy")
+
+
+async def test_a_rollout_that_waits_for_an_engine_says_so(stack: Stack) -> None:
+    """Its engine is removed: `status` shows the wait, until the engine is back."""
+    async with no_engine(stack):
         request = await stack.start("waits")
 
         async def told() -> bool:
@@ -349,7 +362,25 @@ async def test_a_rollout_that_waits_for_an_engine_says_so(stack: Stack) -> None:
             )
 
         await until(told, "the wait is told")
-    finally:
-        await add_engine(roster, EngineSpec(stack.engine.url), "policy")
+
+    await stack.solved_once(request)
+
+
+@pytest.mark.longer
+async def test_an_agent_may_wait_for_an_engine_longer_than_its_budget(stack: Stack) -> None:
+    """It is not killed at its time limit, because it did not use that time."""
+    budget_s = 30.0
+    secrets = load_secrets(stack.settings)
+    async with no_engine(stack), GatewayControl(stack.plan.gateway_url, secrets) as gateway:
+        request = await stack.start("waits-long", agent_budget_s=budget_s)
+
+        async def waited() -> bool:
+            with contextlib.suppress(NotFound):
+                return (
+                    await gateway.get(stack.identity(request, "agent", 1))
+                ).waiting_seconds > budget_s
+            return False
+
+        await until(waited, "its call waits for longer than the budget")
 
     await stack.solved_once(request)

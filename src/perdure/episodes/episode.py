@@ -151,6 +151,8 @@ class Episode(Frozen):
     """The oldest first."""
     stage_seconds: dict[str, float] = Field(default_factory=dict)
     engine_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    """In which its calls were on no engine."""
     evictions: int = 0
     attempts: tuple[AttemptSummary, ...] = ()
     grade: Grade | None = None
@@ -191,9 +193,10 @@ class Episode(Frozen):
 
     @property
     def environment_seconds(self) -> float:
-        """Seconds of the agent stage in which no engine worked for it. Beside `engine_seconds` they
-        tell how many agents keep an engine busy."""
-        return max(0.0, self.stage_seconds.get("agent", 0.0) - self.engine_seconds)
+        """Seconds of the agent stage in which it asked no engine. Beside `engine_seconds` they tell how
+        many agents keep an engine busy."""
+        modelled = self.engine_seconds + self.waiting_seconds
+        return max(0.0, self.stage_seconds.get("agent", 0.0) - modelled)
 
     @property
     def key(self) -> str:
@@ -337,6 +340,7 @@ def _counts(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[str, Any
         "bridge_misses": count(turn.bridge_miss for turn in turns[1:] if turn.bridge_miss),
         "trajectory": count_trajectory(turns, segments),
         "engine_seconds": round(math.fsum(turn.engine_seconds for turn in turns), 3),
+        "waiting_seconds": round(math.fsum(turn.waiting_seconds for turn in turns), 3),
     }
 
 

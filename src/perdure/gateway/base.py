@@ -61,6 +61,8 @@ class SessionSummary(Frozen):
     """Sampled tokens."""
     trainable: bool = True
     engine_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    """In which its calls were on no engine, those that wait now included."""
     policy_version_min: int | None = None
     policy_version_max: int | None = None
     bridge_misses: dict[str, int] = Field(default_factory=dict)

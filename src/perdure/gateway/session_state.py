@@ -41,6 +41,10 @@ class Totals:
     tokens: int = 0
     trainable: bool = True
     engine_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    """In which at least one call waited: calls of sub-agents may wait at once."""
+    waited_until: float = 0.0
+    """Unix seconds."""
     replayed_turns: int = 0
     replayed_tokens: int = 0
     versions: set[int] = field(default_factory=set)
@@ -54,6 +58,7 @@ class Totals:
         self.tokens += tokens
         self.trainable = self.trainable and bool(record.completion)
         self.engine_seconds += record.engine_seconds
+        self._add_wait(record.started_at, record.started_at + record.waiting_seconds)
         self.chains.add(record.chain)
         self.versions.update(span.version for span in record.versions)
         if record.replayed_from:
@@ -61,6 +66,10 @@ class Totals:
             self.replayed_tokens += tokens
         if record.bridge_miss is not None:
             self.misses[record.bridge_miss] += 1
+
+    def _add_wait(self, since: float, until: float) -> None:
+        self.waiting_seconds += max(0.0, until - max(since, self.waited_until))
+        self.waited_until = max(until, self.waited_until)
 
 
 @dataclass(eq=False)
@@ -143,6 +152,7 @@ class Session:
             tokens=totals.tokens,
             trainable=totals.trainable,
             engine_seconds=totals.engine_seconds,
+            waiting_seconds=totals.waiting_seconds,
             policy_version_min=min(totals.versions, default=None),
             policy_version_max=max(totals.versions, default=None),
             bridge_misses=dict(totals.misses),

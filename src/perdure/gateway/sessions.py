@@ -426,7 +426,7 @@ class Sessions:
         else:
             await session.pace.turn()
         try:
-            record = await self._maker.sampled(pending)
+            record = _with_earlier_wait(await self._maker.sampled(pending), session.unanswered)
             session.pace.sampled(record.answer.usage.get("completion_tokens") or 0)
             return record
         except Refused as refused:
@@ -516,6 +516,14 @@ class Sessions:
             metrics.placeholders.inc()
         if node.parent is not None and node.parent.children > 1:
             metrics.forks.inc()
+
+
+def _with_earlier_wait(record: TurnRecord, wait: Wait | None) -> TurnRecord:
+    """The same with the time since the first of its earlier tries, which no engine answered."""
+    if wait is None:
+        return record
+    earlier = max(0.0, record.started_at - wait.since)
+    return record.model_copy(update={"waiting_seconds": record.waiting_seconds + earlier})
 
 
 def _forget(session: Session, key: CallKey, call: "asyncio.Task[Answer]") -> None:

@@ -74,6 +74,7 @@ class _Episode(Frozen):
     seconds: float
     stage_seconds: dict[str, float] = Field(default_factory=dict)
     engine_seconds: float = 0.0
+    waiting_seconds: float = 0.0
     attempts: tuple[_Attempt, ...] = ()
     earlier: tuple[_Earlier, ...] = ()
     grade: _Grade | None = None
@@ -107,6 +108,7 @@ class RolloutFacts:
     seconds: float
     stage_seconds: dict[str, float]
     engine_seconds: float
+    waiting_seconds: float
     attempts: int
     sandboxes: int
     """Booted for the agent and for gradings."""
@@ -139,8 +141,9 @@ class RolloutFacts:
 
     @property
     def environment_seconds(self) -> float:
-        """Seconds of the agent stage in which no engine worked for it."""
-        return max(0.0, self.stage_seconds.get("agent", 0.0) - self.engine_seconds)
+        """Seconds of the agent stage in which it asked no engine."""
+        modelled = self.engine_seconds + self.waiting_seconds
+        return max(0.0, self.stage_seconds.get("agent", 0.0) - modelled)
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,7 @@ def parse_facts(data: bytes) -> RolloutFacts:
         seconds=episode.seconds,
         stage_seconds=episode.stage_seconds,
         engine_seconds=episode.engine_seconds,
+        waiting_seconds=episode.waiting_seconds,
         attempts=len(episode.attempts),
         sandboxes=booted,
         sandboxes_lost=lost,

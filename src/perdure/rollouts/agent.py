@@ -16,7 +16,7 @@ from perdure.rollouts.destroy import destroy
 from perdure.rollouts.gateway_session.reach import GatewayRoute, reached
 from perdure.rollouts.gateway_session.session import AgentSession, session_of
 from perdure.rollouts.job import Job
-from perdure.rollouts.messages import AgentRun
+from perdure.rollouts.messages import LONGEST_WAIT_S, AgentRun
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox
 from perdure.telemetry import metrics
 from perdure.types import AgentEnd
@@ -100,6 +100,7 @@ async def _watch(
 ) -> ExecStatus:
     ttl_s = job.services.settings.sandbox.ttl_s
     renewed = time.monotonic()
+    waited = 0.0
     while True:
         status = await sandbox.wait(EXEC_ID, WATCH_S)
         if status.done:
@@ -112,6 +113,9 @@ async def _watch(
         if session is not None:
             summary = await session.look()
             _report(job, summary)
+            if summary.waiting_seconds > waited:
+                waited = summary.waiting_seconds
+                await sandbox.extend(EXEC_ID, job.request.agent_budget_s + _excused(summary))
             if summary.too_stale or summary.is_hopeless:  # no verdict: the agent need not finish
                 await sandbox.signal(EXEC_ID, signal.SIGKILL)
                 status = await sandbox.wait(EXEC_ID, KILLED_S)
@@ -121,6 +125,12 @@ async def _watch(
     if status.host_full:  # the agent may have crashed, or given up, for want of space
         raise SandboxLost(f"the disk under sandbox {sandbox.identity} was full while its agent ran")
     return status
+
+
+def _excused(session: SessionSummary) -> float:
+    """Seconds that do not count against its budget; a wait that goes on lasts until the next look."""
+    coming = 2 * WATCH_S if session.waits else 0.0
+    return min(session.waiting_seconds + coming, LONGEST_WAIT_S)
 
 
 async def _conclude(
@@ -135,7 +145,8 @@ async def _conclude(
     if summary is not None and summary.too_stale:
         raise PolicyTooStale(summary.too_stale)
     if summary is not None:
-        metrics.agent_time(status.seconds or 0.0, summary.engine_seconds)
+        working = (status.seconds or 0.0) - summary.waiting_seconds
+        metrics.agent_time(working, summary.engine_seconds)
     end = await agent_output.end_of(job.agent, found)
     return AgentRun(
         end=end,

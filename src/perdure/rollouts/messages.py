@@ -61,6 +61,10 @@ class Booted(Frozen):
     """The step whose permit the account will grant; no sandbox exists yet."""
 
 
+LONGEST_WAIT_S = 6 * 3600.0
+"""Seconds that an agent's calls may wait for an engine beside its budget."""
+
+
 class AgentRun(Frozen):
     end: AgentEnd
     turns: int = 0

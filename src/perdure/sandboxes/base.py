@@ -169,6 +169,14 @@ class Sandbox(ABC):
         """
 
     @abstractmethod
+    async def extend(self, exec_id: str, timeout_s: float) -> None:
+        """Let a command that was started with a time limit run until `timeout_s` after its start.
+
+        It only ever moves the limit later, and nothing happens if the command is over. Raises:
+        NotFound; SandboxLost.
+        """
+
+    @abstractmethod
     async def poll(self, exec_id: str) -> ExecStatus:
         """The command's status now. Raises NotFound for an exec id never started."""
 

@@ -346,6 +346,25 @@ class SandboxContract:
 
             assert (status.cause, held, gone.ok) == ("timeout", b"all running\n", True)
 
+    async def test_a_time_limit_moves_later(self, provider: SandboxProvider) -> None:
+        """A command outlives its first limit if that was moved, and dies at the later one."""
+        async with self.box(provider) as box:
+            for name in ("longer", "long"):
+                await box.start(name, ["sleep", "600"], timeout_s=3)
+            await box.extend("longer", 600)
+            await box.extend("longer", 1)
+            await box.extend("long", 6)
+            moved = await box.wait("long", timeout_s=60)
+            still = await box.poll("longer")
+            await box.extend("long", 600)
+
+            assert moved.cause == "timeout"
+            assert moved.seconds is not None
+            assert moved.seconds > 4.5
+            assert not still.done
+            with raises(NotFound):
+                await box.extend("never", 600)
+
     async def test_sigkill_reaches_the_whole_tree(self, provider: SandboxProvider) -> None:
         """signal(SIGKILL) ends a command with all it started; killing it again is success."""
         async with self.box(provider) as box:

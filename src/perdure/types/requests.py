@@ -86,7 +86,7 @@ class RolloutRequest(Request):
     phases: Phases = Phases()
     """Where a phase's sandbox differs from `sandbox` and `limits`; overrides the instance's own."""
     agent_budget_s: float = Field(1800.0, gt=0)
-    """Wall-clock budget of the agent (slime: SWE_TIME_BUDGET_SEC)."""
+    """Wall-clock budget of the agent (slime: SWE_TIME_BUDGET_SEC). Waits for an engine do not count."""
     grade_timeout_s: float | None = Field(None, gt=0)
     """Limit of the test run; the instance's own when absent (slime: SWE_EVAL_TIMEOUT_SEC)."""
     max_attempts: int = Field(3, ge=1, le=10)

@@ -106,6 +106,8 @@ class TurnFacts(Frozen):
     trainable: bool = True
     started_at: float = 0.0
     engine_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    """In which it was on no engine: all were taken, or none was there."""
     seconds: float = 0.0
     request_sha256: str = ""
     sampling: TurnSampling | None = None

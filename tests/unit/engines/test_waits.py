@@ -139,8 +139,10 @@ async def test_a_wait_is_no_engine_time(
             return (await gateway.control.get("s")).waits
 
         await until(waits)
+        before = (await gateway.control.get("s")).waiting_seconds
         for _ in range(100):  # it waits for longer than an answer takes
             await gateway.control.get("s")
+        waiting = await gateway.control.get("s")
         key_of_roster = roster_key(load_secrets(gateway.settings).oldest)
         roster = StoredRoster(gateway.store, key_of_roster)
         await add_engine(roster, EngineSpec(engine.url), "policy")
@@ -151,6 +153,7 @@ async def test_a_wait_is_no_engine_time(
 
     assert answered == 200
     assert 0 < summary.engine_seconds < since
+    assert before < waiting.waiting_seconds <= summary.waiting_seconds
 
 
 async def test_an_answer_of_another_gateway_ends_the_wait(

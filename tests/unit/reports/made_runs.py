@@ -38,6 +38,7 @@ def rollout(
         "seconds": 60.0,
         "stage_seconds": {"boot": 2.0, "agent": 40.0, "grade": 10.0},
         "engine_seconds": 10.0,
+        "waiting_seconds": 0.0,
         "attempts": 1,
         "sandboxes": 2,
         "sandboxes_lost": 0,

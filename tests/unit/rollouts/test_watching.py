@@ -6,9 +6,12 @@ from typing import Any, cast
 
 import pytest
 
+from perdure.engines.base import Wait
 from perdure.gateway.base import HOPELESS, SessionSummary
 from perdure.rollouts import agent
 from perdure.sandboxes.base import ExecState, ExecStatus
+
+BUDGET_S = 1800.0
 
 
 class Sandbox:
@@ -17,13 +20,16 @@ class Sandbox:
     identity = "box"
 
     def __init__(self, looks: int) -> None:
-        self.looks, self.signals = looks, list[int]()
+        self.looks, self.signals, self.limits = looks, list[int](), list[float]()
 
     async def wait(self, _: str, seconds: float) -> ExecStatus:
         self.looks -= 1
         if self.signals:
             return ExecStatus(ExecState.KILLED)
         return ExecStatus(ExecState.RUNNING if self.looks else ExecState.EXITED, 0)
+
+    async def extend(self, _: str, seconds: float) -> None:
+        self.limits.append(seconds)
 
     async def signal(self, _: str, number: int) -> None:
         self.signals.append(number)
@@ -43,11 +49,30 @@ async def test_an_agent_without_hope_of_an_answer_is_ended(
 ) -> None:
     """It would ask for minutes. One refused side request, or an answer, keeps it alive."""
     sandbox = Sandbox(looks=3)
+    await _watch(sandbox, told, told, told)
+
+    assert sandbox.signals == ([signal.SIGKILL] if ended else [])
+
+
+async def test_a_wait_for_an_engine_is_not_the_agents_time() -> None:
+    """Its limit moves by what it waited, and on while it waits; after that it stays."""
+    sandbox = Sandbox(looks=5)
+    now = Wait(since=0.0, reason="full")
+    waits, over = {"waiting_seconds": 7.0, "waits": now}, {"waiting_seconds": 12.0}
+    await _watch(sandbox, {}, waits, over, over)
+
+    assert sandbox.limits == [BUDGET_S + 7 + 2 * agent.WATCH_S, BUDGET_S + 12]
+
+
+async def _watch(sandbox: Sandbox, *told: dict[str, Any]) -> None:
+    """The agent stage looks at a session that tells this, one look after the other."""
+    summaries = iter(told)
 
     async def look() -> SessionSummary:
-        return SessionSummary(session_id="s", open=True, **told)
+        return SessionSummary(session_id="s", open=True, **next(summaries))
 
     job = SimpleNamespace(
+        request=SimpleNamespace(agent_budget_s=BUDGET_S),
         services=SimpleNamespace(
             settings=SimpleNamespace(sandbox=SimpleNamespace(ttl_s=3600)),
             seats=SimpleNamespace(take=lambda _: None),
@@ -57,5 +82,3 @@ async def test_an_agent_without_hope_of_an_answer_is_ended(
     route = SimpleNamespace(check=lambda: None)
     session = SimpleNamespace(look=look)
     await agent._watch(*cast(Any, (job, session, sandbox, route)))
-
-    assert sandbox.signals == ([signal.SIGKILL] if ended else [])

@@ -297,6 +297,9 @@ async def _summary(gateway: Gateway, session_id: str) -> SessionSummary:
         if summary.waits is not None:  # the agent tries again: its wait began before this call's
             waits = waits.model_copy(update={"since": min(summary.waits.since, waits.since)})
         summary = summary.model_copy(update={"waits": waits})
+    if summary.waits is not None:
+        waited = summary.waiting_seconds + max(0.0, time.time() - summary.waits.since)
+        summary = summary.model_copy(update={"waiting_seconds": waited})
     return summary
 
 

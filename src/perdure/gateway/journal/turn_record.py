@@ -89,6 +89,8 @@ def to_journal(record: TurnRecord) -> dict[str, Any]:
     if record.answer.stop_sequence is None:
         del answer["stop_sequence"]  # gateways of an earlier version refuse fields they do not know
     tools = {"tools": record.tools} if record.tools else {}
+    if not record.waiting_seconds:
+        del fields["waiting_seconds"]
     return fields | tools | {"messages": record.messages, "answer": answer}
 
 

@@ -131,6 +131,7 @@ class TurnMaker:
             read=read,
             miss=miss,
             engine_seconds=engine_seconds,
+            waiting_seconds=completion.waited_s,
             sampling=as_recorded(sampling),
         )
 
@@ -263,6 +264,7 @@ def _record(
     read: Read,
     miss: str | None,
     engine_seconds: float,
+    waiting_seconds: float = 0.0,
     sampling: TurnSampling | None = None,
 ) -> TurnRecord:
     """The record of a turn. `prompt` [P] is whole; `miss`: why it extends no earlier turn."""
@@ -299,6 +301,7 @@ def _record(
         bridge_miss=miss,
         trainable=bool(completion.token_ids) and request.purpose is not Purpose.SIDE,
         engine_seconds=engine_seconds,
+        waiting_seconds=waiting_seconds,
         seconds=time.monotonic() - pending.since,
         answer=read.answer,
         reasoning_open=read.reasoning_open,

@@ -156,6 +156,10 @@ class GuestSandbox(Sandbox):
             return data
         return data + await self.output(exec_id, stream, len(data))
 
+    async def extend(self, exec_id: str, timeout_s: float) -> None:
+        check_exec_id(exec_id)
+        await self._guest("extend", exec_id=exec_id, timeout=timeout_s)
+
     async def poll(self, exec_id: str) -> ExecStatus:
         check_exec_id(exec_id)
         return _status(await self._guest("poll", exec_id=exec_id))

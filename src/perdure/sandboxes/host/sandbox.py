@@ -133,6 +133,12 @@ class HostSandbox(Sandbox):
             self._check_alive()
 
     @_lost_with_its_folder
+    async def extend(self, exec_id: str, timeout_s: float) -> None:
+        self._known(exec_id)
+        with contextlib.suppress(OSError):  # without a keeper the command is over
+            self.box.request(exec_id, timeout_s)
+
+    @_lost_with_its_folder
     async def poll(self, exec_id: str) -> ExecStatus:
         record = self._known(exec_id)
         if record.is_unread:  # a worker that died before it asked, or a starved keeper

@@ -139,6 +139,7 @@ def touch(ttl: float) -> Answer:
 OPERATIONS: dict[str, Any] = {
     "begin": begin,
     "end_all": commands.end_all,
+    "extend": commands.extend,
     "output": commands.output,
     "place": files.place,
     "poll": commands.poll,

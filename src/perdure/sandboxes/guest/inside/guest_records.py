@@ -42,6 +42,20 @@ def order_of(folder: str) -> Answer:
     return found
 
 
+def extend(folder: str, timeout: float) -> None:
+    if timeout > extended(folder):
+        files.replace(os.path.join(folder, "limit"), str(timeout).encode())
+
+
+def extended(folder: str) -> float:
+    """Seconds after its start until which the command may run, if its limit was moved; else 0."""
+    try:
+        with open(os.path.join(folder, "limit")) as file:
+            return float(file.read())
+    except FileNotFoundError:
+        return 0.0
+
+
 def process_of(folder: str) -> tuple[int, str] | None:
     try:
         with open(os.path.join(folder, "pid")) as file:

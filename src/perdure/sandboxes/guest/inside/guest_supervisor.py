@@ -186,10 +186,14 @@ def watch(  # noqa: PLR0917
             ended = ended or "output"
             end(folder, "output")
             cut(folder, output)
-        if not written and timeout is not None and time.monotonic() - began > timeout:
+        if not written and is_late(folder, time.monotonic() - began, timeout):
             ended = ended or "timeout"
             end(folder, "timeout")
         signal.sigtimedwait({signal.SIGCHLD}, TICK_S)
+
+
+def is_late(folder: str, seconds: float, timeout: float | None) -> bool:
+    return timeout is not None and seconds > timeout and seconds > records.extended(folder)
 
 
 def end(folder: str, cause: str) -> None:

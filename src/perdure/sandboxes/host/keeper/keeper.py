@@ -112,6 +112,7 @@ class _Command:
         self.streams: tuple[Stream, ...] = ()
         self.group = group
         self.ooms = ooms
+        self.began = monotonic()
         self.pid = 0
         self.started = 0
         self.status = 0
@@ -326,10 +327,14 @@ class Keeper:
     # -- starting -------------------------------------------------------------------------------
 
     def _start(self, exec_id: str, timeout: float | None) -> None:
-        try:  # the guard: the process that creates `pid` runs the command; later requests do nothing
+        try:  # the guard: the process that creates `pid` runs the command; later requests move its limit
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             record = os.open(f"execs/{exec_id}/pid", flags, 0o600)
-        except (FileExistsError, FileNotFoundError):
+        except FileNotFoundError:
+            return
+        except FileExistsError:
+            if timeout is not None:
+                self._extend(exec_id, timeout)
             return
         if os.path.exists(f"execs/{exec_id}/cause"):  # killed before it began
             now = monotonic()
@@ -363,7 +368,16 @@ class Keeper:
             return
         self._running[pid] = command
         if timeout is not None:
-            self._deadlines.append((monotonic() + timeout, command))
+            self._deadlines.append((command.began + timeout, command))
+
+    def _extend(self, exec_id: str, timeout: float) -> None:
+        """A limit only moves later: a repeated request to start names the first one again."""
+        self._deadlines = [
+            (max(when, command.began + timeout), command)
+            if command.exec_id == exec_id
+            else (when, command)
+            for when, command in self._deadlines
+        ]
 
     def _new_group(self) -> str | None:
         if self._groups is None:
