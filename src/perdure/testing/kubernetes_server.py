@@ -62,8 +62,8 @@ class Containers(Guests):
 
     def command(self, spec: SandboxSpec, box: Box) -> list[str]:
         argv = super().command(spec, box)
-        at = next(n for n in range(len(argv)) if argv[n : n + 2] == ["--remount-ro", "/proc"])
-        return argv[:at] + argv[at + 2 :]
+        at = argv.index("--chdir")  # the launcher takes what has a read-only /dev for sealed
+        return [*argv[:at], "--remount-ro", "/dev", *argv[at:]]
 
 
 class KubernetesServer(Double):

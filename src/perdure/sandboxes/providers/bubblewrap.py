@@ -16,8 +16,6 @@ from perdure.sandboxes.base import Mount, SandboxSpec
 from perdure.sandboxes.checks import check_folders
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.box import Box
-from perdure.sandboxes.host.keeper.holder import DEVICES
-from perdure.sandboxes.host.keeper.launcher import TOLD_TO_ROOT
 from perdure.sandboxes.host.keeper_client import Holder, start_keeper
 from perdure.sandboxes.host.namespaces import (
     INIT,
@@ -137,10 +135,7 @@ def _bwrap(spec: SandboxSpec, box: Box, etc: Path) -> list[str]:
             "/tmp",
         ),
         *_mount_binds(spec.mounts),
-        *_hidden(),
-        # If `agent` or pid 1 is the host's root to the kernel: devices of its own, a read-only /proc.
-        *(part for name in DEVICES for part in _device(disk / "dev" / name, name)),
-        *("--remount-ro", "/proc", "--remount-ro", "/dev", "--remount-ro", "/"),
+        *("--remount-ro", "/"),  # the launcher seals /proc and /dev
         *("--chdir", spec.workdir, "--", *INIT),
     ]
 
@@ -150,10 +145,6 @@ def _bind(source: Path, target: str, *, writable: bool = False) -> tuple[str, ..
     folders = [str(folder) for folder in reversed(PurePosixPath(target).parents)][1:]
     above = (part for folder in folders for part in ("--dir", folder))
     return (*above, "--bind" if writable else "--ro-bind", str(source), target)
-
-
-def _device(source: Path, name: str) -> tuple[str, str, str]:
-    return ("--dev-bind", str(source), f"/dev/{name}")
 
 
 @cache
@@ -171,14 +162,6 @@ def _base() -> tuple[str, ...]:
         if outside and os.access(prefix, os.R_OK | os.X_OK):
             binds += _bind(Path(prefix), prefix)
     return tuple(binds)
-
-
-@cache
-def _hidden() -> tuple[str, ...]:
-    found = (Path("/proc", name) for name in TOLD_TO_ROOT)
-    return tuple(
-        part for path in found if path.exists() for part in _bind(Path("/dev/null"), str(path))
-    )
 
 
 def _mount_binds(mounts: Iterable[Mount]) -> list[str]:

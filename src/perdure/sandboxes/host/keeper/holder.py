@@ -10,9 +10,6 @@ import signal
 from perdure.sandboxes.host.keeper import linux, seccomp
 from perdure.sandboxes.host.keeper.users import OwnUser
 
-DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-"""Nodes of the host that are bound to `disk/dev`: commands can use them, but not change them."""
-
 
 def become_holder(
     holder: dict[str, object], user: OwnUser | None, life: int, up: int, info: int
@@ -41,25 +38,16 @@ def _mount_disk(holder: dict[str, object], user: OwnUser | None) -> None:
     if user:
         user.mount_over()
     linux.mount("tmpfs", "disk", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, str(holder["disk"]))
-    for name in ("upper", "work", "tree", "home", "shm", "tmp", "dev"):
+    for name in ("upper", "work", "tree", "home", "shm", "tmp"):
         os.mkdir(f"disk/{name}")
         if user:
             os.chown(f"disk/{name}", user.id, user.id)
-    for name in DEVICES:
-        _bind_device(f"/dev/{name}", f"disk/dev/{name}")
     if holder["overlay"]:
         linux.mount("overlay", "disk/tree", "overlay", 0, str(holder["overlay"]))
     if holder["root"]:
         for name in ("root", "root.upper", "root.work"):
             os.mkdir(f"disk/{name}")
         linux.mount("overlay", "disk/root", "overlay", 0, str(holder["root"]))
-
-
-def _bind_device(source: str, target: str) -> None:
-    """Read-only: otherwise the owner of a node could change its mode for the whole host."""
-    os.close(os.open(target, os.O_CREAT, 0o600))
-    linux.mount(source, target, "", linux.MS_BIND, "")
-    linux.remount_read_only(target)
 
 
 def _filter_file() -> int:

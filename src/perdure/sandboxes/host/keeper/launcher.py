@@ -33,6 +33,8 @@ _TO_DEFAULT = (
 
 TOLD_TO_ROOT = ("keys", "kpagecgroup", "kpagecount", "kpageflags", "slabinfo", "vmallocinfo")
 """Files of /proc about the host that only root may read. A sandbox's user may be the host's root."""
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+"""Nodes of the host that commands can use, but not change: their owner could change a mode for all."""
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -90,7 +92,7 @@ class Launcher:
         first = linux.users_to_enter_first(holder)
         self._last_to_enter &= ~first
         linux.enter(self._holder, first | _INSIDE | others & linux.NEW_NETWORK)
-        if self._last_to_enter & linux.NEW_USERS:
+        if self._last_to_enter & linux.NEW_USERS and not self._becomes_agent:
             self._bound_inotify(settings)
         _seal()
         if terminals is not None:
@@ -168,13 +170,18 @@ class Launcher:
 
 
 def _seal() -> None:
-    """In a container, before hostile code runs: hide what its root owns even without capabilities, and
-    leave no process the memory of another."""
+    """Before hostile code runs: hide what the sandbox's root owns even without capabilities, keep it from
+    changing devices, and leave no process the memory of another. Each bind here is one call; of
+    `bwrap` it is three, and it reads the list of all mounts again."""
     if os.statvfs("/dev").f_flag & linux.MS_RDONLY:  # its runtime has sealed what it wants sealed
         return
     for name in TOLD_TO_ROOT:
         if os.path.exists(f"/proc/{name}"):
             linux.mount("/dev/null", f"/proc/{name}", "", linux.MS_BIND, "")
+    own = os.stat("/dev").st_dev
+    for name in DEVICES:
+        if os.path.exists(f"/dev/{name}") and os.stat(f"/dev/{name}").st_dev != own:
+            linux.remount_read_only(f"/dev/{name}")
     for folder in ("/proc", "/dev"):
         linux.remount_read_only(folder)
 

@@ -8,7 +8,7 @@ import fcntl
 import os
 
 from perdure.sandboxes.agent_user import USER_ID
-from perdure.sandboxes.host.keeper import linux
+from perdure.sandboxes.host.keeper import linux, quotas
 
 IDS = 1 << 16
 LOCKS = "/run/perdure-user-ids"
@@ -109,6 +109,9 @@ def _make_namespaces(user: int, hear: int, tell: int) -> None:
     linux.unshare(linux.NEW_USERS)
     os.write(tell, b"+")
     os.read(hear, 1)
+    settings = os.open("/proc/sys", os.O_PATH | os.O_CLOEXEC)
+    quotas.bound_inotify(settings)
+    os.close(settings)
     linux.become_root_of_own_users()
     os.write(tell, b"+")
     os.read(hear, 1)
