@@ -1,4 +1,4 @@
-"""A tiny random model of another architecture: `python make_random.py QWEN3 FOLDER ARCHITECTURE [SEED]`.
+"""A tiny random model of another architecture: `python make_random.py QWEN3 FOLDER FAMILY [SEED]`.
 
 Runs in vLLM's own environment; nothing in Perdure imports it. QWEN3 is the folder that
 `infra/setup/vllm` made: its tokenizer is copied, so that only the architecture differs.
@@ -13,14 +13,59 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ARCHITECTURES = {
-    "qwen3": {},
-    "llama": {},
-    "mistral": {"sliding_window": None},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
-    "glm4": {"attention_bias": True},
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+LATENT = {
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
 }
-"""transformers' name, and what it needs besides the common sizes. GLM-4.5 is a mixture over glm4."""
+ARCHITECTURES = {
+    "qwen3": ("qwen3", {}),
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen3_moe": ("qwen3_moe", {**MIXTURE, "num_experts": 4}),
+    "glm4": ("glm4", {"attention_bias": True}),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **MIXTURE,
+            "n_routed_experts": 8,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", {**MIXTURE, **LATENT, "n_group": 4, "topk_group": 2}),
+    "kimi_k2": ("deepseek_v3", {**MIXTURE, **LATENT, "n_group": 1, "topk_group": 1}),
+    "minimax_m2": (
+        "minimax_m2",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 32},
+    ),
+    "nemotron": ("nemotron", {}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **MIXTURE,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "num_hidden_layers": 4,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 32,
+            "n_groups": 2,
+            "moe_shared_expert_intermediate_size": 128,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128},
+    ),
+}
+"""By family: transformers' name, and what it needs besides the common sizes."""
 SIZES = {
     "vocab_size": 151_936,
     "hidden_size": 128,
@@ -40,7 +85,8 @@ SIZES = {
 def main():
     qwen3, folder, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     torch.manual_seed(int(sys.argv[4]) if len(sys.argv) > 4 else 0)
-    config = AutoConfig.for_model(name, **SIZES, **ARCHITECTURES[name])
+    architecture, own = ARCHITECTURES[name]
+    config = AutoConfig.for_model(architecture, **(SIZES | own))
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     for file in qwen3.glob("*token*"):
         shutil.copy(file, folder)

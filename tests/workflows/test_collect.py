@@ -65,7 +65,10 @@ async def test_a_batch_is_filled_to_its_tokens(client: Client, stages: Stages) -
             asked.append(request.group_id)
             yield request
 
-    groups = [g async for g in collect(Perdure(client), asking(), tokens=5 * TOKENS, in_flight=1)]
+    groups = [
+        g
+        async for g in collect(Perdure(client), asking(), trainable_tokens=5 * TOKENS, in_flight=1)
+    ]
 
     assert [g.trainable_tokens for g in groups] == [2 * TOKENS] * 3
     assert asked == [g.group_id for g in groups]
@@ -75,7 +78,7 @@ async def test_groups_without_signal_do_not_count(client: Client, stages: Stages
     """Only the group whose rewards differ fills the batch; the others are yielded too."""
     stages.override["emit_episode"] = _add_1_has_signal
     filling = collect(
-        Perdure(client), _requests("r2"), tokens=1, in_flight=1, count=tokens_with_signal
+        Perdure(client), _requests("r2"), trainable_tokens=1, in_flight=1, count=tokens_with_signal
     )
 
     groups = [g async for g in filling]
@@ -87,7 +90,7 @@ async def test_a_filter_keeps_groups_out_of_the_batch(client: Client, stages: St
     """Groups without signal are not even yielded."""
     stages.override["emit_episode"] = _add_1_has_signal
     filling = collect(
-        Perdure(client), _requests("r7", 3), tokens=10**9, in_flight=1, accept=has_signal
+        Perdure(client), _requests("r7", 3), trainable_tokens=10**9, in_flight=1, accept=has_signal
     )
 
     assert [g.group_id async for g in filling] == ["r7/add-1"]
@@ -152,7 +155,7 @@ async def test_a_batch_that_does_not_fill_says_why(
     """While no group finishes, the log says what their rollouts do."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
-    filling = collect(Perdure(client), _requests("r9", 1), tokens=1, tell_every_s=0.2)
+    filling = collect(Perdure(client), _requests("r9", 1), trainable_tokens=1, tell_every_s=0.2)
     first = asyncio.ensure_future(anext(filling))
     await gate.until_running(2)
     while "2 in stage" not in caplog.text:
@@ -169,7 +172,7 @@ async def test_too_few_requests_end_the_batch(client: Client, stages: Stages) ->
     """The caller gets the groups that there are."""
     stages.override["emit_episode"] = _all_alike
 
-    groups = [g async for g in collect(Perdure(client), _requests("r3", 2), tokens=10**9)]
+    groups = [g async for g in collect(Perdure(client), _requests("r3", 2), trainable_tokens=10**9)]
 
     assert len(groups) == 2
 
@@ -179,7 +182,7 @@ async def test_a_caller_that_leaves_cancels_what_runs(client: Client, stages: St
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     perdure = Perdure(client)
-    filling = collect(perdure, _requests("r4", 2), tokens=1, in_flight=2)
+    filling = collect(perdure, _requests("r4", 2), trainable_tokens=1, in_flight=2)
     first = asyncio.ensure_future(anext(filling))
     await gate.until_running(4)
 
@@ -211,7 +214,7 @@ async def test_a_caller_that_leaves_is_told_of_a_group_it_could_not_cancel(
         await real(group)
 
     monkeypatch.setattr(GroupHandle, "cancel", cancel)
-    filling = collect(Perdure(client), _requests("r6", 2), tokens=1, in_flight=2)
+    filling = collect(Perdure(client), _requests("r6", 2), trainable_tokens=1, in_flight=2)
     first = asyncio.ensure_future(anext(filling))
     await gate.until_running(4)
 
@@ -232,7 +235,7 @@ async def test_a_group_that_a_person_cancels_counts_with_the_episodes_it_has(
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     perdure = Perdure(client)
-    filling = asyncio.create_task(_all(collect(perdure, _requests("r5", 1), tokens=1)))
+    filling = asyncio.create_task(_all(collect(perdure, _requests("r5", 1), trainable_tokens=1)))
     await gate.until_running(2)
 
     (request,) = _requests("r5", 1)
@@ -248,5 +251,5 @@ async def _all(groups: AsyncIterator[FinishedGroup]) -> list[FinishedGroup]:
 
 async def test_a_target_of_zero_tokens_is_refused(client: Client) -> None:
     """The error names the argument."""
-    with pytest.raises(ValueError, match="tokens"):
-        await anext(collect(Perdure(client), [], tokens=0))
+    with pytest.raises(ValueError, match=r"^trainable_tokens: must be at least 1"):
+        await anext(collect(Perdure(client), [], trainable_tokens=0))

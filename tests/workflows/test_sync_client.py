@@ -30,7 +30,9 @@ async def test_a_sync_trainer_collects_a_batch(client: Client, stages: Stages) -
     def train() -> list[int]:
         perdure = Perdure(client.service_client.config.target_host)
         request = GroupRequest(rollout=ROLLOUT, n_samples=2)
-        return [len(group.episodes) for group in perdure.collect([request], tokens=10_000)]
+        return [
+            len(group.episodes) for group in perdure.collect([request], trainable_tokens=10_000)
+        ]
 
     assert await asyncio.to_thread(train) == [2]
 

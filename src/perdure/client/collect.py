@@ -46,7 +46,7 @@ class FinishedGroup:
         return len(graded) > 1
 
 
-def trainable_tokens(group: FinishedGroup) -> int:
+def graded_tokens(group: FinishedGroup) -> int:
     return group.trainable_tokens
 
 
@@ -79,27 +79,27 @@ async def collect(
     perdure: "Perdure",
     requests: "Iterable[GroupRequest] | AsyncIterable[GroupRequest]",
     *,
-    tokens: int,
+    trainable_tokens: int,
     in_flight: int = 8,
-    count: Callable[[FinishedGroup], int] = trainable_tokens,
+    count: Callable[[FinishedGroup], int] = graded_tokens,
     accept: Accept | None = None,
     leftover: Literal["cancel", "keep"] = "cancel",
     tell_every_s: float = TELL_EVERY_S,
 ) -> AsyncGenerator[FinishedGroup, None]:
-    """Groups as they finish, until `count` of those yielded adds up to `tokens` or none are left.
+    """Groups as they finish, until `count` of those yielded adds up to `trainable_tokens` or none are left.
 
     At most `in_flight` groups run at a time; more than are needed are oversampling. Those still running
     at the end, or when the caller stops iterating, are cancelled, or kept: the same request joins them
     later. Groups that `accept` refuses are neither yielded nor counted. While none finishes, a warning
     every `tell_every_s` says what they do. Raises: ConfigurationError for a bad request; NoResult when a
-    group failed or was terminated; ValueError for `tokens` or `in_flight` below 1.
+    group failed or was terminated; ValueError for `trainable_tokens` or `in_flight` below 1.
     """
-    _check(tokens, in_flight)
+    _check(trainable_tokens, in_flight)
     collector = Collector(
         perdure, requests, in_flight=in_flight, accept=accept, tell_every_s=tell_every_s
     )
     try:
-        async for group in collector.groups(tokens, count):
+        async for group in collector.groups(trainable_tokens, count):
             yield group
     finally:
         await collector.aclose(leftover)
@@ -111,7 +111,7 @@ class Collector:
     Example:
         collector = Collector(perdure, requests(), in_flight=16, accept=fresh(lambda: version, 1))
         for step in range(100):
-            batch = [group async for group in collector.groups(tokens=2_100_000)]
+            batch = [group async for group in collector.groups(trainable_tokens=2_100_000)]
             checkpoint["open"] = [request.model_dump() for request in collector.open_requests]
         await collector.aclose()
 
@@ -142,11 +142,11 @@ class Collector:
         return [started.request for started in self._running.values()]
 
     async def groups(
-        self, tokens: int, count: Callable[[FinishedGroup], int] = trainable_tokens
+        self, trainable_tokens: int, count: Callable[[FinishedGroup], int] = graded_tokens
     ) -> AsyncGenerator[FinishedGroup, None]:
         """A batch, as of `collect`. The groups that still run go on."""
-        _check(tokens, self._in_flight)
-        missing = tokens
+        _check(trainable_tokens, self._in_flight)
+        missing = trainable_tokens
         while missing > 0:
             await self._fill()
             if not self._running:
@@ -206,8 +206,8 @@ class _Started(NamedTuple):
     handle: "GroupHandle"
 
 
-def _check(tokens: int, in_flight: int) -> None:
-    for name, value in (("tokens", tokens), ("in_flight", in_flight)):
+def _check(trainable_tokens: int, in_flight: int) -> None:
+    for name, value in (("trainable_tokens", trainable_tokens), ("in_flight", in_flight)):
         if value < 1:
             raise ValueError(f"{name}: must be at least 1, is {value}")
 

@@ -58,10 +58,10 @@ class Perdure:
         return RolloutHandle(self._loop, self._api.rollout(workflow_id))
 
     def collect(
-        self, requests: Iterable[GroupRequest], *, tokens: int, **options: Any
+        self, requests: Iterable[GroupRequest], *, trainable_tokens: int, **options: Any
     ) -> Iterator[FinishedGroup]:
         """See `perdure.client.collect.collect`."""
-        stream = collect(self._api, requests, tokens=tokens, **options)
+        stream = collect(self._api, requests, trainable_tokens=trainable_tokens, **options)
         try:
             while (group := self._loop.do(_next(stream))) is not None:
                 yield group

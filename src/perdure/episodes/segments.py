@@ -4,12 +4,11 @@ Owns the rule for what continues a segment and what starts a new one. Nothing is
 here, so every sampled token is trained exactly once, as it was sampled.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from perdure.episodes.conversations import answer_of, conversations
-from perdure.episodes.merging import Merged, merge_turns
 from perdure.episodes.slime_tree import Sequenced, Spoken, cut_like_slime
 from perdure.types import FinishReason, Purpose, SamplingSpan, Segment, SegmentKind, Turn
 
@@ -21,17 +20,17 @@ RewardShare = Literal["split", "full", "last"]
 counts a rollout once; `split`: 1/K of it, as in slime's first coding example; `last`: only the last one
 gets it."""
 
-SegmentMode = Literal["tree", "merge", "slime"]
-"""`tree`: a turn continues the segment that its recorded ids extend, so no sampled token is lost. The others
-are slime's, for prompts that were rendered again, and do not train tokens that a later prompt changes:
-`merge` its documented `merge_turns`, `slime` its message tree of August 2026."""
+SegmentMode = Literal["tree", "slime"]
+"""`tree`: a turn continues the segment that its recorded ids extend, so no sampled token is lost. `slime`: its
+message tree of August 2026, for prompts that were rendered again; it does not train tokens that a later prompt
+changes."""
 
 
 class Untrained(NamedTuple):
     """A turn whose sampled tokens are in no segment with mask 1, and why.
 
     `reason`: `side` (a title, a probe), `hosted` (no token ids), `unused` (the agent went on without the
-    answer), `drift` (slime's modes only: a later prompt does not repeat it token for token)."""
+    answer), `drift` (mode `slime` only: a later prompt does not repeat it token for token)."""
 
     turn: int
     tokens: int
@@ -90,8 +89,7 @@ def cut(
     `slime` for a turn without its messages.
     """
     taken = [t for t in turns if _why_left_out(t, keep_unused=keep_unused) is None]
-    grow = {"tree": _grown, "merge": _merged, "slime": _slimed}[mode]
-    grown = grow(taken)
+    grown = _slimed(taken) if mode == "slime" else _grown(taken)
     stretches = [stretch for stretch in grown if stretch.response_ids]
     stretches.sort(key=lambda stretch: stretch.frozen_at)
     last = {stretch.chain: stretch for stretch in stretches}
@@ -167,47 +165,6 @@ def _grown(turns: Sequence[Turn]) -> list[_Stretch]:
         stretch.frozen_at = position
         newest[turn.chain] = ending_with[turn.index] = stretch
     return found
-
-
-def _merged(turns: Sequence[Turn]) -> list[_Stretch]:
-    """slime's documented mode: a new sequence begins where the first prompt of a chain changes."""
-    open_turns: dict[str, list[Turn]] = {}
-    found: list[_Stretch] = []
-    for position, turn in enumerate(turns):
-        held = open_turns.setdefault(turn.chain, [])
-        if held and turn.prompt_ids[: len(held[0].prompt_ids)] != held[0].prompt_ids:
-            found += _as_stretches(held, position - 0.5)
-            held.clear()
-        held.append(turn)
-    ends = {turn.index: position for position, turn in enumerate(turns)}
-    for held in open_turns.values():
-        found += _as_stretches(held, ends[held[-1].index])
-    return found
-
-
-def _as_stretches(turns: Sequence[Turn], frozen_at: float) -> Iterable[_Stretch]:
-    merged = merge_turns(turns, token_versions)
-    return [] if merged is None else [_stretch(merged, turns, frozen_at)]
-
-
-def _stretch(merged: Merged, turns: Sequence[Turn], frozen_at: float) -> _Stretch:
-    known = {turn.index: turn for turn in turns}
-    return _Stretch(
-        chain=turns[0].chain,
-        prompt_ids=merged.prompt_ids,
-        response_ids=merged.response_ids,
-        loss_mask=merged.loss_mask,
-        logprobs=merged.logprobs,
-        versions=merged.versions,
-        turns=merged.trained,
-        sampling=[
-            found
-            for span in merged.spans
-            for found in _sampling_span(known[span.turn], span.start, span.end)
-        ],
-        finish_reason=turns[-1].finish_reason,
-        frozen_at=frozen_at,
-    )
 
 
 def _slimed(turns: Sequence[Turn]) -> list[_Stretch]:

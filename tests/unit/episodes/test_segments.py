@@ -257,17 +257,6 @@ def test_a_segment_of_a_tree_is_what_the_engine_saw(turns: list[Turn]) -> None:
         assert masked == [token for t in own for token in t.completion_ids]
 
 
-@given(trees())
-def test_merging_never_trains_a_token_twice(turns: list[Turn]) -> None:
-    """Merging, slime's documented mode, also accounts for every token: trained once, or the reason is recorded."""
-    segments = cut(turns, mode="merge")
-    left = untrained(turns, segments)
-    masked = sum(sum(segment.loss_mask) for segment in segments)
-
-    assert len(trained_by(segments)) == len(set(trained_by(segments)))
-    assert masked + sum(one.tokens for one in left) == sum(len(t.completion_ids) for t in turns)
-
-
 def test_a_second_answer_to_one_prompt_is_a_segment_of_its_own() -> None:
     """A retry that was sampled anew leaves both answers trained, each once; the main chain continues."""
     segments = cut(
@@ -330,12 +319,11 @@ def sampled(temperature: float, made: Turn) -> Turn:
     return made.model_copy(update={"sampling": told})
 
 
-@pytest.mark.parametrize("mode", ["tree", "merge"])
-def test_a_segment_says_how_each_of_its_tokens_was_sampled(mode: str) -> None:
+def test_a_segment_says_how_each_of_its_tokens_was_sampled() -> None:
     """One span for each turn, on that turn's tokens; without one temperature for all there is none."""
     turns = [sampled(0.7, turn(0, [1], [2, 3])), sampled(0.2, turn(1, [1, 2, 3, 4], [5]))]
-    (segment,) = cut(turns, mode=mode)  # type: ignore[arg-type]  # of the literal
-    (first,) = cut(turns[:1], mode=mode)  # type: ignore[arg-type]
+    (segment,) = cut(turns)
+    (first,) = cut(turns[:1])
 
     spans = [(span.start, span.end, span.sampling.temperature) for span in segment.sampling]
     assert spans == [(0, 2, 0.7), (3, 4, 0.2)]

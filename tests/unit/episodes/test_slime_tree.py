@@ -10,7 +10,7 @@ import pytest
 
 from perdure.episodes.segments import Untrained, cut, token_versions, untrained
 from perdure.episodes.slime_tree import Sequenced, Spoken, cut_like_slime
-from perdure.types import SegmentKind, Turn
+from perdure.types import SegmentKind, Turn, TurnSampling
 
 USER: dict[str, Any] = {"role": "user", "content": "do"}
 TOOL: dict[str, Any] = {"role": "tool", "content": "done", "tool_call_id": "call-1"}
@@ -106,12 +106,16 @@ def test_mode_slime_cuts_recorded_turns() -> None:
     """Segments name the turns that they train; the others are drift."""
     first = turn(0, [1], [2, 3], new_messages=json.dumps([USER]), answer=json.dumps(said("a")))
     second = turn(
-        1, [1, 2, 9], [5], parent=0, new_messages=json.dumps([TOOL]), answer=json.dumps(said("b"))
-    )
+        1, [1, 2, 9], [5], parent=0, new_messages=json.dumps([TOOL]), answer=json.dumps(said("b")),
+        sampling=TurnSampling(temperature=0.7, top_p=1.0, max_tokens=9),
+    )  # fmt: skip
     (one,) = segments = cut([first, second], mode="slime")
 
     assert (one.kind, one.turns) == (SegmentKind.FINAL, (1,))
     assert (one.prompt_ids, one.response_ids, one.loss_mask) == ((1,), (2, 9, 5), (0, 0, 1))
+    assert [(span.start, span.end, span.sampling.temperature) for span in one.sampling] == [
+        (2, 3, 0.7)
+    ]
     assert untrained([first, second], segments) == [Untrained(0, 2, "drift")]
 
 

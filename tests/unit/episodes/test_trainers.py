@@ -397,12 +397,16 @@ async def test_reward_share_is_a_choice(
     assert [line["reward"] for line in lines] == rewards
 
 
-async def test_segments_can_be_cut_by_merging(run: Run, tmp_path: Path) -> None:
-    """`--segments merge` cuts the recorded turns anew: the drifted answer is dropped."""
-    await run.add(1.0, (turn(0, (7,), (8,)), turn(1, (7, 8, 1), (2,)), turn(2, (7, 8, 5), (6,))))
-    _, lines = await run.export("slime", tmp_path / "out.jsonl", Rules(mode="merge"))
+async def test_segments_can_be_cut_by_slimes_tree(run: Run, tmp_path: Path) -> None:
+    """`--segments slime` cuts the recorded turns again: the drifted answer is not trained."""
+    user, tool = {"role": "user", "content": "do"}, {"role": "tool", "content": "done"}
+    said = json.dumps({"role": "assistant", "content": "a"})
+    first = turn(0, (7,), (8, 9), new_messages=json.dumps([user]), answer=said)
+    second = turn(1, (7, 8, 5), (6,), parent=0, new_messages=json.dumps([tool]), answer=said)
+    await run.add(1.0, (first, second))
+    _, lines = await run.export("slime", tmp_path / "out.jsonl", Rules(mode="slime"))
 
-    assert [line["tokens"] for line in lines] == [[7, 8, 5, 6]]
+    assert [(line["tokens"], line["loss_mask"]) for line in lines] == [([7, 8, 5, 6], [0, 0, 1])]
 
 
 async def test_the_client_reads_episodes_by_reference(run: Run) -> None:

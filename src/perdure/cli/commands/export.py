@@ -49,10 +49,10 @@ SUFFIXES = {
 @click.option(
     "--segments",
     "mode",
-    type=click.Choice(["tree", "merge", "slime"]),
+    type=click.Choice(["tree", "slime"]),
     default="tree",
     show_default=True,
-    help="How segments are cut: by recorded token ids, by slime's merge_turns, or by its message tree.",
+    help="How segments are cut: by recorded token ids, or by slime's message tree.",
 )
 @click.option(
     "--reward-share",
