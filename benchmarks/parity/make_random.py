@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 LATENT = {
     "n_routed_experts": 8,
     "first_k_dense_replace": 1,
@@ -40,24 +41,27 @@ ARCHITECTURES = {
             "use_qk_norm": True,
         },
     ),
-    "deepseek_v3": ("deepseek_v3", {**MIXTURE, **LATENT, "n_group": 4, "topk_group": 2}),
-    "kimi_k2": ("deepseek_v3", {**MIXTURE, **LATENT, "n_group": 1, "topk_group": 1}),
+    "deepseek_v3": ("deepseek_v3", {**MIXTURE, **SIGMOID, **LATENT, "n_group": 4, "topk_group": 2}),
+    "kimi_k2": ("deepseek_v3", {**MIXTURE, **SIGMOID, **LATENT, "n_group": 1, "topk_group": 1}),
     "minimax_m2": (
         "minimax_m2",
-        {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 32},
+        {
+            **SIGMOID,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 32,
+            "use_routing_bias": True,
+        },
     ),
     "nemotron": ("nemotron", {}),
     "nemotron_h": (
         "nemotron_h",
         {
-            **MIXTURE,
-            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
             "mamba_num_heads": 8,
             "mamba_head_dim": 32,
             "ssm_state_size": 32,
             "n_groups": 2,
-            "moe_shared_expert_intermediate_size": 128,
         },
     ),
     "gpt_oss": (
@@ -87,7 +91,11 @@ def main():
     torch.manual_seed(int(sys.argv[4]) if len(sys.argv) > 4 else 0)
     architecture, own = ARCHITECTURES[name]
     config = AutoConfig.for_model(architecture, **(SIZES | own))
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config)
+    for field, bias in model.named_buffers():
+        if field.endswith("e_score_correction_bias"):
+            bias.normal_(std=0.1)  # zero would not show whether it is added
+    model.to(torch.bfloat16).save_pretrained(folder)
     for file in qwen3.glob("*token*"):
         shutil.copy(file, folder)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 from temporalio.client import Client
@@ -194,6 +194,37 @@ async def test_a_caller_that_leaves_cancels_what_runs(client: Client, stages: St
     groups = [GroupHandle(perdure, 2, handle) for handle in left]
     statuses = {episode.status for group in groups async for episode in group.episodes()}
     assert statuses == {RolloutStatus.CANCELLED}
+
+
+@pytest.mark.parametrize(
+    ("leftover", "status"),
+    [("cancel", RolloutStatus.CANCELLED), ("keep", RolloutStatus.GRADED)],
+)
+async def test_a_full_batch_stops_its_stragglers(
+    client: Client, stages: Stages, leftover: Literal["cancel", "keep"], status: RolloutStatus
+) -> None:
+    """Two groups are asked for where one is enough: the slower one is cancelled at once, unless it is kept."""
+    gate = Gate()
+
+    async def agent(attempt: Any) -> AgentRun:
+        if attempt.request.instance_id == "add-1":
+            return await gate.agent(attempt)
+        return AgentRun(end=AgentEnd.FINISHED)
+
+    stages.override["run_agent"] = agent
+    stages.override["emit_episode"] = _all_alike
+    perdure = Perdure(client)
+    run_id = f"r12-{leftover}"
+    filling = collect(
+        perdure, _requests(run_id, 2), trainable_tokens=1, in_flight=2, leftover=leftover
+    )
+    batch = await _all(filling)
+
+    straggler = await perdure.start_group(list(_requests(run_id, 2))[1])
+    if leftover == "keep":
+        gate.open.set()
+    assert [group.group_id for group in batch] == [f"{run_id}/add-0"]
+    assert {episode.status async for episode in straggler.episodes()} == {status}
 
 
 async def test_a_caller_that_leaves_is_told_of_a_group_it_could_not_cancel(

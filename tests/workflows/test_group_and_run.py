@@ -512,14 +512,31 @@ async def test_a_large_run_is_cut_into_shards(
     assert len(shards) == 3
 
 
-async def test_the_same_run_twice_joins(client: Client, stages: Stages) -> None:
-    """Starting a finished run again does no work and gives the same totals."""
+async def test_the_same_run_twice_joins(
+    client: Client, stages: Stages, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Starting a finished run again does no work, gives the same totals, and the log says so."""
     stages.instances = ("toy/add-0",)
     perdure = Perdure(client)
     first = await (await perdure.start_run(_run())).result()
+    assert "started before" not in caplog.text
     again = await (await perdure.start_run(_run())).result()
 
     assert (first, stages.names().count("run_agent")) == (again, 1)
+    assert f"run/{_run().run_id} was started before: this joins it" in caplog.text
+
+
+async def test_the_same_rollout_twice_joins(
+    client: Client, stages: Stages, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a trainer's hook starts it: the same episode, and the log says so."""
+    perdure = Perdure(client)
+    first = await (await perdure.start_rollout(ROLLOUT)).result()
+    assert "started before" not in caplog.text
+    again = await (await perdure.start_rollout(ROLLOUT)).result()
+
+    assert (first, stages.names().count("run_agent")) == (again, 1)
+    assert f"{ROLLOUT.workflow_id} was started before: this joins it" in caplog.text
 
 
 async def test_a_run_refuses_a_wrong_rollout_field(client: Client, stages: Stages) -> None:

@@ -103,6 +103,7 @@ class Perdure:
         _check_agent(request.rollout)
         agent = request.rollout.get("agent", "mini_swe_agent")
         handle, joined = await self._start_run(request, str(agent))
+        _tell_if(joined, handle)
         return RunHandle(self, request.run_id, handle, joined=joined)
 
     async def play_again(self, request: RunRequest) -> "RunHandle":

@@ -5,19 +5,22 @@ GRPOTrainer(model, trl.reward, config, rows, rollout_func=trl.Rollouts(run_id="t
 """
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from perdure.episodes.episode import EpisodeSegments
-from perdure.episodes.trainers import trl_output
+from perdure.episodes.trainers import graded, trl_output
 from perdure.integrations import hooks
 from perdure.types import RolloutRequest
 
+logger = logging.getLogger(__name__)
+
 
 class Rollouts:
-    """A `rollout_func`. TRL has one row for each prompt: of a rollout with several segments it trains the
-    last one, and `perdure_segments` counts all."""
+    """A `rollout_func`. TRL takes exactly one row for each prompt: of a rollout with several segments it trains
+    the last one. A warning names such rollouts, and `reward` logs how many there are."""
 
     def __init__(self, *, publish: bool = True, **fields: Any) -> None:
         """`fields`: of a RolloutRequest, with `run_id`. `publish`: the engines get the model before each
@@ -33,7 +36,9 @@ class Rollouts:
             from perdure.integrations.trl_weights import Engines  # needs perdure[weights]
 
             self._engines = Engines(trainer)
-        return trl_output(asyncio.run(self._all(self._requests(prompts, trainer))))
+        found = asyncio.run(self._all(self._requests(prompts, trainer)))
+        _warn_of_untrained([one for one in found if one is not None])
+        return trl_output(found)
 
     async def _all(self, requests: Sequence[RolloutRequest]) -> list[EpisodeSegments | None]:
         return list(await asyncio.gather(*(hooks.finished(request) for request in requests)))
@@ -75,9 +80,28 @@ def _parameters(args: Any) -> dict[str, Any]:
     return {**found, "max_tokens": getattr(args, "max_completion_length", None)}
 
 
+def _warn_of_untrained(found: Sequence[EpisodeSegments]) -> None:
+    several = [one for one in graded(found) if len(one.segments) > 1]
+    if several:
+        logger.warning(
+            "TRL trains the last segment of each rollout: %d segments of %s are not trained",
+            sum(len(one.segments) - 1 for one in several),
+            ", ".join(one.episode.rollout_id for one in several),
+        )
+
+
 def reward(
-    completions: Sequence[Any], perdure_reward: Sequence[float | None], **_: Any
+    completions: Sequence[Any],
+    perdure_reward: Sequence[float | None],
+    perdure_segments: Sequence[int],
+    log_metric: Callable[[str, float], None],
+    **_: Any,
 ) -> list[float | None]:
     """TRL's reward function: the rollout's own. None leaves a rollout without a verdict out of its
-    group's baseline, and its advantage is 0."""
+    group's baseline, and its advantage is 0. TRL logs, per rollout, the segments that it does not train, and
+    the share of rollouts without a verdict."""
+    known = max(1, len(perdure_reward))
+    untrained = sum(max(0, segments - 1) for segments in perdure_segments)
+    log_metric("perdure/untrained_segments", untrained / known)
+    log_metric("perdure/left_out", sum(one is None for one in perdure_reward) / known)
     return list(perdure_reward)

@@ -103,6 +103,28 @@ def printed() -> str:
     return "\n".join(re.sub(r"\{\w+\}", "\n", text) for text in texts if isinstance(text, str))
 
 
+def test_a_trainer_is_told_of_perdure_in_five_lines() -> None:
+    """What a user writes for each, other than the trainer's own; other tests run it as printed."""
+    page = (ROOT / "docs/train.md").read_text()
+    _, _, section = page.partition("## In a trainer's own loop\n")
+    told = re.split(r"^\*\*", section.partition("\n**Others**")[0], flags=re.MULTILINE)[1:]
+    lines = {one.partition("**")[0]: len(_code(one)) for one in told}
+
+    assert list(lines) == [
+        *("slime", "TorchTitan", "verl", "SkyRL", "verifiers", "TRL"),
+        "A loop around an OpenHands server",
+    ]
+    assert {name: n for name, n in lines.items() if not 1 <= n <= 5} == {}
+
+
+def _code(markdown: str) -> list[str]:
+    """The lines of its code, fenced or indented."""
+    fenced = re.findall(r"^```\w[^\n]*\n(.*?)^```$", markdown, re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"^    \S.*$", prose, re.MULTILINE)
+    return [line for block in fenced for line in block.splitlines() if line.strip()] + indented
+
+
 def test_troubleshooting_quotes_what_the_product_prints() -> None:
     """Every message on the troubleshooting page is still in the code, word for word."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()

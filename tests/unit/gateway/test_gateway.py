@@ -228,7 +228,13 @@ async def test_a_retry_gets_identical_bytes_without_the_engine(
 
 
 @pytest.mark.parametrize(
-    ("headers", "calls"), [({}, 3), ({"x-stainless-retry-count": "1"}, 1), ({RELAYED: "1"}, 1)]
+    ("headers", "calls"),
+    [
+        ({}, 3),
+        ({"x-stainless-retry-count": "1"}, 1),
+        ({"idempotency-key": "a"}, 1),
+        ({RELAYED: "1"}, 1),
+    ],
 )
 async def test_identical_calls_at_once_are_one_only_if_they_are_retries(
     headers: dict[str, str],

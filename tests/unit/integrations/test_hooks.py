@@ -484,8 +484,9 @@ def trl_trainer(training: bool = True, output: Path | None = None) -> Any:
     return trainer
 
 
-def test_trl_gets_a_row_for_each_prompt(stack: Stack) -> None:
-    """Tokens and mask of the last segment, and the reward beside them: None where there is no verdict."""
+def test_trl_gets_a_row_for_each_prompt(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    """Tokens and mask of the last segment, and the reward beside them: None where there is no verdict. What
+    is not trained is logged."""
     stack.ends |= {0: (1.0, 3), 1: (None, 1), 2: None}
     rollouts = trl.Rollouts(run_id="try", agent="nop", publish=False)
     output = rollouts(["d/i"] * 3, trl_trainer())
@@ -494,8 +495,12 @@ def test_trl_gets_a_row_for_each_prompt(stack: Stack) -> None:
     assert output["completion_ids"] == [[1, 2], [0], [0]]
     assert output["env_mask"] == [[1, 1], [0], [0]]
     assert output["perdure_segments"] == [3, 0, 0]
+    logged: dict[str, float] = {}
     extra = {name: output[name] for name in ("perdure_reward", "perdure_segments")}
-    assert trl.reward(["text"] * 3, **extra) == [1.0, None, None]
+    said = trl.reward(["text"] * 3, log_metric=logged.__setitem__, trainer_state=None, **extra)
+    assert said == [1.0, None, None]
+    assert logged == {"perdure/untrained_segments": 2 / 3, "perdure/left_out": 2 / 3}
+    assert "2 segments of rollout/try-6-1-1/i/0 are not trained" in caplog.text
 
 
 def test_trl_calls_have_ids_of_their_own(stack: Stack) -> None:
@@ -602,4 +607,4 @@ def test_the_pages_trl_example_gives_rows(
     stack.ends[0] = (1.0, 1)
     output = made["rollouts"]([made["rows"][0]["prompt"]], trl_trainer(output=tmp_path))
 
-    assert made["reward"](["text"], output["perdure_reward"]) == [1.0]
+    assert made["reward"](["text"], log_metric=lambda *_: None, **output) == [1.0]
