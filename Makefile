@@ -1,6 +1,6 @@
 # Every command sets itself up: Python 3.11, make and git are enough.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check compiled test test-all test-agents test-redteam test-cheats test-images test-leaks test-real test-trainers test-vllm test-families test-serving test-hosts test-charts fmt build chaos bench learn clean
+.PHONY: help setup demo check compiled test test-all test-agents test-redteam test-cheats test-images test-compose test-leaks test-real test-trainers test-vllm test-families test-serving test-hosts test-charts fmt build chaos bench learn clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
@@ -71,6 +71,9 @@ test-cheats: setup ## 190 ways to a reward without a fix, on three runners; all 
 
 test-images: setup ## images in their publishers' layouts and pulls from a registry of this host, by podman (slow)
 	@$(RUN) pytest -rs tests/images
+
+test-compose: setup ## docker-compose.yml by podman, from an image of this checkout: graded episodes (slow; root)
+	@$(RUN) --with podman-compose==1.5.0 pytest -n 0 -rs tests/compose
 
 test-leaks: setup ## 250 random kill -9: no box, process, cgroup, mount or network is left (slow)
 	@$(RUN) pytest -s tests/leaks

@@ -34,12 +34,12 @@ def with_bucket(name: str, host: str = "127.0.0.1") -> Iterator["S3Server"]:
 class S3Server:
     """moto's S3 behind one lock (its own conditional writes race), with faults on request."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self.fault: str | None = None
         self.requests = 0
         self._lock = threading.Lock()
         self._s3: Wsgi = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server(host, 0, self._answer, threaded=True)
+        self._server = make_server(host, port, self._answer, threaded=True)
         self.url = f"http://{host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()
@@ -60,3 +60,8 @@ class S3Server:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+if __name__ == "__main__":
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    S3Server("0.0.0.0", 8333)  # its thread holds the process

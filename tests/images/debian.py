@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGES = (
@@ -22,15 +23,15 @@ def why_not() -> str:
     return ""
 
 
-def archive(folder: Path) -> Path:
+def archive(folder: Path, packages: Sequence[str] = PACKAGES) -> Path:
     """A tar of Debian's packages, from the archives that apt uses here."""
-    named = hashlib.sha256(repr((SUITE, PACKAGES, LEFT_OUT)).encode()).hexdigest()[:12]
+    named = hashlib.sha256(repr((SUITE, packages, LEFT_OUT)).encode()).hexdigest()[:12]
     path = folder / f"debian-{named}.tar"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f"draft-{path.name}"
         options = [f"--dpkgopt=path-exclude={pattern}" for pattern in LEFT_OUT]
-        include = f"--include={','.join(PACKAGES)}"
+        include = f"--include={','.join(packages)}"
         command = ["mmdebstrap", "--quiet", "--variant=minbase", include, *options, SUITE]
         subprocess.run([*command, str(draft)], check=True)
         draft.rename(path)

@@ -7,10 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.sandboxes.providers.podman import ULIMITS, PodmanProvider
+from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.settings.tree import Settings
 
 STORAGE = '[storage]\ndriver = "overlay"\ngraphroot = "{folder}/graph"\nrunroot = "{folder}/run"\n'
+SETTINGS = """\
+[containers]
+default_ulimits = ["nofile=20000:20000", "nproc=32768:32768"]
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+"""
 INSECURE = '[[registry]]\nlocation = "{address}"\ninsecure = true\n\n'
 
 
@@ -32,6 +39,7 @@ class Podman:
             "CONTAINERS_STORAGE_CONF": str(self.folder / "storage.conf"),
             "CONTAINERS_REGISTRIES_CONF": str(self.folder / "registries.conf"),
             "REGISTRY_AUTH_FILE": str(self.folder / "auth.json"),
+            "CONTAINERS_CONF": str(self.folder / "containers.conf"),
         }
 
     def trust(self, addresses: Sequence[str]) -> None:
@@ -40,16 +48,22 @@ class Podman:
         (self.folder / "registries.conf").write_text("".join(texts))
 
     def __call__(self, *arguments: str) -> str:
-        command = ["podman", "--cgroup-manager=cgroupfs", "--events-backend=file", *arguments]
-        done = subprocess.run(
-            command, env={**os.environ, **self.env}, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr[-2000:]}"
+        done = self._run(arguments)
+        assert done.returncode == 0, f"{' '.join(done.args)}: {done.stderr[-2000:]}"
         return done.stdout.strip()
+
+    def does(self, *arguments: str) -> bool:
+        """Whether the command ends without an error."""
+        return self._run(arguments).returncode == 0
+
+    def _run(self, arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+        env = {**os.environ, **self.env}
+        command = ["podman", *arguments]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
     def build(self, tag: str, context: str) -> None:
         """An image of the folder's Containerfile."""
-        self("build", "--quiet", "--network=none", *ULIMITS, "--tag", tag, context)
+        self("build", "--quiet", "--network=none", "--tag", tag, context)
 
     def clear(self) -> None:
         self("image", "umount", "--all", "--force")
@@ -57,8 +71,10 @@ class Podman:
 
 
 @contextmanager
-def podman_in(folder: Path) -> Iterator[Podman]:
+def podman_in(folder: Path, settings: str = "") -> Iterator[Podman]:
+    """`settings`: more of containers.conf."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "containers.conf").write_text(SETTINGS + settings)
     (folder / "storage.conf").write_text(STORAGE.format(folder=folder))
     (folder / "auth.json").write_text("{}")
     podman = Podman(folder)

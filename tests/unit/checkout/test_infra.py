@@ -178,13 +178,13 @@ def test_only_who_needs_temporal_is_on_its_network() -> None:
     assert all("network_mode" not in s for s in COMPOSE["services"].values())
 
 
-def test_only_services_with_sandboxes_or_the_home_are_root() -> None:
-    """The others run as the image's user; the gateway is root without a capability."""
-    root = {name for name, service in OURS.items() if service.get("user") == "root"}
-    homes = {name for name, service in OURS.items() if service.get("volumes")}
-
-    assert root == homes == set(OURS) - {"worker-workflows", "s3-bucket"}
-    assert OURS["gateway"]["cap_drop"] == ["ALL"]
+def test_no_service_of_ours_is_root_or_has_a_capability() -> None:
+    """They run as the image's user; workers that make sandboxes too."""
+    assert {
+        name for name, service in OURS.items() if "user" in service or "cap_add" in service
+    } == set()
+    assert {tuple(service["cap_drop"]) for service in OURS.values()} == {("ALL",)}
+    assert [n for n, s in OURS.items() if "no-new-privileges:true" not in s["security_opt"]] == []
 
 
 SQL_TOOL = """#!/bin/sh

@@ -1,0 +1,11 @@
+"""`python -m tests.compose.instance`: the toy instances in the store and home of these settings."""
+
+import asyncio
+
+from perdure.settings.tree import Settings
+from perdure.storage.base import open_store
+from tests.stack.instances import add_instances
+
+if __name__ == "__main__":
+    settings = Settings()
+    asyncio.run(add_instances(settings.home, open_store(settings)))
