@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from perdure.episodes.episode import Episode
-from perdure.episodes.turns_parquet import columns_of
+from perdure.episodes.turns_parquet import columns_of, written_as
 from perdure.types import FinishReason, SamplingSpan, Segment, SegmentKind
 
 TOKENS_SCHEMA = pa.schema(
@@ -51,7 +51,8 @@ def encode_segments(episode: Episode, segments: Sequence[Segment]) -> bytes:
     """The segments as parquet; at least one row."""
     rows = [_row(episode, segment) for segment in segments] or [_row(episode, None)]
     sink = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, TOKENS_SCHEMA), sink, compression="zstd")
+    table = pa.Table.from_pylist(rows, TOKENS_SCHEMA)
+    pq.write_table(table, sink, **written_as(TOKENS_SCHEMA))
     return sink.getvalue()
 
 
@@ -89,7 +90,7 @@ def decode_segments(data: bytes, key: str) -> list[Segment]:
     Raises: ValueError, naming `key`, when `data` cannot be read.
     """
     try:
-        rows = pq.read_table(pa.BufferReader(data)).to_pylist()
+        rows = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False).to_pylist()
         return [_segment(row) for row in rows if row["segment_kind"] is not None]
     except (pa.ArrowException, KeyError) as error:
         raise ValueError(f"{key} is unreadable: {error}") from error

@@ -1,16 +1,15 @@
 """An episode in the store: `episode.json` for people, `episode.parquet` for trainers.
 
 Owns writing, finding and reading them back. Nothing is tokenised here: segments come from
-`episode.parquet` or, when they are cut by other rules, from the recorded turns.
+`episode.parquet` or, when they are cut by other rules, from the recorded turns. Commands that read only
+`episode.json` do not import pyarrow.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from perdure.episodes import turns_parquet
 from perdure.episodes.episode import Episode, EpisodeSegments, parse_episode
-from perdure.episodes.episode_parquet import decode_segments, encode_segments
 from perdure.episodes.segments import RewardShare, SegmentMode, cut
 from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
 from perdure.storage import keys
@@ -29,6 +28,8 @@ async def write_episode(store: Store, episode: Episode, segments: Sequence[Segme
     same rollout writes (a retry, a reset), its episode replaces the earlier one, which is kept under
     another name.
     """
+    from perdure.episodes.episode_parquet import encode_segments
+
     stored = await _stored(store, episode.key)
     earlier = _readable(episode.key, stored)
     if earlier is not None and _is_of_same_run(earlier, episode):
@@ -146,6 +147,9 @@ async def read_segments(
     keep_unused: bool = False,
 ) -> EpisodeSegments:
     """`keep_unused`: with the answers that the agent went on without. Raises: NotFound when its arrays are not in the store; ValueError when they are unreadable."""
+    from perdure.episodes import turns_parquet
+    from perdure.episodes.episode_parquet import decode_segments
+
     if mode == "tree" and not keep_unused:
         found = decode_segments((await store.get(episode.tokens_key)).data, episode.tokens_key)
     elif episode.turns_key is None:

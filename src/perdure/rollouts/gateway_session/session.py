@@ -3,7 +3,7 @@
 from collections.abc import Awaitable
 
 from perdure import tracing
-from perdure.errors import GatewayUnavailable, NotFound
+from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.rollouts import checkpoints
 from perdure.rollouts.boot import CHECKPOINT, BootRecord
@@ -36,12 +36,23 @@ class AgentSession:
         return self._gateway.key(self._id)
 
     async def open(self) -> SessionSummary:
-        """The session, as an earlier try of this stage may have opened it."""
+        """The session, as an earlier try of this stage, or play of its workflow, may have opened it."""
+        if self._job.this_try.number > 1:
+            try:
+                return await self._answered(await self._found())
+            except NotFound:
+                pass
         try:
-            summary = await self._known(self._gateway.get(self._id))
-        except NotFound:
-            summary = await self._gateway.open(await self._spec())
+            summary = await self._known(self._gateway.open(await self._spec()))
+        except ConfigurationError as refused:  # by a play before a reset, with another spec
+            try:
+                summary = await self._found()
+            except NotFound:
+                raise refused from None
         return await self._answered(summary)
+
+    async def _found(self) -> SessionSummary:
+        return await self._known(self._gateway.get(self._id))
 
     async def _spec(self) -> SessionSpec:
         job, request = self._job, self._job.request
