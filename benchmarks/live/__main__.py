@@ -1,18 +1,20 @@
 """`python -m benchmarks.live`: CPU and memory of each part while N agents wait for a slow model.
 
 Every agent is in its first model call, which is not answered in time. The parts are measured over the
-same window at N agents and before the first one, so that what they cost at rest is apart.
+same window at N agents and before the first one, so that what they cost at rest is apart. Then all
+calls are answered at once, so that all agents end together.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from benchmarks.measuring import Meter
 from benchmarks.options import add_output
 from benchmarks.perdure_stack import DATASET, PERDURE, ROOT, Home, Stack
 from benchmarks.scratch import scratch_folder
+from perdure.storage import keys
 
 AGENT = "benchmarks.overhead.bash_agent:BashAgent"
+RUN = "live"
 SLOW_S = 3600.0
 """Seconds of a model call: longer than the benchmark."""
 LIMIT_S = 1800.0
@@ -41,6 +45,22 @@ class Window:
     memory: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Burst:
+    """What became of `agents` whose first calls were answered at the same moment.
+
+    Seconds since then: of the first and the last episode; `pause`, the longest time without one.
+    """
+
+    agents: int
+    right: int
+    first: float
+    last: float
+    pause: float
+    late: int
+    """Lines of Temporal's log about a deadline that it missed."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     with (
@@ -48,12 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Endpoint.start(folder / "endpoint", toy.script(1)) as endpoint,
         Meter.open("live", folder / "meter") as meter,
     ):
-        windows = _measure(folder, endpoint, meter, options.agents, options.seconds)
+        windows, burst = _measure(folder, endpoint, meter, options.agents, options.seconds)
     if options.json:
-        found = [asdict(window) for window in windows]
+        found = {"windows": [asdict(window) for window in windows], "burst": asdict(burst)}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(_table(windows))
-    return 0
+    print(_ended(burst))
+    return int(burst.right < burst.agents)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -66,7 +87,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _measure(
     folder: Path, endpoint: Endpoint, meter: Meter, agents: int, seconds: float
-) -> list[Window]:
+) -> tuple[list[Window], Burst]:
     variables = {
         "PERDURE_SLOTS__AGENT": str(agents),
         "PERDURE_ENGINE__AGENTS": str(agents),
@@ -80,31 +101,49 @@ def _measure(
         endpoint.reset(latency_s=SLOW_S)
         time.sleep(SETTLES_S)
         rest = _window(stack, 0, seconds)
-        with _run(home, agents, folder / "run.log"):
+        with _run(home, agents, folder / "run.log") as run:
             _until_all_wait(endpoint, agents)
             time.sleep(SETTLES_S)
             busy = _window(stack, agents, seconds)
-        endpoint.reset(latency_s=0.0)
-        return [rest, busy]
+            late = _missed_deadlines(home)
+            released = time.time()
+            endpoint.reset(latency_s=0.0)
+            run.wait(timeout=LIMIT_S)
+        burst = _burst(home, agents, released)
+        return [rest, busy], replace(burst, late=_missed_deadlines(home) - late)
     finally:
         stack.stop()
 
 
 @contextlib.contextmanager
-def _run(home: Home, agents: int, log: Path) -> Iterator[None]:
-    """`perdure run` of all agents at once, outside the meter; cancelled at the end."""
+def _run(home: Home, agents: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """`perdure run` of all agents at once, outside the meter; cancelled if it does not end."""
     argv = [*PERDURE, "run", DATASET, "--agent", AGENT, "-l", str(agents), "-c", str(agents)]
-    argv += ["--run-id", "live", "--set", f"agent_budget_s={SLOW_S:g}", "--json"]
+    argv += ["--run-id", RUN, "--set", f"agent_budget_s={SLOW_S:g}", "--json"]
     with log.open("ab") as file:
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
         process = subprocess.Popen(argv, env=home.environment(), cwd=ROOT, **options)
         try:
-            yield
+            yield process
         finally:
-            process.kill()
-            process.wait()
-            cancel = [*PERDURE, "cancel", "live"]
-            subprocess.run(cancel, env=home.environment(), cwd=ROOT, check=False, **options)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+                cancel = [*PERDURE, "cancel", RUN]
+                subprocess.run(cancel, env=home.environment(), cwd=ROOT, check=False, **options)
+
+
+def _burst(home: Home, agents: int, released: float) -> Burst:
+    written = (home.folder / "store" / keys.rollouts(RUN)).rglob("episode.json")
+    rollouts = [json.loads(path.read_bytes()) for path in written]
+    ends = sorted(one["finished_at"] - released for one in rollouts)
+    pauses = [after - before for before, after in itertools.pairwise([0.0, *ends])]
+    right = sum(one["reward"] == 1 for one in rollouts)
+    return Burst(agents, right, ends[0], ends[-1], max(pauses), 0)
+
+
+def _missed_deadlines(home: Home) -> int:
+    return (home.folder / "logs" / "temporal.log").read_bytes().count(b"deadline exceeded")
 
 
 def _until_all_wait(endpoint: Endpoint, agents: int) -> None:
@@ -151,6 +190,14 @@ def _table(windows: Sequence[Window]) -> str:
     load = os.getloadavg()[0]
     lines.append(f"\nload {load:.0f} on {os.cpu_count()} cores")
     return "\n".join(lines)
+
+
+def _ended(burst: Burst) -> str:
+    return (
+        f"\nAll calls answered at once: {burst.right} of {burst.agents} right, the first episode after "
+        f"{burst.first:.1f} s, the last after {burst.last:.1f} s; the longest time without one "
+        f"{burst.pause:.1f} s. Temporal missed {burst.late} deadlines."
+    )
 
 
 if __name__ == "__main__":

@@ -278,7 +278,7 @@ class ScriptedEngine:
         return self._stats
 
     def reset(self) -> None:
-        """Forget calls, counts and faults, and release calls that hang."""
+        """Forget calls, counts and faults, and release calls that hang or still take their time."""
         self._stats = Stats(in_flight=self._stats.in_flight)
         self._counter = itertools.count(1)
         self.calls.clear()
@@ -348,10 +348,15 @@ class ScriptedEngine:
                 await self._released.wait()
             if fault == "reset_before":
                 return self._drop(request)
-            await asyncio.sleep(self.latency_s)
+            await self._take_time()
             if not body.get("stream"):
                 await self._running.wait()
             return self._sampled(request, body, prompt_ids, fault)
+
+    async def _take_time(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.latency_s):
+                await self._released.wait()
 
     def _serves(self, model: str) -> bool:
         """Refuse the model name of another generation, as vLLM refuses a model that it does not serve."""
@@ -611,7 +616,7 @@ class ScriptedEngine:
         with self._working():
             if self._fault(request) == "status":
                 return _openai_error(self.faults.status, "a fault on command")
-            await asyncio.sleep(self.latency_s)
+            await self._take_time()
             answer = self._chat_answer(parsed.request.model, parsed.request.messages)
         if parsed.stream:
             content = openai_chat.events(answer, include_usage=parsed.include_usage)
