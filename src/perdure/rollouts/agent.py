@@ -23,7 +23,7 @@ from perdure.types import AgentEnd
 
 CHECKPOINT = "agent.json"
 
-WATCH_S = 5.0
+WATCH_S = 10.0
 """Seconds between two looks of the watch: heartbeat details, the sandbox's lease, the turn count."""
 KILLED_S = 10.0
 """Seconds to wait for a killed agent to be gone."""

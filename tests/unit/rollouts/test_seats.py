@@ -9,6 +9,7 @@ from time import monotonic
 
 import pytest
 
+from perdure.rollouts.sandbox import seats as module
 from perdure.rollouts.sandbox.seats import LAPSES_S, Seats
 
 TWO = 2
@@ -46,6 +47,29 @@ def test_a_released_seat_is_free(seats: Seats) -> None:
     again.release()
 
     assert seats.reserve() is not None
+
+
+def test_a_full_home_is_not_searched_again(seats: Seats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thousands of seats each look costs: none happens until a seat is left or may have lapsed."""
+    looks: list[str] = []
+
+    def is_held(path: Path) -> bool:
+        looks.append(path.name)
+        return True
+
+    for name in ("p-1-agent-1", "p-2-agent-1"):
+        seats.take(name)
+    assert seats.reserve() is None
+    os.utime(seats.folder, (1, 1))  # it last changed long ago
+    monkeypatch.setattr(seats, "_is_held", is_held)
+    for _ in range(5):
+        assert seats.reserve() is None
+    monkeypatch.setattr(module, "LAPSED_LOOK_S", 0.0)
+    assert seats.reserve() is None
+    searched = len(looks)
+    seats.leave("p-1-agent-1")
+
+    assert (searched, seats.reserve() is not None) == (2 * TWO, True)
 
 
 def test_a_renewed_seat_is_one_seat(seats: Seats) -> None:

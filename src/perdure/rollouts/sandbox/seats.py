@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time_ns
 from uuid import uuid4
 
 RESERVED = "reserved-"
@@ -21,6 +21,14 @@ DRAFT = "."
 LOCK = ".lock"
 LAPSES_S = 120.0
 """Seconds after which a seat that was not renewed is free: longer than a watch pauses between two tries."""
+
+
+LAPSED_LOOK_S = 5.0
+"""Seconds between two looks at the age of every seat, while all are taken and none is left."""
+
+
+TICK_NS = 100_000_000
+"""Two changes of a folder within a kernel's tick may have the same time."""
 
 
 class Reservation:
@@ -40,11 +48,20 @@ class Seats:
 
     def __init__(self, folder: Path, most: int) -> None:
         self.folder, self.most = folder, most
+        self._full: tuple[int, float] | None = None
+        """The folder's change time at which all seats were found taken, and when that was."""
 
     def reserve(self) -> Reservation | None:
         """None: no seat is free, or another process is reserving one right now."""
+        if self._is_still_full():
+            return None
         with self._alone() as alone:
-            if not alone or self.taken() >= self.most:
+            if not alone:
+                return None
+            changed = self.folder.stat().st_mtime_ns
+            if self.taken() >= self.most:
+                settled = time_ns() - changed > TICK_NS
+                self._full = (changed, monotonic()) if settled else None
                 return None
             draft = self.folder / f"{DRAFT}{uuid4().hex}"
             locked = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -77,6 +94,14 @@ class Seats:
         for path in self._seats():
             with contextlib.suppress(FileNotFoundError):
                 _renew(path)
+
+    def _is_still_full(self) -> bool:
+        """Without a look at each seat: whoever leaves one changes the folder."""
+        if self._full is None or monotonic() - self._full[1] > LAPSED_LOOK_S:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            return self.folder.stat().st_mtime_ns == self._full[0]
+        return False
 
     def _seats(self) -> list[Path]:
         if not self.folder.is_dir():
