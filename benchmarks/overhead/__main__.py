@@ -17,7 +17,7 @@ from benchmarks.overhead import report
 from benchmarks.overhead.sides import PeerSide, PerdureSide, Sample, Side, Size
 from benchmarks.peers.base import Peer
 from benchmarks.peers.environments import Unavailable
-from benchmarks.peers.harbor import Harbor
+from benchmarks.peers.harbor import Harbor, HarborInside
 from benchmarks.peers.mini_swe_agent import MiniSweAgent
 from benchmarks.scratch import scratch_folder
 
@@ -28,7 +28,11 @@ PERDURE_AGENTS = {
     "direct": ("--agent", "mini_swe_agent", "--set", "agent_options.client=direct"),
     "mini": ("--agent", "mini_swe_agent"),
 }
-PEERS: dict[str, Callable[[Path], Peer]] = {"mini-swe-agent": MiniSweAgent, "harbor": Harbor}
+PEERS: dict[str, Callable[[Path], Peer]] = {
+    "mini-swe-agent": MiniSweAgent,
+    "harbor": Harbor,
+    "harbor-inside": HarborInside,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,7 +102,9 @@ def _sides(
             skipped.append(str(error))
             print(f"skipped: {error}", file=sys.stderr)
             continue
-        sides.append(PeerSide(peer, folder / name, endpoint))
+        side_of_peer = PeerSide(peer, folder / name, endpoint)
+        side_of_peer.warm_up()
+        sides.append(side_of_peer)
     return sides
 
 

@@ -1,5 +1,6 @@
 """Medians, ratios and the table. A ratio is taken within a round, then the median of those."""
 
+import math
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -27,7 +28,8 @@ def line(sample: Sample) -> str:
 
 @dataclass(frozen=True)
 class Figures:
-    """One sample in comparable terms. Rates are graded rollouts per minute."""
+    """One sample in comparable terms. Rates are graded rollouts per minute. What is the difference of two
+    runs is NaN if the run of one rollout took longer."""
 
     rate: float
     """The rate without one-time costs: for Perdure while its stack runs, for a peer without its start."""
@@ -75,15 +77,15 @@ class Report:
         cpu = sample.cpu + sample.grading_cpu + (sample.start_cpu if is_service else 0)
         n = sample.rollouts
         return Figures(
-            rate=60 * n / max(wall - start_wall, 1e-9),
+            rate=60 * n / (wall - start_wall) if wall > start_wall else math.nan,
             rate_with_start=60 * n / wall,
-            cpu=(cpu - start_cpu) / n,
+            cpu=(cpu - start_cpu) / n if cpu > start_cpu else math.nan,
             cpu_with_start=cpu / n,
         )
 
     def _median(self, side: str, size: int) -> Figures:
         found = [self._figures(sample) for sample in self._of(side, size)]
-        return Figures(*(median(values) for values in zip(*map(_values, found), strict=True)))
+        return Figures(*(_known(values) for values in zip(*map(_values, found), strict=True)))
 
     def _table(self) -> list[str]:
         rows = [f"| {HEAD} |", "|" + "---|" * (HEAD.count("|") + 1)]
@@ -93,8 +95,8 @@ class Report:
             wall = _median(samples, lambda s: s.wall + s.grading_wall)
             endpoint = _median(samples, lambda s: s.endpoint_cpu) / size
             rows.append(
-                f"| {side} | {size} | {right} | {wall:.1f} | **{found.rate:.0f}** |"
-                f" {found.rate_with_start:.0f} | **{found.cpu:.3f}** |"
+                f"| {side} | {size} | {right} | {wall:.1f} | **{_shown(found.rate, 0)}** |"
+                f" {found.rate_with_start:.0f} | **{_shown(found.cpu, 3)}** |"
                 f" {found.cpu_with_start:.3f} | {endpoint:.4f} |"
             )
         return rows
@@ -112,14 +114,14 @@ class Report:
                 warm = self._ratio(ours, peer, size, lambda f: f.rate)
                 cpu = self._ratio(ours, peer, size, lambda f: f.cpu)
                 lines.append(
-                    f"- {ours}, N = {size}, to {peer}: {warm:.2f}x the rate"
-                    f" ({rate:.2f}x with both starts), {cpu:.2f}x the CPU"
+                    f"- {ours}, N = {size}, to {peer}: {_shown(warm, 2)}x the rate"
+                    f" ({_shown(rate, 2)}x with both starts), {_shown(cpu, 2)}x the CPU"
                 )
         return lines
 
     def _ratio(self, ours: str, peer: str, size: int, of: Callable[[Figures], float]) -> float:
         pairs = zip(self._of(ours, size), self._of(peer, size), strict=False)
-        return median(of(self._figures(a)) / of(self._figures(b)) for a, b in pairs)
+        return _known([of(self._figures(a)) / of(self._figures(b)) for a, b in pairs])
 
     def _splits(self) -> list[str]:
         """What a rollout of Perdure costs by part, and what it leaves."""
@@ -151,6 +153,16 @@ def machine() -> str:
 
 def _median(samples: Sequence[Sample], of: Callable[[Sample], float]) -> float:
     return median([of(sample) for sample in samples]) if samples else 0.0
+
+
+def _known(values: Sequence[float]) -> float:
+    """The median of those that are numbers; NaN if none is."""
+    numbers = [value for value in values if not math.isnan(value)]
+    return median(numbers) if numbers else math.nan
+
+
+def _shown(value: float, digits: int) -> str:
+    return "?" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def _values(figures: Figures) -> tuple[float, ...]:

@@ -1,4 +1,5 @@
-"""Harbor with a bubblewrap environment and a bash-tool agent on the host, by import path."""
+"""Harbor with a bubblewrap environment and a bash-tool agent, by import path. The agent's loop runs on
+the host, as Harbor's own agents of that kind do, or as a Python in the sandbox, as Perdure's."""
 
 import json
 import os
@@ -12,12 +13,14 @@ from benchmarks.peers.environments import Pinned, environment
 
 PINNED = Pinned("harbor", ("harbor==0.24.0",), ("3.13", "3.12", "3.14"))
 PLUGIN = Path(__file__).parent / "harbor_plugin"
+LOOP = Path(__file__).parents[1] / "overhead" / "bash_loop.py"
 
 
 class Harbor:
     name: ClassVar[str] = "Harbor"
     version: ClassVar[str] = "0.24.0"
     grades: ClassVar[bool] = True
+    agent: ClassVar[str] = "bench_agent:BashAgent"
 
     def __init__(self, root: Path) -> None:
         """Raises: Unavailable."""
@@ -39,7 +42,7 @@ class Harbor:
             "HARBOR_TELEMETRY": "0",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "PYTHONPATH": str(PLUGIN),
-            "BENCH_BWRAP": json.dumps(toy.bwrap_flags(job.repository)),
+            "BENCH_BWRAP": json.dumps(self.flags(job)),
             "BENCH_ENDPOINT": job.endpoint_url,
         }
         if again:
@@ -47,8 +50,12 @@ class Harbor:
         argv = [program, "run", "-y", "-q", "-p", str(job.folder / "tasks"), "-o"]
         argv += [str(job.folder / "jobs"), "--job-name", "bench", "-n", str(job.workers)]
         argv += ["-k", str(max(1, job.rollouts // 50)), "-m", "openai/policy"]
-        argv += ["-a", "bench_agent:BashAgent", "-e", "bench_environment:BwrapEnvironment"]
+        argv += ["-a", self.agent, "-e", "bench_environment:BwrapEnvironment"]
         return argv, env
+
+    def flags(self, job: Job) -> list[str]:
+        """Of each of its sandboxes."""
+        return toy.bwrap_flags(job.repository)
 
     def patches(self, job: Job) -> Mapping[str, str]:
         found = (job.folder / "jobs" / "bench").glob("*/artifacts/logs/artifacts/patch.diff")
@@ -61,3 +68,16 @@ class Harbor:
         ]
         right = sum(bool(r) and r["rewards"].get("reward") == 1 for r in rewards)
         return Verdicts(finished=len(rewards), resolved=right)
+
+
+class HarborInside(Harbor):
+    """Starts the minimal agent of `overhead` in its sandbox, in one command."""
+
+    name: ClassVar[str] = "Harbor, agent in the sandbox"
+    agent: ClassVar[str] = "bench_agent:InsideAgent"
+
+    def flags(self, job: Job) -> list[str]:
+        """With the host's network, which costs less than Perdure's own network and forwarder."""
+        flags = [flag for flag in super().flags(job) if flag != "--unshare-net"]
+        python = ["--setenv", "BENCH_PYTHON", toy.PYTHON]
+        return [*flags, "--ro-bind", str(LOOP), "/opt/bench/bash_loop.py", *python]

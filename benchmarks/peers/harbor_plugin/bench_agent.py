@@ -1,4 +1,5 @@
-"""Runs inside Harbor's own Python: a bash-tool loop on the host, one kept-alive connection."""
+"""Run inside Harbor's own Python: a bash-tool loop on the host with one kept-alive connection, or the
+same loop as a Python in the sandbox."""
 
 # mypy: ignore-errors
 # Harbor is importable only in its own environment.
@@ -96,3 +97,29 @@ class BashAgent(BaseAgent):
             path = Path(folder) / "patch.diff"
             path.write_text(patch)
             await environment.upload_file(path, "/logs/artifacts/patch.diff")
+
+
+class InsideAgent(BashAgent):
+    """One command: the loop, then its patch as the artifact. It says nothing when it succeeds."""
+
+    @staticmethod
+    def name() -> str:
+        return "bench-inside"
+
+    async def run(
+        self, instruction: str, environment: BaseEnvironment, context: AgentContext
+    ) -> None:
+        port = URL.split("/")[2].rpartition(":")[2]
+        done = await environment.exec(
+            f"$BENCH_PYTHON -I -S /opt/bench/bash_loop.py {port} {DONE}"
+            " && cp patch.txt /logs/artifacts/patch.diff",
+            env={
+                "BENCH_KEY": "none",
+                "BENCH_MODEL": "policy",
+                "BENCH_SYSTEM": "You are a helpful assistant that can use a shell.",
+                "BENCH_TURNS": "0",
+                "BENCH_PROMPT": instruction,
+            },
+        )
+        if done.return_code != 0:
+            raise RuntimeError(done.stderr or "")
