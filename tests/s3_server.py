@@ -37,6 +37,7 @@ class S3Server:
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self.fault: str | None = None
         self.requests = 0
+        self.lists = 0
         self._lock = threading.Lock()
         self._s3: Wsgi = DomainDispatcherApplication(create_backend_app)
         self._server = make_server(host, port, self._answer, threaded=True)
@@ -47,6 +48,7 @@ class S3Server:
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         with self._lock:
             self.requests += 1
+            self.lists += "list-type" in environ["QUERY_STRING"]
             fault = self.fault if environ["REQUEST_METHOD"] == "PUT" else None
             if fault and fault.isdigit():
                 start(f"{fault} Fault", [("Content-Type", "application/xml")])

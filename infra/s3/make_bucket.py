@@ -1,4 +1,4 @@
-"""Creates the bucket that PERDURE_STORE names, unless it exists, and lets abandoned journals expire.
+"""Creates the bucket that PERDURE_STORE names, unless it exists; abandoned journals and uploads expire.
 
 A graded rollout deletes its journal. What stays belongs to rollouts that ended without a grade, and to
 gateway processes that were killed. Other rules of the bucket are kept. Waits for the S3 server.
@@ -17,19 +17,28 @@ from perdure.storage import keys
 EXISTS = {"BucketAlreadyOwnedByYou", "BucketAlreadyExists"}
 DAYS = 30
 """Must be longer than a rollout may take, pauses of its run included."""
+UPLOAD_DAYS = 7
+"""Until the parts of an upload that never ended are removed."""
 
 
 def rules(prefix: str, days: int) -> list[dict[str, Any]]:
     """`prefix`: of the store in its bucket, empty or with a slash at its end."""
     return [
-        {
-            "ID": f"perdure {prefix}{folder}",
-            "Status": "Enabled",
-            "Filter": {"Prefix": prefix + folder},
-            "Expiration": {"Days": days},
-        }
-        for folder in (keys.JOURNAL, keys.JOURNAL_BATCHES)
+        *(
+            _rule(prefix + folder, Expiration={"Days": days})
+            for folder in (keys.JOURNAL, keys.JOURNAL_BATCHES)
+        ),
+        _rule(prefix, AbortIncompleteMultipartUpload={"DaysAfterInitiation": UPLOAD_DAYS}),
     ]
+
+
+def _rule(prefix: str, **action: Any) -> dict[str, Any]:
+    return {
+        "ID": f"perdure {prefix}",
+        "Status": "Enabled",
+        "Filter": {"Prefix": prefix},
+        **action,
+    }
 
 
 def _existing_rules(client: Any, bucket: str) -> list[dict[str, Any]]:

@@ -62,7 +62,8 @@ def test_every_role_has_a_service() -> None:
 def test_what_no_episode_removes_from_the_store_expires(
     s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Journals of abandoned rollouts and batches of killed gateways; results and other rules stay."""
+    """Journals of abandoned rollouts, batches of killed gateways, parts of uploads; results and other
+    rules stay."""
     monkeypatch.setenv("PERDURE_STORE", "s3://made/a/store")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
@@ -81,7 +82,10 @@ def test_what_no_episode_removes_from_the_store_expires(
         subprocess.run([*script, "--days", days], check=True, capture_output=True)
 
     rules = client.get_bucket_lifecycle_configuration(Bucket="made")["Rules"]
-    days_of = {rule["Filter"]["Prefix"]: rule["Expiration"]["Days"] for rule in rules}
+    uploads = [rule for rule in rules if "AbortIncompleteMultipartUpload" in rule]
+    assert [rule["Filter"]["Prefix"] for rule in uploads] == ["a/store/"]
+    expiring = [rule for rule in rules if rule not in uploads]
+    days_of = {rule["Filter"]["Prefix"]: rule["Expiration"]["Days"] for rule in expiring}
     assert days_of.pop("x/") == 1
     written = [keys.journal("s"), keys.journal_batch("w", 1), keys.run("r"), keys.claim("i")]
     assert [_days(days_of, f"a/store/{key}") for key in written] == [9, 9, None, None]

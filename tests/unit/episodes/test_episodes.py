@@ -19,6 +19,7 @@ from perdure.episodes.segments import cut
 from perdure.errors import Boundary
 from perdure.storage import keys
 from perdure.storage.local import LocalStore
+from perdure.storage.s3 import S3Store
 from perdure.types import (
     CalibrationState,
     Failure,
@@ -31,7 +32,9 @@ from perdure.types import (
     Verification,
     VersionSpan,
 )
+from tests.s3_server import with_bucket
 
+ROLLOUTS, PAGE = 45, 20
 RESOLVED = Grade(outcome=Outcome.RESOLVED, rewards=Rewards(binary=1.0))
 UNRESOLVED = Grade(outcome=Outcome.UNRESOLVED, rewards=Rewards(binary=0.0))
 LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="gone")
@@ -201,6 +204,25 @@ async def test_run_is_read_in_order(tmp_path: Path) -> None:
 
     found = [(e.instance_id, e.sample_index) for e in await read_run(store, "r")]
     assert found == [("attrs-1", 0), ("click-1", 2), ("click-1", 10)]
+
+
+async def test_a_run_in_s3_is_one_listing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its episodes are found by pages of one list, however many rollouts it has; other runs are not in it."""
+    monkeypatch.setattr("perdure.storage.s3.PAGE", PAGE)
+    with with_bucket("results") as server:
+        store = S3Store("s3://results/store", endpoint_url=server.url)
+        for run, number in (("r", ROLLOUTS), ("other", 1)):
+            for sample in range(number):
+                at = f"runs/{run}/rollouts/click-1/{sample}"
+                await store.put(f"{at}/attempts/1/patch.diff", b"")
+                await store.put(
+                    f"{at}/episode.json", episode(None, sample).model_dump_json().encode()
+                )
+        before = server.lists
+        found = await read_run(store, "r")
+
+        assert sorted(one.sample_index for one in found) == list(range(ROLLOUTS))
+        assert server.lists - before == -(-2 * ROLLOUTS // PAGE)
 
 
 def samples(*grades: Grade | None, instance_ref: str = "tests/click-1") -> list[Episode]:

@@ -19,6 +19,7 @@ from perdure.engines.clients.token_server import (
     TokenServer,
     body_with_ids,
     read_events,
+    read_to_end,
     version_spans,
 )
 from perdure.engines.clients.wire import TRANSIENT, refusal
@@ -77,7 +78,8 @@ class SglangEngine(TokenServer):
         headers = {"x-session-id": ask.session_id}
         taken = 0
         async with self._answer(_body(ask, options), headers) as answer:
-            async for event in read_events(answer):
+            events = read_events(answer)
+            async for event in events:
                 if "error" in event:
                     raise self._failed(event["error"], begun=taken > 0)
                 new = new_tokens(event["meta_info"], taken)
@@ -85,6 +87,7 @@ class SglangEngine(TokenServer):
                 salvage.add([int(entry[1]) for entry in new], _logprobs(new), version())
                 taken += len(new)
                 if (reason := self._end(event["meta_info"], salvage)) is not None:
+                    await read_to_end(events)
                     return reason
         raise StreamBroken(BreakKind.LOST, "the stream ended without a finish reason")
 

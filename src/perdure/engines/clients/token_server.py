@@ -4,6 +4,8 @@ Owns the connection and its events; `vllm` and `sglang` read their content, and 
 broken stream.
 """
 
+import asyncio
+import contextlib
 import json
 from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,6 +27,10 @@ from perdure.types import VersionSpan
 
 LONGEST_EVENT = 32 << 20
 """Bytes of one server-sent event, above which the stream is broken."""
+
+
+ENDS_WITHIN_S = 0.2
+"""Seconds in which a stream ends after its finish reason, or its connection is not used again."""
 
 
 class BreakKind(StrEnum):
@@ -146,6 +152,14 @@ async def read_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]
             raise ValueError(f"an event of more than {LONGEST_EVENT} bytes")
     if (last := _object(rest)) is not None:  # a plain JSON answer ends without a blank line
         yield last
+
+
+async def read_to_end(events: AsyncIterator[dict[str, Any]]) -> None:
+    """What follows the finish reason: `[DONE]`. A connection left in the middle of an answer is closed."""
+    with contextlib.suppress(TimeoutError, httpx.RequestError, *UNREADABLE):
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            async for _ in events:
+                pass
 
 
 def _object(event: bytes) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from perdure.engines.clients.token_server import (
     TokenServer,
     body_with_ids,
     read_events,
+    read_to_end,
     version_spans,
 )
 from perdure.engines.clients.vllm_control import REFUSALS
@@ -44,9 +45,11 @@ class VllmEngine(TokenServer):
         """
         headers = {"x-session-id": ask.session_id, "x-request-id": ask.request_id}
         async with self._answer(_body(ask), headers, fence=ask.model) as answer:
-            async for event in read_events(answer):
+            events = read_events(answer)
+            async for event in events:
                 reason = self._take(event, salvage, version, ask)
                 if reason is not None:
+                    await read_to_end(events)
                     return reason
         raise StreamBroken(BreakKind.LOST, "the stream ended without a finish reason")
 

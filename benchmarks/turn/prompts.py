@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.gateway_cost.agent import Agent
+from benchmarks.turn.agent import Agent
 from perdure.dialects import anthropic
 from perdure.dialects.base import ModelRequest
 from perdure.engines.base import NO_LABELS, Completion, Engine

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,11 @@ from perdure.settings.tree import Settings
 from perdure.types import Sampling
 
 CONTEXT = 1 << 20
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "bench",
+    "AWS_SECRET_ACCESS_KEY": "bench",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 SLIME_SERVER = Path(__file__).with_name("slime_server.py")
 
 
@@ -28,10 +33,34 @@ class Serving(NamedTuple):
     pid: int
 
 
+class MemoryS3(NamedTuple):
+    url: str
+
+    def puts(self) -> int:
+        """So far."""
+        counts: dict[str, int] = httpx.get(f"{self.url}/-/counts", trust_env=False).json()
+        return sum(number for what, number in counts.items() if what.startswith("PUT "))
+
+
+@contextlib.contextmanager
+def memory_s3(latency_s: float) -> Iterator[MemoryS3]:
+    command = [sys.executable, "-m", "benchmarks.memory_s3", "--latency", str(latency_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            yield MemoryS3(json.loads(process.stdout.readline())["url"])
+        finally:
+            process.terminate()
+
+
 @contextlib.asynccontextmanager
-async def perdure(home: Path, engine_url: str) -> AsyncIterator[Serving]:
-    """The gateway as it ships, with journal and fsync."""
+async def perdure(
+    home: Path, engine_url: str, s3: MemoryS3 | None = None
+) -> AsyncIterator[Serving]:
+    """The gateway as it ships, with its journal on this disk, with fsync, or in `s3`."""
+    store = {"PERDURE_STORE": "s3://bench/store", "PERDURE_S3_ENDPOINT_URL": s3.url} if s3 else {}
     ours = {
+        **(store | CREDENTIALS if s3 else {}),
         "PERDURE_HOME": str(home),
         "PERDURE_GATEWAY__PORT": "0",
         "PERDURE_ENGINE__URL": engine_url,

@@ -15,8 +15,8 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from benchmarks.gateway_cost import sides
-from benchmarks.gateway_cost.engine import InstantEngine
+from benchmarks.turn import sides
+from benchmarks.turn.engine import InstantEngine
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.gateway.rendering.tokenizers import load_tokenizer

@@ -54,7 +54,8 @@ class InstantEngine:
     async def _vllm(self, request: Request) -> Response:
         asked = await request.json()
         self.prompt_tokens = len(asked["token_ids"])
-        content = [{"token_id": token_id, "logprob": -0.5} for token_id in self.ids]
+        logprob = -0.5 if asked.get("stream") else 0.0  # a probe asks for a certain token
+        content = [{"token_id": token_id, "logprob": logprob} for token_id in self.ids]
         choice: dict[str, Any] = {
             "index": 0,
             "token_ids": self.ids,
@@ -62,7 +63,7 @@ class InstantEngine:
             "finish_reason": "stop",
         }
         answer = {"request_id": "0", "choices": [choice]}
-        if not asked.get("stream"):  # a probe
+        if not asked.get("stream"):
             return JSONResponse(answer)
         return Response(f"data: {json.dumps(answer)}\n\n", media_type="text/event-stream")
 

@@ -1,1 +1,0 @@
-"""CPU that one model call costs the gateway, by the length of the history."""

@@ -1,0 +1,1 @@
+"""What a rollout asks of a Temporal server."""
