@@ -35,7 +35,21 @@ from skyrl.train.utils import validate_cfg  # noqa: E402
 from perdure.integrations import skyrl  # noqa: E402
 
 INSTANCES = ("tests/add", "tests/leave-it")
+STARTS = 6
 stepped = []
+
+
+def start_ray():
+    """Ray gives its own node 30 s, which a busy host may exceed."""
+    for left in reversed(range(STARTS)):
+        try:
+            ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        except Exception as error:
+            if left == 0 or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+        else:
+            return
 
 
 class Engines:
@@ -120,7 +134,7 @@ def main(name: str, step_wise: str) -> dict:
     config = configuration(folder, step_wise)
     validate_cfg(config)
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    start_ray()
     experiment = Experiment(config)
     experiment.run()
     ray.shutdown()
