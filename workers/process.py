@@ -67,6 +67,7 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
         await _ensure_reaper(client, host, stop)
     async with answering(health), contextlib.AsyncExitStack() as stack:
         if {"boot", "agent"} & set(roles):
+            host_life.check(settings)
             stack.enter_context(host_life.worker_is_here(settings))
         workers = _workers(client, settings, roles, stack)
         for worker in workers:

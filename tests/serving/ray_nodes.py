@@ -1,6 +1,7 @@
 """Ray nodes as operators start them: one `ray start` each, on loopback, killed as machines die."""
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -26,14 +28,23 @@ QUICK = {
     "RAY_agent_register_timeout_ms": "120000",
 }
 """A lost node is noticed after ten seconds, and a busy one does not count as lost."""
+LISTS = (
+    *("cluster_synced_files", "initialization_commands", "setup_commands"),
+    *("head_setup_commands", "worker_setup_commands"),
+    *("head_start_ray_commands", "worker_start_ray_commands"),
+)
+"""What Ray's autoscaler wants to find in its settings."""
 
 
 class RayNodes:
     """A head that may die and come back at the same address, and its nodes."""
 
-    def __init__(self, folder: Path, **head: str) -> None:
-        """`head`: further variables of the head, such as where it keeps its tables."""
-        self._folder, self._head_env = folder, head
+    def __init__(
+        self, folder: Path, autoscaling: Mapping[str, float] | None = None, /, **head: str
+    ) -> None:
+        """`head`: further variables of the head, such as where it keeps its tables. `autoscaling`: what
+        each node offers that Ray's own autoscaler starts here, up to two of them."""
+        self._folder, self._head_env, self._autoscaling = folder, head, autoscaling
         self._processes: list[subprocess.Popen[bytes]] = []
         self._temp = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets want short paths
         self.address = f"{LOOPBACK}:{_port_below_the_ephemeral()}"
@@ -45,13 +56,41 @@ class RayNodes:
         port = self.address.rsplit(":", 1)[1]
         words = ["--head", "--port", port, "--num-cpus", "0", "--num-gpus", "0"]
         words += ["--temp-dir", str(self._temp), "--include-dashboard", "false"]
-        self.head = self._start("head", *words, **self._head_env)
+        env = self._head_env
+        if self._autoscaling is not None:
+            words += ["--autoscaling-config", str(self._autoscaling_config(self._autoscaling))]
+            env = {**env, "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        self.head = self._start("head", *words, **env)
         return self.head
 
-    def add(self, **variables: str) -> "subprocess.Popen[bytes]":
-        """A node with one logical GPU."""
-        words = ["--address", self.address, "--num-cpus", "1", "--num-gpus", "1"]
-        return self._start("node", *words, **variables)
+    def _autoscaling_config(self, offered: Mapping[str, float]) -> Path:
+        path = self._folder / "autoscaling.json"
+        kinds = {
+            "ray.head.default": {"resources": {}, "node_config": {}, "max_workers": 0},
+            "kind": {"resources": offered, "node_config": {}, "min_workers": 0, "max_workers": 2},
+        }
+        config = {
+            "cluster_name": "fake",
+            "max_workers": 2,
+            "idle_timeout_minutes": 0.05,
+            **{name: {} for name in ("docker", "auth", "file_mounts")},
+            **{name: [] for name in LISTS},
+            "provider": {
+                "type": "fake_multinode",
+                "gcs_address": self.address,
+                "disable_node_updaters": True,
+                "use_node_id_as_ip": True,
+            },
+            "available_node_types": kinds,
+            "head_node_type": "ray.head.default",
+        }
+        path.write_text(json.dumps(config))
+        return path
+
+    def add(self, *words: str, **variables: str) -> "subprocess.Popen[bytes]":
+        """A node with one logical GPU. `words`: more of `ray start`, such as its name."""
+        about = ["--address", self.address, "--num-cpus", "1", "--num-gpus", "1"]
+        return self._start("node", *about, *words, **variables)
 
     def _start(self, name: str, *words: str, **variables: str) -> "subprocess.Popen[bytes]":
         """Ray allows its own start half a minute, too little on a busy machine; then start it again."""

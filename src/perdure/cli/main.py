@@ -70,6 +70,10 @@ COMMANDS = {
         "perdure.cli.commands.engines.group:engines",
         "Start engines on Ray; list, add, drain, remove.",
     ),
+    "workers": (
+        "perdure.cli.commands.workers:workers",
+        "One worker on every node of a Ray cluster.",
+    ),
     "up": ("perdure.cli.commands.stack:up", "Start Temporal, the gateway and the workers here."),
     "down": ("perdure.cli.commands.stack:down", "Stop everything that `up` started."),
     "doctor": (

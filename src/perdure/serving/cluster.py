@@ -46,8 +46,16 @@ def set_environment() -> None:
     environment.preset(ENVIRONMENT)
 
 
-def connect(settings: Settings, address: str = "", *, start: bool = True) -> Connected:
-    """`address`: a cluster's; empty = RAY_ADDRESS, otherwise our own node, started if necessary.
+def connect(
+    settings: Settings,
+    address: str = "",
+    *,
+    start: bool = True,
+    runtime_env: dict[str, Any] | None = None,
+) -> Connected:
+    """`runtime_env`: what Ray brings to the nodes for actors of this connection.
+
+    `address`: a cluster's; empty = RAY_ADDRESS, otherwise our own node, started if necessary.
 
     Raises: MissingDependency; ConfigurationError if there is no cluster or it cannot be reached.
     """
@@ -66,7 +74,11 @@ def connect(settings: Settings, address: str = "", *, start: bool = True) -> Con
         )
     try:
         context = ray.init(
-            address=found, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR"
+            address=found,
+            namespace=NAMESPACE,
+            runtime_env=runtime_env,
+            log_to_driver=False,
+            logging_level="ERROR",
         )
     except (ConnectionError, TimeoutError, RuntimeError) as error:
         said = str(error).splitlines()[0]

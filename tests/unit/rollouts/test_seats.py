@@ -123,3 +123,12 @@ def test_a_killed_process_leaves_its_reservation(seats: Seats) -> None:
 
 def _last_renewed(seats: Seats, name: str, when: float) -> None:
     os.utime(seats.folder / name, (when, when))
+
+
+def test_a_reserved_seat_has_no_agent(seats: Seats) -> None:
+    """A worker reserves a seat to ask for a rollout, which may never come."""
+    reservation = seats.reserve()
+    seats.take("a-sandbox")
+
+    assert reservation is not None
+    assert (seats.taken(), seats.agents()) == (2, 1)

@@ -89,6 +89,11 @@ class Seats:
         """Seats that are taken or reserved; files of those that are free again are removed."""
         return sum(self._is_held(path) for path in self._seats())
 
+    def agents(self) -> int:
+        """Seats with a sandbox; a reserved one may still wait for its rollout."""
+        named = [path for path in self._seats() if not path.name.startswith(RESERVED)]
+        return sum(self._is_held(path) for path in named)
+
     def keep(self) -> None:
         """Renew every seat: after a pause of this worker, its watchers need a moment to come back."""
         for path in self._seats():

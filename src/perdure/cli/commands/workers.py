@@ -1,0 +1,164 @@
+"""`perdure workers up | list | down`: one supervised worker on every node of a Ray cluster."""
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from perdure.cli.commands.engines.options import ADDRESS
+from perdure.cli.console import answer, json_option, say
+from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
+
+if TYPE_CHECKING:
+    from perdure.stack.on_ray.manager import WorkersReport
+
+READY_S = 600.0
+CODE = ("src/perdure", "workflows", "activities", "workers")
+"""What Ray's runtime environment brings to the nodes. Their Python has the dependencies."""
+CARRIED = ("TEMPORAL_", "AWS_", "OTEL_")
+"""Variables that workers need besides the settings."""
+
+
+@click.group()
+def workers() -> None:
+    """Workers on a Ray cluster. Without Ray: `python -m workers.all` under systemd or Kubernetes."""
+
+
+@workers.command()
+@click.option("--ray", "on_ray", is_flag=True, required=True, help="On the nodes of Ray.")
+@click.option(
+    "--home",
+    default="/tmp/perdure-{node}",
+    metavar="PATH",
+    show_default=True,
+    help="The home on each node; {node} is its name, {id} the end of its id.",
+)
+@click.option(
+    "--cpus-per-rollout",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    metavar="C",
+    show_default=True,
+    help="A node has as many seats as it has such shares.",
+)
+@click.option(
+    "--spare-cpus",
+    type=click.FloatRange(0),
+    default=0.0,
+    metavar="C",
+    show_default=True,
+    help="CPUs of each node that are left to engines.",
+)
+@click.option("--resource", default="", metavar="NAME", help="Only nodes with this resource.")
+@click.option(
+    "--label", "labels", multiple=True, metavar="KEY=VALUE", help="Only nodes with this label."
+)
+@click.option(
+    "--most-rollouts",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Ask Ray's autoscaler for room for what waits, for N rollouts at most.",
+)
+@click.option(
+    "--idle-s",
+    type=click.FloatRange(0),
+    default=300.0,
+    metavar="S",
+    show_default=True,
+    help="Give a node back to the autoscaler after S seconds without a rollout.",
+)
+@ADDRESS
+@json_option
+def up(on_ray: bool, ray_address: str, as_json: bool, labels: tuple[str, ...], **o: Any) -> None:
+    """Keep one worker on every node; run it again to change the settings."""
+    key = _connect(load_settings(), ray_address, with_code=True)
+    from perdure.stack.on_ray import manager
+    from perdure.stack.on_ray.plan import WorkersPlan
+
+    pairs = dict(label.partition("=")[::2] for label in labels)
+    plan = WorkersPlan(environment=_environment(load_settings()), labels=pairs, **o)
+    actor = manager.start(key, plan)
+    end = time.monotonic() + READY_S
+    while (report := _report(actor)).absent or not report.nodes:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.5)
+    _print(report, as_json)
+
+
+@workers.command(name="list")
+@ADDRESS
+@json_option
+def list_(ray_address: str, as_json: bool) -> None:
+    """Each node's worker, its seats, and why one is missing."""
+    key = _connect(load_settings(), ray_address)
+    from perdure.stack.on_ray import manager
+
+    actor = manager.find(key)
+    if actor is None:
+        say("no workers on Ray: `perdure workers up --ray` starts them")
+        raise click.exceptions.Exit(1)
+    _print(_report(actor), as_json)
+
+
+@workers.command()
+@ADDRESS
+def down(ray_address: str) -> None:
+    """End all workers and their agents; the rollouts wait for others."""
+    key = _connect(load_settings(), ray_address)
+    from perdure.stack.on_ray import manager
+
+    say("stopped" if manager.stop(key, leave=True) else "nothing is running")
+
+
+def _connect(settings: Settings, address: str, *, with_code: bool = False) -> str:
+    """The name of this home's workers, on the connected cluster."""
+    from pathlib import PurePath
+
+    from perdure.serving import cluster
+    from perdure.stack.checkout import find_root
+    from perdure.stack.engines import home_roster_key
+
+    code = None
+    if with_code:
+        root = find_root()
+        code = {"py_modules": [str(root / part) for part in CODE], "excludes": ["__pycache__"]}
+    cluster.connect(settings, address, start=False, runtime_env=code)
+    return PurePath(home_roster_key(settings)).stem
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    """What each worker is told: these settings, and the variables of Temporal and the store."""
+    from perdure.home import load_secrets
+    from perdure.settings import environment
+    from perdure.settings.load import as_variables
+
+    found = {n: v for n, v in environment.variables().items() if n.startswith(CARRIED)}
+    found |= as_variables(settings)
+    found["PERDURE_SECRET"] = load_secrets(settings).newest.decode()
+    found["PERDURE_STORE"] = settings.store_url
+    return found
+
+
+def _report(actor: Any) -> "WorkersReport":
+    import ray
+
+    from perdure.stack.on_ray.manager import WorkersReport
+
+    return WorkersReport.model_validate_json(ray.get(actor.report.remote()))
+
+
+def _print(report: "WorkersReport", as_json: bool) -> None:
+    if as_json:
+        answer(json.loads(report.model_dump_json()))
+        return
+    for one in report.nodes:
+        again = f", started {one.starts} times" if one.starts > 1 else ""
+        click.echo(f"{one.node:<24}{one.taken} of {one.seats} seats taken{again}  {one.log}")
+    for line in report.absent:
+        click.echo(line)
+    if report.waiting:
+        say(f"{report.waiting} boots and gradings wait for workers")

@@ -1,0 +1,1 @@
+"""One supervised worker on every node of a Ray cluster: `perdure workers`."""

@@ -1,0 +1,246 @@
+"""Keeps one worker on every node that the plan names, and asks the autoscaler for what waits.
+
+One detached actor per secret, on the head. Ray starts it again with its plan, and it finds the
+workers by their names.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+import ray
+import structlog
+from ray.autoscaler.sdk import request_resources
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from temporalio.client import Client
+from temporalio.service import RPCError
+
+from perdure.client.connection import connect
+from perdure.client.waiting import backlogs
+from perdure.errors import PerdureError
+from perdure.serving.commands import NAMESPACE
+from perdure.serving.placement import draining_nodes
+from perdure.settings import environment
+from perdure.settings.load import load_settings
+from perdure.stack.on_ray.node import NodeReport, NodeWorker
+from perdure.stack.on_ray.plan import Node, WorkersPlan
+from perdure.types import Frozen
+
+POLL_S = 1.0
+ANSWER_S = 5.0
+"""Seconds that a worker's actor has to answer."""
+AGAIN_S = 10.0
+"""Seconds before an actor that Ray gave up is placed again."""
+COUNT_S = 10.0
+"""Seconds between two looks at what waits."""
+
+log = structlog.get_logger("perdure.on_ray")
+
+
+class WorkersReport(Frozen):
+    nodes: tuple[NodeReport, ...] = ()
+    absent: tuple[str, ...] = ()
+    """Nodes without a worker, with the reason."""
+    waiting: int = 0
+    """Boots and gradings that no worker has taken; counted only for the autoscaler."""
+
+
+class NodeActor:
+    """The worker of the node that runs this actor."""
+
+    async def __init__(self, node: str, variables: dict[str, str]) -> None:  # type: ignore[misc]  # Ray awaits it
+        environment.force(variables)
+        self._worker = NodeWorker(node, load_settings())
+
+    async def report(self) -> str:
+        return self._worker.report().model_dump_json()
+
+    async def leave(self) -> None:
+        await self._worker.leave()
+
+    async def stop(self) -> None:
+        await self._worker.stop()
+
+
+@dataclass(eq=False)
+class Placed:
+    """The worker of one node, as the manager knows it."""
+
+    node: Node
+    actor: Any
+    report: NodeReport | None = None
+    problem: str = "its worker starts"
+    busy_at: float = field(default_factory=monotonic)
+    task: "asyncio.Task[None] | None" = None
+    left: bool = False
+
+
+class WorkersManager:
+    """The actor. Its methods answer at once; its own loop does the work."""
+
+    async def __init__(self, key: str, plan: str) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._prefix, self._plan = f"{_name(key)}-", WorkersPlan.model_validate_json(plan)
+        self._placed: dict[str, Placed] = {}
+        self._given_back: set[str] = set()
+        self._waiting, self._counted_at = 0, float("-inf")
+        self._client: Client | None = None
+        environment.force(self._plan.environment)
+        self._loop = asyncio.create_task(self._run())
+
+    async def report(self) -> str:
+        placed = list(self._placed.values())
+        return WorkersReport(
+            nodes=tuple(one.report for one in placed if one.report is not None),
+            absent=tuple(
+                f"{one.node['NodeName']}: {one.problem}" for one in placed if one.report is None
+            ),
+            waiting=self._waiting,
+        ).model_dump_json()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def stop(self, leave: bool) -> None:
+        """End all workers. `leave`: their agents too."""
+        self._loop.cancel()
+        await asyncio.gather(*(self._end(one, leave) for one in self._placed.values()))
+        if self._plan.most_rollouts:
+            await asyncio.to_thread(request_resources, bundles=[])
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._round()
+            except (PerdureError, ray.exceptions.RayError, RPCError, OSError) as error:
+                log.warning("cannot look after the workers now", reason=str(error))
+            except Exception:
+                log.exception("one round of the workers' manager failed; it goes on")
+            await asyncio.sleep(POLL_S)
+
+    async def _round(self) -> None:
+        nodes = {one["NodeID"]: one for one in await asyncio.to_thread(ray.nodes)}
+        nodes = {key: node for key, node in nodes.items() if self._plan.fits(node)}
+        draining = await asyncio.to_thread(draining_nodes)
+        for key in self._placed.keys() - nodes.keys():
+            del self._placed[key]
+        self._given_back &= nodes.keys()
+        for key, node in nodes.items():
+            placed = self._placed.get(key)
+            if placed is None:
+                if key not in draining and key not in self._given_back:
+                    self._placed[key] = await asyncio.to_thread(self._place, key, node)
+            elif not placed.left and (placed.task is None or placed.task.done()):
+                if key in draining:
+                    log.info("a node is leaving: its rollouts move", node=node["NodeName"])
+                    placed.task = asyncio.create_task(self._end(placed, leave=True))
+                else:
+                    placed.task = asyncio.create_task(self._ask(key, placed))
+        if self._plan.most_rollouts and monotonic() - self._counted_at > COUNT_S:
+            self._counted_at = monotonic()
+            await self._scale(nodes)
+
+    def _place(self, key: str, node: Node) -> Placed:
+        """If an earlier manager has placed it, it is found again."""
+        actor = (
+            ray.remote(NodeActor)
+            .options(
+                name=f"{self._prefix}{key}",
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=-1,
+                num_cpus=self._plan.seats(node) * self._plan.cpus_per_rollout,
+                max_concurrency=16,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(key, soft=False),
+            )
+            .remote(node["NodeName"], self._plan.variables(node))
+        )
+        return Placed(node, actor)
+
+    async def _ask(self, key: str, placed: Placed) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                text = await placed.actor.report.remote()
+        except TimeoutError:
+            placed.report, placed.problem = None, "no answer; perhaps its CPUs are taken"
+        except ray.exceptions.RayError as error:
+            placed.report, placed.problem = None, str(error).strip().splitlines()[-1][:300]
+            if isinstance(error, ray.exceptions.ActorDiedError):
+                await asyncio.sleep(AGAIN_S)
+                self._placed.pop(key, None)
+        else:
+            placed.report = NodeReport.model_validate_json(text)
+            if placed.report.taken:
+                placed.busy_at = monotonic()
+
+    async def _end(self, placed: Placed, leave: bool) -> None:
+        placed.left, placed.report, placed.problem = True, None, "it leaves"
+        with contextlib.suppress(ray.exceptions.RayError):  # it is gone
+            await (placed.actor.leave if leave else placed.actor.stop).remote()
+            ray.kill(placed.actor)
+
+    async def _scale(self, nodes: Mapping[str, Node]) -> None:
+        self._client = self._client or await connect(settings=load_settings())
+        counted = await backlogs(self._client)
+        self._waiting = sum(one.count for one in counted if one.stage in ("boot", "grade"))
+        taken = sum(one.report.taken for one in self._placed.values() if one.report is not None)
+        if self._waiting:
+            self._given_back.clear()
+            for one in self._placed.values():
+                one.busy_at = monotonic()
+        else:
+            await self._give_back()
+        bundles = self._plan.bundles(len(nodes), taken + self._waiting)
+        only = [dict(self._plan.labels)] * len(bundles) if self._plan.labels else None
+        await asyncio.to_thread(request_resources, bundles=bundles, bundle_label_selectors=only)
+
+    async def _give_back(self) -> None:
+        """Free the nodes that have been idle for long, except for one, which decides and counts."""
+        idle = [
+            k for k, one in self._placed.items() if monotonic() - one.busy_at > self._plan.idle_s
+        ]
+        for key in idle[: len(self._placed) - 1]:
+            await self._end(self._placed.pop(key), leave=True)
+            self._given_back.add(key)
+
+
+def start(key: str, plan: WorkersPlan) -> Any:
+    """The manager of this plan. The workers of an earlier plan end first; their agents work on."""
+    stop(key, leave=False)
+    return (
+        ray.remote(WorkersManager)
+        .options(
+            name=_name(key),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=-1,
+            num_cpus=0,
+            resources={"node:__internal_head__": 0.001},
+            max_concurrency=32,
+        )
+        .remote(key, plan.model_dump_json())
+    )
+
+
+def stop(key: str, *, leave: bool) -> bool:
+    """False: there was no manager."""
+    if (actor := find(key)) is None:
+        return False
+    ray.get(actor.stop.remote(leave))
+    ray.kill(actor)
+    return True
+
+
+def find(key: str) -> Any | None:
+    try:
+        return ray.get_actor(_name(key), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _name(key: str) -> str:
+    return f"workers-{key}"

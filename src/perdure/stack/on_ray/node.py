@@ -1,0 +1,97 @@
+"""The worker of one node: started, and started again when it ends. Knows nothing of Ray."""
+
+import asyncio
+import subprocess
+import sys
+from time import monotonic
+
+import structlog
+
+from perdure.rollouts.sandbox.seats import Seats
+from perdure.settings.tree import Settings
+from perdure.stack import host_life, sandboxes
+from perdure.types import Frozen
+
+GRACE_S = 25.0
+"""Seconds between SIGTERM and SIGKILL of a worker: it hands its work over in ten."""
+POLL_S = 0.2
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
+"""Between two starts of a worker that ends by itself."""
+STEADY_S = 60.0
+"""A worker that has run for longer did not end because of its start."""
+
+log = structlog.get_logger("perdure.on_ray")
+
+
+class NodeReport(Frozen):
+    node: str
+    pid: int
+    """Of the worker's supervisor; 0: none runs."""
+    starts: int
+    seats: int
+    taken: int
+    log: str
+
+
+class NodeWorker:
+    """The worker ends when this process does. Its agents work on, and the home's next worker finds them."""
+
+    def __init__(self, node: str, settings: Settings) -> None:
+        """The process's variables must give a child the same settings."""
+        self._node, self._settings = node, settings
+        self._home = settings.home.absolute()
+        self._log = self._home / "logs" / "worker.log"
+        self._child: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+        self._keeping = asyncio.create_task(self._keep())
+
+    def report(self) -> NodeReport:
+        seats = self._settings.slots.agent
+        alive = self._child is not None and self._child.poll() is None
+        return NodeReport(
+            node=self._node,
+            pid=self._child.pid if self._child is not None and alive else 0,
+            starts=self._starts,
+            seats=seats,
+            taken=Seats(self._home / "run" / "seats", seats).agents(),
+            log=str(self._log),
+        )
+
+    async def stop(self) -> None:
+        """End the worker; its agents wait for the next one."""
+        self._keeping.cancel()
+        if (child := self._child) is not None and child.stdin is not None:
+            child.stdin.close()  # its supervisor ends it
+            await asyncio.to_thread(child.wait)
+
+    async def leave(self) -> None:
+        """End the worker and the agents, then say goodbye for the host: its rollouts move at once."""
+        await self.stop()
+        await sandboxes.kill_all(self._settings, log.warning)
+        await asyncio.to_thread(host_life.end, self._settings)
+
+    async def _keep(self) -> None:
+        pause_s = SHORTEST_PAUSE_S
+        while True:
+            began = monotonic()
+            self._child = self._start()
+            self._starts += 1
+            while self._child.poll() is None:
+                await asyncio.sleep(POLL_S)
+            steady = monotonic() - began > STEADY_S
+            pause_s = SHORTEST_PAUSE_S if steady else min(2 * pause_s, LONGEST_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        note = self._home / "run" / "worker.note"
+        for folder in (self._log.parent, note.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        argv = [sys.executable, "-m", "perdure.serving.supervisor", str(note), str(GRACE_S)]
+        with self._log.open("ab") as file:
+            return subprocess.Popen(
+                [*argv, "--", sys.executable, "-m", "workers.all"],
+                stdin=subprocess.PIPE,  # closes when this process ends, however it ends
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )

@@ -1,0 +1,61 @@
+"""Which nodes get a worker, how many seats each has, and what the autoscaler is asked for."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from perdure.types import Frozen
+
+Node = Mapping[str, Any]
+"""One entry of `ray.nodes()`."""
+
+
+class WorkersPlan(Frozen):
+    environment: dict[str, str]
+    """Of each worker: its settings, Temporal's and the store's variables."""
+    home: str
+    """The home on each node; `{node}` becomes the node's name, `{id}` the end of its id."""
+    cpus_per_rollout: float = Field(1.0, gt=0)
+    """A node has as many seats as it has such shares."""
+    spare_cpus: float = Field(0.0, ge=0)
+    """CPUs of each node that are left to engines."""
+    resource: str = ""
+    """Only nodes that offer this custom resource."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Only nodes with these labels."""
+    most_rollouts: int = Field(0, ge=0)
+    """The autoscaler is asked for room for as many at most; 0: it is asked for nothing."""
+    idle_s: float = Field(300.0, ge=0)
+    """Seconds without a rollout after which a node is given back to the autoscaler."""
+
+    def fits(self, node: Node) -> bool:
+        """Whether this node gets a worker."""
+        labels = node.get("Labels") or {}
+        return bool(
+            node["Alive"]
+            and self.seats(node) > 0
+            and (not self.resource or node["Resources"].get(self.resource, 0) > 0)
+            and all(labels.get(key) == value for key, value in self.labels.items())
+        )
+
+    def seats(self, node: Node) -> int:
+        cpus: float = node["Resources"].get("CPU", 0.0)
+        return math.floor((cpus - self.spare_cpus) / self.cpus_per_rollout + 1e-9)
+
+    def variables(self, node: Node) -> dict[str, str]:
+        """Of the worker on this node."""
+        home = self.home.replace("{node}", node["NodeName"]).replace("{id}", node["NodeID"][-8:])
+        seats = str(self.seats(node))
+        return {**self.environment, "PERDURE_HOME": home, "PERDURE_SLOTS__AGENT": seats}
+
+    def bundles(self, nodes: int, rollouts: int) -> list[dict[str, float]]:
+        """The resources of so many rollouts, and what these nodes keep for engines.
+
+        One rollout at least: without any worker, no rollout would reach the queue that is counted.
+        """
+        only = {self.resource: 0.001} if self.resource else {}
+        wanted = min(max(rollouts, 1), self.most_rollouts)
+        spare = [{"CPU": self.spare_cpus, **only}] * nodes if self.spare_cpus else []
+        return [{"CPU": self.cpus_per_rollout, **only}] * wanted + spare

@@ -1,0 +1,52 @@
+"""Which nodes of a Ray cluster get a worker, and what its autoscaler is asked for."""
+
+from typing import Any
+
+import pytest
+
+from perdure.stack.on_ray.plan import WorkersPlan
+
+NODE: dict[str, Any] = {
+    "Alive": True,
+    "NodeID": "0123456789f",
+    "NodeName": "n",
+    "Resources": {"CPU": 8.0, "w": 1.0},
+    "Labels": {"kind": "spot"},
+}
+
+
+def plan(**fields: Any) -> WorkersPlan:
+    return WorkersPlan(environment={"A": "b"}, home="/h/{node}/{id}", **fields)
+
+
+def test_a_node_has_a_seat_for_each_share_of_its_cpus_and_a_home_of_its_own() -> None:
+    found = plan(spare_cpus=2, cpus_per_rollout=0.3).variables(NODE)
+
+    assert found == {"A": "b", "PERDURE_HOME": "/h/n/3456789f", "PERDURE_SLOTS__AGENT": "20"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"Alive": False},
+        {"Labels": {}},
+        {"Labels": {"kind": "x"}},
+        {"Resources": {"CPU": 8.0}},
+        {"Resources": {"CPU": 2.5, "w": 1.0}},
+    ],
+)
+def test_other_nodes_get_no_worker(other: dict[str, Any]) -> None:
+    chosen = plan(spare_cpus=2, resource="w", labels={"kind": "spot"})
+
+    assert chosen.fits(NODE)
+    assert not chosen.fits({**NODE, **other})
+
+
+@pytest.mark.parametrize(("rollouts", "asked"), [(0, 1), (3, 3), (99, 10)])
+def test_the_autoscaler_is_asked_for_every_rollout_up_to_the_most(
+    rollouts: int, asked: int
+) -> None:
+    share = {"CPU": 0.5, "w": 0.001}
+    chosen = plan(spare_cpus=2, cpus_per_rollout=0.5, resource="w", most_rollouts=10)
+
+    assert chosen.bundles(2, rollouts) == [share] * asked + [{"CPU": 2.0, "w": 0.001}] * 2
