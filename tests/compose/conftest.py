@@ -19,6 +19,7 @@ PROGRAMS = {
     "podman-compose": "run by `make test-compose`",
     "mmdebstrap": "Debian: apt-get install mmdebstrap",
     "/usr/lib/podman/netavark": "Debian: apt-get install netavark aardvark-dns",
+    "iptables": "Debian: apt-get install iptables",
 }
 BASE = "localhost/perdure-test/base:1"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
