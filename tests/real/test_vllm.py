@@ -362,7 +362,8 @@ def home(tmp_path: Path) -> Iterator[Path]:
 async def test_a_rollout_records_exactly_what_vllm_sampled(
     url: str, client: httpx.AsyncClient, home: Path
 ) -> None:
-    """mini-swe-agent plays three turns; the store holds vLLM's ids, logprobs and weight version."""
+    """mini-swe-agent plays three turns; the store holds vLLM's ids, logprobs and weight version. It goes on
+    without an answer that calls no tool, so only the last one is trained."""
     await _toy(home)
     await client.post(f"{url}/update_weight_version", json={"new_version": "step-41"})
     settings = ("sampling.max_tokens_per_turn=32", "agent_options.step_limit=3")
@@ -381,7 +382,8 @@ async def test_a_rollout_records_exactly_what_vllm_sampled(
     recorded = turns_parquet.decode((await store.get(episode.turns_key)).data)
     assert len(recorded) == len(between.seen) == 3
     assert [_facts(turn) for turn in recorded] == [_told(*pair) for pair in between.seen.values()]
-    assert (episode.trainable, episode.trained_tokens) == (True, 3 * 32)
+    assert (episode.trainable, episode.trained_tokens) == (True, 32)
+    assert episode.trajectory.untrained_tokens == {"unused": 2 * 32}
     assert (episode.policy_version_min, episode.policy_version_max) == (41, 41)
 
 
