@@ -10,7 +10,9 @@ from temporalio import activity
 
 FIRST_BEAT_S = 1.0
 """An activity that ends sooner costs the server no heartbeat at all."""
-LATER_BEATS_S = 5.0
+LATER_BEATS_S = 10.0
+"""At most: a cancelled activity learns of it by the answer. With thousands of agents heartbeats are most of
+what the server does."""
 
 _progress: ContextVar[dict[str, Any]] = ContextVar("progress")
 
