@@ -54,7 +54,7 @@ test-families: setup ## model families as published, beside the parsers of vLLM 
 test-serving: setup ## engines on real Ray nodes that are killed (slow)
 	@$(RUN) --extra serving pytest tests/serving
 
-test-hosts: setup ## four hosts played by namespaces: seats, one added, one cut off (slow; root)
+test-hosts: setup ## four hosts played by namespaces: added, cut off, drained, lost, back (slow; root)
 	@$(RUN) pytest -n 0 -rs -s tests/hosts
 
 test-charts: setup ## the Helm chart rendered and checked against Kubernetes' schemas, both from PyPI

@@ -32,6 +32,13 @@ BOOT_S = 900.0
 """A host of a busy machine is up by then."""
 POLLS = "polls its queues"
 EVERYTHING = "workflows boot agent grade io"
+LEAVE = """
+import asyncio
+from perdure.settings.load import load_settings
+from perdure.stack import host_life, sandboxes
+asyncio.run(sandboxes.kill_all(load_settings(), print))
+assert host_life.end(load_settings())
+"""
 
 
 @dataclass
@@ -86,6 +93,13 @@ class Cluster:
         host.start("worker", [sys.executable, "-m", "tests.hosts.some_roles"], env)
         polls = f"{host.name}'s worker polls"
         await until(lambda: host.log("worker", 1 << 20).count(POLLS) > polling, polls, BOOT_S)
+
+    async def leave(self, host: Host) -> None:
+        """End its sandboxes and its signs of life, as `perdure down` does."""
+        host.start("leave", [sys.executable, "-c", LEAVE], self.environment(1, EVERYTHING))
+        left = host.processes.pop("leave")
+        await until(lambda: left.poll() is not None, f"{host.name} leaves", BOOT_S)
+        assert left.returncode == 0, host.log("leave")
 
     def host_name(self, host: Host) -> str:
         """As `host_of` says it there."""

@@ -94,3 +94,55 @@ async def test_a_host_split_from_the_network_for_a_minute_returns(cluster: Clust
     await _ended(cluster, requests)
 
     assert (await cluster.state(three)).number == 0
+
+
+async def test_a_drained_host_gives_its_rollouts_away(cluster: Cluster) -> None:
+    """SIGTERM to its worker, then the end of its sandboxes and of its signs of life: they begin again
+    elsewhere, and are graded when it is back."""
+    requests = await _begun(cluster, "drained", 6)
+    await _all_at_work(cluster, requests)
+    four = cluster.hosts["four"]
+    moving = [r for r in requests if await cluster.where(r) == "four"]
+    four.stop("worker")
+    await cluster.leave(four)
+    cluster.stack.engine.let_go()
+
+    async def moved() -> bool:
+        return all([len(await cluster.places(r, "boot_sandbox")) == 2 for r in moving])
+
+    await until(moved, "its rollouts boot elsewhere", PATIENCE_S)
+    boots = [place for r in moving for place in await cluster.places(r, "boot_sandbox")]
+    await cluster.start_worker(four, seats=2)
+    await _ended(cluster, [r for r in requests if r not in moving])
+    await _ended(cluster, moving, 2)
+
+    assert [place.startswith("four-") for place in boots] == [True, False] * 2
+
+
+async def test_a_lost_host_with_a_gateway(cluster: Cluster) -> None:
+    """Its rollouts start again elsewhere; agents on hosts that used its gateway ask the other one."""
+    requests = await _begun(cluster, "lost", 6)
+    await _all_at_work(cluster, requests)
+    two = cluster.hosts["two"]
+    lost = [r for r in requests if await cluster.where(r) == "two"]
+    lost_at = time.monotonic()
+    two.lose()
+    cluster.stack.engine.let_go()
+    await _ended(cluster, [r for r in requests if r not in lost])
+    await _ended(cluster, lost, 2)
+    print(f"all graded {time.monotonic() - lost_at:.0f} s after the loss of a host and its gateway")
+
+    assert len(lost) == 1
+
+
+async def test_a_lost_host_returns_and_works(cluster: Cluster) -> None:
+    """With the disk it had, and without sandboxes of its earlier term."""
+    two = await cluster.add("two", seats=1, roles=NO_GRADING, gateway=True)
+    requests = await _begun(cluster, "back", 6)
+    await _all_at_work(cluster, requests)
+    there = [r for r in requests if await cluster.where(r) == "two"]
+    cluster.stack.engine.let_go()
+    await _ended(cluster, requests)
+
+    assert len(there) == 1
+    assert (await cluster.state(two)).number == 1

@@ -1,6 +1,10 @@
-"""Which cgroups a sandbox gets, decided from what the host offers; folders stand in for cgroupfs."""
+"""Which cgroups a sandbox gets, decided from what the host offers; folders stand in for cgroupfs,
+except in the last test."""
 
+import os
 from pathlib import Path
+
+import pytest
 
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.cgroups import Hierarchies, plan
@@ -49,3 +53,22 @@ def test_equal_identities_of_two_homes_differ() -> None:
     other = Path("/home/y/sandboxes/bubblewrap/one")
 
     assert cgroups.group_name(BOX) != cgroups.group_name(other)
+
+
+def test_a_host_with_a_quota_of_its_own_boots_sandboxes_under_it() -> None:
+    """A container of 0.2 cores: v1 refuses a sandbox more, and its own quota holds."""
+    above = Path(f"/sys/fs/cgroup/cpu/perdure-test-{os.getpid()}")
+    if not (above.parent / cgroups.V1_QUOTA).exists() or not os.access(above.parent, os.W_OK):
+        pytest.skip("no cgroup v1 to write to")
+    found = Hierarchies(v1={"cpu": above})
+    above.mkdir()
+    made = plan(BOX, LIMITS, found)
+    try:
+        (above / cgroups.V1_QUOTA).write_text("20000")
+        cgroups.make(made)
+        quotas = [(folder / cgroups.V1_QUOTA).read_text().strip() for folder in made.folders]
+    finally:
+        for folder in (*made.folders, above):
+            folder.rmdir()
+
+    assert quotas == ["-1"]

@@ -20,6 +20,7 @@ from perdure.sandboxes.host.procfs import runs
 from perdure.types import Limits
 
 PERIOD_US = 100_000
+V1_QUOTA = "cpu.cfs_quota_us"
 BUSY_S = 30.0
 """Seconds in which the processes of a killed group end, except on a host that is very busy."""
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -89,7 +90,7 @@ def _v1_plan(found: Hierarchies, name: str, limits: Limits) -> Plan:
         writes += [(v1["pids"] / "pids.max", str(limits.pids))]
     if "cpu" in v1:
         writes += [(v1["cpu"] / "cpu.cfs_period_us", str(PERIOD_US))]
-        writes += [(v1["cpu"] / "cpu.cfs_quota_us", str(int(limits.cpus * PERIOD_US)))]
+        writes += [(v1["cpu"] / V1_QUOTA, str(int(limits.cpus * PERIOD_US)))]
     limiting = {c: v1[c] for c in ("memory", "pids", "cpu") if c in v1}
     exec_groups = found.v2 / name if found.v2 else v1.get("freezer")
     folders = [*limiting.values(), *([exec_groups] if exec_groups else [])]
@@ -108,8 +109,14 @@ def make(plan: Plan) -> None:
     for folder in plan.folders:
         folder.mkdir(exist_ok=True)
     for path, value in plan.writes:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             path.write_text(value)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            # v1 refuses a quota above that of a group further up, such as a container's, which holds.
+            if error.errno != errno.EINVAL or path.name != V1_QUOTA:
+                raise
     if plan.exec_groups is not None:
         (plan.exec_groups / "holder").mkdir(exist_ok=True)
 
