@@ -150,17 +150,19 @@ def _error(status: int, code: str) -> Response:
     return Response(f"<Error><Code>{code}</Code></Error>", status, media_type="application/xml")
 
 
-async def _serve(latency_s: float) -> None:
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+async def _serve(latency_s: float, host: str) -> None:
+    listener = socket.create_server((host, 0), backlog=1024)
     config = uvicorn.Config(MemoryS3(latency_s), log_config=None, access_log=False, lifespan="off")
-    print(json.dumps({"url": f"http://127.0.0.1:{listener.getsockname()[1]}"}), flush=True)
+    print(json.dumps({"url": f"http://{host}:{listener.getsockname()[1]}"}), flush=True)
     await uvicorn.Server(config).serve([listener])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_s3")
     parser.add_argument("--latency", type=float, default=0.03, help="seconds of each request")
-    asyncio.run(_serve(parser.parse_args().latency))
+    parser.add_argument("--host", default="127.0.0.1")
+    options = parser.parse_args()
+    asyncio.run(_serve(options.latency, options.host))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from tests.paths import ROOT
 
-CONTROLLERS = ("cpu", "memory", "pids", "freezer", "unified")
+CONTROLLERS = ("cpu", "cpuacct", "memory", "pids", "freezer", "unified")
 GROUPS = Path("/sys/fs/cgroup")
+PERIOD_US = 100_000
 ENDS_S = 60.0
 PROGRAMS = ("ip", "unshare", "nsenter", "setpriv")
 
@@ -39,7 +40,7 @@ name=$1 disk=$2 home=$3 group=$4 address=$5 link=$6
 hostname "$name"
 mount --bind "$disk" "$home"
 mount -t tmpfs tmpfs "${disk%/*}"
-for controller in cpu memory pids freezer unified; do
+for controller in cpu cpuacct memory pids freezer unified; do
     if [ -d "/sys/fs/cgroup/$controller/$group" ]; then
         mount --bind "/sys/fs/cgroup/$controller/$group" "/sys/fs/cgroup/$controller"
     fi
@@ -127,6 +128,18 @@ class Host:
             process.wait(ENDS_S)
         self.processes.clear()
         _remove_groups(self.group)
+
+    def cap(self, cores: float) -> None:
+        """Limit all that runs on it, its sandboxes too, to a share of the cores. Refused while a group
+        below may have more, even one that was removed just now: begin below what a sandbox may use."""
+        group = GROUPS / "cpu" / self.group
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(int(cores * PERIOD_US)))
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of all that has run on it, since it started."""
+        return int((GROUPS / "cpuacct" / self.group / "cpuacct.usage").read_text()) / 1e9
 
 
 @dataclass
