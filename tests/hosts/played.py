@@ -179,7 +179,8 @@ class Network:
             cwd="/",
         )
         host = Host(name, address, disk, home, group, link, first)
-        self.hosts.append(host)
+        # A lost one of this name had the same groups, which are this one's now.
+        self.hosts[:] = [*(one for one in self.hosts if one.name != name), host]
         _wait(lambda: _own_network(first.pid) and len(children(first.pid)) == 1)
         _ip("link", "set", inside, "netns", str(first.pid))
         assert first.stdin is not None
