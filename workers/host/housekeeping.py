@@ -60,7 +60,7 @@ def _usable_here(services: Services, usable: set[str]) -> list[SandboxProvider]:
 async def count_sandboxes(services: Services) -> None:
     """Keep the gauges of this host's live sandboxes and seats up to date, if metrics are served."""
     while services.settings.metrics.port:
-        metrics.seats(services.seats.most, services.seats.taken())
+        metrics.seats(services.seats.most, services.seats.agents())
         for name in home.sandboxes_of(services.home):
             with contextlib.suppress(PerdureError):
                 alive = sum(box.alive for box in await services.provider(name).list())
