@@ -6,17 +6,19 @@ Run by `make test-trainers`. Real Temporal, gateway, workers and sandboxes; scri
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.engines.health import CANARY_PROMPTS
+from perdure.testing.scripted_engine import Call, ScriptedEngine
 from tests import docs, loop_agent
 from tests.paths import ROOT
 from tests.real import trainers_here
-from tests.stack.engine import IDLE, commands
+from tests.stack.engine import IDLE, TURNS, commands
 from tests.stack.host import why_not_here
 from tests.stack.instances import INSTANCE
 from tests.stack.stack import running
@@ -48,7 +50,7 @@ def _trainers() -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def done(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Any]]:
-    """What each trainer's program printed; all of them ran at once beside one stack."""
+    """What each trainer's program printed; all of them ran at once beside one stack, whose engine `sampled`."""
     folder = tmp_path_factory.mktemp("trainers")
     (folder / "perdure_env.py").write_text(docs.block("train.md", "python verifiers"))
     loops = docs.block("train.md", "yaml").replace("mini_swe_agent", loop_agent.NAME)
@@ -71,7 +73,21 @@ async def done(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[s
         found = await asyncio.gather(
             *(trainers_here.run(*map(str, command), **said) for command in programs.values())
         )
-    yield dict(zip(programs, found, strict=True))
+        sampled = _sampled(stack.engine.calls)
+    yield dict(zip(programs, found, strict=True)) | {"sampled": sampled}
+
+
+def _sampled(calls: Iterable[Call]) -> dict[tuple[int, ...], list[float]]:
+    """Logprobs by tokens: all that the engine gave one session. Equal tokens have equal logprobs."""
+    sessions: dict[str, list[Call]] = {}
+    for call in calls:
+        sessions.setdefault(call.session_id, []).append(call)
+    return {
+        tuple(token for call in taken for token in call.completion_ids): [
+            value for call in taken for value in call.logprobs
+        ]
+        for taken in sessions.values()
+    }
 
 
 # --- slime -----------------------------------------------------------------------------------
@@ -102,6 +118,13 @@ async def test_slime_evaluates(slimes: Any) -> None:
     assert slimes["evaluated"] == [1.0]
 
 
+async def test_slimes_debug_loader_reads_its_dumps(slimes: Any) -> None:
+    """`--save-debug-rollout-data`: what slime writes of a step and of an evaluation comes back whole, and
+    `--load-debug-rollout-data` gives the same advantages."""
+    assert (slimes["dumped"], slimes["read_again"]) == (True, slimes["advantages"])
+    assert slimes["read_evaluation"] == [1.0]
+
+
 # --- SkyRL -----------------------------------------------------------------------------------
 
 
@@ -120,13 +143,14 @@ async def test_skyrls_experiment_reaches_its_optimizer_step(
     done: dict[str, Any], step_wise: str
 ) -> None:
     """Its main's own experiment, data, staleness control and conversion, with the class that the page prints:
-    the step's tensors hold two groups of two. What follows on a GPU is simulated by SkyRL."""
+    the step's tensors hold two groups of two, whose loss takes the tokens that the engine gave them, each with
+    its logprob. What follows on a GPU is simulated by SkyRL."""
     found = done[f"skyrl, step-wise {step_wise}"]
 
     assert (found["rows"], found["uids"]) == (4, ["0", "0", "1", "1"])
     assert found["rewards"] == [0.0, 0.0, 1.0, 1.0]
-    assert all(trained > 0 for trained in found["trained"])
-    assert all(found["logprobs"])
+    for ids, logprobs in found["trained"]:
+        assert logprobs == pytest.approx(done["sampled"][tuple(ids)], abs=1e-6)
 
 
 # --- verl ------------------------------------------------------------------------------------
@@ -152,7 +176,7 @@ async def test_verls_worker_runs_the_agent_loop(done: dict[str, Any]) -> None:
 
 async def test_verifiers_plays_the_instances(done: dict[str, Any]) -> None:
     """Its loaders find the module that the page prints; an episode survives its wire, its branch holds the
-    sampled tokens with their logprobs. An instance that does not exist is an error, not a reward of 0."""
+    sampled tokens with their logprobs, its calls how they were sampled. An instance that does not exist is an error, not a reward of 0."""
     found = done["verifiers"]
 
     assert (found["kind"], found["ids"]) == (
@@ -163,18 +187,19 @@ async def test_verifiers_plays_the_instances(done: dict[str, Any]) -> None:
     assert (found["branches"], len(found["errors"][2])) == ([1, 1, 0], 1)
     assert found["trained"] == [len(values) for values in found["logprobs"]]
     assert found["trained"][0] > 0
+    assert found["temperatures"] == [[0.8], [0.8], []]
     assert found["roles"][0] == ["user", "assistant", "tool"]
 
 
 # --- TorchTitan ------------------------------------------------------------------------------
 
 
-def launched() -> list[str]:
-    """The options of TorchTitan's launcher, as the page prints them."""
+def launched(module: str) -> list[str]:
+    """The options of a module's command, as the page prints it."""
     page = (ROOT / "docs/train.md").read_text()
-    said = re.search(r"torchtitan\.experiments\.rl\.train (.*?)\n(?! {8})", page, re.DOTALL)
+    said = re.search(rf"python -m {re.escape(module)} (.*?)\n(?! {{8}})", page, re.DOTALL)
     assert said is not None
-    return said[1].replace("\\\n", " ").split()
+    return said[1].replace("\\\n", " ").partition("#")[0].split()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -184,7 +209,8 @@ async def titan(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[
     rows = home / "rows.jsonl"
     rows.write_text(json.dumps({"instance": INSTANCE}))
     async with running(home / "stack", named=False) as stack, ScriptedEngine(IDLES) as idles:
-        arguments = (rows, stack.engine.url, idles.url, *launched())
+        options = launched("torchtitan.experiments.rl.train")
+        arguments = (rows, stack.engine.url, idles.url, *options)
         yield await trainers_here.run(
             "torchtitan_loop.py", *arguments, **trainers_here.environment(stack)
         )
@@ -206,11 +232,12 @@ async def test_torchtitans_group_has_its_advantages(titan: dict[str, Any]) -> No
 
 
 async def test_torchtitans_sampling_reaches_its_generator(titan: dict[str, Any]) -> None:
-    """As the controller's configuration says; the seed is a call's own."""
+    """As the controller's configuration says; the seed is a call's own. The turns of its rollouts say so."""
     said = titan["sampling"]
 
     assert (said["temperature"], said["top_p"], said["max_tokens"]) == (0.8, 0.9, 512)
     assert said["seed"] != 7
+    assert said in [{name: turn[name] for name in said} for turn in titan["told"]]
 
 
 async def test_torchtitan_logs_a_step(titan: dict[str, Any]) -> None:
@@ -223,5 +250,25 @@ async def test_torchtitan_logs_a_step(titan: dict[str, Any]) -> None:
 
 
 async def test_torchtitans_launcher_finds_the_recipe(titan: dict[str, Any]) -> None:
-    """By the options that the page prints."""
+    """By the options that the page prints, and the other sizes by their names."""
     assert titan["recipe"] == ["PerdureRollouter.Config", "try-1", "claude_code"]
+    assert titan["recipes"] == ["1.7B", "14B", "30B-A3B", "32B", "8B"]
+
+
+async def test_torchtitans_smoke_runs_a_group(tmp_path: Path) -> None:
+    """The command that the page prints: two rollouts, and what a trainer would pack of them."""
+    async with running(tmp_path / "stack", named=False) as stack:
+        said = launched("perdure.integrations.torchtitan.smoke")
+        swapped = {"first-steps/h11-0.14.0": INSTANCE, "URL": stack.engine.url}
+        options = [swapped.get(one, one) for one in said]
+        found = await trainers_here.run(
+            "torchtitan_smoke.py",
+            *(*options, "--agent", loop_agent.NAME),
+            **trainers_here.environment(stack),
+        )
+        turns = [one for one in stack.engine.calls if tuple(one.prompt_ids) not in CANARY_PROMPTS]
+
+    assert (found["rewards"], found["advantages"]) == ([1.0, 1.0], [0.0, 0.0])
+    assert found["turns"] == [TURNS, TURNS]
+    trained = sum(sample["trained"] for sample in found["samples"])
+    assert trained == sum(len(one.completion_ids) for one in turns)

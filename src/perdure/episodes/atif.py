@@ -107,6 +107,8 @@ def _answered(turn: Turn) -> Fields:
     if turn.started_at:
         step["timestamp"] = datetime.fromtimestamp(turn.started_at, UTC).isoformat()
     step["extra"] = {"turn": turn.index, "finish_reason": turn.finish_reason.value}
+    if turn.sampling is not None:
+        step["extra"]["sampling"] = turn.sampling.model_dump(mode="json")
     return step
 
 

@@ -38,6 +38,7 @@ COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "segment_idx": NUMBER,
         "num_segments": NUMBER,
         "chain": TEXT,
+        "metadata": TEXT,
     },
     "slime": {
         "group_index": NUMBER,
@@ -77,6 +78,7 @@ COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "loss_mask": pa.list_(TRUTH),
         "logprobs": FLOATS,
         "advantage": FLOATS,
+        "metadata": TEXT,
     },
     "verl": {
         "prompt_ids": IDS,

@@ -197,18 +197,19 @@ def _metrics(
 
 
 def torchtitan_samples(found: EpisodeSegments, *, group_id: int, advantage: float) -> list[Row]:
-    """`TrainingSample` fields, one a branch: an unbroken chain packed into one sequence [L].
+    """`TrainingSample` fields, one a branch: an unbroken chain packed into one sequence [L]. `metadata` is
+    beside them: TorchTitan has no place for it.
 
     Every branch gets the rollout's whole advantage. None without a verdict or without segments.
     """
     if found.episode.reward is None:
         return []
-    return [
-        _training_sample(found.episode, segment, group_id, advantage) for segment in found.segments
-    ]
+    return [_training_sample(found, segment, group_id, advantage) for segment in found.segments]
 
 
-def _training_sample(episode: Episode, segment: Segment, group_id: int, advantage: float) -> Row:
+def _training_sample(
+    found: EpisodeSegments, segment: Segment, group_id: int, advantage: float
+) -> Row:
     prompt = len(segment.prompt_ids)
     mask = [False] * prompt + [bool(one) for one in segment.loss_mask]
     oldest, newest = segment.policy_version_min, segment.policy_version_max
@@ -217,13 +218,14 @@ def _training_sample(episode: Episode, segment: Segment, group_id: int, advantag
         "max_policy_version": NO_VERSION if newest is None else newest,
         "rollout_id": {
             "group_id": group_id,
-            "rollout_id": episode.sample_index,
+            "rollout_id": found.episode.sample_index,
             "turn_id": segment.turns[0] if segment.turns else 0,
         },
         "token_ids": [*segment.prompt_ids, *segment.response_ids],
         "loss_mask": mask,
         "logprobs": [0.0] * prompt + list(segment.logprobs),
         "advantage": [advantage if trained else 0.0 for trained in mask],
+        "metadata": _facts(found, segment),
     }
 
 
@@ -314,7 +316,12 @@ def _trl_row(found: EpisodeSegments | None) -> Row:
             "logprobs": [0.0],
             "env_mask": [0],
         }
-        return nothing | {"perdure_reward": reward, "perdure_segments": 0}
+        known = {} if found is None else _episode_facts(found.episode)
+        return nothing | {
+            "perdure_reward": reward,
+            "perdure_segments": 0,
+            "perdure_metadata": known,
+        }
     segment = found.segments[-1]
     return {
         "prompt_ids": list(segment.prompt_ids),
@@ -323,6 +330,7 @@ def _trl_row(found: EpisodeSegments | None) -> Row:
         "env_mask": list(segment.loss_mask),
         "perdure_reward": reward,
         "perdure_segments": len(found.segments),
+        "perdure_metadata": _facts(found, segment),
     }
 
 
@@ -346,6 +354,13 @@ def _facts(found: EpisodeSegments, segment: Segment) -> Row:
         "turns": list(segment.turns),
         "policy_version_min": segment.policy_version_min,
         "policy_version_max": segment.policy_version_max,
+        **sampling_facts(segment),
+    }
+
+
+def sampling_facts(segment: Segment) -> Row:
+    """How its tokens were sampled: the temperature of all, and each turn's span of the response."""
+    return {
         "temperature": segment.temperature,
         "sampling": [span.model_dump(mode="json") for span in segment.sampling],
     }

@@ -170,7 +170,8 @@ def _add_branch(
             parent = _add(trace, parent, message)
         parent = _add(trace, parent, messages[-1], turn.prompt_ids[held:])
         parent = _add(trace, parent, answer_of(turn), turn.completion_ids, turn.logprobs)
-        trace.calls.append(ModelCall(node=parent, finish_reason=_reason(turn)))
+        told = turn.sampling and vf.SamplingConfig(**turn.sampling.model_dump(mode="json"))
+        trace.calls.append(ModelCall(node=parent, finish_reason=_reason(turn), sampling=told))
         held = len(turn.prompt_ids) + len(turn.completion_ids)
         spoken = len(said[turn.index]) + 1
 

@@ -114,6 +114,14 @@ def configuration(folder: Path, step_wise: str) -> SkyRLTrainConfig:
     )
 
 
+def _trained(step) -> list:
+    """Of each row, the ids and logprobs of the tokens that the loss takes. Responses end their rows."""
+    taken = step["loss_mask"].bool()
+    ids = step["sequences"][:, -taken.shape[1] :]
+    logprobs = step["rollout_logprobs"]
+    return [[ids[n][row].tolist(), logprobs[n][row].tolist()] for n, row in enumerate(taken)]
+
+
 def main(name: str, step_wise: str) -> dict:
     folder = Path(name)
     names = {"BasePPOExp": BasePPOExp, "skyrl": skyrl}
@@ -142,9 +150,8 @@ def main(name: str, step_wise: str) -> dict:
     return {
         "step": experiment.trainer.global_step,
         "rows": len(step["sequences"]),
-        "trained": [int(row.sum()) for row in step["loss_mask"]],
+        "trained": _trained(step),
         "rewards": sorted(float(row.sum()) for row in step["rewards"]),
-        "logprobs": [bool((row != 0).sum() >= 1) for row in step["rollout_logprobs"]],
         "uids": sorted(step.metadata["uids"]),
     }
 

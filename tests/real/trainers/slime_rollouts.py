@@ -7,12 +7,14 @@ router, which slime asks whom to abort, is played: it knows no server.
 # mypy: ignore-errors
 
 import asyncio
+import itertools
 import json
 import tempfile
 from argparse import Namespace
 from pathlib import Path
 
 import tiny_model
+from slime.observability.rollout_data_utils import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout import sglang_rollout
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.eval_config import EvalDatasetConfig
@@ -141,8 +143,13 @@ async def main() -> dict:
             if sample.status is Sample.Status.ABORTED
         ]
         evaluated, _ = await sglang_rollout.eval_rollout(args, 4)
-    (group,) = out.samples
-    flat = [sample for made in group for sample in made]
+        (group,) = out.samples
+        flat = list(itertools.chain.from_iterable(group))
+        dump = str(folder / "rollout_dumps/rollout_{rollout_id}.pt")
+        save_debug_rollout_data(dump, flat, rollout_id=4, evaluation=False)
+        save_debug_rollout_data(dump, evaluated.data, rollout_id=4, evaluation=True)
+        read = load_debug_rollout_data(dump, rollout_id=4)
+        read_eval = load_debug_rollout_data(dump, rollout_id="eval_4")
     raw, advantages = load_function(args.custom_reward_post_process_path)(args, flat)
     return {
         "raw": raw,
@@ -155,6 +162,9 @@ async def main() -> dict:
         "dropped": out.metrics,
         "aborted": [[one.group_index, one.remove_sample, one.reward] for one in aborted],
         "left": len(left),
+        "dumped": [one.to_dict() for one in flat] == [one.to_dict() for one in read],
+        "read_again": load_function(args.custom_reward_post_process_path)(args, read)[1],
+        "read_evaluation": [one.metadata["rollout_reward"] for one in read_eval],
         "evaluated": evaluated.data["held-out"]["rewards"],
     }
 

@@ -33,6 +33,7 @@ from torchtitan.experiments.rl.observability.metrics import (  # noqa: E402
 from torchtitan.experiments.rl.rollout_recorder import RolloutSampleRecorder  # noqa: E402
 
 from perdure.engines.health import CANARY_PROMPTS  # noqa: E402
+from perdure.integrations.torchtitan import config_registry  # noqa: E402
 from perdure.integrations.torchtitan.instances import Instances  # noqa: E402
 from perdure.integrations.torchtitan.rollouter import PerdureRollouter  # noqa: E402
 from perdure.integrations.torchtitan.smoke import Sampling, from_vllm  # noqa: E402
@@ -89,6 +90,14 @@ async def main(rows, fixes, idles, *options):
             window_size=config.window_size,
         )
         queue = asyncio.Queue(maxsize=1)
+        groups = []
+        run_group = rollouter.run_group_rollouts
+
+        async def noted(**asked):
+            groups.append(await run_group(**asked))
+            return groups[-1]
+
+        rollouter.run_group_rollouts = noted
         loops = [
             Controller._data_input_loop(controller, buffer),
             Controller._rollout_loop(controller, group_buffer=buffer, generate_fn=generate_fn),
@@ -116,13 +125,26 @@ async def main(rows, fixes, idles, *options):
     return {
         "sampled": sampled,
         "sampling": [said for prompt, _, said in calls if _is_turn(prompt)][-1],
+        "told": [turn.sampling for made in groups[0].rollouts for turn in made.turns],
         "trained": _trained(microbatch),
         "advantages": sorted(set(microbatch.advantages.flatten().tolist())),
         "min_policy_versions": batch.min_policy_versions,
         "metrics": logged,
         "spoken": [len(one["turns"]) for one in recorded],
+        "recipes": _recipes(options),
         "recipe": [type(recipe).__qualname__, recipe.run_id, recipe.rollout["agent"]],
     }
+
+
+def _recipes(options):
+    """The size of each model of the registry, as TorchTitan's launcher finds it."""
+    place = options.index("--config") + 1
+    names = [name for name in vars(config_registry) if name.startswith("rl_grpo_")]
+    found = [
+        ConfigManager().parse_args([*options[:place], name, *options[place + 1 :]])
+        for name in names
+    ]
+    return sorted(one.model_spec.flavor for one in found)
 
 
 def _is_turn(prompt):

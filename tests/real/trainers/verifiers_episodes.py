@@ -50,6 +50,7 @@ async def main(modules: str) -> dict:
         "logprobs": [
             [value for b in trace.branches for value in b.logprobs if value] for trace in traces
         ],
+        "temperatures": [sorted({c.sampling.temperature for c in trace.calls}) for trace in traces],
         "roles": [[node.message.role for node in trace.nodes[:3]] for trace in traces],
     }
 

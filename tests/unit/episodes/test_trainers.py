@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,24 +110,70 @@ async def test_segments_are_read_back_as_they_were_cut(run: Run) -> None:
     assert list((await run.add(1.0)).segments) == cut(TWO_BRANCHES)
 
 
-async def test_the_sampling_of_each_turn_reaches_every_trainer(run: Run, tmp_path: Path) -> None:
-    """Stored with the segments, and in the metadata of each format that has some."""
-    told = TurnSampling(temperature=0.7, top_p=1.0, max_tokens=9, seed=5)
-    found = await run.add(1.0, tuple(t.model_copy(update={"sampling": told}) for t in TWO_BRANCHES))
-    rows = [
-        trainers.slime_samples(found, index=0, group_index=0)[0]["metadata"],
-        trainers.verl_outputs(found)[0]["extra_fields"],
-        trainers.skyrl_output([found])["env_metrics"][0],
-    ]
-    _, columns = await run.export("episodes", tmp_path / "out.parquet")
+SAMPLED = TurnSampling(
+    temperature=0.7,
+    top_p=0.9,
+    top_k=20,
+    presence_penalty=0.1,
+    frequency_penalty=0.2,
+    repetition_penalty=1.1,
+    max_tokens=9,
+    seed=5,
+)
+SPANS = [
+    {"start": start, "end": end, "sampling": SAMPLED.model_dump(mode="json")}
+    for start, end in ((0, 1), (2, 4))
+]
 
-    spans = [
-        {"start": start, "end": end, "sampling": told.model_dump(mode="json")}
-        for start, end in ((0, 1), (2, 4))
-    ]
-    assert [(row["temperature"], row["sampling"]) for row in rows] == [(0.7, spans)] * 3
-    assert found.segments[0].sampling == cut_sampling(columns[0]["sampling"])
+
+async def sampled(run: Run) -> EpisodeSegments:
+    """Two turns of one chain, with their texts and how they were sampled."""
+    told = {"sampling": SAMPLED, "new_messages": '[{"role": "user", "content": "do"}]'}
+    said = {**told, "answer": '{"role": "assistant", "content": "a"}'}
+    return await run.add(1.0, tuple(one.model_copy(update=said) for one in TWO_BRANCHES[:2]))
+
+
+@pytest.mark.parametrize(
+    ("format", "facts"),
+    [
+        ("slime", lambda row: row["metadata"]),
+        ("skyrl", lambda row: row["env_metrics"][0]),
+        ("torchtitan", lambda row: row["metadata"]),
+        ("verl", lambda row: row["extra_fields"]),
+        ("sft-tokens", lambda row: row["metadata"]),
+    ],
+)
+async def test_the_sampling_of_each_turn_reaches_every_export(
+    run: Run, tmp_path: Path, format: Format, facts: Callable[[Any], Any]
+) -> None:
+    """As spans of the response, beside the one temperature, in both forms of the file."""
+    await sampled(run)
+    _, (line,) = await run.export(format, tmp_path / "out.jsonl")
+    _, (row,) = await run.export(format, tmp_path / "out.parquet")
+    texts = {name: json.loads(v) for name, v in row.items() if v and str(v).startswith("{")}
+    texts["env_metrics"] = [texts.get("env_metrics")]
+
+    for found in (facts(line), facts(texts)):
+        assert (found["temperature"], found["sampling"]) == (0.7, SPANS)
+
+
+async def test_the_sampling_of_each_turn_reaches_trl(run: Run) -> None:
+    """A rollout's row has it for the reward functions, to which TRL passes fields that it does not know."""
+    (facts,) = trainers.trl_output([await sampled(run)])["perdure_metadata"]
+
+    assert (facts["temperature"], facts["sampling"]) == (0.7, SPANS)
+
+
+async def test_the_sampling_of_each_turn_is_stored(run: Run, tmp_path: Path) -> None:
+    """With the segments, in the columns of the episodes, and at each step of a trajectory."""
+    found = await sampled(run)
+    _, (columns,) = await run.export("episodes", tmp_path / "out.parquet")
+    _, (trajectory,) = await run.export("atif", tmp_path / "out.jsonl")
+    steps = [step["extra"] for step in trajectory["steps"] if step["source"] == "agent"]
+
     assert found.episode.segments[0].temperature == 0.7
+    assert found.segments[0].sampling == cut_sampling(columns["sampling"])
+    assert [step["sampling"] for step in steps] == [SAMPLED.model_dump(mode="json")] * 2
 
 
 def cut_sampling(column: list[dict[str, Any]]) -> tuple[SamplingSpan, ...]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from perdure.episodes.episode import EpisodeSegments
+from perdure.episodes.trainers import sampling_facts
 from perdure.types import Segment
 
 NOT_TRAINED = -100
@@ -35,4 +36,5 @@ def _row(found: EpisodeSegments, segment: Segment) -> dict[str, Any]:
         "segment_idx": segment.index,
         "num_segments": len(found.segments),
         "chain": segment.chain,
+        "metadata": sampling_facts(segment),
     }

@@ -5,6 +5,7 @@ turns in the order of segments, and not of time, give one sample for each segmen
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.experiments.rl.observability import metrics as m
@@ -15,6 +16,14 @@ from perdure.episodes.conversations import answer_of, conversations
 from perdure.episodes.episode import Episode, EpisodeSegments
 from perdure.errors import ConfigurationError
 from perdure.types import AgentEnd, FinishReason, Outcome, Turn
+
+
+@dataclass(kw_only=True, slots=True)
+class SampledTurn(RolloutTurn):  # type: ignore[misc]  # torchtitan has no types
+    """A turn, and how the generator was told to sample it."""
+
+    sampling: dict[str, Any]
+    """Fields of `TurnSampling`; none where they are unknown."""
 
 
 def rollout_of(
@@ -53,14 +62,14 @@ def facts(episode: Episode) -> list[m.Metric]:
     return [m.Metric(f"perdure/{name}", m.Mean(value)) for name, value in values.items()]
 
 
-def _turn(turn: Turn, prompt: list[dict[str, Any]], identity: RolloutTurnID) -> RolloutTurn:
+def _turn(turn: Turn, prompt: list[dict[str, Any]], identity: RolloutTurnID) -> SampledTurn:
     versions = [span.version for span in turn.versions]
     if not versions:
         raise ConfigurationError(
             f"turn {turn.index} was sampled by {turn.engine or 'an unknown engine'}, without a policy "
             "version: the gateways of this home must have no engine but the trainer's generator"
         )
-    return RolloutTurn(
+    return SampledTurn(
         rollout_id=identity,
         prompt_token_ids=list(turn.prompt_ids),
         completion_token_ids=list(turn.completion_ids),
@@ -69,6 +78,7 @@ def _turn(turn: Turn, prompt: list[dict[str, Any]], identity: RolloutTurnID) -> 
         max_policy_version=max(versions),
         prompt_messages=prompt,
         completion_message=answer_of(turn),
+        sampling=turn.sampling.model_dump(mode="json") if turn.sampling else {},
     )
 
 

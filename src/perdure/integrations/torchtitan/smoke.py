@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +19,6 @@ from torchtitan.experiments.rl.components.training_sample_builder import Trainin
 from torchtitan.experiments.rl.rollout.types import GenerateFn
 from torchtitan.experiments.rl.types import Completion
 
-from perdure.integrations.torchtitan.instances import Instances
 from perdure.integrations.torchtitan.rollouter import PerdureRollouter
 
 
@@ -69,24 +66,17 @@ def from_vllm(client: httpx.AsyncClient, url: str, version: int = 0) -> Generate
 
 
 async def smoke(options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder, "rows.jsonl")
-        rows.write_text(json.dumps(options.instance))
-        data = Instances.Config(path=str(rows))
-        config = PerdureRollouter.Config(
-            train_dataset=data,
-            validation_dataset=data,
-            run_id="smoke",
-            rollout={"agent": options.agent, "sandbox": options.sandbox},
-            engine_host=options.host,
-            engine_port=options.port,
-        )
-        rollouter = config.build()
+    rollouter = PerdureRollouter.Config(
+        run_id="smoke",
+        rollout={"agent": options.agent, "sandbox": options.sandbox},
+        engine_host=options.host,
+        engine_port=options.port,
+    ).build()
     async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
         try:
             group = await rollouter.run_group_rollouts(
                 generate_fn=from_vllm(client, options.engine),
-                sample=rollouter.get_training_sample(),
+                sample=options.instance,
                 group_id=0,
                 group_size=options.group_size,
                 sampling=Sampling(),
