@@ -23,7 +23,7 @@ from perdure.graders.diff import capture
 from perdure.graders.protocols.eval_cmd import EvalCmdGrader
 from perdure.sandboxes.base import ExecStatus, Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import AgentSettings, Settings
+from perdure.settings.tree import Settings
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import Call, ScriptedEngine
 from perdure.testing.scripted_policy import Policy
@@ -131,7 +131,9 @@ class Stand:
 
     def __init__(self, folder: Path, tools: Path) -> None:
         self.folder, self.tools = folder, tools
-        self.provider = BubblewrapProvider(Settings(home=folder / "boxes"))
+        settings = Settings(home=folder / "boxes")
+        self.agents = settings.agents
+        self.provider = BubblewrapProvider(settings)
         self.tree = folder / "tree"
         _make_repository(self.tree)
         self._runs = 0
@@ -158,7 +160,7 @@ class Stand:
             scripted.policy = Asked({"scripts": list(scripts)}, asked or {})
             key = await gateway.open("s-1", sampling=sampling)
             mounts = (
-                *await agent.install(self.tools, AgentSettings()),
+                *await agent.install(self.tools, self.agents),
                 Mount(self.tree / ".git", capture.BASE_GIT),
             )
             spec = SandboxSpec(WORKDIR, tree=self.tree, mounts=mounts, gateway=link.path)

@@ -1,7 +1,6 @@
 """OpenHands' SDK from PyPI, in a bubblewrap sandbox, against the real gateway and a scripted policy."""
 
 import itertools
-import os
 from typing import Any
 
 import pytest
@@ -16,10 +15,10 @@ pytestmark = pytest.mark.registry
 
 
 @pytest.fixture(autouse=True)
-def python_of_its_own() -> None:
+def python_of_its_own(stand: Stand) -> None:
     """It needs a newer Python than Perdure does."""
     try:
-        toolcache.find_python("3.12", os.environ.get(PYTHON, ""), PYTHON)
+        toolcache.find_python("3.12", stand.agents.openhands_python, PYTHON)
     except MissingDependency as missing:
         pytest.skip(str(missing))
 

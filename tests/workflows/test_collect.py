@@ -201,7 +201,11 @@ async def test_a_caller_that_leaves_cancels_what_runs(client: Client, stages: St
     [("cancel", RolloutStatus.CANCELLED), ("keep", RolloutStatus.GRADED)],
 )
 async def test_a_full_batch_stops_its_stragglers(
-    client: Client, stages: Stages, leftover: Literal["cancel", "keep"], status: RolloutStatus
+    client: Client,
+    stages: Stages,
+    monkeypatch: pytest.MonkeyPatch,
+    leftover: Literal["cancel", "keep"],
+    status: RolloutStatus,
 ) -> None:
     """Two groups are asked for where one is enough: the slower one is cancelled at once, unless it is kept."""
     gate = Gate()
@@ -211,6 +215,14 @@ async def test_a_full_batch_stops_its_stragglers(
             return await gate.agent(attempt)
         return AgentRun(end=AgentEnd.FINISHED)
 
+    cancelled = []
+    cancel = GroupHandle.cancel
+
+    async def noted(group: GroupHandle) -> None:
+        await cancel(group)
+        cancelled.append(group.handle.id)
+
+    monkeypatch.setattr(GroupHandle, "cancel", noted)
     stages.override["run_agent"] = agent
     stages.override["emit_episode"] = _all_alike
     perdure = Perdure(client)
@@ -220,6 +232,7 @@ async def test_a_full_batch_stops_its_stragglers(
     )
     batch = await _all(filling)
 
+    assert cancelled == ([f"group/{run_id}/add-1"] if leftover == "cancel" else [])
     straggler = await perdure.start_group(list(_requests(run_id, 2))[1])
     if leftover == "keep":
         gate.open.set()
