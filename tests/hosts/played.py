@@ -124,6 +124,9 @@ class Host:
         with contextlib.suppress(ProcessLookupError, ValueError):
             os.kill(self.pid, signal.SIGKILL)
         self.first.wait(ENDS_S)
+        for pipe in (self.first.stdin, self.first.stdout):
+            if pipe is not None:
+                pipe.close()
         for process in self.processes.values():
             process.wait(ENDS_S)
         self.processes.clear()
