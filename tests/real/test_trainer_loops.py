@@ -90,6 +90,13 @@ def _sampled(calls: Iterable[Call]) -> dict[tuple[int, ...], list[float]]:
     }
 
 
+def _are_sampled(trained: list[list[Any]], done: dict[str, Any], rollouts: int) -> None:
+    """What each rollout trains is all that the engine gave one session, with its logprobs."""
+    assert len(trained) == rollouts
+    for ids, logprobs in trained:
+        assert logprobs == pytest.approx(done["sampled"][tuple(ids)], abs=1e-6)
+
+
 # --- slime -----------------------------------------------------------------------------------
 
 
@@ -99,11 +106,11 @@ def slimes(done: dict[str, Any]) -> Any:
     return done["slime"]
 
 
-async def test_slime_fills_its_step(slimes: Any) -> None:
+async def test_slime_fills_its_step(slimes: Any, done: dict[str, Any]) -> None:
     """Its loop finds `generate` and the filter by their names: the group without signal is dropped, the
     next one has both siblings, and its post-process gives their advantages."""
     assert (slimes["raw"], slimes["advantages"]) == ([1.0, 0.0], [0.5, -0.5])
-    assert all(trained > 0 for trained in slimes["trained"])
+    _are_sampled(slimes["trained"], done, 2)
     assert all(len(set(lengths)) == 1 for lengths in slimes["lengths"])
 
 
@@ -134,7 +141,7 @@ async def test_skyrl_accepts_the_generators_output(done: dict[str, Any]) -> None
 
     assert (found["is_generator"], found["fields"]) == (True, ["trajectory_time_splits"])
     assert (found["order"], found["rewards"]) == ([["b", 0], ["a", 1]], [1.0, 0.0])
-    assert all(trained > 0 for trained in found["trained"])
+    _are_sampled(found["trained"], done, 2)
     assert found["counts"]["perdure/left_out"] == 0
 
 
@@ -149,8 +156,7 @@ async def test_skyrls_experiment_reaches_its_optimizer_step(
 
     assert (found["rows"], found["uids"]) == (4, ["0", "0", "1", "1"])
     assert found["rewards"] == [0.0, 0.0, 1.0, 1.0]
-    for ids, logprobs in found["trained"]:
-        assert logprobs == pytest.approx(done["sampled"][tuple(ids)], abs=1e-6)
+    _are_sampled(found["trained"], done, 4)
 
 
 # --- verl ------------------------------------------------------------------------------------
@@ -167,7 +173,7 @@ async def test_verls_worker_runs_the_agent_loop(done: dict[str, Any]) -> None:
         "two_0_0": 0.0,
     }
     assert sorted(state for _, state in found["states"]) == ["finished"] * 2 + ["running"] * 2
-    assert found["logprobs"]
+    _are_sampled(found["trained"], done, 4)
     assert {tag["min_global_steps"] for tag in found["tags"]} == {1}
 
 
@@ -185,8 +191,7 @@ async def test_verifiers_plays_the_instances(done: dict[str, Any]) -> None:
     )
     assert (found["ok"], found["rewards"]) == ([True, True, False], [1.0, 0.0, 0.0])
     assert (found["branches"], len(found["errors"][2])) == ([1, 1, 0], 1)
-    assert found["trained"] == [len(values) for values in found["logprobs"]]
-    assert found["trained"][0] > 0
+    _are_sampled(found["trained"], done, 2)
     assert found["temperatures"] == [[0.8], [0.8], []]
     assert found["roles"][0] == ["user", "assistant", "tool"]
 

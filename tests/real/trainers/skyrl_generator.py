@@ -9,6 +9,7 @@ import typing_extensions
 typing.TypedDict = typing_extensions.TypedDict  # pydantic wants this one below Python 3.12
 
 import asyncio  # noqa: E402
+import itertools  # noqa: E402
 import json  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 
@@ -51,10 +52,19 @@ async def main() -> dict:
         "fields": sorted(set(GeneratorOutput.__annotations__) ^ set(output)),
         "order": [[one.instance_id, one.repetition_id] for one in ids],
         "rewards": [row[-1] for row in output["rewards"]],
-        "trained": [sum(row) for row in output["loss_masks"]],
+        "trained": _trained(output),
         "metrics": dict(metrics),
         "counts": output["rollout_metrics"],
     }
+
+
+def _trained(output: GeneratorOutput) -> list:
+    """Of each row, the ids and logprobs of the tokens that the loss takes."""
+    names = ("response_ids", "rollout_logprobs", "loss_masks")
+    return [
+        [list(itertools.compress(values, mask)) for values in (ids, logprobs)]
+        for ids, logprobs, mask in zip(*(output[name] for name in names), strict=True)
+    ]
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ async def main() -> dict:
     return {
         "raw": raw,
         "advantages": advantages,
-        "trained": [sum(sample.loss_mask) for sample in flat],
+        "trained": [_trained(sample) for sample in flat],
         "lengths": [
             [len(sample.loss_mask), len(sample.rollout_log_probs), sample.response_length]
             for sample in flat
@@ -167,6 +167,14 @@ async def main() -> dict:
         "read_evaluation": [one.metadata["rollout_reward"] for one in read_eval],
         "evaluated": evaluated.data["held-out"]["rewards"],
     }
+
+
+def _trained(sample: Sample) -> list:
+    """Ids and logprobs of the tokens that the loss takes."""
+    ids = sample.tokens[-sample.response_length :]
+    rows = zip(ids, sample.rollout_log_probs, sample.loss_mask, strict=True)
+    taken = [(token, logprob) for token, logprob, trained in rows if trained]
+    return list(zip(*taken, strict=True))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ python tests/real/trainers/verifiers_episodes.py FOLDER      # of perdure_env.py
 # mypy: ignore-errors
 
 import asyncio
+import itertools
 import json
 import sys
 import tempfile
@@ -46,13 +47,16 @@ async def main(modules: str) -> dict:
         "errors": [[error.type for error in one.errors] for one in wire],
         "rewards": [trace.reward for trace in traces],
         "branches": [len(trace.branches) for trace in traces],
-        "trained": [sum(sum(b.sampled_mask) for b in trace.branches) for trace in traces],
-        "logprobs": [
-            [value for b in trace.branches for value in b.logprobs if value] for trace in traces
-        ],
+        "trained": [_trained(b) for trace in traces for b in trace.branches],
         "temperatures": [sorted({c.sampling.temperature for c in trace.calls}) for trace in traces],
         "roles": [[node.message.role for node in trace.nodes[:3]] for trace in traces],
     }
+
+
+def _trained(branch) -> list:
+    """Ids and logprobs of the tokens that the policy sampled."""
+    mask = branch.sampled_mask
+    return [list(itertools.compress(row, mask)) for row in (branch.token_ids, branch.logprobs)]
 
 
 if __name__ == "__main__":

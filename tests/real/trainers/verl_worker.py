@@ -75,13 +75,16 @@ async def main(loops: str) -> dict:
         "keys": sorted(key for key, _, _ in put),
         "states": states,
         "scores": {key: float(field["rm_scores"].sum()) for key, field, _ in put},
-        "trained": {key: int(field["response_mask"].sum()) for key, field, _ in put},
-        "logprobs": all(
-            len(field["rollout_log_probs"]) == len(field["responses"]) for _, field, _ in put
-        ),
+        "trained": [_trained(field) for _, field, _ in put],
         "tags": [tag for _, _, tag in put],
         "extra": sorted(np.unique([name for _, f, _ in put for name in f["extra_fields"]])),
     }
+
+
+def _trained(field) -> list:
+    """Ids and logprobs of the tokens that the loss takes."""
+    taken = field["response_mask"].bool()
+    return [field["responses"][taken].tolist(), field["rollout_log_probs"][taken].tolist()]
 
 
 if __name__ == "__main__":
