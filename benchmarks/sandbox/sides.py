@@ -18,7 +18,6 @@ from benchmarks import doubles
 from perdure import registry
 from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.host.box import Box
-from perdure.sandboxes.host.keeper.holder import DEVICES
 from perdure.sandboxes.host.process import ProcessId, ended
 from perdure.sandboxes.host.procfs import started_at
 from perdure.sandboxes.host.root_folder import write_skeleton
@@ -143,10 +142,8 @@ class PlainBubblewrap(Side):
         for flag in ("--info-fd", "--seccomp"):  # file descriptors that a keeper would hold
             at = flags.index(flag)
             del flags[at : at + 2]
-        for name in ("tmp", "home", "shm", "tree", "dev"):
+        for name in ("tmp", "home", "shm", "tree"):
             (folder / name).mkdir(parents=True)
-        for name in DEVICES:
-            (folder / "dev" / name).symlink_to(f"/dev/{name}")
         plain = [flag.replace(str(box.path / "disk"), str(folder)) for flag in flags]
         self._command = [*plain, "--", "/usr/bin/true"]
 
