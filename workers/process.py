@@ -31,6 +31,7 @@ from perdure import home, tracing
 from perdure.client import names
 from perdure.client.connection import connect
 from perdure.errors import PerdureError
+from perdure.gateway.http.listeners import check_path
 from perdure.home import host_of
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
@@ -67,7 +68,9 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
         await _ensure_reaper(client, host, stop)
     async with answering(health), contextlib.AsyncExitStack() as stack:
         if {"boot", "agent"} & set(roles):
-            host_life.check(settings)
+            check_path(
+                settings.gateway_socket
+            )  # without its passage the host would never give a seat
             stack.enter_context(host_life.worker_is_here(settings))
         workers = _workers(client, settings, roles, stack)
         for worker in workers:

@@ -10,21 +10,11 @@ import os
 from collections.abc import Iterator
 from typing import IO
 
-from perdure.errors import ConfigurationError
 from perdure.settings.tree import Settings
 from perdure.stack.processes import identify, stop
 
 WORKERS, LIFE = "workers.lock", "life.lock"
 STOP_GRACE_S = 10.0
-LONGEST_PATH = 107
-"""Bytes: the kernel's limit for the path of a unix socket."""
-
-
-def check(settings: Settings) -> None:
-    """Raises: ConfigurationError when the process could not open its socket: no seat would be given."""
-    path = settings.gateway_socket
-    if len(os.fsencode(path)) > LONGEST_PATH:
-        raise ConfigurationError(f"PERDURE_HOME is too long for a unix socket: {path}")
 
 
 @contextlib.contextmanager

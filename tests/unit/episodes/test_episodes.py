@@ -263,11 +263,12 @@ def test_manifest_counts_failures_apart() -> None:
 
 
 def test_manifest_tells_environment_from_engine_time() -> None:
-    """The sandbox's seconds are the agent's without those in which the engine was sampling."""
-    slow = TURNS[0].model_copy(update={"engine_seconds": 4.0})
+    """The sandbox's seconds are the agent's without those in which it waited for an engine or the engine
+    was sampling."""
+    slow = TURNS[0].model_copy(update={"engine_seconds": 4.0, "waiting_seconds": 3.0})
     totals = build_manifest("r", [episode(turns=(slow,), stage_seconds={"agent": 10.0})])
 
-    assert (totals["environment_seconds"], totals["engine_seconds"]) == (6.0, 4.0)
+    assert (totals["environment_seconds"], totals["engine_seconds"]) == (3.0, 4.0)
 
 
 def test_manifest_of_nothing_graded_has_no_mean() -> None:

@@ -29,6 +29,7 @@ from perdure.gateway.journal.turn_record import (
     turn_records,
 )
 from perdure.gateway.journal.turns import turn_deltas, turns_of
+from perdure.gateway.session_state import Totals
 from perdure.types import Turn, TurnFacts
 
 ANSWER = Answer("a", 0, "m", {"role": "assistant", "content": "yo"}, "stop", {})
@@ -151,3 +152,14 @@ def test_the_columns_of_the_turns_file_are_those_of_its_format_version() -> None
     digest = hashlib.sha256(SCHEMA.serialize().to_pybytes()).hexdigest()
 
     assert (VERSION, digest[:16]) == (b"2", "48d0bc3c17a6f3c3")
+
+
+def test_calls_that_wait_at_once_are_one_wait() -> None:
+    """Two sub-agents that wait for the same minute give their agent one minute more."""
+    totals = Totals()
+    for started, waited in ((100.0, 60.0), (110.0, 50.0), (150.0, 30.0), (300.0, 5.0)):
+        record = _record(0, [1], [2])
+        at = {"started_at": started, "waiting_seconds": waited}
+        totals.add(record.model_copy(update=at))
+
+    assert totals.waiting_seconds == 80.0 + 5.0

@@ -44,10 +44,17 @@ def inherited(descriptors: Sequence[int]) -> list[socket.socket]:
     return [socket.socket(fileno=descriptor) for descriptor in descriptors]
 
 
+def check_path(path: Path) -> None:
+    """Raises: ConfigurationError when it is too long for a unix socket."""
+    if (over := len(os.fsencode(path)) - LONGEST_PATH) > 0:
+        raise ConfigurationError(
+            f"PERDURE_HOME is too long for the unix sockets in it: make it {over} bytes shorter ({path})"
+        )
+
+
 def bind_unix(path: Path) -> socket.socket:
     """Raises: ConfigurationError when the path is too long, or another process listens there."""
-    if len(str(path).encode()) > LONGEST_PATH:
-        raise ConfigurationError(f"PERDURE_HOME is too long for a unix socket: {path}")
+    check_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_symlink() and answers(path):  # a link leads to the passage of this host
         raise ConfigurationError(
