@@ -165,10 +165,13 @@ async def test_an_answer_of_another_gateway_ends_the_wait(
         LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as other,
     ):
         key = await one.open("s")
-        refused, answered = await _call(one, key), await _call(other, key)
+        refused = await _call(one, key)
+        waited = (await one.control.get("s")).waiting_seconds
+        answered = await _call(other, key)
         summary = await one.control.get("s")
 
     assert (refused, answered, summary.waits) == (503, 200, None)
+    assert summary.waiting_seconds >= waited > 0
 
 
 async def test_calls_that_no_engine_answered_count_from_the_first(

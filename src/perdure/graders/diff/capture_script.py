@@ -21,9 +21,9 @@ mkdir "$copy" && cp -a .git/. "$copy" && printf %s "$copy"
 """
 )
 
-# One exec, and few processes: most of the cost of a capture is starting them, so what a small change
-# does not need (a second look, counts of long lists, later levels) starts none. A private git directory with our own configuration: hooks,
-# filters, fsmonitor and textconv of the agent's are never looked up. Starting from the pristine
+# One exec. Starting processes is most of what a capture costs, so a small change starts few. A private
+# git directory has our own configuration: the agent's hooks, filters, fsmonitor and textconv are never
+# looked up. Starting from the pristine
 # index spares re-hashing: a file is only taken as unchanged while its ctime is, and ctime cannot
 # be set. FIFOs go first, because git would wait for ever for a .gitignore that is one. `repair` is
 # the second try: nested repositories move aside, attributes mean nothing, what git refuses is left
