@@ -8,6 +8,7 @@ agent uses one engine and repeats a broken call at the other one.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
@@ -20,6 +21,7 @@ from typing import Any
 import httpx
 
 from benchmarks.preemption.deployment import SECRET, WORDS, Deployment
+from perdure.engines.clients.connections import Connections
 from perdure.engines.clients.token_server import EngineRequest, StreamBroken
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.pool.salvage import Salvage
@@ -150,8 +152,8 @@ async def _patiently(
 
 async def _plain(deployment: Deployment, job: Job, crowd: Crowd) -> None:
     """Each agent uses one engine; after a break it repeats the whole call at the other one."""
-    async with httpx.AsyncClient(timeout=600) as client:
-        targets = [VllmEngine(url, url, client) for url in deployment.engine_urls]
+    async with contextlib.aclosing(Connections()) as connections:
+        targets = [VllmEngine(url, url, connections) for url in deployment.engine_urls]
         await asyncio.gather(*(_plain_agent(targets, job, n, crowd) for n in range(job.agents)))
 
 

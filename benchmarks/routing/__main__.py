@@ -30,6 +30,7 @@ from pathlib import Path
 import httpx
 import structlog
 
+from perdure.engines.clients.connections import Connections
 from perdure.engines.clients.token_server import EngineRequest
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.pool.pool import EnginePool
@@ -89,12 +90,17 @@ async def side(name: str, job: Job, router: Path | None) -> Result:
         )
         for _ in range(2)
     ]
-    async with httpx.AsyncClient(timeout=None) as client, engines[0], engines[1]:
+    async with (
+        httpx.AsyncClient(timeout=None) as client,
+        contextlib.aclosing(Connections()) as connections,
+        engines[0],
+        engines[1],
+    ):
         urls = [engine.url for engine in engines]
         if name.startswith(ROUTER):
             assert router is not None
             async with _router(router, name.removeprefix(ROUTER), urls) as url:
-                return await _play(name, job, engines, _plain(name, [url], client))
+                return await _play(name, job, engines, _plain(name, [url], connections))
         if name in ("leases", "two gateways"):
             roster, count = LoneRoster(), 1 if name == "leases" else 2
             pools = [
@@ -105,7 +111,7 @@ async def side(name: str, job: Job, router: Path | None) -> Result:
             finally:
                 for pool in pools:
                     await pool.aclose()
-        return await _play(name, job, engines, _plain(name, urls, client))
+        return await _play(name, job, engines, _plain(name, urls, connections))
 
 
 async def _in_time(limit_s: float, name: str, job: Job, router: Path | None) -> Result:
@@ -188,9 +194,9 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _plain(name: str, urls: list[str], client: httpx.AsyncClient) -> Route:
+def _plain(name: str, urls: list[str], connections: Connections) -> Route:
     """The choice of a router that ignores sessions, or of one that hashes them."""
-    targets = [VllmEngine(url, url, client) for url in urls]
+    targets = [VllmEngine(url, url, connections) for url in urls]
     turns = cycle(targets)
 
     def choose(session: str) -> VllmEngine:

@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
-import httpx
 import pytest
 
+from perdure.engines.clients.connections import Connections
 from perdure.engines.clients.sglang import SglangEngine
 from perdure.engines.clients.token_server import EngineRequest
 from perdure.engines.clients.vllm import VllmEngine
@@ -74,8 +74,8 @@ async def serving(kind: Client, *, ends: bool) -> AsyncIterator[tuple[Endpoint, 
 
 
 async def _sampled(kind: Client, url: str, times: int) -> list[FinishReason]:
-    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
-        engine = kind("e", url, client)
+    async with aclosing(Connections()) as connections:
+        engine = kind("e", url, connections)
         ask = EngineRequest("policy", [1], {"max_tokens": 9}, "s", "r")
         return [await engine.sample(ask, Salvage(), lambda: None) for _ in range(times)]
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from perdure.engines.clients.connections import Connections
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import EngineControl, EngineSilent
 from perdure.engines.health import HealthCheck, Load
@@ -47,7 +48,7 @@ def seated(url: str, client: httpx.AsyncClient) -> PooledEngine:
     control = EngineControl(url, client)
     watch = HealthCheck(control, hang_s=1.0)
     ready = record(url, EngineState.READY, version=7)
-    return PooledEngine(ready, VllmEngine("vllm e", url, client), control, watch)
+    return PooledEngine(ready, VllmEngine("vllm e", url, Connections()), control, watch)
 
 
 async def forever() -> FinishReason:

@@ -1,12 +1,14 @@
 """A function served as an engine: what gateways' own clients read of it."""
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 import httpx
 import pytest
 import pytest_asyncio
 
 from perdure.dialects.base import Refused
+from perdure.engines.clients.connections import Connections
 from perdure.engines.clients.token_server import BreakKind, EngineRequest, StreamBroken
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import EngineControl
@@ -46,8 +48,8 @@ async def engine(generator: Generator) -> AsyncIterator[ServedFunction]:
 
 async def sampled(engine: ServedFunction, **sampling: object) -> tuple[Salvage, FinishReason]:
     salvage = Salvage()
-    async with httpx.AsyncClient() as client:
-        vllm = VllmEngine("vllm e", engine.url, client)
+    async with aclosing(Connections()) as connections:
+        vllm = VllmEngine("vllm e", engine.url, connections)
         ask = EngineRequest("policy", [4, 5], dict(sampling), "session", "request")
         reason = await vllm.sample(ask, salvage, lambda: None)
     return salvage, reason

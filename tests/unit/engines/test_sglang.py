@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from perdure.dialects.base import Refused
 from perdure.engines.base import Engine
+from perdure.engines.clients.connections import Connections
 from perdure.engines.clients.sglang import SglangEngine, new_tokens, sampling_params
 from perdure.engines.clients.sglang_control import SglangControl
 from perdure.engines.clients.token_server import BreakKind, EngineRequest, StreamBroken
@@ -24,6 +25,7 @@ from perdure.settings.tree import Settings
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.testing.scripted_sglang import ScriptedSglang
 from perdure.types import FinishReason
+from tests.engine_wire import answering, plain
 
 TURN = {"default": {"turns": [{"content": " ".join(f"word{n}" for n in range(40))}]}}
 SAMPLING = {"max_tokens": 400, "temperature": 1.0, "top_p": 1.0, "stop_token_ids": [151_645]}
@@ -42,8 +44,9 @@ async def sample(face: ScriptedSglang, **changes: Any) -> tuple[Salvage, FinishR
     salvage = Salvage()
     salvage.begin("sglang", 1)
     ask = EngineRequest("policy-g1", [1, 2, 3], {**SAMPLING, **changes}, "s", "s-0")
-    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
-        reason = await SglangEngine("sglang", face.url, client).sample(ask, salvage, lambda: None)
+    async with aclosing(Connections()) as connections:
+        engine = SglangEngine("sglang", face.url, connections)
+        reason = await engine.sample(ask, salvage, lambda: None)
     return salvage, reason
 
 
@@ -67,9 +70,10 @@ async def test_a_broken_stream_keeps_what_came() -> None:
         salvage = Salvage()
         salvage.begin("sglang", 1)
         ask = EngineRequest("policy-g1", [1, 2, 3], SAMPLING, "s", "s-0")
-        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        async with aclosing(Connections()) as connections:
+            client = SglangEngine("sglang", face.url, connections)
             with pytest.raises(StreamBroken) as broken:
-                await SglangEngine("sglang", face.url, client).sample(ask, salvage, lambda: None)
+                await client.sample(ask, salvage, lambda: None)
 
         assert broken.value.kind is BreakKind.LOST
         sampled = list(engine.calls[-1].completion_ids)
@@ -95,13 +99,10 @@ def aborted(**reason: Any) -> dict[str, Any]:
 )
 async def test_a_stream_that_ends_early_is_told_by_kind(event: Any, kind: BreakKind | None) -> None:
     """After a 200, an event says that SGLang stopped, is full, refuses (None), or dies."""
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, content=b"data: " + json.dumps(event).encode() + b"\n\n")
-
+    content = plain("200 OK", b"data: " + json.dumps(event).encode() + b"\n\n")
     ask = EngineRequest("policy-g1", [1, 2, 3], SAMPLING, "s", "s-0")
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        engine = SglangEngine("sglang", "http://10.0.0.7:30000", client)
+    async with answering([content]) as wire, aclosing(Connections()) as connections:
+        engine = SglangEngine("sglang", wire.url, connections)
         with pytest.raises((StreamBroken, Refused)) as told:
             await engine.sample(ask, Salvage(), lambda: None)
 

@@ -1,19 +1,17 @@
 """One stream of a vLLM engine, as it may come over the wire."""
 
 import json
-from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
-import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.responses import StreamingResponse
-from starlette.routing import Route
 
+from perdure.engines.clients.connections import Connections
 from perdure.engines.clients.token_server import BreakKind, EngineRequest, StreamBroken
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.pool.salvage import Salvage
 from perdure.types import FinishReason
+from tests.engine_wire import answering, plain
 
 ANSWER: dict[str, Any] = {
     "choices": [
@@ -32,17 +30,14 @@ async def sampled(
 ) -> tuple[Salvage, FinishReason]:
     """What the engine client makes of an answer that comes in two pieces."""
 
-    async def pieces() -> AsyncIterator[bytes]:
-        yield content[:9]
-        yield content[9:]
-
-    async def generate(request: Any) -> StreamingResponse:
-        return StreamingResponse(pieces())
-
-    app = Starlette(routes=[Route("/inference/v1/generate", generate, methods=["POST"])])
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
-        salvage = salvage or Salvage()
-        engine = VllmEngine("vllm e", "http://e", client)
+    answer = plain("200 OK", content)
+    at = len(answer) - len(content) + 9
+    salvage = salvage or Salvage()
+    async with (
+        answering([answer[:at], answer[at:]]) as wire,
+        aclosing(Connections()) as connections,
+    ):
+        engine = VllmEngine("vllm e", wire.url, connections)
         reason = await engine.sample(
             EngineRequest("policy", [1], sampling, "s", "r"), salvage, lambda: 3
         )

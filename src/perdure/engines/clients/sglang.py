@@ -18,8 +18,6 @@ from perdure.engines.clients.token_server import (
     StreamBroken,
     TokenServer,
     body_with_ids,
-    read_events,
-    read_to_end,
     version_spans,
 )
 from perdure.engines.clients.wire import TRANSIENT, refusal
@@ -61,14 +59,14 @@ class SglangEngine(TokenServer):
         """
         options = sampling_params(self.name, ask.sampling)
         try:
-            return await self._stream(ask, options, salvage, version)
+            return await self._sample(ask, options, salvage, version)
         except Refused as refused:
             room = _room(str(refused))
             if room is None or options.get("max_new_tokens", 0) <= room:
                 raise
-            return await self._stream(ask, {**options, "max_new_tokens": room}, salvage, version)
+            return await self._sample(ask, {**options, "max_new_tokens": room}, salvage, version)
 
-    async def _stream(
+    async def _sample(
         self,
         ask: EngineRequest,
         options: Mapping[str, Any],
@@ -77,19 +75,18 @@ class SglangEngine(TokenServer):
     ) -> FinishReason:
         headers = {"x-session-id": ask.session_id}
         taken = 0
-        async with self._answer(_body(ask, options), headers) as answer:
-            events = read_events(answer)
-            async for event in events:
-                if "error" in event:
-                    raise self._failed(event["error"], begun=taken > 0)
-                new = new_tokens(event["meta_info"], taken)
-                ask.check_room(taken + len(new))
-                salvage.add([int(entry[1]) for entry in new], _logprobs(new), version())
-                taken += len(new)
-                if (reason := self._end(event["meta_info"], salvage)) is not None:
-                    await read_to_end(events)
-                    return reason
-        raise StreamBroken(BreakKind.LOST, "the stream ended without a finish reason")
+
+        def take(event: dict[str, Any]) -> FinishReason | None:
+            nonlocal taken
+            if "error" in event:
+                raise self._failed(event["error"], begun=taken > 0)
+            new = new_tokens(event["meta_info"], taken)
+            ask.check_room(taken + len(new))
+            salvage.add([int(entry[1]) for entry in new], _logprobs(new), version())
+            taken += len(new)
+            return self._end(event["meta_info"], salvage)
+
+        return await self._stream(_body(ask, options), headers, take)
 
     def _end(self, about: Mapping[str, Any], salvage: Salvage) -> FinishReason | None:
         reason = about.get("finish_reason")

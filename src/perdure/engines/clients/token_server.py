@@ -1,15 +1,12 @@
 """What the token endpoints of all servers share: the request, the stream, and how it can break.
 
-Owns the connection and its events; `vllm` and `sglang` read their content, and the pool handles a
-broken stream.
+Owns the events of an answer; `connections` brings its bytes, `vllm` and `sglang` read their content,
+and the pool handles a broken stream.
 """
 
-import asyncio
-import contextlib
 import json
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -20,17 +17,18 @@ import orjson
 
 from perdure import tracing
 from perdure.dialects.base import Refused
+from perdure.engines.clients.connections import Answer, Connections, target
 from perdure.engines.clients.vllm_control import version_number
 from perdure.engines.clients.wire import TRANSIENT, UNREADABLE, excerpt, refusal, retry_after
 from perdure.engines.state import root_of
-from perdure.types import VersionSpan
+from perdure.types import FinishReason, VersionSpan
 
 LONGEST_EVENT = 32 << 20
 """Bytes of one server-sent event, above which the stream is broken."""
 
 
-ENDS_WITHIN_S = 0.2
-"""Seconds in which a stream ends after its finish reason, or its connection is not used again."""
+Take = Callable[[dict[str, Any]], FinishReason | None]
+"""Takes one event of a completion; its finish reason, once it has one."""
 
 
 class BreakKind(StrEnum):
@@ -80,53 +78,54 @@ class TokenServer:
         self,
         name: str,
         url: str,
-        client: httpx.AsyncClient,
+        connections: Connections,
         *,
         api_key: str = "",
         key_source: str = "",
     ) -> None:
         """`key_source`: the variable the key came from. An error names it and never shows the key."""
         self.name = name
-        self._url = f"{root_of(url)}{self.route}"
-        self._client = client
+        self._target = target(f"{root_of(url)}{self.route}")
+        self._connections = connections
         self._key_source = key_source
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
 
-    @asynccontextmanager
-    async def _answer(
-        self, body: bytes, headers: Mapping[str, str], *, fence: str = ""
-    ) -> AsyncIterator[httpx.Response]:
-        """The stream of one completion. `fence`: a name that only this start of the engine serves.
+    async def _stream(
+        self, body: bytes, headers: Mapping[str, str], take: Take, *, fence: str = ""
+    ) -> FinishReason:
+        """Hand each event of one completion to `take` as it arrives, until that returns its finish
+        reason. `fence`: a name that only this start of the engine serves.
 
         Raises: StreamBroken if it does not begin, breaks off or cannot be read; Refused.
         """
+        events = Events(take)
+        asked = {**self._headers, **headers, **tracing.carrier()}
         try:
-            asked = {**self._headers, **headers, **tracing.carrier()}
-            async with self._client.stream(
-                "POST", self._url, content=body, headers=asked
-            ) as answer:
-                await self._check(answer, fence)
-                yield answer
+            answer = await self._connections.post(self._target, asked, body, events.feed)
+            self._check(answer, fence)
+            reason = events.reason or events.last()
         except Refused:
             raise
+        except OSError as error:
+            raise StreamBroken(BreakKind.LOST, f"{type(error).__name__} {error}".strip()) from None
         except UNREADABLE as error:
             raise StreamBroken(BreakKind.LOST, f"a malformed answer: {error!r}") from error
-        except httpx.RequestError as error:
-            raise StreamBroken(BreakKind.LOST, f"{type(error).__name__} {error}".strip()) from None
+        if reason is None:
+            raise StreamBroken(BreakKind.LOST, "the stream ended without a finish reason")
+        return reason
 
-    async def _check(self, response: httpx.Response, fence: str) -> None:
-        status = response.status_code
-        if status == httpx.codes.OK:
+    def _check(self, answer: Answer, fence: str) -> None:
+        if answer.status == httpx.codes.OK:
             return
-        await response.aread()
-        if status in TRANSIENT:
-            wait = retry_after(response)
-            raise StreamBroken(BreakKind.BUSY, f"HTTP {status} {excerpt(response)}", wait)
-        if status == httpx.codes.NOT_FOUND and fence and fence in response.text:
+        text = answer.content.decode("utf-8", "replace")
+        if answer.status in TRANSIENT:
+            wait = retry_after(answer.headers)
+            raise StreamBroken(BreakKind.BUSY, f"HTTP {answer.status} {excerpt(text)}", wait)
+        if answer.status == httpx.codes.NOT_FOUND and fence and fence in text:
             raise StreamBroken(BreakKind.FENCED, f"it no longer serves {fence}")
-        raise refusal(self.name, status, response.text, self._key_source)
+        raise refusal(self.name, answer.status, text, self._key_source)
 
 
 def body_with_ids(fields: dict[str, Any], name: str, ids: Sequence[int]) -> bytes:
@@ -141,25 +140,30 @@ def body_with_ids(fields: dict[str, Any], name: str, ids: Sequence[int]) -> byte
     return b"".join([head, b',"', name.encode(), b'":', text, b"}"])
 
 
-async def read_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+class Events:
     """The JSON objects of a stream of server-sent events, or the one object of a plain JSON answer."""
-    rest = b""
-    async for data in response.aiter_bytes():
-        *events, rest = (rest + data).split(b"\n\n")
-        for event in filter(None, map(_object, events)):
-            yield event
-        if len(rest) > LONGEST_EVENT:
+
+    def __init__(self, take: Take) -> None:
+        self.reason: FinishReason | None = None
+        self._take = take
+        self._rest = b""
+
+    def feed(self, data: bytes) -> bool:
+        """Take the events that are whole; whether one ended the completion. Raises: UNREADABLE."""
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        for event in events:
+            found = _object(event)
+            if found is not None and (reason := self._take(found)) is not None:
+                self.reason = reason
+                return True
+        if len(self._rest) > LONGEST_EVENT:
             raise ValueError(f"an event of more than {LONGEST_EVENT} bytes")
-    if (last := _object(rest)) is not None:  # a plain JSON answer ends without a blank line
-        yield last
+        return False
 
-
-async def read_to_end(events: AsyncIterator[dict[str, Any]]) -> None:
-    """What follows the finish reason: `[DONE]`. A connection left in the middle of an answer is closed."""
-    with contextlib.suppress(TimeoutError, httpx.RequestError, *UNREADABLE):
-        async with asyncio.timeout(ENDS_WITHIN_S):
-            async for _ in events:
-                pass
+    def last(self) -> FinishReason | None:
+        """What the answer ended with: plain JSON has no blank line after it. Raises: UNREADABLE."""
+        found = _object(self._rest)
+        return None if found is None else self._take(found)
 
 
 def _object(event: bytes) -> dict[str, Any] | None:
@@ -167,7 +171,10 @@ def _object(event: bytes) -> dict[str, Any] | None:
     content = event.removeprefix(b"data:").strip()
     if not content.startswith(b"{"):
         return None
-    found: dict[str, Any] = json.loads(content)
+    try:
+        found: dict[str, Any] = orjson.loads(content)
+    except orjson.JSONDecodeError:  # `NaN` and lone surrogates, which engines may send
+        found = json.loads(content)
     return found
 
 

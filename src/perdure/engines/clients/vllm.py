@@ -16,8 +16,6 @@ from perdure.engines.clients.token_server import (
     StreamBroken,
     TokenServer,
     body_with_ids,
-    read_events,
-    read_to_end,
     version_spans,
 )
 from perdure.engines.clients.vllm_control import REFUSALS
@@ -44,14 +42,11 @@ class VllmEngine(TokenServer):
         Raises: StreamBroken (the tokens before it are in `salvage`), Refused.
         """
         headers = {"x-session-id": ask.session_id, "x-request-id": ask.request_id}
-        async with self._answer(_body(ask), headers, fence=ask.model) as answer:
-            events = read_events(answer)
-            async for event in events:
-                reason = self._take(event, salvage, version, ask)
-                if reason is not None:
-                    await read_to_end(events)
-                    return reason
-        raise StreamBroken(BreakKind.LOST, "the stream ended without a finish reason")
+
+        def take(event: dict[str, Any]) -> FinishReason | None:
+            return self._take(event, salvage, version, ask)
+
+        return await self._stream(_body(ask), headers, take, fence=ask.model)
 
     def _take(
         self,
@@ -64,7 +59,7 @@ class VllmEngine(TokenServer):
         if "error" in event:
             raise self._failed(event["error"], begun=salvage.part > 0)
         # A server with several names echoes the first one, so only a fenced name tells starts apart.
-        if FENCED.search(ask.model) and event.get("model") not in (None, ask.model):
+        if event.get("model") not in (None, ask.model) and FENCED.search(ask.model):
             raise StreamBroken(
                 BreakKind.FENCED, f"{event['model']} answered instead of {ask.model}"
             )
@@ -110,12 +105,14 @@ def _logprobs(content: list[dict[str, Any]], token_ids: Sequence[int]) -> list[f
     """Raises: ValueError unless there is one finite logprob for each sampled id, in order."""
     if len(content) != len(token_ids):
         raise ValueError(f"{len(content)} logprobs for {len(token_ids)} sampled tokens")
-    logprobs = [float(entry["logprob"]) for entry in content]
-    for position, (entry, token_id) in enumerate(zip(content, token_ids, strict=True)):
+    logprobs: list[float] = []
+    for entry, token_id in zip(content, token_ids, strict=True):
+        value = float(entry["logprob"])
         if _token_id(entry) not in (token_id, None):
-            raise ValueError(f"logprob {position} belongs to another token than {token_id}")
-    if any(not math.isfinite(value) or value == MISSING_LOGPROB for value in logprobs):
-        raise ValueError("a logprob is missing")
+            raise ValueError(f"logprob {len(logprobs)} belongs to another token than {token_id}")
+        if not math.isfinite(value) or value == MISSING_LOGPROB:
+            raise ValueError("a logprob is missing")
+        logprobs.append(value)
     return logprobs
 
 

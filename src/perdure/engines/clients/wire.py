@@ -22,6 +22,7 @@ from perdure.errors import Boundary, GatewayUnavailable
 PATIENCE_S = 120.0
 """Seconds for which one turn repeats a request to an engine that cannot be reached."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+CONNECT_S = 5.0
 READ_TIMEOUT_S = 900.0
 """Seconds for a long completion under load; agents' own clients give up after 600 to 900 s."""
 TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504, 529}
@@ -47,7 +48,7 @@ def engine_name(kind: str, url: str) -> str:
 
 
 def new_client() -> httpx.AsyncClient:
-    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=5.0, pool=None)
+    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_S, pool=None)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     return httpx.AsyncClient(timeout=timeout, limits=limits)
 
@@ -110,14 +111,15 @@ class HostedApi(ABC):
         no_quota = response.status_code in TRANSIENT and says_no_quota(response.text)
         if response.status_code in TRANSIENT and not no_quota:
             raise self._unavailable(
-                f"HTTP {response.status_code} {excerpt(response)}", retry_after(response)
+                f"HTTP {response.status_code} {excerpt(response.text)}",
+                retry_after(response.headers),
             )
         if response.status_code != httpx.codes.OK:
             raise refusal(self.name, response.status_code, response.text, self._key_source)
         try:
             value = json.loads(response.content)
         except ValueError:
-            raise self._unavailable(f"not JSON: {excerpt(response)}") from None
+            raise self._unavailable(f"not JSON: {excerpt(response.text)}") from None
         if not isinstance(value, dict):
             raise self._unavailable("an answer that is no JSON object")
         try:
@@ -158,18 +160,14 @@ def sentence(text: str) -> str:
     try:
         told = json.loads(text)
     except ValueError:
-        return _short(text)
+        return excerpt(text)
     for name in ("error", "message", "detail"):
         if isinstance(told, dict) and name in told:
             told = told[name]
-    return _short(told if isinstance(told, str) else text).rstrip(".")
+    return excerpt(told if isinstance(told, str) else text).rstrip(".")
 
 
-def excerpt(response: httpx.Response) -> str:
-    return _short(response.text)
-
-
-def _short(text: str) -> str:
+def excerpt(text: str) -> str:
     return " ".join(text[:500].split())
 
 
@@ -177,8 +175,8 @@ def _too_long(text: str) -> bool:
     return any(said in text[:5000] for said in TOO_LONG)
 
 
-def retry_after(response: httpx.Response) -> float | None:
+def retry_after(headers: Mapping[str, str]) -> float | None:
     try:
-        return float(response.headers.get("retry-after", ""))
+        return float(headers.get("retry-after", ""))
     except ValueError:
         return None

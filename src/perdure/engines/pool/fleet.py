@@ -16,6 +16,7 @@ import structlog
 
 from perdure.engines import health
 from perdure.engines.base import DEFAULT_MODEL
+from perdure.engines.clients.connections import Connections
 from perdure.engines.clients.sglang import SglangEngine
 from perdure.engines.clients.sglang_control import SglangControl
 from perdure.engines.clients.token_server import BreakKind, StreamBroken
@@ -82,6 +83,7 @@ class Fleet:
         self.engines: dict[str, PooledEngine] = {}
         self._roster = roster
         self._client = client
+        self._connections = Connections()
         self._own = {name_of(spec.url): spec for spec in own}
         self._leases = leases
         self._changed = changed
@@ -107,6 +109,7 @@ class Fleet:
         for task in filter(None, (self._following, *tasks)):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)  # its error is known already
+        await self._connections.aclose()
 
     async def read(self) -> Roster:
         """The newest roster, followed. Raises: StoreUnavailable."""
@@ -240,7 +243,7 @@ class Fleet:
         control = controlled(record.url, self._client, api_key=key, probe_s=probe_s)
         engine = PooledEngine(
             record,
-            speaks(name, record.url, self._client, api_key=key, key_source=source),
+            speaks(name, record.url, self._connections, api_key=key, key_source=source),
             control,
             health.HealthCheck(control, hang_s=options.hang_s),
             Capacity(options.agents),

@@ -33,7 +33,8 @@ class Salvage:
 
     ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("d"))
-    engines: list[EngineSpan] = field(default_factory=list)
+    _parts: list[tuple[str, int, int]] = field(default_factory=list)
+    """Name and generation of each engine, and its first token."""
     _versions: list[int | None] = field(default_factory=list)
     _engine: tuple[str, int] = ("", 0)
     _begun: int = 0
@@ -61,14 +62,12 @@ class Salvage:
         new_ids, new_logprobs = array("i", ids), array("d", logprobs)
         if len(new_ids) != len(new_logprobs) or min(new_ids) < 0:
             raise ValueError(f"{len(new_logprobs)} logprobs for the sampled tokens {list(ids)[:9]}")
-        start, end = len(self.ids), len(self.ids) + len(ids)
+        start = len(self.ids)
         self.ids.extend(new_ids)
         self.logprobs.extend(new_logprobs)
         self._versions += [version] * len(ids)
-        name, generation = self._engine
-        if self.engines and start > self._begun:
-            start = self.engines.pop().start
-        self.engines.append(EngineSpan(engine=name, generation=generation, start=start, end=end))
+        if start <= self._begun or not self._parts:
+            self._parts.append((*self._engine, start))
 
     def report(self, spans: Sequence[VersionSpan]) -> None:
         """The versions that the engine reports for its tokens; spans count from its first token."""
@@ -82,8 +81,7 @@ class Salvage:
         """Keep the first `length` tokens and drop the rest."""
         self.cuts += length < len(self.ids)
         del self.ids[length:], self.logprobs[length:], self._versions[length:]
-        kept = [span for span in self.engines if span.start < length]
-        self.engines = [s.model_copy(update={"end": min(s.end, length)}) for s in kept]
+        self._parts = [part for part in self._parts if part[2] < length]
 
     def doubt(self, coming: int | None) -> None:
         """An update to version `coming` begins: the tokens that follow are unproven."""
@@ -121,7 +119,7 @@ class Salvage:
         token `told` on."""
         self.ids.extend(ids)
         self.logprobs.extend(logprobs)
-        self.engines = list(engines)
+        self._parts = [(span.engine, span.generation, span.start) for span in engines]
         self._versions[told:] = [None] * (len(self.ids) - told)
         for span in versions:
             self._versions[span.start : span.end] = [span.version] * (span.end - span.start)
@@ -130,6 +128,17 @@ class Salvage:
     def part(self) -> int:
         """Tokens of the current engine."""
         return len(self.ids) - self._begun
+
+    @property
+    def engines(self) -> list[EngineSpan]:
+        """Which engine sampled which tokens."""
+        starts = [start for _, _, start in self._parts]
+        return [
+            EngineSpan(engine=engine, generation=generation, start=start, end=end)
+            for (engine, generation, start), end in zip(
+                self._parts, [*starts[1:], len(self.ids)], strict=False
+            )
+        ]
 
     @property
     def versions(self) -> list[VersionSpan]:

@@ -1,0 +1,404 @@
+"""What an engine's answer may look like on the wire, and what each way to break it means."""
+
+import asyncio
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from perdure.dialects.base import Refused
+from perdure.engines.clients import connections, token_server
+from perdure.engines.clients.token_server import BreakKind, StreamBroken
+from perdure.engines.pool.salvage import Salvage
+from perdure.types import FinishReason
+from tests import held_ports
+from tests.certificates import Authority
+from tests.engine_wire import (
+    DONE,
+    END,
+    OK,
+    STREAM,
+    Step,
+    answering,
+    chunk,
+    close,
+    engine,
+    event,
+    hold,
+    plain,
+    reset,
+    sample,
+)
+
+TOKENS = [event(3), event(4), event(5, "stop")]
+WHOLE = STREAM + b"".join(map(chunk, (*TOKENS, DONE))) + END
+TWO = STREAM + chunk(event(3)) + chunk(event(4))
+"""A stream that sampled two tokens and is not over."""
+
+
+async def broken(*steps: Step, salvage: Salvage | None = None) -> StreamBroken:
+    """How a stream breaks that is answered so; the request was sent once."""
+    async with answering(steps) as wire, engine(wire.url) as asked:
+        with pytest.raises(StreamBroken) as caught:
+            await sample(asked, salvage)
+        assert len(wire.heads) == 1
+    return caught.value
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [WHOLE],
+        [bytes([one]) for one in WHOLE],
+        [STREAM, *map(chunk, TOKENS), chunk(DONE), END],
+        [STREAM + chunk(b"".join(TOKENS) + DONE) + END],
+        [STREAM, *(chunk(bytes([one])) for one in b"".join(TOKENS)), END],
+        [WHOLE.removesuffix(b"\r\n"), b"expires: 0\r\n\r\n"],
+        [STREAM, *(chunk(one).replace(b"\r\n", b";a=b\r\n", 1) for one in TOKENS), END],
+        [plain("200 OK", b"".join(TOKENS))],
+        [OK + b"\r\n" + b"".join(TOKENS), close],
+        [b"HTTP/1.0 200 OK\r\n\r\n" + b"".join(TOKENS), close],
+        [b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", WHOLE],
+    ],
+    ids=[
+        *("at once", "byte by byte", "an event a chunk", "one chunk", "a byte a chunk"),
+        *("a trailer", "chunk extensions", "a length", "to the end", "HTTP/1.0", "a hint before"),
+    ],
+)
+async def test_a_completion_is_the_same_however_its_bytes_come(answer: list[Step]) -> None:
+    """Ids and logprobs in their order, for every legal framing."""
+    salvage = Salvage()
+    async with answering(answer) as wire, engine(wire.url) as asked:
+        reason = await sample(asked, salvage)
+
+    assert (reason, list(salvage.ids)) == (FinishReason.STOP, [3, 4, 5])
+    assert list(salvage.logprobs) == [-3 / 8, -4 / 8, -5 / 8]
+
+
+async def test_a_request_is_whole() -> None:
+    """Host, key, session and the ids arrive; a body of a megabyte too."""
+    async with answering([WHOLE]) as wire, engine(wire.url) as asked:
+        await sample(asked, prompt=range(200_000))
+        head = wire.heads[0].lower()
+        body = json.loads(wire.bodies[0])
+
+    assert body["token_ids"] == list(range(200_000))
+    assert head.startswith(b"post /inference/v1/generate http/1.1\r\n")
+    assert b"\r\nhost: " + wire.url.removeprefix("http://").encode() + b"\r\n" in head
+    assert b"\r\nx-session-id: s\r\n" in head
+
+
+async def test_a_name_and_password_of_the_url_are_sent() -> None:
+    """As every HTTP client does, so that an engine may stand behind a proxy that asks for them."""
+    async with (
+        answering([WHOLE]) as wire,
+        engine(wire.url.replace("://", "://me:p%40ss@")) as asked,
+    ):
+        await sample(asked)
+
+    assert b"Basic " + base64.b64encode(b"me:p@ss") in wire.heads[0]
+
+
+# --- breaks -------------------------------------------------------------------------------------
+
+
+async def test_a_refused_connection_is_no_time_out() -> None:
+    """A refusal says that nothing listens; a time-out would say that something may."""
+    with held_ports.held(1) as (port,):
+        async with engine(f"http://127.0.0.1:{port}") as asked:
+            with pytest.raises(StreamBroken) as caught:
+                await sample(asked)
+
+    assert caught.value.kind is BreakKind.LOST
+    assert "Timeout" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [reset],
+        [close],
+        [b"HTTP/1.1 200", close],
+        [b"SSH-2.0-x\r\n\r\n", hold],
+        [OK + b"transfer-encoding: gzip\r\n\r\n", hold],
+        [OK + b"content-length: -1\r\n\r\n", hold],
+        [OK + b"content-length: 5\r\ncontent-length: 6\r\n\r\n", hold],
+        [OK + b"x: " + b"a" * 200_000, hold],
+    ],
+    ids=[
+        *("reset", "closed", "closed in the head", "not HTTP", "unknown coding"),
+        *("negative length", "two lengths", "endless head"),
+    ],
+)
+async def test_an_answer_that_never_begins_is_a_lost_engine(steps: list[Step]) -> None:
+    """The request is not repeated on its own: the engine may have run it."""
+    assert (await broken(*steps)).kind is BreakKind.LOST
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [TWO, reset],
+        [TWO, close],
+        [TWO + chunk(event(5))[:-9], close],
+        [TWO + END, hold],
+        [TWO + chunk(DONE) + END, hold],
+        [TWO + b"zz\r\n", hold],
+        [TWO + b"-5\r\nabcde\r\n", hold],
+        [TWO + b"0x5\r\nabcde\r\n", hold],
+        [TWO + b"5\r\nabcdefg\r\n", hold],
+        [TWO + b"1" * 5000, hold],
+        [TWO + chunk(b'data: {"choices": \xff\xfe}\n\n'), hold],
+        [TWO + chunk(b'data: {"choices": [\n\n'), hold],
+        [TWO + chunk(b"data: " + b"{" * 300_000), hold],
+        [
+            plain("200 OK", event(3) + event(4)).replace(b"content-length: ", b"content-length: 9"),
+            close,
+        ],
+    ],
+    ids=[
+        *("reset", "closed", "closed in a chunk", "ended", "[DONE] alone", "no chunk size"),
+        *("negative size", "prefixed size", "a chunk longer than said", "endless size"),
+        *("not UTF-8", "not JSON", "an event too large", "shorter than said"),
+    ],
+)
+async def test_a_stream_that_breaks_keeps_what_came_before(
+    steps: list[Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly the tokens before the break are there to continue from."""
+    monkeypatch.setattr(token_server, "LONGEST_EVENT", 200_000)
+    salvage = Salvage()
+    found = await broken(*steps, salvage=salvage)
+
+    assert (found.kind, list(salvage.ids)) == (BreakKind.LOST, [3, 4])
+
+
+async def test_an_engine_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit counts from the last byte that came."""
+    salvage = Salvage()
+    monkeypatch.setattr(connections, "READ_TIMEOUT_S", 0.2)
+    found = await broken(TWO, hold, salvage=salvage)
+
+    assert (found.kind, list(salvage.ids)) == (BreakKind.LOST, [3, 4])
+    assert "Time" in str(found)
+
+
+async def test_a_busy_engine_says_for_how_long() -> None:
+    """Its words and its wait reach the pool."""
+    found = await broken(plain("503 Busy", b'{"error": "full"}', "retry-after: 7"))
+
+    assert (found.kind, found.retry_after) == (BreakKind.BUSY, 7.0)
+    assert "full" in str(found)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        plain("400 No", b"not so"),
+        plain("302 Found", b"not so", "location: http://127.0.0.1:9/"),
+        b"HTTP/1.1 204 not so\r\n\r\n",
+    ],
+    ids=["400", "302", "204"],
+)
+async def test_any_other_answer_is_a_refusal(answer: bytes) -> None:
+    """A redirect is not followed: it would take the key elsewhere."""
+    async with answering([answer]) as wire, engine(wire.url) as asked:
+        with pytest.raises(Refused, match=f"answered {answer[9:12].decode()}"):
+            await sample(asked)
+
+
+async def test_a_call_that_is_given_up_hangs_up() -> None:
+    """The engine sees it and stops sampling."""
+    salvage = Salvage()
+    async with answering([TWO, hold]) as wire, engine(wire.url) as asked:
+        call = asyncio.ensure_future(sample(asked, salvage))
+        while len(salvage.ids) < 2:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await wire.left.get()
+        wire.left.put_nowait(None)
+
+    assert list(salvage.ids) == [3, 4]
+
+
+async def test_a_call_that_was_evicted_takes_no_later_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What arrives between its end and its task's next step belongs to nobody."""
+    made: list[connections.Connection] = []
+
+    class Seen(connections.Connection):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(connections, "Connection", Seen)
+    salvage = Salvage()
+    async with answering([TWO, hold]) as wire, engine(wire.url) as asked:
+        call = asyncio.ensure_future(sample(asked, salvage))
+        while len(salvage.ids) < 2:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        made[0].data_received(chunk(event(5)))
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    assert list(salvage.ids) == [3, 4]
+
+
+# --- kept connections ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [WHOLE, close],
+        [WHOLE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)],
+        [WHOLE.replace(b"1.1", b"1.0")],
+        [WHOLE + b"HTTP/1.1 408 Too late\r\n\r\n"],
+    ],
+    ids=["closed", "announced", "HTTP/1.0", "more than asked for"],
+)
+async def test_a_connection_that_is_over_is_not_used_again(answer: list[Step]) -> None:
+    """The next call opens its own, and no answer is taken for another's."""
+    async with answering(answer) as wire, engine(wire.url) as asked:
+        for _ in range(3):
+            assert await sample(asked) is FinishReason.STOP
+            await asyncio.sleep(0.01)  # what the engine does after its answer arrives
+
+    assert (wire.connections, len(wire.heads)) == (3, 3)
+
+
+async def test_a_request_that_meets_a_closing_connection_is_not_repeated() -> None:
+    """Whether the engine took it is unknown, so the pool decides."""
+    async with answering([WHOLE], [reset], [WHOLE]) as wire, engine(wire.url) as asked:
+        await sample(asked)
+        with pytest.raises(StreamBroken) as caught:
+            await sample(asked)
+
+    assert (caught.value.kind, len(wire.heads), wire.connections) == (BreakKind.LOST, 2, 1)
+
+
+async def test_calls_at_once_have_a_connection_each() -> None:
+    """An answer never goes to another call."""
+    async with answering([WHOLE]) as wire, engine(wire.url) as asked:
+        salvages = [Salvage() for _ in range(5)]
+        await asyncio.gather(*(sample(asked, salvage) for salvage in salvages))
+        await sample(asked)
+
+    assert [list(one.ids) for one in salvages] == [[3, 4, 5]] * 5
+    assert wire.connections == 5
+
+
+# --- TLS and proxies ----------------------------------------------------------------------------
+
+
+async def test_tls_trusts_the_authorities_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`SSL_CERT_FILE` names them; without it a private authority is not believed."""
+    authority = Authority.of(tmp_path)
+    async with answering([WHOLE], tls=authority.tls()) as wire:
+        async with engine(wire.url) as asked:
+            with pytest.raises(StreamBroken) as caught:
+                await sample(asked)
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+        async with engine(wire.url) as asked:
+            reason = await sample(asked)
+
+    assert (caught.value.kind, reason) == (BreakKind.LOST, FinishReason.STOP)
+    assert "certificate" in str(caught.value).lower()
+
+
+async def test_tls_to_another_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A certificate for 127.0.0.1 is none for localhost."""
+    authority = Authority.of(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+    async with (
+        answering([WHOLE], tls=authority.tls()) as wire,
+        engine(wire.url.replace("127.0.0.1", "localhost")) as asked,
+    ):
+        with pytest.raises(StreamBroken) as caught:
+            await sample(asked)
+
+    assert caught.value.kind is BreakKind.LOST
+    assert wire.heads == []
+
+
+async def test_the_proxy_of_the_environment_gets_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the whole URL and its own name and password; `NO_PROXY` leaves hosts out."""
+    async with answering([WHOLE]) as proxy, answering([WHOLE]) as direct:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url.replace("://", "://me:pass@"))
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        async with engine("http://engine.example:8000/v1") as asked:
+            await sample(asked)
+        async with engine(direct.url) as asked:
+            await sample(asked)
+
+    line, *fields = proxy.heads[0].split(b"\r\n")
+    assert line == b"POST http://engine.example:8000/inference/v1/generate HTTP/1.1"
+    assert b"proxy-authorization: basic " + base64.b64encode(b"me:pass").lower() in [
+        one.lower() for one in fields
+    ]
+    assert (len(proxy.heads), len(direct.heads)) == (1, 1)
+
+
+async def test_tls_goes_through_a_tunnel_of_the_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy sees the engine's address and ciphertext, not the key."""
+    authority = Authority.of(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+    asked_for: list[bytes] = []
+    async with answering([WHOLE], tls=authority.tls()) as wire:
+        port = int(wire.url.rpartition(":")[2])
+
+        async def tunnel(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked_for.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            back_reader, back = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(_copy(reader, back), _copy(back_reader, writer))
+
+        async with await asyncio.start_server(tunnel, "127.0.0.1", 0) as proxy:
+            at = proxy.sockets[0].getsockname()[1]
+            monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{at}")
+            monkeypatch.delenv("NO_PROXY", raising=False)
+            monkeypatch.delenv("no_proxy", raising=False)
+            async with engine(wire.url) as asked:
+                reasons = [await sample(asked) for _ in range(2)]
+
+    assert reasons == [FinishReason.STOP] * 2
+    assert [head.partition(b"\r\n")[0] for head in asked_for] == [
+        b"CONNECT 127.0.0.1:%d HTTP/1.1" % port
+    ]
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+
+
+async def test_a_proxy_that_refuses_a_tunnel_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its status says why no engine was reached."""
+    async with answering([plain("407 Who are you", b"")]) as proxy:
+        monkeypatch.setenv("HTTPS_PROXY", proxy.url)
+        async with engine("https://engine.example") as asked:
+            with pytest.raises(StreamBroken) as caught:
+                await sample(asked)
+
+    assert caught.value.kind is BreakKind.LOST
+    assert "407" in str(caught.value)
