@@ -316,8 +316,11 @@ class Sessions:
             session.check_open()
             awake = await self._awake(session)
             session.check_open()  # it may have been closed meanwhile
-            number = await self._sibling(awake, request, caller)
-            location = awake.tree.locate(request).of_sibling(number)
+            location, known = awake.tree.locate(request), len(awake.tree.nodes)
+            number = await self._sibling(awake, request, caller, location.digests.exact)
+            if len(awake.tree.nodes) > known:  # another turn ended meanwhile
+                location = awake.tree.locate(request)
+            location = location.of_sibling(number)
             key = (request.chain, location.digests.exact)
             call = session.calls.get(key)
             if call is not None:
@@ -329,10 +332,11 @@ class Sessions:
             session.callers.setdefault(key, []).append(caller)
             return await asyncio.shield(call)
 
-    async def _sibling(self, awake: Awake, request: ModelRequest, caller: Caller) -> int:
+    async def _sibling(
+        self, awake: Awake, request: ModelRequest, caller: Caller, exact: str
+    ) -> int:
         """0, or the number of a further sample of a prompt that is being answered."""
         session, number = awake.session, 0
-        exact = awake.tree.locate(request).digests.exact
         while True:
             digest = sibling_digest(exact, number)
             waiting = session.callers.get((request.chain, digest))

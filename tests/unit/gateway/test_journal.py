@@ -199,6 +199,23 @@ async def test_a_process_that_hangs_stops_only_its_sessions(
     assert len(await journal.read("s")) == 2
 
 
+async def test_where_nothing_is_new_nobody_is_waited_for(
+    tmp_path: Path,
+    journal: LocalJournal,
+    other: LocalJournal,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each turn looks for other processes' turns; the file's size tells that there are none."""
+    monkeypatch.setattr(journals, "BUSY_LIMIT_S", 0.2)
+    await journal.append("s", {"number": 0}, position=0)
+    with _file(tmp_path).open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        unchanged = await journal.read("s", 1)
+    await other.append("s", {"number": 1}, position=1)
+
+    assert (unchanged, await journal.read("s", 1)) == ([], [{"number": 1}])
+
+
 async def test_closing_writes_what_is_queued(tmp_path: Path) -> None:
     """Appends made before the close are durable after it."""
     journal = LocalJournal(tmp_path)

@@ -63,6 +63,9 @@ class LocalJournal:
 
     async def tail(self, session_id: str, known: Known) -> DecodedRecords:
         """The records behind `known`; costs what is new. Raises: as `read`."""
+        with contextlib.suppress(OSError):
+            if self._path(session_id).stat().st_size == known.end:  # nothing new, without a thread
+                return DecodedRecords([], known.end)
         deadline = time.monotonic() + BUSY_LIMIT_S
         while True:
             try:
