@@ -168,6 +168,51 @@ async def test_a_child_that_no_one_waits_for_serves_the_next(
     assert same is child
 
 
+async def test_a_child_that_works_for_a_moment_serves_who_comes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Short requests at once start no second child: its start costs more than hundreds of them."""
+    monkeypatch.setattr(reading, "_idle", [])
+    monkeypatch.setattr(reading, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(reading, "MOST", 8)
+    first = await read(os.getpid)
+
+    assert set(await asyncio.gather(*(read(os.getpid) for _ in range(8)))) == {first}
+
+
+async def test_a_long_request_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits longer than a moment gets a child of its own."""
+    monkeypatch.setattr(reading, "_idle", [])
+    note = tmp_path / "working"
+    long = asyncio.create_task(read(_work_for_ever, str(note)))
+    while not note.exists():
+        await asyncio.sleep(0.01)
+
+    assert await read(len, b"abc") == 3
+
+    long.cancel()
+
+
+async def test_a_cancelled_wait_gives_the_child_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that was handed to a reading which was cancelled in that moment serves the next."""
+    monkeypatch.setattr(reading, "_idle", [])
+    monkeypatch.setattr(reading, "PATIENCE_S", 60.0)
+    await read(len, b"")
+    child = reading._idle.pop()
+    waiting = asyncio.create_task(read(len, b""))
+    while not reading._waiting:
+        await asyncio.sleep(0)
+
+    reading._give_back(child)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+    assert reading._idle == [child]
+
+
 def _work_for_ever(note: str) -> None:
     Path(note).with_suffix(".part").write_text(str(os.getpid()))
     Path(note).with_suffix(".part").rename(note)

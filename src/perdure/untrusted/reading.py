@@ -1,7 +1,7 @@
 """Calls a function on bytes from a sandbox, in a child process of this worker.
 
-Children are started when they are needed and kept warm. One serves one request at a time, so that
-its limits are that request's.
+Children are kept warm. One serves one request at a time, so that its limits are that request's; the
+next is started when those at work do not end within a moment.
 """
 
 import asyncio
@@ -29,6 +29,9 @@ START_S = 120.0
 """Seconds for a child's start, on a busy host."""
 MOST = max(2, os.cpu_count() or 1)
 """Children at a time."""
+
+PATIENCE_S = 0.2
+"""Seconds to wait for a child at work. Most requests take a millisecond; a child's start takes 300 of CPU."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,7 +67,7 @@ async def read(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 
 async def _ask(request: bytes) -> Any:
-    child = _idle.pop() if _idle else await _started()
+    child = await _free()
     try:
         async with asyncio.timeout(WALL_S):
             answer, is_value, retires = await child.ask(request)
@@ -82,7 +85,7 @@ async def _ask(request: bytes) -> Any:
     if retires:
         child.end()
     else:
-        _idle.append(child)
+        _give_back(child)
     found = pickle.loads(answer)
     if is_value:
         return found
@@ -92,6 +95,33 @@ async def _ask(request: bytes) -> Any:
     raise Unparsable(f"reading it failed: {type(found).__name__}: {str(found)[:200]}") from found
 
 
+async def _free() -> "_Child":
+    """One that is idle or soon will be, else a new one."""
+    if _alive and not _idle:
+        turn: asyncio.Future[_Child] = asyncio.get_running_loop().create_future()
+        _waiting.append(turn)
+        try:
+            await asyncio.wait((turn,), timeout=PATIENCE_S)
+        except asyncio.CancelledError:
+            if turn.done():
+                _give_back(turn.result())
+            raise
+        finally:
+            _waiting.remove(turn)
+        if turn.done():
+            return turn.result()
+    return _idle.pop() if _idle else await _started()
+
+
+def _give_back(child: "_Child") -> None:
+    """To who has waited longest."""
+    turn = next((turn for turn in _waiting if not turn.done()), None)
+    if turn is None:
+        _idle.append(child)
+    else:
+        turn.set_result(child)
+
+
 async def _started() -> "_Child":
     """A new child; who is cancelled meanwhile leaves it to the next."""
     starting = asyncio.ensure_future(asyncio.to_thread(_Child))
@@ -99,7 +129,7 @@ async def _started() -> "_Child":
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
         starting.add_done_callback(
-            lambda done: None if done.exception() else _idle.append(done.result())
+            lambda done: None if done.exception() else _give_back(done.result())
         )
         raise
 
@@ -183,6 +213,7 @@ class _Child:
 
 _alive: set[_Child] = set()
 _idle: list[_Child] = []
+_waiting: list[asyncio.Future[_Child]] = []
 _seats_of: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
