@@ -1,5 +1,6 @@
 """A sandbox's folder tells time by the clock that nobody sets."""
 
+import resource
 import time
 from pathlib import Path
 
@@ -29,6 +30,20 @@ def test_its_deadline_stays_as_far_away(
     if renewed:
         box.extend(600)
     _set_clock(monkeypatch, jump)
+
+    assert box.expires() - time.time() == pytest.approx(600, abs=60)
+
+
+def test_a_deadline_moves_on_a_full_disk(tmp_path: Path) -> None:
+    """A sandbox lives on while nothing can be written: no byte is needed to renew it."""
+    box = Box(tmp_path / "one")
+    box.lay_out(META, 60)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        box.extend(600)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     assert box.expires() - time.time() == pytest.approx(600, abs=60)
 

@@ -18,6 +18,8 @@ from perdure.sandboxes.host.process import ProcessId, is_alive, read_process_id
 
 DRAFT = ".draft-"
 """Prefix of a folder that is not complete yet."""
+META = "meta.json"
+"""The file's time is the deadline."""
 
 
 def hidden_name(prefix: str) -> str:
@@ -126,24 +128,24 @@ class Box:
         for name in ("disk", "execs"):
             (draft / name).mkdir()
         os.mkfifo(draft / "requests", 0o600)
-        (draft / "meta.json").write_text(json.dumps(asdict(meta)))
-        (draft / "deadline").write_text(str(time.monotonic() + ttl_s))
+        (draft / META).write_text(json.dumps(asdict(meta)))
+        Box(draft).extend(ttl_s)
         draft.rename(self.path)
 
     def meta(self) -> BoxMeta:
-        fields = json.loads((self.path / "meta.json").read_text())
+        fields = json.loads((self.path / META).read_text())
         tuples = {name: tuple(fields.get(name, ())) for name in ("groups", "farewell")}
         return BoxMeta(**{**fields, **tuples})
 
     def expires(self) -> float:
-        """Unix seconds. The file has the monotonic clock's, which all processes of a host share: a
-        clock that is set, and a machine that was suspended, end no sandbox."""
-        return time.time() + float((self.path / "deadline").read_text()) - time.monotonic()
+        """Unix seconds. The file's time is the monotonic clock's, which all processes of a host share:
+        a clock that is set, and a machine that was suspended, end no sandbox."""
+        return time.time() + (self.path / META).stat().st_mtime - time.monotonic()
 
     def extend(self, ttl_s: float) -> None:
-        draft = self.path / f"deadline.{uuid4().hex}"
-        draft.write_text(str(time.monotonic() + ttl_s))
-        draft.replace(self.path / "deadline")
+        """Also on a full disk: a file's time needs no room."""
+        deadline = time.monotonic() + ttl_s
+        os.utime(self.path / META, (deadline, deadline))
 
     def record(self, exec_id: str) -> ExecRecord:
         check_exec_id(exec_id)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from perdure.errors import Boundary, RetryHere
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import Box
+from perdure.sandboxes.host.box import META, Box
 from perdure.sandboxes.host.process import reap
 
 BOOT_TIMEOUT_S = 60.0
@@ -77,6 +77,7 @@ async def start_keeper(
         "joins": [str(path) for path in plan.joins],
         "groups": str(plan.exec_groups) if plan.exec_groups else None,
         "folders": [str(path) for path in plan.folders],
+        "deadline": META,
         "output": meta.output_mb << 20,
         "on_disk": meta.on_disk,
         "oom": str(plan.oom_file) if plan.oom_file else None,

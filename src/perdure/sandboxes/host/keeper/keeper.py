@@ -502,8 +502,7 @@ class Keeper:
     def _leave_when_expired(self) -> None:
         """End the sandbox if its deadline has passed or its folder is gone."""
         try:
-            with open("deadline") as file:
-                left = float(file.read()) - monotonic()
+            left = os.stat(str(self._order["deadline"])).st_mtime - monotonic()
         except FileNotFoundError:
             left = 0.0
         if left > 0:
