@@ -21,7 +21,7 @@ from perdure.types.faults import faults
 class Frozen(BaseModel):
     """Data Perdure wrote itself: immutable; unknown fields of a later version are ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class _Refusing(ModelMetaclass):
@@ -41,7 +41,7 @@ class Request(BaseModel, metaclass=_Refusing):
     `Request(...)` raises ConfigurationError; `model_validate` raises pydantic's error.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def _bytes_in(value: Any) -> Any:
