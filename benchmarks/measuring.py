@@ -6,10 +6,12 @@ every orphan, and the kernel sums the CPU of the children it waited for. Callers
 
 import contextlib
 import os
+import resource
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +80,8 @@ class Meter:
             process = self.popen(
                 argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **options
             )
-            return process.wait()
+            with ended_if_interrupted(process):
+                return process.wait()
 
     def seconds(self) -> float:
         """User plus system time so far."""
@@ -114,10 +117,29 @@ class Meter:
         self.close()
 
 
+@contextlib.contextmanager
+def ended_if_interrupted(
+    process: "subprocess.Popen[bytes]", signum: int = signal.SIGKILL
+) -> Iterator[None]:
+    """Leave no process behind when an error, Ctrl-C or SIGTERM ends the benchmark inside."""
+    try:
+        yield
+    except BaseException:
+        kill_all(_tree(process.pid), signum)
+        process.wait()
+        raise
+
+
 def own_seconds(pid: int) -> float:
     """User plus system time of one process, without its children; 0 if it has ended."""
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / TICKS if fields else 0.0
+
+
+def waited_for_seconds() -> float:
+    """User plus system time of this process's children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def command_of(pid: int) -> str:

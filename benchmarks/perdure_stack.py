@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import toy
-from benchmarks.measuring import Meter, kill_all, own_seconds
+from benchmarks.measuring import (
+    Meter,
+    ended_if_interrupted,
+    kill_all,
+    own_seconds,
+    waited_for_seconds,
+)
 from perdure.instances import catalog
 from perdure.instances.rows.diffs import added_file
 from perdure.settings.tree import Settings
@@ -24,7 +30,7 @@ from perdure.stack import state as stack_state
 from perdure.stack.ports import free_port
 from perdure.stack.state import StackState
 from perdure.storage.base import open_store, put_blob
-from perdure.types import Environment, Grading, Instance, Source, SourceKind
+from perdure.types import Environment, Grading, Instance, Source, SourceKind, Twin
 
 ROOT = Path(__file__).resolve().parents[1]
 PERDURE = (sys.executable, "-m", "perdure.cli.main")
@@ -74,34 +80,63 @@ class Home:
             **self.variables,
         }
 
-    def add_instances(self, tree: Path, count: int) -> None:
+    def add_instances(self, tree: Path, count: int, *, with_twins: bool = False) -> None:
         """`count` copies of the toy instance, graded by the hidden test in a fresh sandbox."""
-        asyncio.run(self.add_toys(tree, count))
+        asyncio.run(self.add_toys(tree, count, with_twins=with_twins))
 
     async def add_instance(self, instance: Instance) -> None:
         await catalog.save(open_store(self.settings), instance)
 
-    async def add_toys(self, tree: Path, count: int) -> None:
+    async def add_toys(self, tree: Path, count: int, *, with_twins: bool = False) -> None:
         store = open_store(self.settings)
         key = await put_blob(store, toy.pack(tree))
+        grading = _graded_with_twins() if with_twins else _graded_by_exit_code()
         for name in toy.instance_ids(count):
-            await catalog.save(store, _instance(name, key))
+            await catalog.save(store, _instance(name, key, grading))
 
 
-def _instance(name: str, key: str) -> Instance:
+def _instance(name: str, key: str, grading: Grading) -> Instance:
     return Instance(
         instance_id=name,
         dataset=DATASET,
         problem_statement=toy.STATEMENT,
         source=Source(kind=SourceKind.BLOB, key=key),
         environment=Environment(workdir="/testbed"),
-        grading=Grading(
-            protocol="eval_cmd",
-            eval_cmd=f"{toy.PYTHON} test_calc.py",
-            test_patch=added_file("test_calc.py", toy.TEST.encode()),
-            timeout_s=60.0,
-        ),
+        grading=grading,
         gold_patch=toy.GOLD,
+    )
+
+
+def _graded_by_exit_code() -> Grading:
+    return Grading(
+        protocol="eval_cmd",
+        eval_cmd=f"{toy.PYTHON} test_calc.py",
+        test_patch=added_file("test_calc.py", toy.TEST.encode()),
+        timeout_s=60.0,
+    )
+
+
+def _graded_with_twins() -> Grading:
+    """The same assertion as a unittest: the exit code of a script gives no status of a test."""
+    lines = toy.UNITTEST.encode().splitlines()
+    number = lines.index(toy.ASSERTION.encode())
+    twin = Twin(
+        tests=(toy.UNITTEST_ID,),
+        path=toy.UNITTEST_PATH,
+        line=number + 1,
+        before=lines[number],
+        after=lines[number].replace(b"5", b"6"),
+        rule="number",
+    )
+    hidden = {toy.RUNNER_PATH: toy.RUNNER, toy.UNITTEST_PATH: toy.UNITTEST}
+    return Grading(
+        protocol="swebench",
+        test_cmd=f"{toy.PYTHON} {toy.RUNNER_PATH} sums.tests",
+        log_parser="parse_log_django",
+        test_patch=b"".join(added_file(path, text.encode()) for path, text in hidden.items()),
+        fail_to_pass=(toy.UNITTEST_ID,),
+        twins=(twin,),
+        timeout_s=60.0,
     )
 
 
@@ -112,6 +147,7 @@ class Stack:
         self.home = home
         self.meter = meter
         self._process = process
+        self._runs_took = 0.0
 
     @classmethod
     def start(cls, home: Home, meter: Meter, limit_s: float = START_LIMIT_S) -> "Stack":
@@ -130,12 +166,11 @@ class Stack:
             )
         stack = cls(home, meter, process)
         deadline = time.monotonic() + limit_s
-        while not stack._is_ready():
-            if process.poll() is not None or time.monotonic() > deadline:
-                process.terminate()
-                process.wait()
-                raise RuntimeError(f"`perdure up` failed: {log.read_text()[-2000:]}")
-            time.sleep(0.02)
+        with ended_if_interrupted(process, signal.SIGTERM):
+            while not stack._is_ready():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"`perdure up` failed: {log.read_text()[-2000:]}")
+                time.sleep(0.02)
         return stack
 
     @property
@@ -151,6 +186,7 @@ class Stack:
     def run(self, arguments: list[str], log: Path) -> dict[str, Any]:
         """Run `perdure run toy ARGUMENTS --json`; returns its document. Raises: RuntimeError."""
         argv = [*PERDURE, "run", DATASET, *arguments, "--json"]
+        before = waited_for_seconds()
         with log.open("ab") as file:
             process = self.meter.popen(
                 argv,
@@ -160,7 +196,9 @@ class Stack:
                 stdout=subprocess.PIPE,
                 stderr=file,
             )
-            out, _ = process.communicate()
+            with ended_if_interrupted(process):
+                out, _ = process.communicate()
+        self._runs_took += waited_for_seconds() - before
         if not out:
             raise RuntimeError(f"`perdure run` printed nothing: {log.read_text()[-2000:]}")
         document: dict[str, Any] = json.loads(out)
@@ -171,6 +209,8 @@ class Stack:
         state = self.state()
         parts = {name: own_seconds(child.pid) for name, child in state.children.items()}
         parts["supervisor"] = own_seconds(state.pid)
+        if self._runs_took:
+            parts["perdure run"] = self._runs_took
         return parts | {"sandboxes": self.meter.seconds() - sum(parts.values())}
 
     def stop(self) -> None:

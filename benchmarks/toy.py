@@ -16,6 +16,30 @@ from typing import Any
 CALC = "def add(a, b):\n    return a - b\n"
 README = "# calc\n\nOne function, `add`.\n"
 TEST = "from calc import add\n\nassert add(2, 3) == 5, add(2, 3)\n"
+ASSERTION = "        self.assertEqual(add(2, 3), 5)"
+UNITTEST = f"""\
+import unittest
+
+from calc import add
+
+
+class SumTests(unittest.TestCase):
+    def test_add(self):
+{ASSERTION}
+"""
+UNITTEST_PATH, UNITTEST_ID = "tests/sums/tests.py", "test_add (sums.tests.SumTests.test_add)"
+RUNNER_PATH = "tests/runtests.py"
+RUNNER = """\
+import os
+import sys
+import unittest
+
+here = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [os.path.dirname(here), here]
+suite = unittest.TestLoader().loadTestsFromNames(sys.argv[1:])
+result = unittest.TextTestRunner(verbosity=2).run(suite)
+sys.exit(not result.wasSuccessful())
+"""
 STATEMENT = "add(2, 3) returns -1. Make `add` in calc.py return the sum of its arguments."
 DONE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 

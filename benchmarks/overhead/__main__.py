@@ -28,6 +28,7 @@ PERDURE_AGENTS = {
     "direct": ("--agent", "mini_swe_agent", "--set", "agent_options.client=direct"),
     "mini": ("--agent", "mini_swe_agent"),
 }
+TWINS = {"unittest, 1 run": 0, "unittest, twins": 1}
 PEERS: dict[str, Callable[[Path], Peer]] = {
     "mini-swe-agent": MiniSweAgent,
     "harbor": Harbor,
@@ -72,6 +73,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peers", type=words, default=tuple(PEERS), help=f"of {', '.join(PEERS)}; - for none"
     )
+    parser.add_argument(
+        "--twins",
+        action="store_true",
+        help="also a unittest row, graded without twins and with them",
+    )
     parser.add_argument("--largest-mini", type=int, default=50, help="mini in sandboxes: at most")
     add_output(parser)
     return parser.parse_args(arguments)
@@ -93,6 +99,11 @@ def _sides(
         largest = sys.maxsize if name == "bash" else options.largest_mini
         home = folder / f"perdure-{name}"
         side = PerdureSide(name, PERDURE_AGENTS[name], home, endpoint, largest=largest)
+        side.warm_up(max(options.sizes))
+        sides.append(side)
+    for name, pairs in TWINS.items() if options.twins else ():
+        arguments = (*PERDURE_AGENTS["bash"], "--set", f"twin_pairs={pairs}")
+        side = PerdureSide(name, arguments, folder / f"twins-{pairs}", endpoint, with_twins=True)
         side.warm_up(max(options.sizes))
         sides.append(side)
     for name in options.peers:

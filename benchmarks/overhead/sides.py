@@ -75,8 +75,10 @@ class PerdureSide:
         endpoint: Endpoint,
         *,
         largest: int = 10**9,
+        with_twins: bool = False,
     ) -> None:
-        """`arguments`: of `perdure run`, the agent among them."""
+        """`arguments`: of `perdure run`, the agent among them. `with_twins`: the row's hidden test has a
+        twin, so that a grading is two runs unless the arguments say `twin_pairs=0`."""
         self.name = f"Perdure, {name}"
         self.largest = largest
         self._arguments = list(arguments)
@@ -84,11 +86,12 @@ class PerdureSide:
         self._endpoint = endpoint
         self._home = Home(folder / "home", endpoint.url)
         self._runs = 0
+        self._with_twins = with_twins
 
     def warm_up(self, instances: int) -> None:
         """Build what each host needs once: the environment and the agent's program."""
         tree = toy.make_tree(self._folder / "tree")
-        self._home.add_instances(tree, instances)
+        self._home.add_instances(tree, instances, with_twins=self._with_twins)
         self.measure(Size(1, 1, 0.0))
 
     def measure(self, size: Size) -> Sample:

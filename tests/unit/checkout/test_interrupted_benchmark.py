@@ -1,0 +1,40 @@
+"""A benchmark that is stopped leaves none of its processes behind."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from benchmarks.measuring import Meter
+from benchmarks.scratch import scratch_folder
+
+told = Path(sys.argv[1])
+says = "import os, sys, time; os.write(1, b'%d' % os.getpid()); time.sleep(600)"
+with scratch_folder("pd-", keep=False) as folder, Meter.open("interrupted", folder) as meter:
+    meter.run([sys.executable, "-c", says], told)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_what_a_benchmark_runs_ends_with_it(tmp_path: Path, signum: int) -> None:
+    """Ctrl-C and SIGTERM that only the benchmark gets end the command that it waits for."""
+    told = tmp_path / "pid"
+    benchmark = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(told)], stderr=subprocess.DEVNULL, text=True
+    )
+    while not told.exists() or not told.read_text():
+        assert benchmark.poll() is None
+    command = os.pidfd_open(int(told.read_text()))
+
+    benchmark.send_signal(signum)
+    benchmark.wait()
+
+    assert select.select([command], [], [], 60)[0], "it still runs"
+    os.close(command)
