@@ -70,7 +70,7 @@ def _measure(options: argparse.Namespace, folder: Path, endpoint: Endpoint) -> r
             stack.run([*AGENT, "-l", "1", "--run-id", "first"], folder / "run.log")
             endpoint.reset(latency_s=0.0)
             watch = Watch(stack, RUN)
-            killer = _run(options, folder, words, watch)
+            killer, deaths = _run(options, folder, words, watch)
             stack = killer.stack
             wall_s, cpu_s = time.monotonic() - watch.began, meter.seconds()
             calls = endpoint.calls().total
@@ -81,6 +81,7 @@ def _measure(options: argparse.Namespace, folder: Path, endpoint: Endpoint) -> r
                 graded=_graded(document),
                 wall_s=wall_s,
                 cpu_s=cpu_s,
+                client_deaths=deaths,
                 calls=calls,
                 needed=rollouts * TURNS,
                 again_s=time.monotonic() - began,
@@ -93,26 +94,36 @@ def _measure(options: argparse.Namespace, folder: Path, endpoint: Endpoint) -> r
             stack.stop()
 
 
-def _run(options: argparse.Namespace, folder: Path, words: Sequence[str], watch: Watch) -> Killer:
-    """Until the client says that the run has ended. Raises: RuntimeError at the time limit."""
+def _run(
+    options: argparse.Namespace, folder: Path, words: Sequence[str], watch: Watch
+) -> tuple[Killer, int]:
+    """Until the client says that the run has ended, and how often it ended before that unasked.
+
+    Raises: RuntimeError at the time limit.
+    """
+    said = folder / "client.json"
 
     def start_client() -> "subprocess.Popen[bytes]":
-        with (folder / "client.log").open("ab") as log:
+        with (folder / "client.log").open("ab") as log, said.open("wb") as out:
             return watch.stack.meter.popen(
                 [*PERDURE, "run", DATASET, *words, "--json"],
                 env=watch.stack.home.environment(),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=out,
                 stderr=log,
             )
 
+    deaths = 0
     rng = random.Random(options.seed)
     killer = Killer(watch.stack, start_client, start_client(), rng)
     next_kill = watch.began + (options.kill_every or float("inf"))
     next_look = watch.began
-    while killer.client.poll() is None:
+    while killer.client.poll() is None or not said.stat().st_size:
         now = time.monotonic()
+        if killer.client.poll() is not None:
+            deaths += 1
+            killer.client = start_client()
         if now - watch.began > options.limit * 3600:
             raise RuntimeError(f"not done after {options.limit} hours")
         if now >= next_kill:
@@ -124,9 +135,7 @@ def _run(options: argparse.Namespace, folder: Path, words: Sequence[str], watch:
             print(f"{sample.at_s:.0f} s: {sample.done} done", file=sys.stderr, flush=True)
             next_look = now + options.look_every
         time.sleep(POLL_S)
-    if killer.client.returncode not in (0, 1):
-        raise RuntimeError(f"`perdure run` ended with {killer.client.returncode}")
-    return killer
+    return killer, deaths
 
 
 def _graded(document: dict[str, Any]) -> int:

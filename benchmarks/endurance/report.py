@@ -22,6 +22,8 @@ class Outcome:
     """With reward 1, each once."""
     wall_s: float
     cpu_s: float
+    client_deaths: int
+    """Times that `perdure run` ended before its run, and nobody had killed it."""
     calls: int
     """Model calls that reached the engine, and those that a run without kills needs."""
     needed: int
@@ -35,7 +37,8 @@ class Outcome:
 
     @property
     def right(self) -> bool:
-        return self.graded == self.rollouts and not self.again_calls and not self.ended.sandboxes
+        faults = self.client_deaths, self.again_calls, self.ended.sandboxes
+        return self.graded == self.rollouts and not any(faults)
 
     def document(self) -> dict[str, Any]:
         return asdict(self)
@@ -49,7 +52,7 @@ def text(found: Outcome) -> str:
     lines = [
         f"{found.graded} of {each} rollouts are graded, in {found.wall_s / 60:.0f} min: "
         f"{each * 60 / found.wall_s:.0f} a minute, {found.cpu_s / each:.2f} CPU s each.",
-        f"{len(found.kills)} kills: {kills}.",
+        f"{len(found.kills)} kills: {kills}. The client ended by itself {found.client_deaths} times.",
         f"{found.calls} model calls for {found.needed}: {found.calls - found.needed} bought again.",
         f"The same command once more: {found.again_s:.1f} s, {found.again_calls} model calls.",
         f"Living sandboxes at the end: {ended.sandboxes}.",

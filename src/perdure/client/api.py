@@ -65,6 +65,8 @@ PASSING = {
     RPCStatusCode.CANCELLED,  # raised while a server starts or stops; our own cancellation is asyncio's
 }
 """Statuses of passing troubles: the client keeps waiting."""
+BROKEN = "transport error", "h2 protocol error"
+"""Messages of a connection that breaks amid a call: tonic gives it UNKNOWN or INTERNAL, not UNAVAILABLE."""
 UNDECIDED = "closed before WorkflowTaskStarted"
 FAILING = "Workflow Task in failed state"
 """Waiting does not cure it. A query gets it with FAILED_PRECONDITION, the status of passing troubles
@@ -524,12 +526,13 @@ def _check_agent(rollout: dict[str, Any]) -> None:
         check_options(agent, rollout.get("agent_options", {}))
 
 
-def _passing(error: RPCError) -> bool:
-    return error.status in PASSING
+def is_passing(error: RPCError) -> bool:
+    """Whether the same call may succeed later: the server is away, starts, stops or is busy."""
+    return error.status in PASSING or any(sign in error.message for sign in BROKEN)
 
 
 def _start_patience_s(error: RPCError) -> float:
-    if _passing(error):
+    if is_passing(error):
         return START_PATIENCE_S
     if error.status is RPCStatusCode.NOT_FOUND and "Namespace" in error.message:
         return NAMESPACE_PATIENCE_S
@@ -548,11 +551,11 @@ def _unanswered(error: RPCError) -> bool:
     """Of a query: no worker has polled for a while, or the first workflow task is not done yet."""
     if error.status is RPCStatusCode.FAILED_PRECONDITION:
         return UNDECIDED not in error.message and FAILING not in error.message
-    return _passing(error)
+    return is_passing(error)
 
 
 async def _durably(
-    call: Callable[[], Awaitable[Result]], passing: Callable[[RPCError], bool] = _passing
+    call: Callable[[], Awaitable[Result]], passing: Callable[[RPCError], bool] = is_passing
 ) -> Result:
     """Wait through restarts of the server: its own retries give up after ten seconds."""
     pause = 0.5

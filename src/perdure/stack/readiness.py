@@ -24,7 +24,7 @@ from temporalio.client import Client
 from temporalio.service import RPCError
 
 from perdure.client import names, search_attributes
-from perdure.client.api import PASSING
+from perdure.client.api import is_passing
 from perdure.client.connection import connect, connect_to
 from perdure.client.server import dev_server
 from perdure.errors import ConfigurationError
@@ -147,7 +147,7 @@ async def wait_for_poller(
         try:
             answer = await client.workflow_service.describe_task_queue(request)
         except RPCError as error:
-            if error.status not in PASSING:
+            if not is_passing(error):
                 raise
         else:
             if any(poller.identity == ours for poller in answer.pollers):

@@ -15,10 +15,18 @@ from perdure.client.connection import DATA_CONVERTER
 from perdure.types import RolloutRequest
 
 
-@pytest.mark.parametrize("status", [RPCStatusCode.CANCELLED, RPCStatusCode.UNAVAILABLE])
-async def test_a_passing_status_is_waited_out(status: RPCStatusCode) -> None:
-    """A call that the server cancels is asked again, as one that found no server."""
-    answers = [RPCError("context canceled", status, b""), "done"]
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (RPCStatusCode.CANCELLED, "context canceled"),
+        (RPCStatusCode.UNAVAILABLE, "connection refused"),
+        (RPCStatusCode.UNKNOWN, "transport error"),
+        (RPCStatusCode.INTERNAL, "h2 protocol error: error reading a body from connection"),
+    ],
+)
+async def test_a_passing_trouble_is_waited_out(status: RPCStatusCode, message: str) -> None:
+    """A call that the server cancels, or that dies with it, is asked again, as one that found none."""
+    answers = [RPCError(message, status, b""), "done"]
 
     async def call() -> str:
         answer = answers.pop(0)
