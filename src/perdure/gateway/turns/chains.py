@@ -61,22 +61,18 @@ class Node:
         """Ids of its whole prompt and its completion."""
         return self.record.prompt_length + len(self.record.completion)
 
-    @property
-    def own_ids(self) -> "array[int]":
-        """The ids it does not share with its base."""
-        return self.record.prompt + self.record.completion
-
     def ids(self) -> "array[int]":
         """Prompt + completion. Shape [P + C]."""
-        parts = [self.own_ids]
-        node, need = self.base, self.record.kept_ids
-        while node is not None and need > 0:
-            kept = node.record.kept_ids
-            parts.append(node.own_ids[: max(0, need - kept)])
-            need, node = min(need, kept), node.base
+        path: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            path.append(node)
+            node = node.base if node.record.kept_ids else None
         whole = array("i")
-        for part in reversed(parts):
-            whole.extend(part)
+        for node in reversed(path):
+            del whole[node.record.kept_ids :]
+            whole.extend(node.record.prompt)
+            whole.extend(node.record.completion)
         return whole
 
 
