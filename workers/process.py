@@ -30,6 +30,7 @@ from temporalio.worker import Worker
 from perdure import home, tracing
 from perdure.client import names
 from perdure.client.connection import connect
+from perdure.episodes import lean_arrow
 from perdure.errors import PerdureError
 from perdure.gateway.http.listeners import check_path
 from perdure.home import host_of
@@ -98,6 +99,7 @@ def _workers(
         workers.append(workflow_worker(client, build=build, viewer_url=viewer_url))
     others = [role for role in roles if role != "workflows"]
     if others:
+        lean_arrow.set_up()
         from perdure.rollouts.services import Services
         from workers.queues import activity_worker, queues
 

@@ -221,6 +221,14 @@ def test_run_prints_one_document(home: Home) -> None:
     }
 
 
+def test_a_worker_that_wrote_an_episode_has_not_loaded_pandas(home: Home) -> None:
+    """pyarrow would load it, and keep 36 MB."""
+    loaded = Path(f"/proc/{home.state.children['worker'].pid}/maps").read_text()
+
+    assert "libarrow" in loaded
+    assert "pandas" not in loaded
+
+
 def test_a_data_source_from_outside(home: Home) -> None:
     """The handler that docs/extend.md prints reads its rows, prepares sandboxes and gives the verdict."""
     row = {"id": "sum", "task": "add() subtracts.", "tree": str(home.outside.parent / "tree")}

@@ -538,6 +538,9 @@ def _forget(session: Session, key: CallKey, call: "asyncio.Task[Answer]") -> Non
 
 
 def _pack(records: list[dict[str, Any]]) -> bytes:
-    from perdure.episodes import turns_parquet as codec  # pyarrow: only when a session closes
+    from perdure.episodes import lean_arrow
+
+    lean_arrow.set_up()  # only when a session closes
+    from perdure.episodes import turns_parquet as codec
 
     return codec.encode_deltas(codec.Delta(*delta) for delta in turn_deltas(turn_records(records)))

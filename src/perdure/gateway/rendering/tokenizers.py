@@ -127,6 +127,8 @@ class Qwen3Tokenizer(Tokenizer):
             mergeable_ranks=_qwen3_ranks(),
             special_tokens=added,
         )
+        # The native part has a copy of its own; this one, 19 MB, is only there to be pickled.
+        self._encoding._mergeable_ranks = {}
 
     def encode_plain(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(_nfc(text))

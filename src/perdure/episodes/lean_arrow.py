@@ -1,0 +1,38 @@
+"""pyarrow for a gateway or a worker, which live long and need little of it.
+
+What is set here holds for a whole process, so only those two programs call it: in a trainer's process
+pandas and pyarrow's memory are the trainer's.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+
+def set_up() -> None:
+    """Import pyarrow so that it takes little memory; repeating is harmless.
+
+    Its own allocator keeps memory for each thread. And before its first value it imports pandas
+    wherever that is installed, unless pandas cannot be found just then.
+    """
+    os.putenv("ARROW_DEFAULT_MEMORY_POOL", "system")  # read when pyarrow first needs memory
+    import pyarrow
+
+    if "pandas" in sys.modules:
+        return
+    missing = _Missing()
+    sys.meta_path.insert(0, missing)
+    try:
+        pyarrow.array([0])
+    finally:
+        sys.meta_path.remove(missing)
+
+
+class _Missing:
+    """A finder to which pandas is not installed."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("pyarrow looks for pandas", name=name)
