@@ -53,6 +53,18 @@ async def test_a_child_gives_large_memory_back() -> None:
     assert await read(os.getpid) != before
 
 
+async def test_a_child_that_is_not_asked_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle worker keeps no child; one that was asked again meanwhile stays."""
+    busy = await read(os.getpid)
+    monkeypatch.setattr(reading, "IDLE_S", 0.0)
+    idle = await read(os.getpid)
+    assert idle == busy
+    while Path(f"/proc/{idle}").exists():
+        await asyncio.sleep(0.01)
+
+    assert await read(os.getpid) != idle
+
+
 _HOARD: list[bytes] = []
 
 

@@ -1,7 +1,7 @@
 """Calls a function on bytes from a sandbox, in a child process of this worker.
 
-Children are kept warm. One serves one request at a time, so that its limits are that request's; the
-next is started when those at work do not end within a moment.
+Children are kept warm for a while. One serves one request at a time, so that its limits are that
+request's; the next is started when those at work do not end within a moment.
 """
 
 import asyncio
@@ -27,6 +27,8 @@ WALL_S = 300.0
 is starved."""
 START_S = 120.0
 """Seconds for a child's start, on a busy host."""
+IDLE_S = 60.0
+"""Seconds without a request after which a child ends."""
 MOST = max(2, os.cpu_count() or 1)
 """Children at a time."""
 
@@ -117,9 +119,22 @@ def _give_back(child: "_Child") -> None:
     """To who has waited longest."""
     turn = next((turn for turn in _waiting if not turn.done()), None)
     if turn is None:
-        _idle.append(child)
+        _keep_warm(child)
     else:
         turn.set_result(child)
+
+
+def _keep_warm(child: "_Child") -> None:
+    """For the next request, unless none comes: a child holds 26 MB."""
+    child.served += 1
+    _idle.append(child)
+    asyncio.get_running_loop().call_later(IDLE_S, _end_unless_used, child, child.served)
+
+
+def _end_unless_used(child: "_Child", served: int) -> None:
+    if child in _idle and child.served == served:
+        _idle.remove(child)
+        child.end()
 
 
 async def _started() -> "_Child":
@@ -149,6 +164,7 @@ class _Child:
 
     def __init__(self) -> None:
         """Raises: RetryHere when the host has no room for a process."""
+        self.served = 0
         self._socket, theirs = socket.socketpair()
         argv = [sys.executable, "-c", _START, json.dumps(sys.path)]
         try:
