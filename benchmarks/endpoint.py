@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -177,6 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="of its script and its ledger")
     parser.add_argument("port", type=int, help="0 = any")
     options = parser.parse_args(arguments)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each agent
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(options.folder, options.port))
 

@@ -92,6 +92,18 @@ async def test_calls_over_the_limit_wait(limits: Limits, most: int) -> None:
     assert [answer.status_code for answer in answers] == [200] * 10
 
 
+async def test_a_thousand_agents_wait_for_their_models_at_once() -> None:
+    """One process holds none of them back."""
+    app = Slow()
+    async with _client(CallLimiter(app, _session)) as client:
+        calls = _calls(client, 1000, 10_000)
+        await app.until_running(1000)
+        app.go.set()
+        answers = await asyncio.gather(*calls)
+
+    assert {answer.status_code for answer in answers} == {200}
+
+
 async def test_a_body_larger_than_the_room_is_worked_on_alone() -> None:
     """It is not locked out; the app refuses it if it is too large."""
     app = Slow()

@@ -26,7 +26,8 @@ SessionOf = Callable[[Mapping[str, str]], str | None]
 class Limits:
     """How much one process works on at once."""
 
-    calls: int = 512
+    calls: int = 2048
+    """Most of them wait for an engine."""
     body_bytes: int = 96 << 20
     """A parsed body takes about twice its bytes until its call ends."""
     session_bytes: int = 32 << 20
