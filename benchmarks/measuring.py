@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -140,6 +140,29 @@ def waited_for_seconds() -> float:
     """User plus system time of this process's children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+class Memory(NamedTuple):
+    """MB of one or more processes. `pss`: a page that several processes share counts in parts, so that
+    a sum is what the host has lost; `rss` counts it in each."""
+
+    pss: float
+    rss: float
+
+    @classmethod
+    def of(cls, pids: Iterable[int]) -> "Memory":
+        found = [_rollup(pid) for pid in pids]
+        return cls(sum(one.pss for one in found), sum(one.rss for one in found))
+
+
+def _rollup(pid: int) -> Memory:
+    kilobytes = {"Pss": 0, "Rss": 0}
+    with contextlib.suppress(OSError):  # it has ended
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+            name, value = line.split()[:2]
+            if name[:-1] in kilobytes:
+                kilobytes[name[:-1]] = int(value)
+    return Memory(kilobytes["Pss"] / 1024, kilobytes["Rss"] / 1024)
 
 
 def command_of(pid: int) -> str:

@@ -17,7 +17,9 @@ from typing import Any
 
 from benchmarks import toy
 from benchmarks.measuring import (
+    Memory,
     Meter,
+    command_of,
     ended_if_interrupted,
     kill_all,
     own_seconds,
@@ -206,12 +208,24 @@ class Stack:
 
     def split(self) -> dict[str, float]:
         """CPU seconds so far, by part; `sandboxes` is the rest: short-lived or foreign processes."""
-        state = self.state()
-        parts = {name: own_seconds(child.pid) for name, child in state.children.items()}
-        parts["supervisor"] = own_seconds(state.pid)
+        parts = {name: own_seconds(pid) for name, pid in self.pids().items()}
         if self._runs_took:
             parts["perdure run"] = self._runs_took
         return parts | {"sandboxes": self.meter.seconds() - sum(parts.values())}
+
+    def pids(self) -> dict[str, int]:
+        """Of each supervised process, and of the supervisor."""
+        state = self.state()
+        pids = {name: child.pid for name, child in state.children.items()}
+        return pids | {"supervisor": state.pid}
+
+    def memory(self) -> dict[str, Memory]:
+        """By part. `signs of life`: the host's own process; `rest`: what workers and sandboxes started."""
+        pids = self.pids()
+        others = set(self.meter.pids()) - set(pids.values())
+        life = {pid for pid in others if command_of(pid).endswith("-m workers.host.life")}
+        found = {name: Memory.of([pid]) for name, pid in pids.items()}
+        return found | {"signs of life": Memory.of(life), "rest": Memory.of(others - life)}
 
     def stop(self) -> None:
         """Run `perdure down`, which also happens at SIGTERM."""

@@ -6,6 +6,7 @@ calls are answered at once, so that all agents end together.
 """
 
 import argparse
+import asyncio
 import contextlib
 import itertools
 import json
@@ -18,12 +19,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from temporalio.client import Client
+
 from benchmarks import toy
 from benchmarks.endpoint import Endpoint
-from benchmarks.measuring import Meter
+from benchmarks.measuring import Memory, Meter
 from benchmarks.options import add_output
 from benchmarks.perdure_stack import DATASET, PERDURE, ROOT, Home, Stack
 from benchmarks.scratch import scratch_folder
+from perdure.client import search_attributes
 from perdure.storage import keys
 
 AGENT = "benchmarks.overhead.bash_agent:BashAgent"
@@ -38,11 +42,11 @@ SETTLES_S = 10.0
 
 @dataclass(frozen=True)
 class Window:
-    """CPU milliseconds a second, and resident megabytes, of each part while `agents` waited."""
+    """CPU milliseconds a second, and memory, of each part while `agents` waited."""
 
     agents: int
     cpu: Mapping[str, float]
-    memory: Mapping[str, float]
+    memory: Mapping[str, Memory]
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Burst:
     first: float
     last: float
     pause: float
+    again: int
+    """Activities that were tried again."""
     late: int
     """Lines of Temporal's log about a deadline that it missed."""
 
@@ -110,7 +116,8 @@ def _measure(
             endpoint.reset(latency_s=0.0)
             run.wait(timeout=LIMIT_S)
         burst = _burst(home, agents, released)
-        return [rest, busy], replace(burst, late=_missed_deadlines(home) - late)
+        again = asyncio.run(_tried_again(stack))
+        return [rest, busy], replace(burst, again=again, late=_missed_deadlines(home) - late)
     finally:
         stack.stop()
 
@@ -139,7 +146,18 @@ def _burst(home: Home, agents: int, released: float) -> Burst:
     ends = sorted(one["finished_at"] - released for one in rollouts)
     pauses = [after - before for before, after in itertools.pairwise([0.0, *ends])]
     right = sum(one["reward"] == 1 for one in rollouts)
-    return Burst(agents, right, ends[0], ends[-1], max(pauses), 0)
+    return Burst(agents, right, ends[0], ends[-1], max(pauses), 0, 0)
+
+
+async def _tried_again(stack: Stack) -> int:
+    state = stack.state()
+    client = await Client.connect(state.temporal_address, namespace=state.namespace)
+    count = 0
+    async for one in client.list_workflows(f"{search_attributes.RUN.name} = '{RUN}'"):
+        history = await client.get_workflow_handle(one.id, run_id=one.run_id).fetch_history()
+        started = [event.activity_task_started_event_attributes for event in history.events]
+        count += sum(each.attempt > 1 for each in started)
+    return count
 
 
 def _missed_deadlines(home: Home) -> int:
@@ -159,32 +177,23 @@ def _window(stack: Stack, agents: int, seconds: float) -> Window:
     time.sleep(seconds)
     after, took = stack.split(), time.monotonic() - began
     cpu = {name: (after[name] - before[name]) / took * 1000 for name in after}
-    return Window(agents, cpu, _memory(stack))
-
-
-def _memory(stack: Stack) -> dict[str, float]:
-    state = stack.state()
-    processes = {name: child.pid for name, child in state.children.items()}
-    processes["supervisor"] = state.pid
-    return {name: _resident_mb(pid) for name, pid in processes.items()}
-
-
-def _resident_mb(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    memory = {name: Memory.of([pid]) for name, pid in stack.pids().items()}
+    return Window(agents, cpu, memory)
 
 
 def _table(windows: Sequence[Window]) -> str:
     rest, busy = windows
     lines = [
-        f"| part | CPU ms/s, at rest | {busy.agents} agents wait | ms/s an agent | MB, at rest "
+        f"| part | CPU ms/s, at rest | {busy.agents} agents wait | ms/s an agent | PSS MB, at rest "
         f"| {busy.agents} agents wait |",
         "|---|---|---|---|---|---|",
     ]
     for name, used in busy.cpu.items():
         each = (used - rest.cpu[name]) / busy.agents
         memory = (
-            f"{rest.memory[name]:.0f} | {busy.memory[name]:.0f}" if name in busy.memory else "|"
+            f"{rest.memory[name].pss:.0f} | {busy.memory[name].pss:.0f}"
+            if name in busy.memory
+            else "|"
         )
         lines.append(f"| {name} | {rest.cpu[name]:.0f} | {used:.0f} | {each:.2f} | {memory} |")
     load = os.getloadavg()[0]
@@ -196,7 +205,7 @@ def _ended(burst: Burst) -> str:
     return (
         f"\nAll calls answered at once: {burst.right} of {burst.agents} right, the first episode after "
         f"{burst.first:.1f} s, the last after {burst.last:.1f} s; the longest time without one "
-        f"{burst.pause:.1f} s. Temporal missed {burst.late} deadlines."
+        f"{burst.pause:.1f} s. {burst.again} activities were tried again. Temporal missed {burst.late} deadlines."
     )
 
 

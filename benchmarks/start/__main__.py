@@ -1,7 +1,8 @@
-"""`python -m benchmarks.start`: seconds and CPU seconds of `perdure up`, part by part.
+"""`python -m benchmarks.start`: seconds and CPU seconds of `perdure up`, and memory, part by part.
 
 Each round starts a stack in the same scratch home and stops it. Its unit is measured beside it: one
-Python that makes the two imports which every part of Perdure makes.
+Python that makes the two imports which every part of Perdure makes. Then one more stack grades
+rollouts, and its memory is looked at before, after, and once it has been idle.
 """
 
 import argparse
@@ -11,17 +12,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.measuring import Meter
+from benchmarks import toy
+from benchmarks.endpoint import Endpoint
+from benchmarks.measuring import Memory, Meter
 from benchmarks.options import add_output
 from benchmarks.perdure_stack import Home, Stack
 from benchmarks.scratch import scratch_folder
 
 UNIT = "import temporalio.client, pydantic"
-AIM_S, AIM_CPU_S = 3.0, 4.0
+AIM_S, AIM_CPU_S, AIM_MB = 3.0, 4.0, 500
+AGENT = "benchmarks.overhead.bash_agent:BashAgent"
+TURNS, AT_ONCE = 4, 8
 
 
 @dataclass(frozen=True)
@@ -39,16 +44,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with scratch_folder("perdure-bench-", keep=options.keep) as folder:
         home = Home(folder / "home", engine_url="")
         starts = [_start(home, folder / f"meter-{n}") for n in range(options.rounds + 1)]
+        looks = _held(folder / "held", options.rollouts, options.idle)
     warm = starts[1:]  # the first one writes bytecode and Temporal's database
     if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in warm], indent=1) + "\n")
+        found = {"starts": [asdict(one) for one in warm], "memory": looks}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(_table(warm))
+    print(_memory_table(looks))
     return 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--rollouts", type=int, default=240, help="before the second look at memory"
+    )
+    parser.add_argument("--idle", type=float, default=240.0, help="seconds before the third look")
     add_output(parser)
     return parser.parse_args(arguments)
 
@@ -63,6 +75,26 @@ def _start(home: Home, folder: Path) -> Start:
         finally:
             stack.stop()
     return Start(seconds, cpu, parts, unit)
+
+
+def _held(folder: Path, rollouts: int, idle_s: float) -> dict[str, dict[str, Memory]]:
+    """The memory of one stack: started, after its rollouts, idle."""
+    with (
+        Endpoint.start(folder / "endpoint", toy.script(TURNS)) as endpoint,
+        Meter.open("held", folder / "meter") as meter,
+    ):
+        home = Home(folder / "home", endpoint.url)
+        home.add_instances(toy.make_tree(folder / "tree"), rollouts)
+        stack = Stack.start(home, meter)
+        try:
+            looks = {"started": stack.memory()}
+            asked = ["--agent", AGENT, "-l", str(rollouts), "-c", str(AT_ONCE)]
+            stack.run([*asked, "--run-id", "held"], folder / "run.log")
+            looks[f"{rollouts} rollouts"] = stack.memory()
+            time.sleep(idle_s)
+            return looks | {f"idle for {idle_s:.0f} s": stack.memory()}
+        finally:
+            stack.stop()
 
 
 def _cpu_of_unit() -> float:
@@ -88,6 +120,19 @@ def _table(starts: Sequence[Start]) -> str:
         f"(aim {AIM_S:g}); load {load:.0f} on {os.cpu_count()} cores"
     )
     return "\n".join(lines)
+
+
+def _memory_table(looks: Mapping[str, Mapping[str, Memory]]) -> str:
+    """PSS, and RSS in brackets."""
+    lines = [f"\n| MB: PSS (RSS) | {' | '.join(looks)} |", "|---" * (len(looks) + 1) + "|"]
+    for name in next(iter(looks.values())):
+        lines.append(_memory_row(name, [look[name] for look in looks.values()]))
+    sums = [Memory(*map(sum, zip(*look.values(), strict=True))) for look in looks.values()]
+    return "\n".join([*lines, _memory_row(f"all (aim {AIM_MB})", sums)])
+
+
+def _memory_row(name: str, values: Sequence[Memory]) -> str:
+    return f"| {name} | " + " | ".join(f"{one.pss:.0f} ({one.rss:.0f})" for one in values) + " |"
 
 
 def _row(name: str, values: Sequence[float], unit: float) -> str:
