@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,14 @@ QUICK = {
     "RAY_agent_register_timeout_ms": "120000",
 }
 """A lost node is noticed after ten seconds, and a busy one does not count as lost."""
+AUTOSCALER = {
+    "RAY_FAKE_CLUSTER": "1",
+    "RAY_enable_autoscaler_v2": "1",  # as `ray up` and KubeRay set it
+    "RAY_CLOUD_INSTANCE_ID": "f" * 51 + "00000",  # what its fake cloud calls the head
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+}
+SPOT, RESERVED = "market=spot", "market=reserved"
+"""Labels of nodes."""
 LISTS = (
     *("cluster_synced_files", "initialization_commands", "setup_commands"),
     *("head_setup_commands", "worker_setup_commands"),
@@ -43,7 +52,7 @@ class RayNodes:
         self, folder: Path, autoscaling: Mapping[str, float] | None = None, /, **head: str
     ) -> None:
         """`head`: further variables of the head, such as where it keeps its tables. `autoscaling`: what
-        each node offers that Ray's own autoscaler starts here, up to two of them."""
+        each node offers that Ray's own autoscaler starts here, up to two of them, spot or reserved."""
         self._folder, self._head_env, self._autoscaling = folder, head, autoscaling
         self._processes: list[subprocess.Popen[bytes]] = []
         self._temp = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets want short paths
@@ -59,16 +68,19 @@ class RayNodes:
         env = self._head_env
         if self._autoscaling is not None:
             words += ["--autoscaling-config", str(self._autoscaling_config(self._autoscaling))]
-            env = {**env, "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+            env = {**env, **AUTOSCALER}
         self.head = self._start("head", *words, **env)
         return self.head
 
     def _autoscaling_config(self, offered: Mapping[str, float]) -> Path:
         path = self._folder / "autoscaling.json"
-        kinds = {
-            "ray.head.default": {"resources": {}, "node_config": {}, "max_workers": 0},
-            "kind": {"resources": offered, "node_config": {}, "min_workers": 0, "max_workers": 2},
+        kinds: dict[str, dict[str, Any]] = {
+            "ray.head.default": {"resources": {}, "node_config": {}, "max_workers": 0}
         }
+        for label in (RESERVED, SPOT):
+            key, value = label.split("=")
+            kinds[value] = {"resources": offered, "labels": {key: value}, "node_config": {}}
+            kinds[value] |= {"min_workers": 0, "max_workers": 2}
         config = {
             "cluster_name": "fake",
             "max_workers": 2,
@@ -76,10 +88,12 @@ class RayNodes:
             **{name: {} for name in ("docker", "auth", "file_mounts")},
             **{name: [] for name in LISTS},
             "provider": {
-                "type": "fake_multinode",
+                "type": "external",  # under its own name, a file that the wheel lacks is read
+                "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
                 "gcs_address": self.address,
                 "disable_node_updaters": True,
                 "use_node_id_as_ip": True,
+                "launch_multiple": True,
             },
             "available_node_types": kinds,
             "head_node_type": "ray.head.default",

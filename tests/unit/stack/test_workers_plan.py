@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from perdure.cli.commands.workers import workers
 from perdure.stack.on_ray.plan import WorkersPlan
 
 NODE: dict[str, Any] = {
@@ -40,6 +42,30 @@ def test_other_nodes_get_no_worker(other: dict[str, Any]) -> None:
 
     assert chosen.fits(NODE)
     assert not chosen.fits({**NODE, **other})
+
+
+@pytest.mark.parametrize(
+    ("selector", "passing"),
+    [
+        ("spot", {"spot"}),
+        ("!spot", {"reserved", None}),
+        ("in(spot, reserved)", {"spot", "reserved"}),
+        ("!in(spot,reserved)", {None}),
+    ],
+)
+def test_labels_select_nodes_as_rays_selectors_do(selector: str, passing: set[str | None]) -> None:
+    chosen = plan(labels={"kind": selector})
+    labels = {kind: {"kind": kind} if kind else {} for kind in ("spot", "reserved", None)}
+
+    assert {k for k, found in labels.items() if chosen.fits({**NODE, "Labels": found})} == passing
+
+
+@pytest.mark.parametrize("wrong", ["kind", "kind=", "kind=in()", "kind=a b", "=spot", "kind=!!a"])
+def test_a_label_that_ray_would_not_understand_is_refused_with_what_to_write(wrong: str) -> None:
+    told = CliRunner().invoke(workers, ["up", "--ray", "--label", wrong])
+
+    assert told.exit_code == 2
+    assert "write KEY=VALUE, KEY=!VALUE, KEY=in(A,B) or KEY=!in(A,B)" in told.output
 
 
 @pytest.mark.parametrize(("rollouts", "asked"), [(0, 1), (3, 3), (99, 10)])

@@ -21,6 +21,18 @@ CARRIED = ("TEMPORAL_", "AWS_", "OTEL_")
 """Variables that workers need besides the settings."""
 
 
+def _selectors(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    from perdure.stack.on_ray.plan import SELECTOR
+
+    found = dict(one.partition("=")[::2] for one in given)
+    for key, selector in found.items():
+        if not key or not SELECTOR.fullmatch(selector):
+            raise click.BadParameter(
+                f"{key}={selector}: write KEY=VALUE, KEY=!VALUE, KEY=in(A,B) or KEY=!in(A,B)"
+            )
+    return found
+
+
 @click.group()
 def workers() -> None:
     """Workers on a Ray cluster. Without Ray: `python -m workers.all` under systemd or Kubernetes."""
@@ -53,7 +65,12 @@ def workers() -> None:
 )
 @click.option("--resource", default="", metavar="NAME", help="Only nodes with this resource.")
 @click.option(
-    "--label", "labels", multiple=True, metavar="KEY=VALUE", help="Only nodes with this label."
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="KEY=SELECTOR",
+    callback=_selectors,
+    help="Only nodes whose label fits: VALUE, !VALUE, in(A,B) or !in(A,B), as Ray writes it.",
 )
 @click.option(
     "--most-rollouts",
@@ -72,14 +89,13 @@ def workers() -> None:
 )
 @ADDRESS
 @json_option
-def up(on_ray: bool, ray_address: str, as_json: bool, labels: tuple[str, ...], **o: Any) -> None:
+def up(on_ray: bool, ray_address: str, as_json: bool, **o: Any) -> None:
     """Keep one worker on every node; run it again to change the settings."""
     key = _connect(load_settings(), ray_address, with_code=True)
     from perdure.stack.on_ray import manager
     from perdure.stack.on_ray.plan import WorkersPlan
 
-    pairs = dict(label.partition("=")[::2] for label in labels)
-    plan = WorkersPlan(environment=_environment(load_settings()), labels=pairs, **o)
+    plan = WorkersPlan(environment=_environment(load_settings()), **o)
     actor = manager.start(key, plan)
     end = time.monotonic() + READY_S
     while (report := _report(actor)).absent or not report.nodes:

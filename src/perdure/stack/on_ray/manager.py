@@ -59,6 +59,9 @@ class NodeActor:
     async def report(self) -> str:
         return self._worker.report().model_dump_json()
 
+    async def give_back(self) -> bool:
+        return await self._worker.give_back()
+
     async def leave(self) -> None:
         await self._worker.leave()
 
@@ -199,13 +202,21 @@ class WorkersManager:
         await asyncio.to_thread(request_resources, bundles=bundles, bundle_label_selectors=only)
 
     async def _give_back(self) -> None:
-        """Free the nodes that have been idle for long, except for one, which decides and counts."""
+        """Free the nodes that have been idle for long, except for one, which decides and counts.
+
+        Ray takes no node on which an actor was placed again meanwhile.
+        """
         idle = [
             k for k, one in self._placed.items() if monotonic() - one.busy_at > self._plan.idle_s
         ]
         for key in idle[: len(self._placed) - 1]:
-            await self._end(self._placed.pop(key), leave=True)
-            self._given_back.add(key)
+            placed = self._placed[key]
+            if await placed.actor.give_back.remote():
+                ray.kill(placed.actor)
+                del self._placed[key]
+                self._given_back.add(key)
+            else:
+                placed.busy_at = monotonic()
 
 
 def start(key: str, plan: WorkersPlan) -> Any:

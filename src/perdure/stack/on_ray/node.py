@@ -43,17 +43,17 @@ class NodeWorker:
         self._log = self._home / "logs" / "worker.log"
         self._child: subprocess.Popen[bytes] | None = None
         self._starts = 0
+        self._seats = Seats(self._home / "run" / "seats", settings.slots.agent)
         self._keeping = asyncio.create_task(self._keep())
 
     def report(self) -> NodeReport:
-        seats = self._settings.slots.agent
         alive = self._child is not None and self._child.poll() is None
         return NodeReport(
             node=self._node,
             pid=self._child.pid if self._child is not None and alive else 0,
             starts=self._starts,
-            seats=seats,
-            taken=Seats(self._home / "run" / "seats", seats).agents(),
+            seats=self._seats.most,
+            taken=self._seats.agents(),
             log=str(self._log),
         )
 
@@ -63,6 +63,18 @@ class NodeWorker:
         if (child := self._child) is not None and child.stdin is not None:
             child.stdin.close()  # its supervisor ends it
             await asyncio.to_thread(child.wait)
+
+    async def give_back(self) -> bool:
+        """Leave if no rollout is here. False: one came before the worker had ended, which starts again.
+
+        Only when nothing polls any more can the answer be final.
+        """
+        await self.stop()
+        if self._seats.agents() or await sandboxes.any_alive(self._settings):
+            self._keeping = asyncio.create_task(self._keep())
+            return False
+        await asyncio.to_thread(host_life.end, self._settings)
+        return True
 
     async def leave(self) -> None:
         """End the worker and the agents, then say goodbye for the host: its rollouts move at once."""

@@ -1,6 +1,7 @@
 """Which nodes get a worker, how many seats each has, and what the autoscaler is asked for."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,9 @@ from perdure.types import Frozen
 
 Node = Mapping[str, Any]
 """One entry of `ray.nodes()`."""
+_VALUE = r"[a-zA-Z0-9](?:[\w.-]{0,61}[a-zA-Z0-9])?"
+SELECTOR = re.compile(rf"!?(?:{_VALUE}|in\({_VALUE}(?:, ?{_VALUE})*\))", re.ASCII)
+"""What Ray allows in a label selector: `v`, `!v`, `in(v, w)` and `!in(v, w)`."""
 
 
 class WorkersPlan(Frozen):
@@ -24,7 +28,7 @@ class WorkersPlan(Frozen):
     resource: str = ""
     """Only nodes that offer this custom resource."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Only nodes with these labels."""
+    """Only nodes with such labels: a `SELECTOR` for each key."""
     most_rollouts: int = Field(0, ge=0)
     """The autoscaler is asked for room for as many at most; 0: it is asked for nothing."""
     idle_s: float = Field(300.0, ge=0)
@@ -37,7 +41,7 @@ class WorkersPlan(Frozen):
             node["Alive"]
             and self.seats(node) > 0
             and (not self.resource or node["Resources"].get(self.resource, 0) > 0)
-            and all(labels.get(key) == value for key, value in self.labels.items())
+            and all(_selects(each, labels.get(key)) for key, each in self.labels.items())
         )
 
     def seats(self, node: Node) -> int:
@@ -59,3 +63,10 @@ class WorkersPlan(Frozen):
         wanted = min(max(rollouts, 1), self.most_rollouts)
         spare = [{"CPU": self.spare_cpus, **only}] * nodes if self.spare_cpus else []
         return [{"CPU": self.cpus_per_rollout, **only}] * wanted + spare
+
+
+def _selects(selector: str, label: str | None) -> bool:
+    """As Ray does: a node without the label passes every `!`."""
+    terms = selector.removeprefix("!")
+    values = terms[3:-1].split(",") if terms.startswith("in(") else [terms]
+    return (label in [value.strip() for value in values]) != selector.startswith("!")
