@@ -2,7 +2,7 @@
 
 A small run plays its instances itself. A large one is cut into shards, each small enough to need
 no continue-as-new (docs/decisions/0004-runs-are-sharded.md); a shard starts when the one before it
-has nothing left to start.
+has nothing left to start, with the room that the older ones leave of the run's concurrency.
 """
 
 import asyncio
@@ -44,6 +44,9 @@ class RunWorkflow:
         self.budget = Budget()
         self.window: Window | None = None
         self.shards: dict[int, Shard] = {}
+        """The open ones. Only the newest has rollouts left to start."""
+        self.newest, self.told = 0, 0
+        """The newest shard, and the room that it knows of."""
         self.reports: dict[int, RunStatus] = {}
         """The last one of each shard."""
         self.summary: RunSummary | None = None
@@ -127,8 +130,7 @@ class RunWorkflow:
     async def resize(self, concurrency: int) -> RunStatus:
         """Rollouts in flight at most, from now on."""
         self.throttle.concurrency = concurrency
-        for shard in list(self.shards.values()):
-            await _signal(shard, RunShardWorkflow.set_concurrency, concurrency)
+        await self._tell_room()
         return self.status()
 
     @resize.validator
@@ -140,6 +142,7 @@ class RunWorkflow:
     async def shard_report(self, shard: int, report: RunStatus) -> None:
         self.reports[shard] = report
         self._show()
+        await self._tell_room()
         if self._used_up() and not self.throttle.spent:
             self.throttle.spent = True
             for other in list(self.shards.values()):
@@ -179,26 +182,32 @@ class RunWorkflow:
     async def _play_shards(self, run: RunRequest, total: int) -> None:
         tasks: list[asyncio.Task[None]] = []
         size = _shard_size(run)
+        together = run.n_samples if starts_together(run) else 1
         for shard, start in enumerate(range(0, total, size)):
+            self.newest = shard
+            await workflow.wait_condition(
+                lambda: self._starts_no_more(tasks) or self._has_room(together)
+            )
+            if self._starts_no_more(tasks):
+                break
             task = asyncio.create_task(
                 self._play_shard(run, shard, start, min(start + size, total))
             )
             tasks.append(task)
             await workflow.wait_condition(
-                lambda shard=shard, task=task: task.done() or self._is_drained(shard)  # type: ignore[misc]
+                lambda shard=shard, task=task: task.done() or self._has_started_all(shard)  # type: ignore[misc]
             )
-            if self.throttle.spent or not self._is_drained(shard):
-                break  # there is no more to buy, or it ended before it sent its last report
         await asyncio.gather(*tasks, return_exceptions=True)  # one that fails ends no other
         for task in tasks:
             task.result()
 
     async def _play_shard(self, run: RunRequest, shard: int, start: int, stop: int) -> None:
+        self.told = max(1, self._room())
         request = ShardRequest(
             run=run,
             start=start,
             stop=stop,
-            concurrency=self.throttle.concurrency,
+            concurrency=self.told,
             paused=self.throttle.paused,
         )
         handle = await workflow.start_child_workflow(
@@ -215,23 +224,37 @@ class RunWorkflow:
             self._show()
         finally:
             del self.shards[shard]
+        await self._tell_room()
 
     async def _catch_up(self, shard: Shard, request: ShardRequest) -> None:
         """Signal what has changed while the shard was being started."""
-        throttle = self.throttle
-        if (request.paused, request.concurrency) != (throttle.paused, throttle.concurrency):
-            await _signal(shard, RunShardWorkflow.set_paused, throttle.paused)
-            await _signal(shard, RunShardWorkflow.set_concurrency, throttle.concurrency)
-            stop_if_cancelled()  # awaiting the signals may have used up the cancellation
+        if request.paused != self.throttle.paused:
+            await _signal(shard, RunShardWorkflow.set_paused, self.throttle.paused)
+        await self._tell_room()
+        stop_if_cancelled()  # awaiting the signals may have used up the cancellation
 
-    def _is_drained(self, shard: int) -> bool:
-        """Whether the shard has started all its rollouts and has at most a tenth of the window in flight."""
+    def _starts_no_more(self, tasks: list[asyncio.Task[None]]) -> bool:
+        """The budget is used up, or a shard has failed."""
+        ended = [task for task in tasks if task.done()]
+        return self.throttle.spent or any(task.cancelled() or task.exception() for task in ended)
+
+    def _room(self) -> int:
+        """Rollouts that the newest shard may have in flight: what the older ones leave."""
+        older = self.shards.keys() & self.reports.keys() - {self.newest}
+        return self.throttle.concurrency - sum(self.reports[shard].running for shard in older)
+
+    def _has_room(self, together: int) -> bool:
+        return self._room() >= min(together, self.throttle.concurrency)
+
+    async def _tell_room(self) -> None:
+        room = max(1, self._room())
+        if room != self.told and (shard := self.shards.get(self.newest)) is not None:
+            self.told = room
+            await _signal(shard, RunShardWorkflow.set_concurrency, room)
+
+    def _has_started_all(self, shard: int) -> bool:
         report = self.reports.get(shard)
-        return (
-            report is not None
-            and report.started >= report.total
-            and report.running <= self.throttle.concurrency // 10
-        )
+        return report is not None and report.started >= report.total
 
 
 @workflow.defn(name=names.SHARD)
@@ -246,6 +269,7 @@ class RunShardWorkflow:
         page = ChildrenPage(*_page(request.run, self.total))
         self.window = Window(request.run, self.throttle, page)
         self.reported_done = 0
+        self.reported_all_started = False
         self.reported_attention = ""
 
     @workflow.run
@@ -273,23 +297,27 @@ class RunShardWorkflow:
         self.throttle.concurrency = concurrency
 
     async def _report(self, shard: int, playing: asyncio.Task[None]) -> None:
-        """Tell the parent at every 5 % of the shard, and at each completion of its tail."""
+        """Tell the parent at every 5 % of the shard; once all have started, at once, and whenever a
+        fifth of those in flight has ended, since others may start in their place."""
         parent = workflow.info().parent
         assert parent is not None, "shards are children of a run"
         handle = workflow.get_external_workflow_handle(parent.workflow_id)
-        step = max(1, self.total // 20)
         while not playing.done():
-            await workflow.wait_condition(lambda: playing.done() or self._has_news(step))
+            await workflow.wait_condition(lambda: playing.done() or self._has_news())
             self.reported_done = self.window.counts.done
+            self.reported_all_started = self.window.nothing_left_to_start
             self.reported_attention = self.throttle.attention
             await handle.signal("shard_report", args=[shard, self._status()])
             stop_if_cancelled()
 
-    def _has_news(self, step: int) -> bool:
+    def _has_news(self) -> bool:
+        counts, all_started = self.window.counts, self.window.nothing_left_to_start
         if self.throttle.attention != self.reported_attention:
             return True
-        done = self.window.counts.done - self.reported_done
-        return done >= (1 if self.window.nothing_left_to_start else step)
+        if all_started and not self.reported_all_started:
+            return True
+        step = counts.running // 5 if all_started else self.total // 20
+        return counts.done - self.reported_done >= max(1, step)
 
     def _status(self) -> RunStatus:
         state = "paused" if self.throttle.paused else "running"

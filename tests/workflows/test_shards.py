@@ -58,7 +58,7 @@ async def test_a_shard_that_is_terminated_ends_the_run(
 ) -> None:
     """A terminated shard sends no reports: the run writes its manifest and fails, instead of
     waiting."""
-    run = await Perdure(client).start_run(RUN)
+    run = await Perdure(client).start_run(RUN.model_copy(update={"concurrency": 1}))
     await gate.until_running(1)
     await client.get_workflow_handle(FIRST).terminate()
 
@@ -67,3 +67,21 @@ async def test_a_shard_that_is_terminated_ends_the_run(
             await run.handle.result()
 
     assert "finish_run" in stages.names()
+
+
+async def test_the_room_of_a_run_is_used_across_its_shards(
+    client: Client, stages: Stages, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard starts beside the one before, as soon as that has nothing left to start; together they
+    have what the run is resized to in flight, and no more."""
+    monkeypatch.setattr("workflows.run.SHARD", 2)
+    stages.instances = tuple(f"toy/add-{k}" for k in range(7))
+    run = await Perdure(client).start_run(RUN.model_copy(update={"concurrency": 1}))
+    for room in (1, 3, 4):
+        await run.resize(room)
+        await gate.until_running(room)
+    gate.open.set()
+    await run.result()
+
+    assert gate.most == 4
+    assert len(stages.endings) == 7
