@@ -83,5 +83,9 @@ async def test_the_room_of_a_run_is_used_across_its_shards(
     gate.open.set()
     await run.result()
 
+    history = await run.handle.fetch_history()
+    begun = [e.start_child_workflow_execution_initiated_event_attributes for e in history.events]
+    asked = [await client.data_converter.decode(b.input.payloads) for b in begun if b.workflow_id]
+    assert [request["concurrency"] for request, _ in asked[:2]] == [1, 3 - 2]
     assert gate.most == 4
     assert len(stages.endings) == 7
