@@ -27,8 +27,6 @@ PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL")
 GARBAGE_PERCENT = "200"
 """GOGC of the server: it collects garbage at three times its live memory, not at twice, to save CPU. At
 five times it would take 180 MB more after 240 rollouts, and measurably no less CPU."""
-ARENAS = "2"
-"""glibc's heaps in a process: by default each of its threads may keep freed memory in its own."""
 DYNAMIC_CONFIG = (
     "matching.enableFairness=true",
     # The default limits are made for a shared cluster; one user alone exceeds them.
@@ -169,7 +167,6 @@ class Plan:
         env = for_child(self.childrens_settings(), environment.variables())
         path = filter(None, [str(self.root), env.get("PYTHONPATH")])
         env |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
-        env.setdefault("MALLOC_ARENA_MAX", ARENAS)
         if self.addresses.temporal_address is not None:
             env = _without_temporal(env)
             env["TEMPORAL_ADDRESS"] = self.addresses.temporal_address
