@@ -1,5 +1,6 @@
 """A benchmark that is stopped leaves none of its processes behind."""
 
+import contextlib
 import os
 import select
 import signal
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from benchmarks.measuring import Meter
 from benchmarks.scratch import scratch_folder
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit none
 told = Path(sys.argv[1])
 says = "import os, sys, time; os.write(1, b'%d' % os.getpid()); time.sleep(600)"
 with scratch_folder("pd-", keep=False) as folder, Meter.open("interrupted", folder) as meter:
@@ -33,8 +35,12 @@ def test_what_a_benchmark_runs_ends_with_it(tmp_path: Path, signum: int) -> None
         assert benchmark.poll() is None
     command = os.pidfd_open(int(told.read_text()))
 
-    benchmark.send_signal(signum)
-    benchmark.wait()
-
-    assert select.select([command], [], [], 60)[0], "it still runs"
-    os.close(command)
+    try:
+        benchmark.send_signal(signum)
+        benchmark.wait(60)
+        assert select.select([command], [], [], 60)[0], "it still runs"
+    finally:
+        benchmark.kill()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(command, signal.SIGKILL)
+        os.close(command)
