@@ -71,8 +71,8 @@ class TimedEngine(ScriptedEngine):
 
         return Starlette(routes=[Route("/bought", bought), Mount("/", timed)])
 
-    def reset(self) -> None:
-        super().reset()
+    def reset(self, **changes: Any) -> None:
+        super().reset(**changes)
         self.first = self.last = 0.0
 
 
@@ -113,11 +113,9 @@ class Endpoint:
 
     def reset(self, **control: Any) -> None:
         """Reset the counts; `control`: fields of the engine's /control, such as latency_s or scripts."""
-        self._ask("/reset", {})
+        self._ask("/reset", control)
         self._ledger.clear()
         self._control |= control
-        if control:
-            self._ask("/control", control)
 
     def bought(self) -> list[BoughtCall]:
         """Every call since the last reset, also one whose caller or whose engine died."""

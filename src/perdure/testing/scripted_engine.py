@@ -19,7 +19,7 @@ import sys
 import time
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -277,12 +277,17 @@ class ScriptedEngine:
     def stats(self) -> Stats:
         return self._stats
 
-    def reset(self) -> None:
-        """Forget calls, counts and faults, and release calls that hang or still take their time."""
+    def reset(self, **changes: Any) -> None:
+        """Forget calls, counts and faults, make the changes that `control` makes, and only then release
+        calls that hang or still take their time: what their callers ask next meets the changes.
+
+        Raises: TypeError, ValueError as `control` does.
+        """
+        self.faults = Faults()
+        self.control(**changes)
         self._stats = Stats(in_flight=self._stats.in_flight)
         self._counter = itertools.count(1)
         self.calls.clear()
-        self.faults = Faults()
         self._released.set()
         self._released = asyncio.Event()
 
@@ -720,12 +725,14 @@ class ScriptedEngine:
         return JSONResponse([call.as_json() for call in calls])
 
     async def _reset_route(self, request: Request) -> Response:
-        self.reset()
-        return JSONResponse({})
+        return await self._changed(request, self.reset)
 
     async def _control_route(self, request: Request) -> Response:
+        return await self._changed(request, self.control)
+
+    async def _changed(self, request: Request, change: Callable[..., None]) -> Response:
         try:
-            self.control(**await request.json())
+            change(**json.loads(await request.body() or b"{}"))
         except (TypeError, ValueError) as error:
             return _openai_error(400, str(error))
         return JSONResponse({"faults": asdict(self.faults)})
