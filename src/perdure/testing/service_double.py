@@ -32,6 +32,8 @@ from perdure.settings.tree import Settings
 from perdure.testing.faults import CONTROL, Faults, Handler, met_rule
 from perdure.types import Limits
 
+ACCEPTED_IN = 4
+"""Turns of the event loop from a connection's arrival until its server knows it."""
 LIMITS = Limits(memory_mb=4096, cpus=2, pids=1024, disk_mb=4096, output_mb=512)
 
 
@@ -213,7 +215,15 @@ class Double:
         try:
             yield server, f"http://127.0.0.1:{runner.addresses[0][1]}"
         finally:
+            await site.stop()
+            for _ in range(ACCEPTED_IN):
+                await asyncio.sleep(0)  # `cleanup` forgets whoever comes while it waits
+            assert runner.server is not None
+            connections = [one.transport for one in runner.server.connections]
             await runner.cleanup()
+            for connection in connections:
+                if connection is not None:
+                    connection.abort()  # `cleanup` lets go of one that is not yet read to its end
 
 
 def run(double: type[Double], said: Callable[[str], str], port: int, about: str | None) -> None:

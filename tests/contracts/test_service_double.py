@@ -1,0 +1,51 @@
+"""What every double of a sandbox service does, whatever the service."""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from aiohttp import web
+
+from perdure.testing.faults import Faults
+from perdure.testing.service_double import Double
+
+LARGE = 64 << 20
+"""Bytes: more than sockets hold."""
+
+
+class Downloads(Double):
+    def __init__(self, state: Path) -> None:
+        super().__init__(state)
+        self.settings = {"clock_offset_s": None}
+        self.faults = Faults(state / "faults.json")
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        return [web.get("/large", self._large)]
+
+    async def expire(self) -> None:
+        pass
+
+    async def _large(self, _: web.Request) -> web.Response:
+        return web.Response(body=bytes(LARGE))
+
+
+async def test_one_that_ends_leaves_no_connection_open(tmp_path: Path) -> None:
+    """A reader that is slower than the double's end is cut off, as by a service's end."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as reader:
+        reader.setblocking(False)
+        async with Downloads.serving(tmp_path / "state") as (_, url):
+            host, port = url.removeprefix("http://").split(":")
+            await loop.sock_connect(reader, (host, int(port)))
+            await loop.sock_sendall(reader, b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert await loop.sock_recv(reader, 1) == b"H"
+
+        read = 1
+        while piece := await loop.sock_recv(reader, 1 << 20):
+            read += len(piece)
+    assert read < LARGE
