@@ -6,8 +6,8 @@ pandas and pyarrow's memory are the trainer's.
 
 import os
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+
+from perdure import lean_imports
 
 
 def set_up() -> None:
@@ -21,18 +21,5 @@ def set_up() -> None:
 
     if "pandas" in sys.modules:
         return
-    missing = _Missing()
-    sys.meta_path.insert(0, missing)
-    try:
+    with lean_imports.without("pandas"):
         pyarrow.array([0])
-    finally:
-        sys.meta_path.remove(missing)
-
-
-class _Missing:
-    """A finder to which pandas is not installed."""
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if name == "pandas":
-            raise ModuleNotFoundError("pyarrow looks for pandas", name=name)

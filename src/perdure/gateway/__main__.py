@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from perdure import tracing
+from perdure import lean_imports, tracing
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.settings.load import load_settings
 
@@ -17,7 +17,7 @@ from perdure.settings.load import load_settings
 def main() -> int:
     options = _options()
     try:
-        leave_out_client_of_renderers()
+        leave_out_what_is_unused()
         import uvloop
 
         from perdure.gateway.http.server import serve
@@ -44,7 +44,13 @@ def main() -> int:
     return 0
 
 
-def leave_out_client_of_renderers() -> None:
+def leave_out_what_is_unused() -> None:
+    """Before other imports."""
+    lean_imports.for_no_terminal("structlog", "httpx")
+    _leave_out_client_of_renderers()
+
+
+def _leave_out_client_of_renderers() -> None:
     """`renderers` imports an engine client of its own and with it the openai SDK: 40 % of a gateway's
     start. Its pinned release takes from there two errors that only that client raises."""
     unused = ModuleType("renderers.client")

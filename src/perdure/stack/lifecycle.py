@@ -85,7 +85,7 @@ def _start(settings: Settings, engine: str, tell: Say) -> bool:
     log = logs / "supervisor.log"
     reader, writer = os.pipe()
     os.set_inheritable(writer, True)
-    argv = [sys.executable, "-m", "perdure.stack.supervisor", "--report-fd", str(writer)]
+    argv = [sys.executable, "-m", "perdure.stack", "--report-fd", str(writer)]
     argv += ["--engine", engine] if engine else []
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     os.posix_spawn(

@@ -1,6 +1,6 @@
 """The process behind `perdure up`: starts the parts of a stack, keeps them running, stops them.
 
-`python -m perdure.stack.supervisor [--engine E] [--report-fd N]`. One per home: it holds a file lock
+`python -m perdure.stack [--engine E] [--report-fd N]`. One per home: it holds a file lock
 until it ends. Reports each step as a JSON line on the given descriptor.
 """
 
@@ -323,7 +323,7 @@ def run(engine: str, report: Report) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m perdure.stack.supervisor", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m perdure.stack", description=__doc__)
     parser.add_argument("--engine", default="", help="scripted:FILE, or an inference server's URL")
     parser.add_argument("--report-fd", type=int, help="write a JSON line for each step here")
     options = parser.parse_args()
@@ -338,10 +338,3 @@ def _tell(descriptor: int, event: dict[str, Any]) -> None:
         os.write(descriptor, json.dumps(event).encode() + b"\n")
         if event["event"] in FINAL_EVENTS:
             os.close(descriptor)
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -12,7 +12,6 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 import httpx
-import numpy
 import orjson
 
 from perdure import tracing
@@ -134,6 +133,8 @@ def body_with_ids(fields: dict[str, Any], name: str, ids: Sequence[int]) -> byte
     orjson writes the ids straight from the array's memory: 0.7 ms for 128k of them, where `json` takes
     13 ms. `json` writes the rest, because orjson refuses integers above 64 bits.
     """
+    import numpy  # programs that never ask for tokens do without (7 MB)
+
     held = ids if isinstance(ids, array) else array("i", ids)
     text = orjson.dumps(numpy.asarray(held), option=orjson.OPT_SERIALIZE_NUMPY)
     head = json.dumps(fields, separators=(",", ":")).encode().removesuffix(b"}")
