@@ -15,12 +15,14 @@ from tests.paths import ROOT
 PACKAGES = (
     "bubblewrap", "build-essential", "ca-certificates", "git", "python3", "python3-venv", "util-linux"
 )  # fmt: skip
-PROGRAMS = {
-    "podman-compose": "run by `make test-compose`",
-    "mmdebstrap": "Debian: apt-get install mmdebstrap",
-    "/usr/lib/podman/netavark": "Debian: apt-get install netavark aardvark-dns",
-    "iptables": "Debian: apt-get install iptables",
-}
+DEBIAN = "podman runc netavark aardvark-dns iptables mmdebstrap"
+PROGRAMS = (
+    "mmdebstrap",
+    "/usr/lib/podman/netavark",
+    "/usr/lib/podman/aardvark-dns",
+    "iptables",
+    "podman-compose",
+)
 BASE = "localhost/perdure-test/base:1"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 """What this host trusts, the image trusts."""
@@ -30,11 +32,19 @@ NETWORK = '[network]\nnetwork_backend = "netavark"\nnetwork_config_dir = "{folde
 @pytest.fixture(scope="session")
 def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
     folder = tmp_path_factory.mktemp("podman")
-    missing = [f"no {name} ({fix})" for name, fix in PROGRAMS.items() if not shutil.which(name)]
-    if reason := "; ".join(missing) or podman_storage.why_not(folder):
+    if reason := _why_not(folder):
         pytest.skip(reason)
     with podman_in(folder, NETWORK.format(folder=folder)) as made:
         yield made
+
+
+def _why_not(folder: Path) -> str:
+    """Empty, or all that is missing here, and how to get it."""
+    missing = [f"no {name}" for name in PROGRAMS if not shutil.which(name)]
+    if refused := podman_storage.why_not(folder):
+        missing.append(refused)
+    how = f"`make test-compose` as root, after apt-get install {DEBIAN} on Debian 12"
+    return f"{'; '.join(missing)}: {how}" if missing else ""
 
 
 @pytest.fixture(scope="session")

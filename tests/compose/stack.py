@@ -2,8 +2,8 @@
 
 Temporal's dev server stands in for Temporal on PostgreSQL, moto for SeaweedFS, a scripted engine for yours.
 Nothing is published, so that another stack of this host keeps its ports. Debian 12's podman has no health
-checks without systemd and starts no chain of services, so the services start here in the order that their
-`depends_on` asks for.
+checks without systemd, starts no chain of services, and knows no `host-gateway`; so the services start here
+in the order that their `depends_on` asks for, without the host's name.
 """
 
 import json
@@ -24,7 +24,7 @@ from tests.stack.engine import script
 IMAGE = "localhost/perdure"
 STAND_INS = "localhost/perdure-stand-ins"
 LEFT_OUT = ("grafana", "postgres", "prometheus", "temporal-schema", "temporal-ui")
-NOT_TAKEN = ("build", "depends_on", "healthcheck", "ports", "profiles")
+NOT_TAKEN = ("build", "depends_on", "extra_hosts", "healthcheck", "ports", "profiles")
 TESTS = f"{ROOT}/tests:/app/tests:ro"
 """The tests' agent, which workers and callers import."""
 DEV_SERVER = ["temporal", "server", "start-dev", "--headless", "--ip", "0.0.0.0"]
