@@ -34,9 +34,6 @@ DYNAMIC_CONFIG = (
     # Each partition of each queue takes memory; one is enough for a server on one SQLite file.
     "matching.numTaskqueueReadPartitions=1",
     "matching.numTaskqueueWritePartitions=1",
-    # Otherwise up to 8,096 workflows stay in memory for an hour, closed or not.
-    'history.cacheTTL="60s"',
-    'history.cacheBackgroundEvict={"Enabled":true,"LoopInterval":"30s","MaxEntryPerCall":1024}',
 )
 
 
