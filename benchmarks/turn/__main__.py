@@ -4,8 +4,8 @@
 
 One conversation grows turn by turn through every size, over HTTP, with an engine that answers at
 once: Perdure as it ships, with its journal on this disk and then in an S3 server in memory, and slime's
-current adapter in an environment of its own. Then the prompt alone, bridged and rendered in full. All use one tokenizer. Then the cost of each token
-that an engine streams.
+current adapter in an environment of its own. Then the prompt alone, bridged and rendered in full. All use one tokenizer. Then the cost of a
+streamed token, by how many an engine sends together.
 """
 
 import argparse
@@ -32,6 +32,8 @@ FLAT, CHEAPER = 1.5, 30.0
 
 MOST_MS = 6.0
 """The aim for a turn with the journal on the disk, at every size."""
+MOST_TOKEN_US = 20.0
+"""The aim for a streamed token, as engines are asked to send them."""
 S3_LATENCY_S = 0.03
 
 IN_S3 = "perdure, journal in S3"
@@ -115,8 +117,9 @@ def _print_table(costs: dict[str, Costs], puts: Costs) -> None:
 def _print_streamed(streamed: Streamed) -> None:
     print(
         f"\nCPU us a token, {STREAMS} calls at once, {TOKENS_PER_S:g} tokens a second each: "
-        f"{streamed.one_by_one:.0f} streamed one by one, {streamed.all_at_the_end:.0f} all in the "
-        f"last event: {streamed.streaming:.0f} for an event"
+        f"{streamed.as_asked:.0f} in events of {streamed.together}, as engines are asked to send "
+        f"them (aim: {MOST_TOKEN_US:g}), {streamed.one_by_one:.0f} one by one, "
+        f"{streamed.at_the_end:.0f} all in the last event: {streamed.event:.0f} for an event"
     )
 
 

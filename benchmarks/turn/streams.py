@@ -1,13 +1,15 @@
-"""CPU of a streamed token: what each event costs the gateway if an engine sends one event per token.
+"""CPU of a streamed token, by how many of them an engine sends together.
 
-Many calls run at once, each at the pace of a loaded engine; then the same calls with every token in
-the last event. The difference is the cost of streaming, with the journal of sampled tokens.
+Many calls run at once, each at the pace of a loaded engine: one event per token, then as many tokens an
+event as the gateway asks engines for, then every token in the last event.
 """
 
 import asyncio
+import itertools
 import json
 import statistics
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,40 +30,61 @@ TOKENS, STREAMS, TOKENS_PER_S = 300, 32, 50.0
 WORDS = "I read the file, and now I look at the next one to find where it is called from. "
 
 
+class Way(Enum):
+    """How an engine sends its tokens."""
+
+    ONE_BY_ONE = "one by one"
+    AS_ASKED = "as asked"
+    """The first one at once, then the number that the gateway asks for, then the rest."""
+    AT_THE_END = "at the end"
+
+
 class Streamed(NamedTuple):
-    """CPU microseconds per token, by how the engine sends them, and the cost of one more event."""
+    """CPU microseconds per token, and how many tokens the gateway asks for together."""
 
     one_by_one: float
-    all_at_the_end: float
+    as_asked: float
+    at_the_end: float
+    together: int
 
     @property
-    def streaming(self) -> float:
-        return self.one_by_one - self.all_at_the_end
+    def event(self) -> float:
+        """The cost of one more event."""
+        return self.one_by_one - self.at_the_end
 
 
 class PacedEngine(InstantEngine):
-    """Samples `TOKENS_PER_S` in each call, and sends each token at once, or all at the end."""
+    """Samples `TOKENS_PER_S` in each call."""
 
     def __init__(self) -> None:
         super().__init__()
         turn = {"content": WORDS * (TOKENS // 15)}
         self.ids = Policy(load_tokenizer("qwen3"), {}).tokens(turn)[:TOKENS]
-        self.one_by_one = True
+        self.way = Way.ONE_BY_ONE
+        self.together = 1
+        """As the newest request asked."""
 
     async def _vllm(self, request: Request) -> Response:
         asked = await request.json()
         if not asked.get("stream"):
             return await super()._vllm(request)
+        self.together = int(asked["sampling_params"].get("stream_interval", 1))
         return StreamingResponse(self._events(), media_type="text/event-stream")
 
     async def _events(self) -> AsyncIterator[bytes]:
         clock = asyncio.get_running_loop().time
-        began, step = clock(), 1 if self.one_by_one else len(self.ids)
-        for start in range(0, len(self.ids), step):
-            end = start + step
+        began = clock()
+        for start, end in itertools.pairwise((0, *self._ends())):
             await asyncio.sleep(began + end / TOKENS_PER_S - clock())
-            yield _event(self.ids[start:end], "stop" if end >= len(self.ids) else None)
+            yield _event(self.ids[start:end], "stop" if end == len(self.ids) else None)
         yield b"data: [DONE]\n\n"
+
+    def _ends(self) -> Iterator[int]:
+        """After which tokens an event ends."""
+        if self.way is not Way.AT_THE_END:
+            step = 1 if self.way is Way.ONE_BY_ONE else self.together
+            yield from range(1, len(self.ids), step)
+        yield len(self.ids)
 
 
 def _event(ids: Sequence[int], reason: str | None) -> bytes:
@@ -76,8 +99,8 @@ def _event(ids: Sequence[int], reason: str | None) -> bytes:
 
 
 async def measure(home: Path, rounds: int) -> Streamed:
-    """Both ways in turn, on one gateway; medians."""
-    spent: dict[bool, list[float]] = {True: [], False: []}
+    """All ways in turn, on one gateway; medians."""
+    spent: dict[Way, list[float]] = {way: [] for way in Way}
     async with (
         PacedEngine() as engine,
         sides.perdure(home, engine.url) as serving,
@@ -86,14 +109,15 @@ async def measure(home: Path, rounds: int) -> Streamed:
     ):
         keys = [await _opened(control, f"stream-{number}") for number in range(STREAMS)]
         for number in range(rounds):
-            for one_by_one, found in spent.items():
-                engine.one_by_one = one_by_one
+            for way, found in spent.items():
+                engine.way = way
                 before = sides.cpu_ms(serving.pid)
-                text = f"Round {number}, {'one by one' if one_by_one else 'at the end'}."
+                text = f"Round {number}, {way.value}."
                 await asyncio.gather(*(_call(client, key, text) for key in keys))
                 used = sides.cpu_ms(serving.pid) - before
                 found.append(1000 * used / (STREAMS * len(engine.ids)))
-    return Streamed(*map(statistics.median, spent.values()))
+    one_by_one, as_asked, at_the_end = map(statistics.median, spent.values())
+    return Streamed(one_by_one, as_asked, at_the_end, engine.together)
 
 
 async def _opened(control: GatewayControl, name: str) -> str:

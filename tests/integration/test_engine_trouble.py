@@ -532,7 +532,7 @@ async def test_a_held_group_takes_over_no_token_of_other_weights() -> None:
     async with stand(1) as it:
         whole = await it.ask()
         salvage = Salvage()
-        salvage.begin("vllm gone:1", 1)
+        salvage.begin("vllm gone:1", 1, 3)
         salvage.add(whole.token_ids, whole.logprobs, version=3)
         completion = await it.pool.generate(
             PROMPT,

@@ -13,8 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,21 @@ from benchmarks.parity.conversations import Job
 from benchmarks.parity.measure import Stand, measure
 from perdure.dialects.base import Refused
 from perdure.engines.base import Engine, TokenEngine
+from perdure.engines.clients.connections import Connections
+from perdure.engines.clients.token_server import (
+    TOKENS_AN_EVENT,
+    BreakKind,
+    EngineRequest,
+    StreamBroken,
+)
+from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import PROBE_SESSION, EngineControl
 from perdure.engines.clients.wire import new_client
 from perdure.engines.configured import ConfiguredEngine
 from perdure.engines.health import HealthCheck, Load
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
+from perdure.engines.pool.salvage import Salvage
 from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineRecord, EngineSpec, EngineState, name_of
 from perdure.episodes import turns_parquet
@@ -47,7 +56,16 @@ from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
-from perdure.types import FinishReason, Grading, Instance, Sampling, Source, SourceKind, Turn
+from perdure.types import (
+    FinishReason,
+    Grading,
+    Instance,
+    Sampling,
+    Source,
+    SourceKind,
+    Turn,
+    VersionSpan,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = ROOT / ".perdure/vllm"
@@ -189,6 +207,61 @@ async def test_a_stopped_turn_ends_with_its_stop_token(engine: TokenEngine) -> N
     ended = await engine.generate(PROMPT, certain, session_id="s", request_id="stop")
 
     assert (list(ended.token_ids), ended.finish_reason) == ([END_OF_TURN], FinishReason.STOP)
+
+
+class Events(Salvage):
+    """Notes how many tokens came together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
+        super().add(ids, logprobs, version)
+        self.sizes += [len(ids)] if ids else []
+
+
+@pytest.mark.parametrize("wish", [{}, {"stop": ["never said"]}], ids=["plain", "stop text"])
+async def test_the_first_token_comes_at_once_and_then_several_an_event(
+    engine: TokenEngine, wish: dict[str, Any]
+) -> None:
+    """Each with its logprob, and the rest with the finish reason."""
+    salvage = Events()
+    sampling = {**SAMPLING, "max_tokens": 2 + 3 * TOKENS_AN_EVENT, "ignore_eos": True, **wish}
+
+    made = await engine.generate(
+        PROMPT, sampling, session_id="s", request_id="events", salvage=salvage
+    )
+
+    assert salvage.sizes == [1, *[TOKENS_AN_EVENT] * 3, 1]
+    assert len(made.logprobs) == len(made.token_ids) == 2 + 3 * TOKENS_AN_EVENT
+    assert made.finish_reason is FinishReason.LENGTH
+
+
+async def test_an_abort_brings_the_tokens_that_were_held_back(
+    url: str, client: httpx.AsyncClient
+) -> None:
+    """A weight update may stop a completion: what vLLM has sampled of it is kept, to the last token that
+    vLLM itself counts."""
+    salvage = Events()
+    sampling = {**SAMPLING, "max_tokens": 4000, "ignore_eos": True}
+    ask = EngineRequest("policy", PROMPT, sampling, "s", "abort")
+    await client.post(f"{url}/update_weight_version", json={"new_version": "step-41"})
+    async with aclosing(Connections()) as connections:
+        server = VllmEngine("vllm e", url, connections)
+        answering = asyncio.create_task(server.sample(ask, salvage, lambda: None))
+        async with asyncio.timeout(START_S):
+            while len(salvage.sizes) < 3:
+                await asyncio.sleep(0.01)
+            await client.post(f"{url}/pause", params={"mode": "abort", "clear_cache": "true"})
+            with pytest.raises(StreamBroken) as broken:
+                await answering
+            await client.post(f"{url}/resume")
+
+    assert broken.value.kind is BreakKind.ABORTED
+    assert salvage.versions == [VersionSpan(version=41, start=0, end=len(salvage.ids))]
+    again = await _rescored(client, url, [*PROMPT, *salvage.ids], len(PROMPT))
+    assert list(salvage.logprobs) == pytest.approx(again, abs=PREFILL_TOLERANCE)
 
 
 async def test_every_wish_of_an_agent_is_understood(engine: TokenEngine) -> None:

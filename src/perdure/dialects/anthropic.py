@@ -152,11 +152,9 @@ def _text(block: Fields) -> str:
 
 
 def _messages(body: Fields) -> Iterator[dict[str, Any]]:
-    messages = list(body.objects("messages", MAX_MESSAGES))
-    if not messages:
+    if body.get("messages") in (None, []):
         raise body.bad("messages", "must be a non-empty list")
-    for message in messages:
-        yield from translated(message, _read)
+    yield from translated(body, "messages", MAX_MESSAGES, _read)
 
 
 def _read(message: Fields) -> list[dict[str, Any]]:

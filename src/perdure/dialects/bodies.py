@@ -7,11 +7,19 @@ checked or translated again. `fields` reads a body of an unusual form as a whole
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from perdure.dialects.fields import STRICT, Fields, check_depth, check_size, encodable, read_body
+from perdure.dialects.fields import (
+    STRICT,
+    Fields,
+    as_fields,
+    check_depth,
+    check_size,
+    encodable,
+    read_body,
+)
 
 KEPT_BYTES = 64 << 20
 """Bytes of bodies kept; the senders that were silent for longest are dropped first."""
@@ -32,14 +40,19 @@ class Message(dict[str, Any]):
     translation: list[dict[str, Any]] | None = None
 
 
-def translated(message: Fields, translate: Translate) -> list[dict[str, Any]]:
-    """The result of `translate`, computed once per message; computed again after it raised."""
-    wire = message.values
-    if not isinstance(wire, Message):
-        return translate(message)
-    if wire.translation is None:
-        wire.translation = translate(message)
-    return wire.translation
+def translated(
+    body: Fields, listed: str, most: int, translate: Translate
+) -> Iterator[dict[str, Any]]:
+    """The results of `translate` for a list of at most `most` messages. It is called once per message,
+    and again after it raised."""
+    body.items(listed, most)  # refuses what is no list, or too long
+    for number, wire in enumerate(body.get(listed) or ()):
+        found = wire.translation if type(wire) is Message else None
+        if found is None:
+            found = translate(as_fields(wire, f"{body.name(listed)}[{number}]"))
+            if type(wire) is Message:
+                wire.translation = found
+        yield from found
 
 
 class Piece(NamedTuple):
@@ -56,6 +69,17 @@ class Part(NamedTuple):
     fields: dict[str, Any]
 
 
+class Shared(NamedTuple):
+    """What a body repeats of a history: its head and so many leading messages, which end at byte `end`.
+    `messages`: -1 when it begins differently."""
+
+    messages: int
+    end: int
+
+
+NOTHING = Shared(-1, 0)
+
+
 @dataclass(frozen=True)
 class History:
     """One body in parts; joined, their bytes are the body."""
@@ -63,21 +87,18 @@ class History:
     head: Part
     pieces: tuple[Piece, ...]
     tail: Part
+    weight: int
+    """Bytes."""
 
-    @property
-    def weight(self) -> int:
-        return len(self.head.data) + len(self.tail.data) + sum(len(p.data) for p in self.pieces)
-
-    def shared(self, raw: bytes) -> int:
-        """How many leading messages `raw` repeats; -1 when it begins differently."""
+    def shared(self, raw: bytes) -> Shared:
         if not raw.startswith(self.head.data):
-            return -1
+            return NOTHING
         position = len(self.head.data)
         for number, piece in enumerate(self.pieces):
             if not raw.startswith(piece.data, position):
-                return number
+                return Shared(number, position)
             position += len(piece.data)
-        return len(self.pieces)
+        return Shared(len(self.pieces), position)
 
 
 class Bodies:
@@ -98,7 +119,7 @@ class Bodies:
             found = _read(raw, listed, known, shared)
         except (ValueError, RecursionError):
             return read_body(raw)  # names the error, or reads the unusual form
-        goes_on = known is not None and shared >= max(1, len(known.pieces) - ENDS)
+        goes_on = known is not None and shared.messages >= max(1, len(known.pieces) - ENDS)
         self._keep(sender, found, instead_of=known if goes_on else None)
         messages = [piece.message for piece in found.pieces]
         return Fields({**found.head.fields, listed: messages, **found.tail.fields})
@@ -116,22 +137,20 @@ def _weight(histories: list[History]) -> int:
     return sum(history.weight for history in histories)
 
 
-def _closest(histories: Iterable[History], raw: bytes) -> tuple[History | None, int]:
-    """The history of which `raw` repeats the most messages, and how many."""
-    best, most = None, -1
+def _closest(histories: Iterable[History], raw: bytes) -> tuple[History | None, Shared]:
+    """The history of which `raw` repeats the most messages, and what it repeats."""
+    best, most = None, NOTHING
     for history in histories:
         if (shared := history.shared(raw)) > most:
             best, most = history, shared
     return best, most
 
 
-def _read(raw: bytes, listed: str, known: History | None, shared: int) -> History:
+def _read(raw: bytes, listed: str, known: History | None, shared: Shared) -> History:
     """Raises: ValueError, RecursionError when the body does not have the usual form."""
     if known is None:
         return _read_all(raw, listed)
-    pieces = known.pieces[:shared]
-    start = len(known.head.data) + sum(len(piece.data) for piece in pieces)
-    tail = known.tail
+    pieces, start, tail = known.pieces[: shared.messages], shared.end, known.tail
     end = len(raw) - len(tail.data)
     same_tail = end >= start and raw.endswith(tail.data)
     reader = _Reader(raw[start : end if same_tail else None].decode())
@@ -139,7 +158,7 @@ def _read(raw: bytes, listed: str, known: History | None, shared: int) -> Histor
     if not same_tail:
         tail = reader.tail(listed)
     check_depth({**tail.fields, listed: [message for _, message in new]})
-    return History(known.head, (*pieces, *_pieces(new)), tail)
+    return History(known.head, (*pieces, *_pieces(new)), tail, len(raw))
 
 
 def _read_all(raw: bytes, listed: str) -> History:
@@ -148,7 +167,7 @@ def _read_all(raw: bytes, listed: str) -> History:
     new = reader.messages(opening="[")
     tail = reader.tail(listed)
     check_depth({**head.fields, listed: [message for _, message in new], **tail.fields})
-    return History(head, _pieces(new), tail)
+    return History(head, _pieces(new), tail, len(raw))
 
 
 def _pieces(new: list[tuple[bytes, dict[str, Any]]]) -> tuple[Piece, ...]:

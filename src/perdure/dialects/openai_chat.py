@@ -135,8 +135,7 @@ def messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _messages(body: Fields) -> list[dict[str, Any]]:
-    wire = body.objects("messages", MAX_MESSAGES)
-    found = [message for sent in wire for message in translated(sent, lambda one: [_message(one)])]
+    found = list(translated(body, "messages", MAX_MESSAGES, lambda one: [_message(one)]))
     if not found:
         raise body.bad("messages", "must be a non-empty list")
     return found

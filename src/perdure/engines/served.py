@@ -21,7 +21,7 @@ from starlette.routing import Route
 from perdure.engines.base import DEFAULT_MODEL
 from perdure.types import FinishReason
 
-PLAIN = frozenset({"logprobs", "skip_special_tokens", "prompt_logprobs"})
+PLAIN = frozenset({"logprobs", "skip_special_tokens", "prompt_logprobs", "stream_interval"})
 """Parameters of vLLM's wire that do not change what is sampled."""
 
 KEEP_ALIVE_S = 75

@@ -136,7 +136,7 @@ def test_metrics_of_all_ranks_are_read() -> None:
 def test_a_version_that_the_engine_reports_replaces_the_assumed_one() -> None:
     """Salvaged tokens have the version known when they came; a report of the engine replaces it."""
     salvage = Salvage()
-    salvage.begin("a", 1)
+    salvage.begin("a", 1, 7)
     salvage.add([1, 2], [-0.1, -0.2], 7)
     salvage.add([3], [-0.3], None)
     salvage.begin("b", 2)
@@ -152,6 +152,30 @@ def test_a_version_that_the_engine_reports_replaces_the_assumed_one() -> None:
         VersionSpan(version=7, start=0, end=2),
         VersionSpan(version=8, start=3, end=5),
     ]
+
+
+def test_tokens_held_back_over_an_update_have_no_version() -> None:
+    """An engine sends several tokens together. Only the last one was sampled just now: if the weights
+    changed since the tokens before, nobody knows which of them sampled the others."""
+    salvage = Salvage()
+    salvage.begin("a", 1, 7)
+    salvage.add([1], [-0.1], 7)
+    salvage.add([2, 3, 4], [-0.2, -0.3, -0.4], 8)
+    salvage.add([5, 6], [-0.5, -0.6], 8)
+
+    assert salvage.versions == [
+        VersionSpan(version=7, start=0, end=1),
+        VersionSpan(version=8, start=3, end=6),
+    ]
+
+
+def test_a_whole_answer_over_an_update_has_one_token_of_known_version() -> None:
+    """The engine was asked before the update, and sent everything at its end."""
+    salvage = Salvage()
+    salvage.begin("a", 1, 7)
+    salvage.add([1, 2, 3], [-0.1, -0.2, -0.3], 8)
+
+    assert salvage.versions == [VersionSpan(version=8, start=2, end=3)]
 
 
 def test_a_changed_engine_keeps_its_place() -> None:

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
+from perdure.engines.clients import sglang, vllm
 from perdure.engines.clients.connections import Connections
-from perdure.engines.clients.token_server import BreakKind, EngineRequest, StreamBroken
+from perdure.engines.clients.token_server import (
+    TOKENS_AN_EVENT,
+    BreakKind,
+    EngineRequest,
+    StreamBroken,
+)
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.pool.salvage import Salvage
 from perdure.types import FinishReason
@@ -54,6 +60,17 @@ async def test_an_answer_is_read_to_its_end(content: bytes) -> None:
     salvage, reason = await sampled(content)
 
     assert (list(salvage.ids), reason) == ([5], FinishReason.STOP)
+
+
+async def test_tokens_are_asked_for_several_an_event() -> None:
+    """An event costs the gateway more than the tokens in it; vLLM and SGLang know the same field."""
+    ask = EngineRequest("policy", [1], {"max_tokens": 9}, "s", "r")
+
+    asked = [
+        json.loads(body)["sampling_params"] for body in (vllm._body(ask), sglang._body(ask, {}))
+    ]
+
+    assert [one["stream_interval"] for one in asked] == [TOKENS_AN_EVENT] * 2
 
 
 async def test_a_torn_event_is_a_broken_stream() -> None:

@@ -14,7 +14,7 @@ from renderers.qwen35 import Qwen35Renderer
 
 from perdure.dialects.base import Answer, ContextExhausted, ModelRequest, Refused
 from perdure.engines.base import NO_LABELS, Completion, Engine
-from perdure.engines.clients.token_server import body_with_ids
+from perdure.engines.clients.token_server import EngineRequest, body_with_prompt
 from perdure.engines.pool.salvage import Salvage
 from perdure.episodes.segments import cut
 from perdure.episodes.turns_parquet import decode
@@ -76,7 +76,8 @@ class Speaker:
         salvage: Salvage | None = None,
         last: EngineSpan | None = None,
     ) -> Completion:
-        sent = json.loads(body_with_ids({"model": "m"}, "ids", prompt_ids))
+        ask = EngineRequest("m", prompt_ids, sampling, session_id, request_id)
+        sent = json.loads(body_with_prompt({"model": "m"}, "ids", ask))
         assert sent == {"model": "m", "ids": list(prompt_ids)}
         ids = POLICY.tokens(self.turns.pop(0) if len(self.turns) > 1 else self.turns[0])
         self.seen.append((tuple(prompt_ids), tuple(ids)))

@@ -61,7 +61,7 @@ async def killed(store: PartialStore, folder: Path) -> Salvage:
     partial = await partials.begin(INPUTS)
     salvage = partial.salvage
     with partials.kept(partial):
-        salvage.begin("vllm a:1", 3)
+        salvage.begin("vllm a:1", 3, 7)
         salvage.add([10, 11], [-0.1, -0.25], version=7)
         await until(lambda: files(folder))
         salvage.begin("vllm b:1", 5)
@@ -114,7 +114,7 @@ async def test_later_reports_of_versions_replace_earlier_ones(
     partials = Partials(store)
     partial = await partials.begin(INPUTS)
     with partials.kept(partial):
-        partial.salvage.begin("vllm a:1", 3)
+        partial.salvage.begin("vllm a:1", 3, 7)
         partial.salvage.add([10, 11], [-0.1, -0.2], version=None)
         await partials._write([partial])
         partial.salvage.add([12], [-0.3], version=None)
@@ -130,7 +130,7 @@ async def test_tokens_of_weights_in_doubt_are_not_kept(store: PartialStore, tmp_
     partials = Partials(store)
     partial = await partials.begin(INPUTS)
     with partials.kept(partial):
-        partial.salvage.begin("vllm a:1", 3)
+        partial.salvage.begin("vllm a:1", 3, 7)
         partial.salvage.add([10, 11], [-0.1, -0.2], version=7)
         partial.salvage.doubt(coming=8)
         partial.salvage.add([12], [-0.3], version=None)
@@ -148,7 +148,7 @@ async def test_dropped_tokens_are_not_taken_over(store: PartialStore, tmp_path: 
     partials = Partials(store)
     partial = await partials.begin(INPUTS)
     with partials.kept(partial):
-        partial.salvage.begin("vllm a:1", 3)
+        partial.salvage.begin("vllm a:1", 3, 7)
         partial.salvage.add([10, 11, 12], [-0.1, -0.2, -0.3], version=7)
         await partials._write([partial])
         partial.salvage.cut(1)
@@ -173,7 +173,7 @@ async def test_a_partial_may_lose_all_its_tokens(
     partials = Partials(store)
     partial = await partials.begin(INPUTS)
     with partials.kept(partial):
-        partial.salvage.begin("vllm a:1", 3)
+        partial.salvage.begin("vllm a:1", 3, 7)
         partial.salvage.add([10, 11, 12], [-0.1, -0.2, -0.3], version=7)
         await partials._write([partial])
         partial.salvage.cut()
@@ -206,7 +206,7 @@ async def test_the_longest_partial_is_continued_and_all_are_deleted(
     partials = Partials(store)
     partial = await partials.begin(AGAIN)
     with partials.kept(partial):
-        partial.salvage.begin("vllm a:1", 3)
+        partial.salvage.begin("vllm a:1", 3, 7)
         partial.salvage.add([15], [-0.4], version=7)
         await partials._write([partial])
     third = Partials(store)

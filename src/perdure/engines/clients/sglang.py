@@ -13,11 +13,12 @@ from typing import Any
 
 from perdure.dialects.base import Refused
 from perdure.engines.clients.token_server import (
+    TOKENS_AN_EVENT,
     BreakKind,
     EngineRequest,
     StreamBroken,
     TokenServer,
-    body_with_ids,
+    body_with_prompt,
     version_spans,
 )
 from perdure.engines.clients.wire import TRANSIENT, refusal
@@ -151,9 +152,9 @@ def _body(ask: EngineRequest, options: Mapping[str, Any]) -> bytes:
         "session_id": ask.session_id,
         "stream": True,
         "return_logprob": True,
-        "sampling_params": options,
+        "sampling_params": {**options, "stream_interval": TOKENS_AN_EVENT},
     }
-    return body_with_ids(body, "input_ids", ask.prompt_ids)
+    return body_with_prompt(body, "input_ids", ask)
 
 
 def new_tokens(about: Mapping[str, Any], taken: int) -> Sequence[Sequence[Any]]:

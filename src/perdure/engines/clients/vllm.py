@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from perdure.engines.clients.token_server import (
+    TOKENS_AN_EVENT,
     BreakKind,
     EngineRequest,
     StreamBroken,
     TokenServer,
-    body_with_ids,
+    body_with_prompt,
     version_spans,
 )
 from perdure.engines.clients.vllm_control import REFUSALS
@@ -91,14 +92,15 @@ class VllmEngine(TokenServer):
 
 
 def _body(ask: EngineRequest) -> bytes:
-    """The request as JSON; reuses the JSON text of the ids if it is known."""
+    """The request as JSON. vLLM ignores sampling parameters that it does not know."""
+    wanted = {"logprobs": 1, "skip_special_tokens": False, "stream_interval": TOKENS_AN_EVENT}
     body = {
         "model": ask.model,
         "request_id": ask.request_id,
         "stream": True,
-        "sampling_params": {**ask.sampling, "logprobs": 1, "skip_special_tokens": False},
+        "sampling_params": {**ask.sampling, **wanted},
     }
-    return body_with_ids(body, "token_ids", ask.prompt_ids)
+    return body_with_prompt(body, "token_ids", ask)
 
 
 def _logprobs(content: list[dict[str, Any]], token_ids: Sequence[int]) -> list[float]:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -281,11 +282,10 @@ class EnginePool:
 
     async def _sample(self, engine: PooledEngine, call: GenerateCall) -> FinishReason:
         record, now = engine.record, time.monotonic()
-        call.salvage.begin(engine.client.name, record.generation)
+        loaded = partial(self.fleet.version_now, engine, record)
+        call.salvage.begin(engine.client.name, record.generation, loaded())
         ask = call.ask(record.wire_model)
-        task = asyncio.create_task(
-            engine.client.sample(ask, call.salvage, lambda: self.fleet.version_now(engine, record))
-        )
+        task = asyncio.create_task(engine.client.sample(ask, call.salvage, loaded))
         running = RunningCall(task, call.salvage, call.versions, now, len(call.salvage.ids), now)
         engine.running.add(running)
         try:

@@ -26,7 +26,7 @@ class Salvage:
     """A growing completion that outlives the engines that sample it. Shapes: ids, logprobs [C].
 
     Example:
-        salvage.begin("vllm 10.0.0.7:8000", generation=17)
+        salvage.begin("vllm 10.0.0.7:8000", generation=17, version=3)
         salvage.add([5, 6], [-0.1, -0.2], version=3)
         salvage.report([VersionSpan(version=3, start=0, end=2)])   # engines send these at the end
     """
@@ -38,6 +38,8 @@ class Salvage:
     _versions: list[int | None] = field(default_factory=list)
     _engine: tuple[str, int] = ("", 0)
     _begun: int = 0
+    _loaded: int | None = None
+    """The version known to be loaded when the newest tokens arrived, or the engine was asked."""
     _doubted: int | None = None
     _coming: int | None = None
     reports: int = 0
@@ -47,13 +49,15 @@ class Salvage:
     told: int | None = None
     """The version that the current engine reported for its newest token."""
 
-    def begin(self, engine: str, generation: int) -> None:
-        """The tokens that follow come from this engine."""
+    def begin(self, engine: str, generation: int, version: int | None = None) -> None:
+        """The tokens that follow come from this engine. `version`: the policy version known to be
+        loaded now."""
         self._engine, self._begun = (engine, generation), len(self.ids)
-        self.told = None
+        self._loaded, self.told = version, None
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
-        """`version`: the policy version known to be loaded when these arrived.
+        """`version`: the policy version known to be loaded when these arrived together. The engine may
+        have held back all but the last: if the version changed meanwhile, theirs is unknown.
 
         Raises: ValueError, TypeError, OverflowError, with nothing added.
         """
@@ -65,7 +69,9 @@ class Salvage:
         start = len(self.ids)
         self.ids.extend(new_ids)
         self.logprobs.extend(new_logprobs)
-        self._versions += [version] * len(ids)
+        held = version if version == self._loaded else None
+        self._versions += [held] * (len(ids) - 1) + [version]
+        self._loaded = version
         if start <= self._begun or not self._parts:
             self._parts.append((*self._engine, start))
 

@@ -22,6 +22,7 @@ from perdure.gateway.http.acceptor import Acceptor
 from perdure.gateway.http.app import create_app
 from perdure.gateway.http.idle import IDLE_S, IdleConnections
 from perdure.gateway.http.keys import session_of
+from perdure.gateway.http.large_bodies import LargeBodies
 from perdure.gateway.http.limits import CallLimiter
 from perdure.gateway.journal.configured import open_journal
 from perdure.home import Secrets
@@ -110,7 +111,7 @@ def make_server(app: ASGIApp, *, idle_s: float = IDLE_S, **options: Any) -> Serv
         access_log=False,
         server_header=False,
         timeout_keep_alive=75,
-        **{"http": "h11", "timeout_graceful_shutdown": GRACE_S, **options},
+        **{"http": LargeBodies, "timeout_graceful_shutdown": GRACE_S, **options},
     )
     return Server(config, idle_s)
 

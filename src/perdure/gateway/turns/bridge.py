@@ -34,7 +34,7 @@ def bridge(
     completion = node.record.completion.tolist()
     sampled = len(completion)
     whole = len(held) - sampled
-    tail = list(end_of(held[:whole], renderer))
+    tail = list(held[max(0, whole - renderer.looks_back) : whole])
     answered = _answering(renderer, node, completion, new)
     bridged = renderer.bridge_to_next_turn(tail, completion, answered, tools=tools)
     if bridged is None:
