@@ -24,7 +24,7 @@ from perdure.types import FinishReason, VersionSpan
 
 TOKENS_AN_EVENT = 8
 """How many tokens an engine is asked to send together; the first one comes at once, and the end too. A
-token alone costs the gateway three times as much. An engine that dies takes at most seven with it."""
+token alone costs the gateway half as much again. An engine that dies takes at most seven with it."""
 LONGEST_EVENT = 32 << 20
 """Bytes of one server-sent event, above which the stream is broken."""
 
