@@ -33,6 +33,8 @@ def environment(pinned: Pinned, root: Path) -> Path:
     folder = root / f"{pinned.name}-{digest}"
     if (folder / "complete").exists():
         return folder
+    if shutil.which("uv") is None:
+        raise Unavailable(f"{pinned.name} cannot be installed: `uv` is not on PATH")
     problems = []
     for python in _interpreters(pinned.pythons):
         shutil.rmtree(folder, ignore_errors=True)

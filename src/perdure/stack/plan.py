@@ -24,6 +24,9 @@ WORKER_GRACE_S = 20.0
 
 PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL")
 """SQLite options that double the speed of a file database; it still survives kill -9."""
+SERVER_THREADS = str(max(1, (os.cpu_count() or 1) // 2))
+"""GOMAXPROCS of the server: half of the cores. With one for each it spends a tenth of its CPU or more on
+looking for work and waking its own threads."""
 DYNAMIC_CONFIG = (
     "matching.enableFairness=true",
     # The default limits are made for a shared cluster; one user alone exceeds them.
@@ -126,7 +129,7 @@ class Plan:
         for name, kind in TYPE_NAMES.items():
             argv += ["--search-attribute", f"{name}={kind}"]
         # TEMPORAL_* and profile files configure Temporal's clients; the server must not read them.
-        env = _without_temporal(environment.variables())
+        env = {"GOMAXPROCS": SERVER_THREADS, **_without_temporal(environment.variables())}
         return ChildSpec("temporal", tuple(argv), env=env, grace_s=10.0)
 
     def gateways(self, listeners: Sequence[int]) -> list[ChildSpec]:

@@ -106,6 +106,19 @@ async def test_a_part_that_refuses_its_settings_ends_the_start(tmp_path: Path) -
         await child.stop()
 
 
+def test_the_servers_threads_are_the_users_if_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their number has a default of ours, which the environment replaces."""
+    plan = Plan(Settings(home=tmp_path), tmp_path, Addresses(None, 0, 0, 1, 2))
+    monkeypatch.delenv("GOMAXPROCS", raising=False)
+    default = plan.temporal().env
+    monkeypatch.setenv("GOMAXPROCS", "3")
+
+    assert default["GOMAXPROCS"] == str(max(1, (os.cpu_count() or 1) // 2))
+    assert plan.temporal().env["GOMAXPROCS"] == "3"
+
+
 async def test_stopped_child_stays_down(tmp_path: Path) -> None:
     """A stopped child ends and is not restarted."""
     child = child_of("import signal; signal.pause()", tmp_path)
