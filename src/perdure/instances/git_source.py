@@ -95,9 +95,12 @@ def locked(folder: Path) -> Iterator[int]:
     """The lock of a folder of the cache, for one process at a time: the kernel frees that of a dead
     one."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file.fileno()
+    lock = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock
+    finally:
+        os.close(lock)
 
 
 def _has(folder: Path, commit: str) -> bool:
