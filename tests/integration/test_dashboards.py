@@ -113,6 +113,7 @@ async def _prometheus(folder: Path, *targets: str) -> AsyncIterator[Ask | None]:
             process.wait()
 
 
+@pytest.mark.longer  # the server counts its queues once a minute
 async def test_queue_depth_reads_what_temporal_serves() -> None:
     """A real server, and three workflows that no worker takes."""
     with held_ports.held(1) as (metrics,):

@@ -210,8 +210,8 @@ async def test_a_long_request_holds_up_no_other(
 async def test_a_cancelled_wait_gives_the_child_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that was handed to a reading which was cancelled in that moment serves the next."""
     monkeypatch.setattr(reading, "_idle", [])
-    monkeypatch.setattr(reading, "PATIENCE_S", 60.0)
     await read(len, b"")
+    monkeypatch.setattr(reading, "PATIENCE_S", 60.0)
     child = reading._idle.pop()
     waiting = asyncio.create_task(read(len, b""))
     while not reading._waiting:
