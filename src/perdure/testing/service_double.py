@@ -223,7 +223,7 @@ class Double:
             await runner.cleanup()
             for connection in connections:
                 if connection is not None:
-                    connection.abort()  # `cleanup` lets go of one that is not yet read to its end
+                    connection.abort()  # `cleanup` leaves one open whose client still reads
 
 
 def run(double: type[Double], said: Callable[[str], str], port: int, about: str | None) -> None:

@@ -1,6 +1,7 @@
 """Fetched commits are kept in the home: a killed process leaves nothing elsewhere."""
 
 import fcntl
+import os
 import stat
 import subprocess
 import tempfile
@@ -97,3 +98,15 @@ def test_a_clone_on_this_host_is_not_copied(
 
     assert (tmp_path / "tree" / "a").read_text() == "one\n"
     assert (told[1], told[told.index("in-pack:") + 1]) == ("0", "0")
+
+
+def test_a_lock_is_its_users_alone(tmp_path: Path) -> None:
+    """Another user who could open it could hold it for ever."""
+    umask = os.umask(0o022)
+    try:
+        with git_source.locked(tmp_path / "git" / "repository"):
+            pass
+    finally:
+        os.umask(umask)
+
+    assert stat.S_IMODE((tmp_path / "git" / "repository.lock").stat().st_mode) == 0o600
