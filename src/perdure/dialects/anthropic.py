@@ -151,10 +151,10 @@ def _text(block: Fields) -> str:
     return block.optional_text("text") or ""
 
 
-def _messages(body: Fields) -> Iterator[dict[str, Any]]:
+def _messages(body: Fields) -> Sequence[dict[str, Any]]:
     if body.get("messages") in (None, []):
         raise body.bad("messages", "must be a non-empty list")
-    yield from translated(body, "messages", MAX_MESSAGES, _read)
+    return translated(body, "messages", MAX_MESSAGES, _read)
 
 
 def _read(message: Fields) -> list[dict[str, Any]]:

@@ -1,13 +1,14 @@
 """A cache of request bodies: agents send their whole history each time, and only its end is new.
 
 Owns recognising, byte for byte, the part of a body that its sender sent before. That part is not parsed,
-checked or translated again. `fields` reads a body of an unusual form as a whole.
+checked or translated again, and nothing walks its messages one by one. `fields` reads a body of an
+unusual form as a whole.
 """
 
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from perdure.dialects.fields import (
 )
 
 KEPT_BYTES = 64 << 20
-"""Bytes of bodies kept; the senders that were silent for longest are dropped first."""
+"""Bytes of bodies kept; the senders that were silent for longest are dropped first. What was parsed and
+translated from them usually takes twice as much again."""
 KEPT_HISTORIES = 8
 """Histories kept of one sender: parallel sub-agents share the key of their session."""
 ENDS = 4
@@ -34,32 +36,43 @@ DECODER = json.JSONDecoder(**STRICT)
 Translate = Callable[[Fields], list[dict[str, Any]]]
 
 
-class Message(dict[str, Any]):
-    """A message as it was sent. All requests that repeat it share this object: never change it."""
+class Messages(list[dict[str, Any]]):
+    """Messages as they were sent, with the translations of as many as are translated. All requests that
+    repeat a message share its object and its translation: never change them."""
 
-    translation: list[dict[str, Any]] | None = None
+    def __init__(self, wire: Iterable[dict[str, Any]] = ()) -> None:
+        super().__init__(wire)
+        self.translations: list[dict[str, Any]] = []
+        self.counts = [0]
+        """How many of `translations` belong to the first 0, 1, 2, ... messages."""
+        self.translate: Translate | None = None
+        """What translated them: two dialects may read the same list."""
+
+    def beginning(self, length: int) -> "Messages":
+        """A copy of the first `length` messages."""
+        found = Messages(self[:length])
+        found.counts = self.counts[: length + 1]
+        found.translations = self.translations[: found.counts[-1]]
+        found.translate = self.translate
+        return found
 
 
 def translated(
     body: Fields, listed: str, most: int, translate: Translate
-) -> Iterator[dict[str, Any]]:
+) -> Sequence[dict[str, Any]]:
     """The results of `translate` for a list of at most `most` messages. It is called once per message,
     and again after it raised."""
     body.items(listed, most)  # refuses what is no list, or too long
-    for number, wire in enumerate(body.get(listed) or ()):
-        found = wire.translation if type(wire) is Message else None
-        if found is None:
-            found = translate(as_fields(wire, f"{body.name(listed)}[{number}]"))
-            if type(wire) is Message:
-                wire.translation = found
-        yield from found
-
-
-class Piece(NamedTuple):
-    """A message and its bytes, from the `[` or `,` before it to its last brace."""
-
-    data: bytes
-    message: Message
+    wire = body.get(listed) or ()
+    messages = wire if type(wire) is Messages else Messages(wire)
+    if messages.translate is not translate:
+        messages.translations, messages.counts = [], [0]
+        messages.translate = translate
+    name, done = body.name(listed), messages.translations
+    for number in range(len(messages.counts) - 1, len(messages)):
+        done += translate(as_fields(messages[number], f"{name}[{number}]"))
+        messages.counts.append(len(done))
+    return done
 
 
 class Part(NamedTuple):
@@ -82,23 +95,31 @@ NOTHING = Shared(-1, 0)
 
 @dataclass(frozen=True)
 class History:
-    """One body in parts; joined, their bytes are the body."""
+    """One body, read."""
 
-    head: Part
-    pieces: tuple[Piece, ...]
+    raw: bytes
+    head: dict[str, Any]
+    """The fields before the messages."""
+    messages: Messages
+    ends: list[int]
+    """Where the head ends, then where each message ends: the bytes between belong to the message and the
+    `[` or `,` before it."""
     tail: Part
-    weight: int
-    """Bytes."""
 
     def shared(self, raw: bytes) -> Shared:
-        if not raw.startswith(self.head.data):
+        """Halves the rest at each step, so few comparisons find the first message that differs."""
+        own, ends = memoryview(self.raw), self.ends
+        if not raw.startswith(own[: ends[0]]):
             return NOTHING
-        position = len(self.head.data)
-        for number, piece in enumerate(self.pieces):
-            if not raw.startswith(piece.data, position):
-                return Shared(number, position)
-            position += len(piece.data)
-        return Shared(len(self.pieces), position)
+        same, most = 0, len(self.messages)
+        end = most  # usually all are there
+        while same < most:
+            if raw.startswith(own[ends[same] : ends[end]], ends[same]):
+                same = end
+            else:
+                most = end - 1
+            end = (same + most + 1) // 2
+        return Shared(same, ends[same])
 
 
 class Bodies:
@@ -119,10 +140,9 @@ class Bodies:
             found = _read(raw, listed, known, shared)
         except (ValueError, RecursionError):
             return read_body(raw)  # names the error, or reads the unusual form
-        goes_on = known is not None and shared.messages >= max(1, len(known.pieces) - ENDS)
+        goes_on = known is not None and shared.messages >= max(1, len(known.messages) - ENDS)
         self._keep(sender, found, instead_of=known if goes_on else None)
-        messages = [piece.message for piece in found.pieces]
-        return Fields({**found.head.fields, listed: messages, **found.tail.fields})
+        return Fields({**found.head, listed: found.messages, **found.tail.fields})
 
     def _keep(self, sender: str, found: History, instead_of: History | None) -> None:
         before = self._known.pop(sender, [])
@@ -134,7 +154,7 @@ class Bodies:
 
 
 def _weight(histories: list[History]) -> int:
-    return sum(history.weight for history in histories)
+    return sum(len(history.raw) for history in histories)
 
 
 def _closest(histories: Iterable[History], raw: bytes) -> tuple[History | None, Shared]:
@@ -150,15 +170,18 @@ def _read(raw: bytes, listed: str, known: History | None, shared: Shared) -> His
     """Raises: ValueError, RecursionError when the body does not have the usual form."""
     if known is None:
         return _read_all(raw, listed)
-    pieces, start, tail = known.pieces[: shared.messages], shared.end, known.tail
+    start, tail = shared.end, known.tail
     end = len(raw) - len(tail.data)
     same_tail = end >= start and raw.endswith(tail.data)
     reader = _Reader(raw[start : end if same_tail else None].decode())
-    new = reader.messages(opening="," if pieces else "[", end=same_tail)
+    new = reader.messages(opening="," if shared.messages else "[", end=same_tail)
     if not same_tail:
         tail = reader.tail(listed)
     check_depth({**tail.fields, listed: [message for _, message in new]})
-    return History(known.head, (*pieces, *_pieces(new)), tail, len(raw))
+    messages = known.messages.beginning(shared.messages)
+    ends = known.ends[: shared.messages + 1]
+    _append(new, messages, ends)
+    return History(raw, known.head, messages, ends, tail)
 
 
 def _read_all(raw: bytes, listed: str) -> History:
@@ -167,11 +190,17 @@ def _read_all(raw: bytes, listed: str) -> History:
     new = reader.messages(opening="[")
     tail = reader.tail(listed)
     check_depth({**head.fields, listed: [message for _, message in new], **tail.fields})
-    return History(head, _pieces(new), tail, len(raw))
+    messages, ends = Messages(), [len(head.data)]
+    _append(new, messages, ends)
+    return History(raw, head.fields, messages, ends, tail)
 
 
-def _pieces(new: list[tuple[bytes, dict[str, Any]]]) -> tuple[Piece, ...]:
-    return tuple(Piece(data, Message(encodable(message, data))) for data, message in new)
+def _append(
+    new: Iterable[tuple[bytes, dict[str, Any]]], messages: Messages, ends: list[int]
+) -> None:
+    for data, message in new:
+        messages.append(encodable(message, data))
+        ends.append(ends[-1] + len(data))
 
 
 class _Reader:

@@ -135,10 +135,14 @@ def messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _messages(body: Fields) -> list[dict[str, Any]]:
-    found = list(translated(body, "messages", MAX_MESSAGES, lambda one: [_message(one)]))
+    found = list(translated(body, "messages", MAX_MESSAGES, _one))
     if not found:
         raise body.bad("messages", "must be a non-empty list")
     return found
+
+
+def _one(fields: Fields) -> list[dict[str, Any]]:
+    return [_message(fields)]
 
 
 def _message(fields: Fields) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from perdure.dialects import anthropic, bodies
+from perdure.dialects import anthropic, bodies, openai_chat
 from perdure.dialects.base import Refused
 from perdure.dialects.bodies import Bodies
 from perdure.dialects.fields import MAX_DEPTH, Fields, read_body
@@ -131,3 +131,108 @@ def test_every_reading_equals_a_first_reading() -> None:
             raw = raw[:at] + middle + raw[end:]
 
         assert _outcome(known.read, raw, "messages", {}) == _outcome(read_body, raw)
+
+
+FIRST = b'{"model": "m", "messages": [{"a": "x\\\\"}, {"a": "y"}], "tools": []}'
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        FIRST.replace(b'"y"}]', b'"y"}, {"a": 1}], "messages": [{"z": 1}]'),
+        FIRST.replace(b'"y"}]', b'"y"}, {"a": 1}], "model": "other"'),
+        FIRST.replace(b'"y"}]', b'"y", "a": 2}]'),
+        FIRST.replace(b'"y"}]', b'"y"} {"a": 1}]'),
+        FIRST.replace(b'"y"}]', b'"y"}, {"a": NaN}]'),
+        FIRST.replace(b'"y"}]', b'"y"}, {"a": 1e999}]'),
+        FIRST.replace(b'"y"}]', b'"y"}, {"a": "\xff"}]'),
+        FIRST.replace(b'"y"}]', b'"y"}, {"a": "\\ud83d"}]'),
+        FIRST.replace(b'"y"}]', b'"y"}, ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"]"),
+        FIRST.replace(b'"y"}]', b'"y"} , {"a": "], \\"tools"} ] '),
+        FIRST.replace(b'"y"}]', b'"y"},]'),
+        FIRST.replace(b'"y"}]', b'"y"}, 1]'),
+        FIRST.replace(b'"x', b'"\\"x'),
+        FIRST.replace(b'"tools": []', b'"tools": [1]'),
+        FIRST[: FIRST.index(b"]")] + b', {"a": "' + FIRST[FIRST.index(b"]") :],
+        FIRST[: FIRST.index(b"]")] + b"}" + FIRST[FIRST.index(b"]") :],
+        FIRST[: FIRST.index(b"]")],
+        FIRST + b", {}",
+        b'{"a": "' + FIRST.replace(b'"', b'\\"') + b'", "messages": [{"a": 1}]}',
+    ],
+)
+def test_a_body_that_misuses_a_known_beginning_reads_as_a_whole(raw: bytes) -> None:
+    """Also what follows it: a known beginning never decides what the rest means."""
+    known = Bodies()
+    known.read(FIRST, "messages", {})
+
+    assert _outcome(known.read, raw, "messages", {}) == _outcome(read_body, raw)
+    assert _outcome(known.read, FIRST, "messages", {}) == _outcome(read_body, FIRST)
+
+
+@pytest.mark.parametrize("dialect", [anthropic, openai_chat])
+def test_every_translation_equals_a_first_one(
+    monkeypatch: pytest.MonkeyPatch, dialect: Any
+) -> None:
+    """Histories that grow, are cut, compacted, marked, changed and wrong, of agents that take turns."""
+    dice = random.Random(5)
+    known = Bodies()
+    histories: list[list[Any]] = [[_user("a")], [_user("a"), _user("b")], [_user("c")]]
+    refused = 0
+
+    def parsed(cache: Bodies, raw: bytes) -> str:
+        monkeypatch.setattr(dialect, "BODIES", cache)
+        try:
+            request = dialect.parse(raw, {}).request
+        except Refused as refused:
+            return f"refused: {refused}"
+        found = repr((request.messages, request.body))
+        request.messages.clear()  # a request's own list: what is kept does not change with it
+        return found
+
+    for _ in range(1500):
+        which = dice.randrange(len(histories))
+        history, at = list(histories[which]), dice.randrange(len(histories[which]) + 1)
+        wrong: list[Any] = []
+        match dice.randrange(8):
+            case 0:
+                del history[at:]
+            case 1:
+                history = [_user(f"summary {dice.random()}")]
+            case 2:
+                history[at : at + 1] = [_user(f"{dice.randrange(9)}")]
+            case 3:
+                several = [{"type": "text", "text": text} for text in "xy"]
+                history.append({"role": "user", "content": several})
+            case 4:
+                wrong = [{"role": dice.choice(["tool", "nobody", None]), "content": "t"}]
+            case _:
+                history += [_user(str(dice.randrange(9))) for _ in range(dice.randrange(4))]
+        histories[which] = history[:60]
+        body = {"model": "m", "messages": [*histories[which], *wrong], "top_p": dice.choice([0, 1])}
+        raw = json.dumps(body).encode()
+        found = parsed(known, raw)
+        refused += found.startswith("refused")
+
+        assert found == parsed(Bodies(), raw)
+    assert 100 < refused < 500
+
+
+def test_two_dialects_translate_the_same_bytes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One session may use both, and only one of them knows a role `tool`."""
+    known = Bodies()
+    monkeypatch.setattr(anthropic, "BODIES", known)
+    monkeypatch.setattr(openai_chat, "BODIES", known)
+    raw = json.dumps(
+        {
+            "model": "m",
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "tool", "tool_call_id": "c", "content": "b"},
+            ],
+        }
+    ).encode()
+
+    assert openai_chat.parse(raw, {}).request.messages[1]["role"] == "tool"
+    with pytest.raises(Refused, match="role"):
+        anthropic.parse(raw, {})
+    assert openai_chat.parse(raw, {}).request.messages[1]["role"] == "tool"
