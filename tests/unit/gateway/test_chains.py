@@ -345,7 +345,7 @@ async def test_the_end_of_a_prompt_bridges_like_the_whole(start: Start) -> None:
         whole = FORMAT.renderer.bridge_to_next_turn(list(prompt), list(completion), new)
         assert whole is not None
 
-        assert list(bridge(FORMAT.renderer, node, new, None)) == list(whole.token_ids)
+        assert list(bridge(FORMAT.renderer, node, node.ids(), new, None)) == list(whole.token_ids)
 
 
 # --- retries -----------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def test_a_result_is_shown_under_the_models_own_id(formats: dict[str, Format]) -
     node: Any = SimpleNamespace(ids=lambda: array("i", prompt + completion), record=record)
     result = {**say("tool", "done"), "tool_call_id": "call_000000000"}
 
-    bridged = bridge(renderer, node, [result], [TOOL])
+    bridged = bridge(renderer, node, node.ids(), [result], [TOOL])
 
     assert not isinstance(bridged, Miss)
     shown = tokenizer.decode(bridged[len(prompt) + len(completion) :])

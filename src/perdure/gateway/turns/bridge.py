@@ -22,13 +22,17 @@ class Miss(NamedTuple):
 
 
 def bridge(
-    renderer: MessageFormat, node: Node, new: list[Message], tools: list[dict[str, Any]] | None
+    renderer: MessageFormat,
+    node: Node,
+    held: "array[int]",
+    new: list[Message],
+    tools: list[dict[str, Any]] | None,
 ) -> "array[int] | Miss":
     """The next prompt: the recorded ids, then only the new messages rendered. Shape [P].
 
-    The renderer is shown the end of the recorded prompt, which is all that it looks at.
+    `held`: the ids of `node`, which become the prompt. The renderer is shown the end of the recorded
+    prompt, which is all that it looks at.
     """
-    held = node.ids()
     if not held:
         return Miss("no_recorded_ids")
     completion = node.record.completion.tolist()

@@ -27,7 +27,8 @@ from perdure.gateway.turns.siblings import sibling_digest
 MOST_REPEATS = 12
 """How often a recorded answer is repeated. Clients retry ten times; an agent in a loop would retry
 for ever."""
-ID_BYTES = 4
+ID_BYTES = 8
+"""Each id is in its turn's record, and at most once more in the tree's `Continued`."""
 NODE_BYTES = 6144
 """What a turn weighs in memory besides its ids and its text, roughly."""
 
@@ -76,6 +77,42 @@ class Node:
         return whole
 
 
+class Continued:
+    """The request and the ids of the turn that was continued last, whole. Those of the turn that follows
+    it are these and a little more; walking the tree costs as much as its history is long."""
+
+    def __init__(self) -> None:
+        self._requested: Node | None = None
+        self._messages: list[Message] = []
+        self._sampled: Node | None = None
+        self._ids = array("i")
+
+    def messages_of(self, node: Node) -> list[Message]:
+        """Equals `node.request_messages()`; do not change it."""
+        if self._requested is not node:
+            record = node.record
+            if self._requested is not None and self._requested is node.base:
+                self._messages = [*self._messages[: record.kept_messages], *record.messages]
+            else:
+                self._messages = node.request_messages()
+            self._requested = node
+        return self._messages
+
+    def ids_of(self, node: Node) -> "array[int]":
+        """Equals `node.ids()`; a copy."""
+        if self._sampled is not node:
+            record, last = node.record, self._sampled
+            self._sampled = None  # until the ids are whole again
+            if last is not None and last is node.base:
+                del self._ids[record.kept_ids :]
+                self._ids.extend(record.prompt)
+                self._ids.extend(record.completion)
+            else:
+                self._ids = node.ids()
+            self._sampled = node
+        return self._ids[:]
+
+
 @dataclass(frozen=True)
 class Location:
     """Where a request continues the tree, and the digests that tell whether it is a retry."""
@@ -107,6 +144,7 @@ class Tree:
     """All committed turns of a session, and the indexes to find them by."""
 
     tool_digests: ToolDigests
+    continued: Continued = field(default_factory=Continued)
     nodes: list[Node] = field(default_factory=list)
     weight: int = 0
     """Bytes in memory, roughly."""
@@ -179,7 +217,7 @@ class Tree:
 
     def _same(self, node: Node, before: list[Message]) -> bool:
         return node.record.length == len(before) and same_messages(
-            node.request_messages(), before, self._calls
+            self.continued.messages_of(node), before, self._calls
         )
 
     def _judge(

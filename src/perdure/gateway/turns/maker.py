@@ -167,10 +167,10 @@ class TurnMaker:
         if at.parent is None:
             return Miss(at.miss or "first")
         new = request.messages[at.new :]
-        renderer = self._format.renderer
+        renderer, held = self._format.renderer, pending.awake.tree.continued.ids_of(at.parent)
         if _chars(new) < INLINE_CHARS:
-            return bridge(renderer, at.parent, new, request.tools)
-        return await asyncio.to_thread(bridge, renderer, at.parent, new, request.tools)
+            return bridge(renderer, at.parent, held, new, request.tools)
+        return await asyncio.to_thread(bridge, renderer, at.parent, held, new, request.tools)
 
     async def _render(self, request: ModelRequest) -> "array[int]":
         def ids(messages: list[Message]) -> list[int]:
