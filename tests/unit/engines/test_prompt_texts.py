@@ -71,3 +71,12 @@ def test_what_is_kept_is_bounded() -> None:
     again = texts.of("0", prompt)
     assert again == first
     assert again[2] is not first[2]
+
+
+def test_ids_of_any_sequence_are_the_same_text() -> None:
+    """Lists, and arrays of wider numbers; also none at all."""
+    for ids in ([], [5, 6], list(range(SHORT + 3))):
+        texts = PromptTexts()
+        said = [b"".join(texts.of("s", one)) for one in (ids, array("i", ids), array("q", ids))]
+
+        assert said == [json.dumps(ids, separators=(",", ":")).encode()] * 3

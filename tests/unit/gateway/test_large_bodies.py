@@ -22,6 +22,7 @@ BODY = random.Random(0).randbytes(5 * LARGE) + b"\r\n\r\nGET / HTTP/1.1\r\n\r\n"
 class Server:
     def __init__(self) -> None:
         self.broken = asyncio.Event()
+        self.begin = asyncio.Event()
         self.address = ("", 0)
 
     async def read(self, request: Request) -> Response:
@@ -32,6 +33,10 @@ class Server:
             raise
         return PlainTextResponse(hashlib.sha256(body).hexdigest())
 
+    async def read_later(self, request: Request) -> Response:
+        await self.begin.wait()
+        return await self.read(request)
+
     async def refuse(self, request: Request) -> Response:
         return PlainTextResponse("refused", 403)
 
@@ -41,6 +46,7 @@ async def served() -> AsyncIterator[Server]:
     server = Server()
     routes = [
         Route("/read", server.read, methods=["POST"]),
+        Route("/later", server.read_later, methods=["POST"]),
         Route("/refuse", server.refuse, methods=["POST"]),
     ]
     listener = socket.create_server(("127.0.0.1", 0))
@@ -97,6 +103,24 @@ async def test_bodies_arrive_as_they_were_sent(seed: int) -> None:
         found = await answers(server, pieces, len(bodies))
 
     assert found == [hashlib.sha256(body).hexdigest() for body in bodies]
+
+
+async def test_pieces_that_wait_for_the_application_are_all_read() -> None:
+    """Large and small ones, before the application asks for the first."""
+    sent, sizes = asked(BODY, "/later"), [LARGE + 200, LARGE, 9, LARGE, 9]
+    async with served() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        for size in sizes:
+            writer.write(sent[:size])
+            sent = sent[size:]
+            await asyncio.sleep(0.02)
+        server.begin.set()
+        writer.write(sent)
+        async with asyncio.timeout(30):
+            answer = await reader.readuntil(hashlib.sha256(BODY).hexdigest().encode())
+        writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 200")
 
 
 async def test_a_body_that_nobody_reads_does_not_reach_the_next_request() -> None:

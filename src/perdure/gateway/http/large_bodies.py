@@ -42,7 +42,9 @@ class LargeBodies(H11Protocol):
             return data
         size = min(len(data), reader._remaining)
         reader._remaining -= size
-        self.cycle.body += data[:size]
+        # Bytes instead of uvicorn's bytearray: a piece that comes alone is never copied.
+        body: bytes = bytes(self.cycle.body) + data[:size] if self.cycle.body else data[:size]
+        self.cycle.body = body  # type: ignore[assignment]
         if len(self.cycle.body) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
         self.cycle.message_event.set()
