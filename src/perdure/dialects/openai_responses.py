@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from perdure.dialects import openai_chat
 from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
-from perdure.dialects.bodies import BODIES
+from perdure.dialects.bodies import BODIES, translated
 from perdure.dialects.fields import MAX_MESSAGES, MAX_TOOLS, Fields, joined, name_header, read_json
 from perdure.types import Purpose
 
@@ -160,12 +160,9 @@ def _messages(body: Fields) -> list[dict[str, Any]]:
     if isinstance(text := body.get("input"), str):
         return [{"role": "user", "content": text}]
     messages: list[dict[str, Any]] = []
-    for item in body.objects("input", MAX_MESSAGES):
-        message = _message(item)
+    for message in translated(body, "input", MAX_MESSAGES, _one):
         if message["role"] == "assistant" and messages and _goes_on(messages[-1], message):
-            calls = [*messages[-1].get("tool_calls", ()), *message.pop("tool_calls", ())]
-            text = messages[-1]["content"] or message["content"]
-            messages[-1] |= message | {"content": text} | ({"tool_calls": calls} if calls else {})
+            messages[-1] = _merged(messages[-1], message)
         else:
             messages.append(message)
     if not messages:
@@ -178,6 +175,17 @@ def _goes_on(last: dict[str, Any], item: dict[str, Any]) -> bool:
     if last["role"] != "assistant" or "reasoning_content" in item:
         return False
     return "tool_calls" in item or not (last["content"] or "tool_calls" in last)
+
+
+def _merged(answer: dict[str, Any], item: dict[str, Any]) -> dict[str, Any]:
+    """A new message: later requests share both."""
+    calls = [*answer.get("tool_calls", ()), *item.get("tool_calls", ())]
+    text = answer["content"] or item["content"]
+    return answer | {"content": text} | ({"tool_calls": calls} if calls else {})
+
+
+def _one(item: Fields) -> list[dict[str, Any]]:
+    return [_message(item)]
 
 
 def _message(item: Fields) -> dict[str, Any]:

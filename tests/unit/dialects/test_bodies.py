@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from perdure.dialects import anthropic, bodies, openai_chat
+from perdure.dialects import anthropic, bodies, openai_chat, openai_responses
 from perdure.dialects.base import Refused
 from perdure.dialects.bodies import Bodies
 from perdure.dialects.fields import MAX_DEPTH, Fields, read_body
@@ -169,9 +169,25 @@ def test_a_body_that_misuses_a_known_beginning_reads_as_a_whole(raw: bytes) -> N
     assert _outcome(known.read, FIRST, "messages", {}) == _outcome(read_body, FIRST)
 
 
-@pytest.mark.parametrize("dialect", [anthropic, openai_chat])
+CHAT_CALL = {"id": "a", "type": "function", "function": {"name": "bash", "arguments": "{}"}}
+ITEMS = [
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Go."}]},
+    {"type": "function_call", "call_id": "a", "name": "bash", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "a", "output": "done"},
+]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "listed", "answers"),
+    [
+        (anthropic, "messages", [_call(1)]),
+        (openai_chat, "messages", [{"role": "assistant", "tool_calls": [CHAT_CALL]}]),
+        (openai_responses, "input", ITEMS),
+    ],
+)
 def test_every_translation_equals_a_first_one(
-    monkeypatch: pytest.MonkeyPatch, dialect: Any
+    monkeypatch: pytest.MonkeyPatch, dialect: Any, listed: str, answers: list[Any]
 ) -> None:
     """Histories that grow, are cut, compacted, marked, changed and wrong, of agents that take turns."""
     dice = random.Random(5)
@@ -205,10 +221,12 @@ def test_every_translation_equals_a_first_one(
                 history.append({"role": "user", "content": several})
             case 4:
                 wrong = [{"role": dice.choice(["tool", "nobody", None]), "content": "t"}]
+            case 5:
+                history += dice.choices(answers, k=3)
             case _:
                 history += [_user(str(dice.randrange(9))) for _ in range(dice.randrange(4))]
         histories[which] = history[:60]
-        body = {"model": "m", "messages": [*histories[which], *wrong], "top_p": dice.choice([0, 1])}
+        body = {"model": "m", listed: [*histories[which], *wrong], "top_p": dice.choice([0, 1])}
         raw = json.dumps(body).encode()
         found = parsed(known, raw)
         refused += found.startswith("refused")
