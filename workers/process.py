@@ -41,7 +41,7 @@ from perdure.telemetry import configure_logging, temporal_runtime
 from perdure.untrusted import reading
 from workers import backlogs
 from workers.builds import build_of, say_if_not_current
-from workers.health import answering
+from workers.health import answering, polled
 from workers.host import life_kept
 
 ROLES = ("workflows", "boot", "agent", "grade", "io")
@@ -67,7 +67,8 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     if "agent" in roles:
         await _ensure_reaper(client, host, stop)
-    async with answering(health), contextlib.AsyncExitStack() as stack:
+    seen = asyncio.Event()
+    async with answering(health, seen.is_set), contextlib.AsyncExitStack() as stack:
         if {"boot", "agent"} & set(roles):
             check_path(
                 settings.gateway_socket
@@ -79,7 +80,7 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
         log.info("the worker polls its queues", roles=list(roles), host=host, pid=os.getpid())
         if settings.deployment.build_id:
             await say_if_not_current(client, settings.deployment)
-        keeping = asyncio.create_task(_keep_house(client, settings, roles))
+        keeping = asyncio.create_task(_keep_house(client, settings, roles, seen))
         await stop.wait()
         keeping.cancel()
         log.info("handing the work over to other workers")
@@ -116,9 +117,17 @@ def import_what_stages_need() -> None:
     lean_imports.for_no_terminal("httpx")
 
 
-async def _keep_house(client: Client, settings: Settings, roles: Sequence[str]) -> None:
-    """What a worker does beside its queues, depending on its roles."""
-    keeping = []
+async def _keep_house(
+    client: Client, settings: Settings, roles: Sequence[str], seen: asyncio.Event
+) -> None:
+    """What a worker does beside its queues, depending on its roles. Sets `seen` once the server has
+    seen it poll."""
+
+    async def become_ready() -> None:
+        await polled(client, roles)
+        seen.set()
+
+    keeping: list[Callable[[], Keeping]] = [become_ready]
     if "workflows" in roles:
         keeping.append(partial(backlogs.keep_counting, client, settings))
     if {"boot", "agent"} & set(roles):

@@ -27,7 +27,7 @@ from benchmarks.perdure_stack import DATASET, Home
 from benchmarks.scratch import scratch_folder
 from perdure.client.api import Perdure
 from perdure.settings.tree import Settings
-from perdure.stack import ports, readiness
+from perdure.stack import ports, temporal_setup
 from perdure.stack.plan import Addresses, Plan
 from perdure.types import RolloutRequest
 from tests.hosts.played import GROUPS, Host, Network, network, why_not
@@ -202,8 +202,8 @@ async def _measure(outside: Outside, options: argparse.Namespace) -> list[Sample
     most = max(options.hosts)
     await home.add_toys(toy.make_tree(outside.folder / "tree"), options.rollouts * most)
     settings = Settings(home=home.folder, temporal={"address": outside.temporal})
-    client = await readiness.wait_for_temporal(outside.temporal, settings)
-    await readiness.register_search_attributes(client)
+    client = await temporal_setup.wait_for_temporal(outside.temporal, settings)
+    await temporal_setup.register_search_attributes(client)
     hosts: list[Host] = []
     samples = []
     for count in options.hosts:

@@ -44,7 +44,7 @@ async def _server() -> AsyncIterator[Client]:
     command += ["--ip", "127.0.0.1", "--port", str(port)]
     for limit in ("frontend.namespaceRPS=5000", "frontend.namespaceRPS.visibility=200"):
         command += ["--dynamic-config-value", limit]
-    for name, kind in search_attributes.TYPE_NAMES.items():
+    for name, kind in names.SEARCH_ATTRIBUTES.items():
         command += ["--search-attribute", f"{name}={kind}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -33,7 +33,7 @@ from benchmarks.scratch import scratch_folder
 from benchmarks.temporal.stages import QUEUES, Stages
 from perdure.client import names
 from perdure.settings.tree import Settings
-from perdure.stack import readiness
+from perdure.stack import temporal_setup
 from perdure.stack.plan import Addresses, Plan
 from perdure.stack.ports import free_port
 from perdure.types import RunRequest
@@ -119,7 +119,7 @@ async def _server(meter: Meter, folder: Path) -> AsyncIterator[Client]:
         process = meter.popen(spec.argv, env={**os.environ, **spec.env}, stdout=log, stderr=log)
     try:
         async with asyncio.timeout(START_S):
-            client = await readiness.wait_for_temporal(address, settings)
+            client = await temporal_setup.wait_for_temporal(address, settings)
         yield client
     finally:
         process.terminate()

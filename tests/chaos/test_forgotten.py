@@ -3,7 +3,7 @@
 import pytest
 from temporalio.service import RPCError, RPCStatusCode
 
-from perdure.stack import readiness
+from perdure.stack import temporal_setup
 from perdure.types import RolloutRequest
 from tests.stack.stack import Stack
 from tests.stack.waiting import until
@@ -42,7 +42,7 @@ async def test_the_database_is_lost_in_the_middle_of_a_turn(stack: Stack) -> Non
     for path in stack.home.glob("temporal.db*"):
         path.unlink()
     await stack.start_temporal()
-    await readiness.register_search_attributes(stack.client)
+    await temporal_setup.register_search_attributes(stack.client)
     assert await _is_unknown(stack, request)
     await stack.perdure.start_rollout(request)
     await stack.watched(request)

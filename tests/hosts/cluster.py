@@ -14,7 +14,7 @@ from perdure.client import names
 from perdure.home import host_of
 from perdure.rollouts.messages import HostState
 from perdure.settings.tree import Settings
-from perdure.stack import ports, readiness
+from perdure.stack import ports, temporal_setup
 from perdure.stack.plan import Addresses, Plan
 from perdure.stack.ports import free_port
 from perdure.types import RolloutRequest
@@ -161,9 +161,9 @@ async def running(folder: Path) -> AsyncIterator[Cluster]:
             argv = ["0.0.0.0" if part == ports.LOOPBACK else part for part in spec.argv]
             settings.home.mkdir(parents=True)
             process = stack.spawn(replace(spec, argv=tuple(argv)))
-            await answering(process, readiness.wait_for_temporal(address, settings))
-            stack.client = await readiness.wait_for_temporal(address, settings)
-            await readiness.register_search_attributes(stack.client)
+            await answering(process, temporal_setup.wait_for_temporal(address, settings))
+            stack.client = await temporal_setup.wait_for_temporal(address, settings)
+            await temporal_setup.register_search_attributes(stack.client)
             await add_instances(folder / "outside", stack.store)
             yield Cluster(net, stack, s3)
         finally:

@@ -18,6 +18,8 @@ from tests.stack.engine import commands, script
 from tests.stack.host import why_not_here
 from tests.stack.process import Process
 from tests.stack.stack import DEATH_S, Stack, running
+from workers.health import polled
+from workers.process import ROLES
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
@@ -45,7 +47,7 @@ async def start_worker(stack: Stack, carrier: str, **env: str) -> Process:
     spec = stack.plan.worker()
     spec = replace(spec, env={**spec.env, "PERDURE_GATEWAY__REACH": carrier, **env})
     process = stack.spawn(spec)
-    await readiness.wait_for_pollers(stack.client, process.pid)
+    await polled(stack.client, ROLES, f"{process.pid}@{socket.gethostname()}")
     return process
 
 

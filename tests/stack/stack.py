@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -41,7 +42,7 @@ from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.reaper import SweepReport
 from perdure.settings.tree import Settings
-from perdure.stack import ports, readiness
+from perdure.stack import ports, readiness, temporal_setup
 from perdure.stack.children import ChildSpec
 from perdure.stack.plan import Addresses, Plan, temporal_binary
 from perdure.storage import keys
@@ -60,6 +61,8 @@ from tests.stack.instances import INSTANCE, add_instances
 from tests.stack.process import Process, answering
 from tests.stack.waiting import LINGERS_S, nothing, until
 from tests.wire import Wire
+from workers.health import polled
+from workers.process import ROLES
 
 TOOLS = ROOT / ".perdure" / "tools"
 """Agents of all stacks of this checkout: each is fetched once, by the first test that runs it."""
@@ -149,7 +152,7 @@ class Stack:
     async def start_temporal(self) -> Process:
         process = self.spawn(self.plan.temporal())
         address = f"{ports.LOOPBACK}:{self.plan.addresses.temporal_port}"
-        await answering(process, readiness.wait_for_temporal(address, self.settings))
+        await answering(process, temporal_setup.wait_for_temporal(address, self.settings))
         return process
 
     async def start_gateway(self) -> Process:
@@ -164,7 +167,8 @@ class Stack:
             spec = ChildSpec("worker", (sys.executable, "-m", *argv), spec.env)
         spec = replace(spec, env={**(spec.env or {}), **env})
         process = self.spawn(spec)
-        await answering(process, readiness.wait_for_pollers(self.client, process.pid))
+        identity = f"{process.pid}@{socket.gethostname()}"  # the SDK's default
+        await answering(process, polled(self.client, ROLES, identity))
         return process
 
     async def recover(self) -> None:
@@ -501,8 +505,8 @@ async def running(
             stack = Stack(home, plan, engine, client=None, wire=wire, beat_s=beat_s)  # type: ignore[arg-type]  # set below
             try:
                 await stack.start_temporal()
-                stack.client = await readiness.wait_for_temporal(address, settings)
-                await readiness.register_search_attributes(stack.client)
+                stack.client = await temporal_setup.wait_for_temporal(address, settings)
+                await temporal_setup.register_search_attributes(stack.client)
                 await add_instances(home, stack.store)
                 await stack.start_gateway()
                 for _ in range(workers):

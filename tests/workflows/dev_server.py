@@ -18,9 +18,9 @@ from temporalio.api.workflowservice.v1 import RegisterNamespaceRequest
 from temporalio.client import Client
 from temporalio.service import RPCError
 
+from perdure.client import names
 from perdure.client.connection import DATA_CONVERTER
-from perdure.client.search_attributes import TYPE_NAMES
-from perdure.stack import readiness
+from perdure.stack import temporal_setup
 from perdure.stack.plan import temporal_binary
 from perdure.stack.ports import LOOPBACK
 from tests import held_ports
@@ -65,7 +65,7 @@ class Server:
             RegisterNamespaceRequest(namespace=namespace, workflow_execution_retention_period=DAY)
         )
         client = await self.client(namespace)
-        await readiness.register_search_attributes(client)
+        await temporal_setup.register_search_attributes(client)
         return client
 
 
@@ -92,7 +92,7 @@ def _spawn(port: int, log: IO[bytes], *arguments: str) -> "subprocess.Popen[byte
     command = [temporal_binary(), "server", "start-dev", "--headless", "--log-level", "error"]
     command += ["--ip", LOOPBACK, "--port", str(port)]
     command += ["--dynamic-config-value", "frontend.enableServerVersionCheck=false"]
-    for name, kind in TYPE_NAMES.items():
+    for name, kind in names.SEARCH_ATTRIBUTES.items():
         command += ["--search-attribute", f"{name}={kind}"]
     if setpriv := shutil.which("setpriv"):  # it dies with the test's process
         command = [setpriv, "--pdeathsig", "KILL", *command]

@@ -27,6 +27,24 @@ IO_QUEUE = "rollout-io"
 LOST_HOSTS_QUEUE = "lost-hosts"
 
 
+SEARCH_ATTRIBUTES = {
+    "PerdureRun": "Keyword",
+    "PerdureGroup": "Keyword",
+    "PerdureInstance": "Keyword",
+    "PerdureDataSource": "Keyword",
+    "PerdureAgent": "Keyword",
+    "PerdureStage": "Keyword",
+    "PerdureOutcome": "Keyword",
+    "PerdureFailure": "Keyword",
+    "PerdureSample": "Int",
+    "PerdureAttempt": "Int",
+    "PerdurePolicyVersion": "Int",
+    "PerdureReward": "Double",
+}
+"""Those of every rollout, the way `temporal --search-attribute` spells their types: 8 Keyword, 3 Int and
+1 Double fit the fixed columns of Temporal's SQL visibility."""
+
+
 def host_queue(host: str) -> str:
     """The queue of one host's agent workers: only they reach sandboxes that are its processes."""
     return f"{AGENT_QUEUE}@{host}"

@@ -1,4 +1,4 @@
-"""The search attributes of every rollout, in one table; `perdure up` and infra register them."""
+"""The search attributes of every rollout: `names.SEARCH_ATTRIBUTES`, which `perdure up` and infra register."""
 
 from typing import Any
 
@@ -25,25 +25,6 @@ ATTEMPT = SearchAttributeKey.for_int("PerdureAttempt")
 POLICY_VERSION = SearchAttributeKey.for_int("PerdurePolicyVersion")
 """The version that the request names; without one, the newest version that sampled it."""
 REWARD = SearchAttributeKey.for_float("PerdureReward")
-
-ALL: tuple[SearchAttributeKey[str] | SearchAttributeKey[int] | SearchAttributeKey[float], ...] = (
-    RUN,
-    GROUP,
-    INSTANCE,
-    DATA_SOURCE,
-    AGENT,
-    STAGE,
-    OUTCOME,
-    FAILURE,
-    SAMPLE,
-    ATTEMPT,
-    POLICY_VERSION,
-    REWARD,
-)
-"""8 Keyword, 3 Int, 1 Double: fits the fixed columns of Temporal's SQL visibility."""
-
-TYPE_NAMES = {key.name: key.indexed_value_type.name.title() for key in ALL}
-"""`{"PerdureRun": "Keyword", ...}`, the way `temporal --search-attribute` spells them."""
 
 
 def of_rollout(request: RolloutRequest) -> TypedSearchAttributes:

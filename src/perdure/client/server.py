@@ -4,15 +4,18 @@ A `PERDURE_TEMPORAL__*` setting wins over the variables and profiles of Temporal
 field. Knows the forms of Temporal Cloud; connects to nothing.
 """
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from temporalio.envconfig import ClientConfigProfile, ClientConfigTLS
-from temporalio.service import TLSConfig
+from typing import TYPE_CHECKING, Any
 
 from perdure.errors import ConfigurationError
+from perdure.settings import environment
 from perdure.settings.tree import Settings, TemporalSettings
+
+if TYPE_CHECKING:
+    from temporalio.envconfig import ClientConfigTLS
+    from temporalio.service import TLSConfig
 
 DEFAULT_PORT = 7233
 DEFAULT_NAMESPACE = "default"
@@ -28,7 +31,7 @@ class Server:
 
     address: str = ""
     namespace: str = DEFAULT_NAMESPACE
-    tls: bool | TLSConfig = False
+    tls: "bool | TLSConfig" = False
     api_key: str | None = field(default=None, repr=False)
     metadata: dict[str, str] = field(default_factory=dict, repr=False)
 
@@ -48,6 +51,8 @@ def given_address(settings: Settings) -> str | None:
 
     None: no server is named, so commands use the stack's. Raises: ConfigurationError.
     """
+    if not (_is_named(settings.temporal) or _has_profile()):
+        return None  # without an import of the SDK, which long-lived programs may do without
     server = given_server(settings)
     if not server.address and (server.api_key is not None or server.tls):
         raise ConfigurationError(
@@ -62,6 +67,8 @@ def given_server(settings: Settings, address: str = "") -> Server:
 
     Raises: ConfigurationError when they contradict each other, or a file cannot be read.
     """
+    from temporalio.envconfig import ClientConfigProfile
+
     try:
         profile = ClientConfigProfile.load()
     except (RuntimeError, ValueError, OSError) as error:
@@ -87,6 +94,21 @@ def with_port(address: str) -> str:
     """`host` -> `host:7233`, Temporal's own port; an IPv6 address is written in brackets."""
     _, colon, port = address.rpartition("]")[2].rpartition(":")
     return address if not address or (colon and port) else f"{address}:{DEFAULT_PORT}"
+
+
+def _is_named(ours: TemporalSettings) -> bool:
+    """Whether our settings say anything of a server."""
+    named = (ours.address, ours.tls_ca_file, ours.tls_cert_file, ours.tls_key_file)
+    return any((*named, ours.api_key.get_secret_value(), ours.tls_server_name, ours.tls == "on"))
+
+
+def _has_profile() -> bool:
+    """Whether variables or a file of Temporal's own tools are here."""
+    if sys.platform != "linux" or any(n.startswith("TEMPORAL_") for n in environment.variables()):
+        return True
+    found = environment.variables().get("XDG_CONFIG_HOME", "")
+    folders = [Path.home() / ".config", *([Path(found)] if found else [])]
+    return any((folder / "temporalio" / "temporal.toml").exists() for folder in folders)
 
 
 def _host(address: str) -> str:
@@ -123,9 +145,11 @@ def _namespace(address: str, namespace: str, api_key: str | None) -> str:
 
 
 def _tls(
-    ours: TemporalSettings, theirs: ClientConfigTLS | None, *, wanted: bool
-) -> bool | TLSConfig:
+    ours: TemporalSettings, theirs: "ClientConfigTLS | None", *, wanted: bool
+) -> "bool | TLSConfig":
     """`wanted`: the server speaks TLS unless a setting turned it off. Raises: ConfigurationError."""
+    from temporalio.envconfig import ClientConfigTLS
+
     theirs = theirs or ClientConfigTLS()
     tls = ClientConfigTLS(
         disabled=_disabled(ours, theirs),
@@ -150,7 +174,7 @@ def _tls(
         ) from error
 
 
-def _disabled(ours: TemporalSettings, theirs: ClientConfigTLS) -> bool | None:
+def _disabled(ours: TemporalSettings, theirs: "ClientConfigTLS") -> bool | None:
     if ours.tls != "auto":
         return ours.tls == "off"
     if any(isinstance(one, Path) for one in (ours.tls_ca_file, ours.tls_cert_file)):

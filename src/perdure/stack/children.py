@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,11 @@ _LAUNCH = (
     "os.getppid()==int(sys.argv[1]) or sys.exit(1);"
     "os.execvp(sys.argv[2],sys.argv[2:])"
 )
+
+
+def ends_with_us(argv: Sequence[str]) -> list[str]:
+    """The command of a process to which the kernel sends SIGTERM when this one dies."""
+    return [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *argv]
 
 
 @dataclass(frozen=True)
@@ -119,11 +124,9 @@ class Child:
                 await self._launch(last_exit)
 
     async def _launch(self, last_exit: str) -> None:
-        launcher = (sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()))
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *launcher,
-                *self.spec.argv,
+                *ends_with_us(self.spec.argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perdure.client.search_attributes import TYPE_NAMES
+from perdure.client import names
 from perdure.engines.reported import configured_engine
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.gateway.rendering.tokenizer_setting import folder_of
@@ -27,6 +27,7 @@ PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL")
 SERVER_THREADS = str(max(1, (os.cpu_count() or 1) // 2))
 """GOMAXPROCS of the server: half of the cores. With one for each it spends a tenth of its CPU or more on
 looking for work and waking its own threads."""
+SCHEDULED = ("transfer", "timer", "visibility", "memoryTimer", "archival", "replication")
 DYNAMIC_CONFIG = (
     "matching.enableFairness=true",
     # The default limits are made for a shared cluster; one user alone exceeds them.
@@ -37,6 +38,8 @@ DYNAMIC_CONFIG = (
     # Each partition of each queue takes memory; one is enough for a server on one SQLite file.
     "matching.numTaskqueueReadPartitions=1",
     "matching.numTaskqueueWritePartitions=1",
+    # 512 goroutines wait for each kind of task; a server that writes one file needs far fewer.
+    *(f"history.{kind}ProcessorSchedulerWorkerCount=32" for kind in SCHEDULED),
 )
 
 
@@ -49,6 +52,8 @@ class Addresses:
     ui_port: int
     gateway_port: int
     engine_port: int
+    temporal_http_port: int = 0
+    """Of Temporal's HTTP API; 0 is any that is free."""
 
     @classmethod
     def choose(cls, settings: Settings, *, own_temporal: bool) -> "Addresses":
@@ -64,6 +69,7 @@ class Addresses:
             ui_port=ui,
             gateway_port=gateway,
             engine_port=ports.free_port(),
+            temporal_http_port=ports.free_port(),
         )
 
     def elsewhere(self, settings: Settings) -> "Addresses":
@@ -77,6 +83,7 @@ class Addresses:
             temporal_address=f"{ports.LOOPBACK}:{temporal}",
             temporal_port=temporal,
             ui_port=ports.choose(settings, "temporal.ui_port", [temporal]),
+            temporal_http_port=ports.free_port(),
         )
 
     @property
@@ -118,6 +125,7 @@ class Plan:
         """Raises: MissingDependency."""
         argv = [temporal_binary(), "server", "start-dev", "--log-level", "warn"]
         argv += ["--ip", ports.LOOPBACK, "--port", str(self.addresses.temporal_port)]
+        argv += ["--http-port", str(self.addresses.temporal_http_port)]
         argv += ["--ui-port", str(self.addresses.ui_port), "--ui-disable-news-fetch"]
         argv += ["--db-filename", str(self.home / "temporal.db")]
         if self.settings.temporal.namespace:
@@ -126,11 +134,22 @@ class Plan:
             argv += ["--sqlite-pragma", pragma]
         for value in DYNAMIC_CONFIG:
             argv += ["--dynamic-config-value", value]
-        for name, kind in TYPE_NAMES.items():
+        for name, kind in names.SEARCH_ATTRIBUTES.items():
             argv += ["--search-attribute", f"{name}={kind}"]
         # TEMPORAL_* and profile files configure Temporal's clients; the server must not read them.
         env = {"GOMAXPROCS": SERVER_THREADS, **_without_temporal(environment.variables())}
         return ChildSpec("temporal", tuple(argv), env=env, grace_s=10.0)
+
+    @property
+    def temporal_health(self) -> str:
+        """A request to Temporal's frontend, which answers once all services of the server run."""
+        return f"http://{ports.LOOPBACK}:{self.addresses.temporal_http_port}/api/v1/system-info"
+
+    def temporal_setup(self) -> list[str]:
+        """The program that prepares the server of this stack."""
+        argv = [sys.executable, "-m", "perdure.stack.temporal_setup"]
+        own = self.addresses.temporal_address
+        return argv if own is None else [*argv, "--own", own]
 
     def gateways(self, listeners: Sequence[int]) -> list[ChildSpec]:
         """All gateway processes. They accept from the same sockets, whose descriptors are `listeners`."""

@@ -17,9 +17,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import structlog
-from temporalio.client import Client
-from temporalio.runtime import Runtime
-from temporalio.service import RPCError
 
 from perdure.client.server import given_address
 from perdure.engines.reported import engine_settings
@@ -32,13 +29,13 @@ from perdure.settings.tree import Settings
 from perdure.stack import readiness, start_limit
 from perdure.stack import state as stack_state
 from perdure.stack.checkout import find_root
-from perdure.stack.children import Child, ChildSpec
-from perdure.stack.failures import explain
+from perdure.stack.children import Child, ChildSpec, ends_with_us
+from perdure.stack.failures import USAGE, explain
 from perdure.stack.plan import Addresses, Plan, gateway_names
 from perdure.stack.processes import identify, stop
 from perdure.stack.state import StackState
 from perdure.stack.watch import Watch
-from perdure.telemetry import configure_logging, temporal_runtime
+from perdure.telemetry import configure_logging
 
 CHECK_EVERY_S = 10.0
 STACKS_S = 1.0
@@ -59,6 +56,10 @@ class StartFailed(PerdureError):
     """A part did not start; the message ends with the end of its log."""
 
 
+class NotPrepared(PerdureError):
+    """Temporal refused what rollouts need of it."""
+
+
 class Supervisor:
     """One stack, from its first process to its last."""
 
@@ -70,14 +71,13 @@ class Supervisor:
         self.status = "starting"
         self.children: dict[str, Child] = {}
         self._up: set[str] = set()
-        self.client: Client | None = None
-        self.namespace = "default"
+        self.namespace = ""
         self._me = identify(os.getpid())
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Start everything, keep it running until `stopping` is set, stop everything.
 
-        Raises: StartFailed, ConfigurationError.
+        Raises: StartFailed, NotPrepared, ConfigurationError.
         """
         try:
             start = asyncio.create_task(self._start())
@@ -117,30 +117,22 @@ class Supervisor:
         if engine is not None:
             url = f"{self.plan.engine_url}/health"
             await self._answered("engine", readiness.wait_for_http(url))
-        await self._answered("worker", self._wait_for_worker())
+        health = self.plan.health_socket("worker")
+        await self._answered("worker", readiness.wait_for_socket(health, readiness.POLLED))
         self._set_status("ready")
         self.report({"event": "ready"})
         log.info("ready", children=list(self.children))
 
     async def _start_temporal(self) -> None:
         if self.plan.addresses.temporal_address is not None:
-            self.client = await self._start_own_temporal()
+            prepared = await self._start_own_temporal()
         else:
-            wait = readiness.wait_for_temporal(None, self.plan.settings)
-            self.client = await self._answered("temporal", wait)
-        address = self.plan.addresses.temporal_address
-        self.namespace = self.client.namespace
-        try:
-            await readiness.register_search_attributes(self.client)
-            if address is not None:
-                await readiness.keep_closed_workflows(self.client)
-        except RPCError as error:
-            if address is not None:
-                raise
-            # The user's own server: it may need an operator (infra/temporal).
-            self.report({"event": "warning", "text": f"search attributes: {error}"})
+            prepared = await self._answered("temporal", self._prepare_temporal())
+        self.namespace = prepared["namespace"]
+        if prepared["warning"]:
+            self.report({"event": "warning", "text": prepared["warning"]})
 
-    async def _start_own_temporal(self) -> Client:
+    async def _start_own_temporal(self) -> dict[str, str]:
         """Another process may take a port after we checked it; then start again with other ports."""
         for _ in range(PORT_TRIES - 1):
             try:
@@ -151,21 +143,35 @@ class Supervisor:
                 self.plan = replace(self.plan, addresses=chosen)
         return await self._launch_temporal()
 
-    async def _launch_temporal(self) -> Client:
+    async def _launch_temporal(self) -> dict[str, str]:
         await self._launch(self.plan.temporal())
-        wait = readiness.wait_for_temporal(self.plan.addresses.temporal_address, self.plan.settings)
-        return await self._answered("temporal", wait, tries=1)
+        return await self._answered("temporal", self._prepare_temporal(), tries=1)
 
-    async def _wait_for_worker(self) -> None:
-        assert self.client is not None
-        child = self.children["worker"]
-        while True:
-            # A restarted worker has another pid: wait for the current one.
-            pid = child.state.pid if child.state else 0
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await readiness.wait_for_pollers(self.client, pid)
-                return
+    async def _prepare_temporal(self) -> dict[str, str]:
+        """Wait until the server answers; return the namespace and a warning.
+
+        Raises: ConfigurationError, NotPrepared.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *ends_with_us(self.plan.temporal_setup()),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=self.plan.environment(),
+            cwd=self.plan.root,
+        )
+        try:
+            answer, errors = await process.communicate()
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        if process.returncode == 0:
+            prepared: dict[str, str] = json.loads(answer)
+            return prepared
+        told = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise (ConfigurationError if process.returncode == USAGE else NotPrepared)(told)
 
     async def _launch(self, spec: ChildSpec) -> None:
         child = Child(spec, self.plan.home / "logs", self._write)
@@ -202,7 +208,8 @@ class Supervisor:
 
     async def _keep(self, stopped: "asyncio.Task[Any]") -> None:
         """Check every part now and then; restart one that hangs."""
-        watches = {"temporal": Watch(self._temporal_answers)}
+        temporal = functools.partial(readiness.answers, self.plan.temporal_health)
+        watches = {"temporal": Watch(temporal)}
         for name in (*self._gateways(), "worker"):
             health = self.plan.health_socket(name)
             watches[name] = Watch(functools.partial(readiness.socket_answers, health))
@@ -221,13 +228,6 @@ class Supervisor:
             child.write_stacks()
             await asyncio.sleep(STACKS_S)
         child.kill()
-
-    async def _temporal_answers(self) -> bool:
-        assert self.client is not None
-        try:
-            return await self.client.service_client.check_health()
-        except RPCError:
-            return False
 
     async def _stop(self) -> None:
         """Stop dependents first: workers hand over while Temporal still answers."""
@@ -310,7 +310,6 @@ def run(engine: str, report: Report) -> int:
     settings = load_settings()
     keep_private(settings)
     configure_logging("supervisor")
-    Runtime.set_default(temporal_runtime(settings.changed(metrics={"port": 0})))
     try:
         asyncio.run(supervise(settings, engine, report))
     except Exception as error:

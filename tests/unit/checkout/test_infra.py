@@ -14,8 +14,9 @@ import boto3
 import httpx
 import pytest
 import yaml
+from temporalio.common import SearchAttributeKey
 
-from perdure.client.search_attributes import TYPE_NAMES
+from perdure.client import names, search_attributes
 from perdure.engines.pool.metrics import pool_metrics
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster
@@ -36,7 +37,15 @@ def test_namespace_script_registers_every_search_attribute() -> None:
     script = (ROOT / "infra/temporal/setup_namespace.sh").read_text()
     table = dict(re.findall(r"^(Perdure\w+) (\w+)$", script, re.MULTILINE))
 
-    assert table == TYPE_NAMES
+    assert table == names.SEARCH_ATTRIBUTES
+
+
+def test_every_search_attribute_is_registered() -> None:
+    """A rollout that sets one that the server does not know could not start."""
+    keys_used = [k for k in vars(search_attributes).values() if isinstance(k, SearchAttributeKey)]
+    used = {key.name: key.indexed_value_type.name.title() for key in keys_used}
+
+    assert used == names.SEARCH_ATTRIBUTES
 
 
 @pytest.mark.parametrize("service", OURS)

@@ -1,11 +1,12 @@
 """A part of the stack that hangs is started again, and its log says where it hung."""
 
+import asyncio
 import os
 import sys
 from pathlib import Path
 
 from perdure.stack.children import Child, ChildSpec
-from perdure.stack.readiness import socket_answers
+from perdure.stack.readiness import POLLED, socket_answers
 from perdure.stack.watch import HANGS_AFTER, STARTS_WITHIN, Watch
 from tests.stack.waiting import until
 from workers.health import answering
@@ -55,10 +56,19 @@ async def test_a_worker_answers_only_while_its_loop_runs(tmp_path: Path) -> None
     """The socket is there from start to end, and a socket that a killed worker left is replaced."""
     health = tmp_path / "worker.health"
     health.touch()
-    async with answering(health):
+    async with answering(health, lambda: False):
         assert await socket_answers(health)
 
     assert not await socket_answers(health)
+
+
+async def test_a_worker_is_ready_once_the_server_has_seen_it_poll(tmp_path: Path) -> None:
+    """A start of the stack waits for that; before, the worker is alive and not ready."""
+    health, seen = tmp_path / "worker.health", asyncio.Event()
+    async with answering(health, seen.is_set):
+        assert not await socket_answers(health, POLLED)
+        seen.set()
+        assert await socket_answers(health, POLLED)
 
 
 async def test_a_hanging_part_writes_its_stacks(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""`python -m perdure.stack.temporal_setup [--own ADDRESS]`: prepares Temporal for rollouts, and ends.
+
+Waits until the server answers, registers our search attributes, and prints one line of JSON: the
+namespace, and a warning or nothing. A process of its own, so that the supervisor, which stays, does
+without Temporal's SDK. `--own`: the stack's own server; else the user's.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from datetime import timedelta
+
+from google.protobuf.duration_pb2 import Duration
+from temporalio.api.enums.v1 import IndexedValueType
+from temporalio.api.namespace.v1 import NamespaceConfig
+from temporalio.api.operatorservice.v1 import (
+    AddSearchAttributesRequest,
+    ListSearchAttributesRequest,
+)
+from temporalio.api.workflowservice.v1 import UpdateNamespaceRequest
+from temporalio.client import Client
+from temporalio.runtime import Runtime
+from temporalio.service import RPCError
+
+from perdure.client import names
+from perdure.client.connection import connect, connect_to
+from perdure.client.server import dev_server
+from perdure.errors import ConfigurationError
+from perdure.settings.load import load_settings
+from perdure.settings.tree import Settings
+from perdure.stack.failures import explain
+from perdure.telemetry import configure_logging, temporal_runtime
+
+PAUSE_S = 0.05
+RETENTION = timedelta(days=7)
+"""By default the dev server keeps closed workflows for a day; resuming by id should work for a week."""
+
+
+async def prepare(settings: Settings, own: str | None) -> dict[str, str]:
+    """`own`: the address of the stack's own server. Raises: RPCError when that refuses."""
+    client = await wait_for_temporal(own, settings)
+    prepared = {"namespace": client.namespace, "warning": ""}
+    try:
+        await register_search_attributes(client)
+        if own is not None:
+            await keep_closed_workflows(client)
+    except RPCError as error:
+        if own is not None:
+            raise
+        # The user's own server: it may need an operator (infra/temporal).
+        prepared["warning"] = f"search attributes: {error}"
+    return prepared
+
+
+async def wait_for_temporal(address: str | None, settings: Settings) -> Client:
+    """Try to connect until the server answers. `address`: our own dev server's; None: the user's."""
+    while True:
+        try:
+            if address is None:
+                return await connect(settings=settings)
+            return await connect_to(dev_server(settings, address), settings)
+        except ConfigurationError:
+            await asyncio.sleep(PAUSE_S)
+
+
+async def register_search_attributes(client: Client) -> list[str]:
+    """Add the missing ones; return their names. Raises: RPCError when that is not allowed."""
+    missing = await _missing(client)
+    if missing:
+        types = {name: _value_type(names.SEARCH_ATTRIBUTES[name]) for name in missing}
+        await client.operator_service.add_search_attributes(
+            AddSearchAttributesRequest(search_attributes=types, namespace=client.namespace)
+        )
+        while await _missing(client):
+            await asyncio.sleep(PAUSE_S)
+    return missing
+
+
+async def keep_closed_workflows(client: Client) -> None:
+    """Set the namespace's retention to a week."""
+    await client.workflow_service.update_namespace(
+        UpdateNamespaceRequest(
+            namespace=client.namespace,
+            config=NamespaceConfig(
+                workflow_execution_retention_ttl=Duration(seconds=int(RETENTION.total_seconds()))
+            ),
+        )
+    )
+
+
+async def _missing(client: Client) -> list[str]:
+    known = await client.operator_service.list_search_attributes(
+        ListSearchAttributesRequest(namespace=client.namespace)
+    )
+    return [name for name in names.SEARCH_ATTRIBUTES if name not in known.custom_attributes]
+
+
+def _value_type(name: str) -> "IndexedValueType.ValueType":
+    return IndexedValueType.Value(f"INDEXED_VALUE_TYPE_{name.upper()}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m perdure.stack.temporal_setup")
+    parser.add_argument("--own", metavar="ADDRESS")
+    options = parser.parse_args()
+    configure_logging("temporal-setup")
+    try:
+        settings = load_settings()
+        Runtime.set_default(temporal_runtime(settings.changed(metrics={"port": 0})))
+        print(json.dumps(asyncio.run(prepare(settings, options.own))), flush=True)
+    except Exception as error:
+        code, line = explain(error)
+        print(line, file=sys.stderr, flush=True)
+        return code
+    return 0
+
+
+if __name__ == "__main__":
+    # The SDK's native threads can crash a Python that is tearing down.
+    os._exit(main())
