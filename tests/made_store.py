@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from perdure.episodes import turns_parquet
-from perdure.episodes.episode import AttemptSummary, EpisodeParts, build_episode
-from perdure.episodes.episode_store import write_episode
+from perdure.episodes.episode import AttemptSummary, EpisodeParts
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary
 from perdure.gateway.rendering.tokenizers import load_tokenizer
@@ -24,6 +23,7 @@ from perdure.types import (
     TestStatus,
     Turn,
 )
+from tests.stored_episodes import store_episode
 
 PATCH = """\
 diff --git a/h11/_headers.py b/h11/_headers.py
@@ -189,5 +189,5 @@ async def write_rollout(
         failure=wrong if failure else None,
     )
     segments = cut(taken)
-    await write_episode(store, build_episode(parts, segments), segments)
+    await store_episode(store, parts, segments)
     return request

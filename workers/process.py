@@ -28,9 +28,9 @@ from temporalio.service import RPCError
 from temporalio.worker import Worker
 
 from perdure import home, lean_imports, tracing
+from perdure.apart import children
 from perdure.client import names
 from perdure.client.connection import connect
-from perdure.episodes import lean_arrow
 from perdure.errors import PerdureError
 from perdure.gateway.http.listeners import check_path
 from perdure.home import host_of
@@ -38,7 +38,6 @@ from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 from perdure.stack import host_life
 from perdure.telemetry import configure_logging, temporal_runtime
-from perdure.untrusted import reading
 from workers import backlogs
 from workers.builds import build_of, say_if_not_current
 from workers.health import answering, polled
@@ -113,7 +112,6 @@ def _workers(
 
 def import_what_stages_need() -> None:
     """Without what these libraries take along and no stage uses."""
-    lean_arrow.set_up()
     lean_imports.for_no_terminal("httpx")
 
 
@@ -207,7 +205,7 @@ def main(*roles: str) -> None:
         log.error("cannot start", reason=str(error))
         code = 1
     tracing.flush()
-    reading.end_all()
+    children.end_all()
     # The SDK's native threads can crash a Python that is tearing down.
     sys.stdout.flush()
     sys.stderr.flush()

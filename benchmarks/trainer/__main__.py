@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from perdure.client.episodes import read_episodes
 from perdure.episodes import trainers
 from perdure.episodes.episode import EpisodeParts, EpisodeSegments, build_episode
+from perdure.episodes.episode_parquet import encode_segments
 from perdure.episodes.episode_store import write_episode
 from perdure.episodes.segments import cut
 from perdure.storage.local import LocalStore
@@ -88,7 +89,9 @@ async def episode(store: LocalStore, size: str, index: int) -> EpisodeRef:
         turns=taken,
     )
     segments = cut(taken)
-    return (await write_episode(store, build_episode(parts, segments), segments)).ref(store.url)
+    episode = build_episode(parts, segments)
+    stored = await write_episode(store, episode, encode_segments(episode, segments))
+    return stored.ref(store.url)
 
 
 def cpu_ms(work: Callable[[], Any], episodes: int) -> float:

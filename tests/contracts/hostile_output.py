@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from perdure.agents.base import Agent, Evidence
+from perdure.apart.reading import Unparsable
 from perdure.errors import InstanceError
 from perdure.graders.calibrate import passed_in
 from perdure.graders.diff import capture, git_diff
@@ -31,7 +32,6 @@ from perdure.rollouts import agent_output
 from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.testing.grader_contract import tiny_instance
 from perdure.types import AgentEnd
-from perdure.untrusted.reading import Unparsable
 
 Reader = Callable[[bytes], object]
 

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 
+from perdure.apart import children, reading
 from perdure.errors import InstanceError, SandboxLost
 from perdure.graders.calibrate import calibrate, verify
 from perdure.graders.diff.capture import BASE_GIT, capture, prepare_capture
@@ -36,7 +37,6 @@ from perdure.testing.grader_contract import (
     write,
 )
 from perdure.types import Outcome
-from perdure.untrusted import reading
 
 MakeSandbox = Callable[[str], Awaitable[Sandbox]]
 LATIN_1 = "caf\xe9 = '\xfc'\n".encode("latin-1")
@@ -375,9 +375,9 @@ async def test_a_log_that_costs_too_much_is_a_verdict(
     make_sandbox: MakeSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results that no process can hold within its limits score 0, and are told apart from failures."""
-    small = "from perdure.untrusted import child; child.MEMORY = 32 << 20; "
-    monkeypatch.setattr(reading, "_idle", [])
-    monkeypatch.setattr(reading, "_START", reading._START.replace("from", f"{small}from", 1))
+    small = "from perdure.apart import child; child.MEMORY = 32 << 20; "
+    monkeypatch.setattr(reading.READERS, "idle", [])
+    monkeypatch.setattr(children, "_START", children._START.replace("from", f"{small}from", 1))
     flood = (
         "import os\nwith open('/proc/%d/fd/1' % os.getppid(), 'a') as log:\n"
         "    print(*(f'PASSED t{n}' for n in range(200_000)), sep='\\n', file=log)\n"

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import pytest
 
+from perdure.apart import reading
 from perdure.graders.base import Graded, Grader
 from perdure.graders.protocols.multi_swe import MultiSweGrader
 from perdure.graders.protocols.swebench import SwebenchGrader
@@ -29,7 +30,6 @@ from perdure.testing.grader_contract import (
 )
 from perdure.testing.twin_forgers import FORGERS, Forger
 from perdure.types import Grade, Instance, Outcome, OutputParser
-from perdure.untrusted import reading
 from tests.unit.instances.made_rows import PARSER, RUN_SCRIPT, install_multi_swe
 
 MakeSandbox = Callable[[str], Awaitable[Sandbox]]
@@ -143,7 +143,7 @@ async def test_a_multi_swe_row_in_python_has_twins(
     """Its log is read by the publisher's parser, and it asks pytest for a style of its own."""
     install_multi_swe(tmp_path / "site", "o", "r_2_to_1")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setattr(reading, "_idle", [])  # readers that do not know of it
+    monkeypatch.setattr(reading.READERS, "idle", [])  # readers that do not know of it
     row = tiny_instance(
         protocol="multi_swe",
         log_parser="o/r_2_to_1",

@@ -9,6 +9,8 @@ from uuid import uuid4
 
 import pytest
 
+from perdure.apart import children
+from perdure.apart.child import CPU_S
 from perdure.graders.base import Graded
 from perdure.graders.protocols.swebench import SwebenchGrader
 from perdure.sandboxes.base import Mount, SandboxSpec
@@ -16,8 +18,6 @@ from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.testing.grader_contract import BASE, diff_of, make_repository, tiny_instance
 from perdure.types import Grading, Outcome
-from perdure.untrusted import reading
-from perdure.untrusted.child import CPU_S
 
 FLOODS = {
     "one line of a::": "b'a::' * (20 << 20)",
@@ -88,7 +88,7 @@ async def test_a_log_of_64_mb_costs_seconds(
         provider, tree, _flooding(FLOODS[name]), PARSERS.get(name, "parse_log_sphinx")
     )
     watching.cancel()
-    reading.end_all()  # so that their time is counted below
+    children.end_all()  # so that their time is counted below
 
     assert graded.grade.outcome is not Outcome.RESOLVED
     assert graded.grade.reward == 0.0

@@ -6,7 +6,7 @@ Owns writing, finding and reading them back. Nothing is tokenised here: segments
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from perdure.episodes.episode import Episode, EpisodeSegments, parse_episode
@@ -14,29 +14,27 @@ from perdure.episodes.segments import RewardShare, SegmentMode, cut
 from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
 from perdure.storage import keys
 from perdure.storage.base import Reads, Store, Stored
-from perdure.types import RolloutRequest, Segment
+from perdure.types import RolloutRequest
 
 READS_AT_ONCE = 32
 
 
-async def write_episode(store: Store, episode: Episode, segments: Sequence[Segment]) -> Episode:
+async def write_episode(store: Store, episode: Episode, tokens: bytes) -> Episode:
     """Store both forms, the JSON last; returns the episode that is in the store afterwards.
 
-    One that is unreadable is replaced.
+    `tokens`: the content of `episode.parquet`. An episode that is unreadable is replaced.
 
     If the same workflow run writes again, its first episode stays. If another workflow run of the
     same rollout writes (a retry, a reset), its episode replaces the earlier one, which is kept under
     another name.
     """
-    from perdure.episodes.episode_parquet import encode_segments
-
     stored = await _stored(store, episode.key)
     earlier = _readable(episode.key, stored)
     if earlier is not None and _is_of_same_run(earlier, episode):
         return earlier
     if stored is not None and earlier is not None:
         await store.put_if_absent(earlier.as_earlier().key, stored.data)
-    await store.put(episode.tokens_key, encode_segments(episode, segments))
+    await store.put(episode.tokens_key, tokens)
     data = episode.model_dump_json(indent=1).encode()
     try:
         if stored is not None:

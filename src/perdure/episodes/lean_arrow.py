@@ -1,7 +1,7 @@
-"""pyarrow for a gateway or a worker, which live long and need little of it.
+"""pyarrow for a child process of a gateway or a worker, which needs little of it.
 
-What is set here holds for a whole process, so only those two programs call it: in a trainer's process
-pandas and pyarrow's memory are the trainer's.
+What is set here holds for a whole process, so nobody else calls it: in a trainer's process pandas and
+pyarrow's memory are the trainer's.
 """
 
 import os

@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from perdure import tracing
+from perdure.apart.working import work
 from perdure.dialects.base import Answer, ModelRequest, Refused
 from perdure.engines.base import TOO_STALE, Wait
 from perdure.engines.configured import ConfiguredEngine
@@ -35,7 +36,7 @@ from perdure.gateway.journal.turn_record import (
     to_journal,
     turn_records,
 )
-from perdure.gateway.journal.turns import turn_deltas
+from perdure.gateway.journal.turns_file import turns_file
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.pace import DEFAULT_CEILINGS, Ceilings, Pace
 from perdure.gateway.rendering.formats import Format
@@ -144,9 +145,8 @@ class Sessions:
             if not session.closed:
                 await self._seal(session)
                 records = await self._journal.read(session_id)
-                await self._store.put(
-                    session.spec.turns_key, await asyncio.to_thread(_pack, records)
-                )
+                turns = await work(turns_file, records)
+                await self._store.put(session.spec.turns_key, turns)
                 await self._mark(session, CLOSED)
                 self._partials.left(session_id)
                 session.sleep()
@@ -535,12 +535,3 @@ def _forget(session: Session, key: CallKey, call: "asyncio.Task[Answer]") -> Non
     session.callers.pop(key, None)
     if not call.cancelled() and call.exception() is not None:
         log.info("call failed", session_id=session.spec.session_id, error=repr(call.exception()))
-
-
-def _pack(records: list[dict[str, Any]]) -> bytes:
-    from perdure.episodes import lean_arrow
-
-    lean_arrow.set_up()  # only when a session closes
-    from perdure.episodes import turns_parquet as codec
-
-    return codec.encode_deltas(codec.Delta(*delta) for delta in turn_deltas(turn_records(records)))

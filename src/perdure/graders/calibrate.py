@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from perdure.apart.reading import Unparsable, read
 from perdure.errors import InstanceError
 from perdure.graders import tampering
 from perdure.graders.base import Grader
@@ -34,7 +35,6 @@ from perdure.graders.twins.choose import Chosen, ChosenReport, choose_twins
 from perdure.graders.verdict import F2P_PASSES
 from perdure.instances.calibrated import Calibrated, CalibrationReport, MakeSandbox
 from perdure.types import Instance, Outcome, TestStatus
-from perdure.untrusted.reading import Unparsable, read
 
 
 async def calibrate(

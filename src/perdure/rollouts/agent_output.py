@@ -1,11 +1,11 @@
 """What an agent left behind in its sandbox: its output and its files, kept in the store."""
 
 from perdure.agents.base import EXEC_ID, Agent, Evidence
+from perdure.apart.reading import Unparsable, read
 from perdure.errors import NotFound
 from perdure.rollouts.job import Job
 from perdure.sandboxes.base import ExecStatus, Sandbox
 from perdure.types import AgentEnd
-from perdure.untrusted.reading import Unparsable, read
 
 TAIL = 4 << 20
 """Bytes of each of the agent's output streams that are kept."""

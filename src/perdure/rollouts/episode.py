@@ -4,8 +4,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from perdure.episodes import segments, turns_parquet
-from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, build_episode
+from perdure.apart.working import work
+from perdure.episodes.assembling import assemble
+from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts
 from perdure.episodes.episode_store import read_episode, write_episode
 from perdure.errors import NotFound
 from perdure.instances import catalog
@@ -16,11 +17,11 @@ from perdure.rollouts.messages import AgentRun, Ending
 from perdure.storage import keys
 from perdure.storage.base import Store
 from perdure.telemetry import metrics
-from perdure.types import EpisodeRef, Grade, Instance, PatchRef, RolloutStatus, Turn
+from perdure.types import EpisodeRef, Grade, Instance, PatchRef, RolloutStatus
 
 
 async def emit_episode(store: Store, ending: Ending) -> EpisodeRef:
-    """Needs only the store, so that a rollout whose configuration is wrong has its episode too."""
+    """Needs only the store and a child process, so that a rollout whose configuration is wrong has its episode too."""
     earlier = await _earlier(store, ending)
     if earlier and earlier.provenance.workflow_run_id == ending.workflow_run_id:
         return earlier.ref(store.url)
@@ -28,8 +29,9 @@ async def emit_episode(store: Store, ending: Ending) -> EpisodeRef:
         return earlier.ref(store.url).model_copy(update=_ended(ending))
     parts = _bare(ending) if ending.bare else await _gather(store, ending)
     parts = replace(parts, earlier=earlier)
-    cut = segments.cut(list(parts.turns))
-    episode = await write_episode(store, build_episode(parts, cut), cut)
+    turns = await _turns(store, parts.turns_key) if parts.turns_key else None
+    made = await work(assemble, parts, turns)
+    episode = await write_episode(store, made.episode, made.tokens)
     outcome = episode.outcome.value if episode.outcome else ""
     metrics.rollout(episode.agent, episode.status.value, outcome, episode.sampled_tokens)
     return episode.ref(store.url)
@@ -73,8 +75,6 @@ async def _gather(store: Store, ending: Ending) -> EpisodeParts:
     last = attempts[-1] if attempts else None
     folder = keys.attempt(ending.request, ending.attempts)
     grade = await _grade(store, ending, folder)
-    turns_key = f"{folder}/turns.parquet"
-    taken = await _turns(store, turns_key)
     stages = dict(last.seconds) if last else {}
     if grade is not None:
         stages["grade"] = round(grade.seconds, 3)
@@ -85,8 +85,7 @@ async def _gather(store: Store, ending: Ending) -> EpisodeParts:
         finished_at=time.time(),
         attempts=attempts,
         instance=await _instance(store, ending),
-        turns=taken,
-        turns_key=turns_key if taken else None,
+        turns_key=f"{folder}/turns.parquet",
         agent_end=last.agent_end if last else None,
         patch=await checkpoints.read(store, f"{folder}/patch.json", PatchRef),
         grade=grade,
@@ -122,11 +121,11 @@ async def _attempt(store: Store, ending: Ending, number: int) -> AttemptSummary:
     )
 
 
-async def _turns(store: Store, key: str) -> list[Turn]:
+async def _turns(store: Store, key: str) -> bytes | None:
     try:
-        return turns_parquet.decode((await store.get(key)).data)
+        return (await store.get(key)).data
     except NotFound:
-        return []
+        return None
 
 
 async def _instance(store: Store, ending: Ending) -> Instance | None:

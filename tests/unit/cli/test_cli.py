@@ -14,8 +14,7 @@ import pytest
 from click.shell_completion import BashComplete
 
 from perdure.cli.main import COMMANDS, cli, invoke
-from perdure.episodes.episode import EpisodeParts, build_episode
-from perdure.episodes.episode_store import write_episode
+from perdure.episodes.episode import EpisodeParts
 from perdure.errors import ConfigurationError
 from perdure.settings.tree import Settings
 from perdure.stack import state as stack_state
@@ -24,6 +23,7 @@ from perdure.storage.local import LocalStore
 from perdure.types import RolloutRequest, RolloutStatus, RunRequest
 from tests import held_ports
 from tests.paths import ROOT
+from tests.stored_episodes import store_episode
 
 
 @dataclass(frozen=True)
@@ -530,7 +530,7 @@ def rollouts(folder: Path, **left: str) -> None:
     """Store rollouts a-1 and b-1 of run r: a-1 with just these files, b-1 with its episode."""
     request = RolloutRequest(run_id="r", instance="d/b-1", agent="oracle")
     parts = EpisodeParts(request, RolloutStatus.CANCELLED, started_at=0.0, finished_at=1.0)
-    asyncio.run(write_episode(LocalStore(folder / "home/store"), build_episode(parts, ()), ()))
+    asyncio.run(store_episode(LocalStore(folder / "home/store"), parts))
     for name, text in left.items():
         file = folder / "home/store" / PIECE / f"{name.replace('__', '/')}.json"
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from perdure.episodes.episode import EpisodeParts, build_episode
-from perdure.episodes.episode_store import write_episode
+from perdure.episodes.episode import EpisodeParts
 from perdure.storage.local import LocalStore
 from perdure.types import RolloutRequest, RolloutStatus
+from tests.stored_episodes import store_episode
 
 TABLES = ("rich", "pygments")
 ARRAYS = ("pyarrow", "numpy")
@@ -85,8 +85,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("startup")
     request = RolloutRequest(run_id="r", instance="d/b-1", agent="oracle")
     parts = EpisodeParts(request, RolloutStatus.CANCELLED, started_at=0.0, finished_at=1.0)
-    episode = build_episode(parts, ())
-    asyncio.run(write_episode(LocalStore(folder / "home/store"), episode, ()))
+    asyncio.run(store_episode(LocalStore(folder / "home/store"), parts))
     return folder
 
 

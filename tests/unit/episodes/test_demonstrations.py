@@ -12,8 +12,7 @@ import pytest
 from perdure.cli.main import invoke
 from perdure.episodes import turns_parquet
 from perdure.episodes.demonstrations.selection import Selection
-from perdure.episodes.episode import EpisodeParts, build_episode
-from perdure.episodes.episode_store import write_episode
+from perdure.episodes.episode import EpisodeParts
 from perdure.episodes.export import ExportReport, Format, Rules, export_run
 from perdure.episodes.hub_folder import write_folder
 from perdure.episodes.segments import cut
@@ -29,6 +28,7 @@ from perdure.types import (
     RolloutStatus,
     Turn,
 )
+from tests.stored_episodes import store_episode
 
 LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="gone")
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Fix it."}
@@ -116,7 +116,7 @@ class Run:
             finished_at=1.0,
         )
         segments = cut(parts.turns)
-        await write_episode(self.store, build_episode(parts, segments), segments)
+        await store_episode(self.store, parts, segments)
 
     async def export(self, format: Format, **selection: Any) -> tuple[list[Any], ExportReport]:
         rules = Rules(selection=Selection(**selection))

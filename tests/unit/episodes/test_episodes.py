@@ -13,7 +13,7 @@ import pytest
 from perdure.cli.runs.text import differences
 from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, build_episode
 from perdure.episodes.episode_parquet import encode_segments
-from perdure.episodes.episode_store import read_episode, read_run, write_episode
+from perdure.episodes.episode_store import read_episode, read_run
 from perdure.episodes.manifest import build_manifest, pass_at
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary
@@ -33,6 +33,7 @@ from perdure.types import (
     VersionSpan,
 )
 from tests.s3_server import with_bucket
+from tests.stored_episodes import store_episode
 
 ROLLOUTS, PAGE = 45, 20
 RESOLVED = Grade(outcome=Outcome.RESOLVED, rewards=Rewards(binary=1.0))
@@ -156,7 +157,7 @@ def test_reference_is_small() -> None:
 
 async def write(store: LocalStore, made: EpisodeParts) -> Episode:
     segments = cut(made.turns)
-    return await write_episode(store, build_episode(made, segments), segments)
+    return await store_episode(store, made, segments)
 
 
 async def test_written_episode_is_read_back(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from perdure.episodes.episode import AttemptSummary, EpisodeParts, build_episode
-from perdure.episodes.episode_store import write_episode
+from perdure.episodes.episode import AttemptSummary, EpisodeParts
 from perdure.episodes.export import Format, export_run
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError, NotFound, StoreUnavailable
@@ -23,6 +22,7 @@ from perdure.types import (
     RolloutStatus,
     Turn,
 )
+from tests.stored_episodes import store_episode
 
 TURNS = (Turn(index=0, prompt_ids=(1,), completion_ids=(2, 3), logprobs=(-0.5, -0.25)),)
 CRLF = b"diff --git a/x b/x\n@@ -1 +1 @@\n-a\r\n+\xc3\xa9\r\n"
@@ -62,7 +62,7 @@ class Run:
         if patch:
             await self.store.put(f"{folder}/patch.diff", patch)
         segments = cut(parts.turns)
-        await write_episode(self.store, build_episode(parts, segments), segments)
+        await store_episode(self.store, parts, segments)
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
-"""A gateway and a worker use pyarrow without pandas and without its allocator."""
+"""A gateway and a worker use pyarrow in a child process, without pandas and without its allocator."""
 
 import subprocess
 import sys
+
+from tests.paths import ROOT
 
 PROGRAM = """
 import sys
@@ -17,10 +19,15 @@ print(pyarrow.table({"a": [7]}).to_pandas().a[0])
 """
 
 CLOSES = """
-import sys
-from perdure.gateway.sessions import _pack
-_pack([])
-print("pyarrow" in sys.modules, "pandas" in sys.modules)
+import asyncio, sys
+import perdure.gateway.sessions
+import workers.process, workers.queues
+from perdure.apart.working import work
+from perdure.gateway.journal.turns_file import turns_file
+workers.process.import_what_stages_need()
+made = asyncio.run(work(turns_file, []))
+print("pyarrow" in sys.modules)
+print(made == turns_file([]), "pandas" in sys.modules)
 """
 
 
@@ -29,13 +36,18 @@ def test_pyarrow_leaves_pandas_out_until_somebody_asks_for_it() -> None:
     assert _printed(PROGRAM) == ["system", "False", "7"]
 
 
-def test_a_gateway_that_closes_a_session_leaves_pandas_out() -> None:
-    """It writes the turns of the session."""
-    assert _printed(CLOSES) == ["True", "False"]
+def test_a_gateway_that_closes_a_session_imports_no_pyarrow() -> None:
+    """A child writes the turns of the session; a worker imports none either."""
+    assert _printed(CLOSES) == ["False", "True", "False"]
 
 
 def _printed(program: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, check=True, text=True, timeout=240
+        [sys.executable, "-c", program],
+        capture_output=True,
+        check=True,
+        cwd=ROOT,
+        text=True,
+        timeout=240,
     )
     return done.stdout.split()

@@ -13,8 +13,8 @@ import pytest
 from perdure.cli.main import invoke
 from perdure.client.episodes import read_episodes
 from perdure.episodes import trainers, turns_parquet
-from perdure.episodes.episode import EpisodeParts, EpisodeSegments, build_episode
-from perdure.episodes.episode_store import read_segments, write_episode
+from perdure.episodes.episode import EpisodeParts, EpisodeSegments
+from perdure.episodes.episode_store import read_segments
 from perdure.episodes.export import ExportReport, Format, Rules, export_run
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError
@@ -32,6 +32,7 @@ from perdure.types import (
     TurnSampling,
     VersionSpan,
 )
+from tests.stored_episodes import store_episode
 
 LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="gone")
 
@@ -88,7 +89,7 @@ class Run:
             turns_key=key,
         )
         segments = cut(taken)
-        episode = await write_episode(self.store, build_episode(parts, segments), segments)
+        episode = await store_episode(self.store, parts, segments)
         return await read_segments(self.store, episode)
 
     async def export(

@@ -8,8 +8,7 @@ import pytest
 from perdure.client.episodes import read_episodes
 from perdure.client.gateway_episodes import GatewayEpisodes
 from perdure.episodes import turns_parquet
-from perdure.episodes.episode import EpisodeParts, build_episode
-from perdure.episodes.episode_store import write_episode
+from perdure.episodes.episode import EpisodeParts
 from perdure.episodes.segments import cut
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
 from perdure.gateway.base import control_token
@@ -25,6 +24,7 @@ from perdure.types import (
     RolloutStatus,
     Turn,
 )
+from tests.stored_episodes import store_episode
 
 REQUEST = RolloutRequest(run_id="r", instance="d/i-1")
 TURNS = (Turn(index=0, prompt_ids=(1,), completion_ids=(2, 3), logprobs=(-0.5, -0.25)),)
@@ -50,7 +50,7 @@ async def written(gateway: LocalGateway) -> EpisodeRef:
         turns_key=key,
     )
     segments = cut(TURNS)
-    episode = await write_episode(gateway.store, build_episode(parts, segments), segments)
+    episode = await store_episode(gateway.store, parts, segments)
     return episode.ref(gateway.store.url)
 
 

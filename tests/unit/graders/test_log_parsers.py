@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from perdure.apart.reading import Unparsable, read
 from perdure.errors import InstanceError, MissingDependency
 from perdure.graders.protocols.swebench import SuiteRun, judge
 from perdure.graders.reports.junit import parse_junit
@@ -17,7 +18,6 @@ from perdure.graders.verdict import status_of
 from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.testing.grader_contract import tiny_instance
 from perdure.types import Grading, Outcome, TestStatus
-from perdure.untrusted.reading import Unparsable, read
 
 PASSED, FAILED, ERROR = TestStatus.PASSED, TestStatus.FAILED, TestStatus.ERROR
 SKIPPED, XFAIL = TestStatus.SKIPPED, TestStatus.XFAIL

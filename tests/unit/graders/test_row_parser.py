@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from perdure.apart.reading import Unparsable, read
 from perdure.graders.protocols.row_parser import parse_output
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.types import TestStatus
-from perdure.untrusted.reading import Unparsable, read
 
 PROGRAM = """
 import json, os, socket, sys

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from perdure.apart.reading import read
 from perdure.errors import InstanceError
 from perdure.graders.protocols.row_parser import parse_output
 from perdure.graders.protocols.swebench import SwebenchGrader
@@ -13,7 +14,6 @@ from perdure.instances.rows.importing import to_instance
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.types import TestStatus
-from perdure.untrusted.reading import read
 from tests.paths import ROOT
 
 REAL = ROOT.parent / "shared" / "data" / "tasks" / "swe_rebench_row.json"

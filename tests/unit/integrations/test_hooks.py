@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from perdure.episodes.episode import EpisodeParts, build_episode
-from perdure.episodes.episode_store import write_episode
+from perdure.episodes.episode import EpisodeParts
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError, NoResult
 from perdure.integrations import hooks, skyrl, slime, trl, trl_weights
@@ -30,6 +29,7 @@ from perdure.types import (
 )
 from tests import docs
 from tests.paths import ROOT
+from tests.stored_episodes import store_episode
 from tests.unit.integrations import stand_ins
 
 LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="gone")
@@ -70,7 +70,7 @@ async def episode(
         turns=taken,
     )
     found = cut(taken)
-    return (await write_episode(store, build_episode(parts, found), found)).ref(store.url)
+    return (await store_episode(store, parts, found)).ref(store.url)
 
 
 class Stack:

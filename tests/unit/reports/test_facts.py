@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from perdure.episodes.episode import AttemptSummary, EarlierVerdict, EpisodeParts, build_episode
+from perdure.episodes.episode_parquet import encode_segments
 from perdure.episodes.episode_store import write_episode
 from perdure.episodes.segments import cut
 from perdure.reports.facts import parse_facts, read_facts
@@ -113,7 +114,8 @@ def test_a_verdict_that_changed_for_the_same_patch_is_flaky(attempt: int, flaky:
 async def test_an_unreadable_episode_is_named(tmp_path: Path) -> None:
     """The others are reported."""
     store = LocalStore(tmp_path)
-    await write_episode(store, episode(), [])
+    made = episode()
+    await write_episode(store, made, encode_segments(made, []))
     bad = f"{keys.rollout('r', 'b', 0)}/episode.json"
     await store.put(bad, b'{"instance": 3}')
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from perdure.episodes.episode import EpisodeParts, build_episode
-from perdure.episodes.episode_store import write_episode
+from perdure.episodes.episode import EpisodeParts
 from perdure.errors import ConfigurationError
 from perdure.instances import calibration, catalog
 from perdure.instances.calibration import Calibration, digest_of
@@ -31,6 +30,7 @@ from perdure.types import (
     SourceKind,
     TestStatus,
 )
+from tests.stored_episodes import store_episode
 
 P, F, E = TestStatus.PASSED, TestStatus.FAILED, TestStatus.ERROR
 GRADING = Grading(
@@ -184,7 +184,7 @@ async def play(
     for number, grade in enumerate(grades):
         rollout = row.rollout(asked, agent, number)
         graded = EpisodeParts(rollout, RolloutStatus.GRADED, 0.0, 1.0, grade=grade)
-        await write_episode(store, build_episode(graded, ()), ())
+        await store_episode(store, graded)
 
 
 async def test_the_report_tells_ceiling_and_floor_of_a_dataset(tmp_path: Path) -> None:

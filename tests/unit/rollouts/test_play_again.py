@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, build_episode
-from perdure.episodes.episode_store import read_run, write_episode
+from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts
+from perdure.episodes.episode_store import read_run
 from perdure.errors import Boundary, NotFound
 from perdure.rollouts import again, checkpoints
 from perdure.rollouts.episode import emit_episode
@@ -26,6 +26,7 @@ from perdure.types import (
     RolloutStatus,
     RunRequest,
 )
+from tests.stored_episodes import store_episode
 
 RUN = RunRequest(run_id="r", instances=("toy/a", "toy/b"), n_samples=2)
 LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="gone")
@@ -55,7 +56,7 @@ async def left(
         failure=None if outcome else LOST,
         **{"workflow_run_id": "first-run", **fields},
     )
-    return await write_episode(store, build_episode(parts, []), [])
+    return await store_episode(store, parts)
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
+from perdure.apart.reading import Unparsable, read
 from perdure.errors import DiskFull, InstanceError, SandboxLost
 from perdure.graders.diff import capture_script
 from perdure.graders.diff.git_diff import FileDiff, MalformedDiff, count_files, parse
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, check_host
-from perdure.untrusted.reading import Unparsable, read
 
 CAPTURED_BYTES = 10 << 20
 """Largest diff that `capture` keeps, unless the settings give another number."""

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import dropwhile
 
+from perdure.apart.reading import Unparsable, read
 from perdure.errors import InstanceError
 from perdure.graders.diff.git_diff import (
     EXECUTABLE,
@@ -21,7 +22,6 @@ from perdure.graders.diff.git_diff import (
 )
 from perdure.graders.diff.signals import signals_in
 from perdure.types import Instance
-from perdure.untrusted.reading import Unparsable, read
 
 MAX_BYTES = 64 << 20
 """Largest diff that is graded. No setting raises this limit."""

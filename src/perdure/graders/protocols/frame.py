@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from perdure.apart.reading import Unparsable
 from perdure.graders.base import Graded
 from perdure.graders.diff.patch import filtered
 from perdure.graders.judgement import (
@@ -20,7 +21,6 @@ from perdure.graders.judgement import (
 from perdure.graders.test_run import Command, TestRun, run_tests, scratch_folder
 from perdure.sandboxes.base import Sandbox
 from perdure.types import Instance, Outcome
-from perdure.untrusted.reading import Unparsable
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+from perdure.apart.reading import Unparsable, read
 from perdure.errors import InstanceError, MissingDependency
 from perdure.graders import verdict
 from perdure.graders.judgement import Judgement, last_line
@@ -22,7 +23,6 @@ from perdure.graders.protocols.frame import Plan, ProtocolGrader
 from perdure.graders.reports.log_parsers import LogParser, Statuses
 from perdure.graders.test_run import Command, TestRun
 from perdure.types import Grading, Instance, Outcome, TestStatus
-from perdure.untrusted.reading import Unparsable, read
 
 PACKAGE = "multi-swe-bench"
 HOW_TO_INSTALL = "pip install --no-deps multi-swe-bench==1.1.2, and dataclasses-json, unidiff"

@@ -10,6 +10,7 @@ import math
 import shlex
 from typing import ClassVar
 
+from perdure.apart.reading import read
 from perdure.errors import InstanceError
 from perdure.graders.judgement import Judgement, last_line
 from perdure.graders.protocols.frame import Plan, ProtocolGrader
@@ -17,7 +18,6 @@ from perdure.graders.test_run import Command, TestRun
 from perdure.instances.rows.formats.harbor import FOLDER
 from perdure.sandboxes.base import Sandbox
 from perdure.types import Instance, Outcome, Rewards
-from perdure.untrusted.reading import read
 
 SCRIPT = f"{FOLDER}/test.sh"
 """`grading.files` has the tests below FOLDER; they move to /tests."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from perdure.apart.reading import Unparsable
 from perdure.errors import Boundary, RetryHere
 from perdure.graders.reports.log_parsers import Statuses
 from perdure.sandboxes.host.programs import program as program_of_host
 from perdure.types import TestStatus
-from perdure.untrusted.reading import Unparsable
 
 INSIDE = "/output"
 """The folder with the streams, and the only one in which it can write."""

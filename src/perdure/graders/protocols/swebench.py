@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
+from perdure.apart.reading import read
 from perdure.errors import InstanceError
 from perdure.graders import tampering, verdict
 from perdure.graders.diff.git_diff import MalformedDiff, parse
@@ -16,7 +17,6 @@ from perdure.graders.tampering import CanaryTest, Reading
 from perdure.graders.test_run import TestRun, run_tests, scratch_folder
 from perdure.sandboxes.base import Sandbox
 from perdure.types import Grading, Instance, Outcome, TestStatus
-from perdure.untrusted.reading import read
 
 Rules = TypeVar("Rules")
 

@@ -9,6 +9,7 @@ import shlex
 from dataclasses import dataclass
 from typing import ClassVar
 
+from perdure.apart.reading import read
 from perdure.errors import InstanceError
 from perdure.graders import verdict
 from perdure.graders.judgement import Judgement
@@ -17,7 +18,6 @@ from perdure.graders.protocols.frame import Plan, ProtocolGrader
 from perdure.graders.reports.log_parsers import LogParser, Statuses
 from perdure.graders.test_run import Command, TestRun
 from perdure.types import Instance, OutputParser
-from perdure.untrusted.reading import read
 
 _STDERR = b"\n--- stderr ---\n"
 

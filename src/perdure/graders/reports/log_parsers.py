@@ -19,9 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from perdure.apart.reading import Unparsable
 from perdure.errors import InstanceError, MissingDependency
 from perdure.types import Instance, TestStatus
-from perdure.untrusted.reading import Unparsable
 
 Statuses = dict[str, TestStatus]
 Runner = Literal["pytest", "django", "sympy", ""]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from uuid import uuid4
 
+from perdure.apart.reading import Unparsable, read
 from perdure.errors import RetryHere, SandboxLost
 from perdure.graders.base import Graded
 from perdure.graders.protocols.swebench import SwebenchGrader
@@ -19,7 +20,6 @@ from perdure.testing.cheats.beside import swebench_resolves
 from perdure.testing.cheats.target import Cheat, Control, Target
 from perdure.testing.grader_contract import make_repository
 from perdure.types import Instance, Limits, Outcome
-from perdure.untrusted.reading import Unparsable, read
 
 TIMEOUT_S = 60.0
 """Of the tests of one grading: a busy host is slow."""

@@ -1,8 +1,9 @@
-"""Reading hostile bytes in a child: what it gives back, and what each way to misbehave costs."""
+"""Calls in a child: what they give back, and what each way of hostile bytes to misbehave costs."""
 
 import asyncio
 import contextlib
 import json
+import mmap
 import os
 import re
 import select
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from perdure.errors import ConfigurationError, InstanceError
+from perdure.apart import children
+from perdure.apart.reading import READERS, Unparsable, read
+from perdure.apart.working import work
+from perdure.errors import ConfigurationError, InstanceError, RetryHere
 from perdure.graders.reports.log_parsers import parser_of
 from perdure.testing.grader_contract import tiny_instance
-from perdure.untrusted import reading
-from perdure.untrusted.reading import Unparsable, read
 from tests.paths import ROOT
 
 
@@ -35,7 +37,7 @@ async def test_a_large_worker_keeps_its_child() -> None:
     """A child stays warm however much memory the process that started it has."""
     program = (
         "import asyncio, os\n"
-        "from perdure.untrusted.reading import read\n"
+        "from perdure.apart.reading import read\n"
         "large = bytearray(os.urandom(1) * (400 << 20))\n"
         "async def twice(): return {await read(os.getpid), await read(os.getpid)}\n"
         "print(len(asyncio.run(twice())))\n"
@@ -56,7 +58,7 @@ async def test_a_child_gives_large_memory_back() -> None:
 async def test_a_child_that_is_not_asked_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle worker keeps no child; one that was asked again meanwhile stays."""
     busy = await read(os.getpid)
-    monkeypatch.setattr(reading, "IDLE_S", 0.0)
+    monkeypatch.setattr(children, "IDLE_S", 0.0)
     idle = await read(os.getpid)
     assert idle == busy
     while Path(f"/proc/{idle}").exists():
@@ -117,12 +119,12 @@ async def test_endless_work_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _with_cpu_limit(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = f"from perdure.untrusted import child; child.CPU_S = {seconds}; "
-    monkeypatch.setattr(reading, "_idle", [])
+    start = f"from perdure.apart import child; child.CPU_S = {seconds}; "
+    monkeypatch.setattr(READERS, "idle", [])
     monkeypatch.setattr(
-        reading, "_START", reading._START.replace("from perdure", start + "from perdure", 1)
+        children, "_START", children._START.replace("from perdure", start + "from perdure", 1)
     )
-    monkeypatch.setattr(reading, "CPU_S", seconds)
+    monkeypatch.setattr(children, "CPU_S", seconds)
     await read(re.match, "(a|aa)+$", "a" * 60 + "b")
 
 
@@ -163,19 +165,19 @@ async def test_a_child_that_no_one_waits_for_serves_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A reading that is cancelled while its child starts leaves the child to another."""
-    monkeypatch.setattr(reading, "_idle", [])
+    monkeypatch.setattr(READERS, "idle", [])
     waiting = asyncio.create_task(read(len, b"abc"))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
 
-    while not reading._idle:
+    while not READERS.idle:
         await asyncio.sleep(0.01)
-    (child,) = reading._idle
+    (child,) = READERS.idle
     await read(len, b"abc")
-    (same,) = reading._idle
-    child.end()
+    (same,) = READERS.idle
+    READERS.end(child)
 
     assert same is child
 
@@ -184,9 +186,9 @@ async def test_a_child_that_works_for_a_moment_serves_who_comes_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Short requests at once start no second child: its start costs more than hundreds of them."""
-    monkeypatch.setattr(reading, "_idle", [])
-    monkeypatch.setattr(reading, "PATIENCE_S", 60.0)
-    monkeypatch.setattr(reading, "MOST", 8)
+    monkeypatch.setattr(READERS, "idle", [])
+    monkeypatch.setattr(children, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(children, "MOST", 8)
     first = await read(os.getpid)
 
     assert set(await asyncio.gather(*(read(os.getpid) for _ in range(8)))) == {first}
@@ -196,7 +198,7 @@ async def test_a_long_request_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits longer than a moment gets a child of its own."""
-    monkeypatch.setattr(reading, "_idle", [])
+    monkeypatch.setattr(READERS, "idle", [])
     note = tmp_path / "working"
     long = asyncio.create_task(read(_work_for_ever, str(note)))
     while not note.exists():
@@ -209,20 +211,20 @@ async def test_a_long_request_holds_up_no_other(
 
 async def test_a_cancelled_wait_gives_the_child_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that was handed to a reading which was cancelled in that moment serves the next."""
-    monkeypatch.setattr(reading, "_idle", [])
+    monkeypatch.setattr(READERS, "idle", [])
     await read(len, b"")
-    monkeypatch.setattr(reading, "PATIENCE_S", 60.0)
-    child = reading._idle.pop()
+    monkeypatch.setattr(children, "PATIENCE_S", 60.0)
+    child = READERS.idle.pop()
     waiting = asyncio.create_task(read(len, b""))
-    while not reading._waiting:
+    while not READERS._waiting:
         await asyncio.sleep(0)
 
-    reading._give_back(child)
+    READERS._give_back(child)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
 
-    assert reading._idle == [child]
+    assert READERS.idle == [child]
 
 
 def _work_for_ever(note: str) -> None:
@@ -237,13 +239,42 @@ async def test_only_a_modules_own_function_can_be_sent() -> None:
         await read(lambda: 1)
 
 
+async def test_our_own_data_is_worked_on_without_limits() -> None:
+    """A long episode takes what it takes; only a sandbox's bytes have a limit."""
+    assert await work(_reserve, 2 << 30) == 2 << 30
+    with pytest.raises(Unparsable, match=r"Cannot allocate memory"):
+        await read(_reserve, 2 << 30)
+
+
+def _reserve(size: int) -> int:
+    with mmap.mmap(-1, size) as reserved:
+        return len(reserved)
+
+
+async def test_what_our_own_function_raises_is_raised() -> None:
+    """Its error is no verdict on anything; a child that is killed twice is tried again later."""
+    with pytest.raises(json.JSONDecodeError):
+        await work(json.loads, b"[")
+    with pytest.raises(RetryHere, match="ended twice"):
+        await work(_end_myself)
+
+
+def _end_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def test_a_sandboxs_bytes_have_their_own_children() -> None:
+    """Whoever takes over a reader reaches no episode."""
+    assert await work(os.getpid) != await read(os.getpid)
+
+
 def test_children_end_with_their_process() -> None:
     """A process that is killed leaves no reader behind."""
     program = (
         "import asyncio, os, signal\n"
-        "from perdure.untrusted import reading\n"
+        "from perdure.apart import reading\n"
         "asyncio.run(reading.read(len, b'x'))\n"
-        "print([child._process.pid for child in reading._alive][0], flush=True)\n"
+        "print([child._process.pid for child in reading.READERS._alive][0], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False)
@@ -259,10 +290,10 @@ def test_children_end_with_their_process() -> None:
 
 USES_A_READER = (
     "import asyncio, os, signal, sys, temporalio\n"
-    "from perdure.untrusted import reading\n"
+    "from perdure.apart import reading\n"
     "async def use(*_):\n"
     "    await reading.read(len, b'x')\n"
-    "    (child,) = reading._alive\n"
+    "    (child,) = reading.READERS._alive\n"
     "    os.kill(child._process.pid, signal.SIGSTOP)\n"  # it cannot end by itself
     "    print(child._process.pid, flush=True)\n"
 )

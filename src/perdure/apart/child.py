@@ -1,4 +1,4 @@
-"""The child: takes one request after the other from its socket, each within the same limits.
+"""The child: takes one request after the other from its socket, each within the same limits or none.
 
 The limits are the kernel's, because a regular expression or an XML parser cannot be interrupted
 otherwise. After a large request the child retires, so that memory is given back.
@@ -33,18 +33,21 @@ HEADER = struct.Struct("!Q??")
 """Length of the answer; whether it is a value, and not an exception; whether the child retires."""
 
 
-def main() -> None:
-    """Serve the socket that is descriptor 0 until its other end is closed."""
+def main(*, limited: bool) -> None:
+    """Serve the socket that is descriptor 0 until its other end is closed. `limited`: it reads a
+    sandbox's bytes."""
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's; its end ends this
-    _limit_memory()
+    _give_way()
+    if limited:
+        _limit_memory()
     connection.sendall(READY)
     while (length := _take(connection, 8)) is not None:
         request = _take(connection, int.from_bytes(length))
         if request is None:
             return
-        answer, is_value = _answer(request)
+        answer, is_value = _answer(request, limited=limited)
         del request
         retires = _memory(RESIDENT) > LARGE
         connection.sendall(HEADER.pack(len(answer), is_value, retires))
@@ -53,10 +56,13 @@ def main() -> None:
             return
 
 
-def _limit_memory() -> None:
+def _give_way() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):  # a kernel in need ends the child, not the worker
+    with suppress(OSError):  # a kernel in need ends the child, not its parent
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _limit_memory() -> None:
     if size := _memory(ADDRESSES):
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
 
@@ -70,10 +76,11 @@ def _memory(kind: int) -> int:
     return int(pages[kind]) * resource.getpagesize()
 
 
-def _answer(request: bytes) -> tuple[bytes, bool]:
+def _answer(request: bytes, *, limited: bool) -> tuple[bytes, bool]:
     try:
         function, arguments = _understood(request)
-        _limit_cpu()
+        if limited:
+            _limit_cpu()
         return pickle.dumps(function(*arguments), pickle.HIGHEST_PROTOCOL), True
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
@@ -86,7 +93,7 @@ def _understood(request: bytes) -> Any:
     try:
         return pickle.loads(request)
     except (ImportError, AttributeError) as error:
-        said = f"the process that reads output cannot import its function: {error}"
+        said = f"a child process cannot import its function: {error}"
         raise RetryHere(said, boundary=Boundary.WORKER) from error
 
 
