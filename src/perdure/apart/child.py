@@ -33,9 +33,21 @@ HEADER = struct.Struct("!Q??")
 """Length of the answer; whether it is a value, and not an exception; whether the child retires."""
 
 
+class _Here:
+    """Of this process."""
+
+    is_child = False
+
+
+def is_child() -> bool:
+    """Whether this process is a child, which runs our own functions only."""
+    return _Here.is_child
+
+
 def main(*, limited: bool) -> None:
     """Serve the socket that is descriptor 0 until its other end is closed. `limited`: it reads a
     sandbox's bytes."""
+    _Here.is_child = True
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's; its end ends this
