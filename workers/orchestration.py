@@ -41,6 +41,10 @@ WORKFLOWS: Sequence[type] = (
     CalibrationWorkflow,
 )
 
+CACHED = 800
+"""Workflows kept as they are between two of their tasks, at some 60 KB each. One that waits longer than
+so many others, as for its agent, is replayed at its next task, which takes milliseconds."""
+
 PASSTHROUGH = (
     "perdure",
     "activities",
@@ -83,7 +87,7 @@ def workflow_worker(
         deployment_config=build,
         workflow_runner=runner or (MovingRunner() if build else UnsandboxedWorkflowRunner()),
         interceptors=[_KnowsViewer(viewer_url)] if viewer_url else [],
-        max_cached_workflows=2000,
+        max_cached_workflows=CACHED,
         # How long a task waits for the worker that cached its workflow, before any other may take it.
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=5),
         workflow_task_poller_behavior=PollerBehaviorAutoscaling(minimum=2, initial=4, maximum=16),

@@ -39,7 +39,7 @@ DYNAMIC_CONFIG = (
     "matching.numTaskqueueReadPartitions=1",
     "matching.numTaskqueueWritePartitions=1",
     # 512 goroutines wait for each kind of task; a server that writes one file needs far fewer.
-    *(f"history.{kind}ProcessorSchedulerWorkerCount=32" for kind in SCHEDULED),
+    *(f"history.{kind}ProcessorSchedulerWorkerCount=128" for kind in SCHEDULED),
 )
 
 
