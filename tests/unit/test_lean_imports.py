@@ -17,6 +17,12 @@ import workers.queues
 print(*sys.modules)
 """
 
+SUPERVISOR = """
+import sys
+import perdure.stack.supervisor
+print(*sys.modules)
+"""
+
 LATER = """
 import sys
 from perdure import lean_imports
@@ -35,7 +41,12 @@ def test_a_worker_draws_on_no_terminal() -> None:
     modules = _printed(WORKER)
 
     assert "httpx" in modules
-    assert not {"rich", "pygments", "click", "pandas"} & set(modules)
+    assert not {"rich", "pygments", "click", "pandas", "pyarrow"} & set(modules)
+
+
+def test_the_supervisor_does_without_temporals_sdk() -> None:
+    """It stays as long as the stack; what it needs of Temporal is done by a process that ends."""
+    assert not {"temporalio", "httpx"} & set(_printed(SUPERVISOR))
 
 
 def test_what_was_left_out_can_be_imported_later() -> None:

@@ -100,8 +100,10 @@ class Children:
                 boundary=Boundary.WORKER,
             ) from None
         except OSError:
-            cause = await asyncio.to_thread(child.cause)
-            self.end(child)
+            try:
+                cause = await asyncio.to_thread(child.cause)
+            finally:
+                self.end(child)
             raise cause from None
         except BaseException:
             self.end(child)

@@ -71,7 +71,7 @@ class Supervisor:
         self.status = "starting"
         self.children: dict[str, Child] = {}
         self._up: set[str] = set()
-        self.namespace = ""
+        self.namespace = "default"
         self._me = identify(os.getpid())
 
     async def run(self, stopping: asyncio.Event) -> None:

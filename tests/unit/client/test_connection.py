@@ -50,6 +50,27 @@ async def test_the_variable_of_the_temporal_command_counts(
     assert asked == ["temporal.internal:7233"]
 
 
+@pytest.mark.parametrize(("variable", "folder"), [("XDG_CONFIG_HOME", ""), ("HOME", ".config")])
+async def test_the_file_of_the_temporal_command_counts(
+    asked: list[str],
+    variable: str,
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """It is found where Temporal's own tools look for it, without a variable that names it."""
+    for name in ("TEMPORAL_CONFIG_FILE", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / folder / "temporalio" / "temporal.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text('[profile.default]\naddress = "by-file.internal:7233"\n')
+    monkeypatch.setenv(variable, str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"by-file\.internal:7233"):
+        await connect()
+
+    assert asked == ["by-file.internal:7233"]
+
+
 def _write_state(home: Path, *, started_later: int = 0) -> None:
     """What a supervisor writes; this process plays it."""
     me = identify(os.getpid())
