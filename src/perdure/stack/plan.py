@@ -24,9 +24,9 @@ WORKER_GRACE_S = 20.0
 
 PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL")
 """SQLite options that double the speed of a file database; it still survives kill -9."""
-SERVER_THREADS = str(max(1, (os.cpu_count() or 1) // 2))
-"""GOMAXPROCS of the server: half of the cores. With one for each it spends a tenth of its CPU or more on
-looking for work and waking its own threads."""
+SERVER_RUNTIME = {"GOMAXPROCS": str(max(1, (os.cpu_count() or 1) // 2)), "GOGC": "50"}
+"""Go's settings for the server, unless set. With a thread for each core it spends a tenth of its CPU or
+more on looking for work and waking its threads. It holds half as much again as it uses, not twice."""
 SCHEDULED = ("transfer", "timer", "visibility", "memoryTimer", "archival", "replication")
 DYNAMIC_CONFIG = (
     "matching.enableFairness=true",
@@ -38,6 +38,7 @@ DYNAMIC_CONFIG = (
     # Each partition of each queue takes memory; one is enough for a server on one SQLite file.
     "matching.numTaskqueueReadPartitions=1",
     "matching.numTaskqueueWritePartitions=1",
+    "history.xdcCacheMaxSizeBytes=65536",  # for other clusters
     # 512 goroutines wait for each kind of task; a server that writes one file needs far fewer.
     *(f"history.{kind}ProcessorSchedulerWorkerCount=128" for kind in SCHEDULED),
 )
@@ -137,7 +138,7 @@ class Plan:
         for name, kind in names.SEARCH_ATTRIBUTES.items():
             argv += ["--search-attribute", f"{name}={kind}"]
         # TEMPORAL_* and profile files configure Temporal's clients; the server must not read them.
-        env = {"GOMAXPROCS": SERVER_THREADS, **_without_temporal(environment.variables())}
+        env = {**SERVER_RUNTIME, **_without_temporal(environment.variables())}
         return ChildSpec("temporal", tuple(argv), env=env, grace_s=10.0)
 
     @property

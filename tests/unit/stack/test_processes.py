@@ -112,10 +112,12 @@ def test_the_servers_threads_are_the_users_if_set(
     """Their number has a default of ours, which the environment replaces."""
     plan = Plan(Settings(home=tmp_path), tmp_path, Addresses(None, 0, 0, 1, 2))
     monkeypatch.delenv("GOMAXPROCS", raising=False)
+    monkeypatch.delenv("GOGC", raising=False)
     default = plan.temporal().env
     monkeypatch.setenv("GOMAXPROCS", "3")
 
     assert default["GOMAXPROCS"] == str(max(1, (os.cpu_count() or 1) // 2))
+    assert default["GOGC"] == "50"
     assert plan.temporal().env["GOMAXPROCS"] == "3"
 
 
