@@ -74,7 +74,7 @@ class Children:
             try:
                 return await self._ask(request)
             except _EndedFromOutside as error:
-                raise Overrun(f"reading it was ended twice by signal {error.args[0]}") from None
+                raise Overrun(f"its process was ended twice by signal {error.args[0]}") from None
 
     def end_all(self) -> None:
         for child in list(self._alive):
@@ -188,6 +188,7 @@ class Child:
     def __init__(self, *, limited: bool) -> None:
         """Raises: RetryHere when the host has no room for a process."""
         self.served = 0
+        self._limited = limited
         self._socket, theirs = socket.socketpair()
         argv = [sys.executable, "-c", _START, json.dumps(sys.path), json.dumps(limited)]
         try:
@@ -234,12 +235,13 @@ class Child:
             self._process.wait(5)
         code = self._process.poll()
         if code == -signal.SIGXCPU:
-            return Overrun(f"reading it takes more than {CPU_S} s of CPU time")
+            return Overrun(f"it takes more than {CPU_S} s of CPU time")
         if code == OUT_OF_MEMORY:
-            return Overrun(f"reading it takes more than {MEMORY >> 20} MiB of memory")
+            most = f"{MEMORY >> 20} MiB of memory" if self._limited else "the host's memory"
+            return Overrun(f"it takes more than {most}")
         if code in (None, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, 0):
             return _EndedFromOutside(signal.SIGKILL if code is None else -code)
-        return Overrun(f"reading it ended its process with {code}")
+        return Overrun(f"it ended its process with {code}")
 
     def end(self) -> None:
         """At once; nothing of it is left."""

@@ -27,7 +27,7 @@ async def read(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
     try:
         answer = await READERS.call(function, args)
     except Overrun as error:
-        raise Unparsable(str(error)) from None
+        raise Unparsable(f"reading it: {error}") from None
     found = answer.found
     if answer.is_value:
         return cast(T, found)

@@ -1,4 +1,4 @@
-"""The search attributes of every rollout: `names.SEARCH_ATTRIBUTES`, which `perdure up` and infra register."""
+"""The search attributes of every rollout, as the SDK's keys. `names.SEARCH_ATTRIBUTES` has their types."""
 
 from typing import Any
 

@@ -26,7 +26,8 @@ PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL")
 """SQLite options that double the speed of a file database; it still survives kill -9."""
 SERVER_RUNTIME = {"GOMAXPROCS": str(max(1, (os.cpu_count() or 1) // 2)), "GOGC": "50"}
 """Go's settings for the server, unless set. With a thread for each core it spends a tenth of its CPU or
-more on looking for work and waking its threads. It holds half as much again as it uses, not twice."""
+more on looking for work and waking its threads. With GOGC=50 it holds 1.5 times what it uses, by Go's
+default twice."""
 SCHEDULED = ("transfer", "timer", "visibility", "memoryTimer", "archival", "replication")
 DYNAMIC_CONFIG = (
     "matching.enableFairness=true",

@@ -12,6 +12,7 @@ import pytest
 from renderers.configs import Qwen35RendererConfig
 from renderers.qwen35 import Qwen35Renderer
 
+from perdure.apart.working import WORKERS
 from perdure.dialects.base import Answer, ContextExhausted, ModelRequest, Refused
 from perdure.engines.base import NO_LABELS, Completion, Engine
 from perdure.engines.clients.token_server import EngineRequest, body_with_prompt
@@ -857,6 +858,20 @@ async def _random_session(process: Process, dice: random.Random) -> None:
         elif kind == 2:
             following[len(messages)]["content"] = "Edited."
         known.append(following)
+
+
+async def test_a_child_writes_the_turns_of_a_closed_session(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long session takes a second, in which the gateway goes on answering."""
+    monkeypatch.setattr(WORKERS, "idle", [])
+    process = start(Speaker())
+    await process.sessions.open(_spec())
+    await process.ask(HELLO)
+    await process.sessions.close("s")
+
+    assert len(WORKERS.idle) == 1
+    assert len(decode((await process.store.get("s.parquet")).data)) == 1
 
 
 @pytest.mark.parametrize("seed", range(12))
