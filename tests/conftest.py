@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+pytest.register_assert_rewrite("perdure.testing")  # so that a contract that fails shows the values
+
 SIDE_BY_SIDE = ("unit", "contracts", "workflows", "integration")
 """Suites whose files do not disturb each other. The other suites measure, or kill what they find."""
 PER_CORE = 4

@@ -144,8 +144,8 @@ _GRACE_S = 60.0
 """If a provider has not ended a command this long after its limit, the command counts as lost."""
 
 # Two execs, because tests can truncate files that they may write. Only the exit code of an exec
-# that has run none of their code can tell a defective row from a hostile diff. The row's test patch
-# is first applied to the pristine tree: if it fails later, the diff is the cause.
+# that has run none of their code can tell a defective row from a hostile diff. If something does not
+# apply, the row's test patch is tried on HEAD: fitting there, the diff is the cause.
 _SETUP = r"""
 dir=$1
 exec 2>&1
@@ -155,15 +155,20 @@ run_git() {
     -c core.attributesFile=/dev/null -c gc.auto=0 \
     --git-dir="$PWD/.git" --work-tree="$PWD" "$@" </dev/null
 }
+refuse() {  # $1: the exit code if the row is not at fault
+  if [ -s "$dir/tests.patch" ]; then
+    export GIT_INDEX_FILE=$dir/index
+    run_git read-tree HEAD || exit 92
+    run_git apply --check --cached --whitespace=nowarn "$dir/tests.patch" || exit 94
+  fi
+  exit "$1"
+}
 trap '[ $? = 0 ] || rm -rf "$dir"' EXIT
 tar -xmf - -C "${dir%/*}" || exit 91
 [ -d .git ] || { echo "no git repository at $PWD"; exit 92; }
 if [ -s "$dir/pre.sh" ]; then bash -e "$dir/pre.sh" </dev/null || exit 93; fi
-if [ -s "$dir/tests.patch" ]; then
-  run_git apply --check --whitespace=nowarn "$dir/tests.patch" || exit 94
-fi
 if [ -s "$dir/model.patch" ]; then
-  run_git apply --whitespace=nowarn "$dir/model.patch" || exit 95
+  run_git apply --whitespace=nowarn "$dir/model.patch" || refuse 95
 fi
 if [ -s "$dir/tests.patch" ]; then
   mapfile -d '' paths <"$dir/tests.paths"
@@ -171,9 +176,9 @@ if [ -s "$dir/tests.patch" ]; then
     if [ -e "$path" ] || [ -L "$path" ]; then rm -rf -- "${paths[@]}"; break; fi
   done
   if [ -s "$dir/tests.known" ]; then
-    run_git checkout -q HEAD --pathspec-from-file="$dir/tests.known" --pathspec-file-nul || exit 96
+    run_git checkout -q HEAD --pathspec-from-file="$dir/tests.known" --pathspec-file-nul || refuse 96
   fi
-  run_git apply --whitespace=nowarn "$dir/tests.patch" || exit 96
+  run_git apply --whitespace=nowarn "$dir/tests.patch" || refuse 96
 fi
 if [ -s "$dir/extra.tar" ]; then tar -xmf "$dir/extra.tar" || exit 96; fi
 """

@@ -121,6 +121,7 @@ class Attack:
 
 
 _NOTE: Edits = {"NOTES.md": "something that is kept\n"}
+_OTHER_BASE: Edits = {**BASE, "calc/core.py": "def add(a, b):\n    return b - a\n"}
 _WRONG = "def add(a, b):\n    return a - b\n\n\ndef double(x):\n    return 2 * x\n"
 _DOUBLE_IS_BROKEN = "def add(a, b):\n    return a + b\n\n\ndef double(x):\n    return x + 2\n"
 _ALL_PASS_HOOK = (
@@ -279,7 +280,7 @@ class GraderContract:
 
     async def test_stale_diff_fails_to_apply(self, grader: Grader, sandbox: Sandbox) -> None:
         """A diff against another base is refused as a whole, with git's message as the reason."""
-        stale = diff_of(GOLD, {**BASE, "calc/core.py": "def add(a, b):\n    return b - a\n"})
+        stale = diff_of(GOLD, _OTHER_BASE)
 
         grade = (await grader.grade(sandbox, tiny_instance(), stale, timeout_s=60)).grade
 
@@ -294,9 +295,22 @@ class GraderContract:
 
         assert (grade.outcome, grade.reward) == (Outcome.TIMEOUT, 0.0)
 
-    async def test_defective_tests_are_a_data_error(self, grader: Grader, sandbox: Sandbox) -> None:
+    @pytest.mark.parametrize("base", [BASE, _OTHER_BASE], ids=["applies", "stale"])
+    async def test_defective_tests_are_a_data_error(
+        self, grader: Grader, sandbox: Sandbox, base: Edits
+    ) -> None:
         """A row whose own test_patch does not fit its tree is refused, with any diff."""
         instance = tiny_instance(test_patch=diff_of(TESTS, {**BASE, "tests/test_core.py": "x\n"}))
 
         with pytest.raises(InstanceError, match="test_patch"):
-            await grader.grade(sandbox, instance, diff_of(_NOTE), timeout_s=60)
+            await grader.grade(sandbox, instance, diff_of(GOLD, base), timeout_s=60)
+
+    async def test_what_pre_commands_do_to_a_hidden_test_is_undone(
+        self, grader: Grader, sandbox: Sandbox
+    ) -> None:
+        """Hidden tests replace the files of the base commit, whatever the row's setup made of them."""
+        instance = tiny_instance(pre_commands=("echo >tests/test_core.py",))
+
+        grade = (await grader.grade(sandbox, instance, instance.gold_patch, timeout_s=60)).grade
+
+        assert (grade.outcome, grade.reason) == (Outcome.RESOLVED, "")
