@@ -168,7 +168,7 @@ async def _serve(folder: Path, port: int) -> None:
     timed.ledger = Ledger(folder / LEDGER)
     async with timed as engine:
         print(engine.url, flush=True)
-        await engine.serve_forever()
+        await asyncio.Event().wait()  # until it is killed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

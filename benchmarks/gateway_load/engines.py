@@ -38,7 +38,7 @@ async def _run(options: argparse.Namespace) -> None:
         for engine in engines:
             await stack.enter_async_context(engine)
         print(",".join(engine.url for engine in engines), flush=True)
-        await engines[0].serve_forever()
+        await asyncio.Event().wait()  # until it is killed
 
 
 def main() -> None:

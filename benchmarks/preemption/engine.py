@@ -43,7 +43,7 @@ async def _run(options: argparse.Namespace) -> None:
     )
     async with engine:
         print(engine.url, flush=True)
-        await engine.serve_forever()
+        await asyncio.Event().wait()  # until it is killed
 
 
 def main() -> None:

@@ -3,9 +3,8 @@
 Its own CPU is not measured; only its requests and answers matter.
 """
 
-import asyncio
 import json
-import socket
+from contextlib import AsyncExitStack
 from typing import Any, Self
 
 from starlette.applications import Starlette
@@ -13,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from perdure.gateway.http.server import NO_GRACE, Server, make_server
 from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.testing.local_server import served
 from perdure.testing.scripted_policy import Policy
 
 ANSWER = {
@@ -33,23 +32,18 @@ class InstantEngine:
         self.ids = Policy(load_tokenizer("qwen3"), {}).tokens(ANSWER)
         self.url = ""
         self.prompt_tokens = 0
-        self._server: Server
-        self._serving: asyncio.Task[None]
+        self._opened = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         routes = [
             Route("/inference/v1/generate", self._vllm, methods=["POST"]),
             Route("/generate", self._sglang, methods=["POST"]),
         ]
-        self._server = make_server(Starlette(routes=routes), timeout_graceful_shutdown=NO_GRACE)
-        self._serving = asyncio.create_task(self._server.serve([listener]))
+        self.url = await self._opened.enter_async_context(served(Starlette(routes=routes)))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.stop()
-        await self._serving
+        await self._opened.aclose()
 
     async def _vllm(self, request: Request) -> Response:
         asked = await request.json()

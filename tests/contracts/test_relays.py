@@ -8,7 +8,6 @@ import hashlib
 import json
 import random
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,7 +21,6 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from perdure.errors import AgentError, ConfigurationError
-from perdure.gateway.http.server import NO_GRACE, make_server
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.relay import relay as relay_module
@@ -30,6 +28,7 @@ from perdure.sandboxes.relay.carriers import DialCarrier
 from perdure.sandboxes.relay.relay import CARRIERS, CarrierName, Relay, exec_id_of
 from perdure.settings.tree import Settings
 from perdure.testing.local_gateway import LocalGateway
+from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import ScriptedEngine
 
 SESSION = "s-1"
@@ -106,15 +105,8 @@ class Upstream:
             Route("/v1/whole", self._whole, methods=["POST"]),
             Route("/v1/streamed", self._streamed, methods=["POST"]),
         ]
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = make_server(Starlette(routes=routes), timeout_graceful_shutdown=NO_GRACE)
-        task = asyncio.create_task(server.serve([listener]))
-        try:
+        async with served(Starlette(routes=routes)) as self.url:
             yield self
-        finally:
-            server.stop()
-            await task
 
 
 class Stand:

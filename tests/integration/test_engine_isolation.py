@@ -1,6 +1,5 @@
 """The agent's sandbox reaches no engine and no control route."""
 
-import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -12,13 +11,13 @@ import pytest
 from perdure.gateway.base import session_key
 from perdure.gateway.http import listeners
 from perdure.gateway.http.app import create_app
-from perdure.gateway.http.server import NO_GRACE, make_server
 from perdure.gateway.journal.local import LocalJournal
 from perdure.home import Secrets
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
+from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Limits
 
@@ -55,11 +54,8 @@ async def gateway(home: Path, socket: Path, engine_url: str) -> AsyncIterator[No
     settings = Settings(home=home, engine={"url": engine_url, "kind": "vllm"})
     journal = LocalJournal(home / "journal")
     app = create_app(settings, Secrets.of(SECRET), LocalStore(home / "store"), journal)
-    server = make_server(app, timeout_graceful_shutdown=NO_GRACE)
-    serving = asyncio.create_task(server.serve([listeners.bind_unix(socket)]))
-    yield
-    server.stop()
-    await serving
+    async with served(app, listeners.bind_unix(socket)):
+        yield
     await journal.aclose()
 
 

@@ -49,13 +49,13 @@ from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineRecord, EngineSpec, EngineState, name_of
 from perdure.episodes import turns_parquet
 from perdure.episodes.episode_store import read_run
-from perdure.gateway.http.server import NO_GRACE, make_server
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.instances import catalog
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
+from perdure.testing.local_server import served
 from perdure.types import (
     FinishReason,
     Grading,
@@ -381,15 +381,8 @@ def _joined(stream: str) -> dict[str, Any]:
 async def recorder(upstream: str, client: httpx.AsyncClient) -> AsyncIterator[Recorder]:
     recorder = Recorder(upstream, client)
     app = Starlette(routes=[Route(GENERATE, recorder.pass_on, methods=["POST"])])
-    server = make_server(app, timeout_graceful_shutdown=NO_GRACE)
-    listener = socket.create_server(("127.0.0.1", 0))
-    recorder.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    serving = asyncio.create_task(server.serve([listener]))
-    try:
+    async with served(app) as recorder.url:
         yield recorder
-    finally:
-        server.stop()
-        await serving
 
 
 async def perdure(home: Path, *arguments: str, **env: str) -> None:

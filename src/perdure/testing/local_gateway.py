@@ -1,19 +1,18 @@
 """A real gateway on a loopback port, in this process's event loop: for tests and notebooks."""
 
-import asyncio
-import socket
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.gateway.http.app import create_app
-from perdure.gateway.http.server import NO_GRACE, Server, limited, make_server
-from perdure.gateway.journal.base import Journal
+from perdure.gateway.http.server import limited
 from perdure.gateway.journal.configured import open_journal
 from perdure.home import load_secret, load_secrets
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
+from perdure.testing.local_server import served
 
 
 class LocalGateway:
@@ -32,27 +31,20 @@ class LocalGateway:
         self.secret = load_secret(self.settings)
         self.url = ""
         self.control: GatewayControl
-        self._journal: Journal
-        self._server: Server
-        self._serving: asyncio.Task[None]
+        self._opened = AsyncExitStack()
 
     async def __aenter__(self) -> "LocalGateway":
-        self._journal = open_journal(self.settings, self.store)
+        journal = open_journal(self.settings, self.store)
+        self._opened.push_async_callback(journal.aclose)
         secrets = load_secrets(self.settings)
-        app = create_app(self.settings, secrets, self.store, self._journal)
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        app = create_app(self.settings, secrets, self.store, journal)
+        self.url = await self._opened.enter_async_context(served(limited(app, secrets)))
         self.control = GatewayControl(self.url, secrets)
-        guarded = limited(app, secrets)
-        self._server = make_server(guarded, timeout_graceful_shutdown=NO_GRACE)
-        self._serving = asyncio.create_task(self._server.serve([listener]))
+        self._opened.push_async_callback(self.control.aclose)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.control.aclose()
-        self._server.stop()
-        await self._serving
-        await self._journal.aclose()
+        await self._opened.aclose()
 
     async def open(self, session_id: str, **spec: Any) -> str:
         """Open a session; returns its key."""

@@ -33,8 +33,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from perdure.dialects import openai_chat
 from perdure.dialects.base import Answer, Refused
 from perdure.engines.clients.vllm_control import PROBE_SESSION, version_number
-from perdure.gateway.http.server import NO_GRACE, Server, make_server
 from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.testing.local_server import served
 from perdure.testing.scripted_policy import Policy
 
 KEPT_CALLS = 512
@@ -251,28 +251,18 @@ class ScriptedEngine:
         self._stats = Stats()
         self._counter = itertools.count(1)
         self._released = asyncio.Event()
-        self._server: Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._opened = contextlib.AsyncExitStack()
         self.url = ""
 
     async def __aenter__(self) -> "ScriptedEngine":
         listener = socket.create_server(self._address, backlog=1024)
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://{host}:{port}"
-        self._server = make_server(self.app(), http=_Protocol, timeout_graceful_shutdown=NO_GRACE)
-        self._serving = asyncio.create_task(self._server.serve([listener]))
+        serving = served(self.app(), listener, http=_Protocol)
+        self.url = await self._opened.enter_async_context(serving)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        assert self._serving is not None
         self._released.set()
-        self._server.stop()
-        await self._serving
-
-    async def serve_forever(self) -> None:
-        assert self._serving is not None
-        await self._serving
+        await self._opened.aclose()
 
     def stats(self) -> Stats:
         return self._stats
@@ -820,7 +810,7 @@ async def _run(options: argparse.Namespace) -> None:
     )
     async with engine:
         print(engine.url, flush=True)
-        await engine.serve_forever()
+        await asyncio.Event().wait()  # until it is killed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

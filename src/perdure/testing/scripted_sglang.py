@@ -3,11 +3,10 @@
 Owns only the wire form. The scripted engine samples, counts and fails on command.
 """
 
-import asyncio
 import json
 import re
-import socket
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -16,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from perdure.gateway.http.server import NO_GRACE, Server, make_server
+from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import ScriptedEngine
 
 METRICS: Mapping[str, str] = {
@@ -43,19 +42,16 @@ class ScriptedSglang:
         self._engine = engine
         self._incremental = incremental
         self.url = ""
+        self._opened = AsyncExitStack()
 
     async def __aenter__(self) -> "ScriptedSglang":
-        self._client = httpx.AsyncClient(trust_env=False, timeout=None)
-        listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._server: Server = make_server(self._app(), timeout_graceful_shutdown=NO_GRACE)
-        self._serving = asyncio.create_task(self._server.serve([listener]))
+        client = httpx.AsyncClient(trust_env=False, timeout=None)
+        self._client = await self._opened.enter_async_context(client)
+        self.url = await self._opened.enter_async_context(served(self._app()))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.stop()
-        await self._serving
-        await self._client.aclose()
+        await self._opened.aclose()
 
     def _app(self) -> Starlette:
         post = ["POST"]

@@ -10,9 +10,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from perdure.gateway.http.listeners import bind_unix
-from perdure.gateway.http.server import NO_GRACE, make_server
 from perdure.gateway.pace import Ceilings, Pace
 from perdure.testing.local_gateway import LocalGateway
+from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import ScriptedEngine
 
 ANNOUNCED = (
@@ -60,11 +60,8 @@ async def impatient(tmp_path: Path) -> AsyncIterator[Path]:
         await send({"type": "http.response.body", "body": b"hello"})
 
     path = tmp_path / "s"
-    server = make_server(hello, idle_s=0.1, timeout_graceful_shutdown=NO_GRACE)
-    serving = asyncio.create_task(server.serve([bind_unix(path)]))
-    yield path
-    server.stop()
-    await serving
+    async with served(hello, bind_unix(path), idle_s=0.1):
+        yield path
 
 
 @pytest.mark.parametrize(

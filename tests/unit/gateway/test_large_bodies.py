@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from perdure.gateway.http.large_bodies import LARGE
-from perdure.gateway.http.server import NO_GRACE, make_server
+from perdure.testing.local_server import served
 
 BODY = random.Random(0).randbytes(5 * LARGE) + b"\r\n\r\nGET / HTTP/1.1\r\n\r\n" + bytes(9 * LARGE)
 
@@ -42,7 +42,7 @@ class Server:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[Server]:
+async def running() -> AsyncIterator[Server]:
     server = Server()
     routes = [
         Route("/read", server.read, methods=["POST"]),
@@ -51,13 +51,8 @@ async def served() -> AsyncIterator[Server]:
     ]
     listener = socket.create_server(("127.0.0.1", 0))
     server.address = listener.getsockname()
-    http = make_server(Starlette(routes=routes), timeout_graceful_shutdown=NO_GRACE)
-    serving = asyncio.create_task(http.serve([listener]))
-    try:
+    async with served(Starlette(routes=routes), listener):
         yield server
-    finally:
-        http.stop()
-        await serving
 
 
 def asked(body: bytes, path: str = "/read") -> bytes:
@@ -99,7 +94,7 @@ async def test_bodies_arrive_as_they_were_sent(seed: int) -> None:
     cuts = sorted(dice.sample(range(len(sent)), 12))
     pieces = [sent[a:b] for a, b in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
 
-    async with served() as server:
+    async with running() as server:
         found = await answers(server, pieces, len(bodies))
 
     assert found == [hashlib.sha256(body).hexdigest() for body in bodies]
@@ -108,7 +103,7 @@ async def test_bodies_arrive_as_they_were_sent(seed: int) -> None:
 async def test_pieces_that_wait_for_the_application_are_all_read() -> None:
     """Large and small ones, before the application asks for the first."""
     sent, sizes = asked(BODY, "/later"), [LARGE + 200, LARGE, 9, LARGE, 9]
-    async with served() as server:
+    async with running() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         for size in sizes:
             writer.write(sent[:size])
@@ -125,7 +120,7 @@ async def test_pieces_that_wait_for_the_application_are_all_read() -> None:
 
 async def test_a_body_that_nobody_reads_does_not_reach_the_next_request() -> None:
     """An answer before the end of its body."""
-    async with served() as server:
+    async with running() as server:
         found = await answers(server, [asked(BODY, "/refuse"), asked(b"next")], 2)
 
     assert found == ["refused", hashlib.sha256(b"next").hexdigest()]
@@ -133,7 +128,7 @@ async def test_a_body_that_nobody_reads_does_not_reach_the_next_request() -> Non
 
 async def test_a_body_that_breaks_off_is_no_body() -> None:
     """The application learns that the client has gone."""
-    async with served() as server:
+    async with running() as server:
         _, writer = await asyncio.open_connection(*server.address)
         writer.write(asked(BODY)[:-LARGE])
         await writer.drain()
