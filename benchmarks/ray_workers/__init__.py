@@ -1,0 +1,1 @@
+"""What Ray adds to workers that it keeps."""
