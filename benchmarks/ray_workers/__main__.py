@@ -22,7 +22,7 @@ from benchmarks.measuring import Memory, command_of, own_seconds
 from benchmarks.options import add_output
 from benchmarks.scratch import scratch_folder
 from perdure.serving.cluster import process_tree
-from tests.serving.ray_workers import PATIENCE_S, Cluster, a_cluster
+from tests.serving.ray_workers import PATIENCE_S, Cluster, a_cluster, polls
 from tests.stack.host import why_not_here
 from tests.stack.stack import Stack
 from tests.stack.waiting import until
@@ -30,8 +30,6 @@ from tests.stack.waiting import until
 SEATS = 2
 """Of each worker, with Ray and without."""
 JOINED_AIM_S = 20.0
-POLLS = "polls its queues"
-"""What a worker logs when it begins to work."""
 
 
 @dataclass
@@ -114,11 +112,10 @@ async def _measure(folder: Path, options: argparse.Namespace) -> Found:
 
 async def _plain_worker(stack: Stack) -> float:
     """Seconds from its start until it polls."""
-    log = stack.home / "logs" / "worker.log"
-    before = log.read_text().count(POLLS) if log.exists() else 0
+    before = polls(stack.home)
     began = time.monotonic()
     starting = asyncio.create_task(stack.start_worker(PERDURE_SLOTS__AGENT=str(SEATS)))
-    await until(lambda: log.exists() and log.read_text().count(POLLS) > before, "it polls")
+    await until(lambda: polls(stack.home) > before, "it polls")
     seconds = time.monotonic() - began
     await starting
     return seconds
@@ -174,7 +171,7 @@ async def _headless(cluster: Cluster) -> tuple[float, bool]:
     """Seconds until the next manager has found all workers, from when the head runs again; whether none
     of them was started again."""
     nodes = await cluster.starts()
-    polls = {name: cluster.polls(name) for name in nodes}
+    before = {name: cluster.polls(name) for name in nodes}
     await asyncio.to_thread(cluster.nodes.kill, cluster.nodes.head)
     await asyncio.to_thread(cluster.nodes.start_head)
     began = time.monotonic()
@@ -183,7 +180,7 @@ async def _headless(cluster: Cluster) -> tuple[float, bool]:
         return await cluster.starts() == nodes
 
     await until(adopted, "the next manager has found the workers", PATIENCE_S)
-    kept = polls == {name: cluster.polls(name) for name in nodes}
+    kept = before == {name: cluster.polls(name) for name in nodes}
     return time.monotonic() - began, kept
 
 

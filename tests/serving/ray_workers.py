@@ -28,6 +28,12 @@ NODES = (
 )
 
 
+def polls(home: Path) -> int:
+    """How many workers of this home have begun to poll."""
+    log = home / "logs" / "worker.log"
+    return log.read_text().count("polls its queues") if log.exists() else 0
+
+
 class Cluster:
     """Ray nodes whose workers belong to a stack that has none of its own."""
 
@@ -96,8 +102,7 @@ class Cluster:
 
     def polls(self, name: str) -> int:
         """How many workers of this node have begun to poll."""
-        log = self.home(name) / "logs" / "worker.log"
-        return log.read_text().count("polls its queues") if log.exists() else 0
+        return polls(self.home(name))
 
     def worker(self, name: str) -> int:
         """The pid of this node's worker."""

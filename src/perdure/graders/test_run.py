@@ -145,7 +145,7 @@ _GRACE_S = 60.0
 
 # Two execs, because tests can truncate files that they may write. Only the exit code of an exec
 # that has run none of their code can tell a defective row from a hostile diff. If something does not
-# apply, the row's test patch is tried on HEAD: fitting there, the diff is the cause.
+# apply, the row's test patch is tried on HEAD. If it fits there, the diff is the cause.
 _SETUP = r"""
 dir=$1
 exec 2>&1

@@ -40,7 +40,7 @@ DYNAMIC_CONFIG = (
     "matching.numTaskqueueReadPartitions=1",
     "matching.numTaskqueueWritePartitions=1",
     "history.xdcCacheMaxSizeBytes=65536",  # for other clusters
-    # By default it keeps every workflow of the last hour, thousands of them ended ones.
+    # By default it keeps the state of every workflow of the last hour, mostly of ended ones.
     'history.cacheTTL="2m"',
     'history.cacheBackgroundEvict={"Enabled":true,"LoopInterval":"30s","MaxEntryPerCall":1024}',
     # 512 goroutines wait for each kind of task; a server that writes one file needs far fewer.
