@@ -2,10 +2,10 @@
 
 The engines are scripted, with a second's latency, all in one process, and enough of them that no call
 waits for room. The agents are plain HTTP clients in this process. In each round every session makes
-one more call with a long history through the gateway. As many calls with as many tokens go to the
-engines directly. Calls start evenly spread over the round, 16 a second (`--rate`). Reported: the latency that the
-gateway adds, its CPU per turn above its CPU at rest, and its memory with many additional idle
-sessions.
+one more call with a long history through the gateway, and beside every second of them one with as many tokens
+goes to an engine directly. Calls start evenly spread over the round, 16 a second (`--rate`). Reported: the
+latency that the gateway adds, its CPU per turn above its CPU at rest, in milliseconds and in parts of the
+yardstick, and its memory with many additional idle sessions.
 """
 
 import argparse
@@ -29,6 +29,7 @@ import httpx
 from benchmarks.gateway_load import engines
 from benchmarks.gateway_load.figures import Level, memory_mb, print_table
 from benchmarks.measuring import own_seconds
+from benchmarks.yardstick import Yardstick, beside
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.gateway.rendering.tokenizers import load_tokenizer
@@ -46,6 +47,9 @@ S3_LATENCY_S = 0.03
 """Seconds of each request to the store in memory."""
 CALL_S = 60.0
 """Seconds without an answer after which the benchmark stops, because its figures mean nothing."""
+DIRECT_EVERY = 2
+"""Beside every so many calls through the gateway, one goes to an engine directly."""
+REST_S = 5.0
 PATIENCE = 4
 """Allowed duration, as a multiple of that on an idle host."""
 SCRIPT = {
@@ -97,6 +101,7 @@ class Load:
     client: httpx.AsyncClient
     control: GatewayControl
     calls_per_s: float
+    yardstick: Yardstick
     stage: str = ""
 
     def begin(self, stage: str) -> None:
@@ -139,12 +144,13 @@ class Load:
         return answer.raise_for_status(), seconds
 
 
-async def _spread(
-    calls: Sequence[Callable[[], Awaitable[float]]], calls_per_s: float
-) -> list[float]:
+Call = Callable[[], Awaitable[float]]
+
+
+async def _spread(calls: Sequence[Call], calls_per_s: float) -> list[float]:
     """Start the calls evenly, without waiting for earlier ones; returns their seconds."""
 
-    async def one(number: int, call: Callable[[], Awaitable[float]]) -> float:
+    async def one(number: int, call: Call) -> float:
         await asyncio.sleep(number / calls_per_s)
         return await call()
 
@@ -152,31 +158,32 @@ async def _spread(
 
 
 async def _level(load: Load, sessions: int, rounds: int) -> Level:
-    level = Level(sessions)
     crowd = await _opened(load, f"busy-{sessions}", sessions, load.history)
     ids = load_tokenizer("qwen3").encode_plain(load.history)
     body = json.dumps({"token_ids": ids, "sampling_params": {"max_tokens": 512}}).encode()
-    urls = itertools.islice(itertools.cycle(load.engine_urls), sessions)
-    straight = [functools.partial(load.call_engine, url, body) for url in urls]
-    through = [functools.partial(load.call, session) for session in crowd]
-    for number in range(rounds):
-        load.begin(f"{sessions} sessions, round {number + 1} of {rounds}")
-        seconds, rest_cpu, rest_s = await _charged(load, straight)
-        level.direct.append(seconds)
-        level.rest_cpu.append(rest_cpu / rest_s)
-        seconds, cpu, elapsed = await _charged(load, through)
-        level.through.append(seconds)
-        level.cpu_s_per_turn.append((cpu - elapsed * rest_cpu / rest_s) / sessions)
-    return level
-
-
-async def _charged(
-    load: Load, calls: Sequence[Callable[[], Awaitable[float]]]
-) -> tuple[list[float], float, float]:
-    """The calls' seconds, the gateway's CPU meanwhile, and the duration."""
+    urls = itertools.islice(itertools.cycle(load.engine_urls), sessions // DIRECT_EVERY)
+    straight: list[Call] = [functools.partial(load.call_engine, url, body) for url in urls]
+    through: list[Call] = [functools.partial(load.call, session) for session in crowd]
+    load.begin(f"{sessions} sessions at rest")
     before, since = own_seconds(load.gateway_pid), time.perf_counter()
-    seconds = await _spread(calls, load.calls_per_s)
-    return seconds, own_seconds(load.gateway_pid) - before, time.perf_counter() - since
+    await asyncio.sleep(REST_S)
+    rest_cpu = (own_seconds(load.gateway_pid) - before) / (time.perf_counter() - since)
+    level = Level(sessions, rest_cpu)
+    for number in range(rounds + 1):
+        load.begin(f"{sessions} sessions, round {number} of {rounds}")
+        before, since = own_seconds(load.gateway_pid), time.perf_counter()
+        mark = load.yardstick.mark()
+        direct, seconds = await asyncio.gather(
+            _spread(straight, load.calls_per_s / DIRECT_EVERY), _spread(through, load.calls_per_s)
+        )
+        cpu, elapsed = own_seconds(load.gateway_pid) - before, time.perf_counter() - since
+        if number == 0:
+            continue  # it opened the connections
+        level.direct.append(direct)
+        level.through.append(seconds)
+        level.cpu_s_per_turn.append((cpu - elapsed * rest_cpu) / sessions)
+        level.yardstick_ms.append(load.yardstick.since(mark))
+    return level
 
 
 async def _opened(load: Load, name: str, count: int, text: str) -> list[Session]:
@@ -246,7 +253,18 @@ async def _started(
                 GatewayControl(url, Secrets.of(SECRET), timeout_s=CALL_S) as control,
             ):
                 urls = engine_urls.split(",")
-                yield Load(history, urls, url, second.pid, log, client, control, options.rate)
+                with beside(folder / "yardstick") as yardstick:
+                    yield Load(
+                        history,
+                        urls,
+                        url,
+                        second.pid,
+                        log,
+                        client,
+                        control,
+                        options.rate,
+                        yardstick,
+                    )
 
 
 async def _url(log: Path, process: "subprocess.Popen[bytes]") -> str:
@@ -261,8 +279,9 @@ async def _url(log: Path, process: "subprocess.Popen[bytes]") -> str:
 def _expected_s(options: argparse.Namespace) -> float:
     """Seconds that the engines' latency takes; an idle host adds little."""
     opened: int = sum(options.sessions) + options.idle
-    rounds = sum(2 * (count / options.rate + LATENCY_S) for count in options.sessions)
-    expected: float = opened / OPENED_AT_ONCE * LATENCY_S + options.rounds * rounds
+    rounds = sum(count / options.rate + LATENCY_S for count in options.sessions)
+    rest = REST_S * len(options.sessions)
+    expected: float = opened / OPENED_AT_ONCE * LATENCY_S + (options.rounds + 1) * rounds + rest
     return expected
 
 
@@ -351,7 +370,7 @@ async def _measured(load: Load, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "history_tokens": options.tokens,
         "engines": len(load.engine_urls),
-        "turns": sum(options.sessions) * (options.rounds + 1) + options.idle,
+        "turns": sum(options.sessions) * (options.rounds + 2) + options.idle,
         "levels": [level.line() for level in levels],
         "idle_sessions": options.idle,
         "idle_tokens": options.idle_tokens,

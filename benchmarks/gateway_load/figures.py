@@ -11,12 +11,13 @@ class Level:
     """Latencies in seconds of each round's calls, straight to the engine and through the gateway."""
 
     sessions: int
+    rest_cpu: float
+    """CPU seconds per second without calls, for its health checks."""
     direct: list[list[float]] = field(default_factory=list)
     through: list[list[float]] = field(default_factory=list)
     cpu_s_per_turn: list[float] = field(default_factory=list)
     """CPU above that at rest."""
-    rest_cpu: list[float] = field(default_factory=list)
-    """CPU seconds per second without calls, for its health checks."""
+    yardstick_ms: list[float] = field(default_factory=list)
 
     def added(self, percent: int) -> list[float]:
         """Growth of a percentile in each round, in seconds."""
@@ -36,7 +37,12 @@ class Level:
             ),
             "cpu_ms_per_turn": 1000 * statistics.median(self.cpu_s_per_turn),
             "turns_per_s_per_core": 1 / statistics.median(self.cpu_s_per_turn),
-            "cpu_ms_per_s_at_rest": 1000 * statistics.median(self.rest_cpu),
+            "yardstick_ms": statistics.median(self.yardstick_ms),
+            "of_yardstick": statistics.median(
+                1000 * cpu / ms
+                for cpu, ms in zip(self.cpu_s_per_turn, self.yardstick_ms, strict=True)
+            ),
+            "cpu_ms_per_s_at_rest": 1000 * self.rest_cpu,
         }
 
 
@@ -59,6 +65,8 @@ COLUMNS = {
     "added p99, ms": "{added_p99_ms:.1f}",
     "CPU a turn, ms": "{cpu_ms_per_turn:.1f}",
     "turns/s a core": "{turns_per_s_per_core:.0f}",
+    "yardstick, ms": "{yardstick_ms:.1f}",
+    "CPU a turn / yardstick": "{of_yardstick:.3f}",
     "CPU at rest, ms a second": "{cpu_ms_per_s_at_rest:.0f}",
 }
 

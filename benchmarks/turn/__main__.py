@@ -5,7 +5,7 @@
 One conversation grows turn by turn through every size, over HTTP, with an engine that answers at
 once: Perdure as it ships, with its journal on this disk and then in an S3 server in memory, and slime's
 current adapter in an environment of its own. Then the prompt alone, bridged and rendered in full. All use one tokenizer. Then the cost of a
-streamed token, by how many an engine sends together.
+streamed token, by how many an engine sends together. `benchmarks.yardstick` says how fast the host was.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks import yardstick
 from benchmarks.capture.slime import Slime
 from benchmarks.peers.environments import Unavailable
 from benchmarks.turn import prompts, sides, streams
@@ -45,13 +46,13 @@ async def main() -> None:
     with tempfile.TemporaryDirectory(prefix="pd-") as folder:
         async with InstantEngine() as engine:
             home = Path(folder)
-            costs = {
-                "perdure": await _grow(sides.perdure(home / "disk", engine.url), engine, options)
-            }
             puts: Costs = {}
+            yardsticks: Costs = {}
+            side = sides.perdure(home / "disk", engine.url)
+            costs = {"perdure": await _grow(side, engine, options, yardsticks=yardsticks)}
             with sides.memory_s3(S3_LATENCY_S) as s3:
                 side = sides.perdure(home / "s3", engine.url, s3)
-                costs[IN_S3] = await _grow(side, engine, options, s3, puts)
+                costs[IN_S3] = await _grow(side, engine, options, s3=s3, puts=puts)
             try:
                 peer = Slime(options.environments, options.slime)
                 costs["slime"] = await _grow(sides.slime(peer, engine.url), engine, options)
@@ -61,9 +62,18 @@ async def main() -> None:
         streamed = await streams.measure(home / "streams", options.rounds)
     costs |= {BRIDGED: bridged, FULL: rendered}
     if options.json:
-        print(json.dumps({"turns_ms": costs, "puts": puts, "token_us": streamed._asdict()}))
+        print(
+            json.dumps(
+                {
+                    "turns_ms": costs,
+                    "puts": puts,
+                    "token_us": streamed._asdict(),
+                    "yardstick_ms": yardsticks,
+                }
+            )
+        )
     else:
-        _print_table(costs, puts)
+        _print_table(costs, puts, yardsticks)
         _print_streamed(streamed)
 
 
@@ -71,11 +81,13 @@ async def _grow(
     side: AbstractAsyncContextManager[sides.Serving],
     engine: InstantEngine,
     options: argparse.Namespace,
+    *,
     s3: sides.MemoryS3 | None = None,
     puts: Costs | None = None,
+    yardsticks: Costs | None = None,
 ) -> Costs:
     """Median CPU ms per turn of the server's processes, at each size. `puts`: filled with the PUTs a
-    turn."""
+    turn; `yardsticks`: with the yardstick beside them."""
     found: Costs = {}
     async with (
         side as serving,
@@ -86,23 +98,30 @@ async def _grow(
         for size in SIZES:
             while engine.prompt_tokens < size:
                 await agent.turn()
-            spent, written = [], s3.puts() if s3 else 0
+            spent, speed, written = [], [], s3.puts() if s3 else 0
             for _ in range(options.turns):
                 before = sides.cpu_ms(serving.pid)
                 await agent.turn(short=True)
                 spent.append(sides.cpu_ms(serving.pid) - before)
+                speed.append(yardstick.measure())
             found[size] = statistics.median(spent)
+            if yardsticks is not None:
+                yardsticks[size] = statistics.median(speed)
             if s3 and puts is not None:
                 puts[size] = (s3.puts() - written) / options.turns
     return found
 
 
-def _print_table(costs: dict[str, Costs], puts: Costs) -> None:
+def _print_table(costs: dict[str, Costs], puts: Costs, yardsticks: Costs) -> None:
     print("| CPU ms a turn, median | " + " | ".join(f"{s // 1000}k" for s in SIZES) + " |")
     print("|---|" + "---|" * len(SIZES))
     for side, row in costs.items():
         print(f"| {side} | " + " | ".join(f"{row[size]:.1f}" for size in SIZES) + " |")
     print("| PUTs a turn | " + " | ".join(f"{puts[size]:.1f}" for size in SIZES) + " |")
+    beside = [yardsticks[size] for size in SIZES]
+    print("| the yardstick beside perdure's | " + " | ".join(f"{ms:.1f}" for ms in beside) + " |")
+    parts = [costs["perdure"][size] / yardsticks[size] for size in SIZES]
+    print("| perdure / the yardstick | " + " | ".join(f"{part:.3f}" for part in parts) + " |")
     a_second = ", ".join(f"{1e3 / costs['perdure'][size]:.0f} at {size // 1000}k" for size in SIZES)
     print(f"\nturns a second of one process on one core: {a_second}")
     print(f"most: {max(costs['perdure'].values()):.1f} ms (aim: {MOST_MS:g})")

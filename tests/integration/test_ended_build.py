@@ -38,7 +38,9 @@ def recipe(folder: Path) -> Path:
 
 
 @pytest.mark.skipif(bool(why_not_here()), reason=why_not_here())
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.longer)]
+)
 async def test_a_build_that_is_ended_ends_its_sandboxes(
     tmp_path: Path, signum: signal.Signals
 ) -> None:

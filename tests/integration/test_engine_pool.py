@@ -91,7 +91,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.mark.parametrize(
     ("number", "hang_s"),
-    [(signal.SIGKILL, 60.0), (signal.SIGSTOP, HANG_S)],
+    [(signal.SIGKILL, 60.0), pytest.param(signal.SIGSTOP, HANG_S, marks=pytest.mark.longer)],
     ids=["killed", "hung"],
 )
 async def test_a_completion_survives_its_engine(

@@ -218,7 +218,7 @@ async def test_a_gateway_that_is_not_there_is_unavailable(tmp_path: Path) -> Non
             await control.get("s")
 
 
-@pytest.fixture(params=["local", "store"])
+@pytest.fixture(params=["local", pytest.param("store", marks=pytest.mark.longer)])
 def durable_in(
     request: pytest.FixtureRequest, home: Path, engine: ScriptedEngine
 ) -> Iterator[Process]:

@@ -74,7 +74,11 @@ def _per_test(grade: Grade) -> dict[str, TestStatus]:
 
 
 @pytest.mark.skipif(not INSTANCES, reason="task data is not here")
-@pytest.mark.parametrize("instance", INSTANCES, ids=lambda instance: instance.instance_id)
+@pytest.mark.parametrize(
+    "instance",
+    [*(pytest.param(one, marks=pytest.mark.longer) for one in INSTANCES[:-1]), *INSTANCES[-1:]],
+    ids=lambda instance: instance.instance_id,
+)
 async def test_oracle_resolves_and_nop_does_not(instance: Instance, home: Path) -> None:
     """Gold resolves the row and the untouched base does not, the same on every run."""
     provider, prepared = await _prepare(instance, home)

@@ -106,6 +106,7 @@ class ServedFunction:
             ]
         )
         quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off"}
+        quiet["http"] = "h11"  # httptools bounds no head
         waits: dict[str, Any] = {"timeout_keep_alive": KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
         self._server = _Server(uvicorn.Config(app, **quiet, **waits))
         self._serving = asyncio.create_task(self._server.serve([listener]))

@@ -15,7 +15,8 @@ async def serving(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        # httptools, which uvicorn would prefer, bounds no head.
+        config = uvicorn.Config(app, http="h11", log_config=None, access_log=False, lifespan="off")
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:

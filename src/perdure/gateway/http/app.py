@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from perdure.dialects import anthropic, openai_chat, openai_responses
 from perdure.dialects.base import Answer, Dialect, ParsedCall, Refused
@@ -99,7 +100,7 @@ def create_app(
     store: Store,
     journal: Journal,
     patience: Patience = Patience(),
-) -> Starlette:
+) -> "App":
     """The ASGI app; its lifespan holds the engine's connections.
 
     Raises: ConfigurationError naming a wrong engine or tokenizer setting.
@@ -140,9 +141,9 @@ def create_app(
                 await partials.aclose()
                 await engine.pool.aclose()
 
-    return Starlette(
+    return App(
         routes=[
-            *(Route(path, _agent(_complete), methods=["POST"]) for path in DIALECTS),
+            *(Route(path, COMPLETE, methods=["POST"]) for path in DIALECTS),
             Route("/v1/messages/count_tokens", _agent(_count_tokens), methods=["POST"]),
             Route("/v1/models", _agent(_models)),
             Route("/", _hello, methods=["HEAD"]),
@@ -160,6 +161,19 @@ def create_app(
         exception_handlers={404: _no_route, 405: _no_route},
         lifespan=lifespan,
     )
+
+
+class App(Starlette):
+    """Model calls go straight to their handler: it answers its errors itself, and what Starlette wraps
+    around every route costs as much as reading the request."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        called = scope["type"] == "http" and scope["path"] in DIALECTS
+        if not called or scope["method"] != "POST":
+            return await super().__call__(scope, receive, send)
+        scope["app"] = self
+        response = await COMPLETE(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 # --- agents ----------------------------------------------------------------------------------
@@ -255,6 +269,9 @@ def _agent(handler: Handler) -> Handler:
             return _error_response(request, _as_refused(error))
 
     return route
+
+
+COMPLETE = _agent(_complete)
 
 
 # --- control ---------------------------------------------------------------------------------

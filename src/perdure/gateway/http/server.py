@@ -22,8 +22,8 @@ from perdure.gateway.http.acceptor import Acceptor
 from perdure.gateway.http.app import create_app
 from perdure.gateway.http.idle import IDLE_S, IdleConnections
 from perdure.gateway.http.keys import session_of
-from perdure.gateway.http.large_bodies import LargeBodies
 from perdure.gateway.http.limits import CallLimiter
+from perdure.gateway.http.protocol import HttpProtocol
 from perdure.gateway.journal.configured import open_journal
 from perdure.home import Secrets
 from perdure.settings.tree import Settings
@@ -109,9 +109,10 @@ def make_server(app: ASGIApp, *, idle_s: float = IDLE_S, **options: Any) -> Serv
         lifespan="on",
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         server_header=False,
         timeout_keep_alive=75,
-        **{"http": LargeBodies, "timeout_graceful_shutdown": GRACE_S, **options},
+        **{"http": HttpProtocol, "timeout_graceful_shutdown": GRACE_S, **options},
     )
     return Server(config, idle_s)
 

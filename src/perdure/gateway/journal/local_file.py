@@ -29,13 +29,17 @@ class Busy(Exception):
 class SessionFile:
     """An open, locked file; closing it unlocks."""
 
-    def __init__(self, path: Path, *, write: bool) -> None:
+    def __init__(self, path: str, *, write: bool) -> None:
         """Raises: Busy; FileNotFoundError when reading what is not there; OSError."""
         self.path = path
-        if write:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
-        self._handle = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        flags = os.O_CLOEXEC | (os.O_RDWR | os.O_CREAT if write else os.O_RDONLY)
+        try:
+            self._handle = os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            if not write:
+                raise
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(path, flags, 0o600)
         try:
             fcntl.flock(self._handle, (fcntl.LOCK_EX if write else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -67,7 +71,7 @@ class SessionFile:
             while written < len(data):
                 written += os.pwrite(self._handle, data[written:], at + written)
             if at == 0:  # the first records: from now on the file must be found after a power cut
-                _sync_folders(self.path.parent)
+                _sync_folders(Path(self.path).parent)
         except OSError:
             os.ftruncate(self._handle, at)
             raise

@@ -5,6 +5,7 @@ Neither is synced as a turn is: partials survive a killed process, but may not s
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class LocalPartialStore:
     appends = True
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder = str(folder)
 
     async def read(self, session_id: str, call: str) -> list[bytes]:
         paths = self._paths(
@@ -44,21 +45,23 @@ class LocalPartialStore:
 
     def _write(self, parts: Mapping[TryName, Sequence[Line]]) -> None:
         for name, lines in parts.items():
-            path = self._folder / name.session_id / FOLDER / f"{name.call}.{name.suffix}"
-            _append(path, b"".join(map(frame, lines)))
+            folder = Path(self._folder, name.session_id, FOLDER)
+            _append(folder / f"{name.call}.{name.suffix}", b"".join(map(frame, lines)))
 
     def _clear(self, session_id: str, call: str | None) -> None:
         for path in self._paths(session_id, call):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty, or never made
-            (self._folder / session_id / FOLDER).rmdir()
+            Path(self._folder, session_id, FOLDER).rmdir()
 
     def _paths(self, session_id: str, call: str | None) -> list[Path]:
+        folder = f"{self._folder}/{session_id}/{FOLDER}"
         try:
-            found = list((self._folder / session_id / FOLDER).iterdir())
+            found = os.listdir(folder)
         except FileNotFoundError:
             return []
-        return [path for path in found if call is None or path.name.startswith(f"{call}.")]
+        wanted = (name for name in found if call is None or name.startswith(f"{call}."))
+        return [Path(folder, name) for name in wanted]
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -3,7 +3,6 @@
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, ConfigDict, PlainSerializer, SkipValidation
@@ -85,7 +84,7 @@ class TurnRecord(TurnFacts):
 
 def to_journal(record: TurnRecord) -> dict[str, Any]:
     fields = record.model_dump(mode="json", exclude=AS_THEY_ARE)
-    answer = asdict(record.answer)
+    answer = {**vars(record.answer)}
     if record.answer.stop_sequence is None:
         del answer["stop_sequence"]  # gateways of an earlier version refuse fields they do not know
     tools = {"tools": record.tools} if record.tools else {}

@@ -1,4 +1,4 @@
-"""Large bodies go around h11's buffer: what arrives is the same, however the network cuts it."""
+"""What arrives is the same, however the network cuts it, and no client makes the gateway keep what is no body."""
 
 import asyncio
 import hashlib
@@ -13,9 +13,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from perdure.gateway.http.large_bodies import LARGE
+from perdure.gateway.http.protocol import MAX_HEAD, Gathering
 from perdure.testing.local_server import served
 
+LARGE = 16 << 10
 BODY = random.Random(0).randbytes(5 * LARGE) + b"\r\n\r\nGET / HTTP/1.1\r\n\r\n" + bytes(9 * LARGE)
 
 
@@ -135,3 +136,105 @@ async def test_a_body_that_breaks_off_is_no_body() -> None:
         writer.close()
         async with asyncio.timeout(30):
             await server.broken.wait()
+
+
+# --- what is no body --------------------------------------------------------------------------
+
+
+async def until_closed(server: Server, sent: bytes, more: bytes) -> tuple[bytes, int]:
+    """What is answered, and how many bytes of `more`, repeated, the server took before it closed."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(sent)
+    taken = 0
+    async with asyncio.timeout(30):
+        try:
+            while not reader.at_eof() and taken < 64 * MAX_HEAD:
+                writer.write(more)
+                await writer.drain()
+                taken += len(more)
+                await asyncio.sleep(0)
+            answer = await reader.read()
+        except ConnectionError:
+            answer = b""
+    writer.close()
+    return answer, taken
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        (b"GET /", b"a" * 4096),
+        (b"GET / HTTP/1.1\r\nhost: h\r\n", b"x-a: " + b"a" * 4000 + b"\r\n"),
+        (b"GET / HTTP/1.1\r\nhost: h\r\nx-a: ", b"a" * 4096),
+        (b"GET / HTTP/1.1\r\nhost: h\r\n", b"a" * 4096),
+        (b"POST /read HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n1;", b"a" * 4096),
+        (chunked(b"body")[:-2], b"x-a: " + b"a" * 4000 + b"\r\n"),
+        (chunked(b"body")[:-2] + b"x-a:", b"a" * 4096),
+    ],
+    ids=["url", "headers", "a value", "a name", "a chunk's extension", "trailers", "a trailer"],
+)
+async def test_what_is_no_body_and_never_ends_is_not_kept(begun: bytes, more: bytes) -> None:
+    """httptools keeps every byte of it, so a sandbox could fill the gateway's memory."""
+    async with running() as server:
+        answer, taken = await until_closed(server, begun, more)
+        next_answer = await answers(server, [asked(b"next")], 1)
+
+    assert taken < 64 * MAX_HEAD
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+    assert next_answer == [hashlib.sha256(b"next").hexdigest()]
+
+
+async def test_a_body_of_many_small_chunks_is_no_endless_head() -> None:
+    """Its framing is several times as long as its bytes."""
+    pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY[: 2 * LARGE])
+    sent = (
+        b"POST /read HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n"
+        + pieces
+        + b"0\r\n\r\n"
+    )
+    async with running() as server:
+        found = await answers(server, [sent, asked(b"next")], 2)
+
+    assert len(pieces) > 2 * MAX_HEAD
+    assert found == [hashlib.sha256(body).hexdigest() for body in (BODY[: 2 * LARGE], b"next")]
+
+
+class Written(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self.closed
+        self.writes.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_the_head_of_an_answer_leaves_with_its_body() -> None:
+    """Each packet wakes the client, and costs the gateway more than writing the answer did."""
+    written = Written()
+    transport = Gathering(written, asyncio.get_running_loop())
+    transport.write(b"head")
+    transport.write(b"body")
+    await asyncio.sleep(0)
+    transport.write(b"the next answer")
+    transport.close()
+    await asyncio.sleep(0)
+
+    assert (written.writes, written.closed) == ([b"headbody", b"the next answer"], True)
+
+
+async def test_a_long_answer_is_not_kept_until_its_end() -> None:
+    """The limits of the real transport must see it."""
+    written = Written()
+    transport = Gathering(written, asyncio.get_running_loop())
+    for _ in range(3):
+        transport.write(bytes(MAX_HEAD))
+
+    assert sum(map(len, written.writes)) >= 2 * MAX_HEAD
