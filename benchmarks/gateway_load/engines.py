@@ -16,8 +16,8 @@ from pathlib import Path
 from perdure.engines.pool.leases import LEAST_AGENTS
 from perdure.testing.scripted_engine import CacheModel, ScriptedEngine
 
-AGENTS = LEAST_AGENTS // 2
-"""Sessions per engine: half of its first limit, because direct calls count as load too."""
+AGENTS = LEAST_AGENTS * 3 // 4
+"""Sessions per engine: fewer than its first limit, because direct calls count as load too."""
 KV_TOKENS = 1 << 23
 """Tokens: twice as many as 128 contexts of 30k tokens need."""
 

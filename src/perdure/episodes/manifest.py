@@ -52,6 +52,16 @@ def build_manifest(run_id: str, episodes: Sequence[Episode]) -> dict[str, Any]:
     }
 
 
+def counted(episode: Episode) -> Episode:
+    """The episode without what a manifest leaves out: tests, segments, the tokens of each turn, the request."""
+    grade = episode.grade and episode.grade.model_copy(
+        update={"fail_to_pass": {}, "pass_to_pass": {}}
+    )
+    provenance = episode.provenance.model_copy(update={"request": {}})
+    left_out = {"grade": grade, "provenance": provenance, "segments": (), "turn_tokens": ()}
+    return episode.model_copy(update=left_out)
+
+
 def _entry(episode: Episode) -> dict[str, Any]:
     fields = {"sample_index", "status", "outcome", "reward", "seconds", "sampled_tokens", "failure"}
     return {

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from perdure.agents.check import check_options
 from perdure.engines.reported import engine_settings
 from perdure.episodes.accounting import count
-from perdure.episodes.episode_store import scan_run
-from perdure.episodes.manifest import build_manifest
+from perdure.episodes.episode_store import scan_run_as
+from perdure.episodes.manifest import build_manifest, counted
 from perdure.errors import ConfigurationError, NotFound, PreconditionFailed, StoreUnavailable
 from perdure.instances import calibration, catalog
 from perdure.rollouts import again, identity
@@ -96,7 +96,7 @@ async def load_page(store: Store, request: PageRequest) -> Page:
 
 
 async def finish_run(store: Store, run: RunRequest) -> RunSummary:
-    episodes, unreadable = await scan_run(store, run.run_id)
+    episodes, unreadable = await scan_run_as(store, run.run_id, counted)
     manifest = build_manifest(run.run_id, episodes)
     manifest["unreadable"] = [one.key for one in unreadable]
     data = json.dumps(manifest, indent=1).encode()

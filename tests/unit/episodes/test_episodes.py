@@ -14,7 +14,7 @@ from perdure.cli.runs.text import differences
 from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, build_episode
 from perdure.episodes.episode_parquet import encode_segments
 from perdure.episodes.episode_store import read_episode, read_run
-from perdure.episodes.manifest import build_manifest, pass_at
+from perdure.episodes.manifest import build_manifest, counted, pass_at
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary
 from perdure.storage import keys
@@ -290,6 +290,19 @@ def test_a_manifest_marks_rows_that_are_not_proved() -> None:
     assert [entry.get("calibration") for entry in totals["episodes"]] == [
         *("proved", "quarantined", "not_calibrated", None)
     ]
+
+
+def test_a_manifest_counts_alike_without_details() -> None:
+    """A worker that sums up 16,500 rollouts keeps of each only what a manifest counts."""
+    exposed = {"official": Outcome.RESOLVED, "verification": Verification(state="exposed")}
+    found = [
+        *samples(RESOLVED, UNRESOLVED.model_copy(update=exposed), None),
+        episode(turns=TURNS, stage_seconds={"agent": 10.0}),
+    ]
+
+    assert build_manifest("r", list(map(counted, found))) == build_manifest("r", found)
+    assert found[-1].turn_tokens
+    assert not counted(found[-1]).turn_tokens
 
 
 def test_a_manifest_counts_what_twins_change() -> None:

@@ -5,17 +5,17 @@ from typing import Any
 
 import click
 
-from perdure.episodes.episode_store import scan_run
+from perdure.episodes.episode_store import scan_run_as
 from perdure.storage.base import Store
 from perdure.types import EpisodeRef
 
 
 async def episodes(store: Store, run_id: str) -> list[EpisodeRef]:
     """One reference per finished rollout, by instance and sample; stderr names unreadable episodes."""
-    found, unreadable = await scan_run(store, run_id)
+    found, unreadable = await scan_run_as(store, run_id, lambda episode: episode.ref(store.url))
     for one in unreadable:
         click.echo(f"error: {one}", err=True)
-    return [episode.ref(store.url) for episode in found]
+    return found
 
 
 def document(run_id: str, episodes: Sequence[EpisodeRef]) -> dict[str, Any]:
